@@ -62,9 +62,9 @@ def test_a_recorded_snapshot_replayed_as_recorded_comes_to_the_record():
 def test_people_read_one_line_of_the_replay_and_that_it_is_a_prediction(tmp_path):
     done = tracekit("memory", simulated(tmp_path), "--replay", "expandable_segments:True")
     assert done.stdout.splitlines()[:3] == [
-        "120 MiB held at the peak, 150 MiB reserved",
+        "120 MiB allocated at the peak, 150 MiB reserved",
         "expandable_segments:True: reserved 150 MiB → 120 MiB, 3 → 3 device allocations, 0 → 0 retries",
-        "This is a prediction of a model: run with these settings to confirm it.",
+        "This is a prediction of the allocator model: run with these settings to confirm it.",
     ]
     assert "aten::mm in forward (simulated.py:12)" in done.stdout
     nameless = simulated(tmp_path).rename(tmp_path / "dump")
@@ -74,7 +74,7 @@ def test_people_read_one_line_of_the_replay_and_that_it_is_a_prediction(tmp_path
 
 def test_a_run_on_cpus_tells_of_host_memory_and_that_it_cannot_be_replayed():
     done = tracekit("memory", ROOT / "sample_traces" / "demo-fsdp2", "--format", "json")
-    assert done.stderr == "tracekit: This is host memory: the traces have no memory events of a device.\n"
+    assert done.stderr == "tracekit: Host memory is shown: the traces have no memory events of a device.\n"
     told = json.loads(done.stdout)
     assert list(told) == KEYS
     assert told["peak_reserved_bytes"] is None

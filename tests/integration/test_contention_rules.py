@@ -75,7 +75,7 @@ def test_all_pairs_are_shown_in_one_table(simulated):
     assert "slowdown" in shown
     assert (
         summary_tables.as_text(rows.clear(), width=120)
-        == "The traces hold no work of one kind beside another on a device.\n"
+        == "The traces contain no work of two kinds that run concurrently on a device.\n"
     )
 
 

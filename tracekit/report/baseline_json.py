@@ -1,6 +1,7 @@
 """Baseline -> JSON (schema ``tracekit.baseline/1``, in baseline.schema.json), and back, trusting nothing in the file.
 
-Kilobytes: five digits of each sample, of a unit's those of a thousandth of its largest; steps told once.
+To keep the file at kilobytes, samples have five digits, a unit's samples three digits relative to their largest, and
+each list of step numbers is stored once.
 """
 
 import math
@@ -83,7 +84,7 @@ class _Document(Struct):
 
 
 def render(baseline: Baseline) -> str:
-    """Return a baseline as strict JSON, a line for each series."""
+    """Return a baseline as strict JSON, one line per series."""
     head = {
         "schema": SCHEMA,
         "tool_version": baseline.tool_version,
@@ -101,7 +102,7 @@ def schema() -> str:
 
 
 def is_baseline(path: Path) -> bool:
-    """Return whether a file says that it is a baseline, whole or not, or at least says to be no trace."""
+    """Return whether a file is meant as a baseline, complete or not: it names the schema, or is JSON but no trace."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -112,7 +113,7 @@ def is_baseline(path: Path) -> bool:
 
 
 def read(path: Path) -> Baseline:
-    """Return the baseline in a file. Raises InputError, in one line, where there is none that is whole and sound."""
+    """Return the baseline in a file. Raises InputError where the file is not a valid baseline."""
     try:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_BASELINE_BYTES:
@@ -125,7 +126,9 @@ def read(path: Path) -> Baseline:
         document = msgspec.json.decode(text, type=_Document)
         recordings = tuple(_read_recording(each, f"recordings[{n}]") for n, each in enumerate(document.recordings))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is no whole baseline: {error}; save it again with tracekit baseline save") from None
+        raise InputError(
+            f"{path}: is not a complete baseline: {error}; save it again with tracekit baseline save"
+        ) from None
     return Baseline(document.name, _plain(document.fingerprint), recordings, document.tool_version)
 
 
@@ -136,10 +139,12 @@ def _check_schema(path: Path, text: bytes) -> None:
     try:
         named = msgspec.json.decode(text, type=Named).schema
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InputError(f"{path}: is no whole baseline: {error}; save it again with tracekit baseline save") from None
+        raise InputError(
+            f"{path}: is not a complete baseline: {error}; save it again with tracekit baseline save"
+        ) from None
     if named != SCHEMA:
-        told = f"of schema {named[:_START_BYTES]!r}" if named else "of no schema"
-        raise InputError(f"{path}: is {told}, not {SCHEMA}; save one with tracekit baseline save RUN --output {path}")
+        schema = f"of schema {named[:_START_BYTES]!r}" if named else "of no schema"
+        raise InputError(f"{path}: is {schema}, not {SCHEMA}; save one with tracekit baseline save RUN --output {path}")
 
 
 # To JSON -------------------------------------------------------------------------------------------------------------
@@ -147,8 +152,8 @@ def _check_schema(path: Path, text: bytes) -> None:
 
 def _recording(recording: Recording) -> str:
     steps: dict[tuple[int | None, ...], int] = {}
-    series = [_json(each) for each in _series(recording.samples, ["metric"], steps)]
-    units = [_json(each) for each in _series(recording.units, ["metric", "unit"], steps)]
+    series = [_json(item) for item in _series(recording.samples, ["metric"], steps)]
+    units = [_json(item) for item in _series(recording.units, ["metric", "unit"], steps)]
     work = [
         _json(_Work(kind, phase, name, _rounded(amount, _DIGITS)))
         for kind, phase, name, amount in recording.work.select(*unit_work.WORK_COLUMNS).iter_rows()
@@ -158,29 +163,29 @@ def _recording(recording: Recording) -> str:
         for f in recording.findings
     ]
     lists = {"findings": findings, "work": work, "series": series, "units": units}
-    told = [f'"name":{_json(recording.name)}', f'"created_ns":{_json(recording.created_ns)}']
-    told.append(f'"steps":{_json([list(each) for each in steps])}')
-    told += [f'"{key}":[' + ",\n".join(each) + "]" for key, each in lists.items()]
-    return "{" + ",\n".join(told) + "}"
+    fields = [f'"name":{_json(recording.name)}', f'"created_ns":{_json(recording.created_ns)}']
+    fields.append(f'"steps":{_json([list(item) for item in steps])}')
+    fields += [f'"{key}":[' + ",\n".join(item) + "]" for key, item in lists.items()]
+    return "{" + ",\n".join(fields) + "}"
 
 
 def _series(table: pl.DataFrame, by: Sequence[str], steps: dict[tuple[int | None, ...], int]) -> Iterator[_Series]:
-    """Yield a table's series; lists of steps are numbered in `steps`, which grows."""
+    """Yield a table's series. New lists of steps are numbered and added to `steps`."""
     finite = table.filter(pl.col("value").is_finite()).sort(*by, "rank", "step", nulls_last=False)
     by_rank = finite.group_by(*by, "rank", maintain_order=True).agg("step", "value")
     for row in by_rank.group_by(*by, "step", maintain_order=True).agg("rank", "value").iter_rows(named=True):
         number = steps.setdefault(tuple(row["step"]), len(steps))
         unit = row.get("unit")
         scale = 1 if unit is None else _scale([value for values in row["value"] for value in values])
-        told = [
+        samples = [
             [_rounded(value, _DIGITS) if unit is None else round(value / scale) for value in values]
             for values in row["value"]
         ]
-        yield _Series(row["metric"], row["rank"], number, told, unit, scale)
+        yield _Series(row["metric"], row["rank"], number, samples, unit, scale)
 
 
 def _scale(values: Sequence[float]) -> int:
-    """Return the power of ten that leaves the largest of a unit's samples so many digits."""
+    """Return the power of ten that leaves _UNIT_DIGITS digits of a unit's largest sample."""
     largest = max(map(abs, values), default=0.0)
     return 10 ** max(0, math.floor(math.log10(largest)) - _UNIT_DIGITS + 1) if largest > 0 else 1
 
@@ -188,8 +193,8 @@ def _scale(values: Sequence[float]) -> int:
 def _rounded(value: float, digits: int) -> float:
     if value == 0:
         return 0
-    places_kept = digits - 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, places_kept)
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, decimals)
     return int(rounded) if rounded == int(rounded) else rounded
 
 
@@ -222,23 +227,23 @@ def _read_series(
     rows: dict[str, list[object]] = {name: [] for name in columns}
     for number, each in enumerate(series):
         if each.steps >= len(steps):
-            raise ValueError(f"{where}[{number}] names steps that there are none of")
+            raise ValueError(f"{where}[{number}] refers to steps that the recording does not have")
         if len(each.ranks) != len(each.values):
-            raise ValueError(f"{where}[{number}] has {len(each.values)} lists of values of {len(each.ranks)} ranks")
+            raise ValueError(f"{where}[{number}] has {len(each.values)} lists of values for {len(each.ranks)} ranks")
         if (each.unit is not None) is not is_unit:
             raise ValueError(f"{where}[{number}] has {'no' if is_unit else 'a'} unit")
-        own = steps[each.steps]
+        own_steps = steps[each.steps]
         for rank, values in zip(each.ranks, each.values, strict=True):
-            if len(own) != len(values):
-                raise ValueError(f"{where}[{number}] has {len(values)} values of {len(own)} steps")
-            told = [value * each.scale for value in values]
-            if not all(map(math.isfinite, told)):
-                raise ValueError(f"{where}[{number}] has a value that is no number")
-            rows["step"] += own
-            rows["value"] += told
+            if len(own_steps) != len(values):
+                raise ValueError(f"{where}[{number}] has {len(values)} values for {len(own_steps)} steps")
+            samples = [value * each.scale for value in values]
+            if not all(map(math.isfinite, samples)):
+                raise ValueError(f"{where}[{number}] has a value that is not a finite number")
+            rows["step"] += own_steps
+            rows["value"] += samples
             for name, one in (("rank", rank), ("metric", each.metric), ("unit", each.unit)):
                 if name in rows:
-                    rows[name] += [one] * len(own)
+                    rows[name] += [one] * len(own_steps)
     return pl.DataFrame([pl.Series(name, rows[name], dtype) for name, dtype in columns.items()])
 
 

@@ -1,4 +1,4 @@
-"""Baseline -> text: what ran, what was found, and what its recordings measured."""
+"""Baseline -> text: the configuration, the findings and the metrics of its recordings."""
 
 import numpy as np
 from rich.console import RenderableType
@@ -47,6 +47,6 @@ def _metrics(baseline: Baseline) -> list[list[str]]:
     for metric in compared_metrics():
         medians = [float(np.median(each[metric.key])) for each in found if metric.key in each]
         if medians:
-            told = [float(np.mean(medians)), min(medians), max(medians)]
-            rows.append([metric.label, *(metric.text(value) for value in told)])
+            values = [float(np.mean(medians)), min(medians), max(medians)]
+            rows.append([metric.label, *(metric.text(value) for value in values)])
     return rows

@@ -1,4 +1,4 @@
-"""What formats for CI say alike: what fails a check, what a check found worth showing, and how grave each is there."""
+"""What all CI formats share: the items that a check shows, which of them fail it, and their level."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tracekit.rules.rule import Finding, Severity
 
 
 class Level(StrEnum):
-    """How grave CI shows something. What fails the build is an error; what is known is a notice."""
+    """The level at which CI shows an item: an item that fails the build is an error, a known finding a notice."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -20,7 +20,7 @@ class Level(StrEnum):
 
 
 class ItemKind(StrEnum):
-    """What an item of a verdict speaks of."""
+    """What an item of a check is about."""
 
     FINDING = "finding"
     METRIC = "metric"
@@ -29,7 +29,7 @@ class ItemKind(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class CheckItem:
-    """One thing that a check has to show: a finding, a metric that got worse, or a budget that is not kept."""
+    """One item that a check shows: a finding, a metric that got worse, or a budget that is not met."""
 
     kind: ItemKind
     id: str
@@ -41,18 +41,18 @@ class CheckItem:
     fails: bool
     standing: FindingStatus | None = None
     finding: Finding | None = None
-    """What it is, or, of a metric or a budget, what new finding tells most of it: where a person looks first."""
+    """The finding itself; for a metric or a budget, the new finding that explains most of it."""
 
 
 def items(gate: CheckResult) -> tuple[CheckItem, ...]:
-    """Return all that a check has to show, what fails first."""
+    """Return all items of a check, failing items first."""
     found = [*map(_finding, gate.findings), *_metrics(gate), *_budgets(gate)]
     order = list(Level)
     return tuple(sorted(found, key=lambda item: (not item.fails, order.index(item.level))))
 
 
 def failure_counts(gates: Sequence[CheckResult]) -> str:
-    """Return how much of what fails: "2 findings, 1 metric, 1 budget"."""
+    """Return how many items of each kind fail: "2 findings, 1 metric, 1 budget"."""
     counts = {
         "finding": sum(each.fails for gate in gates for each in gate.findings),
         "metric": sum(len(gate.regressions) for gate in gates),
@@ -72,7 +72,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def level(judged: JudgedFinding) -> Level:
-    """Return how grave CI shows a finding."""
+    """Return the level at which CI shows a finding."""
     if judged.fails:
         return Level.ERROR
     if judged.status is FindingStatus.KNOWN or judged.finding.severity is Severity.INFO:
@@ -89,7 +89,7 @@ def rule_title(code: str) -> str:
 def _finding(judged: JudgedFinding) -> CheckItem:
     found = judged.finding
     worse = judged.status is FindingStatus.WORSE and judged.impact_before is not None
-    before = f" It took {100 * (judged.impact_before or 0):.1f}% of the step before." if worse else ""
+    before = f" It was {100 * (judged.impact_before or 0):.1f}% of the step in the baseline." if worse else ""
     fix = f" Fix: {found.fix}" if found.fix else ""
     return CheckItem(
         ItemKind.FINDING,
@@ -105,14 +105,14 @@ def _finding(judged: JudgedFinding) -> CheckItem:
 
 def _metrics(gate: CheckResult) -> list[CheckItem]:
     against = f" than in {gate.baseline}" if gate.baseline else " than before"
-    made = []
+    items = []
     for change in gate.regressions:
         before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
         name = comparison.label(change.metric)
         causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
-        told = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_text(change)}."
-        message = " ".join([told, *causes])
-        made.append(
+        summary = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_text(change)}."
+        message = " ".join([summary, *causes])
+        items.append(
             CheckItem(
                 ItemKind.METRIC,
                 change.metric,
@@ -123,25 +123,27 @@ def _metrics(gate: CheckResult) -> list[CheckItem]:
                 finding=_costliest_new_finding(gate, change.metric),
             )
         )
-    return made
+    return items
 
 
 def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
-    """Return the new or worse finding that costs most of what a metric measures."""
+    """Return the new or worse finding with the largest cost in a metric's unit."""
     found = [each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN]
     costs = [each.cost_bytes if metric.endswith("_bytes") else each.impact for each in found]
     return found[costs.index(max(costs))] if any(costs) else None
 
 
 def _budgets(gate: CheckResult) -> list[CheckItem]:
-    made = []
+    items = []
     for each in gate.budgets:
         if each.outcome is BudgetOutcome.KEPT:
             continue
         fails = gate.fails_budget(each)
-        grave = Level.ERROR if fails else Level.NOTICE
-        at = _costliest_new_finding(gate, each.metric) if fails else None
-        made.append(
-            CheckItem(ItemKind.BUDGET, each.budget, f"budget {each.budget}", each.message, grave, fails, finding=at)
+        level = Level.ERROR if fails else Level.NOTICE
+        finding = _costliest_new_finding(gate, each.metric) if fails else None
+        items.append(
+            CheckItem(
+                ItemKind.BUDGET, each.budget, f"budget {each.budget}", each.message, level, fails, finding=finding
+            )
         )
-    return made
+    return items

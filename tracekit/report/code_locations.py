@@ -1,7 +1,7 @@
-"""Where in a repository a finding points: what a person opens first.
+"""The location in a repository that a finding points at.
 
-Of a trace with stacks, the innermost function of the repository in which most of the evidence's time was spent. Without
-stacks, the training script that run.json names. Where that is not in the repository, the trace itself.
+With stacks, it is the innermost function of the repository in which most of the evidence's time was spent. Without
+stacks, it is the training script that run.json names, or the trace if the script is not in the repository.
 """
 
 import ast
@@ -21,7 +21,7 @@ from tracekit.model.run import Run
 from tracekit.rules.rule import Finding
 
 MIN_SHARE = 0.5
-"""A function is where something happens if it holds more than this share of the evidence's time in the repository."""
+"""The least share of the evidence's time in the repository that a function must contain to be its location."""
 _MODULE = "<module>"
 _ANONYMOUS: Mapping[type[ast.expr], str] = {
     ast.Lambda: "<lambda>",
@@ -30,13 +30,13 @@ _ANONYMOUS: Mapping[type[ast.expr], str] = {
     ast.DictComp: "<dictcomp>",
     ast.SetComp: "<setcomp>",
 }
-_MAX_FILES = _MAX_FOLDERS = 20_000  # where somebody stands is no repository, perhaps the root of all files
+_MAX_FILES = _MAX_FOLDERS = 20_000  # the working directory may be no repository but the root of a file system
 _MAX_SOURCE_BYTES = 4 << 20
 _MAX_EVIDENCE_ROWS = 1000
 
 
 class LocationKind(StrEnum):
-    """What a place is."""
+    """What a location is."""
 
     FUNCTION = "function"
     SCRIPT = "script"
@@ -65,18 +65,18 @@ class Checkout:
     """The Python files of a repository, found by the names that traces and command lines call them."""
 
     def __init__(self, root: Path) -> None:
-        """Take the repository at `root`; files are looked for when they are asked for."""
+        """Take the repository at `root`; its files are listed at first use."""
         self._root = root.resolve()
         self._located: dict[tuple[Run, Finding | None], Location] = {}
 
     def locate(self, run: Run, finding: Finding | None = None) -> Location:
-        """Return where a finding points; without one, where the run as a whole does. Found once, then kept."""
+        """Return where a finding points, or without one, where the run points. Results are cached."""
         key = run, finding
         if key not in self._located:
             function = self._function(run, finding) if finding is not None else None
-            place = function or self._script(run.manifest) or self._trace(run, finding)
-            # A file's name may be bytes that are no text, which no format for CI can hold.
-            self._located[key] = replace(place, path=place.path.encode("utf-8", "replace").decode())
+            location = function or self._script(run.manifest) or self._trace(run, finding)
+            # A file name may be bytes that are not valid text, which CI formats cannot hold.
+            self._located[key] = replace(location, path=location.path.encode("utf-8", "replace").decode())
         return self._located[key]
 
     def _function(self, run: Run, finding: Finding) -> Location | None:
@@ -88,15 +88,15 @@ class Checkout:
             ran = stacks.functions(run.trace(rank, window), rows)
         except KeyError:  # evidence of a rank that has no trace, such as of its checkpoints
             return None
-        own = [
-            (each["inside_ns"], place)
+        calls = [
+            (each["inside_ns"], location)
             for each in ran.iter_rows(named=True)
-            if (place := self._function_location(each["file"], each["line"], each["function"])) is not None
+            if (location := self._function_location(each["file"], each["line"], each["function"])) is not None
         ]
-        # What calls another holds its time too and comes before it: the last that holds most of it is innermost.
-        most = max((inside_ns for inside_ns, _ in own), default=0)
-        held = [place for inside_ns, place in own if inside_ns > MIN_SHARE * most]
-        return held[-1] if held else None
+        # A caller comes before its callee and includes its time: the last one with most of the time is innermost.
+        most = max((inside_ns for inside_ns, _ in calls), default=0)
+        candidates = [location for inside_ns, location in calls if inside_ns > MIN_SHARE * most]
+        return candidates[-1] if candidates else None
 
     def _script(self, manifest: Mapping[str, object]) -> Location | None:
         for name in _scripts(manifest.get("command")):
@@ -115,9 +115,9 @@ class Checkout:
         return Location(LocationKind.TRACE, f"{run.name}/{path.name}")
 
     def _function_location(self, name: str, line: int, function: str) -> Location | None:
-        """Return a function's place; None if no file of the repository has it there: then it is someone else's."""
+        """Return a function's location; None if no file of the repository contains the function."""
         path = self._file(name)
-        # A call that began before the trace is known by the line that it was at, others by their first.
+        # A call that began before the trace has the line it was at, other calls the first line of the function.
         first = path and _first_line(path, line, function)
         return self._location(LocationKind.FUNCTION, path, first, function) if path and first else None
 
@@ -128,17 +128,17 @@ class Checkout:
         return Location(kind, name, line, start, max(start, len(text.rstrip()) + 1), function)
 
     def _file(self, name: str) -> Path | None:
-        """Return the one file of the repository that a name can mean: a whole path, or the end of one."""
-        whole = self._root / name  # the name itself where that is absolute
-        if whole in self._files:
-            return whole
+        """Return the only file of the repository that a name can mean: a full path, or the end of one."""
+        path = self._root / name  # the name itself where that is absolute
+        if path in self._files:
+            return path
         parts = PurePosixPath(name).parts
-        # A whole path may be of another machine: then its end counts, with a folder at least.
+        # A full path may be of another machine: then its end is compared, with at least one folder.
         ends = [parts[first:] for first in range(1, len(parts) - 1)] if Path(name).is_absolute() else [parts]
         return next(filter(None, map(self._unique_suffix_match, ends)), None)
 
     def _unique_suffix_match(self, parts: Sequence[str]) -> Path | None:
-        """Return the one file whose path ends so; None where there are none or several."""
+        """Return the only file whose path ends so; None if there are none or several."""
         fitting = [path for path in self._by_name.get(parts[-1], ()) if path.parts[-len(parts) :] == tuple(parts)]
         return fitting[0] if len(fitting) == 1 else None
 
@@ -171,7 +171,7 @@ def _main_evidence(evidence: pl.DataFrame) -> tuple[int, int | None, pl.DataFram
 
 
 def _scripts(command: object) -> Iterator[str]:
-    """Yield the files that a command line may mean by what it starts, the likeliest first."""
+    """Yield the script files that a command line may start, the most likely first."""
     words = [str(word) for word in command] if isinstance(command, (list, tuple)) else []
     if "-m" in words[:-1]:
         module = words[words.index("-m") + 1].replace(".", "/")
@@ -181,7 +181,7 @@ def _scripts(command: object) -> Iterator[str]:
 
 def _python_files(root: Path) -> Iterator[Path]:
     for folder, folders, files in itertools.islice(os.walk(root), _MAX_FOLDERS):
-        if "pyvenv.cfg" in files and folder != str(root):  # an environment inside the checkout is nobody's source
+        if "pyvenv.cfg" in files and folder != str(root):  # a virtual environment in the checkout
             folders.clear()
             continue
         folders[:] = sorted(
@@ -203,7 +203,7 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 
 class _Function(NamedTuple):
-    """A function of a file: its lines, the first being that of its decorator, and the line of its def."""
+    """A function of a file: its lines, decorators included, and the line of its def."""
 
     name: str
     first: int
@@ -228,7 +228,7 @@ def _functions(path: Path) -> tuple[_Function, ...]:
 
 
 def _first_line(path: Path, line: int, function: str) -> int | None:
-    """Return where the innermost function of a name that holds a line begins; a module has no such place of its own."""
+    """Return the def line of the innermost function with a name that contains a line; for a module, the line itself."""
     around = [each for each in _functions(path) if each.name == function and each.first <= line <= each.last]
     if not around:
         return None

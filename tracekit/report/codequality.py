@@ -1,4 +1,4 @@
-"""Gates -> GitLab's Code Quality report, which a merge request shows beside its lines.
+"""Gates -> GitLab's Code Quality report, which a merge request shows at its lines.
 
 GitLab documents the form in "Code Quality report format": description, check_name, fingerprint, severity (info, minor,
 major, critical or blocker), and a path relative to the repository with the line where it begins.
@@ -19,19 +19,19 @@ _MAX_TEXT = 1000
 
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
-    """Return the JSON array: one entry per finding, metric that regressed and budget that is not kept."""
+    """Return the JSON array: one entry per finding, metric that regressed and budget that is not met."""
     entries = []
     for name, gate in zip(ci_results.run_names(gates), gates, strict=True):
         run = name if len(gates) > 1 else ""
         for item in ci_results.items(gate):
-            place = checkout.locate(gate.report.run, item.finding)
-            told = f"{run}: {item.message}" if run else item.message
+            location = checkout.locate(gate.report.run, item.finding)
+            description = f"{run}: {item.message}" if run else item.message
             entry = {
-                "description": escaping.inert(told, _MAX_TEXT),
+                "description": escaping.inert(description, _MAX_TEXT),
                 "check_name": item.finding.code if item.finding and item.kind is ItemKind.FINDING else item.kind.value,
                 "fingerprint": sarif.fingerprint(item, run),
                 "severity": _severity(item),
-                "location": {"path": place.path, "lines": {"begin": place.line}},
+                "location": {"path": location.path, "lines": {"begin": location.line}},
             }
             entries.append(entry)
     return json.dumps(entries, indent=2, ensure_ascii=False) + "\n"

@@ -21,15 +21,15 @@ _MAX_NAME = 14
 _NARROW = 100
 
 
-def as_json(found: Comparison) -> str:
-    """Return the comparison as strict JSON, its numbers in the metrics' own units."""
-    changes = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in found.changes]
+def as_json(compared: Comparison) -> str:
+    """Return the comparison as strict JSON, numbers in each metric's own unit."""
+    changes = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in compared.changes]
     document = {
         "schema": SCHEMA,
-        "reference": found.reference,
-        "candidate": found.candidate,
+        "reference": compared.reference,
+        "candidate": compared.candidate,
         "changes": [to_json_value(change) for change in changes],
-        "notes": list(found.notes),
+        "notes": list(compared.notes),
     }
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -56,24 +56,26 @@ def as_rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], styles: 
     return table
 
 
-def as_markdown(found: Comparison) -> str:
+def as_markdown(compared: Comparison) -> str:
     """Return the comparison as a Markdown table, as pull requests show it."""
-    header, rows = table_cells(found)
-    told = [[markdown_escaping.escaped(cell.strip()) for cell in row] for row in (header, *rows)]
-    lines = [markdown_escaping.table(told[0], told[1:], right=(1, 2, 3, 4)), ""]
-    return "\n".join([*lines, *(f"- {markdown_escaping.escaped(remark)}" for remark in remarks(found))]).rstrip() + "\n"
+    header, rows = table_cells(compared)
+    table = [[markdown_escaping.escaped(cell.strip()) for cell in row] for row in (header, *rows)]
+    lines = [markdown_escaping.table(table[0], table[1:], right=(1, 2, 3, 4)), ""]
+    return (
+        "\n".join([*lines, *(f"- {markdown_escaping.escaped(remark)}" for remark in remarks(compared))]).rstrip() + "\n"
+    )
 
 
-def limit_verdict(bar: Limit, change: Change) -> str:
-    """Return in words what a change is to a bar."""
-    told = f"{bar.text}: {change_text(change)}"
-    if bar.is_exceeded(change):
-        return f"{told}: past the bar"
-    if bar.is_past(change):
-        counts = f"{change.reference_samples} and {change.candidate_samples} samples cannot tell"
-        more = f"; about {_more(change)} more a side would" if change.more_samples else ""
-        return f"{told}: past the bar, but it may be noise: {counts}{more}"
-    return f"{told}: within the bar"
+def limit_verdict(limit: Limit, change: Change) -> str:
+    """Return whether a change exceeds a limit, in words."""
+    summary = f"{limit.text}: {change_text(change)}"
+    if limit.is_exceeded(change):
+        return f"{summary}: limit exceeded"
+    if limit.is_past(change):
+        counts = f"{change.reference_samples} and {change.candidate_samples} samples are inconclusive"
+        more = f"; about {_more(change)} more per side would be conclusive" if change.more_samples else ""
+        return f"{summary}: limit exceeded, but it may be noise: {counts}{more}"
+    return f"{summary}: within the limit"
 
 
 def change_text(change: Change) -> str:
@@ -82,13 +84,13 @@ def change_text(change: Change) -> str:
 
 
 def label(metric: str) -> str:
-    """Return what people call a metric: "overlap_ratio" is "communication overlap"."""
+    """Return the display name of a metric: "overlap_ratio" is "communication overlap"."""
     return metric_of(metric).label
 
 
-def table_cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
+def table_cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a comparison's table, one row per metric."""
-    names = [escaping.inert(name, _MAX_NAME) for name in (found.reference, found.candidate)]
+    names = [escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate)]
     rows = [
         [
             label(change.metric),
@@ -98,9 +100,9 @@ def table_cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
             _interval(change),
             change.verdict.value,
         ]
-        for change in found.changes
+        for change in compared.changes
     ]
-    return ["", *names, "change", f"{found.confidence:.0%} interval", "verdict"], rows
+    return ["", *names, "change", f"{compared.confidence:.0%} interval", "verdict"], rows
 
 
 def _change(change: Change) -> str:
@@ -124,17 +126,17 @@ def _unit(change: Change) -> str:
     return " pt" if metric_of(change.metric).is_share else "%"
 
 
-def remarks(found: Comparison) -> Sequence[str]:
-    """Return what limits the comparison: metrics that cannot tell, then what differs between the runs."""
-    unsure = [change for change in found.changes if change.verdict is Verdict.CANNOT_TELL]
-    samples = ", ".join(f"{label(change.metric)} {_more(change)}" for change in unsure if change.more_samples)
+def remarks(compared: Comparison) -> Sequence[str]:
+    """Return what limits the comparison: inconclusive metrics, then what differs between the runs."""
+    inconclusive = [change for change in compared.changes if change.verdict is Verdict.CANNOT_TELL]
+    samples = ", ".join(f"{label(change.metric)} {_more(change)}" for change in inconclusive if change.more_samples)
     recordings = ", ".join(
-        f"{label(change.metric)} {change.more_recordings}" for change in unsure if change.more_recordings
+        f"{label(change.metric)} {change.more_recordings}" for change in inconclusive if change.more_recordings
     )
     return [
-        *([f"about how many more samples a side would tell: {samples}"] if samples else []),
-        *([f"about how many more recordings a side would tell: {recordings}"] if recordings else []),
-        *found.notes,
+        *([f"additional samples per side for a conclusive result, about: {samples}"] if samples else []),
+        *([f"additional recordings per side for a conclusive result, about: {recordings}"] if recordings else []),
+        *compared.notes,
     ]
 
 

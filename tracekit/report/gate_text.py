@@ -1,4 +1,4 @@
-"""Gate -> text: passed or failed and why first, then what changed, then the run's own report."""
+"""Gate -> text: the verdict and its causes, then what changed, then the run's own report."""
 
 from collections.abc import Sequence
 
@@ -50,14 +50,14 @@ def parts(gate: CheckResult, width: int) -> list[RenderableType]:
 def headline(gate: CheckResult) -> str:
     """Return the verdict in one line: "Failed: 1 new finding, 2 metrics worse than main"."""
     against = f" than {gate.baseline}" if gate.baseline else ""
-    told = _finding_count(gate, FindingStatus.NEW, "new finding") if gate.baseline else []
-    told += _finding_count(gate, FindingStatus.WORSE, "worse finding")
+    counts = _finding_count(gate, FindingStatus.NEW, "new finding") if gate.baseline else []
+    counts += _finding_count(gate, FindingStatus.WORSE, "worse finding")
     if not gate.baseline:
-        told += _count(sum(each.fails for each in gate.findings), "finding")
-    told += _count(len(gate.regressions), "metric", f" worse{against}")
-    told += _count(sum(gate.fails_budget(each) for each in gate.budgets), "budget", " broken")
-    if told:
-        return f"Failed: {', '.join(told)}"
+        counts += _count(sum(item.fails for item in gate.findings), "finding")
+    counts += _count(len(gate.regressions), "metric", f" worse{against}")
+    counts += _count(sum(gate.fails_budget(item) for item in gate.budgets), "budget", " broken")
+    if counts:
+        return f"Failed: {', '.join(counts)}"
     return f"Passed: nothing new, nothing worse{against}" if gate.baseline else "Passed"
 
 

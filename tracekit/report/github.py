@@ -1,4 +1,4 @@
-"""Gates -> workflow commands, which GitHub Actions shows as annotations beside the lines of a pull request.
+"""Gates -> workflow commands, which GitHub Actions shows as annotations at the lines of a pull request.
 
 The syntax and its escaping are those of "Workflow commands for GitHub Actions" (docs.github.com) and of GitHub's own
 toolkit, packages/core/src/command.ts: %, CR and LF are percent-encoded in messages, ':' and ',' in properties too.
@@ -21,7 +21,7 @@ _MAX_MESSAGE = 3000
 
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
-    """Return a line of plain words on each run, and the annotations: what fails as errors, what is known as notices."""
+    """Return one summary line per run and the annotations: failures as errors, known findings as notices."""
     named = list(zip(ci_results.run_names(gates), gates, strict=True))
     lines = [
         escaping.without_commands(f"tracekit: {escaping.inert(f'{name}: {headline(gate)}')}") for name, gate in named
@@ -45,16 +45,16 @@ def _of_level(level: Level, found: Sequence[tuple[str, CheckResult, CheckItem]],
 
 def _annotation(run: str, gate: CheckResult, item: CheckItem, checkout: Checkout) -> str:
     properties: dict[str, str] = {}
-    place = checkout.locate(gate.report.run, item.finding)
-    if place.kind is not LocationKind.TRACE:  # GitHub has no line of a trace to show
-        properties |= {"file": place.path, "line": str(place.line)}
+    location = checkout.locate(gate.report.run, item.finding)
+    if location.kind is not LocationKind.TRACE:  # GitHub has no line of a trace to show
+        properties |= {"file": location.path, "line": str(location.line)}
     properties["title"] = f"tracekit: {run}{item.title}"
     return _command(item.level, properties, item.message)
 
 
 def _command(level: Level, properties: dict[str, str], message: str) -> str:
-    told = ",".join(f"{name}={_property(escaping.inert(value, _MAX_TITLE))}" for name, value in properties.items())
-    return f"::{level} {told}::{_data(escaping.inert(message, _MAX_MESSAGE))}"
+    fields = ",".join(f"{name}={_property(escaping.inert(value, _MAX_TITLE))}" for name, value in properties.items())
+    return f"::{level} {fields}::{_data(escaping.inert(message, _MAX_MESSAGE))}"
 
 
 def _data(text: str) -> str:

@@ -1,4 +1,4 @@
-"""History -> text or JSON: each metric as a line of bars, its changes with the commits they lie between."""
+"""History -> text or JSON: each metric as a sparkline, its changes with the commits between which they happened."""
 
 import datetime
 import json
@@ -24,14 +24,14 @@ _SPREAD_RUNS = 2
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS, _LEAST_BARS = 40, 10
-_WIDE, _BESIDE_BARS_WIDE, _BESIDE_BARS = 110, 90, 66  # columns, and those that all but the bars take
+_WIDE, _OTHER_COLUMNS_WIDE, _OTHER_COLUMNS = 110, 90, 66  # characters, and those of the columns without bars
 _SHORT_SHA = 10
 _MAX_SUBJECT = 60
 _WORSE, _BETTER, _DRIFTS = "bold red", "bold green", "yellow"
 
 
 def as_text(groups: Sequence[Group], *, width: int, color: bool = False) -> str:
-    """Return each group of runs: who they are, each metric as bars, then what changed, the latest change first."""
+    """Return each group of runs: its identity, each metric as a sparkline, then the changes, the latest first."""
     parts: list[RenderableType] = []
     for group in groups:
         parts += [*_group(group, width), ""]
@@ -45,14 +45,20 @@ def as_json(groups: Sequence[Group]) -> str:
 
 
 def identity_text(group: Group) -> str:
-    """Return who the runs of a group are: "fsdp2 · model tiny · 2 ranks · NVIDIA H200"."""
-    told = group.identity
-    count = int(told["world_size"]) if told.get("world_size", "").isdigit() else None
+    """Return the identity of a group of runs: "fsdp2 · model tiny · 2 ranks · NVIDIA H200"."""
+    identity = group.identity
+    count = int(identity["world_size"]) if identity.get("world_size", "").isdigit() else None
     ranks = "" if count is None else f"{count} rank" + "s" * (count != 1)
-    model = told.get("model.name") or told.get("model", "")
-    simulated = "simulated" if told.get("simulated") else ""
-    parts = (told.get("strategy", ""), model and f"model {model}", ranks, told.get("device_name", ""), simulated)
-    return " · ".join(part for part in parts if part) or "runs that say nothing of themselves"
+    model = identity.get("model.name") or identity.get("model", "")
+    simulated = "simulated" if identity.get("simulated") else ""
+    parts = (
+        identity.get("strategy", ""),
+        model and f"model {model}",
+        ranks,
+        identity.get("device_name", ""),
+        simulated,
+    )
+    return " · ".join(part for part in parts if part) or "runs without a manifest"
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -65,17 +71,16 @@ def sparkline(values: Sequence[float]) -> str:
     if not known:
         return " " * len(values)
     low, high = min(known), max(known)
-    # What differs by less than a percent is drawn flat: bars would show noise as mountains.
+    # A range of less than one percent is drawn flat, so that noise is not enlarged.
     span = max(high - low, abs(high) * 0.01) or 1.0
-    places = [None if not math.isfinite(value) else round((value - low) / span * (len(_BARS) - 1)) for value in values]
-    return "".join(" " if place is None else _BARS[place] for place in places)
+    levels = [None if not math.isfinite(value) else round((value - low) / span * (len(_BARS) - 1)) for value in values]
+    return "".join(" " if level is None else _BARS[level] for level in levels)
 
 
 def changes_by_run(group: Group) -> list[list[MetricShift]]:
-    """Return the changes of all metrics by the moment that they share, the latest first, what is worse first.
+    """Return the changes of all metrics grouped by run, the latest first, regressions first.
 
-    The place of a change is known to a run or so: those next to each other are one moment, at the place that most of
-    them have, and its own changes come first.
+    A change point is known to about one run: neighbouring changes form one group at their most common run.
     """
     near: list[list[MetricShift]] = []
     for shift in latest_first(group):
@@ -98,19 +103,19 @@ def before_and_after(shift: MetricShift) -> str:
 
 
 def context(group: Group, shift: MetricShift) -> list[tuple[str, str]]:
-    """Return what to know of a change, each with a word for it: the commits, the runs, findings, versions."""
-    told = [("between", commit_range(group, shift))]
-    for word, index in (("last before", shift.last), ("first after", shift.first)):
+    """Return the context of a change as (heading, text): the commits, the runs, findings, versions."""
+    rows = [("between", commit_range(group, shift))]
+    for heading, index in (("last before", shift.last), ("first after", shift.first)):
         when = utc_minute(int(group.runs["at_ns"][index]))
-        told.append((word, f"run {index + 1}, {when}, {run_text(group.runs, index)}"))
-    for word, ids in (("came with it", shift.appeared), ("gone with it", shift.disappeared)):
-        told += [(word, ", ".join(map(finding_text, ids)))] if ids else []
+        rows.append((heading, f"run {index + 1}, {when}, {run_text(group.runs, index)}"))
+    for heading, ids in (("new findings", shift.appeared), ("resolved findings", shift.disappeared)):
+        rows += [(heading, ", ".join(map(finding_text, ids)))] if ids else []
     differing = ", ".join(f"{field} {a or 'none'} → {b or 'none'}" for field, a, b in shift.changed_facts)
-    return [*told, *([("differs too", differing)] if differing else [])]
+    return [*rows, *([("other differences", differing)] if differing else [])]
 
 
 def verdict(series: Series) -> str:
-    """Return what became of a metric in a few words: "worse +23% at run 7", "drifts +9%" or "steady"."""
+    """Return the verdict on a metric in a few words: "worse +23% at run 7", "drifts +9%" or "steady"."""
     if series.shifts:
         shift = series.shifts[-1]
         more = f", {len(series.shifts) - 1} before" if len(series.shifts) > 1 else ""
@@ -121,7 +126,7 @@ def verdict(series: Series) -> str:
         drift = series.drifts[-1]
         return f"drifts {change_text(series.metric, drift.before, drift.after)} since run {drift.first + 1}"
     known = sum(math.isfinite(value) for value in series.values.tolist())
-    return "steady" if known >= LEAST_RUNS else "too few runs to tell"
+    return "steady" if known >= LEAST_RUNS else "too few runs"
 
 
 def change_text(metric: str, before: float, after: float) -> str:
@@ -135,7 +140,7 @@ def change_text(metric: str, before: float, after: float) -> str:
 
 
 def run_text(runs: pl.DataFrame, index: int) -> str:
-    """Return a run by its commit and what that says first; by its name where no commit is known."""
+    """Return a run's commit and the first line of its message, or the run's name if no commit is known."""
     row = runs.row(index, named=True)
     if row["commit"] is None:
         return escaping.inert(str(row["name"]))
@@ -146,17 +151,17 @@ def run_text(runs: pl.DataFrame, index: int) -> str:
 
 
 def commit_range(group: Group, shift: MetricShift) -> str:
-    """Return the commits that a change lies between, as git understands it; the runs' names where none are known."""
+    """Return the commits of a change as a git range, or the names of the runs if no commits are known."""
     last, first = (group.runs["commit"][index] for index in (shift.last, shift.first))
     if last and first and last != first:
         return escaping.inert(f"{last[:_SHORT_SHA]}..{first[:_SHORT_SHA]}")
     if last and last == first:
-        return f"two runs of {escaping.inert(last[:_SHORT_SHA])}: it is not the commit"
+        return f"two runs of {escaping.inert(last[:_SHORT_SHA])}: not caused by the commit"
     return " .. ".join(escaping.inert(str(group.runs["name"][index])) for index in (shift.last, shift.first))
 
 
 def utc_minute(at_ns: int) -> str:
-    """Return a Unix time as people write it, UTC."""
+    """Return a Unix time in UTC to the minute."""
     return datetime.datetime.fromtimestamp(at_ns / 1e9, datetime.UTC).strftime("%Y-%m-%d %H:%M")
 
 
@@ -189,7 +194,7 @@ def _group(group: Group, width: int) -> list[RenderableType]:
 
 def _table(group: Group, width: int) -> RenderableType:
     wide = width >= _WIDE
-    most = max(_LEAST_BARS, min(_MOST_BARS, width - (_BESIDE_BARS_WIDE if wide else _BESIDE_BARS)))
+    most = max(_LEAST_BARS, min(_MOST_BARS, width - (_OTHER_COLUMNS_WIDE if wide else _OTHER_COLUMNS)))
     rows = [_row(group, series, most, wide) for series in group.series]
     header = ["", "first", "latest", *(["95% interval"] if wide else []), "runs", ""]
     right = [False, True, True, *([True] if wide else []), False, False]
@@ -202,12 +207,12 @@ def _table(group: Group, width: int) -> RenderableType:
 
 def _latest(group: Group) -> list[tuple[str, str] | str]:
     row = group.runs.row(-1, named=True)
-    told: list[tuple[str, str] | str] = [(f"{utc_minute(row['at_ns'])}  ", text_layout.DIM), run_text(group.runs, -1)]
-    told += [(f" on {row['branch']}", text_layout.DIM)] if row["branch"] else []
+    parts: list[tuple[str, str] | str] = [(f"{utc_minute(row['at_ns'])}  ", text_layout.DIM), run_text(group.runs, -1)]
+    parts += [(f" on {row['branch']}", text_layout.DIM)] if row["branch"] else []
     if row["passed"] is not None:
         failed = ", ".join(row["failures"] or ())
-        told.append(("  passed", text_layout.GOOD) if row["passed"] else (f"  failed: {failed}", "bold red"))
-    return told
+        parts.append(("  passed", text_layout.GOOD) if row["passed"] else (f"  failed: {failed}", "bold red"))
+    return parts
 
 
 def _row(group: Group, series: Series, most: int, wide: bool) -> list[str]:
@@ -240,7 +245,7 @@ def _direction(shift: MetricShift) -> str:
 
 
 def _change(group: Group, shifts: Sequence[MetricShift]) -> list[RenderableType]:
-    """Return what changed between two runs: each metric, the commits, and what came with it."""
+    """Return what changed between two runs: each metric, the commits, and other differences."""
     parts: list[RenderableType] = [
         text_layout.line(
             (_direction(shift).upper(), _WORSE if shift.is_worse else _BETTER),
@@ -265,7 +270,7 @@ def _drift(series: Series, drift: Drift) -> RenderableType:
         "  ",
         (label(series.metric), text_layout.BOLD),
         f"  {before} → {after}, {change_text(series.metric, drift.before, drift.after)}",
-        (f"  steadily over runs {drift.first + 1} to {drift.past}: no one commit", text_layout.DIM),
+        (f"  gradually over runs {drift.first + 1} to {drift.past}: no single commit", text_layout.DIM),
     )
 
 

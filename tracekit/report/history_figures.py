@@ -7,8 +7,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.regression.history.trends import Group, Series
-from tracekit.report import charts
-from tracekit.report import history as told
+from tracekit.report import charts, history
 
 _SHORT_SHA = 8
 
@@ -22,10 +21,10 @@ def of_series(group: Group, series: Series) -> go.Figure:
             None if np.isnan(value) else value,
             run["low"],
             run["high"],
-            str(run["commit"])[:_SHORT_SHA] if run["commit"] else told.utc_minute(run["at_ns"])[:10],
+            str(run["commit"])[:_SHORT_SHA] if run["commit"] else history.utc_minute(run["at_ns"])[:10],
             [
-                told.utc_minute(run["at_ns"]),
-                told.run_text(group.runs, number),
+                history.utc_minute(run["at_ns"]),
+                history.run_text(group.runs, number),
                 *_verdict(run["passed"], run["failures"]),
             ],
             failed=run["passed"] is False,
@@ -33,7 +32,7 @@ def of_series(group: Group, series: Series) -> go.Figure:
         for number, (run, value) in enumerate(zip(runs.iter_rows(named=True), series.values.tolist(), strict=True))
     ]
     marks = [
-        charts.Mark(shift.first, told.change_text(shift.metric, shift.before, shift.after), shift.is_worse)
+        charts.Mark(shift.first, history.change_text(shift.metric, shift.before, shift.after), shift.is_worse)
         for shift in series.shifts
     ]
     return charts.history(series.metric, points, _levels(series), marks)

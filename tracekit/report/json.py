@@ -1,6 +1,6 @@
 """Report -> JSON (schema ``tracekit.report/1``, in report.schema.json), and back for a comparison.
 
-/1 only grows: what a later version adds, a reader of this one may pass over.
+Versions only add keys: a reader may ignore keys that it does not know.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ MAX_EVIDENCE_ROWS = 100
 MAX_REPORT_BYTES = 256 << 20
 SEVERAL_SCHEMA = "tracekit.reports/1"
 
-# Of the manifest, what says what ran. Host and command stay out: reports are attached to builds and mailed around.
+# The keys of the manifest that describe the run. Host and command are left out: reports are shared.
 _MANIFEST_KEYS = (
     "strategy",
     "world_size",
@@ -49,13 +49,13 @@ def render(report: Report, run: Run, gate: CheckResult | None = None) -> str:
 
 def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckResult] = ()) -> str:
     """Return several reports, and the verdict on each, in one JSON object."""
-    beside: Sequence[CheckResult | None] = gates or [None] * len(reports)
-    told = [document(report, run, gate) for (report, run), gate in zip(reports, beside, strict=True)]
-    return _dumps({"schema": SEVERAL_SCHEMA, "reports": told})
+    checks: Sequence[CheckResult | None] = gates or [None] * len(reports)
+    documents = [document(report, run, gate) for (report, run), gate in zip(reports, checks, strict=True)]
+    return _dumps({"schema": SEVERAL_SCHEMA, "reports": documents})
 
 
 def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[str, Any]:
-    """Return the report, and the verdict on it, as what JSON can hold."""
+    """Return the report, and the verdict on it, as JSON values."""
     verdict = {} if gate is None else {"gate": gate_document(gate)}
     return {
         "schema": conventions.REPORT_SCHEMA,
@@ -75,7 +75,7 @@ def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[
 
 
 def gate_document(gate: CheckResult) -> dict[str, Any]:
-    """Return the verdict on a report as what JSON can hold; findings by id, metrics in their own units."""
+    """Return the verdict on a report as JSON values: findings by id, metrics in their own units."""
     changes = gate.comparison.changes if gate.comparison else ()
     failing = {change.metric for change in gate.regressions}
     return {
@@ -144,7 +144,7 @@ def is_report(path: Path) -> bool:
 
 
 def read(path: Path) -> RunSamples:
-    """Return a saved report as a side of a comparison. Raises InputError where it is none, or holds several."""
+    """Return a saved report as the samples of a run. Raises InputError if it is not one report."""
     reports = read_reports(path)
     if len(reports) != 1:
         raise InputError(f"{path}: holds several reports; save each run's by itself")
@@ -153,7 +153,7 @@ def read(path: Path) -> RunSamples:
 
 
 def read_reports(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """Return the reports that a file holds, one or several. Raises InputError where it holds none."""
+    """Return the reports that a file holds, one or several. Raises InputError if it holds none."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -163,20 +163,20 @@ def read_reports(path: Path) -> tuple[Mapping[str, Any], ...]:
     several = isinstance(found, dict) and found.get("schema") == SEVERAL_SCHEMA
     reports = found.get("reports") if several else [found]
     if not isinstance(reports, list):
-        raise InputError(f"{path}: is not a whole report; save it again")
+        raise InputError(f"{path}: is not a complete report; save it again")
     for each in reports:
         if not isinstance(each, dict) or each.get("schema") != conventions.REPORT_SCHEMA:
-            raise InputError(f"{path}: is no report of schema {conventions.REPORT_SCHEMA}")
+            raise InputError(f"{path}: is not a report of schema {conventions.REPORT_SCHEMA}")
     return tuple(reports)
 
 
 @contextlib.contextmanager
 def report_errors(path: Path) -> Iterator[None]:
-    """Raise InputError where what is done with a saved report shows that it lacks something."""
+    """Raise InputError where reading a saved report fails because a part of it is missing."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, pl.exceptions.PolarsError) as error:
-        raise InputError(f"{path}: is not a whole report ({type(error).__name__}: {error}); save it again") from None
+        raise InputError(f"{path}: is not a complete report ({type(error).__name__}: {error}); save it again") from None
 
 
 def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
@@ -188,16 +188,16 @@ def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
         for step, value in zip(series["steps"], series["values"], strict=True)
     ]
     table = pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row", strict=True)
-    told = {key: run.get(key) for key in _MANIFEST_KEYS} | ({"simulated": True} if run.get("simulated") else {})
-    return RunSamples(str(run["name"]), told, table.drop_nulls("value"))
+    manifest = {key: run.get(key) for key in _MANIFEST_KEYS} | ({"simulated": True} if run.get("simulated") else {})
+    return RunSamples(str(run["name"]), manifest, table.drop_nulls("value"))
 
 
 def _run(run: Run) -> dict[str, Any]:
-    told = {key: to_json_value(run.manifest.get(key)) for key in _MANIFEST_KEYS} | {
+    manifest = {key: to_json_value(run.manifest.get(key)) for key in _MANIFEST_KEYS} | {
         "created_ns": created_ns(run.manifest)
     }
     simulated = bool(run.manifest.get("simulated", False))
-    return {"name": run.name, "path": run.path, "ranks": list(run.ranks), **told, "simulated": simulated}
+    return {"name": run.name, "path": run.path, "ranks": list(run.ranks), **manifest, "simulated": simulated}
 
 
 def _finding(found: Finding) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _samples(table: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def to_json_value(value: object) -> Any:
-    """Return a value as strict JSON can hold it: null for what is no number, text for what JSON does not know."""
+    """Return a value as strict JSON can hold it: null for NaN and infinity, text for other types."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """Gates -> JUnit XML, which Jenkins, GitLab, Azure and others show as tests: one suite per run.
 
 The form is that of Jenkins' own schema, junit-10.xsd of its xunit plugin, which Surefire's reports obey as well. Test
-cases keep their names from run to run, so that CI can tell new failures from old ones: rules go by code and name,
-metrics and budgets by theirs.
+cases keep their names from run to run, so that CI can distinguish new failures from old ones:
+rules are named by code and name, metrics and budgets by their name.
 """
 
 import datetime
@@ -23,7 +23,7 @@ _MAX_NAME = 200
 
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
-    """Return the XML: a case per rule (skipped where it is blind or all it found is ignored), metric and budget."""
+    """Return the XML: a case per rule (skipped if it cannot judge or its findings are ignored), metric and budget."""
     root = ET.Element("testsuites", name="tracekit")
     for name, gate in zip(ci_results.run_names(gates), gates, strict=True):
         root.append(_suite(escaping.inert(name, _MAX_NAME), gate, checkout))
@@ -36,8 +36,8 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
 def _suite(name: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     suite = ET.Element("testsuite", name=name)
     properties = ET.SubElement(suite, "properties")
-    told = {"tracekit": gate.report.tool_version, "run": phrases.subtitle(gate.report.run), "baseline": gate.baseline}
-    for key, value in told.items():
+    values = {"tracekit": gate.report.tool_version, "run": phrases.subtitle(gate.report.run), "baseline": gate.baseline}
+    for key, value in values.items():
         if value:
             ET.SubElement(properties, "property", name=key, value=escaping.inert(value, _MAX_NAME))
     cases = [_rule(name, code, gate, checkout) for code in _codes(gate)]
@@ -63,9 +63,9 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
     case = ET.Element(
         "testcase", classname=f"{run}.rules", name=escaping.inert(f"{code} {phrases.rule_name(code)}", _MAX_NAME)
     )
-    found = [each for each in gate.findings if each.finding.code == code]
-    failing = [each for each in found if each.fails]
-    aside = [each for each in gate.report.ignored if each.finding.code == code]
+    findings = [each for each in gate.findings if each.finding.code == code]
+    failing = [each for each in findings if each.fails]
+    ignored = [each for each in gate.report.ignored if each.finding.code == code]
     blind = gate.report.blind_spots.get(code)
     if failing:
         _add(
@@ -75,28 +75,30 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
             [_finding_text(each, gate, checkout) for each in failing],
             "finding",
         )
-    elif not found and aside:
-        _add(case, "skipped", f"ignored: {aside[0].reason}", [])
-    elif not found and blind:
+    elif not findings and ignored:
+        _add(case, "skipped", f"ignored: {ignored[0].reason}", [])
+    elif not findings and blind:
         _add(case, "skipped", blind, [])
-    rest = [each for each in found if not each.fails]
-    if rest:
-        _add_output(case, [_finding_text(each, gate, checkout) for each in rest])
+    passing = [each for each in findings if not each.fails]
+    if passing:
+        _add_output(case, [_finding_text(each, gate, checkout) for each in passing])
     return case
 
 
 def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
     case = ET.Element("testcase", classname=f"{run}.metrics", name=change.metric)
     before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
-    told = f"{before} before, {now} now, {comparison.change_text(change)}: {change.verdict}"
+    summary = f"{before} before, {now} now, {comparison.change_text(change)}: {change.verdict}"
     causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
     if any(change.metric == worse.metric for worse in gate.regressions):
-        _add(case, "failure", told, [told, *causes], "regression")
+        _add(case, "failure", summary, [summary, *causes], "regression")
     elif change.verdict is Verdict.CANNOT_TELL:
-        more = f"; about {change.more_samples:,} more samples a side would tell" if change.more_samples else ""
-        _add(case, "skipped", f"{told}{more}", [])
+        more = (
+            f"; about {change.more_samples:,} more samples per side would be conclusive" if change.more_samples else ""
+        )
+        _add(case, "skipped", f"{summary}{more}", [])
     else:
-        _add_output(case, [told])
+        _add_output(case, [summary])
     return case
 
 
@@ -116,23 +118,23 @@ def _budgets(run: str, gate: CheckResult) -> list[ET.Element]:
 
 def _finding_text(judged: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
     found = judged.finding
-    place = checkout.locate(gate.report.run, found)
+    location = checkout.locate(gate.report.run, found)
     costs = phrases.cost(found)
     lines = [
         f"{found.severity.label} {found.id}" + (f", {costs}" if costs else ""),
         found.message,
         f"Fix: {found.fix}" if found.fix else "",
         phrases.scope(found),
-        f"{place.path}:{place.line}",
+        f"{location.path}:{location.line}",
     ]
     return "\n".join(escaping.inert(line, _MAX_TEXT) for line in lines if line)
 
 
 def _add(case: ET.Element, tag: str, message: str, texts: Sequence[str], kind: str = "") -> None:
-    made = ET.SubElement(case, tag, message=escaping.inert(message, _MAX_TEXT))
+    element = ET.SubElement(case, tag, message=escaping.inert(message, _MAX_TEXT))
     if kind:
-        made.set("type", kind)
-    made.text = _block(texts)
+        element.set("type", kind)
+    element.text = _block(texts)
 
 
 def _add_output(case: ET.Element, texts: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
-"""Gates -> one comment in Markdown, for GitHub, GitLab and job summaries: the verdict, small tables, a picture.
+"""Gates -> one comment in Markdown, for GitHub, GitLab and job summaries: the verdict, small tables, bars.
 
-It begins with a hidden line, ``<!-- tracekit:KEY -->``, by which whoever posts it finds the comment of the last time
-and updates that one. It never exceeds what GitHub takes, 65,536 characters, counted here in bytes: then details go,
-then runs that pass. Names from traces are text: nothing in them is markup, a mention, a reference or a link.
+It begins with a hidden line, ``<!-- tracekit:KEY -->``, by which the next post finds the comment and updates it.
+It never exceeds GitHub's limit of 65,536 characters, counted here in bytes: details are dropped first, then runs that
+pass. Names from traces are text: they are no markup, mention, reference or link.
 """
 
 import re
@@ -25,17 +25,17 @@ DEFAULT_KEY = "check"
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_ROWS = 10
 _RESERVE_BYTES = 1000
-_LEAST_BYTES = 200  # with less room than that there is nothing to look for
+_LEAST_BYTES = 200  # with less room than this, details are not worth showing
 _PICKED = (Verdict.WORSE, Verdict.BETTER)
 
 
 def render(gates: Sequence[CheckResult], checkout: Checkout, *, key: str = DEFAULT_KEY) -> str:
-    """Return the comment on all runs, those that fail first. Raises ConfigError where `key` cannot name a comment."""
+    """Return the comment on all runs, failing runs first. Raises ConfigError where `key` cannot name a comment."""
     text = f"{marker(key)}\n### {_title(gates)}\n"
     named = sorted(zip(ci_results.run_names(gates), gates, strict=True), key=lambda each: not each[1].failures)
     footer = _footer(gates)
     room = MAX_BYTES - _RESERVE_BYTES - _size(text) - _size(footer)
-    # All heads come before any details, but runs that pass leave room for why others fail.
+    # All heads come before any details; passing runs leave room for the details of failing ones.
     heads: list[str] = []
     least = room // 3
     for name, gate in named:
@@ -47,15 +47,15 @@ def render(gates: Sequence[CheckResult], checkout: Checkout, *, key: str = DEFAU
     for head, (_, gate) in zip(heads, named, strict=False):
         folded, room = _folded(_details(gate, checkout), room)
         text += head + folded
-    left = named[len(heads) :]
-    if left:
-        failing = sum(bool(gate.failures) for _, gate in left)
-        text += f"\nand {len(left):,} more runs, {failing:,} of which fail: see the job's log\n"
+    omitted = named[len(heads) :]
+    if omitted:
+        failing = sum(bool(gate.failures) for _, gate in omitted)
+        text += f"\nand {len(omitted):,} more runs, {failing:,} of which fail: see the job's log\n"
     return text + footer
 
 
 def marker(key: str) -> str:
-    """Return the hidden line by which the comment is found again. Raises ConfigError where `key` is no name."""
+    """Return the hidden line that identifies the comment. Raises ConfigError where `key` is no name."""
     if not _KEY.fullmatch(key) or "--" in key:
         raise ConfigError(f"{key!r} cannot name a comment: letters, digits, '.', '_' and single '-', 100 at most")
     return f"<!-- tracekit:{key} -->"
@@ -66,16 +66,16 @@ def _title(gates: Sequence[CheckResult]) -> str:
     mark = "❌" if failing else "✅"
     if len(gates) == 1:
         return f"{mark} {escaped(headline(gates[0]))}"
-    told = (
+    summary = (
         f"{ci_results.failure_counts(gates)} in {len(failing)} of {len(gates)} runs"
         if failing
         else f"{len(gates)} runs"
     )
-    return f"{mark} {'Failed' if failing else 'Passed'}: {told}"
+    return f"{mark} {'Failed' if failing else 'Passed'}: {summary}"
 
 
 def _head(name: str, gate: CheckResult, *, several: bool) -> str:
-    """Return what is seen at once of a run: what it is, the picture, metrics and findings."""
+    """Return the visible part of a run: its name, causes, metrics, budgets, findings and bars."""
     mark = ("❌ " if gate.failures else "✅ ") if several else ""
     against = f" · against {code(gate.baseline)}" if gate.baseline else ""
     parts = [f"{mark}**{code(name) or 'run'}** · {escaped(phrases.subtitle(gate.report.run), 200)}{against}"]
@@ -88,11 +88,11 @@ def _metrics(gate: CheckResult) -> str:
     if gate.comparison is None:
         return ""
     failing = {change.metric for change in gate.regressions}
-    told = [each for each in gate.comparison.changes if each.metric in failing or each.verdict in _PICKED]
-    rest = len(gate.comparison.changes) - len(told)
-    if not told:
-        return "No metric changed that the samples can tell." if rest else ""
-    rows = [_metric(change, fails=change.metric in failing) for change in told]
+    shown = [each for each in gate.comparison.changes if each.metric in failing or each.verdict in _PICKED]
+    rest = len(gate.comparison.changes) - len(shown)
+    if not shown:
+        return "No metric changed significantly." if rest else ""
+    rows = [_metric(change, fails=change.metric in failing) for change in shown]
     return _changes(gate.comparison, rows)
 
 
@@ -124,10 +124,10 @@ def _budgets(gate: CheckResult) -> str:
 def _findings(gate: CheckResult) -> str:
     if not gate.findings and not gate.fixed:
         return "No rule fired."
-    held = bool(gate.baseline) or gate.comparison is not None
-    # What fails is worth a row before what doesn't; among equals the report's own order stays.
+    has_baseline = bool(gate.baseline) or gate.comparison is not None
+    # Failing findings first, otherwise in the order of the report.
     ordered = sorted(gate.findings, key=lambda each: not each.fails)
-    rows = [_row(each, held=held) for each in ordered[:_MAX_ROWS]]
+    rows = [_row(each, has_baseline=has_baseline) for each in ordered[:_MAX_ROWS]]
     rows += [
         (code(gone.id), escaped(phrases.rule_name(gone.code)), "", "fixed ✔")
         for gone in gate.fixed[: _MAX_ROWS - len(rows)]
@@ -136,13 +136,13 @@ def _findings(gate: CheckResult) -> str:
     return table(("finding", "rule", "cost", "verdict"), rows) + (f"\n\nand {more:,} more" if more > 0 else "")
 
 
-def _row(judged: JudgedFinding, *, held: bool) -> tuple[str, ...]:
+def _row(judged: JudgedFinding, *, has_baseline: bool) -> tuple[str, ...]:
     found = judged.finding
     cost = phrases.cost(found)
     if judged.status is FindingStatus.WORSE and judged.impact_before is not None:
         cost += f", {100 * judged.impact_before:.1f}% before"
-    told = f"{found.severity.label}, {judged.status}" if held else found.severity.label
-    return code(found.id), escaped(phrases.rule_name(found.code)), cost, f"❌ {told}" if judged.fails else told
+    status = f"{found.severity.label}, {judged.status}" if has_baseline else found.severity.label
+    return code(found.id), escaped(phrases.rule_name(found.code)), cost, f"❌ {status}" if judged.fails else status
 
 
 def _picture(gate: CheckResult) -> str:
@@ -152,7 +152,7 @@ def _picture(gate: CheckResult) -> str:
 
 
 def _details(gate: CheckResult, checkout: Checkout) -> Iterator[str]:
-    """Yield what is folded away, the most important part first."""
+    """Yield the folded details, the most important part first."""
     for each in sorted(gate.findings, key=lambda each: not each.fails):
         yield _finding(each.finding, gate, checkout)
     yield from (f"**budget {code(each.budget)}** {escaped(each.message)}" for each in gate.budgets)
@@ -166,8 +166,8 @@ def _details(gate: CheckResult, checkout: Checkout) -> Iterator[str]:
 
 
 def _finding(found: Finding, gate: CheckResult, checkout: Checkout) -> str:
-    place = checkout.locate(gate.report.run, found)
-    where = f"{code(f'{place.path}:{place.line}')} · " if place.kind is not LocationKind.TRACE else ""
+    location = checkout.locate(gate.report.run, found)
+    where = f"{code(f'{location.path}:{location.line}')} · " if location.kind is not LocationKind.TRACE else ""
     fix = f"<br>**Fix** {escaped(found.fix)}" if found.fix else ""
     return (
         f"**{escaped(phrases.rule_name(found.code))}** {code(found.id)} {escaped(found.message)}{fix}"
@@ -176,25 +176,25 @@ def _finding(found: Finding, gate: CheckResult, checkout: Checkout) -> str:
 
 
 def _folded(parts: Iterable[str], room: int) -> tuple[str, int]:
-    """Return as many parts as there is room for, folded, and the room that is left."""
+    """Return as many parts as there is room for, folded, and the room that is available."""
     before, after, more = "\n<details><summary>Details</summary>\n\n", "\n</details>\n", "and more: see the job's log"
-    left = room - _size(before) - _size(after) - _size(more) - 2
-    kept: list[str] = []
-    for part in parts if left > _LEAST_BYTES else ():
-        if _size(part) + 2 > left:
-            kept += [more] if kept else []
+    available = room - _size(before) - _size(after) - _size(more) - 2
+    shown: list[str] = []
+    for part in parts if available > _LEAST_BYTES else ():
+        if _size(part) + 2 > available:
+            shown += [more] if shown else []
             break
-        left -= _size(part) + 2
-        kept.append(part)
-    if not kept:
+        available -= _size(part) + 2
+        shown.append(part)
+    if not shown:
         return "", room
-    folded = before + "\n\n".join(kept) + "\n" + after
+    folded = before + "\n\n".join(shown) + "\n" + after
     return folded, room - _size(folded)
 
 
 def _footer(gates: Sequence[CheckResult]) -> str:
     version = escaped(gates[0].report.tool_version) if gates else ""
-    return f"\n<sub>tracekit {version} · `tracekit explain CODE` tells what a finding means and how to fix it</sub>\n"
+    return f"\n<sub>tracekit {version} · `tracekit explain CODE` explains a finding and its fix</sub>\n"
 
 
 def _size(text: str) -> int:

@@ -11,7 +11,7 @@ _NOTHING = "&#8203;"  # a space of no width
 
 
 def escaped(text: str, limit: int = _MAX_TEXT) -> str:
-    r"""Return `text` as Markdown that shows just this text, on one line.
+    r"""Return `text` as Markdown that shows exactly this text, on one line.
 
     A character of no width after @, # and the like keeps the hosts from seeing a mention or a reference, as does one in
     the middle of "://" and "www." for links; it is what Renovate does in its comments.
@@ -42,5 +42,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     """Return a table; `right` says which columns are aligned as numbers. Cells are Markdown already."""
     sides = ["---:" if number in right else "---" for number in range(len(header))]
     # Even in code a '|' ends a cell unless it is escaped.
-    told = [[re.sub(r"(?<!\\)\|", r"\|", cell) for cell in row] for row in (header, sides, *rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in told)
+    lines = [[re.sub(r"(?<!\\)\|", r"\|", cell) for cell in row] for row in (header, sides, *rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,4 +1,4 @@
-"""What is known of a run's or a snapshot's memory -> text or JSON."""
+"""The memory of a run or of a snapshot -> text or JSON."""
 
 import json
 import re
@@ -25,11 +25,11 @@ FACTS: tuple[Fact, ...] = (
 AS_RECORDED = "default"
 UNIT_BUFFERS = f"unit_buffers:{double_buffering.BUFFERS}"
 _MOST_ROWS = 15
-_EARLIER = "(from before, or without a stack)"
+_EARLIER = "(allocated earlier, or without a stack)"
 
 
 class ReservedMemory(TypedDict):
-    """What a history, recorded or played, took of the device."""
+    """Device memory that a history reserved, recorded or replayed."""
 
     segment_allocs: list[int]
     segment_frees: list[int]
@@ -40,7 +40,7 @@ class ReservedMemory(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class MemoryReport:
-    """What is told of memory: peaks, who holds it, what comes and goes; further tables by title; and a replay."""
+    """Peaks, live blocks at the peak, allocation churn, other tables by title, notes, and a replay."""
 
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -54,40 +54,49 @@ class MemoryReport:
 
 
 def of_run(run: Run) -> MemoryReport:
-    """Return what a run's traces tell of the devices' memory; on a CPU run, of the host's."""
+    """Return the device memory of a run's traces; on a CPU run, the host memory."""
     tables = {fact: run.table(fact) for fact in FACTS}
     peaks = tables[allocations.peaks]
     on_device = bool(peaks["device"].is_not_null().any())
-    mine = pl.col("device").is_not_null() if on_device else pl.col("device").is_null()
-    peaks, held, churn = (
-        tables[fact].filter(mine) for fact in (allocations.peaks, allocations.at_peak, allocations.churn)
+    is_shown = pl.col("device").is_not_null() if on_device else pl.col("device").is_null()
+    peaks, live, churn = (
+        tables[fact].filter(is_shown) for fact in (allocations.peaks, allocations.at_peak, allocations.churn)
     )
-    notes = [] if on_device else ["This is host memory: the traces have no memory events of a device."]
+    notes = [] if on_device else ["Host memory is shown: the traces have no memory events of a device."]
     if peaks.is_empty():
         notes = ["The traces have no memory events: record with profile_memory=True."]
-    more = {
-        "Held and reserved at most": peaks,
-        "Unit buffers that two of each kind could serve": _last_step(tables[double_buffering.alternating].filter(mine)),
+    more_tables = {
+        "Peak allocated and reserved memory": peaks,
+        "Unit buffers that double buffering could replace": _last_step(
+            tables[double_buffering.alternating].filter(is_shown)
+        ),
         "Growth per step": tables[growth.growth],
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
     return MemoryReport(
-        _most(peaks["peak_allocated_bytes"]), _most(peaks["peak_reserved_bytes"]), held, churn, more, tuple(notes)
+        _most(peaks["peak_allocated_bytes"]),
+        _most(peaks["peak_reserved_bytes"]),
+        live,
+        churn,
+        more_tables,
+        tuple(notes),
     )
 
 
 def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
-    """Return what a memory snapshot tells of one device."""
+    """Return the memory of one device from a memory snapshot."""
     history = playback.from_snapshot(snapshot, device)
     history, outcome = play_history(history)
     notes = []
     if history.not_replayable:
-        notes.append(f"What is held at the snapshot is told, not the peak: {history.not_replayable}.")
+        notes.append(f"Values are those at the time of the snapshot, not at the peak: {history.not_replayable}.")
     elif history.start:
-        notes.append("The history begins when memory was already held; what was, was found by running it backwards.")
+        notes.append(
+            "Memory was already allocated when the history began; it was found by playing the history backwards."
+        )
     if outcome.address_mismatches:
         notes.append(
-            f"The model of the allocator differs from the record at {outcome.address_mismatches:,} of "
+            f"The allocator model differs from the recording at {outcome.address_mismatches:,} of "
             f"{int((history.action == 0).sum()):,} requests."
         )
     return MemoryReport(
@@ -101,7 +110,7 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
 
 
 def play_history(history: History) -> tuple[History, ReplayResult]:
-    """Return a history with what its play comes to; if it cannot be played, what is there at its end."""
+    """Return a history and its outcome; if it cannot be played, the state at its end."""
     if history.not_replayable is None:
         try:
             return history, playback.replay_as_recorded(history)
@@ -114,14 +123,13 @@ def play_history(history: History) -> tuple[History, ReplayResult]:
 def with_replay(
     report: MemoryReport, history: History, text: str, *, capacity_bytes: int | None = None
 ) -> MemoryReport:
-    """Return `told` with the history as recorded and as played under the settings that `text` writes.
+    """Return `report` with the history as recorded and as replayed under the settings in `text`.
 
-    "default" plays it under the settings of the record; of "unit_buffers:2", which `history` takes account of, nothing
-    is left to do. Raises InputError where it cannot be played, or the settings
-    are none.
+    "default" replays it under the recorded settings; "unit_buffers:2" is already contained in `history`. Raises
+    InputError if the history cannot be played or the settings are invalid.
     """
     if history.not_replayable:
-        raise InputError(f"nothing to replay: {history.not_replayable}")
+        raise InputError(f"no history to replay: {history.not_replayable}")
     as_recorded = text.strip() == AS_RECORDED
     settings = history.settings if as_recorded else Settings.parse(_without_buffers(text))
     played = (
@@ -143,7 +151,7 @@ def with_replay(
 
 
 def uses_unit_buffers(text: str) -> bool:
-    """Return whether a replay's settings ask for unit buffers that are allocated once."""
+    """Return whether a replay's settings contain unit buffers that are allocated once."""
     return UNIT_BUFFERS in _pairs(text)
 
 
@@ -156,7 +164,7 @@ def _pairs(text: str) -> list[str]:
 
 
 def as_json(report: MemoryReport) -> str:
-    """Return peaks, what is live at the peak, churn, and the replay if there is one, as a JSON object."""
+    """Return peaks, live blocks at the peak, churn, and the replay if there is one, as a JSON object."""
     document: dict[str, object] = {
         "peak_allocated_bytes": report.peak_allocated_bytes,
         "peak_reserved_bytes": report.peak_reserved_bytes,
@@ -169,7 +177,7 @@ def as_json(report: MemoryReport) -> str:
 
 
 def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
-    """Return the same in readable units, with what else is known, and what to mind."""
+    """Return the report in readable units, with all tables and notes."""
     from tracekit.report import (
         text_layout,  # brings rich, which takes a tenth of a second, and which programs do without
     )
@@ -178,7 +186,7 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
     if report.recorded is not None and report.replayed is not None:
         parts.append(text_layout.line(replay_line(report.settings, report.recorded, report.replayed)))
     parts += [text_layout.line(note) for note in report.notes]
-    tables = {"Held at the peak": report.live_at_peak, "Taken": report.churn, **report.tables}
+    tables = {"Allocated at the peak": report.live_at_peak, "Allocations": report.churn, **report.tables}
     for title, rows in tables.items():
         shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
         if shown.is_empty():
@@ -189,7 +197,7 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
             text_layout.frame(_for_people(shown).head(_MOST_ROWS)),
         ]
         if shown.height > _MOST_ROWS:
-            parts.append(text_layout.line(f"and {shown.height - _MOST_ROWS:,} more: --format json has them all"))
+            parts.append(text_layout.line(f"and {shown.height - _MOST_ROWS:,} more: use --format json to see all"))
     return text_layout.print_to_string(parts, width=width, color=color)  # type: ignore[arg-type]
 
 
@@ -210,24 +218,24 @@ def _replay_notes(history: History, played: ReplayResult, *, as_recorded: bool) 
             played.segment_frees
         ) == _sizes(history.segment_frees)
         notes.append(
-            "The replay takes and gives back the recorded segments"
-            + (", all of them in order." if equal else " only in part: the model doesn't hold here.")
+            "The replay reserves and frees the recorded segments"
+            + (", all of them in order." if equal else " only in part: the model is not valid for this recording.")
         )
     elif not as_recorded:
-        notes.append("This is a prediction of a model: run with these settings to confirm it.")
+        notes.append("This is a prediction of the allocator model: run with these settings to confirm it.")
     if history.inferred:
         notes.append(
-            "What was cached at the start is inferred from the addresses in the trace, and all is taken to be on one "
-            "stream: a memory snapshot tells more."
+            "The cached memory at the start is inferred from the addresses in the trace, and one stream is assumed: "
+            "a memory snapshot gives exact values."
         )
     if played.out_of_memory:
-        notes.append(f"{played.out_of_memory:,} requests find no memory: the run would have ended there.")
+        notes.append(f"{played.out_of_memory:,} requests run out of memory: the run would have failed there.")
     return notes
 
 
 def _limit_notes(settings: Settings, capacity_bytes: int | None) -> list[str]:
     if settings.memory_fraction is not None and capacity_bytes is None:
-        return ["per_process_memory_fraction is of what --device-memory-gib says the device has: without it, no limit."]
+        return ["per_process_memory_fraction is a share of --device-memory-gib: without that option there is no limit."]
     if settings.gc_threshold and settings.memory_fraction is None:
         return ["garbage_collection_threshold does nothing without per_process_memory_fraction, in torch too."]
     return []
@@ -249,11 +257,11 @@ def _sizes(events: Sequence[SegmentEvent]) -> list[int]:
     return [event.bytes for event in events]
 
 
-def _headline(told: MemoryReport) -> str:
-    if told.peak_allocated_bytes is None:
-        return "Nothing is known of the memory."
-    reserved = f", {units.size(told.peak_reserved_bytes)} reserved" if told.peak_reserved_bytes else ""
-    return f"{units.size(told.peak_allocated_bytes)} held at the peak{reserved}"
+def _headline(report: MemoryReport) -> str:
+    if report.peak_allocated_bytes is None:
+        return "The memory is not known."
+    reserved = f", {units.size(report.peak_reserved_bytes)} reserved" if report.peak_reserved_bytes else ""
+    return f"{units.size(report.peak_allocated_bytes)} allocated at the peak{reserved}"
 
 
 def _for_people(rows: pl.DataFrame) -> pl.DataFrame:
@@ -264,7 +272,7 @@ def _for_people(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _last_step(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows of each trace's last step: they are all alike."""
+    """Return the rows of each trace's last step: all steps are alike."""
     return rows.filter(pl.col("step") == pl.col("step").max().over("window", "rank"))
 
 

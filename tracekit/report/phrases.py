@@ -1,4 +1,4 @@
-"""What reports say in words, whatever their format: the verdict, what a finding costs, where it applies."""
+"""Sentences that all report formats share: the verdict, the cost of a finding, where it applies."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _MAX_WORD = 60
 def headline(findings: Sequence[Finding]) -> str:
     """Return the sentence to read first: the message of the costliest finding."""
     if not findings:
-        return "Nothing to fix was found"
+        return "No problems found"
     return max(findings, key=lambda found: (found.impact, found.severity, found.cost_bytes)).message
 
 
@@ -28,7 +28,7 @@ def severity_counts(findings: Sequence[Finding]) -> str:
 
 
 def subtitle(run: Run) -> str:
-    """Return what a run is in a few words, from its manifest: strategy, ranks, model, size of its traces."""
+    """Return a short description of a run from its manifest: strategy, ranks, model, size of its traces."""
     model = run.manifest.get("model")
     parts = [escaping.inert(str(run.manifest.get("strategy") or ""), _MAX_WORD), _plural(len(run.ranks), "rank")]
     parts += (
@@ -42,12 +42,12 @@ def subtitle(run: Run) -> str:
 
 
 def rule_name(code: str) -> str:
-    """Return the name of a rule by its code: "exposed-communication"; the code where no rule has it."""
+    """Return the name of a rule by its code: "exposed-communication", or the code if no rule has it."""
     return _rule_names().get(code, code)
 
 
 def cost(found: Finding) -> str:
-    """Return what a finding costs in a few words: "38.9% of step time · 16.1 ms a step"; '' where it costs none."""
+    """Return the cost of a finding in a few words: "38.9% of step time · 16.1 ms a step"; '' if it has no cost."""
     parts = [f"{units.share(found.impact)} of step time"] if found.impact else []
     parts += [f"{units.duration(found.cost_ns)} a step"] if found.cost_ns else []
     parts += [units.size(found.cost_bytes)] if found.cost_bytes else []
@@ -60,14 +60,14 @@ def share_or_size(found: Finding) -> str:
 
 
 def scope(found: Finding) -> str:
-    """Return where a finding applies and how sure it is: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
+    """Return where a finding applies and its confidence: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
     parts = [_listed("rank", found.ranks)] if found.ranks else []
     parts += [_listed("step", found.steps)] if found.steps else []
     return " · ".join([*parts, f"confidence {found.confidence:.0%}"])
 
 
 def trace_starts(run: Run) -> dict[tuple[int, int], int]:
-    """Return the start of each trace's first activity, by (window, rank): where readable times count from."""
+    """Return the start of each trace's first activity, by (window, rank): the zero of displayed times."""
     starts = run.table(breakdown.by_rank).group_by("window", "rank").agg(pl.col("start_ns").min())
     return {(window, rank): start_ns for window, rank, start_ns in starts.iter_rows()}
 
@@ -90,7 +90,7 @@ def from_trace_start(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], i
 
 @functools.cache
 def _rule_names() -> Mapping[str, str]:
-    # To ask for the rules is to look through all installed distributions.
+    # Listing the rules searches all installed distributions.
     return {rule.code: rule.name() for rule in reversed(all_rules())}
 
 

@@ -1,4 +1,4 @@
-"""The rows of a query -> text, CSV or JSON. Values as they are: who asks in SQL computes with what comes back."""
+"""The rows of a query -> text, CSV or JSON, without readable units: users of SQL compute with the values."""
 
 import json
 import math
@@ -12,13 +12,13 @@ from tracekit.report import text_layout
 
 _NARROW = 100
 _MIN_TEXT = 24
-_EXACT = 1e6  # from here on, six digits are fewer than a whole number has
+_EXACT = 1e6  # larger numbers need more than six digits
 
 
 def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool = False) -> str:
-    """Return the rows as a table at most `width` wide; the columns without room are named below it.
+    """Return the rows as a table at most `width` wide; columns that do not fit are named below it.
 
-    `more` says that there are rows beyond these.
+    `more` says that the query has more rows than these.
     """
     right = [dtype.is_numeric() for dtype in rows.dtypes]
     cells = [[_cell(value) for value in row] for row in rows.iter_rows()]
@@ -35,13 +35,13 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool =
     left = rows.columns[fitting:]
     if left:
         parts.append(
-            text_layout.line((f"no room for {', '.join(left)}: select fewer, or --format csv", text_layout.DIM))
+            text_layout.line((f"columns not shown: {', '.join(left)}: select fewer, or --format csv", text_layout.DIM))
         )
     return text_layout.print_to_string(parts, width=width, color=color)
 
 
 def as_csv(rows: pl.DataFrame) -> str:
-    """Return the rows as CSV with a header; lists and structs as JSON, a missing value as nothing."""
+    """Return the rows as CSV with a header; lists and structs as JSON, a missing value as an empty field."""
     nested = [name for name, dtype in rows.schema.items() if dtype.is_nested()]
     flat = rows.with_columns(
         pl.Series(name, [None if value is None else json.dumps(_json_value(value)) for value in rows[name].to_list()])
@@ -52,7 +52,7 @@ def as_csv(rows: pl.DataFrame) -> str:
 
 
 def as_json(rows: pl.DataFrame) -> str:
-    """Return the rows as a JSON array of objects; what JSON cannot say (NaN, infinity) as null."""
+    """Return the rows as a JSON array of objects; NaN and infinity as null."""
     return json.dumps([_json_value(row) for row in rows.iter_rows(named=True)], indent=2, allow_nan=False) + "\n"
 
 
@@ -62,7 +62,7 @@ def _size(rows: pl.DataFrame, more: bool) -> str:
 
 
 def _fitting(header: list[str], cells: list[list[str]], right: list[bool], width: int, gap: int) -> int:
-    """Return how many columns fit: numbers whole, text cut, and never less than the first column."""
+    """Return how many columns fit: full numbers, cut text, and at least the first column."""
     room = max(width, text_layout.MIN_WIDTH) + gap
     for count in range(1, len(header) + 1):
         widest = max(map(len, [header[count - 1], *(row[count - 1] for row in cells)]))
@@ -81,7 +81,7 @@ def _cell(value: object) -> str:
 
 
 def _json_value(value: object) -> object:
-    """Return a value as JSON can say it."""
+    """Return a value of a type that JSON has."""
     if isinstance(value, Mapping):
         return {str(key): _json_value(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -28,7 +28,7 @@ def as_text(rules: Sequence[type[Rule]], *, width: int, color: bool = False) -> 
         values = "  ".join(f"{name} = {_value_text(value)}" for name, value in thresholds(rule).items())
         rows += [["", "", text_layout.line((values, text_layout.DIM))]] if values else []
     parts: list[RenderableType] = [text_layout.grid(rows)]
-    parts += ["", text_layout.line(("tracekit explain CODE tells more about one.", text_layout.DIM))]
+    parts += ["", text_layout.line(("Run tracekit explain CODE for details of one rule.", text_layout.DIM))]
     return text_layout.print_to_string(parts, width=width, color=color)
 
 

@@ -4,8 +4,8 @@ What GitHub requires is in its "SARIF support for code scanning": of a rule id, 
 help; of a result a message, a location with a relative URI and a whole region, and the fingerprint
 `primaryLocationLineHash`, by which alerts are matched. Ours is made from what a finding is about, not from its line, so
 that an alert survives edits. GitHub opens an alert for every result whatever its kind, its suppressions or its
-baselineState: what is ignored, and what of the baseline is gone, is therefore no result but a notification of the
-invocation. One run of the tool is one SARIF run, however many trainings it judged; GitHub shows 5,000 results of a run.
+baselineState. Ignored and fixed findings are therefore notifications of the invocation, not results. One run
+of the tool is one SARIF run, for any number of training runs; GitHub shows 5,000 results of a run.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _MAX_TEXT = 4000
 _MAX_NAME = 200
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 _STATES = {FindingStatus.NEW: "new", FindingStatus.WORSE: "updated", FindingStatus.KNOWN: "unchanged"}
-# What is no rule of ours but can fail a check: code, name, what it is, help.
+# Items that can fail a check without being a rule: code, name, description, help.
 _EXTRA_RULES = {
     ItemKind.METRIC: (
         "REGRESSION",
@@ -41,7 +41,7 @@ _EXTRA_RULES = {
     ItemKind.BUDGET: (
         "BUDGET",
         "budget",
-        "A budget of the settings that is not kept.",
+        "A budget of the settings that is exceeded.",
         "Budgets stand in [tool.tracekit.budget] of pyproject.toml, or in tracekit.toml.",
     ),
 }
@@ -74,27 +74,31 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
 
 
 def fingerprint(item: CheckItem, run: str = "") -> str:
-    """Return what stays the same from check to check of what an item is about; `run` tells several runs apart."""
+    """Return an identifier of an item's subject that is the same in every check; `run` distinguishes several runs."""
     return hashlib.sha256(f"{item.kind}:{item.id}:{run}".encode()).hexdigest()[:16]
 
 
 def _result(
-    item: CheckItem, gate: CheckResult, place: Location, run: str, indices: Mapping[str, int]
+    item: CheckItem, gate: CheckResult, location: Location, run: str, indices: Mapping[str, int]
 ) -> dict[str, Any]:
     rule = _rule_id(item)
-    told = f"{run}: {item.message}" if run else item.message
+    message = f"{run}: {item.message}" if run else item.message
     result: dict[str, Any] = {
         "ruleId": rule,
         "ruleIndex": indices[rule],
         "level": _level(item),
-        "message": {"text": escaping.inert(told, _MAX_TEXT)},
-        "locations": [_location(item, gate, place)],
+        "message": {"text": escaping.inert(message, _MAX_TEXT)},
+        "locations": [_location(item, gate, location)],
         "partialFingerprints": {
             # GitHub's own are a hash of the line and the number of its occurrence.
             "primaryLocationLineHash": f"{fingerprint(item, run)}:1",
             "tracekitFinding/v1": escaping.inert(item.id, _MAX_NAME),
         },
-        "properties": {"fails": item.fails, "placedBy": place.kind.value, "run": escaping.inert(gate.report.run.name)},
+        "properties": {
+            "fails": item.fails,
+            "placedBy": location.kind.value,
+            "run": escaping.inert(gate.report.run.name),
+        },
     }
     if item.kind is ItemKind.FINDING and item.finding is not None:
         result["rank"] = round(100 * min(max(item.finding.impact, 0.0), 1.0), 3)
@@ -103,33 +107,33 @@ def _result(
     return result
 
 
-def _location(item: CheckItem, gate: CheckResult, place: Location) -> dict[str, Any]:
+def _location(item: CheckItem, gate: CheckResult, location: Location) -> dict[str, Any]:
     region = {
-        "startLine": place.line,
-        "startColumn": place.start_column,
-        "endLine": place.line,
-        "endColumn": place.end_column,
+        "startLine": location.line,
+        "startColumn": location.start_column,
+        "endLine": location.line,
+        "endColumn": location.end_column,
     }
-    artifact = {"uri": quote(place.path)}
+    artifact = {"uri": quote(location.path)}
     return {
         "physicalLocation": {"artifactLocation": artifact, "region": region},
-        "logicalLocations": list(_logical(item, gate, place)),
+        "logicalLocations": list(_logical(item, gate, location)),
     }
 
 
-def _logical(item: CheckItem, gate: CheckResult, place: Location) -> Sequence[dict[str, str]]:
+def _logical(item: CheckItem, gate: CheckResult, location: Location) -> Sequence[dict[str, str]]:
     run = escaping.inert(gate.report.run.name)
-    found = [{"name": run, "kind": "run", "fullyQualifiedName": run}]
-    if place.function:
-        found.append({"name": place.function, "kind": "function"})
+    locations = [{"name": run, "kind": "run", "fullyQualifiedName": run}]
+    if location.function:
+        locations.append({"name": location.function, "kind": "function"})
     if item.kind is ItemKind.FINDING and item.finding is not None:
-        named = [("unit", item.finding.subject)] if item.finding.subject else []
-        named += [("rank", str(rank)) for rank in item.finding.ranks[:8]]
-        named += [("step", str(step)) for step in item.finding.steps[:8]]
-        for kind, name in named:
-            told = escaping.inert(name)
-            found.append({"name": told, "kind": kind, "fullyQualifiedName": f"{run}/{kind}/{told}"})
-    return found
+        parts = [("unit", item.finding.subject)] if item.finding.subject else []
+        parts += [("rank", str(rank)) for rank in item.finding.ranks[:8]]
+        parts += [("step", str(step)) for step in item.finding.steps[:8]]
+        for kind, name in parts:
+            text = escaping.inert(name)
+            locations.append({"name": text, "kind": kind, "fullyQualifiedName": f"{run}/{kind}/{text}"})
+    return locations
 
 
 def _level(item: CheckItem) -> str:
@@ -143,13 +147,13 @@ def _rule_id(item: CheckItem) -> str:
 
 
 def _rules(gates: Sequence[CheckResult]) -> list[dict[str, Any]]:
-    """Return descriptors of the rules that were asked, of those that fired, and of what else can fail."""
-    asked = [code for gate in gates for code in gate.report.rules]
+    """Return descriptors of the rules that were run or fired, and of other items that can fail."""
+    requested = [code for gate in gates for code in gate.report.rules]
     fired = [each.finding.code for gate in gates for each in gate.findings]
     known = {rule.code: rule for rule in all_rules()}
-    told = [_descriptor(code, known.get(code)) for code in dict.fromkeys([*asked, *fired])]
+    descriptors = [_descriptor(code, known.get(code)) for code in dict.fromkeys([*requested, *fired])]
     used = {item.kind for gate in gates for item in ci_results.items(gate)}
-    return told + [_extra_descriptor(*_EXTRA_RULES[kind]) for kind in _EXTRA_RULES if kind in used]
+    return descriptors + [_extra_descriptor(*_EXTRA_RULES[kind]) for kind in _EXTRA_RULES if kind in used]
 
 
 def _descriptor(code: str, rule: type[Rule] | None) -> dict[str, Any]:
@@ -186,7 +190,7 @@ def _help(documentation: str, code: str) -> str:
     for part in documentation.split("\n\n"):
         section = next((each for each in SECTIONS if part.startswith(f"{each}:")), None)
         paragraphs.append(part.replace(f"{section}:", f"**{section}**", 1) if section else part)
-    return "\n\n".join([*paragraphs, f"`tracekit explain {code}` tells this, and the thresholds that can be set."])
+    return "\n\n".join([*paragraphs, f"`tracekit explain {code}` shows this text and the thresholds."])
 
 
 def _notifications(gate: CheckResult, run: str) -> list[dict[str, Any]]:

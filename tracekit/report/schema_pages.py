@@ -16,13 +16,13 @@ The tables of a run, as `tracekit query`, `tracekit.query` and `Trace` know them
 `tracekit schema --format markdown`.
 
 Times are integer nanoseconds, sizes are bytes, shares are ratios from 0 to 1. A missing value is a null; an absent
-table is a table without rows. A query sees all ranks' rows in one table, told apart by the columns `window` and
-`rank`; a `Trace`, which is one rank in one window, has its tables without these two.
+table is a table without rows. A query sees the rows of all ranks in one table, with the columns `window` and
+`rank`; the tables of a `Trace`, which is one rank in one window, do not have these two columns.
 """
 
 
 def as_text(tables: Iterable[Table], *, width: int, color: bool = False) -> str:
-    """Return each table with what a row is, its columns, their types, units and meanings, `width` wide."""
+    """Return each table with its grain and its columns: types, units, meanings."""
     parts: list[RenderableType] = []
     for table in tables:
         parts += [text_layout.line((table.name, text_layout.BOLD), ("  one row per " + table.grain, text_layout.DIM))]
@@ -40,7 +40,7 @@ def as_text(tables: Iterable[Table], *, width: int, color: bool = False) -> str:
 
 def as_json(tables: Iterable[Table]) -> str:
     """Return the tables as a JSON array: name, grain, and columns with name, type, unit and meaning."""
-    told = [
+    document = [
         {
             "name": table.name,
             "grain": table.grain,
@@ -51,7 +51,7 @@ def as_json(tables: Iterable[Table]) -> str:
         }
         for table in tables
     ]
-    return json.dumps(told, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
 def as_markdown(tables: Sequence[Table]) -> str:

@@ -4,15 +4,15 @@ from tracekit.ingest.scrub import ScrubResult
 from tracekit.ingest.scrub.secrets import KINDS
 
 
-def as_text(done: ScrubResult) -> str:
-    """Return what was removed (kinds and counts, never the words themselves), and what was not copied and why."""
-    lines = [f"{done.out}: {_count(len(done.files), 'file')}, read again: nothing that should be gone is left in them"]
+def as_text(result: ScrubResult) -> str:
+    """Return what was removed (kinds and counts, never the text itself), and what was not copied and why."""
+    lines = [f"{result.out}: {_count(len(result.files), 'file')}, checked again: no removed text is left in them"]
     lines += [
         f"  removed  {_count(distinct, KINDS[kind])} in {_count(places, 'place')}"
-        for kind, (distinct, places) in done.removed.items()
+        for kind, (distinct, places) in result.removed.items()
     ]
-    lines += [] if done.removed else ["  removed  nothing: no host, user or path was found"]
-    lines += [f"  left out {name}: {reason}" for name, reason in done.left_out]
+    lines += [] if result.removed else ["  removed  nothing: no host, user or path found"]
+    lines += [f"  left out {name}: {reason}" for name, reason in result.left_out]
     return "\n".join(lines) + "\n"
 
 

@@ -32,17 +32,17 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
 
     shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
     if shown.is_empty():
-        about = {
+        subjects = {
             "came_last": "collectives that ranks share",
-            "concurrent_kind": "work of one kind beside another on a device",
+            "concurrent_kind": "work of two kinds that run concurrently on a device",
         }
-        what = next((told for name, told in about.items() if name in rows.columns), "work to break down")
-        return f"The traces hold no {what}.\n"
+        missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")
+        return f"The traces contain no {missing}.\n"
     cells = [
         [escaping.cell(name, value) for name, value in zip(shown.columns, row, strict=True)] for row in shown.rows()
     ]
     headings = [_HEADINGS.get(name, escaping.heading(name)) for name in shown.columns]
-    made = text_layout.table(
+    table = text_layout.table(
         headings, cells, right=[dtype.is_numeric() for dtype in shown.dtypes], gap=1 if width < _NARROW else 2
     )
-    return text_layout.print_to_string([made], width=width, color=color)
+    return text_layout.print_to_string([table], width=width, color=color)

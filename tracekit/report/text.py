@@ -1,4 +1,4 @@
-"""Report -> text for a terminal or a log: the verdict first, then where the time goes, then what to change."""
+"""Report -> text for a terminal or a log: the verdict, then where the time goes, then what to change."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,8 +19,8 @@ _MIN_SIDE_WIDTH = 76
 MAX_WIDTH = 120  # longer lines are hard to read
 _GAP = 4
 _EVIDENCE_INDENT = 4
-# What evidence can spare where there is no room for all of it, the first to go first.
-_SPARED = ("lane", "device", "blocking", "name", "phase")
+# The columns of evidence that are dropped on a narrow terminal, in this order.
+_DROP_ORDER = ("lane", "device", "blocking", "name", "phase")
 
 
 def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
@@ -30,7 +30,7 @@ def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False)
 
 
 def body(report: Report, run: Run, shown: Sequence[Finding], width: int) -> list[RenderableType]:
-    """Return a report without its verdict: where the time goes, the findings that are to be `shown`, the notes."""
+    """Return a report without its verdict: where the time goes, the findings `shown`, the notes."""
     parts: list[RenderableType] = ["", *_breakdown(run)]
     origins_ns = phrases.trace_starts(run)
     for found in shown:
@@ -42,7 +42,7 @@ def body(report: Report, run: Run, shown: Sequence[Finding], width: int) -> list
 
 
 def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
-    """Return several reports: their findings side by side, then each, beside the others where it is wide enough."""
+    """Return several reports: a table of their findings, then each report, side by side if the width allows."""
     parts: list[RenderableType] = [_side_by_side(reports), ""]
     side = (width - _GAP * (len(reports) - 1)) // len(reports)
     if side >= _MIN_SIDE_WIDTH:
@@ -91,7 +91,7 @@ def _costliest(findings: Sequence[Finding]) -> str:
 def _breakdown(run: Run) -> list[RenderableType]:
     ranks = summary.by_rank(run)
     if ranks.is_empty():
-        return [text_layout.line(("The traces hold no work to break down.", text_layout.DIM))]
+        return [text_layout.line(("The traces contain no activities.", text_layout.DIM))]
     shares = ranks.head(MAX_RANKS)
     duration_ns, communication_ns = pl.col("duration_ns"), pl.col("communication_ns")
     shares = shares.select(
@@ -124,7 +124,7 @@ def _breakdown(run: Run) -> list[RenderableType]:
 def _steps(run: Run) -> str:
     step_ns = summary.step_time_ns(run)
     if step_ns is None:
-        return "  the traces mark no steps"
+        return "  no steps in the traces"
     steps = summary.by_step(run)["step"].drop_nulls()
     return f"  median step {units.duration(step_ns)}, steps {units.ranges(steps.to_list())}"
 
@@ -160,11 +160,11 @@ def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: 
 
 
 def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
-    """Return rows without columns that say nothing in them, and as few of the others as the width demands."""
+    """Return rows without empty columns, and without columns of _DROP_ORDER as far as the width requires."""
     shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
     if "window" in shown.columns and shown["window"].n_unique() == 1:
         shown = shown.drop("window")
-    for name in _SPARED:
+    for name in _DROP_ORDER:
         if text_layout.natural_width(text_layout.frame(shown)) <= width:
             break
         if name in shown.columns and (name != "name" or "op" in shown.columns):
@@ -173,7 +173,7 @@ def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
 
 
 def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
-    """Return one row per kind of finding and one column per run, the costliest first."""
+    """Return one row per rule and one column per run, the costliest first."""
     worst: dict[str, tuple[float, int, int]] = {}
     for report, _ in reports:
         for found in report.findings:

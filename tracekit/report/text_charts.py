@@ -1,8 +1,7 @@
-"""Pictures made of letters, for where no image can be: in a comment on a pull request, in a log, in a mail.
+"""Bar charts made of characters, for comments on pull requests, logs and mails.
 
-GitHub and GitLab show images only by their address, and neither takes one that holds its own data; a comment has
-nowhere to put a file. Mermaid is drawn by both, but its `xychart-beta` lays the bars of two series over each other, and
-a mail of the same comment shows its source. Blocks of letters are the same everywhere.
+GitHub and GitLab show images only by URL, not as data, and a comment cannot carry a file. Both draw Mermaid, but its
+`xychart-beta` draws the bars of two series over each other, and a mail shows its source. Text is the same everywhere.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ def before_and_now(found: Comparison) -> str:
 
 
 def by_rank(run: Run) -> str:
-    """Return a bar per rank, parted into compute, exposed communication, copy and idle; '' where there is no work."""
+    """Return a bar per rank, divided into compute, exposed communication, copy and idle; '' where there is no work."""
     ranks = summary.by_rank(run)
     ranks = ranks.filter(ranks["duration_ns"] > 0)
     if ranks.is_empty():
@@ -56,15 +55,15 @@ def by_rank(run: Run) -> str:
 def _pair(change: Change, longest_ns: float, width: int) -> Sequence[str]:
     name = compared.label(change.metric)
     before, now = change.reference, change.candidate
-    told = [metric_of(change.metric).text(value) for value in (before, now)]
+    values = [metric_of(change.metric).text(value) for value in (before, now)]
     return (
-        f"{name:<{width}}  before {_bar(before / longest_ns)} {told[0]}",
-        f"{'':<{width}}  now    {_bar(now / longest_ns)} {told[1]}",
+        f"{name:<{width}}  before {_bar(before / longest_ns)} {values[0]}",
+        f"{'':<{width}}  now    {_bar(now / longest_ns)} {values[1]}",
     )
 
 
 def _bar(ratio: float) -> str:
-    """Return a bar, an eighth of a letter exact.
+    """Return a bar with a resolution of an eighth of a character.
 
     >>> _bar(0.5)
     '██████████████████'
@@ -74,7 +73,7 @@ def _bar(ratio: float) -> str:
 
 
 def _stacked_bar(ratios: Sequence[float]) -> str:
-    """Return a bar in parts whose ends are each rounded by themselves, so that errors don't add up."""
+    """Return a bar in parts; each end is rounded separately, so that errors don't add up."""
     ends = [round(WIDTH * sum(ratios[: number + 1])) for number in range(len(ratios))]
     starts = [0, *ends[:-1]]
     letters = zip(_PARTS.values(), starts, ends, strict=True)

@@ -40,7 +40,7 @@ def print_to_string(parts: Sequence[RenderableType], *, width: int, color: bool)
 
 
 def line(*parts: tuple[str, str] | str) -> Text:
-    """Return a line of (text, style) parts, made inert; it wraps where it must."""
+    """Return a line of (text, style) parts, made inert; it wraps if necessary."""
     return Text.assemble(
         *((escaping.inert(p, 2000), "") if isinstance(p, str) else (escaping.inert(p[0], 2000), p[1]) for p in parts)
     )
@@ -69,8 +69,8 @@ def table(
 ) -> Table:
     """Return a table without lines, of plain strings that are made inert; `right` says which columns are numbers.
 
-    Where it is too wide, and beyond `longest`, text is cut; numbers never are. `last_styles` are those of each row's
-    last cell.
+    Text is cut where the table is too wide, and beyond `longest`; numbers never are. `last_styles` are the styles of
+    each row's last cell.
     """
     sides = right or [False] * len(header)
     columns = [
@@ -92,7 +92,7 @@ def table(
 
 
 class _Cell:
-    """A text on one line, cut where its column is narrow."""
+    """A text on one line, cut to the width of its column."""
 
     def __init__(self, text: str, column: "_ColumnTexts", style: str) -> None:
         self._text, self._column, self._style = text, column, style
@@ -106,14 +106,14 @@ class _Cell:
 
 
 class _ColumnTexts:
-    """The texts of a column, cut so that those that differ still do: names of one family often differ at their end."""
+    """The texts of a column, cut so that different texts stay different: similar names often differ at their end."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = set(texts)
         self._cut: dict[int, dict[str, str]] = {}
 
     def cut(self, width: int) -> dict[str, str]:
-        """Return what each text becomes that is too long for `width`."""
+        """Return the cut form of each text that is longer than `width`."""
         if width not in self._cut:
             long = [text for text in self._texts if cell_len(text) > width]
             ways = [{text: way(text, width) for text in self._texts} for way in (_beginning, escaping.inert)]
@@ -130,7 +130,7 @@ def _beginning(text: str, width: int) -> str:
 
 
 def grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
-    """Return rows whose last cell wraps within its own column, and whose others never do."""
+    """Return rows whose last cell wraps within its column; the other cells never wrap."""
     made = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for number in range(len(rows[0]) if rows else 0):
         made.add_column(no_wrap=number < len(rows[0]) - 1)
@@ -140,7 +140,7 @@ def grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
 
 
 def natural_width(part: RenderableType) -> int:
-    """Return how many columns a part takes where it has all the room it wants."""
+    """Return the width of a part without any limit."""
     return Console(file=io.StringIO(), width=10_000, markup=False, emoji=False).measure(part).maximum
 
 

@@ -1,4 +1,4 @@
-"""Tables of kernels or ops -> text for a terminal: as many columns as fit, and never a number cut."""
+"""Tables of kernels or ops -> text for a terminal: as many columns as fit, numbers are never cut."""
 
 import polars as pl
 from rich.console import RenderableType
@@ -16,15 +16,15 @@ _HEADINGS = {
     "self_ns": "by\nitself",
     "device_ns": "on\ndevice",
 }
-# What a narrow terminal goes without, the first to go first.
-_SPARED = ("most_rank", "spread_ratio", "p50_ns", "kind", "mean_ns", "p95_ns", "max_ns", "total_ns")
+# The columns that are dropped on a narrow terminal, in this order.
+_DROP_ORDER = ("most_rank", "spread_ratio", "p50_ns", "kind", "mean_ns", "p95_ns", "max_ns", "total_ns")
 
 
 def as_text(rows: pl.DataFrame, *, top: int, width: int, color: bool = False) -> str:
-    """Return the first `top` rows as a table, and below it what the others add up to."""
+    """Return the first `top` rows as a table, and below it the share of the others."""
     share = next(name for name in ("time_ratio", "self_ratio") if name in rows.columns)
     if rows.is_empty():
-        return f"The traces hold no {'kernels' if share == 'time_ratio' else 'ops of these kinds'}.\n"
+        return f"The traces contain no {'kernels' if share == 'time_ratio' else 'ops of these kinds'}.\n"
     head = _fitted(rows.head(top), width)
     cells = [[escaping.cell(name, value) for name, value in zip(head.columns, row, strict=True)] for row in head.rows()]
     headings = [_HEADINGS.get(name, escaping.heading(name)) for name in head.columns]
@@ -43,7 +43,7 @@ def as_text(rows: pl.DataFrame, *, top: int, width: int, color: bool = False) ->
 
 def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
     shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
-    for name in _SPARED:
+    for name in _DROP_ORDER:
         if _least_width(shown, _gap(width)) <= max(width, text_layout.MIN_WIDTH):
             break
         if name in shown.columns:
@@ -52,7 +52,7 @@ def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
 
 
 def _least_width(rows: pl.DataFrame, gap: int) -> int:
-    """Return how wide the table is at least: numbers whole, text cut to what still says something."""
+    """Return the least width of the table: full numbers, text cut to _MIN_TEXT."""
     widths = []
     for name, dtype in rows.schema.items():
         longest = max((len(escaping.cell(name, value)) for value in rows[name]), default=0)

@@ -1,4 +1,4 @@
-"""Slices of one track must lie beside or inside each other: those that overlap otherwise go to tracks of their own."""
+"""Slices of one track must nest: those that overlap without nesting go to separate layers."""
 
 import heapq
 
@@ -13,15 +13,15 @@ _MAX_NESTING = 64
 
 
 def order(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
-    """Return the rows by track and start, of slices with one start the longest first."""
+    """Return the order by track and start; of slices with the same start the longest comes first."""
     return nesting.order(track, start_ns, start_ns + dur_ns)
 
 
 def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
-    """Return, for each slice, the number of the layer of its track it goes to, from 0, so that each layer nests.
+    """Return the layer of each slice within its track, from 0, so that the slices of each layer nest.
 
-    Each slice goes to the first layer where it crosses no slice that began before it; beyond the 64th to one where it
-    overlaps none.
+    Each slice goes to the first layer in which it crosses no earlier slice; from layer 64 on, to one in which it
+    overlaps no slice.
     """
     found = np.zeros(len(track), np.int64)
     sequence = order(track, start_ns, dur_ns)
@@ -30,9 +30,9 @@ def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
 
 
 def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
-    """Return, for each slice, the row of its track it is drawn in, from 0: those of one row follow each other.
+    """Return the row of each slice within its track, from 0: the slices of one row do not overlap.
 
-    A slice lies one row below that which encloses it; the layers of a track lie below each other.
+    A slice lies one row below the slice that encloses it; each layer lies below the layer before it.
 
     >>> rows(np.zeros(4, np.int64), np.array([0, 1, 5, 6]), np.array([9, 2, 2, 8])).tolist()
     [0, 1, 1, 2]
@@ -59,10 +59,10 @@ def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
 
 
 def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the begins and ends of nested slices in the order in which a reader's stack wants them.
+    """Return the begins and ends of nested slices in the order that a reader with a stack needs.
 
     Each of shape (2n,): the row, BEGIN or END, the time. By track, then by time; at one time first the ends, the inner
-    before the outer, then the begins, the outer before the inner. A slice of no length ends right after its begin.
+    before the outer, then the begins, the outer before the inner. An empty slice ends right after its begin.
     """
     rows = order(track, start_ns, dur_ns)
     place = np.arange(len(rows))
@@ -77,12 +77,12 @@ def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]
 
 
 def _layers(track: Ints, start: Ints, end: Ints) -> Ints:
-    """Return the layer of each slice, of slices in order."""
-    found = np.zeros(len(track), np.int64)
+    """Return the layer of each slice; slices are in `order`."""
+    layer = np.zeros(len(track), np.int64)
     for number in np.unique(track[_crosses(track, start, end)]):
-        mine = np.flatnonzero(track == number)
-        found[mine] = _first_fit_layers(start[mine], end[mine])
-    return found
+        of_track = np.flatnonzero(track == number)
+        layer[of_track] = _first_fit_layers(start[of_track], end[of_track])
+    return layer
 
 
 def _depths(parent: Ints) -> Ints:
@@ -97,9 +97,9 @@ def _depths(parent: Ints) -> Ints:
 
 
 def _crosses(track: Ints, start: Ints, end: Ints) -> Flags:
-    """Flag slices that begin in an earlier one of their track and outlast it; of slices in order.
+    """Flag slices that begin in an earlier slice of their track and end after it; slices are in `order`.
 
-    Not every such slice is flagged where there are several, but some of the track always is.
+    Of several such slices in a track, at least one is flagged.
     """
     found = np.zeros(len(track), bool)
     above = np.arange(len(track), dtype=np.int64) - 1
@@ -117,7 +117,7 @@ def _crosses(track: Ints, start: Ints, end: Ints) -> Flags:
 
 
 def _first_fit_layers(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list[int]:
-    # One by one: which layer has room depends on all slices before. Few tracks have a crossing at all.
+    # One by one: whether a layer has room depends on all earlier slices. Few tracks have crossing slices.
     stacks: list[list[int]] = []
     rest: list[tuple[int, int]] = []  # when each layer beyond is free again
     found = []
@@ -134,7 +134,7 @@ def _first_fit_layers(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) 
 
 
 def _free_layer(rest: list[tuple[int, int]], begins: int, ends: int) -> int:
-    """Return a layer in which nothing overlaps the slice: to try all for a nest would take time without bound."""
+    """Return a layer in which nothing overlaps the slice: checking all layers for nesting would be unbounded."""
     number = _MAX_NESTING + len(rest)
     if rest and rest[0][0] <= begins:
         number = heapq.heappop(rest)[1]

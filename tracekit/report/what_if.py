@@ -1,4 +1,4 @@
-"""What if, told: what each cause costs a step, for people and for programs."""
+"""What-if results -> text or JSON: the potential saving per step of each cause."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ def as_text(
     run: str,
     price: float | None = None,
 ) -> str:
-    """Return the answers as lines: the run and its replay, a line for each cause, and what cannot be told.
+    """Return the answers as lines: the run and its replay, a line per cause, then the causes without an answer.
 
-    `together` is the answer to several causes at once.
+    `together` is the answer for several causes at once.
     """
     return "\n".join(_lines(found, predictions, together, run, price)) + "\n"
 
@@ -41,7 +41,7 @@ def as_json(
     price: float | None = None,
 ) -> str:
     """Return the answers as one JSON object."""
-    told = {
+    document = {
         "run": run,
         "step_ns": found.step_ns,
         "replayed_ns": found.replayed_ns,
@@ -52,7 +52,7 @@ def as_json(
         "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(each, found.gpus, price) for each in predictions],
     }
-    return json.dumps(told, indent=2) + "\n"
+    return json.dumps(document, indent=2) + "\n"
 
 
 def as_table(found: WhatIf) -> pl.DataFrame:
@@ -65,7 +65,7 @@ def caveat(found: WhatIf) -> str:
     if found.is_reproduced:
         return ""
     return (
-        f"The replay does not reproduce this run: with nothing changed it is {abs(found.replay_error_ratio):.1%} off, "
+        f"The replay does not reproduce this run: without changes it is {abs(found.replay_error_ratio):.1%} off, "
         f"more than {savings.MAX_ERROR_RATIO:.0%}. Read the answers as hints; findings do not use them as costs."
     )
 
@@ -74,41 +74,41 @@ def _lines(
     found: WhatIf, predictions: Sequence[Prediction], together: Answer | None, run: str, price: float | None
 ) -> Iterator[str]:
     yield (
-        f"{run}: a step takes {units.duration(found.step_ns)}; replayed with nothing changed "
+        f"{run}: step time {units.duration(found.step_ns)}; replayed without changes "
         f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
     )
     if caveats := caveat(found):
         yield caveats
     if not found.answers and not predictions:
-        yield "no cause that can be taken away would make it shorter"
+        yield "removing a cause does not make the step shorter"
     for each in found.answers:
         yield from _of_answer(each, price)
     if len(found.answers) > 1:
-        yield "These overlap: what causes save together is not their sum."
+        yield "Savings overlap: their total is less than their sum."
     if together is not None:
         yield from _of_answer(together, price)
-    yield from (f"cannot tell {each.cause.name}: {each.unavailable_reason}" for each in found.unavailable)
+    yield from (f"{each.cause.name}: no estimate: {each.unavailable_reason}" for each in found.unavailable)
     for prediction in predictions:
         hours = what_if.hours_per_day(prediction.saved_ratio, found.gpus)
         yield (
-            f"prediction, {prediction.name}: the step takes {units.duration(prediction.predicted_ns)} "
+            f"prediction for {prediction.name}: step time {units.duration(prediction.predicted_ns)} "
             f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
         )
-        yield from (f"  rests on: {each}" for each in prediction.assumptions)
+        yield from (f"  assumes: {each}" for each in prediction.assumptions)
     if price is not None:
         yield (
-            f"Less per day of training on {found.gpus} GPUs, at {price:g} an hour each."
+            f"Savings per day of training on {found.gpus} GPUs, at {price:g} an hour each."
             if found.gpus
-            else "The run was on CPUs, so no GPU-hours and no money are told."
+            else "The run was on CPUs, so there is no cost in GPU-hours or money."
         )
 
 
 def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
     if each.unavailable_reason:
-        yield f"cannot tell {each.cause.name}: {each.unavailable_reason}"
+        yield f"{each.cause.name}: no estimate: {each.unavailable_reason}"
         return
     yield (
-        f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
+        f"without {each.cause.name:<22} step time {units.duration(each.without_ns)} "
         f"({_less(each.saved_ratio)}){_per_day(each.gpu_hours_per_day, price)}"
     )
     if each.caveat:
@@ -157,5 +157,5 @@ def _of_several(each: Answer) -> dict[str, object]:
     names = each.cause.name.split(savings.AND)
     if each.unavailable_reason:
         return {"causes": names, "why": each.unavailable_reason}
-    told = _as_object(each)
-    return {"causes": names} | {key: value for key, value in told.items() if key not in ("cause", "code")}
+    fields = _as_object(each)
+    return {"causes": names} | {key: value for key, value in fields.items() if key not in ("cause", "code")}

@@ -74,7 +74,7 @@ def test_where_it_is_not_known_who_came_last_the_map_has_a_column_for_it():
         {"rank": [0], "peer_rank": [None], "waited_ns": [5]}, schema_overrides={"peer_rank": pl.Int64}
     )
     figure = charts.wait_matrix(waited, [0, 1])
-    assert figure.layout.xaxis.ticktext == ("for rank 0", "for rank 1", "for one not known")
+    assert figure.layout.xaxis.ticktext == ("for rank 0", "for rank 1", "for unknown rank")
     assert figure.data[0].z[0][2] == pytest.approx(5e-6)
 
 

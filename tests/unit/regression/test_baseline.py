@@ -195,7 +195,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     path.write_bytes(saved.render(drawn()).encode().replace(b"today", b"\xff\xfe", 1))
-    with pytest.raises(InputError, match="no whole baseline"):
+    with pytest.raises(InputError, match="not a complete baseline"):
         saved.read(path)
 
 

@@ -248,7 +248,7 @@ def test_the_text_fits_and_tells_each_metric_and_each_change(slower, width):
     assert "fsdp2 · model tiny · 2 ranks · Simulated GPU · simulated" in text
     assert "worse +2" in text or width == 60
     assert text.count("between 11abababab..12abababab") == 1
-    assert "came with it COMM001 exposed-communication" in text
+    assert "new findings COMM001 exposed-communication" in text
     assert "versions.torch 2.12.0 → 2.13.0" in text
 
 
@@ -335,7 +335,7 @@ def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
     [
         (["show", "--db", "missing.duckdb"], "there is no such file"),
         (["show", "--db", "{db}", "--metric", "step_tme"], "did you mean step_time?"),
-        (["add", "{broken}", "--db", "{db}"], "is not a whole report"),
+        (["add", "{broken}", "--db", "{db}"], "is not a complete report"),
         (["add", "nowhere", "--db", "{db}"], "nowhere"),
         (["add", "{broken}", "--db", "{broken}"], "cannot be read as a history"),
     ],

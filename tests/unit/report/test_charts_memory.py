@@ -106,7 +106,9 @@ def test_the_map_of_a_snapshot_draws_every_byte_of_every_state_once(snapshot):
     assert table["bytes"].sum() == snapshot.segments["total_bytes"].sum()
     figure = charts.segment_map(table)
     drawn_bytes = {bar.name.split(":")[0]: sum(bar.x) * MIB for bar in figure.data if bar.type == "bar"}
-    assert drawn_bytes == pytest.approx({"held": 30 * MIB, "free": 62 * MIB, "waits for another stream": 8 * MIB})
+    assert drawn_bytes == pytest.approx(
+        {"allocated": 30 * MIB, "free": 62 * MIB, "waiting for another stream": 8 * MIB}
+    )
     assert figure.layout.yaxis.ticktext == ("large", "large, stream 7")
     ends = [(bar.base[i] + bar.x[i], bar.y[i]) for bar in figure.data if bar.type == "bar" for i in range(len(bar.x))]
     assert all(end <= figure.layout.xaxis.range[1] for end, _ in ends)

@@ -137,14 +137,14 @@ def test_one_report_among_several_compares_too(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "is no report of schema"),
-        ('{"schema": "tracekit.report/2"}', "is no report of schema"),
-        ('{"schema": "tracekit.report/1"}', "is not a whole report"),
-        ('{"schema": "tracekit.report/1", "run": {"name": "a"}, "samples": [{"rank": 0}]}', "is not a whole report"),
+        ("[]", "is not a report of schema"),
+        ('{"schema": "tracekit.report/2"}', "is not a report of schema"),
+        ('{"schema": "tracekit.report/1"}', "is not a complete report"),
+        ('{"schema": "tracekit.report/1", "run": {"name": "a"}, "samples": [{"rank": 0}]}', "is not a complete report"),
         (
             '{"schema": "tracekit.report/1", "run": {"name": "a"}, '
             '"samples": [{"rank": 0, "metric": "idle_ns", "steps": [1], "values": ["x"]}]}',
-            "is not a whole report",
+            "is not a complete report",
         ),
     ],
 )

@@ -100,4 +100,4 @@ def test_a_run_of_many_ranks_shows_some_and_says_where_the_rest_is() -> None:
 
 def test_a_run_without_work_says_so() -> None:
     empty = drawn_traces.run(drawn_traces.trace("compute ...."), path="runs/empty")
-    assert "no work to break down" in text.render(sample_report.report(empty, found=()), empty)
+    assert "no activities" in text.render(sample_report.report(empty, found=()), empty)

@@ -45,7 +45,7 @@ def test_a_column_without_any_value_is_left_out():
 
 
 def test_no_rows_is_said():
-    assert totals.as_text(ROWS.clear(), top=3, width=80) == "The traces hold no kernels.\n"
+    assert totals.as_text(ROWS.clear(), top=3, width=80) == "The traces contain no kernels.\n"
 
 
 def test_names_are_inert():

@@ -1,6 +1,6 @@
 """A table -> a Plotly figure. The one place for figures: dashboard, HTML report and notebooks show these.
 
-Names come from traces and are not to be trusted: every string that reaches a figure goes through `markup.escape`,
+Names from traces are not trusted: every string that reaches a figure goes through `escaping.escape`,
 because Plotly reads a subset of HTML in labels and hovers. Backgrounds are transparent and text has no colour of its
 own, so that a figure fits a light page and a dark one.
 """

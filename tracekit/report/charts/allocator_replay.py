@@ -1,4 +1,4 @@
-"""A replay of the allocator: what was recorded beside what its model predicts."""
+"""A replay of the allocator: recorded and predicted memory."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ from tracekit.report.charts.style import COLOURS, label_rows, with_style
 
 
 def reserved_memory(peaks: Mapping[str, tuple[int, bool]], *, peak_allocated_bytes: int | None = None) -> go.Figure:
-    """Return bars of the most memory that was reserved, by label: the bytes, and whether it is a prediction.
+    """Return bars of the peak reserved memory by label: the bytes, and whether it is a prediction.
 
-    A line marks `held_bytes`, what the program held at most: less cannot be reserved.
+    A line marks `peak_allocated_bytes`: at least this much must be reserved.
     """
     figure = go.Figure()
     names = list(peaks)
@@ -36,9 +36,9 @@ def reserved_memory(peaks: Mapping[str, tuple[int, bool]], *, peak_allocated_byt
         figure.add_vline(
             x=peak_allocated_bytes / divisor,
             line={"color": COLOURS["phase"], "dash": "dot"},
-            annotation={"text": f"held at most {units.size(peak_allocated_bytes)}", "yanchor": "bottom", "y": 1},
+            annotation={"text": f"peak allocated {units.size(peak_allocated_bytes)}", "yanchor": "bottom", "y": 1},
         )
     figure.update_layout(bargap=0.35)
-    figure.update_xaxes(title="reserved at most", ticksuffix=f" {unit}", rangemode="tozero")
+    figure.update_xaxes(title="peak reserved", ticksuffix=f" {unit}", rangemode="tozero")
     label_rows(figure, names, max_characters=60)
     return with_style(figure, height_px=150 + 44 * len(names))

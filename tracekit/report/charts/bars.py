@@ -1,4 +1,4 @@
-"""Bars of what the time goes into, and step times as lines."""
+"""Time breakdowns as bars, and step times as lines."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from tracekit.report.charts.style import COLOURS, PARTS, label_rows, with_style
 
 
 def breakdown(summary: pl.DataFrame) -> go.Figure:
-    """Return stacked bars of what the time goes into, one bar per row of a breakdown (per rank, or per step).
+    """Return stacked bars of the time breakdown, one bar per row of a breakdown (per rank, or per step).
 
     `summary` has the columns of `analysis.breakdown` and rank; window, step and device label the bars where they
     differ.
@@ -59,8 +59,8 @@ def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
             name=label,
             marker={"color": COLOURS[kind], "line": {"width": 0}},
             customdata=[
-                [escaping.escape(text), units.duration(ns), units.share(ns / whole if whole else 0.0)]
-                for text, ns, whole in zip(labels, parts[column], parts["duration_ns"], strict=True)
+                [escaping.escape(text), units.duration(ns), units.share(ns / total_ns if total_ns else 0.0)]
+                for text, ns, total_ns in zip(labels, parts[column], parts["duration_ns"], strict=True)
             ],
             hovertemplate="<b>%{customdata[0]}</b><br>" + label + " %{customdata[1]} (%{customdata[2]})<extra></extra>",
         )
@@ -89,5 +89,5 @@ def _drives_several_devices(summary: pl.DataFrame) -> bool:
 
 
 def _shades(count: int) -> list[str]:
-    # Not the colours of the kinds: a rank is no kind of work.
+    # Not the colours of kinds of work: a rank is not a kind of work.
     return list(sample_colorscale("Viridis", [0.9 * i / max(count - 1, 1) for i in range(count)]))

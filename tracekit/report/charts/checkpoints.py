@@ -1,4 +1,4 @@
-"""Saves: their stages on each rank, blocked against written, and what storage gave to each rank."""
+"""Saves: their stages on each rank, blocked and written time, and the write rate of each rank."""
 
 import plotly.graph_objects as go
 import polars as pl
@@ -25,8 +25,8 @@ _MOST_SAVES = 200
 def save_stages(lines: pl.DataFrame) -> go.Figure:
     """Return the stages of one save, a bar for each rank and worker, in the order in which they were first entered.
 
-    `lines` are those of one save of `analysis.saves.stages`. Stages take turns, tensor by tensor; a bar puts the time
-    of each together, so that its length is the worker's whole time.
+    `lines` are those of one save of `analysis.saves.stages`. Stages alternate tensor by tensor; a bar shows the
+    total time of each stage, so that its length is the total time of the worker.
     """
     figure = go.Figure()
     spent = (
@@ -52,7 +52,9 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
         own = placed.filter(pl.col("stage") == stage)
         if own.height:
             _bars(figure, own, stage, colour)
-    labels = [f"rank {rank}" + (" · training" if blocking else " · beside") * both for rank, blocking in rows.rows()]
+    labels = [
+        f"rank {rank}" + (" · training" if blocking else " · background") * both for rank, blocking in rows.rows()
+    ]
     figure.update_layout(barmode="overlay", bargap=0.28)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
     label_rows(figure, labels)
@@ -60,7 +62,7 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
 
 
 def _bars(figure: go.Figure, own: pl.DataFrame, stage: str, colour: str) -> None:
-    told = [
+    hovers = [
         [units.duration(took), units.size(moved) if moved else ""]
         for took, moved in own.select("dur_ns", "bytes").rows()
     ]
@@ -71,21 +73,21 @@ def _bars(figure: go.Figure, own: pl.DataFrame, stage: str, colour: str) -> None
         x=(own["dur_ns"] / 1e6).to_list(),
         name=stage,
         marker={"color": colour, "line": {"width": 0}},
-        customdata=told,
+        customdata=hovers,
         hovertemplate=f"<b>{stage}</b> %{{customdata[0]}} %{{customdata[1]}}<extra></extra>",
     )
 
 
 def save_clocks(each: pl.DataFrame) -> go.Figure:
-    """Return for each save the time that training was blocked beside the time until all was written.
+    """Return two bars per save: the time that training was blocked and the time until all data was written.
 
-    `each` is `analysis.saves.by_save`; of many saves the last are shown.
+    `each` is `analysis.saves.by_save`; only the last saves are shown.
     """
     shown = each.tail(_MOST_SAVES)
     figure = go.Figure()
     for column, label, colour in (
         ("blocked_ns", "training blocked", COLOURS["waiting"]),
-        ("written_ns", "until all was written", COLOURS["compute"]),
+        ("written_ns", "until all data was written", COLOURS["compute"]),
     ):
         figure.add_bar(
             x=list(range(shown.height)),
@@ -105,9 +107,9 @@ def save_clocks(each: pl.DataFrame) -> go.Figure:
 
 
 def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
-    """Return what storage gave to each rank, bytes by the time in writing and syncing them, as points for each save.
+    """Return the write rate of each rank, bytes per time in write and fsync, one point per rank and save.
 
-    `clocks` is `analysis.saves.by_rank`; saves that synced nothing have no point.
+    `clocks` is `analysis.saves.by_rank`; saves without fsync have no point.
     """
     known = clocks.drop_nulls("storage_bytes_per_s")
     figure = go.Figure()

@@ -1,4 +1,4 @@
-"""Work that shares a device: what runs beside what, how much slower for it, and preparation that gives way."""
+"""Work that shares a device: what runs concurrently, how much it is slowed, and delayed preparation of collectives."""
 
 from collections.abc import Sequence
 
@@ -21,9 +21,9 @@ _MARKER_SPREAD = 0.6
 
 
 def slowdowns(pairs: pl.DataFrame) -> go.Figure:
-    """Return how many times as long each kind of work takes beside another as alone, a mark per rank, with intervals.
+    """Return the slowdown of each kind of work next to another kind: one marker per rank, with its interval.
 
-    `pairs` is `analysis.collective_contention.all_pairs`; pairs that were never seen alone have no mark.
+    `pairs` is `analysis.collective_contention.all_pairs`; pairs that never ran alone have no marker.
     """
     known = pairs.drop_nulls("slowdown")
     names = known.select("kind", "concurrent_kind").unique(maintain_order=True).sort("kind", "concurrent_kind").rows()
@@ -55,10 +55,10 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     figure.add_vline(x=1, line={"color": COLOURS["phase"], "dash": "dot"})
-    figure.update_xaxes(title="times as long as alone", ticksuffix="×", rangemode="tozero")
+    figure.update_xaxes(title="slowdown relative to running alone", ticksuffix="×", rangemode="tozero")
     figure.update_yaxes(
         tickvals=list(range(len(names))),
-        ticktext=[f"{of} beside {beside}" for of, beside in names],
+        ticktext=[f"{of} during {other}" for of, other in names],
         range=[len(names) - 0.4, -0.6],
         showgrid=False,
         fixedrange=True,
@@ -67,16 +67,16 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
 
 
 def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
-    """Return how long one kind of work ran beside each other one, in bars by phase: summed over ranks.
+    """Return how long one kind of work ran concurrently with each other kind, in bars by phase, summed over ranks.
 
     `by_phase` is `analysis.contended.by_phase`.
     """
-    mine = by_phase.filter(pl.col("kind") == of).with_columns(pl.col("phase").fill_null(_NO_PHASE))
-    phases = mine.group_by("phase").agg(pl.col("overlapped_ns").sum()).sort("overlapped_ns", descending=True)
+    own = by_phase.filter(pl.col("kind") == of).with_columns(pl.col("phase").fill_null(_NO_PHASE))
+    phases = own.group_by("phase").agg(pl.col("overlapped_ns").sum()).sort("overlapped_ns", descending=True)
     order = phases["phase"].to_list()
     figure = go.Figure()
-    for beside, colour in KIND_COLOURS.items():
-        rows = mine.filter(pl.col("concurrent_kind") == beside)
+    for other, colour in KIND_COLOURS.items():
+        rows = own.filter(pl.col("concurrent_kind") == other)
         sums = rows.group_by("phase").agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
         if sums.is_empty():
             continue
@@ -84,10 +84,10 @@ def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go
             orientation="h",
             y=[order.index(phase) for phase in sums["phase"]],
             x=(sums["overlapped_ns"] / 1e6).to_list(),
-            name=f"beside {beside}",
+            name=f"during {other}",
             marker={"color": colour, "line": {"width": 0}},
             customdata=[[_phase_hover(row)] for row in sums.iter_rows(named=True)],
-            hovertemplate=f"<b>{of} beside {beside}</b>, %{{customdata[0]}}<extra></extra>",
+            hovertemplate=f"<b>{of} during {other}</b>, %{{customdata[0]}}<extra></extra>",
         )
     figure.update_layout(barmode="group", bargap=0.25, showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
@@ -96,18 +96,18 @@ def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go
 
 
 def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
-    """Return how long each preparation of a collective took against what it takes alone, both on axes of powers.
+    """Return how long each preparation of a collective took and what it takes alone, on logarithmic axes.
 
-    `preparation` is `analysis.contention.preparation` of a run. On the line it took as long as alone; far above it, it
-    crawled. Of more than MAX_POINTS the costliest are drawn.
+    `preparation` is `analysis.contention.preparation` of a run. Points on the diagonal took as long as alone; points
+    far above it were slowed. At costliest MAX_POINTS points are drawn, those with the largest loss.
     """
     known = preparation.drop_nulls("alone_ns").filter(pl.col("alone_ns") > 0, pl.col("dur_ns") > 0)
-    most = known.sort(pl.col("dur_ns") - pl.col("alone_ns"), descending=True).head(MAX_POINTS)
+    costliest = known.sort(pl.col("dur_ns") - pl.col("alone_ns"), descending=True).head(MAX_POINTS)
     figure = go.Figure()
-    beside = pl.col("overlapped_ns") * 2 > pl.col("dur_ns")
+    during_compute = pl.col("overlapped_ns") * 2 > pl.col("dur_ns")
     groups = {
-        "beside compute": (most.filter(beside), KIND_COLOURS[concurrency.COMPUTE]),
-        "alone": (most.filter(~beside), COLOURS["idle"]),
+        "during compute": (costliest.filter(during_compute), KIND_COLOURS[concurrency.COMPUTE]),
+        "alone": (costliest.filter(~during_compute), COLOURS["idle"]),
     }
     for label, (rows, colour) in groups.items():
         if rows.is_empty():
@@ -121,9 +121,9 @@ def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
             customdata=[[_preparation_hover(row)] for row in rows.iter_rows(named=True)],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
-    _diagonal(figure, [*most["alone_ns"], *most["dur_ns"]])
-    figure.update_xaxes(title="takes alone", **log_axis(most["alone_ns"], units.duration))
-    figure.update_yaxes(title="took", **log_axis(most["dur_ns"], units.duration))
+    _diagonal(figure, [*costliest["alone_ns"], *costliest["dur_ns"]])
+    figure.update_xaxes(title="duration alone", **log_axis(costliest["alone_ns"], units.duration))
+    figure.update_yaxes(title="measured duration", **log_axis(costliest["dur_ns"], units.duration))
     return with_style(figure, height_px=380)
 
 
@@ -131,7 +131,7 @@ def _diagonal(figure: go.Figure, values: Sequence[float]) -> None:
     if values:
         ends = [min(values), max(values)]
         line = {"color": COLOURS["phase"], "width": 1.2, "dash": "dot"}
-        figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="as long as alone", hoverinfo="skip")
+        figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="same as alone", hoverinfo="skip")
 
 
 def _marker_offset(number: int, count: int) -> float:
@@ -139,17 +139,17 @@ def _marker_offset(number: int, count: int) -> float:
 
 
 def _hover(row: dict[str, object]) -> str:
-    interval = "" if row["low"] is None else f", 95% between {row['low']:.2f} and {row['high']:.2f}"
+    interval = "" if row["low"] is None else f", 95% interval {row['low']:.2f} to {row['high']:.2f}"
     return (
-        f"<b>rank {row['rank']}: {row['kind']} beside {row['concurrent_kind']}</b><br>"
-        f"{row['slowdown']:.2f} times as long as alone"
+        f"<b>rank {row['rank']}: {row['kind']} during {row['concurrent_kind']}</b><br>"
+        f"{row['slowdown']:.2f} times the duration alone"
         f"{interval}<br>together for {units.duration(int(str(row['overlapped_ns'])))}, "
         f"{units.duration(int(str(row['lost_ns'])))} longer for it"
     )
 
 
 def _phase_hover(row: dict[str, int]) -> str:
-    lost = f"{units.duration(row['lost_ns'])} longer for it" if row["judged_ns"] else "never seen alone"
+    lost = f"{units.duration(row['lost_ns'])} longer for it" if row["judged_ns"] else "never ran alone"
     return f"{units.duration(row['overlapped_ns'])} of {row['calls']:,} calls<br>{lost}"
 
 

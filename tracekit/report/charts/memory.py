@@ -1,4 +1,4 @@
-"""Memory: what is held over time and by whom, how long blocks live, how the device's memory is cut up."""
+"""Memory: allocated memory over time by owner, block lifetimes, and the segments of a device."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,8 @@ _EXTRA_COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B9AFD4", "#DDB765", "#4FC3A1", "#7D8796",
 )  # fmt: skip
 _STATES = {
-    "held": ("#0072B2", ("active_allocated",)),
-    "waits for another stream": ("#E69F00", ("active_pending_free", "active_awaiting_free")),
+    "allocated": ("#0072B2", ("active_allocated",)),
+    "waiting for another stream": ("#E69F00", ("active_pending_free", "active_awaiting_free")),
     "free": ("#C4C9D1", ("inactive",)),
 }
 _MIB = 1 << 20
@@ -35,10 +35,10 @@ _WHITE_TO_BLUE = "Blues"
 
 
 def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
-    """Return what is held over time, stacked by owner, the peak marked, and what is reserved as a line above.
+    """Return allocated memory over time, stacked by owner, with the peak marked and reserved memory as a line.
 
-    `table` is one device's and one kind of owner's part of `analysis.held.over_time`. 0 ms is `origin_ns`, or the first
-    moment.
+    `table` is the part of `memory.usage.over_time` for one device and one kind of owner. 0 ms is `origin_ns`, or the
+    first time.
     """
     figure = go.Figure()
     if table.is_empty():
@@ -53,7 +53,7 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
             x=((rows["at_ns"] - begin_ns) / 1e6).round(6).to_list(),
             y=(rows["bytes"] / divisor).round(4).to_list(),
             name=escaping.escape(owner, 60),
-            stackgroup="held",
+            stackgroup="allocated",
             mode="lines",
             line={"width": 0, "shape": "hv"},
             fillcolor=colour,
@@ -64,14 +64,14 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
         _line(figure, moments, begin_ns, divisor)
     _mark_peak(figure, moments, begin_ns, divisor)
     figure.update_xaxes(ticksuffix=" ms")
-    figure.update_yaxes(title="held", ticksuffix=f" {unit}", rangemode="tozero")
+    figure.update_yaxes(title="allocated", ticksuffix=f" {unit}", rangemode="tozero")
     return with_style(figure, height_px=420)
 
 
 def block_lifetimes(table: pl.DataFrame) -> go.Figure:
-    """Return a map of sizes and lifetimes: the darker a cell, the more bytes were taken in blocks of that kind.
+    """Return a map of block sizes and lifetimes: a darker cell means more bytes allocated in such blocks.
 
-    `table` is one device's part of `analysis.held.lifetimes`.
+    `table` is one device's part of `analysis.memory.usage.lifetimes`.
     """
     figure = go.Figure()
     if table.is_empty():
@@ -104,13 +104,13 @@ def block_lifetimes(table: pl.DataFrame) -> go.Figure:
     )
     past = [None if time == outlives and table["low_ns"].null_count() else time for time in columns]
     figure.update_xaxes(
-        title="lives for at least",
+        title="lifetime of at least",
         tickvals=list(range(len(columns))),
         ticktext=["longer" if time is None else units.duration(time) for time in past],
         showgrid=False,
     )
     figure.update_yaxes(
-        title="size from",
+        title="size of at least",
         tickvals=list(range(len(rows))),
         ticktext=[units.size(size) for size in rows],
         showgrid=False,
@@ -119,10 +119,10 @@ def block_lifetimes(table: pl.DataFrame) -> go.Figure:
 
 
 def segment_map(table: pl.DataFrame) -> go.Figure:
-    """Return the memory that the allocator holds of a device, end to end like lines of text: area is bytes.
+    """Return the memory that the allocator reserved on a device, in address order like lines of text: area is bytes.
 
-    `table` is what `analysis.snapshot_history.segment_map` returns. Each pool begins on a line of its own; a tick is
-    the end of a segment. Blocks too narrow to see are drawn together, those of one state beside each other.
+    `table` is `snapshot_timeline.segment_map`. Each pool starts on a new line; a tick marks the end of a segment.
+    Adjacent blocks of the same state that are too narrow to see are merged.
     """
     figure = go.Figure()
     if table.is_empty():
@@ -194,16 +194,20 @@ def _mark_peak(figure: go.Figure, moments: pl.DataFrame, begin_ns: int, divisor:
 
 def _lifetime_hover(low_bytes: int, low_ns: int, cell: Sequence[object]) -> str:
     size, count, op, high_bytes, high_ns = cell
-    lives = f"live {units.duration(low_ns)} to {units.duration(int(str(high_ns)))}" if high_ns else "outlive the window"
+    lives = (
+        f"live {units.duration(low_ns)} to {units.duration(int(str(high_ns)))}"
+        if high_ns
+        else "outlive the profiled window"
+    )
     return (
         f"<b>{int(str(count)):,} blocks</b> of {units.size(low_bytes)} to {units.size(int(str(high_bytes)))} that "
-        f"{lives}<br>{units.size(int(str(size)))} in all, most of it {escaping.escape(str(op or 'outside ops'), 120)}"
+        f"{lives}<br>{units.size(int(str(size)))} in total, mostly by {escaping.escape(str(op or 'no op'), 120)}"
     )
 
 
 def _colourbar(sizes: pl.Series) -> dict[str, object]:
     powers = [power for power in range(10, 63, 5) if power <= _log(int(str(sizes.max()))) + 1]
-    return {"title": "taken", "tickvals": powers, "ticktext": [units.size(1 << power) for power in powers]}
+    return {"title": "allocated", "tickvals": powers, "ticktext": [units.size(1 << power) for power in powers]}
 
 
 def _log(size_bytes: int) -> int:
@@ -211,13 +215,13 @@ def _log(size_bytes: int) -> int:
 
 
 def byte_scale(largest_bytes: int) -> tuple[int, str]:
-    """Return the unit in which bytes up to so many are drawn: its bytes and its name."""
+    """Return the unit for values up to `largest_bytes`: its bytes and its name."""
     power = min(max((largest_bytes.bit_length() - 1) // 10, 0), 4)
     return 1 << (10 * power), ("B", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def _row_bytes(table: pl.DataFrame) -> int:
-    """Return how much memory a line shows, so that all pools together have not too many lines."""
+    """Return how much memory a line shows, so that all pools together have at most _MOST_ROWS lines."""
     pools = table.group_by("pool", "kind", "stream").agg(pl.col("bytes").sum())["bytes"]
     size = _ROW_UNIT
     while int((-(-pools // size)).sum()) > max(_MOST_ROWS, 2 * len(pools)):
@@ -226,7 +230,7 @@ def _row_bytes(table: pl.DataFrame) -> int:
 
 
 def _in_rows(table: pl.DataFrame, row_bytes: int) -> pl.DataFrame:
-    """Return the blocks, cut at the ends of lines, with row and at_bytes (from the line's start) and pool_name."""
+    """Return the blocks, split at the ends of lines, with row, at_bytes (offset in the line) and pool_name."""
     key = ["pool", "kind", "stream"]
     private = pl.when(pl.col("pool") == "0:0").then(pl.lit("")).otherwise(pl.format(", pool {}", "pool"))
     stream = pl.when(pl.col("stream") == 0).then(pl.lit("")).otherwise(pl.format(", stream {}", "stream"))
@@ -235,9 +239,9 @@ def _in_rows(table: pl.DataFrame, row_bytes: int) -> pl.DataFrame:
     lines = named.group_by(key, maintain_order=True).agg(lines=rows)
     lines = lines.with_columns(first_row=pl.col("lines").cum_sum() - pl.col("lines"))
     at = pl.col("bytes").cum_sum().over(key) - pl.col("bytes")
-    told = named.join(lines, on=key, how="left", maintain_order="left").with_columns(start=at)
+    placed = named.join(lines, on=key, how="left", maintain_order="left").with_columns(start=at)
     last = (pl.col("start") + pl.col("bytes") - 1).clip(lower_bound=pl.col("start")) // row_bytes
-    cut = told.with_columns(line=pl.int_ranges(pl.col("start") // row_bytes, last + 1)).explode("line")
+    cut = placed.with_columns(line=pl.int_ranges(pl.col("start") // row_bytes, last + 1)).explode("line")
     begin = pl.max_horizontal("start", pl.col("line") * row_bytes)
     end = pl.min_horizontal(pl.col("start") + pl.col("bytes"), (pl.col("line") + 1) * row_bytes)
     return cut.with_columns(
@@ -246,36 +250,36 @@ def _in_rows(table: pl.DataFrame, row_bytes: int) -> pl.DataFrame:
 
 
 def _merge_narrow(placed: pl.DataFrame, least_bytes: float) -> pl.DataFrame:
-    """Return the blocks, those narrower than `least_bytes` and near each other as one for each state."""
+    """Return the blocks; adjacent ones narrower than `least_bytes` are merged per state."""
     wide = pl.col("part_bytes") >= least_bytes
     cell = (pl.col("at_bytes") / least_bytes).floor().cast(pl.Int64)
-    told = placed.with_columns(wide=wide, cell=cell, run=wide.cum_sum())
-    alone = told.filter("wide").select(
+    marked = placed.with_columns(wide=wide, cell=cell, run=wide.cum_sum())
+    wide_blocks = marked.filter("wide").select(
         "row", "at_bytes", "state", "op", "segment_address", bytes="part_bytes", blocks=pl.lit(1, pl.Int64),
         whole_bytes="bytes",
     )  # fmt: skip
     key = ["row", "cell", "run"]
-    small = told.filter(~pl.col("wide")).with_columns(begin=pl.col("at_bytes").min().over(key))
-    both = small.group_by(*key, "begin", "state", maintain_order=True).agg(
+    small = marked.filter(~pl.col("wide")).with_columns(begin=pl.col("at_bytes").min().over(key))
+    merged = small.group_by(*key, "begin", "state", maintain_order=True).agg(
         pl.col("op", "segment_address").first(),
         bytes=pl.col("part_bytes").sum(),
         blocks=pl.len().cast(pl.Int64),
         whole_bytes=pl.col("part_bytes").sum(),
     )
     before = pl.col("bytes").cum_sum().over(key) - pl.col("bytes")
-    together = both.with_columns(at_bytes=pl.col("begin") + before).select(alone.columns)
-    return pl.concat([alone, together])
+    together = merged.with_columns(at_bytes=pl.col("begin") + before).select(wide_blocks.columns)
+    return pl.concat([wide_blocks, together])
 
 
 def _block_hover(row: dict[str, object], label: str) -> str:
     count, size = int(str(row["blocks"])), units.size(int(str(row["whole_bytes"])))
-    many = f"{count:,} blocks, {size} in all" if count > 1 else size
+    many = f"{count:,} blocks, {size} in total" if count > 1 else size
     owner = f"<br>{escaping.escape(str(row['op']), 120)}" if row["op"] and label != "free" else ""
     return f"<b>{label}</b> {many}{owner}<br>segment {int(str(row['segment_address'])):#x}"
 
 
 def _segment_ends(figure: go.Figure, placed: pl.DataFrame, divisor: int) -> None:
-    """Draw the end of each segment as a tick, unless there are too many to see."""
+    """Draw the end of each segment as a tick, unless there are too many."""
     lasts = placed.group_by("segment_address", maintain_order=True).last()
     if lasts.height > _MOST_EDGES:
         return

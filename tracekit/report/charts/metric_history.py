@@ -16,7 +16,7 @@ _MAX_TICK = 12
 
 @dataclass(frozen=True)
 class Point:
-    """One run: its median with the interval, in the metric's own unit, a short name for the axis, and what to tell."""
+    """One run: median and interval in the metric's own unit, a short name for the axis, the lines of the hover."""
 
     value: float | None
     low: float | None
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Level:
-    """What the metric was over the runs `first` to `past` (half-open): one level, or from one to another."""
+    """The metric over the runs `first` to `past` (half-open): one level, or from one to another."""
 
     first: int
     end: int
@@ -38,7 +38,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Mark:
-    """A change at run `index`, the first that has the new level, and what to say of it."""
+    """A change at run `index`, the first run with the new level, and its label."""
 
     index: int
     label: str
@@ -46,7 +46,7 @@ class Mark:
 
 
 def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks: Sequence[Mark]) -> go.Figure:
-    """Return a metric over runs in their order, evenly apart. A point's customdata is its number, counted from 0."""
+    """Return a metric over runs in order, evenly spaced. The customdata of a point is its number, from 0."""
     values = [point.value for point in points if point.value is not None]
     divisor, suffix = metric_of(metric).unit.scale(max((abs(value) for value in values), default=0.0))
     figure = go.Figure()
@@ -71,7 +71,7 @@ def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks
             "symbol": ["x" if point.failed else "circle" for _, point in known],
         },
         error_y=_bars(known, divisor),
-        unselected={"marker": {"opacity": 0.8}},  # a click picks one, and hides none
+        unselected={"marker": {"opacity": 0.8}},  # a click selects one point without fading the others
         selected={"marker": {"size": 13}},
         customdata=[[number, _hover(metric, number, point)] for number, point in known],
         hovertemplate="%{customdata[1]}<extra></extra>",
@@ -107,7 +107,7 @@ def _scaled(value: float | None, divisor: float) -> float:
 
 
 def _hover(metric: str, number: int, point: Point) -> str:
-    told = [f"<b>{escaping.escape(metric_of(metric).text(point.value))}</b> run {number + 1}"]
+    lines = [f"<b>{escaping.escape(metric_of(metric).text(point.value))}</b> run {number + 1}"]
     if point.low is not None and point.high is not None:
-        told.append(f"95% {metric_of(metric).text(point.low)} to {metric_of(metric).text(point.high)}")
-    return "<br>".join([*told, *(escaping.escape(text) for text in point.hover_lines)])
+        lines.append(f"95% {metric_of(metric).text(point.low)} to {metric_of(metric).text(point.high)}")
+    return "<br>".join([*lines, *(escaping.escape(text) for text in point.hover_lines)])

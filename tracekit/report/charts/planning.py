@@ -1,4 +1,4 @@
-"""Curves of what has not run yet: time lost by the interval of checkpoints, memory by strategy, bubbles."""
+"""Predictions: lost time by checkpoint interval, memory by strategy, pipeline bubbles."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from tracekit.model import units
 from tracekit.plan.memory import MemoryPlan
 from tracekit.report.charts.style import with_style
 
-SAVING, REPEATED, LOST = "saving", "work repeated after a failure", "both together"
+SAVING, REPEATED, LOST = "saving", "work repeated after a failure", "total"
 _COLOURS = {SAVING: "#0072B2", REPEATED: "#E69F00", LOST: "#D55E00"}
 _MEMORY = {
     "weights": ("weight_bytes", "#0072B2"),
@@ -27,7 +27,7 @@ def lost_time(
 ) -> go.Figure:
     """Return shares of time lost over the interval between checkpoints, each named share a curve.
 
-    `marks` are intervals to mark, in s, by their names. The axes are cut where saving alone takes all.
+    `marks` are intervals to mark, in s, by their names. The time axis ends at four times the least loss.
     """
     figure = go.Figure()
     for name, ratios in lost.items():
@@ -61,7 +61,7 @@ def lost_time(
 
 
 def memory_by_strategy(plans: Mapping[str, MemoryPlan], *, device_bytes: float | None = None) -> go.Figure:
-    """Return what a rank's memory goes to under each strategy, stacked; with a line where the device's ends."""
+    """Return the memory of a rank under each strategy, stacked by use, with a line at the device's capacity."""
     figure = go.Figure()
     for name, (column, colour) in _MEMORY.items():
         sizes = [getattr(plan, column) or 0.0 for plan in plans.values()]
@@ -89,7 +89,7 @@ def memory_by_strategy(plans: Mapping[str, MemoryPlan], *, device_bytes: float |
 
 
 def bubbles(micro_batches: Sequence[int], ratios: Mapping[str, Sequence[float]], *, chosen: int) -> go.Figure:
-    """Return the share of time that a pipeline stands idle over the micro-batches of a step, a curve per schedule."""
+    """Return the share of time that a pipeline is idle by the micro-batches of a step, a curve per schedule."""
     figure = go.Figure()
     for colour, (name, values) in zip(_SCHEDULES, ratios.items(), strict=False):
         figure.add_scatter(
@@ -101,12 +101,12 @@ def bubbles(micro_batches: Sequence[int], ratios: Mapping[str, Sequence[float]],
             hovertemplate=f"{name}: %{{y:.1f}}% with %{{x}} micro-batches<extra></extra>",
         )
     figure.add_vline(x=chosen, line={"color": _MARK, "dash": "dot"})
-    figure.update_xaxes(title="micro-batches in a step", type="log", tickvals=list(micro_batches))
+    figure.update_xaxes(title="micro-batches per step", type="log", tickvals=list(micro_batches))
     figure.update_yaxes(title="pipeline idle", ticksuffix="%", rangemode="tozero")
     return with_style(figure, height_px=340)
 
 
 def _top(lost: Mapping[str, Sequence[float]]) -> float:
-    """Return where the axis ends: four times the least that is lost, so that the valley is seen."""
+    """Return the end of the axis: four times the least loss, so that the minimum is visible."""
     least = min(lost.get(LOST) or next(iter(lost.values())), default=0.25)
     return 100 * min(1.0, max(4 * least, 0.01))

@@ -1,4 +1,4 @@
-"""Ranks against steps: where a rank's step took longer than the others', or waited, in a map of cells."""
+"""A heatmap of ranks and steps: slower steps, exposed communication or waiting."""
 
 import plotly.graph_objects as go
 import polars as pl
@@ -8,22 +8,22 @@ from tracekit.report.charts.style import COLOURS, with_style
 
 SLOWER, EXPOSED, WAITED = "longer_ratio", "exposed_ratio", "waited_ratio"
 MEASURES = {
-    SLOWER: "step time against the median of ranks",
-    EXPOSED: "communication that nothing hides",
-    WAITED: "waiting for a rank",
+    SLOWER: "step time relative to the median of all ranks",
+    EXPOSED: "exposed communication",
+    WAITED: "waiting for a late rank",
 }
 """The columns that can be drawn, each with its label."""
 MAX_CELLS = 4000
 _SHADES = {EXPOSED: COLOURS["communication"], WAITED: COLOURS["waiting"]}
 _QUICK, _SLOW, _PLAIN = "#0072B2", "#D55E00", "rgba(160, 168, 180, 0.25)"
-_MIN_SCALE = 0.02  # a spread smaller than this is drawn as pale as it is
+_MIN_SCALE = 0.02  # the least value of the full colour
 
 
 def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
-    """Return a map of ranks (rows) and steps (columns), each cell with the colour of `measure`, one of MEASURES.
+    """Return a heatmap of ranks (rows) and steps (columns), coloured by `measure`, one of MEASURES.
 
-    `table` is `analysis.communication.spread`, of one window. The customdata of a cell are its rank and step first.
-    Where there are more than MAX_CELLS cells a click on one does not select it.
+    `table` is `analysis.communication.spread`, of one window. The customdata of a cell starts with its rank and step.
+    With more than MAX_CELLS cells, a click does not select a cell.
     """
     steps = {step: place for place, step in enumerate(table["step"].unique().sort())}
     ranks = {rank: place for place, rank in enumerate(table["rank"].unique().sort())}
@@ -80,5 +80,5 @@ def _hover(row: dict[str, int]) -> str:
     return (
         f"<b>rank {row['rank']}, step {row['step']}</b><br>{units.duration(row['duration_ns'])}, median of ranks "
         f"{units.duration(row['median_ns'])} ({row[SLOWER]:+.1%})<br>exposed communication "
-        f"{units.share(row[EXPOSED])}, waiting for a rank {units.share(row[WAITED])}"
+        f"{units.share(row[EXPOSED])}, waiting for a late rank {units.share(row[WAITED])}"
     )

@@ -1,4 +1,4 @@
-"""Ranks beside each other: one row per rank, so that who waits for whom can be seen."""
+"""The activity of all ranks on one clock: one row per rank shows which rank waits for which."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,19 +14,19 @@ from tracekit.report.charts.style import COLOURS, with_style
 LABELS = {
     rank_timelines.COMPUTE: ("compute", "compute"),
     rank_timelines.TRANSFER: ("exposed transfer", "communication"),
-    rank_timelines.WAITING: ("waiting for a rank", "waiting"),
+    rank_timelines.WAITING: ("waiting for a late rank", "waiting"),
     rank_timelines.COPY: ("exposed copy", "memcpy"),
 }
-"""What a rank does, as the legend says it, and the kind whose colour it has."""
+"""The legend text of each activity, and the kind of work whose colour it has."""
 MAX_SPANS = 6000
 _ROW_PX = 30
 
 
 def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | None = None) -> go.Figure:
-    """Return what each rank does in a stretch of the run's clock (ns), one row per rank and device.
+    """Return what each rank does in a window of the run's clock (ns), one row per rank and device.
 
-    `doings` has the columns of `analysis.lockstep`. 0 ms on the axis is `origin_ns`, or the window's start. Where there
-    are more than `MAX_SPANS`, neighbours too short to see are drawn as one.
+    `doings` has the columns of `analysis.lockstep`. 0 ms on the axis is `origin_ns`, or the window's start. Of more
+    than `MAX_SPANS` spans, adjacent ones too short to see are merged.
     """
     origin_ns = window[0] if origin_ns is None else origin_ns
     rows = activity.select("rank", "device").unique().sort("rank", "device").with_row_index("y")
@@ -60,7 +60,7 @@ def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | No
 
 
 def _thin(shown: pl.DataFrame, window: Window) -> pl.DataFrame:
-    """Return the spans with neighbours that do the same joined, if there are too many, over ever longer breaks."""
+    """Return at most MAX_SPANS spans: adjacent spans of one activity are merged over increasingly long gaps."""
     of = ["window", "rank", "device"]
     ordered = shown.sort(*of, "start_ns")
     quantum_ns = max((window[1] - window[0]) // 4000, 1)
@@ -90,5 +90,5 @@ def _hover(row: Mapping[str, Any], label: str) -> str:
     lines = [f"<b>{label}</b> {units.duration(row['dur_ns'])}"]
     what = [escaping.escape(row["op"].replace("_", "-"))] if row["op"] else []
     what += [f"unit {escaping.escape(row['unit'] or 'root', 80)}"] if row["unit"] is not None else []
-    what += [f"rank {row['peer_rank']} comes last"] if row["peer_rank"] is not None else []
+    what += [f"rank {row['peer_rank']} arrives last"] if row["peer_rank"] is not None else []
     return "<br>".join([*lines, " · ".join(what)] if what else lines)

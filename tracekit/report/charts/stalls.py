@@ -1,4 +1,4 @@
-"""Why collectives pause and compute stands still, what of communication is hidden, and who waits for whom."""
+"""Causes of idle compute and paused collectives, hidden and exposed communication, and waits between ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,47 +10,47 @@ from tracekit.report.charts.style import CAUSES, COLOURS, label_rows, with_style
 
 COMMUNICATION_PARTS = {
     "hidden_ns": ("hidden by compute", "rgba(213, 94, 0, 0.32)"),
-    "exposed_ns": ("moving, nothing computes", COLOURS["communication"]),
-    "waited_ns": ("waiting for a rank, nothing computes", COLOURS["waiting"]),
+    "exposed_ns": ("exposed, data moves", COLOURS["communication"]),
+    "waited_ns": ("exposed, waiting for a late rank", COLOURS["waiting"]),
 }
 """The parts of a rank's communication, each with its label and colour."""
 _MOST_NUMBERED = 16
 _MOST_BARS_PX = 1400
-_UNKNOWN = "one not known"
+_UNKNOWN = "unknown rank"
 
 
 def stall_causes(by_rank: pl.DataFrame) -> go.Figure:
-    """Return stacked bars of why something stands still, one per rank: its gaps by cause, which sum to them.
+    """Return stacked bars of the gaps of one kind of work, one bar per rank, split by cause.
 
     `by_rank` is the part of one `of` (communication or compute) of `analysis.standing.by_rank`.
     """
     ranks = by_rank["rank"].unique().sort().to_list()
-    whole = dict(by_rank.group_by("rank").agg(pl.col("dur_ns").sum()).iter_rows())
+    total = dict(by_rank.group_by("rank").agg(pl.col("dur_ns").sum()).iter_rows())
     figure = go.Figure()
     for cause, (label, colour) in CAUSES.items():
-        found = dict(by_rank.filter(pl.col("cause") == cause).select("rank", "dur_ns").iter_rows())
-        if any(found.values()):
-            _stack(figure, ranks, [found.get(rank, 0) for rank in ranks], whole, label=label, colour=colour)
+        by_rank_ns = dict(by_rank.filter(pl.col("cause") == cause).select("rank", "dur_ns").iter_rows())
+        if any(by_rank_ns.values()):
+            _stack(figure, ranks, [by_rank_ns.get(rank, 0) for rank in ranks], total, label=label, colour=colour)
     return _with_rank_axis(figure, ranks)
 
 
 def communication_parts(by_rank: pl.DataFrame) -> go.Figure:
-    """Return stacked bars of each rank's communication: hidden, moving unhidden, waiting for a rank.
+    """Return stacked bars of each rank's communication: hidden, exposed while data moves, exposed while waiting.
 
     `by_rank` is `analysis.communication.by_rank`.
     """
     ranks = by_rank["rank"].to_list()
-    whole = dict(by_rank.select("rank", "communication_ns").iter_rows())
+    total = dict(by_rank.select("rank", "communication_ns").iter_rows())
     figure = go.Figure()
     for column, (label, colour) in COMMUNICATION_PARTS.items():
-        _stack(figure, ranks, by_rank[column].to_list(), whole, label=label, colour=colour)
+        _stack(figure, ranks, by_rank[column].to_list(), total, label=label, colour=colour)
     return _with_rank_axis(figure, ranks)
 
 
 def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
-    """Return who waits for whom: a row for each rank that waits, a column for each that comes last.
+    """Return which rank waits for which: a row per waiting rank, a column per late rank.
 
-    `waited` is `analysis.lockstep.waited`; the last column is there where it is not known who came last.
+    `waited` is `analysis.lockstep.waited`; a last column holds waits for an unknown rank.
     """
     known = {(rank, peer): ns for rank, peer, ns in waited.select("rank", "peer_rank", "waited_ns").iter_rows()}
     columns: list[int | None] = [*ranks, *([None] if any(peer is None for _, peer in known) else [])]
@@ -89,12 +89,12 @@ def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
         fixedrange=True,
     )
     if not few:
-        figure.update_xaxes(title="for the rank that comes last").update_yaxes(title="rank that waits")
+        figure.update_xaxes(title="late rank").update_yaxes(title="waiting rank")
     return with_style(figure, height_px=min(130 + 40 * len(ranks), 760))
 
 
 def _stack(
-    figure: go.Figure, ranks: Sequence[int], ns: Sequence[int], whole: Mapping[int, int], *, label: str, colour: str
+    figure: go.Figure, ranks: Sequence[int], ns: Sequence[int], total: Mapping[int, int], *, label: str, colour: str
 ) -> None:
     figure.add_bar(
         orientation="h",
@@ -103,7 +103,7 @@ def _stack(
         name=label,
         marker={"color": colour, "line": {"width": 0}},
         customdata=[
-            [f"rank {rank}", units.duration(each), units.share(each / whole[rank] if whole.get(rank) else 0.0)]
+            [f"rank {rank}", units.duration(each), units.share(each / total[rank] if total.get(rank) else 0.0)]
             for rank, each in zip(ranks, ns, strict=True)
         ],
         hovertemplate=f"<b>%{{customdata[0]}}</b><br>{escaping.escape(label)} %{{customdata[1]}} (%{{customdata[2]}})"

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from tracekit.model import escaping
 
-# Okabe and Ito's palette, told apart with any colour vision; one kind of work has one colour everywhere.
+# The palette of Okabe and Ito, safe for colour blindness; a kind of work has the same colour everywhere.
 COLOURS = {
     "compute": "#0072B2",
     "communication": "#D55E00",
@@ -34,7 +34,7 @@ KIND_LABELS = {
     "evidence": "finding",
 }
 LIGHT_KINDS = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
-"""The kinds whose colour takes dark text."""
+"""The kinds with a light colour, which needs dark text."""
 PARTS = {
     "compute_ns": ("compute", "compute"),
     "exposed_communication_ns": ("exposed communication", "communication"),
@@ -44,14 +44,14 @@ PARTS = {
 """The columns that sum to a step's duration, each with its label and the kind whose colour it has."""
 
 CAUSES = {
-    "host": ("host late", "#56B4E9"),
+    "host": ("launch delay (host)", "#56B4E9"),
     "preparation": ("preparation", "#F0E442"),
-    "contention": ("preparation held up", "#8E7CC3"),
-    "compute": ("waits for compute", COLOURS["compute"]),
+    "contention": ("preparation delayed", "#8E7CC3"),
+    "compute": ("waiting for compute", COLOURS["compute"]),
     "copy": ("copy", COLOURS["memcpy"]),
-    "collective": ("collective moves data", COLOURS["communication"]),
-    "peer": ("waits for a rank", COLOURS["waiting"]),
-    "unknown": ("not known", COLOURS["idle"]),
+    "collective": ("data transfer", COLOURS["communication"]),
+    "peer": ("waiting for a late rank", COLOURS["waiting"]),
+    "unknown": ("unknown", COLOURS["idle"]),
 }
 """The causes of `analysis.causes`, each with its label and colour."""
 
@@ -69,7 +69,7 @@ _GRID = "rgba(128, 138, 150, 0.22)"
 
 
 def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
-    """Return a figure that fits any page: no background, no colour of text, the legend, if it has one, on top."""
+    """Return a figure that fits any page: no background, no text colour, the legend on top."""
     named = [trace for trace in figure.data if trace.showlegend or (trace.showlegend is None and trace.name)]
     figure.update_layout(
         height=height_px,
@@ -88,7 +88,7 @@ def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
 
 
 def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40) -> None:
-    """Write `names` beside the bars at 0, 1, 2 … of a figure, the first on top; of very many each few-th.
+    """Label the bars at 0, 1, 2 … of a figure with `names`, the first on top; of many names only every n-th.
 
     >>> figure = go.Figure()
     >>> listed(figure, [f"rank {number}" for number in range(512)])
@@ -106,7 +106,7 @@ def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int =
 
 
 def log_axis(values: Iterable[float | None], write: Callable[[float], str], *, base: int = 10) -> dict[str, Any]:
-    """Return an axis of powers around `values`: its range, and ticks at powers of `base`, written in units.
+    """Return a logarithmic axis for `values`: its range, and ticks at powers of `base` with units.
 
     >>> powers([30, 4000], str)["ticktext"]
     ['10', '20', '50', '100', '200', '500', '1000', '2000', '5000', '10000']
@@ -117,7 +117,7 @@ def log_axis(values: Iterable[float | None], write: Callable[[float], str], *, b
     steps = (1, 2, 5) if base == 10 and last - first <= _FEW_POWERS else (1,)
     every = max(1, -(-(last - first + 1) // _MOST_TICKS))
     ticks = [step * base**power for power in range(first, last, every) for step in steps] + [base**last]
-    # Plotly tells the range of such an axis by powers of ten.
+    # Plotly expects the range of a logarithmic axis as powers of ten.
     ends = [math.log10(base) * first - 0.03, math.log10(base) * last + 0.03]
     return {"type": "log", "range": ends, "tickvals": ticks, "ticktext": [write(tick) for tick in ticks]}
 

@@ -1,4 +1,4 @@
-"""What takes most: the first rows of a table of kernels or ops as bars."""
+"""The longest kernels or ops as bars."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ _OTHER = COLOURS["phase"]
 def top_bars(
     table: pl.DataFrame, by: Sequence[str], *, measure: str = "total_ns", max_rows: int = MAX_ROWS
 ) -> go.Figure:
-    """Return the `most` rows of a table of `analysis.kernels` or `analysis.ops` with most of `measure`, as bars.
+    """Return the `max_rows` rows of a table of kernels or ops with the largest `measure`, as bars.
 
-    A row is named by its columns `by` and has the colour of its kind. Names that the picture cannot show whole have
-    their middle cut out; the hover tells more of them.
+    A row is named by its columns `by` and has the colour of its kind. Long names are shortened in the
+    middle; the hover shows more of them.
     """
     most_of = table.filter(pl.col(measure) > 0).sort(measure, descending=True).head(max_rows)
     shown = most_of.with_columns(
@@ -53,4 +53,4 @@ def top_bars(
 
 
 def _row_name(values: Sequence[object]) -> str:
-    return " · ".join("not known" if value is None else str(value) or "root" for value in values)
+    return " · ".join("unknown" if value is None else str(value) or "root" for value in values)

@@ -44,7 +44,7 @@ def timeline(
 
     0 ms on the axis is `origin_ns`, or the window's start.
 
-    `evidence` rows (start_ns, dur_ns) of this trace get a track of their own and a band across the lanes. Where there
+    `evidence` rows (start_ns, dur_ns) of this trace get their own track and a band across the lanes. Where there
     are more than `max_slices`, neighbours too short to see are drawn as one and the axis title says so.
     """
     origin_ns = window[0] if origin_ns is None else origin_ns
@@ -211,9 +211,9 @@ def _draw(figure: go.Figure, drawn: pl.DataFrame, *, kind: str) -> None:
 
 
 def _hover(row: Mapping[str, Any]) -> str:
-    lines = [f"{units.duration(row['dur_ns'])} from {row['begin_ms']:,.3f} ms"]
+    lines = [f"{units.duration(row['dur_ns'])} at {row['begin_ms']:,.3f} ms"]
     if row["count"] > 1:
-        lines.append(f"{row['count']:,} slices too short to see apart, the first named here")
+        lines.append(f"{row['count']:,} short slices merged; the name is that of the first")
     placed = [f"step {row['step']}"] if row["step"] is not None else []
     placed += [escaping.escape(row["phase"])] if row["phase"] else []
     placed += [f"unit {escaping.escape(row['unit'] or 'root', 80)}"] if row["unit"] is not None else []
@@ -250,5 +250,5 @@ def _caption(table: pl.DataFrame, merged_below_ns: int) -> str:
         return ""
     return (
         f"{int(table['count'].sum()):,} slices drawn as {table.height:,}: neighbours shorter than "
-        f"{units.duration(merged_below_ns)} are merged; choose a shorter window to see them apart"
+        f"{units.duration(merged_below_ns)} are merged; choose a shorter window to see each slice"
     )

@@ -1,4 +1,4 @@
-"""Messages: how fast each moved against its size."""
+"""The bandwidth of messages by their size."""
 
 import plotly.graph_objects as go
 import polars as pl
@@ -8,7 +8,7 @@ from tracekit.report.charts.style import log_axis, with_style
 
 ALGORITHM, BUS = "algorithm", "bus"
 MAX_POINTS = 3000
-# All of it is communication, so colours tell the kinds of collectives apart, and symbols the groups.
+# All of it is communication: colours show the kind of collective, symbols the group.
 _OPS = {
     "all_reduce": "#D55E00",
     "all_gather": "#56B4E9",
@@ -22,11 +22,11 @@ _SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "star", 
 
 
 def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
-    """Return the bandwidth of each message against its size, both on axes of powers, a colour for each collective.
+    """Return the bandwidth of each message by its size on logarithmic axes, a colour per kind of collective.
 
     `speeds` is `analysis.traffic.speeds`; `kind` is ALGORITHM (size over time) or BUS (as nccl-tests counts it, which
-    for all collectives compares with the link). Open marks moved at least so fast: ranks of their group have no trace.
-    Of more than MAX_POINTS messages evenly chosen ones are drawn, of each collective and group alike.
+    for all collectives compares with the link). Open markers are lower bounds: some ranks of their group
+    have no trace. At most MAX_POINTS messages are drawn, sampled evenly from each collective and group.
     """
     column = f"{kind}_bytes_per_s"
     figure = go.Figure()
@@ -56,19 +56,19 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
             hovertemplate=f"<b>{escaping.escape(_op_name(str(op)))}</b> of %{{customdata[0]}} in %{{customdata[3]}}<br>"
             f"{'' if is_whole else 'at least '}%{{customdata[1]}} algorithm, %{{customdata[2]}} bus<extra></extra>",
         )
-    figure.update_xaxes(title="size of the message", **log_axis(speeds["bytes"], units.size, base=2))
+    figure.update_xaxes(title="message size", **log_axis(speeds["bytes"], units.size, base=2))
     figure.update_yaxes(title=f"{kind} bandwidth", **log_axis(speeds[column], units.rate))
     return with_style(figure, height_px=420)
 
 
 def _legend_name(op: str, group: str | None, axis: str | None, size: int | None) -> str:
     where = axis or group
-    told = [
+    parts = [
         escaping.escape(_op_name(op)),
         *([escaping.escape(where, 40)] if where else []),
         *([f"{size} ranks"] if size else []),
     ]
-    return " · ".join(told)
+    return " · ".join(parts)
 
 
 def _op_name(op: str) -> str:

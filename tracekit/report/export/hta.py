@@ -3,7 +3,7 @@
 Its users keep their notebooks, and a run that its own loader cannot open, or opens in minutes, is theirs to analyse.
 The frames have the columns that its loader makes by default. What tracekit's tables do not hold has its default value:
 external ids, Python ids, sequence numbers, shapes and strides. Device annotations, CUPTI counters and CUDA
-synchronization events have no rows. Correlation numbers are made anew from the links that tracekit knows.
+synchronization events have no rows. Correlation numbers are generated from the links that tracekit knows.
 """
 
 import warnings
@@ -57,7 +57,7 @@ def to_hta(
 
     HTA knows one window: that numbered `window`, by default the first. A rank without device activity breaks most of
     its analyses for all ranks, so where other ranks have some it is left out, with a warning, unless in `ranks`. As its
-    loader does, it leaves out the last profiled step unless told, and rounds times to whole µs unless
+    loader does, it leaves out the last profiled step by default, and rounds times to whole µs unless
     ``HTA_DISABLE_NS_ROUNDING`` is set. Raises InputError if the run has no such window or rank, MissingExtraError if
     HTA is not installed.
     """
@@ -93,11 +93,13 @@ def _select_traces(traces: list[Trace], ranks: set[int] | None) -> list[Trace]:
         if missing:
             raise InputError(f"no trace of rank {units.ranges(missing)} to hand to HTA; see the run's ranks")
         return [trace for trace in traces if trace.rank in ranks]
-    without = [trace.rank for trace in traces if not trace.on_device]
-    if len(without) in (0, len(traces)):
+    host_only = [trace.rank for trace in traces if not trace.on_device]
+    if len(host_only) in (0, len(traces)):
         return traces
-    told = f"rank {units.ranges(without)} has no device activity, which HTA cannot analyze: left out; name it in ranks="
-    warnings.warn(told, stacklevel=3)
+    message = (
+        f"rank {units.ranges(host_only)} has no device activity, which HTA cannot analyze: left out; name it in ranks="
+    )
+    warnings.warn(message, stacklevel=3)
     return [trace for trace in traces if trace.on_device]
 
 
@@ -148,14 +150,14 @@ def _host(trace: Trace) -> pl.DataFrame:
 
 def _device(trace: Trace) -> pl.DataFrame:
     lanes = trace.lanes.drop_nulls("device").select("lane", "stream", "pid", "tid")
-    told = trace.collectives.select(
+    details = trace.collectives.select(
         pl.col("activity_id").alias("id"),
         pl.col("op").alias("collective_name"),
         pl.col("dtype").alias("msg_dtype"),
         pl.col("group_size"),
     )
     rows = trace.activities.join(lanes, on="lane", maintain_order="left").join(
-        told, on="id", how="left", maintain_order="left"
+        details, on="id", how="left", maintain_order="left"
     )
     unlinked = trace.ops.height + pl.col("id")  # a number that no launch has
     return rows.select(

@@ -22,19 +22,19 @@ TraceKey: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Clock:
-    """What takes the times of a trace to the clock of the run: an offset, and a drift from the time `at_ns` on."""
+    """Converts times of a trace to the clock of the run: an offset, and a drift relative to the time `at_ns`."""
 
     offset_ns: int = 0
     drift: float = 0.0
     at_ns: int = 0
 
     def to_run(self, times_ns: Ints) -> Ints:
-        """Return times of the trace on the clock of the run; none overtakes another."""
+        """Return times of the trace on the clock of the run, in the same order."""
         drifted_ns = np.rint(self.drift * (times_ns - self.at_ns)).astype(np.int64) if self.drift else 0
         return times_ns + self.offset_ns + drifted_ns
 
     def shifted(self, by_ns: int) -> "Clock":
-        """Return the clock that shows `by_ns` more."""
+        """Return the clock with `by_ns` added to its offset."""
         return replace(self, offset_ns=self.offset_ns + by_ns)
 
 
@@ -48,9 +48,9 @@ def write(
     ranks: Iterable[int] | None = None,
     on_progress: Callable[[Source], None] | None = None,
 ) -> ExportCounts:
-    """Write a run to `file`, one trace after the other, each moved to the clock of the run (by `clocks` unless told).
+    """Write a run to `file`, one trace after the other, each moved to the clock of the run (by default with `clocks`).
 
-    Only one step and some ranks, where told. The same run gives the same bytes. Raises InputError if a rank has no
+    `step` and `ranks` select a part. The same run gives the same bytes. Raises InputError if a rank has no
     trace, or no trace has the step.
     """
     run.measure((extent,))
@@ -83,7 +83,7 @@ def extent(trace: Trace) -> pl.DataFrame:
 
 
 def clocks(run: Run) -> dict[TraceKey, Clock]:
-    """Return what takes each trace to the clock of the run, as far as the run could be aligned."""
+    """Return the clock of each trace, if the run could be aligned."""
     offsets = getattr(run, "offsets", None)
     if offsets is None:
         return {}

@@ -20,7 +20,7 @@ _SAME = ("uuid", "name", "category", *ARGUMENTS, "flows", "last_flows")
 
 @dataclass(frozen=True)
 class ExportCounts:
-    """What was written. Tracks of their own are those that slices needed which overlap others without nesting."""
+    """What was written. `own_tracks` counts extra tracks for slices that overlap without nesting."""
 
     traces: int = 0
     slices: int = 0
@@ -40,8 +40,8 @@ def write_trace(
     slices = _with_flows(_with_layers(timeline.slices), timeline.flows)
     slices, tracks = _with_uuids(slices, process + 1)
     counters, counter_tracks = _with_uuids(timeline.counters.with_columns(layer=pl.lit(0)), process + 1 + tracks.height)
-    texts, moulds = perfetto_packets.InternedTexts(), perfetto_packets.PacketTemplates(number)
-    events = _slice_events(slices, timeline.flows, number, texts, moulds, to_run_clock)
+    texts, templates = perfetto_packets.InternedTexts(), perfetto_packets.PacketTemplates(number)
+    events = _slice_events(slices, timeline.flows, number, texts, templates, to_run_clock)
     values = _counter_events(counters, perfetto_packets.PacketTemplates(number), to_run_clock)
     file.write(perfetto_packets.process(process, number, name))
     for place, (uuid, label) in enumerate(tracks.select("uuid", "label").iter_rows()):
@@ -82,19 +82,19 @@ def _slice_events(
     flows: pl.DataFrame,
     number: int,
     texts: perfetto_packets.InternedTexts,
-    moulds: perfetto_packets.PacketTemplates,
+    templates: perfetto_packets.PacketTemplates,
     moved: Callable[[Ints], Ints],
 ) -> bytes:
     kinds = slices.select(name for name in _SAME if name == "uuid" or slices[name].null_count() < slices.height)
-    same = kinds.unique(maintain_order=True).with_row_index("mould")
-    which = kinds.join(same, on=kinds.columns, nulls_equal=True, maintain_order="left")["mould"].to_numpy()
+    same = kinds.unique(maintain_order=True).with_row_index("template")
+    which = kinds.join(same, on=kinds.columns, nulls_equal=True, maintain_order="left")["template"].to_numpy()
     for row in same.iter_rows(named=True):
         arguments = {key: row[key] for key in ARGUMENTS if key in row}
         event = perfetto_packets.begin(row["uuid"], row["name"] or "?", row["category"] or "?", arguments, texts)
-        moulds.add(event, flows=row.get("flows") or 0, last_flows=row.get("last_flows") or 0)
+        templates.add(event, flows=row.get("flows") or 0, last_flows=row.get("last_flows") or 0)
     first = int(slices["uuid"].min() or 0)  # type: ignore[arg-type]  # of integers
     for uuid in range(first, int(slices["uuid"].max() or -1) + 1):  # type: ignore[arg-type]
-        moulds.add(perfetto_packets.end(uuid))
+        templates.add(perfetto_packets.end(uuid))
     uuids = slices["uuid"].to_numpy()
     rows, ends, at_ns = track_nesting.events(uuids, slices["start_ns"].to_numpy(), slices["dur_ns"].to_numpy())
     begins = ends == track_nesting.BEGIN
@@ -102,7 +102,7 @@ def _slice_events(
     begin_of = np.zeros(slices.height, np.int64)
     begin_of[rows[begins]] = np.flatnonzero(begins)
     arrows = _arrows(slices.with_columns(pl.Series("event", begin_of)), flows, number)
-    return moulds.fill(of_event, moved(at_ns), flows=arrows)
+    return templates.fill(of_event, moved(at_ns), flows=arrows)
 
 
 def _arrows(slices: pl.DataFrame, flows: pl.DataFrame, number: int) -> tuple[Ints, Ints, Ints]:
@@ -120,10 +120,10 @@ def _arrows(slices: pl.DataFrame, flows: pl.DataFrame, number: int) -> tuple[Int
 
 
 def _counter_events(
-    counters: pl.DataFrame, moulds: perfetto_packets.PacketTemplates, moved: Callable[[Ints], Ints]
+    counters: pl.DataFrame, templates: perfetto_packets.PacketTemplates, moved: Callable[[Ints], Ints]
 ) -> bytes:
     uuids = counters["uuid"].unique().sort()
     for uuid in uuids:
-        moulds.add(perfetto_packets.value(uuid))
+        templates.add(perfetto_packets.value(uuid))
     which = uuids.search_sorted(counters["uuid"]).to_numpy().astype(np.int64)
-    return moulds.fill(which, moved(counters["at_ns"].to_numpy()), values=counters["value"].to_numpy())
+    return templates.fill(which, moved(counters["at_ns"].to_numpy()), values=counters["value"].to_numpy())

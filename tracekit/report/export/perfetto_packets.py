@@ -95,7 +95,7 @@ class InternedTexts:
 
 
 def begin(uuid: int, name: str, category: str, arguments: Mapping[str, object], texts: InternedTexts) -> bytes:
-    """Return the fields of an event that begins a slice; None among the arguments is left out."""
+    """Return the fields of an event that begins a slice; arguments that are None are left out."""
     head = protobuf_wire.integer(_TYPE, BEGIN) + protobuf_wire.integer(_TRACK, uuid)
     named = protobuf_wire.integer(_CATEGORY, texts.category(category)) + protobuf_wire.integer(
         _NAME_IID, texts.name(name)
@@ -111,7 +111,7 @@ def end(uuid: int) -> bytes:
 
 
 def value(uuid: int) -> bytes:
-    """Return the fields of a counter's event, its value left to be filled in."""
+    """Return the fields of a counter's event, with a placeholder for its value."""
     return (
         protobuf_wire.integer(_TYPE, COUNTER)
         + protobuf_wire.integer(_TRACK, uuid)
@@ -119,18 +119,18 @@ def value(uuid: int) -> bytes:
     )
 
 
-def _argument(key: str, held: object, texts: InternedTexts) -> bytes:
-    if isinstance(held, bool):
-        told = protobuf_wire.integer(_BOOL, held)
-    elif isinstance(held, int):
-        told = protobuf_wire.integer(_INT, held)
+def _argument(key: str, argument: object, texts: InternedTexts) -> bytes:
+    if isinstance(argument, bool):
+        field = protobuf_wire.integer(_BOOL, argument)
+    elif isinstance(argument, int):
+        field = protobuf_wire.integer(_INT, argument)
     else:
-        told = protobuf_wire.integer(_TEXT, texts.text(str(held)))
-    return protobuf_wire.block(_ANNOTATION, protobuf_wire.integer(_ARGUMENT, texts.argument(key)), told)
+        field = protobuf_wire.integer(_TEXT, texts.text(str(argument)))
+    return protobuf_wire.block(_ANNOTATION, protobuf_wire.integer(_ARGUMENT, texts.argument(key)), field)
 
 
 class PacketTemplates:
-    """Packets of events that differ in their times, counter values and flows only: each written once, then copied."""
+    """Packets of events that differ only in times, counter values and flows: encoded once, then copied."""
 
     def __init__(self, sequence: int) -> None:
         self._head = protobuf_wire.integer(_SEQUENCE, sequence) + protobuf_wire.integer(_FLAGS, _NEEDED)
@@ -138,7 +138,7 @@ class PacketTemplates:
         self._time_at: list[int] = []
 
     def add(self, event: bytes, *, flows: int = 0, last_flows: int = 0) -> int:
-        """Return the number of the mould of an event that has so many flows leaving it and ending at it."""
+        """Return the number of the template of an event with so many outgoing and ending flows."""
         gaps = (
             protobuf_wire.fixed64_placeholder(_FLOW) * flows
             + protobuf_wire.fixed64_placeholder(_LAST_FLOW) * last_flows
@@ -159,7 +159,7 @@ class PacketTemplates:
         values: Ints | None = None,
         flows: tuple[Ints, Ints, Ints] | None = None,
     ) -> bytes:
-        """Return copies of moulds, ``which[i]`` at the time ``at_ns[i]``, one after the other.
+        """Return copies of templates, ``which[i]`` at the time ``at_ns[i]``, one after the other.
 
         `values` holds the values of counters. `flows` says of each flow which copy it is of (its index in `which`),
         how many flows of that copy come after it, and its number, not negative.

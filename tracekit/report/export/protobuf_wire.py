@@ -1,4 +1,4 @@
-"""The protobuf wire format: fields by hand, and many messages at once that differ in a few numbers only.
+"""The protobuf wire format: fields by hand, and many messages at once that differ only in a few numbers.
 
 Source: the encoding guide of Protocol Buffers. Numbers that are filled in later have a fixed width: a varint may be
 longer than it needs to be, up to ten bytes.
@@ -78,17 +78,17 @@ def fixed64s(values: Ints) -> Bytes:
     return np.ascontiguousarray(values.astype("<i8")).view(np.uint8).reshape(-1, FIXED)
 
 
-def fill_templates(moulds: Sequence[bytes], which: Ints, fillings: Iterable[tuple[Ints, Ints, Bytes]]) -> bytes:
-    """Return copies of moulds, ``moulds[which[i]]`` in order, with numbers filled in.
+def fill_templates(templates: Sequence[bytes], which: Ints, fillings: Iterable[tuple[Ints, Ints, Bytes]]) -> bytes:
+    """Return copies of templates, ``templates[which[i]]`` in order, with numbers filled in.
 
-    A filling says which copies it is for (rows of `which`), where in each it goes, and the bytes, shape (n, width).
+    A filling consists of the copies (rows of `which`), the offset in each, and the bytes, shape (n, width).
     """
-    lengths = np.array([len(mould) for mould in moulds], np.int64)
+    lengths = np.array([len(template) for template in templates], np.int64)
     begins = np.cumsum(lengths) - lengths
     sizes = lengths[which]
     starts = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
-    made = np.frombuffer(b"".join(moulds), np.uint8)[np.repeat(begins[which] - starts, sizes) + np.arange(total)]
+    made = np.frombuffer(b"".join(templates), np.uint8)[np.repeat(begins[which] - starts, sizes) + np.arange(total)]
     for rows, offsets, filling in fillings:
         made[(starts[rows] + offsets)[:, None] + np.arange(filling.shape[1])] = filling
     return made.tobytes()

@@ -1,4 +1,4 @@
-"""The timeline's data at any zoom: the slices of all ranks on one clock, laid out once and drawn from a file.
+"""The timeline's data at any zoom: the slices of all ranks on one clock, laid out once and read from a mapped file.
 
 scene = timeline.open_scene(run)
 timeline.view(scene, scene.span, pixels=1400)

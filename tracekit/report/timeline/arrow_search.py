@@ -1,4 +1,4 @@
-"""Arrows from a slice to what it caused, and from what caused it: on its rank and on others."""
+"""Arrows between a slice and its causes and effects, on its rank and on others."""
 
 from collections.abc import Iterable
 
@@ -17,20 +17,20 @@ ARROWS = {
     "to_track": pl.Int64, "to_row": pl.Int64, "to_id": pl.Int64, "to_ns": pl.Int64, "how": pl.String,
 }  # fmt: skip
 LAUNCH, FORWARD, EVENT, SYNC, COLLECTIVE = ARROW_KINDS = ("launch", "forward", "event", "sync", "collective")
-"""A host slice launched work; a forward op has its gradient computed; a stream waits for an event of another; the host
-waits for work; the last rank in a collective lets go of the others, or a sender of the receiver."""
+"""Host slice to launched work; forward op to its backward op; event to the stream that waits for it; work to the host
+call that waits for it; last rank of a collective, or sender, to the ranks that waited."""
 MAX_ARROWS = 100
 
 _Pair = tuple[str, int, str, int, str]
-"""Source and id that the arrow leaves, source and id that it goes to, how."""
+"""Source and id of the start, source and id of the end, kind of arrow."""
 
 
-def arrows(run: Run, scene: Scene, track: int, id: int) -> pl.DataFrame:  # noqa: A002  # what it is called everywhere
-    """Return the arrows that leave a slice or end at it, at most MAX_ARROWS on its rank and one for each peer.
+def arrows(run: Run, scene: Scene, track: int, id: int) -> pl.DataFrame:  # noqa: A002
+    """Return the arrows that start or end at a slice, at most MAX_ARROWS on its rank and one per peer.
 
-    Columns ARROWS: track, row and id of both slices, the times at which the arrow leaves and ends, on the run's clock,
-    and how, one of HOWS; one row per arrow. Raises KeyError if the scene has no such slice, BadTraceError where its
-    trace cannot be read.
+    Columns ARROWS: track, row and id of both slices, the times at which the arrow starts and ends, on the run's clock,
+    and its kind, one of ARROW_KINDS; one row per arrow. Raises KeyError if the scene has no such slice,
+    BadTraceError if its trace cannot be read.
     """
     lookup.slice_at(scene, track, id)
     of = scene.tracks.row(track, named=True)
@@ -95,7 +95,7 @@ _dependencies = memoize(dependencies.dependencies)
 
 
 def _arrows_on_rank(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame:
-    """Return the arrows between slices of one rank: a launch leaves as it begins, all else as it ends."""
+    """Return the arrows between slices of one rank: a launch starts at its begin, others at their end."""
     places: dict[tuple[str, int], dict[str, int]] = {}
     for source in ("ops", "activities"):
         wanted = {each for pair in pairs for of, each in (pair[:2], pair[2:4]) if of == source}
@@ -112,7 +112,7 @@ def _arrows_on_rank(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame
 
 
 def _collective_arrows(run: Run, scene: Scene, rank: int, id: int) -> pl.DataFrame:  # noqa: A002
-    """Return an arrow from the rank that came last to each other, at that time: then they could begin."""
+    """Return an arrow from the last rank to each other rank, at the time when the collective could begin."""
     there = peers(run, scene, rank, id)
     if there.is_empty():
         return pl.DataFrame(schema=ARROWS)

@@ -1,4 +1,4 @@
-"""The same collective on the other ranks, as it stands in a scene."""
+"""The same collective on the other ranks of a scene."""
 
 import polars as pl
 
@@ -15,10 +15,10 @@ MAX_PEERS = 64
 
 
 def peers(run: Run, scene: Scene, rank: int, activity_id: int) -> pl.DataFrame:
-    """Return each rank's part in the collective that an activity of a rank is a part of, its own among them.
+    """Return the activities of all ranks that belong to the same collective as an activity of a rank.
 
-    Columns PEERS, times on the run's clock, by rank; no rows where no other rank is known to have it. wait_ns is from a
-    rank's start to the last rank's. Of a large group the MAX_PEERS that came last are told.
+    Columns PEERS, times on the run's clock, by rank; no rows if no other rank is known to take part. wait_ns is from a
+    rank's start to the last rank's. Of a large group, the MAX_PEERS last ranks are returned.
     """
     calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == scene.window)
     own = calls.filter(pl.col("rank") == rank, pl.col("activity_id") == activity_id).drop_nulls("instance")

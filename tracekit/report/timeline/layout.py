@@ -1,4 +1,4 @@
-"""Where each slice of a trace is drawn: its track, the row in it, its time on the clock of the run.
+"""Where each slice of a trace is drawn: its track, its row, its time on the clock of the run.
 
 A track is a lane of the trace, as in the Perfetto export (`report.trace_tracks`): first the work of streams
 (compute, communication, copies), or of host threads on a CPU run; then checkpoint stages; then the slices of host
@@ -34,7 +34,7 @@ class TraceLayout:
     """The slices of one trace, sorted by track, row and start, on the clock of the run.
 
     `tracks` has columns TRACKS, one row per track, from the top; `track` is an index into it. `named` (columns name,
-    kind) holds what slices are called, `name` is an index into it. `id` is that of the row of the table `source` (for
+    kind) holds the distinct names, `name` is an index into it. `id` is that of the row of the table `source` (for
     checkpoints its place in the table). `bands` has columns BANDS.
     """
 

@@ -2,8 +2,8 @@
 
 Slices of a row that follow each other are merged at level k if all of them are that short and begin in one bin of the
 grid of 2**k ns. What is merged at one level stays so at the next, so the merged runs make a forest over the slices:
-each run is made at one level and ends in a longer one at another. It is kept once, with both levels, and level k is
-what was made by then and has not ended. So all levels together are no more than twice the slices.
+each run is made at one level and merged into a longer one at a later level. It is stored once, with both levels; level
+k consists of the runs made by then and not yet merged. All levels together have at most twice as many rows as slices.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ import numpy as np
 from tracekit.model.nesting import Ints
 
 NO_LEVEL = 64
-"""The level at which a run ends that no longer one holds."""
+"""The last level of runs that are never merged into a longer one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
     """Merged runs. `first` and `last` are the slices at their ends, `count` how many slices they hold.
 
-    `busy_ns` is the time of their slices, `name` what most of that time is called (of equals the least), `made` and
+    `busy_ns` is the time of their slices, `name` the name with most of that time (of equal ones the least), `made` and
     `ends` the levels between which the run stands for its slices: made <= level < ends.
     """
 
@@ -110,11 +110,11 @@ class _Shares:
         most = np.maximum.reduceat(sums, first)
         at = np.flatnonzero(sums == np.repeat(most, np.diff(np.append(first, len(new)))))
         at = at[np.concatenate(([True], new[at][1:] != new[at][:-1]))]
-        kept = ~touched
+        unchanged = ~touched
         shares = _Shares(
-            np.concatenate((node[kept], new)),
-            np.concatenate((self.name[kept], named)),
-            np.concatenate((self.busy_ns[kept], sums)),
+            np.concatenate((node[unchanged], new)),
+            np.concatenate((self.name[unchanged], named)),
+            np.concatenate((self.busy_ns[unchanged], sums)),
             self.names,
         )
         return shares, new[at], named[at]
@@ -141,8 +141,8 @@ class _Forest:
 
     def runs(self, nodes: Ints, ends: int) -> Runs:
         names = ("first", "last", "count", "busy_ns", "name", "made")
-        kept = {name: getattr(self, name)[nodes] for name in names}
-        return Runs(**kept, ends=np.full(len(nodes), ends, np.int64))
+        columns = {name: getattr(self, name)[nodes] for name in names}
+        return Runs(**columns, ends=np.full(len(nodes), ends, np.int64))
 
     def merged(self, level: int) -> "_Forest":
         """Return the forest at `level`, at which some nodes are merged."""

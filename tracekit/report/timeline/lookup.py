@@ -1,4 +1,4 @@
-"""Where a slice stands in a scene, by its id."""
+"""Find the position of a slice in a scene by its id."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ from tracekit.report.timeline.viewport import view
 PLACES = {
     "track": pl.Int64, "row": pl.Int64, "id": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "name_id": pl.Int64,
 }  # fmt: skip
-_NEAR_NS = 2  # two ways to round the drift of a clock
+_NEAR_NS = 2  # the drift of a clock may be rounded in two ways
 
 
-def slice_at(scene: Scene, track: int, id: int) -> dict[str, int]:  # noqa: A002  # what it is called everywhere
-    """Return the place of one slice: track, row, id, start_ns, dur_ns, name_id. Raises KeyError if there is none."""
+def slice_at(scene: Scene, track: int, id: int) -> dict[str, int]:  # noqa: A002
+    """Return the position of one slice: track, row, id, start_ns, dur_ns, name_id. Raises KeyError if there is none."""
     number = scene.part_of_track.get(track)
     if number is not None:
         part = scene.parts[number]
@@ -30,7 +30,7 @@ def slice_at(scene: Scene, track: int, id: int) -> dict[str, int]:  # noqa: A002
 
 
 def slices_of(scene: Scene, rank: int, source: str, ids: Sequence[int]) -> pl.DataFrame:
-    """Return where rows of a rank's table `source` stand. Columns PLACES; one row per slice found, by id."""
+    """Return the positions of rows of a rank's table `source`. Columns PLACES; one row per slice found, by id."""
     tracks = _tracks(scene, rank, source)
     parts = [pl.DataFrame(schema=PLACES)]
     for part in scene.parts:
@@ -41,9 +41,9 @@ def slices_of(scene: Scene, rank: int, source: str, ids: Sequence[int]) -> pl.Da
 
 
 def slice_near(scene: Scene, rank: int, source: str, id: int, at_ns: int) -> dict[str, int] | None:  # noqa: A002
-    """Return where a row of a rank's table stands that begins at a time; None where it is not there.
+    """Return the position of a row of a rank's table that begins at a time, or None.
 
-    It reads no more of the scene than what lies there.
+    Only the part of the scene around that time is read.
     """
     begin_ns, end_ns = at_ns - _NEAR_NS, at_ns + _NEAR_NS + 1
     found = view(scene, (begin_ns, end_ns), end_ns - begin_ns, _tracks(scene, rank, source)).filter(pl.col("id") == id)

@@ -1,7 +1,7 @@
-"""Arrays and tables in one file that is mapped, not read: appended one after the other, checked as a whole.
+"""Arrays and tables in one memory-mapped file with a checksum.
 
-Arrays, then Parquet tables, then a table of contents in JSON, then its place and the checksum of all before it. A file
-that is cut, or of which a byte is wrong, is not opened.
+Arrays, then Parquet tables, then a table of contents in JSON, then its position and the checksum of all before it.
+A truncated or corrupt file is not opened.
 """
 
 import io
@@ -16,8 +16,8 @@ import numpy.typing as npt
 import polars as pl
 from isal import isal_zlib
 
-_MAGIC = b"tracekit tiles 1"
-_TAIL = struct.Struct("<QQI4x16s")  # place and length of the contents, checksum, magic
+_MAGIC = b"tracekit tiles 2"
+_TAIL = struct.Struct("<QQI4x16s")  # position and length of the contents, checksum, magic
 _ALIGNED = 8
 _CHUNK_BYTES = 4 << 20
 
@@ -25,11 +25,11 @@ Array = npt.NDArray[Any]
 
 
 class DamagedError(Exception):
-    """The file is not one that was written here, whole."""
+    """The file is truncated or corrupt."""
 
 
 class Writer:
-    """Writes arrays and tables by name, then the contents: nothing is kept in memory but where they lie."""
+    """Writes arrays and tables by name, then the contents; only their positions stay in memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -48,8 +48,8 @@ class Writer:
         self._append(name, packed.getbuffer())
 
     def finish(self, metadata: dict[str, Any]) -> None:
-        """Append the contents, with `told`, and flush the file."""
-        contents = json.dumps({"places": self._places, "told": metadata}).encode()
+        """Append the contents, with `metadata`, and flush the file."""
+        contents = json.dumps({"places": self._places, "metadata": metadata}).encode()
         at = self._at
         self._write(contents)
         self._file.write(_TAIL.pack(at, len(contents), self._checksum, _MAGIC))
@@ -67,22 +67,22 @@ class Writer:
 
 
 class MappedFile:
-    """A file that `Writer` wrote, mapped into memory: its arrays are read as they are looked at."""
+    """A file that `Writer` wrote, mapped into memory: its arrays are read on access."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Map a file, which may be closed afterwards. Raises DamagedError."""
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes < _TAIL.size:
-            raise DamagedError("cut")
+            raise DamagedError("truncated")
         file.seek(size_bytes - _TAIL.size)
         at, length, checksum, magic = _TAIL.unpack(file.read(_TAIL.size))
         if magic != _MAGIC or at + length + _TAIL.size != size_bytes or checksum != _checksum(file, at + length):
-            raise DamagedError("not as it was written")
+            raise DamagedError("corrupt")
         self.size_bytes = size_bytes
         self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         contents = json.loads(self._map[at : at + length])
         self._places: dict[str, tuple[int, int]] = contents["places"]
-        self.metadata: dict[str, Any] = contents["told"]
+        self.metadata: dict[str, Any] = contents["metadata"]
 
     def array(self, name: str, dtype: npt.DTypeLike) -> Array:
         """Return an array, which cannot be written to."""
@@ -97,7 +97,7 @@ class MappedFile:
 
 
 def _checksum(file: BinaryIO, length: int) -> int:
-    # Read, not mapped: pages that were mapped count as this process's memory.
+    # Read, not mapped: mapped pages count as memory of this process.
     file.seek(0)
     found, left = 0, length
     buffer = bytearray(_CHUNK_BYTES)
@@ -105,7 +105,7 @@ def _checksum(file: BinaryIO, length: int) -> int:
         while left:
             got = file.readinto(view[: min(left, _CHUNK_BYTES)])  # type: ignore[attr-defined]
             if not got:
-                raise DamagedError("cut")
+                raise DamagedError("truncated")
             found = isal_zlib.crc32(view[:got], found)
             left -= got
     return int(found)

@@ -20,7 +20,7 @@ _FEW = 16
 
 @dataclass(frozen=True, eq=False)
 class Matches:
-    """What was found: `total` slices that together take `total_ns`, and the first of them in `table`.
+    """The result of a search: `count` slices, `total_ns` in total, and the first of them in `table`.
 
     Columns of the table: MATCHES; one row per slice, by time; times are on the run's clock.
     """
@@ -31,9 +31,9 @@ class Matches:
 
 
 def find_by_name(scene: Scene, text: str, *, ranks: Collection[int] | None = None, limit: int = 1000) -> Matches:
-    """Return the slices whose name holds `text`, whatever the case of letters; none for ''.
+    """Return the slices whose name contains `text`, ignoring case; none for ''.
 
-    Only those of some ranks, where told; the table has the first `limit` of them.
+    `ranks` limits the search to some ranks; the table has the first `limit` slices.
     """
     wanted = _wanted(scene, text)
     total, total_ns, parts = 0, 0, [pl.DataFrame(schema=MATCHES)]
@@ -53,7 +53,7 @@ def _wanted(scene: Scene, text: str) -> Array:
 
 
 def _earliest(part: Part, index: Array, limit: int) -> Ints:
-    """Return the places of the first `limit` slices of these names, and maybe of some more."""
+    """Return the positions of the first `limit` slices of these names, possibly of some more."""
     first, count = index["first"], index["count"]
     if not len(index) or limit < 1:
         return np.empty(0, np.int64)
@@ -66,7 +66,7 @@ def _earliest(part: Part, index: Array, limit: int) -> Ints:
         if taken.sum() >= limit:
             break
         share *= 4
-    # So many begin by then: those that count do, too.
+    # At least `limit` slices begin by then, the first ones among them.
     until_ns = np.partition(start_ns[found], limit - 1)[limit - 1]
     past = ranges.first_true(first, first + count, lambda at: start_ns[part.by_name[at]] > until_ns)
     return part.by_name[ranges.positions(first, past - first)].astype(np.int64)

@@ -1,4 +1,4 @@
-"""A run's timeline as it is kept: made once, one trace after the other, then mapped from a file of the user's cache."""
+"""A run's timeline: built once, one trace at a time, then mapped from a file in the user's cache."""
 
 import functools
 import hashlib
@@ -40,14 +40,14 @@ KINDS = (
     "?", "compute", "communication", "memcpy", "memset", "cpu_op", "annotation", "runtime", "python", "overhead",
     "checkpoint",
 )  # fmt: skip
-"""What the numbers in the column kind of a view stand for."""
+"""The kinds of work, by the number in the column kind of a view."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """All slices of one `window` of a run on the run's clock, ready to be looked at.
+    """All slices of one `window` of a run on the run's clock.
 
     `key` changes when the run's files or the code that draws them do. `span` is the time that it shows, in ns.
     `tracks` has columns TRACKS, one row per track, from the top: track (its number), rank, window, group (such as
@@ -64,7 +64,7 @@ class Scene:
     bands: pl.DataFrame = field(repr=False)
     parts: tuple[Part, ...] = field(repr=False)
     names: pl.DataFrame = field(repr=False)
-    """What slices are called and their kind, by name_id: columns name, kind."""
+    """The names of slices and their kinds, by name_id: columns name, kind."""
     offsets: pl.DataFrame = field(repr=False)
 
     @functools.cached_property
@@ -78,48 +78,48 @@ class Scene:
 
     @functools.cached_property
     def casefolded_names(self) -> list[str]:
-        """Return all names in the form in which case makes no difference, by name_id."""
+        """Return all names, case-folded, by name_id."""
         return [name.casefold() for name in self.names["name"].to_list()]
 
     @functools.cached_property
     def part_of_track(self) -> dict[int, int]:
-        """Return by track the place of the part that holds it."""
+        """Return the index of the part that contains each track."""
         return {track: number for number, each in enumerate(self.parts) for track in each.tracks}
 
 
 def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_progress: Progress | None = None) -> Scene:
-    """Return the scene of one window of a run: from its file in the cache where it is there, else made and put there.
+    """Return the scene of one window of a run: from its file in the cache, or built and stored there.
 
-    Making it reads the traces one at a time; `on_progress(done, total)` is called after each. `folder` names another
-    cache than the user's. Runs whose files are not on this machine are laid out anew each time, in a temporary file.
-    Raises InputError where the run has no such window, BadTraceError if no trace of it can be read.
+    Building it reads the traces one at a time; `on_progress(done, total)` is called after each. `folder` replaces the
+    user's cache. Runs whose files are not on this machine are laid out each time, in a temporary file.
+    Raises InputError if the run has no such window, BadTraceError if no trace of it can be read.
     """
     sources = [source for source in run.sources if source.window == window]
     if not sources:
         known = sorted({source.window for source in run.sources})
         raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, known))}")
-    kept = scene_cache(folder)
+    cache = scene_cache(folder)
     key = _key(sources)
-    if kept is None or key is None:
+    if cache is None or key is None:
         return _build_uncached(run, window, on_progress)
-    found = kept.get(key, lambda file: _scene(MappedFile(file), key, window))
-    if found is not None:
-        return found
+    scene = cache.get(key, lambda file: _scene(MappedFile(file), key, window))
+    if scene is not None:
+        return scene
     try:
-        return _build_cached(run, window, kept, key, on_progress)
+        return _build_cached(run, window, cache, key, on_progress)
     except OSError as error:
-        kept.log_unusable(error)
+        cache.log_unusable(error)
         return _build_uncached(run, window, on_progress)
 
 
 def scene_cache(folder: Path | None = None) -> DiskCache | None:
-    """Return where scenes are kept: in `folder`, or beside the user's parsed traces; None for a user without a home."""
+    """Return the cache of scenes: `folder`, or next to the user's parsed traces; None for a user without a home."""
     cache = DiskCache.of_user("tiles", SUFFIX)
     return cache if cache is None or folder is None else replace(cache, folder=folder)
 
 
 def _key(sources: Sequence[Source]) -> str | None:
-    """Return what the scene of these traces is found by; None where one of them is no local file."""
+    """Return the cache key of the scene of these traces; None if one of them is no local file."""
     keys = [trace_cache.key_of(source) for source in sources]
     if None in keys:
         return None
@@ -131,13 +131,13 @@ def _code() -> str:
     return disk_cache.code_hash(Path(__file__).parents[2], _CODE)
 
 
-def _build_cached(run: Run, window: int, kept: DiskCache, key: str, on_progress: Progress | None) -> Scene:
-    named = [source for source in run.sources if source.window == window]
-    with kept.writing(key) as file:
-        found = _build(run, window, file, key, on_progress)
-        if _key(named) != key:
+def _build_cached(run: Run, window: int, cache: DiskCache, key: str, on_progress: Progress | None) -> Scene:
+    sources = [source for source in run.sources if source.window == window]
+    with cache.writing(key) as file:
+        scene = _build(run, window, file, key, on_progress)
+        if _key(sources) != key:
             raise OSError("files of the run changed while they were read")
-        return found
+        return scene
 
 
 def _build_uncached(run: Run, window: int, on_progress: Progress | None) -> Scene:
@@ -171,7 +171,7 @@ def _trace_layout(run: Run, source: Source, moved: layout.ToRunClock, *, is_only
 
 
 class _SceneBuilder:
-    """What is known of the traces laid out so far: tracks, bands, names, the time they take."""
+    """The traces laid out so far: tracks, bands, names, time range."""
 
     def __init__(self) -> None:
         self.tracks: list[pl.DataFrame] = []

@@ -1,4 +1,4 @@
-"""What is known of one slice: where it comes from in the program, and what it does."""
+"""The details of one slice: its origin in the program and its data."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Detail:
-    """One thing that is known, as text; where it is another slice of the scene, its track, id and times are there."""
+    """One detail as text; if it refers to another slice of the scene, with that slice's track, id and times."""
 
     label: str
     value: str
@@ -40,10 +40,10 @@ class Detail:
 
 @dataclass(frozen=True, eq=False)
 class Details:
-    """What is known of one slice; times are on the run's clock.
+    """The details of one slice; times are on the run's clock.
 
-    `stack` holds the Python functions around it or its launch, the outermost first. `peers` tells of a collective when
-    each rank was in it: columns PEERS (rank, track, row, id, start_ns, dur_ns, wait_ns).
+    `stack` holds the Python functions around it or its launch, the outermost first. `peers` holds the
+    activities of all ranks in a collective: columns PEERS (rank, track, row, id, start_ns, dur_ns, wait_ns).
     """
 
     track: int
@@ -58,8 +58,8 @@ class Details:
     peers: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=PEERS))
 
 
-def details(run: Run, scene: Scene, track: int, id: int) -> Details:  # noqa: A002  # what it is called everywhere
-    """Return what is known of a slice; reads its trace, and of other ranks what the run has measured.
+def details(run: Run, scene: Scene, track: int, id: int) -> Details:  # noqa: A002
+    """Return the details of a slice; reads its trace, and the run's collective calls for other ranks.
 
     Raises KeyError if the scene has no such slice, BadTraceError where its trace cannot be read.
     """
@@ -92,7 +92,7 @@ def details(run: Run, scene: Scene, track: int, id: int) -> Details:  # noqa: A0
 
 
 class _TraceDetails:
-    """What one trace knows of its slices."""
+    """Details from the tables of one trace."""
 
     def __init__(self, scene: Scene, trace: Trace, rank: int) -> None:
         self._scene, self._trace, self._rank = scene, trace, rank
@@ -121,7 +121,7 @@ class _TraceDetails:
             launch = around[0]
             if launch["lane"] != activity["lane"]:
                 before_ns = activity["start_ns"] - launch["start_ns"]
-                yield self._op("launched by", launch, f", {units.duration(before_ns)} before it began")
+                yield self._op("launched by", launch, f", {units.duration(before_ns)} before its start")
             yield from self._of_program(around)
         yield from self.of_collective(activity["id"])
 
@@ -140,9 +140,9 @@ class _TraceDetails:
         work = self._trace.activities.filter(pl.col("launch_id") == own["id"])
         elsewhere = work.filter(pl.col("lane") != own["lane"])
         if elsewhere.height:
-            told = f"{elsewhere['name'][0]}, {units.duration(elsewhere['dur_ns'][0])}"
+            description = f"{elsewhere['name'][0]}, {units.duration(elsewhere['dur_ns'][0])}"
             more = f" and {elsewhere.height - 1} more" if elsewhere.height > 1 else ""
-            yield self._linked("launched", told + more, "activities", elsewhere["id"][0])
+            yield self._linked("launched", description + more, "activities", elsewhere["id"][0])
 
     def _of_program(self, around: list[dict[str, Any]]) -> Iterator[Detail]:
         op = next((each for each in around if each["kind"] == _CPU_OP), None)
@@ -180,5 +180,5 @@ def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Detail]:
     for name in names:
         value = row[name]
         if value is not None:
-            told = "root" if name == "unit" and value == "" else escaping.cell(name, value)
-            yield Detail(_LABELS.get(name, escaping.heading(name)), told)
+            text = "root" if name == "unit" and value == "" else escaping.cell(name, value)
+            yield Detail(_LABELS.get(name, escaping.heading(name)), text)

@@ -1,4 +1,4 @@
-"""One trace's slices and merged runs as they lie in a file, each segment of them sorted by time."""
+"""One trace's slices and merged runs as stored in a file, each segment sorted by time."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What is seen of a scene in a part of its time: at most a few rectangles for each pixel of a row, at any zoom."""
+"""The visible part of a scene: at most a few rectangles per pixel of a row, at any zoom."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ _FEW = 64
 
 
 def view(scene: Scene, part: Window, pixels: int, tracks: Sequence[int] | None = None) -> pl.DataFrame:
-    """Return the rectangles that touch a part of the scene's time, drawn on so many pixels, of all tracks unless told.
+    """Return the rectangles that touch a part of the scene's time, drawn on `pixels` pixels; of all tracks by default.
 
     Columns VIEW, sorted by track, row and start; times are on the run's clock. A slice of a pixel or more is there as
     it is, with its id (of the table that its track is of) and count 1. Shorter ones may be merged with those before and
@@ -96,7 +96,7 @@ def _inside(records: Array, segments: Array, chosen: Flags, window: Window, leve
     begin_ns, end_ns = window
     low = ranges.first_true(first, past, lambda at: (start_ns[at] >= begin_ns) | (start_ns[at] + dur_ns[at] > begin_ns))
     near = np.minimum(low + _FEW, past)
-    is_near = start_ns[np.minimum(near, len(start_ns) - 1)] >= end_ns  # as it is for most where little is seen
+    is_near = start_ns[np.minimum(near, len(start_ns) - 1)] >= end_ns  # true for most segments at a high zoom
     high = ranges.first_true(low, np.where(is_near, near, past), lambda at: start_ns[at] >= end_ns)
     counts = high - low
     return ranges.positions(low, counts), np.repeat(which, counts)

@@ -60,7 +60,7 @@ def test_work_is_told_with_its_launch_op_module_and_stack(run):
         "phase": "forward",
         "unit": "layers.3",
         "blocks": "16x1x1",
-        "launched by": "cudaLaunchKernel, 22 ns before it began",
+        "launched by": "cudaLaunchKernel, 22 ns before its start",
         "op": "aten::mm",
         "shapes": SHAPES,
         "module": "Block_3",
