@@ -26,6 +26,11 @@ VERDICTS = (
 UNKNOWN = "unknown"
 DAY_S = 86_400
 PERIODS = {"any time": None, "last day": DAY_S, "last week": 7 * DAY_S, "last month": 30 * DAY_S}
+COLUMNS = {
+    "run": pl.String, "verdict": pl.List(pl.String), "now": pl.String, "step_ms": pl.Float64,
+    "steps": pl.List(pl.Float64), "exposed": pl.Float64, "saving": pl.Float64, "recorded": pl.Datetime("us", "UTC"),
+    "strategy": pl.String, "model": pl.String, "ranks": pl.Int64, "size": pl.Float64, "problem": pl.String,
+}  # fmt: skip
 ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
     "name": (lambda entry: entry.name, False),
     "newest first": (lambda entry: entry.created_ns, True),
@@ -92,34 +97,28 @@ def filter_runs(entries: Sequence[RunEntry], run_filter: RunFilter) -> list[RunE
 
 
 def table(entries: Sequence[RunEntry]) -> pl.DataFrame:
-    """Return the runs as the page shows them, one row each, without the columns `now` and `problem` if empty."""
-    summaries = [entry.summary for entry in entries]
-    frame = pl.DataFrame(
-        {
-            "run": [escaping.inert(entry.name) for entry in entries],
-            "verdict": pl.Series([chips(entry) for entry in entries], dtype=pl.List(pl.String)),
-            "now": ["live" if entry.is_live else None for entry in entries],
-            "step_ms": pl.Series(
-                [s.step_time_ns / 1e6 if s and s.step_time_ns else None for s in summaries], dtype=pl.Float64
-            ),
-            "steps": pl.Series(
-                [[ns / 1e6 for ns in s.steps_ns] if s and s.steps_ns else None for s in summaries],
-                dtype=pl.List(pl.Float64),
-            ),
-            "exposed": pl.Series([s.exposed_communication_ratio if s else None for s in summaries], dtype=pl.Float64),
-            "gain": pl.Series([s.impact if s else None for s in summaries], dtype=pl.Float64),
-            "recorded": pl.Series(
-                [datetime.fromtimestamp(e.created_ns / 1e9, UTC) if _is_date(e.created_ns) else None for e in entries],
-                dtype=pl.Datetime("us", "UTC"),
-            ),
-            "strategy": pl.Series([_text(entry.strategy) for entry in entries], dtype=pl.String),
-            "model": pl.Series([_text(entry.model) for entry in entries], dtype=pl.String),
-            "ranks": pl.Series([_ranks(entry) for entry in entries], dtype=pl.Int64),
-            "size": [entry.size_bytes / 2**20 for entry in entries],
-            "problem": pl.Series([_text(entry.problem, 300) for entry in entries], dtype=pl.String),
-        }
+    """Return the runs with columns COLUMNS, one row each, without the columns `now` and `problem` if empty."""
+    frame = pl.DataFrame([_row(entry) for entry in entries], schema=COLUMNS, orient="row")
+    return frame.select(name for name in COLUMNS if name not in ("now", "problem") or frame[name].count())
+
+
+def _row(entry: RunEntry) -> tuple[Any, ...]:
+    summary = entry.summary
+    return (
+        escaping.inert(entry.name),
+        chips(entry),
+        "live" if entry.is_live else None,
+        summary.step_time_ns / 1e6 if summary and summary.step_time_ns else None,
+        [ns / 1e6 for ns in summary.steps_ns] if summary and summary.steps_ns else None,
+        summary and summary.exposed_communication_ratio,
+        summary and summary.impact,
+        datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
+        _text(entry.strategy),
+        _text(entry.model),
+        _ranks(entry),
+        entry.size_bytes / 2**20,
+        _text(entry.problem, 300),
     )
-    return frame.select(name for name in frame.columns if name not in ("now", "problem") or frame[name].count())
 
 
 def _matches(entry: RunEntry, run_filter: RunFilter) -> bool:

@@ -45,19 +45,14 @@ def show(key: str, replay: Callable[[str, float | None], MemoryReport]) -> None:
 
 def _choose(key: str) -> tuple[str, float | None]:
     first, second, third, fourth, fifth = st.columns(5)
-    with first:
-        expandable = st.toggle("Expandable segments", key=f"expandable-{key}")
-    with second:
-        split = st.selectbox("max_split_size_mb", SPLITS_MB, key=f"split-{key}")
-    with third:
-        rounding = st.selectbox("roundup_power2_divisions", DIVISIONS, key=f"roundup-{key}")
-    with fourth:
-        threshold = st.selectbox(
-            "garbage_collection_threshold", THRESHOLDS, key=f"threshold-{key}",
-            help="A share of the memory available to the process, so it needs the size of the device's memory",
-        )  # fmt: skip
-    with fifth:
-        device_gib = st.number_input("Device memory, GiB", 0.0, 1024.0, 0.0, 8.0, key=f"gib-{key}")
+    expandable = first.toggle("Expandable segments", key=f"expandable-{key}")
+    split = second.selectbox("max_split_size_mb", SPLITS_MB, key=f"split-{key}")
+    rounding = third.selectbox("roundup_power2_divisions", DIVISIONS, key=f"roundup-{key}")
+    threshold = fourth.selectbox(
+        "garbage_collection_threshold", THRESHOLDS, key=f"threshold-{key}",
+        help="A share of the memory available to the process, so it needs the size of the device's memory",
+    )  # fmt: skip
+    device_gib = fifth.number_input("Device memory, GiB", 0.0, 1024.0, 0.0, 8.0, key=f"gib-{key}")
     pairs = ["expandable_segments:True"] if expandable else []
     pairs += [f"max_split_size_mb:{split}"] if split != UNLIMITED else []
     pairs += [f"roundup_power2_divisions:{rounding}"] if rounding != AS_RECORDED else []

@@ -28,8 +28,7 @@ def show(run: OpenRun, gpus: int | None, price: float | None) -> None:
     """Let a person choose a network, strategy or recomputation, and show the predicted step time."""
     st.subheader("Another network or strategy, or less recomputation")
     columns = st.columns([2, 2, 2, 4])
-    with columns[0]:
-        choice = st.selectbox("Predict", CHOICES, key=bind("predict", CHOICES))
+    choice = columns[0].selectbox("Predict", CHOICES, key=bind("predict", CHOICES))
     if choice == NOTHING:
         st.caption("A prediction from the recorded kernels and transfers, with its assumptions.")
         return
@@ -44,31 +43,24 @@ def show(run: OpenRun, gpus: int | None, price: float | None) -> None:
 def _predict(run: OpenRun, choice: str, columns: Sequence[DeltaGenerator]) -> Prediction:
     """Show the inputs that the choice needs, and return the prediction."""
     if choice == NETWORK:
-        with columns[1]:
-            times = st.select_slider(
-                "Link bandwidth",
-                TIMES,
-                format_func=lambda factor: f"{factor:g} times the recorded",
-                key=bind("network-times", TIMES, 2.0),
-            )
+        key, label = bind("network-times", TIMES, 2.0), "{:g} times the recorded".format
+        times = columns[1].select_slider("Link bandwidth", TIMES, format_func=label, key=key)
         return what_if.other_network(run, float(times))
     if choice == FEWER:
-        with columns[1]:
-            layers = st.number_input("Layers", 1, MAX_LAYERS, step=1, key=bind_number("layers", 1, MAX_LAYERS, 1))
+        key = bind_number("layers", 1, MAX_LAYERS, 1)
+        layers = columns[1].number_input("Layers", 1, MAX_LAYERS, step=1, key=key)
         return what_if.recomputing_less(run, int(layers))
     return what_if.predicted(run, choice, _node(columns) if choice == strategies.HSDP else None)
 
 
 def _node(columns: Sequence[DeltaGenerator]) -> NodeSpec:
-    with columns[1]:
-        gpus = st.select_slider("GPUs per node", GPUS_PER_NODE, key=bind("node-gpus", GPUS_PER_NODE, 8))
-    with columns[2]:
-        rate = st.select_slider(
-            "Bus bandwidth within a node, GB/s",
-            NODE_GB_PER_S,
-            key=bind("node-bandwidth", NODE_GB_PER_S, 230),
-            help="As all_gather_perf of nccl-tests reports it on one node",
-        )
+    gpus = columns[1].select_slider("GPUs per node", GPUS_PER_NODE, key=bind("node-gpus", GPUS_PER_NODE, 8))
+    rate = columns[2].select_slider(
+        "Bus bandwidth within a node, GB/s",
+        NODE_GB_PER_S,
+        key=bind("node-bandwidth", NODE_GB_PER_S, 230),
+        help="As all_gather_perf of nccl-tests reports it on one node",
+    )
     return NodeSpec(int(gpus), rate * 1e9)
 
 

@@ -21,23 +21,12 @@ from dashboard.pages import (
 )
 from dashboard.pages.page import Page
 
-PAGES: tuple[Page, ...] = (
-    runs.PAGE,
-    overview.PAGE,
-    timeline.PAGE,
-    ranks.PAGE,
-    communication.PAGE,
-    contention.PAGE,
-    kernels.PAGE,
-    memory.PAGE,
-    checkpoints.PAGE,
-    whatif.PAGE,
-    sql.PAGE,
-    quality.PAGE,
-    compare.PAGE,
-    plan.PAGE,
-    history.PAGE,
-)
+# In the order of the sidebar.
+_MODULES = (
+    runs, overview, timeline, ranks, communication, contention, kernels, memory, checkpoints, whatif, sql, quality,
+    compare, plan, history,
+)  # fmt: skip
+PAGES: tuple[Page, ...] = tuple(module.PAGE for module in _MODULES)
 DEFAULT = overview.PAGE
 
 

@@ -21,15 +21,12 @@ def show(run: OpenRun) -> None:
     """List what ran on devices or on host threads, grouped by the chosen columns."""
     findings.show_families(run, "HOST")
     left, middle, right = st.columns([2, 4, 3])
-    with left:
-        levels = (KERNELS, OPERATORS)
-        level = st.segmented_control("Show", levels, key=bind("what", levels), required=True)
-    with middle:
-        keys = kernels.KEYS if level == KERNELS else ops.KEYS
-        chosen = st.multiselect("Group by", keys, key=bind_several("by", keys, ["name"]), format_func=_label)
-        by = tuple(chosen) or ("name",)
-    with right:
-        text = st.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
+    levels = (KERNELS, OPERATORS)
+    level = left.segmented_control("Show", levels, key=bind("what", levels), required=True)
+    keys = kernels.KEYS if level == KERNELS else ops.KEYS
+    chosen = middle.multiselect("Group by", keys, key=bind_several("by", keys, ["name"]), format_func=_label)
+    by = tuple(chosen) or ("name",)
+    text = right.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
     kinds = _kinds() if level == OPERATORS else ()
     with st.spinner("Adding up"):
         if level == KERNELS:
@@ -66,16 +63,10 @@ def _with_delays(run: Run, by: tuple[str, ...]) -> pl.DataFrame:
 def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame:
     if not text.strip():
         return table
-    return table.filter(
-        pl.any_horizontal(
-            pl.col(name)
-            .cast(pl.String)
-            .str.to_lowercase()
-            .str.contains(text.strip().lower(), literal=True)
-            .fill_null(value=False)
-            for name in (*by, "kind")
-        )
-    )
+    names = (pl.col(name).cast(pl.String).str.to_lowercase() for name in (*by, "kind"))
+    lowered = text.strip().lower()
+    matches = (name.str.contains(lowered, literal=True).fill_null(value=False) for name in names)
+    return table.filter(pl.any_horizontal(matches))
 
 
 def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:

@@ -53,21 +53,14 @@ def show(entry: RunEntry) -> None:
 
 
 def _choose() -> Chosen:
-    columns = st.columns(6)
-    names = list(models.MODELS)
-    with columns[0]:
-        model = models.find(st.selectbox("Model", names, key=bind("plan-model", names, "70b")))
-    with columns[1]:
-        tp = st.select_slider("Tensor parallel", POWERS[:5], key=bind("plan-tp", POWERS[:5], 8))
-    with columns[2]:
-        pp = st.select_slider("Pipeline stages", POWERS[:8], key=bind("plan-pp", POWERS[:8], 4))
-    with columns[3]:
-        dp = st.select_slider("Data parallel", POWERS, key=bind("plan-dp", POWERS, 8))
-    with columns[4]:
-        strategies = list(STRATEGIES)
-        zero = STRATEGIES[st.selectbox("Sharding", strategies, key=bind("plan-zero", strategies, "ZeRO-1"))]
-    with columns[5]:
-        st.metric("GPUs", f"{tp * pp * dp:,}")
+    cells = st.columns(6)
+    names, strategies = list(models.MODELS), list(STRATEGIES)
+    model = models.find(cells[0].selectbox("Model", names, key=bind("plan-model", names, "70b")))
+    tp = cells[1].select_slider("Tensor parallel", POWERS[:5], key=bind("plan-tp", POWERS[:5], 8))
+    pp = cells[2].select_slider("Pipeline stages", POWERS[:8], key=bind("plan-pp", POWERS[:8], 4))
+    dp = cells[3].select_slider("Data parallel", POWERS, key=bind("plan-dp", POWERS, 8))
+    zero = STRATEGIES[cells[4].selectbox("Sharding", strategies, key=bind("plan-zero", strategies, "ZeRO-1"))]
+    cells[5].metric("GPUs", f"{tp * pp * dp:,}")
     return Chosen(model, Layout(tp, pp, dp, zero))
 
 
@@ -154,8 +147,7 @@ def _memory(chosen: Chosen) -> None:
         recomputed = memory.RECOMPUTATIONS
         recomputation = st.selectbox("Recomputation", recomputed, key=bind("plan-recomputed", recomputed))
         with_sequence = st.toggle("Sequence parallel", key=bind_flag("plan-sp", default=True))
-        device_key = bind("plan-device", DEVICE_GIB, 80)
-        device_gib = st.select_slider("Device memory, GiB", DEVICE_GIB, key=device_key)
+        device_gib = st.select_slider("Device memory, GiB", DEVICE_GIB, key=bind("plan-device", DEVICE_GIB, 80))
     layout = chosen.layout
     work = memory.Workload(sequence, batch, layout.pp, recomputation, with_sequence)
     plans = {
@@ -188,11 +180,8 @@ def _pipeline(chosen: Chosen) -> None:
     }
     plans = {name: pipeline.plan(stages, micro_batches, schedule=of, chunks=v) for name, (of, v) in schedules.items()}
     with left:
-        rows = "  \n".join(
-            f"{name}: idle {units.share(plan.bubble_ratio)}, activations × {plan.activation_ratio:.3g}"
-            for name, plan in plans.items()
-        )
-        st.caption(rows)
+        for name, plan in plans.items():
+            st.caption(f"{name}: idle {units.share(plan.bubble_ratio)}, activations × {plan.activation_ratio:.3g}")
     ratios = {
         name: [pipeline.plan(stages, count, schedule=of, chunks=v).bubble_ratio for count in POWERS[:11]]
         for name, (of, v) in schedules.items()

@@ -116,7 +116,7 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
             "exposed": config.NumberColumn(
                 "exposed", format="percent", help="Share of the time in exposed communication"
             ),
-            "gain": config.NumberColumn(
+            "saving": config.NumberColumn(
                 "potential saving", format="percent", help="Cost of the most expensive finding, as a share of the step"
             ),
             "recorded": config.DatetimeColumn("recorded", format="YYYY-MM-DD HH:mm", timezone="UTC"),

@@ -51,13 +51,8 @@ class Jump:
 
     def message(self, nonce: str) -> dict[str, Any]:
         """Return the message to the browser, which obeys each `nonce` once."""
-        return {
-            "start": self.start_ns,
-            "end": self.end_ns,
-            "track": self.track,
-            "finding": self.finding,
-            "nonce": nonce,
-        }
+        span = {"start": self.start_ns, "end": self.end_ns}
+        return {**span, "track": self.track, "finding": self.finding, "nonce": nonce}
 
 
 def show(entry: RunEntry) -> None:

@@ -140,12 +140,8 @@ def tile(of: timeline.Scene, view: View) -> dict[str, Any]:
         "count": of_table["count"],
         "fill": np.rint(255 * np.clip(of_table["busy_ns"] / np.maximum(of_table["dur_ns"], 1), 0, 1)),
     }
-    return {
-        "seq": view.seq,
-        "start": start_ns,
-        "end": end_ns,
-        "pixels": pixels,
-        "tracks": view.tracks,
+    shown = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks}
+    return shown | {
         "names": [_name(name) for name in timeline.names(of, distinct)],
         "columns": _columns(columns),
         "bands": _bands(of, part, pixels, view.tracks),
