@@ -1,20 +1,20 @@
-"""What can go wrong through no fault of tracekit's code, each with the exit code that the command line gives it."""
+"""Errors that the user can fix, and errors of rules, each with its exit code on the command line."""
 
 from typing import ClassVar
 
 
 class TracekitError(Exception):
-    """Something the user can mend. The message says what, where, and what to do next, on one line."""
+    """An error that the user can fix. The message states what, where and what to do, on one line."""
 
     exit_code: ClassVar[int] = 2
 
 
 class InputError(TracekitError):
-    """A path, run or argument cannot be used: missing, empty, or not a run at all."""
+    """A path, run or argument cannot be used: it is missing, empty or not a run."""
 
 
 class BadTraceError(InputError):
-    """One trace file cannot be read. A run with other good ranks goes on and reports it as a finding."""
+    """One trace file cannot be read. A run with other readable ranks continues and reports it as a finding."""
 
 
 class ConfigError(TracekitError):
@@ -26,7 +26,7 @@ class MissingExtraError(TracekitError):
 
 
 class NotComparableError(TracekitError):
-    """Two runs differ in what must agree before a comparison of speed means anything."""
+    """Two runs differ in something that must be equal for a comparison of speed, such as the model."""
 
     exit_code: ClassVar[int] = 4
 

@@ -1,7 +1,7 @@
-"""File names, span names and environment variables that the recorder writes and the reader looks for.
+"""File names, span names and environment variables shared by the recorder and the analysis.
 
-The contract between recording and analysis is files on disk, and this module is all that the two sides share. It
-imports nothing, so that a machine with only torch can record.
+Recording and analysis share files on disk, and in code only this module. It imports nothing, so that a machine with
+only torch can record.
 """
 
 VERSION = "0.1.0"
@@ -11,15 +11,15 @@ REPORT_SCHEMA = "tracekit.report/1"
 
 # A run on disk -------------------------------------------------------------------------------------------------------
 MANIFEST_FILE = "run.json"
-TRUTH_FILE = "truth.json"  # what is known to be wrong with a simulated run
+TRUTH_FILE = "truth.json"  # the faults of a simulated run
 TRACE_SUFFIX = ".pt.trace.json.gz"
 CHECKPOINT_LOG_SUFFIX = ".checkpoint.jsonl"
 METRICS_SUFFIX = ".metrics.jsonl"
 MEMORY_SNAPSHOT_SUFFIX = ".memory.pickle"
-PARTIAL_SUFFIX = ".partial"  # a file under this name is still being written, or its writer died
-CLAIM_FILE = ".training"  # whose run the folder is, where `tracekit record` chose it
-NOW_FILE = "record.now"  # touched in the folder of a run being recorded, it asks for another window
-REQUEST_FILE = "record.request"  # the window that was asked for, told to all ranks
+PARTIAL_SUFFIX = ".partial"  # the file is still being written, or its writer died
+CLAIM_FILE = ".training"  # states which training owns a folder that `tracekit record` chose
+NOW_FILE = "record.now"  # creating it in the folder of a running job requests another window
+REQUEST_FILE = "record.request"  # the requested window, read by all ranks
 
 
 def rank_file(rank: int, suffix: str) -> str:
@@ -28,11 +28,11 @@ def rank_file(rank: int, suffix: str) -> str:
 
 
 def window_folder(window: int) -> str:
-    """Return the folder of a profiled window other than the first (which lies in the run's own folder)."""
+    """Return the folder of a profiled window other than the first (the first is in the run's folder)."""
     return f"window{window:03d}"
 
 
-# `tracekit record` tells the processes it starts, JSON: see tracekit/capture/launch_settings.py
+# `tracekit record` passes its settings to the processes it starts, as JSON: see tracekit/capture/launch_settings.py
 RECORD_VARIABLE = "TRACEKIT_RECORD"
 
 # Spans in a trace ----------------------------------------------------------------------------------------------------
@@ -61,29 +61,29 @@ def span_name(phase: str) -> str:
 #   operation   str   one of CHECKPOINT_OPERATIONS
 #   step        int   optimizer steps done when it began, or null
 #   stage       str   one of CHECKPOINT_STAGES
-#   start_ns    int   Unix time at which the stage was first entered
+#   start_ns    int   Unix time at which the stage first began
 #   dur_ns      int   time spent in the stage. Of one worker, those other than "total" do not overlap and sum to "total"
 #   bytes       int   bytes the stage moved, or null
 #   files       int   files the stage opened or synced, or null
-#   path        str   where the checkpoint goes or comes from, or null
+#   path        str   path of the checkpoint, or null
 #   blocking    bool  whether the training thread waited for this stage
 #   rank        int
-#   call        str   one of CHECKPOINT_CALLS: what was called
-#   worker      str   one of WORKERS: who did it
+#   call        str   one of CHECKPOINT_CALLS: the function called
+#   worker      str   one of WORKERS: the thread or process that ran the stage
 #   process     int   its process id
 #   thread      int   its native thread id, as traces have it
 #   calls       int   calls that wrote or read, of stage fsync those that synced the whole machine (os.sync), or null
-# Lines of stage "total" and "complete" also tell of the operation as a whole, or of the machine during it; null where
-# it could not be read:
+# Lines of stage "total" and "complete" also describe the whole operation, or the machine during it; null where it could
+# not be read:
 #   durable                         bool  whether each file that this rank wrote was synced after its last byte
-#   dirty_before_bytes, …_after_…   int   pages of the machine that storage lacks; writeback_…: that are on their way
-#   io_some_ns, io_full_ns          int   time in which some, or all, of the machine's tasks stood still for I/O
-#   cpu_ns, run_delay_ns            int   time that `thread` ran, and was ready to run and did not
-#   storage_written_bytes           int   bytes that the process, all of it, sent to storage; …_read_…: fetched from it
-#   whole_bytes                     int   bytes of all shards of the checkpoint that is loaded from, by its metadata
-# On a line "complete", `worker` is who went on in the background, `process` and `thread` are those that called.
-# A save in the background has two clocks. Its blocking "total" is the time that training was stopped; "complete" runs
-# from the same start to the end of all work. Without a line "complete" the end of "total" is the end of all.
+#   dirty_before_bytes, …_after_…   int   dirty pages of the machine; writeback_…: pages under writeback
+#   io_some_ns, io_full_ns          int   time in which some, or all, of the machine's tasks stalled on I/O
+#   cpu_ns, run_delay_ns            int   time that `thread` ran, and was runnable but not running
+#   storage_written_bytes           int   bytes that the whole process sent to storage; …_read_…: read from it
+#   whole_bytes                     int   bytes of all shards of the loaded checkpoint, by its metadata
+# On a line "complete", `worker` ran the background part; `process` and `thread` are those of the caller.
+# A background save has two durations. Its blocking "total" is the time that training was stopped; "complete" lasts from
+# the same start to the end of all work. Without a line "complete", all work ends with "total".
 SAVE, LOAD = CHECKPOINT_OPERATIONS = ("save", "load")
 DCP_SAVE, DCP_ASYNC_SAVE, DCP_LOAD, TORCH_SAVE, TORCH_LOAD, SAFETENSORS_SAVE, SAFETENSORS_LOAD = CHECKPOINT_CALLS = (
     "dcp.save",

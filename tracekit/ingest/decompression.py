@@ -1,4 +1,4 @@
-"""The bytes of a file, block by block: plain, gzip (one member or many) or zstd, from a path or a URL."""
+"""Read a file in blocks, decompressed: plain, gzip (one or more members) or zstd, from a path or a URL."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from isal import igzip_lib
 from tracekit.errors import BadTraceError
 
 _READ_BYTES = 1 << 18
-_BLOCK_BYTES = 1 << 18  # small enough to stay in a core's cache until it is parsed
+_BLOCK_BYTES = 1 << 18  # small enough to stay in the CPU cache until it is parsed
 _IGZIP_ERROR = cast("type[Exception]", igzip_lib.error)
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -17,10 +17,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Blocks:
-    """What a file holds, unpacked, in blocks of some 256 KiB; iterate once.
+    """The decompressed content of a file in blocks of about 256 KiB; iterate once.
 
-    `broken` says afterwards in a few words why the packed bytes could not be unpacked to their end; None where they
-    could. Raises BadTraceError where the file is missing or cannot be read.
+    Afterwards `broken` states why decompression stopped early; None if it did not. Raises BadTraceError if the file is
+    missing or cannot be read.
     """
 
     def __init__(self, path: str) -> None:
@@ -45,7 +45,7 @@ class Blocks:
         return _rest(file, first)
 
     def _gunzipped(self, file: BinaryIO, packed: bytes) -> Iterator[bytes]:
-        """Unpack all members; zeros or rubbish after the last are padding, as gzip itself takes them."""
+        """Decompress all members; like gzip, ignore zeros and other bytes after the last."""
         while packed.startswith(_GZIP):
             member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
             while not member.eof:
@@ -65,7 +65,7 @@ class Blocks:
             packed = member.unused_data.lstrip(b"\0") or file.read(_READ_BYTES)
 
     def _unzstd(self, file: BinaryIO) -> Iterator[bytes]:
-        import pyarrow as pa  # heavy, and few traces are zstd
+        import pyarrow as pa  # slow to import, and few traces are zstd
 
         file.seek(0)
         try:

@@ -135,7 +135,7 @@ def _job(file: File, info: TraceInfo, manifest_folders: Iterable[str]) -> tuple[
 
 
 def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    """Give each file its rank: by its header, else its name, else its order."""
+    """Return the traces with their ranks: by the file's header, else its name, else the order of files."""
     stated = {id(t): rank for t in traces if (rank := t.info.rank) is not None}
     silent = [t for t in traces if id(t) not in stated]
     named = _named_ranks([t.file for t in silent])
@@ -144,10 +144,10 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
     for t in traces:
         rank, how = stated.get(id(t)), ""
         if rank is None and (rank := named.get(t.file.path)) is not None:
-            how = f"the trace doesn't state its rank; taken as rank {rank} from its name"
+            how = f"the trace does not state its rank; rank {rank} is assumed from its name"
         elif rank is None:
             rank = next(free, len(traces))
-            how = f"neither trace nor name state a rank; taken as rank {rank} from the order of files"
+            how = f"neither trace nor name state a rank; rank {rank} is assumed from the order of files"
         if how and len(traces) > 1:
             issues.append(QualityIssue("rank_guessed", f"{t.file.path}: {how}", t.file.path, rank))
         ranked.append(replace(t, rank=rank))
@@ -155,11 +155,11 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
 
 
 def _named_ranks(files: Sequence[File]) -> dict[str, int]:
-    """Return the ranks that names tell: after the word rank or worker, else the one number that tells them apart."""
+    """Return ranks by file name: the number after rank or worker, else the one number that differs between names."""
     by_word = {f.path: rank for f in files if (rank := _word_rank(f)) is not None}
     rest = [f for f in files if f.path not in by_word]
     numbers = {f.path: [int(n) for n in _NUMBER.findall(f.name)] for f in rest}
-    most = max(1024, 2 * len(files))  # beyond it, a number is a process id, a port or a date
+    most = max(1024, 2 * len(files))  # a larger number is a process id, a port or a date
     for place in range(min((len(n) for n in numbers.values()), default=0)):
         column = [n[place] for n in numbers.values()]
         if len(set(column)) == len(column) and max(column) < most:
@@ -176,7 +176,7 @@ def _word_rank(file: File) -> int | None:
 
 
 def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    """Return the files of the job with most ranks (of several such, the latest); the others are left out, aloud."""
+    """Return the traces of the job with most ranks (the latest of several); report the others as left out."""
     jobs: dict[tuple[object, ...], list[TraceFile]] = defaultdict(list)
     for t in ranked:
         jobs[t.job].append(t)
@@ -187,7 +187,7 @@ def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
     for job, others in jobs.items():
         if job != chosen:
             message = (
-                f"{len(others)} files belong to another job ({_difference(job, chosen)}) and are left out: "
+                f"{len(others)} files are of another job ({_difference(job, chosen)}) and are left out: "
                 f"{_first_paths([t.file.path for t in others])}; load them by themselves."
             )
             share = len(others) / len(ranked)
@@ -198,7 +198,7 @@ def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
 
 
 def _assign_unstated_jobs(jobs: dict[tuple[object, ...], list[TraceFile]]) -> None:
-    """Give files that don't state their job to the only one beside them, where their ranks are still wanted there."""
+    """Assign files without a stated job to the only stated job of their folder, if that job lacks their ranks."""
     for job in [job for job in jobs if job[1] is None]:
         others = [other for other in jobs if other[1] is not None and other[0] == job[0]]
         if len(others) != 1:
@@ -211,29 +211,28 @@ def _assign_unstated_jobs(jobs: dict[tuple[object, ...], list[TraceFile]]) -> No
 
 def _difference(job: tuple[object, ...], chosen: tuple[object, ...]) -> str:
     names = ("folder", "world size", "job id")
-    told = [
-        f"{name} {mine if mine is not None else 'not stated'}, not {theirs if theirs is not None else 'not stated'}"
-        for name, mine, theirs in zip(names, job, chosen, strict=True)
-        if mine != theirs
-    ]
-    return "; ".join(told)
+    return "; ".join(
+        f"{name} {'not stated' if other is None else other}, not {'not stated' if ours is None else ours}"
+        for name, other, ours in zip(names, job, chosen, strict=True)
+        if other != ours
+    )
 
 
 # Copies and windows --------------------------------------------------------------------------------------------------
 
 
 def _without_copies(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    """Leave out second files of one recording: the same recording's id, the same bytes, or the same start."""
+    """Leave out copies of a recording: files of a rank with the same recording id, start or, without these, size."""
     by_rank: dict[tuple[int, int], list[TraceFile]] = defaultdict(list)
     for t in sorted(listed, key=lambda t: (-t.file.size_bytes, natural_key(t.file.path))):
         alike = by_rank[t.rank, _window_folder(t) or 0]
-        first = next((kept for kept in alike if _same_recording(kept, t)), None)
+        first = next((other for other in alike if _same_recording(other, t)), None)
         if first is None:
             alike.append(t)
             continue
-        message = f"{t.file.path}: a second trace of rank {t.rank}, the same recording as {first.file.name}; left out"
+        message = f"{t.file.path}: left out, a copy of the recording {first.file.name} of rank {t.rank}"
         issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
-    return [t for kept in by_rank.values() for t in kept]
+    return [t for alike in by_rank.values() for t in alike]
 
 
 def _same_recording(a: TraceFile, b: TraceFile) -> bool:
@@ -245,7 +244,7 @@ def _same_recording(a: TraceFile, b: TraceFile) -> bool:
 
 
 def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    """Number the windows: by the folders that the recorder makes, else by time, else by folder."""
+    """Return the traces with their windows: by the recorder's folders, else by time, else by any folder."""
     if any(_window_folder(t) is not None for t in listed):
         placed = [replace(t, window=_window_folder(t) or 0) for t in listed]
     elif (times := _times(listed)) is not None:
@@ -264,7 +263,7 @@ def _window_folder(listed: TraceFile) -> int | None:
 
 
 def _report_assumed_windows(placed: list[TraceFile], issues: list[QualityIssue]) -> None:
-    """Say that folders were taken as windows of one job, unless their names differ in numbers only."""
+    """Report folders that are assumed to be windows of one job, unless their names differ only in numbers."""
     folders = {t.window: t.file.folder for t in placed}
     stems = {re.sub(r"\d+", "", f"/{folder}/") for folder in folders.values()} - {"/"}
     if (
@@ -272,16 +271,17 @@ def _report_assumed_windows(placed: list[TraceFile], issues: list[QualityIssue])
         and len(stems) > 1
         and not any(_window_folder(t) is not None for t in placed)
     ):
-        told = ", ".join(f"{folder} as window {window}" for window, folder in sorted(folders.items()))
+        windows = ", ".join(f"{folder} is window {window}" for window, folder in sorted(folders.items()))
         issues.append(
             QualityIssue(
-                "windows_assumed", f"Folders are taken as windows of one job: {told}; if not, load each by itself."
+                "windows_assumed",
+                f"Folders are assumed to be windows of one job: {windows}. If they are jobs, load each by itself.",
             )
         )
 
 
 def _times(listed: list[TraceFile]) -> list[int] | None:
-    """Return when each recording began, or, where not every file tells, ended by its name; None where they do not."""
+    """Return the start times of all recordings, else the end times in their file names; None if not all are known."""
     begins = [t.info.start_ns for t in listed if t.info.start_ns is not None]
     if len(begins) == len(listed):
         return begins
@@ -290,7 +290,7 @@ def _times(listed: list[TraceFile]) -> list[int] | None:
 
 
 def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssue]) -> list[TraceFile]:
-    """Number the windows by time: a new one begins where a rank comes again, or after a long pause."""
+    """Number windows by time: a new one begins when a rank repeats, or after a long pause."""
     ordered = sorted(zip(times, listed, strict=True), key=lambda pair: (pair[0], pair[1].rank))
     of_rank: dict[int, list[int]] = defaultdict(list)
     for at, t in ordered:
@@ -304,7 +304,7 @@ def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssu
             if at - began > _HOUR_NS:
                 hours = (at - began) / _HOUR_NS
                 message = (
-                    f"Windows {window} and {window + 1} began {hours:.1f} h apart; if these are two jobs, load each"
+                    f"Windows {window} and {window + 1} began {hours:.1f} h apart. If these are two jobs, load each"
                 )
                 issues.append(QualityIssue("windows_assumed", message + " by itself.", t.file.path))
             window, began, there = window + 1, at, set()
@@ -314,16 +314,16 @@ def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssu
 
 
 def _one_per_rank(placed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    kept: dict[tuple[int, int], TraceFile] = {}
+    first_of: dict[tuple[int, int], TraceFile] = {}
     for t in placed:
-        first = kept.setdefault((t.window, t.rank), t)
+        first = first_of.setdefault((t.window, t.rank), t)
         if first is not t:
-            message = f"{t.file.path}: a second trace of rank {t.rank} in window {t.window}, left out"
+            message = f"{t.file.path}: left out, a second trace of rank {t.rank} in window {t.window}"
             issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
-    return list(kept.values())
+    return list(first_of.values())
 
 
-# Words ---------------------------------------------------------------------------------------------------------------
+# Text ----------------------------------------------------------------------------------------------------------------
 
 
 def _first_paths(paths: Sequence[str]) -> str:
@@ -331,12 +331,12 @@ def _first_paths(paths: Sequence[str]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Return ranks in short: 0, 2-5 and so on, at most eight pieces."""
+    """Return ranks as ranges, such as 0, 2-5; at most eight."""
     pieces: list[list[int]] = []
     for rank in ranks:
         if pieces and rank == pieces[-1][1] + 1:
             pieces[-1][1] = rank
         else:
             pieces.append([rank, rank])
-    told = [str(a) if a == b else f"{a}-{b}" for a, b in pieces]
-    return ", ".join(told[:8]) + (" …" if len(told) > 8 else "")
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in pieces]
+    return ", ".join(texts[:8]) + (" …" if len(texts) > 8 else "")

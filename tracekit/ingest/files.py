@@ -1,4 +1,4 @@
-"""The files of a run, wherever they are: a folder, a list, a glob or a URL. Found by name; nothing is read for it."""
+"""Find the files of a run by name, in a folder, a list, a glob or behind a URL. No file is read."""
 
 import contextlib
 import glob
@@ -23,7 +23,7 @@ _URL = re.compile(r"^[a-z][a-z0-9+.-]+(?:::[a-z0-9+.-]+)*://", re.I)
 
 @dataclass(frozen=True)
 class File:
-    """One file: its path or URL, its size, and, behind a URL, the fsspec file system that holds it."""
+    """One file: path or URL, size and, for a URL, its fsspec file system."""
 
     path: str
     size_bytes: int
@@ -41,7 +41,7 @@ class File:
 
     @contextlib.contextmanager
     def local(self, *, first_bytes: int | None = None, companions: Iterable[str] = ()) -> Iterator[str]:
-        """Give a local path to the file, or to at least its `first_bytes`; a URL's copy lives as long as the block.
+        """Yield a local path to the file, or to at least its `first_bytes`. The copy of a remote file is temporary.
 
         Remote files of the same folder named in `companions` are copied along. Raises BadTraceError if that fails.
         """
@@ -55,8 +55,10 @@ class File:
                     self._fetch(copy, companions)
                 else:
                     copy.write_bytes(self.system.cat_file(self.path, start=0, end=first_bytes))
-            except Exception as error:  # each file system raises errors of its own
-                raise BadTraceError(f"{self.path}: cannot be fetched ({_line(error)}); check access to it") from error
+            except Exception as error:  # each file system has its own exceptions
+                raise BadTraceError(
+                    f"{self.path}: cannot be downloaded ({_line(error)}); check access to it"
+                ) from error
             yield str(copy)
 
     def _fetch(self, copy: Path, companions: Iterable[str]) -> None:
@@ -67,7 +69,7 @@ class File:
                 self.system.get_file(other, str(copy.with_name(name)))
 
     def text(self) -> str:
-        """Return the file's text. Raises OSError or ValueError where it cannot be read as such."""
+        """Return the file's text. Raises OSError or ValueError if it cannot be read as UTF-8."""
         if self.system is None:
             return Path(self.path).read_text(encoding="utf-8")
         return cast("bytes", self.system.cat_file(self.path)).decode("utf-8")
@@ -75,7 +77,7 @@ class File:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a place holds: its own name, the files that may be traces, and the manifests of runs."""
+    """The path of a run, the files that may be traces, and the manifests."""
 
     root: str
     traces: tuple[File, ...]
@@ -83,14 +85,14 @@ class RunFiles:
 
 
 def find(where: RunLocation) -> RunFiles:
-    """Find what may be traces under a folder, in a list of paths, behind a glob or a URL (s3://, gs://, memory://, …).
+    """Find possible traces in a folder, a list of paths, a glob or a URL (s3://, gs://, memory://, …).
 
-    Folders are searched five levels deep; hidden folders and checkpoints in them are not. Raises InputError where
-    something named does not exist or cannot be reached, or where nothing may be a trace.
+    Folders are searched five levels deep, without hidden folders and checkpoints. Raises InputError if a path does not
+    exist or cannot be accessed, or if no file may be a trace.
     """
     named = [where] if isinstance(where, str | os.PathLike) else list(where)
     if not named:
-        raise InputError("no path was named; name a run's folder or its trace files")
+        raise InputError("no path is given; name a run's folder or its trace files")
     found: dict[str, File] = {}
     for path in named:
         found |= {file.path: file for file in _find_files(os.fspath(path))}
@@ -103,7 +105,7 @@ def find(where: RunLocation) -> RunFiles:
 
 
 def natural_key(text: str) -> tuple[str | int, ...]:
-    """Return a key that sorts numbers inside names by value.
+    """Return a sort key that orders numbers in names by value.
 
     >>> sorted(["rank10", "rank9"], key=natural)
     ['rank9', 'rank10']
@@ -117,7 +119,7 @@ def _why_none(root: str) -> str:
     if _GLOB.search(root) and not Path(root).exists():
         return f"no trace file matches it ({_patterns()})"
     if Path(root).is_dir() and not os.access(root, os.R_OK | os.X_OK):
-        return "this folder is closed to you"
+        return "no permission to read this folder"
     return f"no trace files ({_patterns()}) in this folder"
 
 
@@ -130,8 +132,8 @@ def _find_files(named: str) -> list[File]:
     if path.is_dir():
         return list(_walk(path))
     if path.exists():
-        beside = path.parent / conventions.MANIFEST_FILE
-        return [_file(p) for p in (path, beside) if p.is_file()]
+        manifest = path.parent / conventions.MANIFEST_FILE
+        return [_file(p) for p in (path, manifest) if p.is_file()]
     if _GLOB.search(named):
         matched = sorted(glob.glob(named, recursive=True), key=natural_key)  # noqa: PTH207  (Path.glob needs a relative one)
         return [
@@ -155,7 +157,7 @@ def _walk(root: Path) -> Iterator[File]:
 
 def _find_remote_files(url: str) -> list[File]:
     try:
-        import fsspec  # not at the top: half the time of a start, for a case that few meet
+        import fsspec  # not at the top: it doubles the start time, and few runs are remote
 
         system, path = fsspec.core.url_to_fs(url)
         if type(system).__name__ == "LocalFileSystem":
@@ -166,13 +168,13 @@ def _find_remote_files(url: str) -> list[File]:
             details = system.find(path, maxdepth=_MAX_DEPTH + 1, detail=True)
         single = list(details) == [path]
         if single:
-            beside = f"{path.rpartition('/')[0]}/{conventions.MANIFEST_FILE}"
-            details |= {beside: system.info(beside)} if system.exists(beside) else {}
+            manifest = f"{path.rpartition('/')[0]}/{conventions.MANIFEST_FILE}"
+            details |= {manifest: system.info(manifest)} if system.exists(manifest) else {}
     except ImportError as error:
         raise InputError(f"{url}: {_line(error)}; install that package with pip") from error
     except InputError:
         raise
-    except Exception as error:  # each file system raises errors of its own
+    except Exception as error:  # each file system has its own exceptions
         raise InputError(
             f"{url}: cannot be listed ({_line(error)}); check the address and your access to it"
         ) from error
@@ -201,7 +203,7 @@ def _patterns() -> str:
 
 
 def _is_checkpoint(names: Iterable[str]) -> bool:
-    """Return whether a folder of files of these names is a checkpoint by torch.distributed.checkpoint, whole or not."""
+    """Return whether these file names are of a checkpoint of torch.distributed.checkpoint, complete or not."""
     return any(name == ".metadata" or name.endswith(".distcp") for name in names)
 
 
@@ -215,6 +217,6 @@ def _file(path: Path) -> File:
 
 def _common_folder(traces: tuple[File, ...]) -> str:
     folders = sorted({file.folder or "." for file in traces})
-    with contextlib.suppress(ValueError):  # some are absolute and some are not
+    with contextlib.suppress(ValueError):  # absolute and relative paths are mixed
         return os.path.commonpath(folders)
     return folders[0] if folders else "."

@@ -135,11 +135,11 @@ class Machine:
         self._marks.append(len(self._stack))
 
     def constant(self, value: object) -> Callable[[], None]:
-        """Return what pushes a constant."""
+        """Return a handler that pushes a constant."""
         return lambda: self._stack.append(value)
 
     def integer(self, count: int, *, signed: bool) -> Callable[[], None]:
-        """Return what pushes an integer of `count` bytes."""
+        """Return a handler that pushes an integer of `count` bytes."""
 
         def push() -> None:
             end = self._pos + count
@@ -149,7 +149,7 @@ class Machine:
         return push
 
     def long(self, count: int) -> Callable[[], None]:
-        """Return what pushes an integer whose length stands in `count` bytes."""
+        """Return a handler that pushes an integer whose length is in the next `count` bytes."""
 
         def push() -> None:
             size = int.from_bytes(self._take(count), "little")
@@ -186,20 +186,20 @@ class Machine:
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
     def written_int(self) -> None:
-        """Push an integer, or a truth value, that is written out (protocol 0)."""
+        """Push a decimal integer or a boolean (protocol 0)."""
         line = self._line()
         self._stack.append(line == b"01" if line in (b"00", b"01") else _digits(line))
 
     def written_long(self) -> None:
-        """Push an integer that is written out with an L (protocol 0)."""
+        """Push a decimal integer that ends in L (protocol 0)."""
         self._stack.append(_digits(self._line().rstrip(b"L")))
 
     def written_float(self) -> None:
-        """Push a float that is written out (protocol 0)."""
+        """Push a decimal float (protocol 0)."""
         self._stack.append(float(self._line()))
 
     def written_text(self) -> None:
-        """Push a text that is written out (protocol 0)."""
+        """Push an escaped text (protocol 0)."""
         self._stack.append(self._line().decode("raw-unicode-escape", "replace"))
 
     # Containers -------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Machine:
         self._stack.append(())
 
     def tuple_of(self, count: int) -> Callable[[], None]:
-        """Return what makes a tuple of the last items."""
+        """Return a handler that pushes a tuple of the last `count` items."""
 
         def push() -> None:
             self._stack[-count:] = [tuple(self._stack[-count:])]
@@ -224,17 +224,17 @@ class Machine:
         return push
 
     def marked_tuple(self) -> None:
-        """Push a tuple of what came since the mark."""
+        """Push a tuple of the items since the mark."""
         self._stack.append(tuple(self._marked()))
 
     def marked_list(self) -> None:
-        """Push a list of what came since the mark."""
+        """Push a list of the items since the mark."""
         items = self._marked()
         self._stack.append([])
         self._extend(self._stack[-1], items)
 
     def marked_dict(self) -> None:
-        """Push a dict of what came since the mark."""
+        """Push a dict of the items since the mark."""
         items = self._marked()
         self._stack.append({})
         self._update(items)
@@ -245,12 +245,12 @@ class Machine:
         self._extend(self._stack[-1], [item])
 
     def appends(self) -> None:
-        """Append what came since the mark to the list before it."""
+        """Append the items since the mark to the list before it."""
         items = self._marked()
         self._extend(self._stack[-1], items)
 
     def set_item(self) -> None:
-        """Set one item of the dict before it. Protocol 0 has no other way, so a dict may not be whole yet."""
+        """Set one item of the dict before it, as protocol 0 does."""
         value, key = self._stack.pop(), self._stack.pop()
         if type(self._stack[-1]) is not dict:
             raise TypeError("items without a dict")
@@ -279,15 +279,15 @@ class Machine:
 
     # The memo ---------------------------------------------------------------------------------------------------------
     def memoize(self) -> None:
-        """Remember the last item under the next number."""
+        """Memoize the last item under the next number."""
         self._memo.append(self._stack[-1])
 
     def put(self, count: int) -> Callable[[], None]:
-        """Return what remembers the last item under a number of `count` bytes."""
+        """Return a handler that memoizes the last item under a number of `count` bytes."""
         return lambda: self._put(int.from_bytes(self._take(count), "little"), self._stack[-1])
 
     def get(self, count: int) -> Callable[[], None]:
-        """Return what pushes what is remembered under a number of `count` bytes."""
+        """Return a handler that pushes the memoized item with a number of `count` bytes."""
 
         def push() -> None:
             end = self._pos + count
@@ -297,17 +297,17 @@ class Machine:
         return push
 
     def written_put(self) -> None:
-        """Remember the last item under a number that is written out (protocol 0)."""
+        """Memoize the last item under a decimal number (protocol 0)."""
         self._put(_digits(self._line()), self._stack[-1])
 
     def written_get(self) -> None:
-        """Push what is remembered under a number that is written out (protocol 0)."""
+        """Push the memoized item with a decimal number (protocol 0)."""
         self._stack.append(self._get(_digits(self._line())))
 
     def _put(self, number: int, item: Any) -> None:
-        # Writers count on from 0. A number far ahead is how a small file makes a reader reserve gigabytes.
+        # Picklers count up from 0. With a number far ahead, a small file would make the reader reserve gigabytes.
         if number != len(self._memo):
-            raise self.fail(f"remembers an item as number {number:,} where {len(self._memo):,} comes next")
+            raise self.fail(f"memoizes an item as number {number:,}, not as {len(self._memo):,}, the next")
         self._memo.append(item)
 
     def _get(self, number: int) -> Any:

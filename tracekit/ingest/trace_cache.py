@@ -33,7 +33,7 @@ from tracekit.model.trace import Trace
 _SUFFIX = ".trace"
 _EDGE_BYTES = 1 << 20
 _FIELDS = "fields.json"
-_READING_CODE = ("ingest/*.py", "ingest/readers/**/*.py", "model/*.py", "conventions.py")
+_READING_CODE = ("ingest/*.py", "ingest/readers/**/*.py", "model/*.py", "conventions/*.py")
 
 Read = Callable[[], Trace]
 

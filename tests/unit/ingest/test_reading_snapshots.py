@@ -329,7 +329,7 @@ def test_spoiled_snapshots_are_read_or_refused_on_one_line(tmp_path):
 
 def test_what_is_a_pickle_but_no_snapshot_is_refused(tmp_path):
     for told in (3, "text", {"a": 1}, {"segments": 4}, [1, 2], {"segments": [], "device_traces": [[1]]}, None):
-        with pytest.raises(BadTraceError, match=r"a\.pickle: is no CUDA memory snapshot"):
+        with pytest.raises(BadTraceError, match=r"a\.pickle: not a CUDA memory snapshot"):
             reader.read(_file(tmp_path, pickle.dumps(told)))
 
 

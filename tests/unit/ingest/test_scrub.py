@@ -181,7 +181,7 @@ def test_a_place_that_is_taken_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("out", ["run", "run/inside", "."])
 def test_a_run_is_not_scrubbed_into_itself(tmp_path: Path, out: str) -> None:
     run = write_run(tmp_path / "run")
-    with pytest.raises(InputError, match="name another place"):
+    with pytest.raises(InputError, match="name another path"):
         scrub(run, tmp_path / out, force=True)
 
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint on disk is whole: told without torch, and without executing anything that it holds."""
+"""Verify checkpoints on disk, without torch and without executing anything in them."""
 
 from tracekit.ingest.checkpoint_files.result import DAMAGED, UNREADABLE, WHOLE, Problem, VerifiedCheckpoint
 from tracekit.ingest.checkpoint_files.verification import verify

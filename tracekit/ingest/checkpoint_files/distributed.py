@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: `.metadata` says which bytes of which shard each entry is."""
+"""Checkpoints of torch.distributed.checkpoint: `.metadata` states the shard and bytes of each entry."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ class _Entry:
 
 
 def check(folder: Path) -> Part:
-    """Return what is wrong with a distributed checkpoint, by its storage index and the CRC32 of its entries."""
+    """Return the problems of a distributed checkpoint, by its storage index and the CRC32 of its entries."""
     part = Part("torch.distributed.checkpoint")
     try:
         size = (folder / METADATA_FILE).stat().st_size
@@ -59,9 +59,9 @@ def _index(metadata: Any) -> Mapping[str, Sequence[_Entry]]:
 def _entries(metadata: Any) -> Iterator[tuple[str, _Entry]]:
     if type(metadata) is not inert_pickle.InertObject or type(metadata.state.get("storage_data")) is not dict:
         raise PickleError("holds no storage index of torch.distributed.checkpoint")
-    for key, told in metadata.state["storage_data"].items():
+    for key, location in metadata.state["storage_data"].items():
         try:
-            state = told.state
+            state = location.state
             file, offset, length = state["relative_path"], state["offset"], state["length"]
             name = str(key.state.get("fqn", "?"))
         except (AttributeError, KeyError):

@@ -1,28 +1,28 @@
-"""What verifying a checkpoint finds."""
+"""Results of verifying a checkpoint."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 WHOLE, DAMAGED, UNREADABLE = "whole", "damaged", "unreadable"
-_OF_RANK_0 = (".metadata", "seal.json")  # the coordinator writes them
+_OF_RANK_0 = (".metadata", "seal.json")  # written by the coordinator
 _RANK_OF_FILE = re.compile(r"^__(\d+)_\d+\.distcp$|(?:^|[_-])rank[-_]?(\d+)(?!\d)")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: in which file, and by which rank it was written, where the name tells."""
+    """One problem: the file, and the rank that wrote it if the file name states it."""
 
     file: str
     what: str
     rank: int | None = None
     is_readable: bool = True
-    """False where the file could not be looked at, so that it may well be whole."""
+    """False if the file could not be read, so that it may be whole."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one kind of check found in a folder: `checked_bytes` are those that a checksum vouches for."""
+    """The result of one kind of check in a folder; `checked_bytes` are verified by a checksum."""
 
     kind: str
     problems: tuple[Problem, ...] = ()
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """One checkpoint: where it lies, how it was saved, what is wrong, what could not be told, and what to do."""
+    """One checkpoint: path, format, problems, what could not be verified, and what to do."""
 
     path: str
     kinds: tuple[str, ...]
@@ -47,19 +47,19 @@ class VerifiedCheckpoint:
 
     @property
     def status(self) -> str:
-        """Return WHOLE, DAMAGED, or UNREADABLE where nothing is wrong but something could not be read."""
+        """Return DAMAGED, UNREADABLE if the only problems are files that cannot be read, else WHOLE."""
         if any(problem.is_readable for problem in self.problems):
             return DAMAGED
         return UNREADABLE if self.problems else WHOLE
 
 
 def problem(file: str, what: str) -> Problem:
-    """Return a problem of a file, with the rank that its name tells."""
+    """Return a problem of a file, with the rank in its name."""
     return Problem(file, what, rank_of(file))
 
 
 def unreadable(file: str, error: OSError) -> Problem:
-    """Return the problem of a file that is not there, or cannot be read."""
+    """Return the problem of a file that is missing or cannot be read."""
     if isinstance(error, FileNotFoundError):
         return problem(file, "is missing")
     return Problem(file, f"cannot be read: {error.strerror or error}", rank_of(file), is_readable=False)
@@ -73,12 +73,12 @@ def rank_of(file: str) -> int | None:
     """
     if file in _OF_RANK_0:
         return 0
-    told = _RANK_OF_FILE.search(file)
-    return int(told[1] or told[2]) if told else None
+    match = _RANK_OF_FILE.search(file)
+    return int(match[1] or match[2]) if match else None
 
 
 def combined(path: str, parts: Iterable[Part]) -> VerifiedCheckpoint:
-    """Return what all kinds of checks found in one folder."""
+    """Return the combined result of all checks of one checkpoint."""
     parts = list(parts)
     return VerifiedCheckpoint(
         path,

@@ -21,7 +21,7 @@ class _DamagedError(ValueError):
 
 
 def check(folder: Path, names: list[str], indexes: list[str]) -> Part:
-    """Return what is wrong with safetensors files, and with indexes that name files of either format."""
+    """Return the problems of safetensors files, and of indexes that name files of either format."""
     problems: list[Problem] = []
     tensors: dict[str, set[str]] = {}
     total = 0
@@ -41,7 +41,7 @@ def check(folder: Path, names: list[str], indexes: list[str]) -> Part:
 
 
 def _tensors(path: Path) -> tuple[int, set[str]]:
-    """Return size and tensors of a file. Raises OSError, and _DamagedError where header and size do not agree."""
+    """Return size and tensors of a file. Raises OSError, or _DamagedError if header and size disagree."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length_bytes = file.read(_LENGTH_BYTES)
@@ -53,7 +53,7 @@ def _tensors(path: Path) -> tuple[int, set[str]]:
         raw = file.read(length)
     try:
         header: Mapping[str, Any] = json.loads(raw)
-        spans = sorted(tuple(told["data_offsets"]) for name, told in header.items() if name != "__metadata__")
+        spans = sorted(tuple(tensor["data_offsets"]) for name, tensor in header.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _DamagedError(f"has a header that cannot be read ({error})") from None
     at = 0

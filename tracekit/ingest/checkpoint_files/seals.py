@@ -1,4 +1,4 @@
-"""The seal of our trainers: bytes and SHA-256 of each file of a checkpoint, written last (see docs/trainers.md)."""
+"""The seal of the instrumented trainers: size and SHA-256 of each file of a checkpoint, written last."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ SEAL_FILE = "seal.json"
 
 
 def check(folder: Path) -> Part:
-    """Return what is wrong with a sealed checkpoint."""
+    """Return the problems of a sealed checkpoint."""
     try:
         seal = json.loads((folder / SEAL_FILE).read_bytes())
         digest, files = seal.pop("sha256"), seal["files"]

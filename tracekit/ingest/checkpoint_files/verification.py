@@ -1,4 +1,4 @@
-"""Which checkpoints lie at a path, and whether each is whole."""
+"""Find the checkpoints at a path and verify each."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,10 +15,10 @@ _NAMES = (seals.SEAL_FILE, distributed.METADATA_FILE)
 
 
 def verify(path: Path) -> list[VerifiedCheckpoint]:
-    """Return each checkpoint at `path` and below, in the order of their names, with what is wrong with it.
+    """Return each checkpoint at `path` and below, by name, with its problems.
 
     A checkpoint is a folder that holds a seal of our trainers, a `.metadata` or shards of torch.distributed.checkpoint,
-    .safetensors files, or what torch.save wrote; or such a file alone. Raises InputError where there is none.
+    .safetensors files, or files of torch.save; or such a file alone. Raises InputError if there is none.
     """
     if not path.exists():
         raise InputError(f"{path}: there is no such file or folder; check the path")
@@ -57,7 +57,7 @@ def _parts(folder: Path) -> list[Part]:
         what = f"is missing, and {len(shards)} shards are there: the save did not end, or is under way"
         parts.append(Part("torch.distributed.checkpoint", (result.problem(distributed.METADATA_FILE, what),)))
     if parts and _others_are_sealed(folder):
-        what = "is missing, and checkpoints beside have one: the save did not end, or is under way"
+        what = "is missing, but other checkpoints here have one: the save did not end, or is under way"
         parts.append(Part("seal", (result.problem(seals.SEAL_FILE, what),)))
     tensors = [name for name in names if name.endswith(safetensors.SUFFIX)]
     indexes = [name for name in names if name.endswith(safetensors.INDEX_SUFFIX)]
@@ -82,7 +82,7 @@ def _others_are_sealed(folder: Path) -> bool:
 
 
 def _with_remedies(verified: list[VerifiedCheckpoint]) -> list[VerifiedCheckpoint]:
-    """Say what to do about each that is not whole: the newest whole one before it, or after it, can be loaded."""
+    """Add the remedy to each checkpoint that is not whole: load the last whole one before it, or the next after it."""
     done = []
     for number, checkpoint in enumerate(verified):
         before = [other.path for other in verified[:number] if other.status == WHOLE]

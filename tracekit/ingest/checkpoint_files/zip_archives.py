@@ -1,4 +1,4 @@
-"""What torch.save writes: a zip file, alone or at some place in a shard, with a CRC32 of each entry."""
+"""Files of torch.save: a zip archive, alone or inside a shard, with a CRC32 of each entry."""
 
 import struct
 import zipfile
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class _Window:
-    """A stretch of a file, as a file. It is closed with the file."""
+    """A byte range of a file, as a file. It is closed with the file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -40,18 +40,18 @@ class _Window:
 
 
 def damage(file: BinaryIO, offset: int, length: int) -> tuple[str | None, int]:
-    """Return what is wrong with what torch.save wrote at a place, or None, and how many bytes a CRC32 vouches for.
+    """Return the problem of an archive of torch.save, or None, and the number of bytes verified by CRC32.
 
-    Without CRC32 (another format, or torch was told to write none) nothing is vouched for, and nothing found wrong.
+    Without CRC32 (another format, or torch was configured to write none) no byte is verified, and there is no problem.
     Raises OSError.
     """
     file.seek(offset)
     if file.read(len(MAGIC)) != MAGIC:
         return None, 0
-    with _errors_collected() as told:
+    with _errors_collected() as errors:
         with zipfile.ZipFile(_Window(file, offset, length)) as packed:
             entries = packed.infolist()
-            # torch compresses nothing; what is compressed could be made to expand without an end.
+            # torch does not compress; a compressed entry could be a zip bomb.
             has_checksums = any(entry.CRC for entry in entries)
             if not has_checksums or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 return None, 0
@@ -60,32 +60,32 @@ def damage(file: BinaryIO, offset: int, length: int) -> tuple[str | None, int]:
                     while data.read(_CHUNK_BYTES):
                         pass
         return None, length
-    return told[0], 0
+    return errors[0], 0
 
 
 @contextmanager
 def _errors_collected() -> Iterator[list[str]]:
-    told: list[str] = []
+    errors: list[str] = []
     try:
-        yield told
+        yield errors
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error) as error:
-        told.append(str(error) or type(error).__name__)
+        errors.append(str(error) or type(error).__name__)
 
 
 def check(folder: Path, names: list[str]) -> Part:
-    """Return what is wrong with files that torch.save wrote."""
+    """Return the problems of files of torch.save."""
     problems, notes, total, checked = [], [], 0, 0
     for name in names:
         try:
             size = (folder / name).stat().st_size
             with (folder / name).open("rb") as file:
-                wrong, vouched = damage(file, 0, size)
+                problem, verified_bytes = damage(file, 0, size)
         except OSError as error:
             problems.append(result.unreadable(name, error))
             continue
-        total, checked = total + size, checked + vouched
-        if wrong or not size:
-            problems.append(result.problem(name, f"is damaged: {wrong}" if wrong else "is empty"))
-        elif not vouched:
+        total, checked = total + size, checked + verified_bytes
+        if problem or not size:
+            problems.append(result.problem(name, f"is damaged: {problem}" if problem else "is empty"))
+        elif not verified_bytes:
             notes.append(f"{name} holds no checksums: its bytes were not verified")
     return Part("torch.save", tuple(problems), tuple(notes), len(names), total, checked)

@@ -1,4 +1,4 @@
-"""A copy of a run that can be given away: without host names, users and paths, and with every number as it was."""
+"""A copy of a run that can be shared: without host names, users and paths, with all numbers unchanged."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ _EVENTS = (b'"traceEvents"', b'"ph"')
 
 @dataclass(frozen=True)
 class ScrubResult:
-    """What was written, what is gone from it (kind -> how many different ones, in how many places), what was left."""
+    """The files written, the values removed (kind -> distinct values, places) and the files not copied."""
 
     out: Path
     files: tuple[str, ...]
@@ -28,13 +28,13 @@ class ScrubResult:
 
 
 def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = False) -> ScrubResult:
-    """Copy a run (a folder, or one trace file) to `out` without what tells where and by whom it was recorded.
+    """Copy a run (a folder, or one trace file) to `out` without what identifies its machines and users.
 
-    Removed are users and host names (as paths, the manifest, file names and addresses give them away, and `words`
-    besides), the folders of paths, URLs, IP and e-mail addresses, and values under keys such as api_key. What stands
-    for one is the same in all files. `out` appears only when it is whole and was read again without finding anything
-    that should be gone. Raises InputError where `run` is no run, `out` exists (unless `force`, which replaces a run or
-    a file), or a file cannot be read.
+    Removed are user and host names (found in paths, the manifest, file names and addresses, and `words`), the folders
+    of paths, URLs, IP and e-mail addresses, and values under keys such as api_key. The placeholder of a value is the
+    same in all files. `out` is created only after the copy was read again and has none of the removed values. Raises
+    InputError if `run` is not a run, if `out` exists (unless `force`, which replaces a run or a file), or if a file
+    cannot be read.
     """
     _check_places(run, out, force=force)
     sources, left_out = _sources(run)
@@ -65,18 +65,18 @@ def _check_places(run: Path, out: Path, *, force: bool) -> None:
         raise InputError(f"{run}: there is no such file or folder; check the path")
     here, there = run.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:
-        raise InputError(f"{out}: lies in the run, or the run in it; name another place")
+        raise InputError(f"{out}: is inside the run, or the run is inside it; name another path")
     if not out.exists():
         return
     if not force:
-        raise InputError(f"{out}: is there already and will not be overwritten without --force")
+        raise InputError(f"{out}: already exists and is not overwritten without --force")
     foreign = _sources(out)[1]
     if foreign:
-        raise InputError(f"{out}: holds more than a run ({foreign[0][0]}), so --force does not replace it")
+        raise InputError(f"{out}: has other files than a run ({foreign[0][0]}), so --force does not replace it")
 
 
 def _sources(run: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Return the files of a run that can be scrubbed, in order, and the names of all else with the reason."""
+    """Return the files of a run that can be scrubbed, in order, and the names of the others with the reason."""
     known: list[Path] = []
     left_out: list[tuple[str, str]] = []
     for path in sorted(_entries(run)):
@@ -90,7 +90,7 @@ def _sources(run: Path) -> tuple[list[Path], list[tuple[str, str]]]:
 
 
 def _entries(run: Path) -> Iterator[Path]:
-    """Yield what lies in a run: its files, those of its further windows, and other folders as they are."""
+    """Yield the files of a run and of its window folders, and its other folders."""
     if not run.is_dir():
         yield run
         return
@@ -102,7 +102,7 @@ def _entries(run: Path) -> Iterator[Path]:
 
 
 def _why_not(path: Path) -> str:
-    """Return why a path cannot be scrubbed; '' where it can."""
+    """Return why a path cannot be scrubbed; '' if it can."""
     if path.is_symlink():
         return "a link"
     if path.is_dir():
@@ -136,7 +136,7 @@ def _write(sources: list[Path], secrets: Secrets, *, run: Path, partial: Path) -
 
 
 def _verify(out: Path, secrets: Secrets) -> None:
-    """Read back what was written. What should be gone and is not is our fault, and nothing is handed out then."""
+    """Read the copy again. A value that should be removed is a bug of ours; then no copy is created."""
     for path in sorted(out.rglob("*")) if out.is_dir() else [out]:
         for piece in streams.pieces(path) if path.is_file() else ():
             remains = secrets.find_leaks(piece)

@@ -1,4 +1,4 @@
-"""Where users, hosts and paths stand in JSON text, as patterns over its bytes.
+"""Patterns of users, hosts and paths in the bytes of JSON text.
 
 Patterns start with a literal wherever they can, with what must not stand before it checked after: Python then searches
 for the literal at memory speed, where a pattern that starts with a choice is tried at every byte. None crosses a quote

@@ -1,4 +1,4 @@
-"""What must not be told of a run, and what stands in its place."""
+"""The confidential values of a run, and their placeholders."""
 
 import json
 import re
@@ -18,7 +18,7 @@ KINDS = {
     SECRET: "value under a key that announces a secret",
 }
 
-# Names that say nothing about anybody, or that a trace needs: they go where they stand in a path, nowhere else.
+# Names that identify nobody, or that a trace needs: they are removed only from paths.
 _COMMON = frozenset(
     b"root user users home data admin ubuntu debian centos ec2-user azureuser runner jovyan nobody worker work job "
     b"jobs local localhost shared public default test main gpu cpu cuda rank host node train trainer torch pytorch "
@@ -29,15 +29,15 @@ _MIN_WORD_LENGTH = 3
 
 @dataclass
 class Secrets:
-    """What must not be told. Words (users and hosts) are learned first, from all files; then `hide` replaces."""
+    """Confidential values. Words (users and hosts) are first collected from all files; then `hide` replaces them."""
 
     words: dict[bytes, str] = field(default_factory=dict)
-    """By word as JSON may write it: its kind."""
+    """Kind of each word, by its JSON spellings."""
     _placeholders: dict[tuple[str, bytes], bytes] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
 
     def learn(self, text: bytes) -> None:
-        """Take up every user and host that a piece of JSON gives away."""
+        """Collect the users and hosts in a piece of JSON."""
         for kind, known_by in ((USER, patterns.USERS), (HOST, patterns.HOSTS)):
             for pattern in known_by:
                 for match in pattern.finditer(text):
@@ -46,14 +46,14 @@ class Secrets:
             self.add(USER, text[start:end].partition(b"@")[0])
 
     def add(self, kind: str, word: bytes) -> None:
-        """Take up one word as JSON writes it; a host also by its name without the domain."""
+        """Add one word, as JSON writes it; a host also without its domain."""
         for each in {word, word.partition(b".")[0]} if kind == HOST else {word}:
             if len(each) >= _MIN_WORD_LENGTH and each.lower() not in _COMMON and re.search(rb"[A-Za-z\x80-\xff]", each):
                 for written in _writings(each):
                     self.words.setdefault(written, kind)
 
     def hide(self, text: bytes) -> bytes:
-        """Return a piece of JSON with what must not be told replaced: words, paths' folders, addresses, secrets."""
+        """Return a piece of JSON with placeholders for words, folders of paths, addresses and secrets."""
         for pattern in patterns.SECRETS:
             text = _replaced(
                 text, (match.span("value") for match in pattern.finditer(text)), self._placeholder_for(SECRET)
@@ -68,13 +68,13 @@ class Secrets:
         return self._hide_words(text, patterns.words(self.words))
 
     def hide_in_name(self, name: str) -> str:
-        """Return the name of a file without the words in it."""
+        """Return a file name without confidential words."""
         hidden = self._hide_words(name.encode(), patterns.words_in_name(self.words))
         return hidden.replace(b"<", b"").replace(b">", b"").decode()
 
     def find_leaks(self, text: bytes) -> list[str]:
-        """Return the kinds of what is still told in a piece of text that should tell nothing."""
-        told = {
+        """Return the kinds of confidential values left in a piece of text."""
+        leaks = {
             PATH: any(pattern.search(text) for pattern in patterns.PATHS),
             URL: patterns.URL.search(text),
             EMAIL: any(patterns.emails(text)),
@@ -82,10 +82,10 @@ class Secrets:
             SECRET: any(pattern.search(text) for pattern in patterns.SECRETS),
             "word": any(pattern.search(text) for pattern in patterns.words(self.words)),
         }
-        return [kind for kind, found in told.items() if found]
+        return [kind for kind, found in leaks.items() if found]
 
     def removed(self) -> dict[str, tuple[int, int]]:
-        """Return how many different ones of each kind were replaced, and in how many places."""
+        """Return, for each kind, the number of distinct values replaced and the number of places."""
         distinct = {kind: sum(of == kind for of, _ in self._placeholders) for kind in KINDS}
         return {kind: (distinct[kind], self._places[kind]) for kind in KINDS if kind in self._places}
 
@@ -98,7 +98,7 @@ class Secrets:
         return lambda secret: self._placeholder(kind, secret)
 
     def _placeholder(self, kind: str, secret: bytes) -> bytes:
-        """Return what stands for a secret: the same for the same secret, in all files."""
+        """Return the placeholder of a value: the same for the same value, in all files."""
         self._places[kind] = self._places.get(kind, 0) + 1
         key = (kind, secret)
         if key not in self._placeholders:
@@ -107,11 +107,11 @@ class Secrets:
         return self._placeholders[key]
 
     def _hide_folders(self, path: bytes) -> bytes:
-        """Return a path without its folders: a library's file keeps its place in the library, a file its name."""
-        kept = patterns.LIBRARY.search(path) or patterns.FILE.search(path)
-        folder = (path[: kept.start()] if kept else path).rstrip(b"/\\")
+        """Return a path with its folders hidden: only the file name stays, or the path inside a library."""
+        tail = patterns.LIBRARY.search(path) or patterns.FILE.search(path)
+        folder = (path[: tail.start()] if tail else path).rstrip(b"/\\")
         named = self._placeholder(PATH, folder)
-        return named + b"/" + kept[0] if kept else named
+        return named + b"/" + tail[0] if tail else named
 
 
 def _spans(pattern: re.Pattern[bytes], text: bytes) -> Iterator[tuple[int, int]]:
@@ -119,7 +119,7 @@ def _spans(pattern: re.Pattern[bytes], text: bytes) -> Iterator[tuple[int, int]]
 
 
 def _replaced(text: bytes, spans: Iterator[tuple[int, int]], stand_in: Callable[[bytes], bytes]) -> bytes:
-    """Return `text` with what lies in each span replaced; spans come in order."""
+    """Return `text` with each span replaced; spans are in order."""
     parts, done = [], 0
     for start, end in spans:
         parts += [text[done:start], stand_in(text[start:end])]

@@ -1,4 +1,4 @@
-"""Files of any size, piece by piece: read (through gzip where they are), cut where no pattern can match across."""
+"""Read files of any size in pieces, decompressed if gzip, split where no pattern can match across pieces."""
 
 import gzip
 import zlib
@@ -24,7 +24,7 @@ def is_gzip(path: Path) -> bool:
 def pieces(path: Path) -> Iterator[bytes]:
     """Yield a JSON file's text in pieces that end after a line or before a quote that follows a comma.
 
-    No string of JSON is cut in two there. Raises BadTraceError where the file cannot be read to its end.
+    No JSON string is split there. Raises BadTraceError if the file cannot be read to its end.
     """
     buffer = b""
     try:
@@ -36,7 +36,7 @@ def pieces(path: Path) -> Iterator[bytes]:
                     yield buffer[:end]
                     buffer = buffer[end:]
     except (EOFError, zlib.error, gzip.BadGzipFile, igzip.BadGzipFile) as error:
-        raise BadTraceError(f"{path}: cannot be read to its end: {error}; take it out or record it again") from None
+        raise BadTraceError(f"{path}: cannot be read to its end: {error}; remove it or record it again") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     if buffer:
@@ -44,7 +44,7 @@ def pieces(path: Path) -> Iterator[bytes]:
 
 
 def write(path: Path, text: Iterator[bytes], *, compressed: bool) -> None:
-    """Write pieces to a new file. Gzip's header names no file and no time."""
+    """Write pieces to a new file. A gzip header states neither file name nor time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as plain:
         if not compressed:
@@ -60,5 +60,5 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _safe_end(text: bytes) -> int:
-    """Return where to cut: JSON has no line's end within a string, and a quote after a comma is never inside one."""
+    """Return where to split: a JSON string contains no line break, and no quote directly after a comma."""
     return max(text.rfind(b"\n") + 1, text.rfind(b',"') + 1)

@@ -1,4 +1,4 @@
-"""What a memory snapshot repeats, kept once or by column: frames, stacks and events."""
+"""Compact storage of a memory snapshot: frames and stacks once each, events by column."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Event(int):
 
 
 class FrameTable:
-    """Frames and stacks, each once. `stacks` has the frames of all stacks end to end; stack i ends at `ends[i]`."""
+    """Frames and stacks, each once. `stacks` has the frames of all stacks concatenated; stack i ends at `ends[i]`."""
 
     def __init__(self) -> None:
         self.frames: dict[tuple[str, str, int], int] = {}
@@ -25,7 +25,7 @@ class FrameTable:
         self._numbers: dict[bytes, Stack] = {}
 
     def frame(self, fields: dict[str, Any]) -> int:
-        """Return the number of a frame, told in full."""
+        """Return the number of a frame, by its fields."""
         key = (str(fields.get("name", "")), str(fields.get(FRAME_KEY, "")), _line(fields.get("line")))
         return self.frames.setdefault(key, len(self.frames))
 
@@ -41,7 +41,7 @@ class FrameTable:
 
 
 class EventColumns:
-    """Events by column; MISSING stands for what one lacks."""
+    """Events by column; MISSING stands for an absent value."""
 
     MISSING = -(1 << 63)
     FIELDS = ("time_us", "addr", "size", "stream", EVENT_KEY, "frames")
@@ -53,9 +53,9 @@ class EventColumns:
         self.actions: dict[str, int] = {}
 
     def add(self, values: Sequence[Any], stack: int) -> Event:
-        """Append one event by its other fields, in order; a stack of -1 is none.
+        """Append one event: its fields but the last, in order, and its stack (-1: none).
 
-        Raises OverflowError or TypeError where a number is none, or too large.
+        Raises OverflowError or TypeError if a value is not an integer or too large.
         """
         at_us, address, size, stream, action = values
         times, addresses, sizes, streams = self.numbers
@@ -67,7 +67,7 @@ class EventColumns:
         number = self.actions.get(action)
         if number is None:
             if type(action) is not str:
-                raise TypeError("an action that is no text")
+                raise TypeError("an action that is not text")
             number = self.actions[action] = len(self.actions)
         self.action.append(number)
         self.stack.append(stack)
@@ -76,12 +76,12 @@ class EventColumns:
     def add_many(self, columns: Sequence[Sequence[Any]], stacks: Sequence[int]) -> range:
         """Append events by column: the fields but the last, in order, and the stacks; return their numbers.
 
-        Raises OverflowError or TypeError where a number is none, or too large.
+        Raises OverflowError or TypeError if a value is not an integer or too large.
         """
         first, actions = len(self.stack), columns[-1]
         for action in set(actions) - self.actions.keys():
             if type(action) is not str:
-                raise TypeError("an action that is no text")
+                raise TypeError("an action that is not text")
             self.actions[action] = len(self.actions)
         for known, column in zip(self.numbers, columns, strict=False):
             known.extend(column)

@@ -1,4 +1,4 @@
-"""What a memory snapshot's pickle consists of, as patterns: told once by opcodes, it is then read by its shape."""
+"""Patterns of a memory snapshot's pickle: events of a known layout are matched at once, not opcode by opcode."""
 
 import re
 from functools import lru_cache
@@ -11,19 +11,19 @@ _PUT = rb"(?:\x94|q.|r.{4})?"
 _SIZED = rb"(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
 _INTEGER = rb"K.|M..|J.{4}|\x8a" + _SIZED
 _TEXT = rb"\x8c" + _SIZED + _PUT
-# A list that goes on in a second batch is left to the opcodes.
+# A list that continues in a second batch is read by opcodes.
 _STACK = rb"\]%b\(%b+e(?!\()" % (_PUT, _REFERENCE)
 
 ONE_REFERENCE = re.compile(_REFERENCE, re.DOTALL)
 KNOWN_STACK = re.compile(rb"\](%b)\((%b+)e(?!\()" % (_PUT, _REFERENCE), re.DOTALL)
-"""A list of nothing but references, as stacks of frames are. Groups: how it is remembered, the references."""
+"""A list of references only, such as a stack of frames. Groups: the opcode that memoizes it, the references."""
 
 
 @lru_cache(maxsize=64)
 def event_with_keys(keys: tuple[bytes, ...]) -> re.Pattern[bytes]:
-    """Return the pattern of one such dict with these very keys. Groups: each value.
+    """Return the pattern of one such dict with exactly these keys. Groups: each value.
 
-    All is remembered by MEMOIZE, as the pickler of the standard library writes it from protocol 4 on.
+    All values are memoized by MEMOIZE, as the standard library's pickler writes since protocol 4.
     """
     text = rb"\x8c" + _SIZED + MEMOIZE
     stack = rb"\]\x94\((?:%b)++e(?!\()" % _REFERENCE
@@ -33,10 +33,10 @@ def event_with_keys(keys: tuple[bytes, ...]) -> re.Pattern[bytes]:
 
 @lru_cache
 def dict_of_size(keys: int) -> re.Pattern[bytes]:
-    """Return the pattern of a dict whose `keys` keys were told before.
+    """Return the pattern of a dict with `keys` keys that are references.
 
-    Groups: how it is remembered; then each key and its value, which is a reference, an integer, a short text or a list
-    of references.
+    Groups: the opcode that memoizes it; then each key and its value: a reference, an integer, a short text or a list of
+    references.
     """
     pair = rb"(%b)(%b)" % (_REFERENCE, b"|".join((_REFERENCE, _INTEGER, _TEXT, _STACK)))
     return re.compile(rb"\}(%b)\(%bu" % (_PUT, pair * keys), re.DOTALL)

@@ -18,7 +18,7 @@ from tracekit.model.memory_snapshot import MemorySnapshot
 
 _COMMON_POOL = (0, 0)
 _PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
-_MAX_TOLD = 200
+_MAX_ERROR_LENGTH = 200
 
 
 class MemorySnapshots(Reader):
@@ -39,10 +39,10 @@ def read(path: str | Path) -> MemorySnapshot:
     """Return the snapshot in a file.
 
     Only plain containers are built: a pickle that would import or call anything is refused. Raises BadTraceError, which
-    names the opcode, the byte and the file; InputError where the file cannot be opened.
+    names the opcode, the byte and the file, or InputError if the file cannot be opened.
     """
     try:
-        file = Path(path).open("rb")  # noqa: SIM115 closed below; here only what opening it raises
+        file = Path(path).open("rb")  # noqa: SIM115 closed below
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
     with file, gc_paused():
@@ -51,8 +51,10 @@ def read(path: str | Path) -> MemorySnapshot:
     try:
         return _snapshot(str(path), root, unpickler)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, pl.exceptions.PolarsError) as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TOLD]
-        raise BadTraceError(f"{path}: is no CUDA memory snapshot of a form that is known ({told})") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR_LENGTH]
+        raise BadTraceError(
+            f"{path}: not a CUDA memory snapshot of a known form ({reason}); take another snapshot"
+        ) from None
 
 
 def _snapshot(path: str, root: Any, unpickler: Unpickler) -> MemorySnapshot:
@@ -88,7 +90,7 @@ def _blocks(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[
     for each in listed:
         address = each["address"]
         for block in each["blocks"]:
-            # Old blocks have no address of their own: they lie end to end.
+            # Blocks of old snapshots have no address: they are contiguous.
             address = block.get("address", address)
             yield (
                 each.get("device", 0), each["address"], address, block["size"], block.get("requested_size"),
@@ -115,7 +117,7 @@ def _frame(table: schema.Table, rows: Iterable[tuple[Any, ...]]) -> pl.DataFrame
 
 
 def _events(traces: Any, rows: EventColumns) -> pl.DataFrame:
-    """Return the events of all devices, in the order of devices and, for each, of their history."""
+    """Return the events of all devices, by device and in the order of its history."""
     device, picked = [], []
     for number, ranges in enumerate(traces):
         for each in ranges:
@@ -152,13 +154,13 @@ def _stacks(frames: FrameTable) -> pl.DataFrame:
     ends = np.frombuffer(frames.ends, np.int64)
     lengths = np.diff(ends, prepend=0)
     depth = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-    told = {"stack": np.repeat(np.arange(len(ends)), lengths), "depth": depth, "frame": np.array(frames.stacks)}
-    return schema.STACKS.conform(pl.DataFrame(told))
+    columns = {"stack": np.repeat(np.arange(len(ends)), lengths), "depth": depth, "frame": np.array(frames.stacks)}
+    return schema.STACKS.conform(pl.DataFrame(columns))
 
 
 def _frames(frames: FrameTable) -> pl.DataFrame:
-    return _frame(schema.FRAMES, ((number, *told) for told, number in frames.frames.items()))
+    return _frame(schema.FRAMES, ((number, *frame) for frame, number in frames.frames.items()))
 
 
-def _settings(told: object) -> dict[str, object]:
-    return {str(key): value for key, value in told.items()} if isinstance(told, dict) else {}
+def _settings(stated: object) -> dict[str, object]:
+    return {str(key): value for key, value in stated.items()} if isinstance(stated, dict) else {}

@@ -1,7 +1,7 @@
 """CUDA memory snapshot, a pickle -> plain containers, events by column, and stacks as numbers.
 
-What a snapshot holds most of never becomes a dict for long: rows that repeat (`Rows`) go to columns, many at a time
-where they are told alike, and stacks, lists of the same frames over and over, become one number each.
+Most of a snapshot is events and stacks. Events go to columns (`EventColumns`), many at a time if they have the same
+layout; a stack, which is the same list of frames in many events, becomes a number.
 """
 
 import re
@@ -26,8 +26,8 @@ from tracekit.ingest.readers.memory_snapshot.interning import (
 )
 
 _MAX_KNOWN = 1 << 20
-_TIME_BYTES = 9  # of a time in µs with its opcode, which never comes again
-# A key that no pickle can hold: what became of a dict that is a frame.
+_TIME_BYTES = 9  # of a time in µs with its opcode; times do not repeat
+# A key that no pickle can contain: marks a dict that was replaced by the number of its frame.
 _FRAME: Any = object()
 
 _Layout: TypeAlias = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -35,12 +35,12 @@ _FIRST = itemgetter(0)
 
 
 class Unpickler(Machine):
-    """One snapshot, read once by `read`: an event becomes an `Event`, a list of frames a `Stack` where possible."""
+    """One snapshot, read once by `read`. An event becomes an `Event`, a list of frames a `Stack` where possible."""
 
     expected = "the data of a memory snapshot"
 
     def __init__(self, file: BinaryIO, path: str) -> None:
-        """Take a file to read from its beginning; `path` is how messages name it."""
+        """Read `file` from its beginning; messages name it `path`."""
         super().__init__(file)
         self.path = path
         self.frames = FrameTable()
@@ -59,7 +59,7 @@ class Unpickler(Machine):
         return BadTraceError(f"{self.path}: byte {self.read_bytes:,}: the snapshot {problem}; take another snapshot")
 
     def empty_list(self) -> None:
-        """Push a list; at once as one number if it is a stack of frames that were told before."""
+        """Push a list; if it is a stack of known frames, its number."""
         found = opcode_patterns.KNOWN_STACK.match(self._data, self._pos - 1)
         stack = self._stack_of_references(found[2]) if found else None
         if found is None or stack is None:
@@ -71,25 +71,25 @@ class Unpickler(Machine):
             self._put_as(found[1], stack)
 
     def _stack_of_references(self, run: bytes) -> Stack | None:
-        """Return the number of a stack by a run of references; None where one of them is no frame."""
+        """Return the number of a stack, by references to its frames; None if one is not a frame."""
         known = self._stacks_by_references.get(run)
         if known is None:
-            told = [
+            frames = [
                 self._get(int.from_bytes(each[1:], "little")) for each in opcode_patterns.ONE_REFERENCE.findall(run)
             ]
-            if not all(_is_frame(each) for each in told):
+            if not all(_is_frame(each) for each in frames):
                 return None
-            known = self._stacks_by_references[run] = self.frames.stack(array("i", (each[_FRAME] for each in told)))
+            known = self._stacks_by_references[run] = self.frames.stack(array("i", (each[_FRAME] for each in frames)))
         return known
 
     def empty_dict(self) -> None:
-        """Push a dict; or, at once, all the events that follow in a form that came before."""
+        """Push a dict; or, if events of a known layout follow, all of them."""
         if self._shape is not None and self._add_events(self._shape):
             return
         self._stack.append({})
 
     def _add_events(self, shape: re.Pattern[bytes]) -> bool:
-        """Push the events that begin here and have the shape; False where there is none."""
+        """Push the events of this layout that begin here; False if there is none."""
         if self._keys and self._add_event_run(self._keys):
             return True
         scanner = shape.scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
@@ -102,16 +102,16 @@ class Unpickler(Machine):
             self._stack.append(self._add_event(found.groups(), layout))
             self._pos = found.end()
             if found[1] == opcode_patterns.MEMOIZE:
-                self._keys = keys  # what follows is told many at a time
+                self._keys = keys  # the next events are read many at a time
                 break
             if self._pos > last:
                 break
         return self._pos > began
 
     def _add_event_run(self, keys: tuple[bytes, ...]) -> bool:
-        """Push, as one range, all events that begin here and have these very keys; False where there is none.
+        """Push, as one range, all events with exactly these keys that begin here; False if there is none.
 
-        Most of a large snapshot is such runs. One pattern cuts them up, and they are told column by column.
+        Most of a large snapshot is such runs. One pattern splits them, and they are decoded column by column.
         """
         if len(self._memoized_values) > MAX_INTERNED:
             self._memoized_values.clear()
@@ -124,26 +124,26 @@ class Unpickler(Machine):
         others = [column for place, column in enumerate(columns) if place not in (at_us, address, size, stream)]
         self._memoize_events(len(found), [column for column in others if self._is_memoized(column)])
         times = _times(columns[at_us]) or self._column(columns[at_us])
-        told = [times, *(self._column(columns[place]) for place in (address, size, stream, action))]
-        self._stack.append(self.rows.add_many(told, list(map(self._stack_number, columns[frames]))))
+        values = [times, *(self._column(columns[place]) for place in (address, size, stream, action))]
+        self._stack.append(self.rows.add_many(values, list(map(self._stack_number, columns[frames]))))
         self._pos = found[-1].end()
         return True
 
     def _is_memoized(self, column: Sequence[bytes]) -> bool:
-        """Return whether values of a column go into the memo, texts or stacks told in full; and know those from now."""
+        """Return whether values of a column are memoized (texts and stacks that are no references); decode these."""
         if not set(map(_FIRST, column)) & _MEMOIZED:
             return False
         whole = self._memoized_values
-        for raw in dict.fromkeys(column):  # in order, so that stacks are numbered as they come
+        for raw in dict.fromkeys(column):  # in order, so that stacks are numbered by first occurrence
             if raw in whole or raw[0] not in _MEMOIZED:
                 continue
             whole[raw] = self._interned(raw[2:-1]) if raw[0] == _SHORT_TEXT else self._stack_of_references(raw[3:-1])
             if whole[raw] is None:
-                raise TypeError("a stack of what is no frame")
+                raise TypeError("a stack of something other than frames")
         return True
 
     def _memoize_events(self, count: int, columns: Sequence[Sequence[bytes]]) -> None:
-        """Put so many events into the memo, each with its values of these columns, as far as they are remembered."""
+        """Memoize `count` events, each with its memoized values of these columns."""
         self._forget_events()
         puts = [map(self._memoized_values.get, column) for column in columns]
         rows = zip(repeat(SPENT, count), *puts, strict=True)
@@ -164,13 +164,13 @@ class Unpickler(Machine):
         return [plain[raw] for raw in column]
 
     def _stack_number(self, raw: bytes) -> int:
-        told = self._memoized_values.get(raw)
-        if told is None:
-            told = self._get(int.from_bytes(raw[1:], "little")) if raw[0] in _REFERENCES else self._decoded(raw)[0]
-        return told if type(told) is Stack else self.stack_of(told)
+        frames = self._memoized_values.get(raw)
+        if frames is None:
+            frames = self._get(int.from_bytes(raw[1:], "little")) if raw[0] in _REFERENCES else self._decoded(raw)[0]
+        return frames if type(frames) is Stack else self.stack_of(frames)
 
     def _layout(self, keys: tuple[bytes, ...]) -> _Layout | None:
-        """Return what picks the values of `Rows.FIELDS` from an event's; None where the keys are no event's."""
+        """Return a function that picks the fields of an event from its values; None if the keys are not an event's."""
         names = [self._get(int.from_bytes(key[1:], "little")) for key in keys]
         if any(type(name) is not str for name in names) or not set(EventColumns.FIELDS) <= set(names):
             return None
@@ -178,7 +178,7 @@ class Unpickler(Machine):
         return layout
 
     def _add_event(self, groups: tuple[bytes, ...], layout: _Layout) -> Event:
-        """Return the event that the groups of a shape tell."""
+        """Append the event in the groups of a layout's pattern."""
         known, memo = self._values, self._memo
         if groups[0]:
             self._put_as(groups[0], SPENT)
@@ -188,21 +188,21 @@ class Unpickler(Machine):
             if remembered:
                 memo.append(value)
             values.append(value)
-        *told, frames = layout(values)
-        return self.rows.add(told, frames if type(frames) is Stack else self.stack_of(frames))
+        *fields, frames = layout(values)
+        return self.rows.add(fields, frames if type(frames) is Stack else self.stack_of(frames))
 
     def _value(self, raw: bytes) -> tuple[Any, bool]:
-        """Return a value, and whether it is still to be remembered; remember both if they can come again."""
+        """Return a value, and whether it is yet to be memoized; cache both if they can repeat."""
         value, put = self._decoded(raw)
-        told = (value, put == opcode_patterns.MEMOIZE)
-        if put and not told[1]:
+        decoded = (value, put == opcode_patterns.MEMOIZE)
+        if put and not decoded[1]:
             self._put_as(put, value)
         elif len(self._values) < _MAX_KNOWN and len(raw) != _TIME_BYTES:
-            self._values[raw] = told
-        return told
+            self._values[raw] = decoded
+        return decoded
 
     def _decoded(self, raw: bytes) -> tuple[Any, bytes]:
-        """Return a value of a shape, and the opcode that puts it into the memo, or nothing."""
+        """Return a value in a pattern's group, and the opcode that memoizes it, or nothing."""
         code = raw[0]
         if code in _INTEGERS:
             return int.from_bytes(raw[_INTEGERS[code] :], "little", signed=code in _SIGNED), b""
@@ -214,7 +214,7 @@ class Unpickler(Machine):
         found = opcode_patterns.KNOWN_STACK.match(raw)
         stack = self._stack_of_references(found[2]) if found else None
         if found is None or stack is None:
-            raise TypeError("a stack of what is no frame")
+            raise TypeError("a stack of something other than frames")
         return stack, found[1]
 
     def _update(self, items: list[Any]) -> None:
@@ -234,13 +234,13 @@ class Unpickler(Machine):
             super()._extend(target, items)
 
     def _events(self, target: list[Any], items: list[Any]) -> None:
-        """Keep only the range of the rows: a list of events is a list of ranges."""
+        """Store only the range of the rows: a list of events is a list of ranges."""
         first = items[0].start if type(items[0]) is range else items[0]
         past = int(first)
         for item in items:
             begin, end = (item.start, item.stop) if type(item) is range else (item, item + 1)
             if type(item) not in (Event, range) or begin != past:
-                raise TypeError("events that are mixed with others, or told twice")
+                raise TypeError("events that are out of order or mixed with other items")
             past = end
         target.append(range(first, past))
 
@@ -253,16 +253,16 @@ class Unpickler(Machine):
         return number
 
     def _frame(self, fields: Any) -> int:
-        """Return the number of a frame, and keep nothing else of it."""
+        """Return the number of a frame, and replace its fields by it."""
         if type(fields) is not dict or FRAME_KEY not in fields:
-            raise TypeError("a stack of what is no frame")
+            raise TypeError("a stack of something other than frames")
         number = self.frames.frame(fields)
         fields.clear()
         fields[_FRAME] = number
         return number
 
     def stack_of(self, frames: object) -> int:
-        """Return the number of the stack that a value of `frames` stands for; -1 where it holds none."""
+        """Return the number of the stack in a value of `frames`; -1 if there is none."""
         if type(frames) is Stack:
             return frames
         if type(frames) is not list or not frames:
@@ -273,7 +273,7 @@ class Unpickler(Machine):
         return int(frames[0])
 
     def _forget_events(self) -> None:
-        """Forget the events that went to columns."""
+        """Remove events that are in columns from the memo."""
         for number in range(self._swept, len(self._memo)):
             item = self._memo[number]
             if type(item) is Event or (type(item) is dict and SPENT in item):
@@ -281,7 +281,7 @@ class Unpickler(Machine):
         self._swept = len(self._memo)
 
     def _put_as(self, put: bytes, item: Any) -> None:
-        """Do what the opcode in `put` says: MEMOIZE, BINPUT or LONG_BINPUT."""
+        """Memoize an item as the opcode in `put` states: MEMOIZE, BINPUT or LONG_BINPUT."""
         self._put(len(self._memo) if put == opcode_patterns.MEMOIZE else int.from_bytes(put[1:], "little"), item)
 
 
@@ -289,13 +289,13 @@ _SHORT_TEXT, _EMPTY_LIST = b"\x8c]"
 _TIME = b"\x8a\x07"
 _MEMOIZED = frozenset((_SHORT_TEXT, _EMPTY_LIST))
 _INTEGERS = {ord("K"): 1, ord("M"): 1, ord("J"): 1, 0x8A: 2}
-"""Opcodes of integers, and where the digits begin."""
+"""Opcodes of integers, and the offset of their digits."""
 _SIGNED = b"J\x8a"
 _REFERENCES = b"hj"
 
 
 def _times(column: Sequence[bytes]) -> "array[int]":
-    """Return integers of 7 bytes, each with its opcode and length before it; nothing where some are others."""
+    """Return integers of 7 bytes, each after its opcode and length; nothing if some have another form."""
     data = np.frombuffer(b"".join(column), np.uint8)
     if set(map(len, column)) != {_TIME_BYTES} or not (data.reshape(-1, _TIME_BYTES)[:, :2] == tuple(_TIME)).all():
         return array("q")
