@@ -1,10 +1,10 @@
-"""What-if answers to two causes at once against the truth: what a run with two faults would save without both.
+"""What-if answers for two causes at once, compared with the ground truth of a second simulation.
 
     python -m benchmarks.labelled_together --runs 40 --out docs/whatif_together.md
 
-Draws are fresh each time unless --seed repeats one. The truth simulates again without both faults. Beside each answer
-stands the sum of what the two save alone, which is what a reader would take without it. A fault that costs less than 3%
-of the run does not count.
+Draws are fresh each time unless --seed repeats one. The ground truth is a second simulation without both faults.
+Each answer is listed with the sum of the two separate savings. A fault that costs less than 3% of the run does not
+count.
 """
 
 import argparse
@@ -27,28 +27,28 @@ from tracekit.simulate.faults import FAULTS, Fault, FaultRequest
 from tracekit.simulate.job import Job
 
 _NAMES = tuple(name for name in CAUSE_OF if name != "slow-network")
-_MATTERS, _FULL, _CLOSE = 0.03, 0.9, 0.1
+_MIN_RATIO, _MAX_MEMORY_RATIO, _CLOSE = 0.03, 0.9, 0.1
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One run with two faults: what its step costs by the truth, saved by the replay, and by the sum of two replays."""
+    """One run with two faults: its true saving, the predicted one, and the sum of two separate predictions."""
 
     pair: tuple[str, str]
     strategy: str
     true_ratio: float
-    told_ratio: float
+    predicted_ratio: float
     sum_ratio: float
-    why_not: str
+    unavailable_reason: str
     caveat: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw, simulate, ask, print the table."""
+    """Draw, simulate, predict, print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.labelled_together", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=40, help="how many (default: 40)")
     parser.add_argument("--seed", type=int, default=None, help="of the draws (default: the time)")
-    parser.add_argument("--out", type=Path, default=None, help="write the table to this file besides")
+    parser.add_argument("--out", type=Path, default=None, help="also write the table to this file")
     options = parser.parse_args(arguments)
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
     found = []
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.append(each)
         sys.stderr.write(
             f"{' + '.join(each.pair):<48} {each.strategy:<7} costs {each.true_ratio:6.1%}: "
-            f"told {each.told_ratio:6.1%}, the sum {each.sum_ratio:6.1%} {each.why_not}\n"
+            f"predicted {each.predicted_ratio:6.1%}, the sum {each.sum_ratio:6.1%} {each.unavailable_reason}\n"
         )
     text = document(found, seed)
     sys.stdout.write(text)
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def answers(count: int, seed: int) -> Iterator[Answer]:
-    """Yield as many runs with two faults that both matter, drawn from a seed."""
+    """Yield answers for `count` runs with two significant faults, drawn from a seed."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         while count:
             one, other = (FAULTS[name] for name in draw.sample(_NAMES, 2))
-            answer = _asked(draw, one, other, Path(folder) / "run") if _can_meet(one, other) else None
+            answer = _answer(draw, one, other, Path(folder) / "run") if _can_combine(one, other) else None
             if answer is not None:
                 count -= 1
                 yield answer
@@ -79,24 +79,28 @@ def answers(count: int, seed: int) -> Iterator[Answer]:
 
 def document(found: Sequence[Answer], seed: int) -> str:
     """Return the scores as Markdown: over all, then each run."""
-    told = [each for each in found if not each.why_not]
-    silent = "; ".join(f"{' + '.join(each.pair)}: {each.why_not}" for each in found if each.why_not)
+    answered = [each for each in found if not each.unavailable_reason]
+    unanswered = "; ".join(
+        f"{' + '.join(each.pair)}: {each.unavailable_reason}" for each in found if each.unavailable_reason
+    )
     lines = [
-        "# What-if answers to two causes at once\n",
+        "# What-if answers for two causes at once\n",
         f"    python -m benchmarks.labelled_together --runs {len(found)} --out docs/whatif_together.md\n",
-        f"{len(found)} **simulated** runs with two faults each, drawn with seed {seed}. *Saved*: of the step, as",
-        "simulating again without both has it, as `tracekit whatif --together` predicts it, and the sum of what it",
-        f"predicts for each alone. {len(found) - len(told)} of {len(found)} got no answer. {silent}\n",
-        "| | runs | off by, median | off by, most | within 10% |",
+        f"{len(found)} **simulated** runs with two faults each, drawn with seed {seed}. *Saved*: share of the step, from",
+        "a second simulation without both, as `tracekit whatif --together` predicts it, and the sum of the separate",
+        f"predictions. {len(found) - len(answered)} of {len(found)} have no answer. {unanswered}\n",
+        "| | runs | median error | largest error | within 10% |",
         "|---|---|---|---|---|",
-        f"| together | {_scores([each.told_ratio / each.true_ratio - 1 for each in told])} |",
-        f"| the sum of each alone | {_scores([each.sum_ratio / each.true_ratio - 1 for each in told])} |\n",
-        "| faults | strategy | saved | together | the sum | said besides |",
+        f"| together | {_scores([each.predicted_ratio / each.true_ratio - 1 for each in answered])} |",
+        f"| sum of separate savings | {_scores([each.sum_ratio / each.true_ratio - 1 for each in answered])} |\n",
+        "| faults | strategy | saved | together | sum | note |",
         "|---|---|---|---|---|---|",
     ]
-    for each in sorted(told, key=lambda one: -abs(one.told_ratio / one.true_ratio - 1)):
-        ratios = " | ".join(f"{ratio:.1%}" for ratio in (each.true_ratio, each.told_ratio, each.sum_ratio))
-        lines.append(f"| {', '.join(each.pair)} | {each.strategy} | {ratios} | {'less sure' if each.caveat else ''} |")
+    for each in sorted(answered, key=lambda one: -abs(one.predicted_ratio / one.true_ratio - 1)):
+        ratios = " | ".join(f"{ratio:.1%}" for ratio in (each.true_ratio, each.predicted_ratio, each.sum_ratio))
+        lines.append(
+            f"| {', '.join(each.pair)} | {each.strategy} | {ratios} | {'lower confidence' if each.caveat else ''} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -106,23 +110,23 @@ def _scores(errors: Sequence[float]) -> str:
     return f"{len(off)} | {statistics.median(off):.1%} | {max(off):.1%} | {close:.0%}"
 
 
-def _can_meet(one: Fault, other: Fault) -> bool:
+def _can_combine(one: Fault, other: Fault) -> bool:
     return bool(set(one.strategies) & set(other.strategies)) and CAUSE_OF[one.name] != CAUSE_OF[other.name]
 
 
-def _asked(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer | None:
-    asked = (FaultRequest(one, ()), FaultRequest(other, ()))
+def _answer(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer | None:
+    requests = (FaultRequest(one, ()), FaultRequest(other, ()))
     try:
         job = other.prepare(one.prepare(labelled_savings.drawn(draw, one)))
-        if not _fits(job, asked):
+        if not _fits(job, requests):
             return None
         healthy = run.simulate(job, (), out, arguments={"seed": job.seed}, force=True)
-        done = run.simulate(job, asked, out, arguments={"seed": job.seed}, force=True)
+        done = run.simulate(job, requests, out, arguments={"seed": job.seed}, force=True)
     except InputError:
         return None
     whole_ns = done.recording.total_ns
     cost_ns = {known.fault: known.cost_ns * len(known.steps) for known in done.known}
-    if min(cost_ns.get(fault.name, 0) for fault in (one, other)) < _MATTERS * whole_ns:
+    if min(cost_ns.get(fault.name, 0) for fault in (one, other)) < _MIN_RATIO * whole_ns:
         return None
     loaded = tracekit.load(str(out), cache=False)
     causes = [CAUSE_OF[fault.name] for fault in (one, other)]
@@ -135,9 +139,9 @@ def _asked(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer |
     )
 
 
-def _fits(job: Job, asked: Sequence[FaultRequest]) -> bool:
-    most = max(memory.peak_bytes(each) for each in (job, faults.inject(job, asked)))
-    return most <= _FULL * job.hardware.memory_bytes
+def _fits(job: Job, requests: Sequence[FaultRequest]) -> bool:
+    most = max(memory.peak_bytes(each) for each in (job, faults.inject(job, requests)))
+    return most <= _MAX_MEMORY_RATIO * job.hardware.memory_bytes
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What `tracekit whatif --strategy` and `--network-times` predict from a recording, against simulating just that.
+"""Predictions of `tracekit whatif --strategy` and `--network-times`, compared with simulations of the same change.
 
     python -m benchmarks.other_strategies --out docs/whatif_strategies.md
 
-Both runs are simulated; the prediction sees the first one's traces alone. For hsdp it is told what a ring inside a node
-carries, as nccl-tests would say.
+Both runs are simulated; the prediction reads the first one's traces only. For hsdp it is given the bandwidth of a ring
+inside a node, as nccl-tests would measure it.
 """
 
 import argparse
@@ -32,16 +32,16 @@ _LAYERS, _STEPS = 6, 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, predict, print the table; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.other_strategies", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write the table to this file besides")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args(arguments)
     lines = [
         "# Another strategy or network, predicted and simulated",
         "",
         "    python -m benchmarks.other_strategies",
         "",
-        f"**Simulated** runs of {_LAYERS} layers: a step as recorded under one strategy, as",
-        "`tracekit whatif --strategy` predicts it from that recording for another, or `--network-times` for links that",
-        "carry more or less, and as simulating that gives it.",
+        f"**Simulated** runs of {_LAYERS} layers: the step time recorded under one strategy, the",
+        "prediction of `tracekit whatif --strategy` for another, or of `--network-times` for another bandwidth, and",
+        "the simulation of that change.",
         "",
         "| machine, job | from | to | recorded | predicted | simulated |",
         "|---|---|---|---|---|---|",
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(lines[-1], file=sys.stderr, flush=True)
     text = "\n".join(lines) + "\n"
     sys.stdout.write(text)
-    if asked.out:
-        asked.out.write_text(text, encoding="utf-8")
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -66,12 +66,12 @@ def _rows(machine: Hardware, model: str, gpus: int, tokens: int) -> Iterator[str
         runs = {name: tracekit.load(str(Path(folder) / name), cache=False) for name in every}
         node = NodeSpec(machine.gpus_per_node, machine.node_bytes_per_s)
         for before, after in _PAIRS:
-            told = strategies.predict_strategy(runs[before], after, node)
-            yield f"{before} | {after} | {_row(took_ms[before], told, took_ms[after])}"
+            prediction = strategies.predict_strategy(runs[before], after, node)
+            yield f"{before} | {after} | {_row(took_ms[before], prediction, took_ms[after])}"
         for times in _NETWORKS:
-            told = strategies.predict_network(runs[FSDP2], times)
+            prediction = strategies.predict_network(runs[FSDP2], times)
             true_ms = _simulated(replace(job, hardware=_faster(machine, times)), Path(folder) / "network")
-            yield f"{FSDP2} | network × {times:g} | {_row(took_ms[FSDP2], told, true_ms)}"
+            yield f"{FSDP2} | network × {times:g} | {_row(took_ms[FSDP2], prediction, true_ms)}"
 
 
 def _simulated(job: Job, folder: Path) -> float:
@@ -87,12 +87,12 @@ def _faster(machine: Hardware, times: float) -> Hardware:
     )
 
 
-def _row(recorded_ms: float, told: Prediction, true_ms: float) -> str:
-    told_ms = told.predicted_ns / 1e6
-    return f"{recorded_ms:.0f} ms | {_against(told_ms, recorded_ms)} | {_against(true_ms, recorded_ms)} |"
+def _row(recorded_ms: float, prediction: Prediction, true_ms: float) -> str:
+    predicted_ms = prediction.predicted_ns / 1e6
+    return f"{recorded_ms:.0f} ms | {_relative(predicted_ms, recorded_ms)} | {_relative(true_ms, recorded_ms)} |"
 
 
-def _against(ms: float, before_ms: float) -> str:
+def _relative(ms: float, before_ms: float) -> str:
     return f"{ms:.0f} ms ({ms / before_ms - 1:+.1%})"
 
 

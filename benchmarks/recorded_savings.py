@@ -1,11 +1,10 @@
-"""What-if answers against recorded truth: trainings with a fault and without take turns, on this machine.
+"""What-if answers compared with recorded pairs: trainings with and without a fault, alternating on this machine.
 
     python -m benchmarks.recorded_savings --pairs 8 --out docs/whatif_recorded.md
 
-Each pair is a training without the fault and, right after it, the same with it. What the fault costs is how much longer
-the median profiled step takes, by median over the pairs; what `tracekit whatif` predicts for it is read off the faulty
-recording alone.
-Anything else that runs on the machine spoils the comparison: the spread over the pairs shows how much.
+Each pair is a training without the fault and, right after it, the same with it. The cost of the fault is the difference
+of the median profiled steps, by median over the pairs; `tracekit whatif` predicts it from the faulty recording alone.
+Other load on the machine disturbs the comparison: the spread over the pairs shows how much.
 """
 
 import argparse
@@ -34,7 +33,7 @@ _ONE_RANK = f"{_ALL} --batch 2 --tokens 32 --strategy ddp --world-size 1"
 
 @dataclass(frozen=True)
 class Case:
-    """A fault of the trainers, the cause that a replay takes away, and how both trainings are run."""
+    """A fault of the trainers, the cause that a replay removes, and the options of both trainings."""
 
     fault: str
     cause: str
@@ -63,27 +62,28 @@ class Pair:
 
 
 def measured(case: Case, pairs: int, folder: Path) -> list[Pair]:
-    """Record so many pairs in turns and return what they say. Raises CalledProcessError if a training fails."""
+    """Record `pairs` pairs in alternation. Raises CalledProcessError if a training fails."""
     found = []
     for number in range(pairs):
         healthy, faulty = folder / f"{number}-healthy", folder / f"{number}-faulty"
         _train(case.options, healthy)
         _train(f"{case.options} --fault {case.fault}", faulty)
-        healthy_ns, _ = _told(healthy, case.cause)
-        faulty_ns, predicted_ns = _told(faulty, case.cause)
+        healthy_ns, _ = _medians(healthy, case.cause)
+        faulty_ns, predicted_ns = _medians(faulty, case.cause)
         found.append(Pair(healthy_ns, faulty_ns, predicted_ns))
     return found
 
 
 def row(case: Case, pairs: Sequence[Pair]) -> str:
-    """Return the line of the table that tells what the pairs of one case say."""
+    """Return the table row of one case."""
     costs, predictions = [pair.cost_ns / 1e6 for pair in pairs], [pair.predicted_ns / 1e6 for pair in pairs]
     step_ms = statistics.median(pair.faulty_ns for pair in pairs) / 1e6
     off = statistics.median(predictions) / statistics.median(costs) - 1
-    return f"| {case.fault} | {case.cause} | {step_ms:.1f} ms | {_words(costs)} | {_words(predictions)} | {off:+.0%} |"
+    cost, predicted = _interval(costs), _interval(predictions)
+    return f"| {case.fault} | {case.cause} | {step_ms:.1f} ms | {cost} | {predicted} | {off:+.0%} |"
 
 
-def _words(values_ms: Sequence[float]) -> str:
+def _interval(values_ms: Sequence[float]) -> str:
     middle, low, high = median_with_interval(values_ms)
     return f"{middle:.1f} ms" + ("" if low is None else f" ({low:.1f} to {high:.1f})")
 
@@ -93,13 +93,13 @@ def _train(options: str, out: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
-def _told(path: Path, cause: str) -> tuple[int, int]:
-    """Return how long a step takes on its slowest rank and what it would save, ns, each by median over the steps.
+def _medians(path: Path, cause: str) -> tuple[int, int]:
+    """Return the step time of the slowest rank and its potential saving, ns, each by median over the steps.
 
-    The median leaves out steps in which something else had the processors.
+    The median ignores steps that other processes delayed.
     """
-    told = savings.saving(tracekit.load(str(path), cache=False), cause).steps
-    each = told.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
+    step_table = savings.saving(tracekit.load(str(path), cache=False), cause).steps
+    each = step_table.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
     saved = (each["replayed_ns"] - each["without_ns"]).median()
     return int(each["duration_ns"].median() or 0), int(saved or 0)  # type: ignore[arg-type]
 
@@ -111,29 +111,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [case.fault.partition("=")[0] for case in CASES]
     parser.add_argument("--fault", action="append", choices=names, help="only this; repeatable")
     parser.add_argument("--out", type=Path, help="write the table to this file too")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     began = time.monotonic()
     lines = [
         "# What-if answers on recorded pairs",
         "",
-        f"    python -m benchmarks.recorded_savings --pairs {asked.pairs}",
+        f"    python -m benchmarks.recorded_savings --pairs {options.pairs}",
         "",
-        f"{asked.pairs} pairs of trainings of each fault, without it and with it in turns, on CPU ranks over gloo.",
-        "Medians and 95% intervals. *Costs*: how much longer the median step takes with the fault. *Predicted*: what",
-        "replaying the faulty recording without the cause saves.",
+        f"{options.pairs} pairs of trainings per fault, without and with it in alternation, on CPU ranks over gloo.",
+        "Medians and 95% intervals. *Cost*: how much longer the median step takes with the fault. *Predicted*: the",
+        "saving from a replay of the faulty recording without the cause.",
         "",
-        "| fault | cause taken away | step with it | costs | predicted | off by |",
+        "| fault | removed cause | step with the fault | cost | predicted | error |",
         "|---|---|---|---|---|---|",
     ]
-    for case in [case for case in CASES if case.fault.partition("=")[0] in (asked.fault or names)]:
+    for case in [case for case in CASES if case.fault.partition("=")[0] in (options.fault or names)]:
         with tempfile.TemporaryDirectory() as folder:
-            lines.append(row(case, measured(case, asked.pairs, Path(folder))))
+            lines.append(row(case, measured(case, options.pairs, Path(folder))))
         print(lines[-1], file=sys.stderr, flush=True)
     text = "\n".join(lines) + "\n"
     print(text)
     print(f"took {time.monotonic() - began:.0f} s", file=sys.stderr)
-    if asked.out:
-        asked.out.write_text(text, encoding="utf-8")
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")
     return 0
 
 
