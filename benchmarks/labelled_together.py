@@ -87,7 +87,7 @@ def document(found: Sequence[Answer], seed: int) -> str:
         "# What-if answers for two causes at once\n",
         f"    python -m benchmarks.labelled_together --runs {len(found)} --out docs/whatif_together.md\n",
         f"{len(found)} **simulated** runs with two faults each, drawn with seed {seed}. *Saved*: share of the step,",
-        "from a second simulation without both, as `tracekit whatif --together` predicts it, and the sum of the separate",
+        "from a second simulation without both, as `tracekit whatif --together` predicts it, and the sum of separate",
         f"predictions. {len(found) - len(answered)} of {len(found)} have no answer. {unanswered}\n",
         "| | runs | median error | largest error | within 10% |",
         "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""The guide on runs of others quotes what tracekit says of them, and what the raw files hold."""
+"""The guide to public runs quotes tracekit's findings and numbers from the raw files."""
 
 import re
 from pathlib import Path
@@ -32,13 +32,13 @@ def kernels(run: tracekit.Run, rank: int, name: str) -> list[raw.Slice]:
         ("torchrec_v100_4ranks", "TorchRec"),
     ],
 )
-def test_quoted_findings_are_what_the_run_is_told(folder: str, title: str) -> None:
+def test_quoted_findings_are_those_of_the_run(folder: str, title: str) -> None:
     run = others(folder)
     section = next(part for part in GUIDE.split("\n## ") if part.startswith(title))
     quoted = re.findall(r"(?:WARNING|INFO)  \S+  (\w+)\n(.*?)\n(?=\n|```)", section, re.S)
     assert quoted
-    said = {(found.code, words(found.message)) for found in tracekit.check(run).findings}
-    assert {(code, words(message)) for code, message in quoted} <= said
+    reported = {(found.code, words(found.message)) for found in tracekit.check(run).findings}
+    assert {(code, words(message)) for code, message in quoted} <= reported
 
 
 def others(folder: str) -> tracekit.Run:
@@ -54,9 +54,9 @@ def test_gathers_of_nanogpt_last_as_long_as_the_table_says() -> None:
         for rank, rest in re.findall(r"^\| (\d) \|(.*)$", GUIDE, re.M)
     }
     assert set(rows) == {0, 1, 2}
-    for rank, told in rows.items():
+    for rank, expected in rows.items():
         found = [k for k in kernels(run, rank, "AllGather") if k.args.get("Out msg nelems") == 37_748_736]
-        assert [round((k.end - k.start) / 1e6, 2) for k in found] == told
+        assert [round((k.end - k.start) / 1e6, 2) for k in found] == expected
 
 
 def test_the_shortest_of_each_all_reduce_of_megatron_sum_to_the_transfer_on_every_rank() -> None:
