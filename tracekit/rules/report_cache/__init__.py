@@ -1,11 +1,10 @@
-"""Runs that were checked before: their reports and facts from the user's cache directory, without their traces.
+"""Reports and facts of runs that were checked before, from the user's cache directory, without reading traces.
 
-`report` is what `loading.load` and `checking.check` come to with the default thresholds, kept across processes; the run
-in it reads a trace only where a page asks for something that was not measured. `summary` is the little of it that a
-list of runs shows.
+`report` returns the result of `loader.load` and `engine.check` with default thresholds, cached across processes; its
+run reads a trace only if a page needs a table that was not measured. `summary` returns the part for a list of runs.
 
-Only the dashboard asks here. `tracekit check` judges each time it is called: its report names files as the command
-line names them, and what fails a build must rest on the files that lie there, not on what a cache says of them.
+Only the dashboard uses this cache. `tracekit check` always judges again: its report names files as the command line
+does, and a failed build must depend on the files themselves, not on a cache.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,28 +27,28 @@ def report(
     surveys: Iterable[RunFact] = (),
     on_progress: Callable[[Source], None] | None = None,
 ) -> Report:
-    """Return the report of a run by all rules with their default thresholds, kept or made now and then kept.
+    """Return the report of a run by all rules with default thresholds, from the cache if it is there.
 
-    Its run has `facts` and `surveys` measured, and all that the rules asked for. Raises what `loading.load` and
-    `checking.check` raise.
+    Its run has measured `facts` and `surveys`, and the facts of all rules. Raises the errors of `loader.load` and
+    `engine.check`.
     """
     key = keys.run_key(path)
-    kept = store.get(key, path) if key is not None else None
-    if kept is not None:
-        return kept
+    cached = store.get(key, path) if key is not None else None
+    if cached is not None:
+        return cached
     run = loader.load(path)
     made = engine.check(run, facts=facts, on_progress=on_progress)
     for survey in surveys:
         run.run_table(survey)
-    if key is not None and keys.run_key(path) == key:  # else it was written to while it was read
+    if key is not None and keys.run_key(path) == key:  # else the run changed while it was read
         store.put(key, made)
     return made
 
 
 def summary(path: str, state: keys.FileStates | None = None) -> Summary | None:
-    """Return the summary of a run that was checked; None where it was not, or has changed since.
+    """Return the summary of a run; None if it was not checked, or changed since.
 
-    `state` is that of its files where a caller knows it already.
+    `state` is the state of its files, if the caller has it already.
     """
     key = keys.run_key(path, state)
     return None if key is None else store.report_cache().get(key, entry.read_summary)

@@ -1,6 +1,6 @@
-"""One kept report as bytes: a line of JSON, its summary, and a zip archive of JSON and Arrow files. None holds code.
+"""The bytes of a cached report: its summary as a line of JSON, then a zip archive of JSON and Arrow files; no code.
 
-The summary stands before the archive so that a list of hundreds of runs reads a line of each.
+The summary comes first, so that a list of hundreds of runs reads only one line of each.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from tracekit.sync import alignment
 
 MAX_TABLE_BYTES = 16 << 20
 MAX_BYTES = 64 << 20
-"""Of all facts of a run together; what goes beyond is measured anew where a page asks for it."""
+"""Limit for all facts of a run together; the others are measured again when a page needs them."""
 UNSERIALIZABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
-"""What is raised where a manifest or a table holds what JSON or Arrow cannot say."""
+"""Errors for content of a manifest or a table that JSON or Arrow cannot represent."""
 _REPORT, _DATA_QUALITY = "report.json", "data_quality.arrow"
 _MAX_LINE_BYTES = 1 << 16
 
 Reader = Callable[[int, int, str], Callable[[], Trace]]
-"""From window, rank and path of a trace to what reads it."""
+"""Returns the function that reads a trace, by window, rank and path."""
 
 
 def write(report: Report, file: BinaryIO) -> None:
@@ -39,7 +39,7 @@ def write(report: Report, file: BinaryIO) -> None:
         "manifest": report.run.manifest,
         "sources": [[each.rank, each.window, each.path, each.size_bytes] for each in report.run.sources],
     }
-    told = {
+    content = {
         "run": run,
         "findings": [_as_dict(found) for found in report.findings],
         "notes": report.notes,
@@ -52,7 +52,7 @@ def write(report: Report, file: BinaryIO) -> None:
     line = json.dumps(dataclasses.asdict(summarize(report))).encode()
     file.write(b"%08x %s\n" % (zlib.crc32(line), line))
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_REPORT, json.dumps(told))
+        archive.writestr(_REPORT, json.dumps(content))
         archive.writestr(_DATA_QUALITY, _packed(report.run.data_quality))
         for number, found in enumerate(report.findings):
             archive.writestr(f"evidence{number}.arrow", _packed(found.evidence))
@@ -61,46 +61,46 @@ def write(report: Report, file: BinaryIO) -> None:
 
 
 def read_summary(file: BinaryIO) -> Summary:
-    """Return the summary of an entry. Raises where it is none."""
+    """Return the summary of an entry. Raises if the entry is damaged."""
     checksum, _, line = file.readline(_MAX_LINE_BYTES).rstrip(b"\n").partition(b" ")
     if int(checksum, 16) != zlib.crc32(line):
         raise ValueError("the summary is damaged")
-    told = json.loads(line)
-    return Summary(**told | {"steps_ns": tuple(told["steps_ns"])})
+    content = json.loads(line)
+    return Summary(**content | {"steps_ns": tuple(content["steps_ns"])})
 
 
-def read(file: BinaryIO, reader: Reader, recall: Callable[[int], pl.DataFrame | None]) -> Report:
-    """Return the report of an entry. Raises where it is none.
+def read(file: BinaryIO, reader: Reader, read_cached: Callable[[int], pl.DataFrame | None]) -> Report:
+    """Return the report of an entry. Raises if the entry is damaged.
 
-    Its run reads a trace by `reader`, and takes the fact of a number from `recall` while that has it.
+    Its run reads traces with `reader`, and facts by number with `read_cached`, as long as that returns them.
     """
     with zipfile.ZipFile(file) as archive:
-        told = json.loads(archive.read(_REPORT))
+        content = json.loads(archive.read(_REPORT))
         data_quality = _table(archive, _DATA_QUALITY)
-        evidence = [_table(archive, f"evidence{number}.arrow") for number in range(len(told["findings"]))]
-    sources = [Source(r, w, path, size, reader(w, r, path)) for r, w, path, size in told["run"]["sources"]]
+        evidence = [_table(archive, f"evidence{number}.arrow") for number in range(len(content["findings"]))]
+    sources = [Source(r, w, path, size, reader(w, r, path)) for r, w, path, size in content["run"]["sources"]]
     run = Run(
-        told["run"]["path"],
+        content["run"]["path"],
         sources,
-        manifest=told["run"]["manifest"],
+        manifest=content["run"]["manifest"],
         data_quality=data_quality,
         align=alignment.offsets,
     )
-    numbers = {name: number for number, name in enumerate(told["facts"])}
-    run.use_cached_tables(lambda name: recall(numbers[name]) if name in numbers else None)
+    numbers = {name: number for number, name in enumerate(content["facts"])}
+    run.use_cached_tables(lambda name: read_cached(numbers[name]) if name in numbers else None)
     return Report(
         run,
-        tuple(_finding(each, rows) for each, rows in zip(told["findings"], evidence, strict=True)),
-        tuple(told["notes"]),
-        tuple(Input(**each) for each in told["inputs"]),
-        told["tool_version"],
-        rules=tuple(told["rules"]),
-        blind_spots=told["blind_spots"],
+        tuple(_finding(each, rows) for each, rows in zip(content["findings"], evidence, strict=True)),
+        tuple(content["notes"]),
+        tuple(Input(**each) for each in content["inputs"]),
+        content["tool_version"],
+        rules=tuple(content["rules"]),
+        blind_spots=content["blind_spots"],
     )
 
 
 def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
-    """Return one fact of an entry. Raises where it is none."""
+    """Return one fact of an entry. Raises if the entry is damaged."""
     with zipfile.ZipFile(file) as archive:
         return _table(archive, f"fact{number}.arrow")
 
@@ -115,18 +115,18 @@ def _cacheable(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, pl.D
         yield name, table
 
 
-def _as_dict(found: Finding) -> dict[str, Any]:
-    told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "evidence"}
-    what_if = None if found.what_if is None else dataclasses.asdict(found.what_if)
-    return told | {"severity": found.severity.label, "what_if": what_if}
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    fields = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
+    what_if = None if finding.what_if is None else dataclasses.asdict(finding.what_if)
+    del fields["evidence"]
+    return fields | {"severity": finding.severity.label, "what_if": what_if}
 
 
-def _finding(told: Mapping[str, Any], evidence: pl.DataFrame) -> Finding:
-    given = dict(told)
-    given |= {name: tuple(given[name]) for name in ("ranks", "steps")}
-    given["severity"] = Severity[given["severity"].upper()]
-    given["what_if"] = None if given["what_if"] is None else WhatIf(**given["what_if"])
-    return Finding(**given, evidence=evidence)
+def _finding(fields: Mapping[str, Any], evidence: pl.DataFrame) -> Finding:
+    what_if = None if fields["what_if"] is None else WhatIf(**fields["what_if"])
+    parsed: dict[str, Any] = {name: tuple(fields[name]) for name in ("ranks", "steps")}
+    parsed |= {"severity": Severity[fields["severity"].upper()], "what_if": what_if, "evidence": evidence}
+    return Finding(**{**fields, **parsed})
 
 
 def _packed(table: pl.DataFrame) -> memoryview:

@@ -1,4 +1,4 @@
-"""What a kept report is found by: the run's files as they lie there, the code that judges, and its rules."""
+"""The key of a cached report: the state of the run's files, the hash of the code, and the rules."""
 
 import dataclasses
 import functools
@@ -20,43 +20,43 @@ from tracekit.ingest import disk_cache, readers
 from tracekit.rules import RULES, all_rules
 
 MAX_FILES = 20_000
-"""A folder of more files is no run to keep a report of: to look at all of them would take as long as to read one."""
+"""Reports of folders with more files are not cached: checking all files would take as long as reading a trace."""
 _MAX_DEPTH = 5
 _LOGS = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
 
 
 @dataclass(frozen=True)
 class FileState:
-    """A file of a run as the file system tells of it, by its path from the run's folder."""
+    """The state of a file of a run in the file system, by its path from the run's folder."""
 
     path: str
     size_bytes: int
     changed_ns: int
-    """When its content was last changed, as far as the file system tells."""
+    """The file's modification time."""
     touched_ns: int
-    """When anything of it was last changed, which no program can set back."""
+    """The file's status change time, which no program can set back."""
     links_to: str | None = None
-    """The real path, where any part of the path is a link."""
+    """The real path, if the file is a link."""
 
 
 @dataclass(frozen=True)
 class FileStates:
-    """All files that a run may be read from, by path. Two equal states hold the same run."""
+    """The states of all files of a run, by path. Equal states mean an unchanged run."""
 
     files: tuple[FileState, ...]
 
     @functools.cached_property
     def stamp(self) -> str:
-        """Return a short text that is another where a file is."""
-        told = "\0".join(f"{f.path}\0{f.size_bytes} {f.changed_ns} {f.touched_ns} {f.links_to}" for f in self.files)
-        return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+        """Return a short hash that changes with any file."""
+        text = "\0".join(f"{f.path}\0{f.size_bytes} {f.changed_ns} {f.touched_ns} {f.links_to}" for f in self.files)
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def file_states(path: str) -> FileStates | None:
-    """Return the state of a run's files, of a folder five levels deep; None where there is none, or too many.
+    """Return the states of a run's files, in a folder down to five levels; None if there are no files, or too many.
 
-    Hidden folders and checkpoints are left out, as they are when a run is loaded. For a single file, that file and the
-    manifest and logs beside it.
+    Hidden folders and checkpoints are left out, as in loading. For a single file: that file, the manifest and the logs
+    next to it.
     """
     root = Path(path)
     found: list[FileState] = []
@@ -68,59 +68,59 @@ def file_states(path: str) -> FileStates | None:
     if not found:
         return None
     above = root.parent if root.is_dir() else root.parent.parent
-    # The logs of a window lie in the folder above it, and so may those of the folder that was named.
+    # The logs of a window are in its parent folder, so the run's own logs may be there too.
     logs = (_file_state(above / name, f"../{name}") for name in _logs_in(above))
     found += [log for log in logs if log is not None]
     return FileStates(tuple(sorted(found, key=lambda file: file.path)))
 
 
 def run_key(path: str, known: FileStates | None = None) -> str | None:
-    """Return the key of a run's report; None where none can be kept of it, such as of a URL."""
-    held = file_states(path) if known is None else known
-    if held is None:
+    """Return the key of a run's report; None if it cannot be cached, such as that of a URL."""
+    states = file_states(path) if known is None else known
+    if states is None:
         return None
-    # A report names files by the path that the run was named by.
-    told = repr((_code_hash(), path, str(Path(path).absolute()), held.stamp))
-    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
+    # The report's file names depend on how the run's path was written.
+    text = repr((_code_hash(), path, str(Path(path).absolute()), states.stamp))
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _in_folder(folder: str, above: str, depth: int) -> Iterator[FileState]:
-    """Yield the files of a folder, and of those in it; `above` is what leads to it from the run's folder."""
+    """Yield the files of a folder and its subfolders; `above` is its path from the run's folder."""
     try:
         with os.scandir(folder) as entries:
-            listed = sorted(entries, key=lambda each: each.name)
+            files = sorted(entries, key=lambda file: file.name)
     except OSError:
         return
-    if depth and any(each.name == ".metadata" or each.name.endswith(".distcp") for each in listed):
+    if depth and any(file.name == ".metadata" or file.name.endswith(".distcp") for file in files):
         return
-    for each in listed:
-        place = above + each.name
-        if each.is_dir(follow_symlinks=False):
-            if depth < _MAX_DEPTH and not each.name.startswith("."):
-                yield from _in_folder(each.path, f"{place}/", depth + 1)
+    for file in files:
+        relative = above + file.name
+        if file.is_dir(follow_symlinks=False):
+            if depth < _MAX_DEPTH and not file.name.startswith("."):
+                yield from _in_folder(file.path, f"{relative}/", depth + 1)
             continue
         try:
-            known, links = each.stat(), each.is_symlink()
+            status, is_link = file.stat(), file.is_symlink()
         except OSError:
             continue
-        real = os.path.realpath(each.path) if links else None
-        yield FileState(place, known.st_size, known.st_mtime_ns, known.st_ctime_ns, real)
+        real = os.path.realpath(file.path) if is_link else None
+        yield FileState(relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns, real)
 
 
 def _single_file(file: Path) -> Iterator[FileState]:
     names = [file.name, conventions.MANIFEST_FILE, *_logs_in(file.parent)]
     for name in dict.fromkeys(names):
-        if seen := _file_state(file.parent / name, name):
-            yield seen
+        if state := _file_state(file.parent / name, name):
+            yield state
 
 
-def _file_state(path: Path, place: str) -> FileState | None:
+def _file_state(path: Path, relative: str) -> FileState | None:
     try:
         real = os.path.realpath(path) if path.is_symlink() else None
-        known = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return FileState(place, known.st_size, known.st_mtime_ns, known.st_ctime_ns, real)
+    return FileState(relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns, real)
 
 
 def _logs_in(folder: Path) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def _logs_in(folder: Path) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=64)
 def _names_of_logs(folder: str, changed_ns: int) -> tuple[str, ...]:  # noqa: ARG001  # part of the cache's key
     with os.scandir(folder) as entries:
-        return tuple(sorted(each.name for each in entries if each.name.endswith(_LOGS)))
+        return tuple(sorted(file.name for file in entries if file.name.endswith(_LOGS)))
 
 
 @functools.cache
@@ -144,10 +144,10 @@ def _code_hash() -> str:
     plugins: list[type | ModuleType] = [rule for rule in all_rules() if rule not in RULES]
     plugins += [type(reader) for reader in readers.available() if reader not in readers.READERS]
     plugins += [importlib.import_module(point.module) for point in entry_points(group="tracekit.metrics")]
-    told = {
+    parts = {
         "code": disk_cache.code_hash(package, ("**/*.py",)),
         "libraries": [pl.__version__, np.__version__],
         "rules": rules,
         "plugins": sorted({disk_cache.plugin_hash(plugin) for plugin in plugins}),
     }
-    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Where kept reports lie: a shelf of their own beside the parsed traces, with a tenth of their bound."""
+"""Storage of reports: a disk cache next to the parsed traces, with a tenth of the size limit."""
 
 import os
 from collections.abc import Callable
@@ -21,28 +21,28 @@ _SHARE_OF_CACHE = 0.1
 
 
 def report_cache() -> DiskCache:
-    """Return the user's shelf of kept reports; for a user without a home, one that holds nothing."""
+    """Return the user's cache of reports; for a user without a home directory, one that stores nothing."""
     cache = DiskCache.of_user("reports", _SUFFIX, share=_SHARE_OF_CACHE)
     return DiskCache(Path(os.devnull), _SUFFIX, 0) if cache is None else cache
 
 
 def get(key: str, path: str) -> Report | None:
-    """Return the report kept under `key` of the run at `path`; None where there is none to trust."""
-    held, again = report_cache(), _LazyRun(path, key)
+    """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
+    cache, run = report_cache(), _LazyRun(path, key)
 
-    def recall(number: int) -> pl.DataFrame | None:
-        return held.get(key, partial(entry.read_fact, number))
+    def read_cached(number: int) -> pl.DataFrame | None:
+        return cache.get(key, partial(entry.read_fact, number))
 
-    return held.get(key, lambda file: entry.read(file, again.reader, recall))
+    return cache.get(key, lambda file: entry.read(file, run.reader, read_cached))
 
 
 def put(key: str, report: Report) -> None:
-    """Keep a report; one that cannot be written is not kept."""
+    """Store a report; one that cannot be serialized is not stored."""
     report_cache().put(key, partial(entry.write, report), unless=entry.UNSERIALIZABLE)
 
 
 class _LazyRun:
-    """A run that is loaded when one of its traces is asked for."""
+    """A run that is loaded when one of its traces is needed."""
 
     def __init__(self, path: str, key: str) -> None:
         self._path, self._key = path, key
@@ -56,10 +56,10 @@ class _LazyRun:
         with self._lock:
             if self._run is None:
                 if keys.run_key(self._path) != self._key:
-                    # No BadTraceError: a run takes that for a rank that cannot be read, and goes on without it.
+                    # Not BadTraceError: a run would continue without that rank.
                     raise InputError(f"{self._path}: changed since it was checked; open it again")
                 self._run = loader.load(self._path)
         for source in self._run.sources:
             if (source.window, source.rank, source.path) == (window, rank, path):
                 return source.read()
-        raise InputError(f"{path}: is no part of the run any more; open it again")
+        raise InputError(f"{path}: is no longer part of the run; open it again")

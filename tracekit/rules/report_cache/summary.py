@@ -1,4 +1,4 @@
-"""What a list of runs shows of each: the verdict in numbers, and its step times."""
+"""The summary of a run in a list of runs: counts of findings, and step times."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ DATA_FAMILY = "DATA"
 
 @dataclass(frozen=True)
 class Summary:
-    """A report in short."""
+    """The summary of a report."""
 
     findings: Mapping[str, int]
     """How many there are of each severity, by label; without those of doubtful data."""
@@ -21,14 +21,14 @@ class Summary:
     ranks: int
     step_time_ns: float | None
     steps_ns: tuple[int, ...]
-    """The slowest rank's time of each step, in order; of many, the last."""
+    """The slowest rank's time of each step, in order; at most the last `MAX_STEPS`."""
     exposed_communication_ratio: float | None
     impact: float
     """The largest share of the step that one finding costs."""
 
 
 def summarize(report: Report) -> Summary:
-    """Return a report in short; its run's facts have been measured."""
+    """Return the summary of a report; its run's facts have been measured."""
     judged = [found for found in report.findings if not is_data_quality(found.code)]
     issues = [found for found in report.findings if is_data_quality(found.code) and found.severity > Severity.INFO]
     steps = facts.step_times(report.run)
