@@ -29,14 +29,20 @@ def recording(
         for rank in ranks
         for step, value in enumerate(values)
     ]
-    return Recording(
-        name,
-        None,
-        pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row"),
-        pl.DataFrame(schema=UNIT_COLUMNS),
-        pl.DataFrame(list(work), schema=unit_work.WORK_COLUMNS, orient="row"),
-        tuple(findings),
-    )
+    table = pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row")
+    return of_samples(table, name=name, findings=findings, work=work)
+
+
+def of_samples(
+    samples: pl.DataFrame,
+    *,
+    name: str = "main",
+    findings: Sequence[KnownFinding] = (),
+    work: Sequence[tuple[str, str | None, str, float]] = (),
+) -> Recording:
+    """Return a recording of these samples, whose columns are SAMPLE_COLUMNS."""
+    work_table = pl.DataFrame(list(work), schema=unit_work.WORK_COLUMNS, orient="row")
+    return Recording(name, None, samples, pl.DataFrame(schema=UNIT_COLUMNS), work_table, tuple(findings))
 
 
 def baseline(*recordings: Recording, fingerprint: Mapping[str, object] = FINGERPRINT) -> Baseline:

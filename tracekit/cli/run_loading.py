@@ -75,11 +75,13 @@ def open_run(path: str, *, cache: bool = True) -> "Run":
 
 
 def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
-    """Return the samples of a run or a saved report, for a comparison. Raises InputError if the path is neither."""
+    """Return the samples of a run, a saved report or a baseline. Raises InputError if the path is none of them."""
     from tracekit.regression.comparison import RunSamples
     from tracekit.regression.samples import samples
-    from tracekit.report import json
+    from tracekit.report import baseline_json, json
 
+    if baseline_json.is_baseline(Path(path)):
+        return RunSamples.of_baseline(baseline_json.read(Path(path)))
     if json.is_report(Path(path)):
         return json.read(Path(path))
     run = open_run(path, cache=cache)

@@ -146,7 +146,7 @@ def differences(baseline: Baseline, run: Run, *, allow_different: bool = False) 
     a, b = baseline.fingerprint, fingerprint(run)
     fields = sorted(field for field in a.keys() | b.keys() if a.get(field) != b.get(field))
     told = {
-        field: f"{field} differs: {_shown(a, field)} in the baseline {baseline.name}, {_shown(b, field)} in {run.name}"
+        field: f"{field} differs: {shown(a, field)} in the baseline {baseline.name}, {shown(b, field)} in {run.name}"
         for field in fields
     }
     refused = [told[field] for field in fields if field in a and field in b]
@@ -175,15 +175,16 @@ def flat(value: Mapping[str, object], prefix: str = "") -> dict[str, Plain]:
     return found
 
 
-def _picked(table: object, names: Sequence[str]) -> dict[str, object]:
-    return {name: table[name] for name in names if name in table} if isinstance(table, Mapping) else {}
-
-
-def _shown(fields: Mapping[str, Plain], field: str) -> str:
+def shown(fields: Mapping[str, Plain], field: str) -> str:
+    """Return the value of a field as short text."""
     if field not in fields:
         return "not known"
     text = str(fields[field])
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _picked(table: object, names: Sequence[str]) -> dict[str, object]:
+    return {name: table[name] for name in names if name in table} if isinstance(table, Mapping) else {}
 
 
 def _is_alike(samples: pl.DataFrame, others: pl.DataFrame) -> bool:

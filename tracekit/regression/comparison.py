@@ -10,6 +10,7 @@ from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.regression import cpu_starvation, metrics
+from tracekit.regression.baseline import Baseline, flat, shown
 from tracekit.regression.samples import Values, job_samples, run_samples
 from tracekit.regression.significance import Change, compare_recordings
 from tracekit.regression.thresholds import CONFIDENCE, Thresholds
@@ -17,21 +18,37 @@ from tracekit.regression.thresholds import CONFIDENCE, Thresholds
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
 _NOTED = ("arguments", "versions", "mesh", "simulated")
 _EXPECTED_TO_DIFFER = ("arguments.strategy", "arguments.out")
-_SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True, eq=False)
 class RunSamples:
-    """One run of a comparison. `samples` has the columns of `samples.run_samples`."""
+    """One side of a comparison: a run, or the recordings of a baseline.
+
+    `samples` has the columns of `samples.run_samples`; `repeats` are those of further recordings.
+    """
 
     name: str
     manifest: Mapping[str, object]
     samples: pl.DataFrame
+    repeats: tuple[pl.DataFrame, ...] = ()
+    is_baseline: bool = False
+    """Whether `manifest` is a baseline's fingerprint, which leaves out what may differ."""
 
     @classmethod
     def of(cls, run: Run, name: str = "") -> "RunSamples":
         """Return what a run measured, under its own name or another."""
         return cls(name or run.name, run.manifest, run_samples(run))
+
+    @classmethod
+    def of_baseline(cls, baseline: Baseline) -> "RunSamples":
+        """Return what the recordings of a baseline measured."""
+        first, *others = (recording.samples for recording in baseline.recordings)
+        return cls(baseline.name, baseline.fingerprint, first, tuple(others), is_baseline=True)
+
+    @property
+    def recordings(self) -> tuple[pl.DataFrame, ...]:
+        """Return the samples of each recording."""
+        return (self.samples, *self.repeats)
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,8 @@ def compare(
                 "pass --allow-different to compare anyway"
             )
     return compare_groups(
-        {reference.name: [reference.samples]},
-        {candidate.name: [candidate.samples]},
+        {reference.name: reference.recordings},
+        {candidate.name: candidate.recordings},
         notes=notes,
         on_host=(reference.manifest.get("device") or "cpu") == "cpu",
         thresholds=thresholds,
@@ -112,37 +129,20 @@ def compare_groups(
 
 def _differences(reference: RunSamples, candidate: RunSamples, *, allow_different: bool) -> list[str]:
     """Return notes on what differs between the manifests; raise where that makes speed incomparable."""
-    a, b = (_flat({"simulated": False, **side.manifest}) for side in (reference, candidate))
+    a, b = (flat({"simulated": False, **side.manifest}) for side in (reference, candidate))
+    fields = a.keys() & b.keys() if reference.is_baseline or candidate.is_baseline else a.keys() | b.keys()
     notes: list[str] = []
     refused: list[str] = []
-    for field in sorted(a.keys() | b.keys()):
+    for field in sorted(fields):
         root = field.partition(".")[0]
         if root not in (*_MUST_AGREE, *_NOTED) or field in _EXPECTED_TO_DIFFER or a.get(field) == b.get(field):
             continue
-        text = f"{field} differs: {_shown(a, field)} in {reference.name}, {_shown(b, field)} in {candidate.name}"
+        text = f"{field} differs: {shown(a, field)} in {reference.name}, {shown(b, field)} in {candidate.name}"
         # What one manifest lacks is not a difference, only a lesser certainty.
         (refused if root in _MUST_AGREE and field in a and field in b else notes).append(text)
     if refused and not allow_different:
         raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare anyway")
     return refused + notes
-
-
-def _flat(manifest: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return what a manifest knows by dotted name: {"model": {"layers": 2}} is {"model.layers": 2}. No nulls."""
-    flat: dict[str, object] = {}
-    for key, value in manifest.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[prefix + key] = value
-    return flat
-
-
-def _shown(manifest: Mapping[str, object], field: str) -> str:
-    if field not in manifest:
-        return "not known"
-    text = str(manifest[field])
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
 def _by_metric(tables: Sequence[pl.DataFrame], ranks: Sequence[int] | None) -> dict[str, list[Values]]:

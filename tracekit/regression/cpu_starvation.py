@@ -46,7 +46,7 @@ def without_starved(
     """
     before = [ratio for ratio in map(stretch, reference) if ratio is not None]
     after = [ratio for ratio in map(stretch, candidate) if ratio is not None]
-    if not before or not after or min(after) <= MAX_STRETCH * max(before):
+    if not before or not after or not max(before) or min(after) <= MAX_STRETCH * max(before):
         return changes, ()
     factor = min(after) / max(before)
     if not any(_is_explained(change, factor) for change in changes):

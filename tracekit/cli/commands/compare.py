@@ -26,8 +26,10 @@ class ComparisonFormat(StrEnum):
 
 @expand_options
 def compare(
-    reference: Annotated[str, typer.Argument(metavar="A", help="The reference: a run, or a saved JSON report.")],
-    candidate: Annotated[str, typer.Argument(metavar="B", help="The run or saved JSON report to judge.")],
+    reference: Annotated[
+        str, typer.Argument(metavar="A", help="The reference: a run, a saved JSON report or a baseline.")
+    ],
+    candidate: Annotated[str, typer.Argument(metavar="B", help="The run, saved JSON report or baseline to judge.")],
     *,
     fail_if: Annotated[
         list[str] | None,
