@@ -170,7 +170,7 @@ def test_the_message_says_what_was_measured_against_what_and_what_costs_most(don
     said, _, folder = done
     message = said.stdout.partition("test_broken ___")[2].partition("\n____")[0]
     assert "trace budget broken, by steps 3–7\n" in message
-    assert re.search(r"\n  step_time: 2\d\.?\d* ms, at most 5 ms are allowed\.|\n  step_time: \d+\.?\d* ms", message)
+    assert re.search(r"\n  step_time: 2\d\.?\d* ms, at most 5 ms is allowed\.|\n  step_time: \d+\.?\d* ms", message)
     assert "peak_allocated" not in message
     assert "what costs most:\n" in message
     (run,) = re.findall(r"the run: tracekit check (.+)", message)
@@ -180,7 +180,7 @@ def test_the_message_says_what_was_measured_against_what_and_what_costs_most(don
 def test_a_loop_that_is_too_short_says_so_and_a_test_that_raises_fails_by_itself(done):
     said, _, _ = done
     assert "steps 3:8 were to be recorded, but the test made 5: trace_run.step() ends a step" in said.stdout
-    assert "tokens_per_second: cannot be told: no log tells the tokens of a step" in said.stdout
+    assert "tokens_per_second: not measured: no log records the tokens of a step" in said.stdout
     assert "KeyError: 'its own'" in said.stdout
     assert "test_raises" not in said.stdout.partition("recorded trainings")[2].partition("short test summary")[0]
 
@@ -269,7 +269,7 @@ def test_the_example_of_the_guide_says_what_the_guide_says(tmp_path):
     said = run_pytest(written(tmp_path, "test_training.py", example))
     assert "1 failed, 2 passed" in said.stdout
     told, promised = (re.sub(r"[\d.]+ (ms|s)|\d+ \S?s|/\S+", "…", text) for text in (said.stdout, guide))
-    message = "trace budget broken, by steps 3–7\n      step_time: …, at most … are allowed.\n      allocations: "
+    message = "trace budget broken, by steps 3–7\n      step_time: …, at most … is allowed.\n      allocations: "
     assert message in promised
     assert message.replace("\n    ", "\n") in told
     assert re.search(r"::test_a_step_is_fast_and_small .* kept\n", told)
@@ -283,7 +283,7 @@ def test_a_mark_that_makes_no_sense_is_an_error_of_collection_that_names_what_th
     folder = written(tmp_path, "test_train.py", "import pytest", tests)
     said = run_pytest(folder, "-q")
     assert said.returncode == 2
-    assert "test_metric: @pytest.mark.trace_budget: step_tme is no metric: did you mean step_time?" in said.stdout
+    assert "test_metric: @pytest.mark.trace_budget: step_tme is not a metric: did you mean step_time?" in said.stdout
     assert "exposed_communication_ratio" in said.stdout
 
 
@@ -319,7 +319,12 @@ def test_the_entry_point_is_the_plugin_and_it_imports_nothing_heavy():
         "print(sorted(name for name in set(sys.modules) - before if name.count('.') == 0 or 'tracekit' in name))"
     )
     listed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert eval(listed.stdout) == ["tracekit", "tracekit.testing", "tracekit.testing.plugin"]
+    assert eval(listed.stdout) == [
+        "tracekit",
+        "tracekit.conventions",
+        "tracekit.testing",
+        "tracekit.testing.plugin",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
