@@ -1,12 +1,12 @@
-"""Five questions that people bring to a trace, asked of tracekit and of HolisticTraceAnalysis, with what each answers.
+"""Five common questions about a trace, with the answers of tracekit and of HolisticTraceAnalysis.
 
     python -m benchmarks.five_questions [--browser]
 
-With --browser the dashboard is asked instead, in Chromium: each click or choice is a step.
+With --browser the dashboard answers instead, in Chromium: each click or choice is a step.
 
-The runs are **simulated** (8 GPUs, so that the truth is known), but for memory, which is asked of a recorded sample.
-HTA gets the same files written as torch writes them (it tells ranks by a pattern with blanks in it). A step is a call,
-or a choice that the person has to make in its answer; what a person then has to find by eye is said and not counted.
+The runs are **simulated** (8 GPUs, so that the answer is known), except for memory, which uses a recorded sample.
+HTA gets the same files written as torch writes them (it finds ranks by a pattern that contains blanks). A step is a
+call, or a choice in its answer; what a person has to find by eye is stated and not counted.
 """
 
 import argparse
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Ask and print; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.five_questions", description=__doc__.splitlines()[0])
     parser.add_argument("--browser", action="store_true", help="ask the dashboard, in a headless Chromium")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        runs = _simulated(Path(folder), spaced=not asked.browser)
-        if asked.browser:
+        runs = _simulated(Path(folder), spaced=not options.browser)
+        if options.browser:
             shutil.copytree(MEMORY, Path(folder) / "memory")
             _browse(Path(folder))
             return 0
@@ -91,7 +91,7 @@ def _browse(runs: Path) -> None:
 
     with screenshots.served(runs) as (url, _), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), chromium_sandbox=False)
-        for question, ask in _ASKED.items():
+        for question, ask in _IN_THE_DASHBOARD.items():
             page = browser.new_page(viewport={"width": 2000, "height": 1000})
             page.set_default_timeout(120_000)
             page.goto(url)
@@ -142,7 +142,7 @@ class _Person:
         self.steps += 1
 
 
-_ASKED: dict[str, Callable[[_Person], str]] = {
+_IN_THE_DASHBOARD: dict[str, Callable[[_Person], str]] = {
     "Which rank is late?": lambda person: (
         person.choose("late").turn_to("Overview").read(".tk-verdict", "Rank 5 comes late")
     ),
@@ -218,7 +218,7 @@ class _Hta:
     def analysis(self, run: str) -> object:
         from hta.trace_analysis import TraceAnalysis
 
-        self.calls += 2  # the object, and what is asked of it
+        self.calls += 2  # the object and the query
         return TraceAnalysis(trace_dir=f"{run}-spaced")
 
     def difference(self, reference: str, run: str) -> object:

@@ -51,16 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--events", type=int, default=1_500_000, help="about how many a rank has")
-    parser.add_argument("--out", type=Path, help="folder for the traces and their cache, kept; a temporary one if none")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help="folder for the traces and their cache; default: a temporary folder")
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = asked.out or Path(temporary)
+        folder = options.out or Path(temporary)
         os.environ[disk_cache.DIRECTORY_VARIABLE] = str(folder / "cache")
         run = folder / "run"
         if not run.is_dir():
-            _write(run, asked.ranks, asked.events)
+            _write(run, options.ranks, options.events)
         read = _alone(_read, run)
-        print(f"{read['events']:,} events on {asked.ranks} ranks; parsed by {read['cpu_s']:.0f} s of CPU")
+        print(f"{read['events']:,} events on {options.ranks} ranks; parsed by {read['cpu_s']:.0f} s of CPU")
         timeline.scene_cache().clear()
         built = _alone(_build, run)
         print(f"laid out by {built['cpu_s']:.1f} s of CPU, {built['peak_mib']:.0f} MiB at most; file of "
@@ -77,9 +77,9 @@ def _alone(work: Callable[[str], dict[str, Any]], path: Path) -> dict[str, Any]:
 
 def _measured(work: Callable[[str], dict[str, Any]], path: str) -> dict[str, Any]:
     began = time.process_time()
-    told = work(path)
+    result = work(path)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"cpu_s": time.process_time() - began, "peak_mib": peak_mib} | told
+    return {"cpu_s": time.process_time() - began, "peak_mib": peak_mib} | result
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _see(path: str) -> dict[str, Any]:
     opened_s = time.process_time() - began
     rows = int(scene.tracks["rows"].sum())
     draw, (begin_ns, end_ns) = random.Random(2), scene.span
-    told: dict[str, Any] = {"opened_s": opened_s, "tracks": scene.tracks.height, "rows": rows, "views": {}, "finds": {}}
+    seen: dict[str, Any] = {"opened_s": opened_s, "tracks": scene.tracks.height, "rows": rows, "views": {}, "finds": {}}
     length_ns, zoom = end_ns - begin_ns, 1
     while length_ns // zoom > 100:
         times, rectangles = [], []
@@ -120,7 +120,7 @@ def _see(path: str) -> dict[str, Any]:
             found = timeline.view(scene, (first_ns, first_ns + length_ns // zoom), _PIXELS)
             times.append(time.process_time() - began)
             rectangles.append(found.height)
-        told["views"][zoom] = (times, rectangles)
+        seen["views"][zoom] = (times, rectangles)
         zoom *= 10
     for text in _TEXTS:
         times = []
@@ -128,8 +128,8 @@ def _see(path: str) -> dict[str, Any]:
             began = time.process_time()
             matches = timeline.find_by_name(scene, text)
             times.append(time.process_time() - began)
-        told["finds"][text] = (times, matches.count)
-    return told
+        seen["finds"][text] = (times, matches.count)
+    return seen
 
 
 def _print_seen(seen: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ def _write_rank(folder: Path, rank: int, ranks: int, events: int) -> None:
 
 
 class _Training:
-    """What one rank does: step after step of forward and backward, layer after layer. Times in whole ns, told in µs."""
+    """The events of one rank: steps of forward and backward, layer by layer. Times are whole ns, written in µs."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
@@ -248,10 +248,10 @@ class _Training:
         # It ends on all ranks at once; who comes when is a rank's own.
         end_ns = (count + 1) * _LAYER_NS + self._shared.randrange(50_000)
         takes_ns = 80_000 + self._own.randrange(40_000)
-        told = f'"Collective name":"_allgather_base","dtype":"BFloat16","In msg nelems":{1 << 20},' \
+        collective = f'"Collective name":"_allgather_base","dtype":"BFloat16","In msg nelems":{1 << 20},' \
                f'"Out msg nelems":{self._ranks << 20},"Seq":{count},"Group size":{self._ranks},' \
                f'"Process Group Name":"0","Process Group Ranks":"{list(range(self._ranks))}"'  # fmt: skip
-        where = f'"device":{self._rank},"stream":20,{correlated},{told}'
+        where = f'"device":{self._rank},"stream":20,{correlated},{collective}'
         name = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
         yield self._slice("kernel", name, self._rank, 20, end_ns - takes_ns, takes_ns, where)
         self._host_ns += 9_500

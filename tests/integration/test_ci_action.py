@@ -1,4 +1,4 @@
-"""The Action's steps on a fresh clone: green, red at the right line, and one comment kept up to date."""
+"""The Action's steps on a fresh clone: green, red at the right line, and one comment that is updated."""
 
 import json
 import shutil
@@ -122,7 +122,7 @@ def test_further_words_are_given_to_the_check_as_they_are(act: Act, clone: Path)
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="what stands for gh needs jq")
-def test_one_comment_is_kept_up_to_date(tmp_path: Path) -> None:
+def test_one_comment_is_updated(tmp_path: Path) -> None:
     environment = doc_snippets.environment(tmp_path)
     gh, store, comment = tmp_path / "bin" / "gh", tmp_path / "comments.json", tmp_path / "comment.md"
     gh.write_text(GH)
@@ -132,7 +132,7 @@ def test_one_comment_is_kept_up_to_date(tmp_path: Path) -> None:
     environment |= {"COMMENTS": str(store), "GITHUB_REPOSITORY": "team/project"}
     pull_request = {"token": "secret", "event": {"pull_request": {"number": 7}}}
 
-    def told(text: str, github: object, **inputs: str) -> list[dict[str, object]]:
+    def comments_after(text: str, github: object, **inputs: str) -> list[dict[str, object]]:
         comment.write_text(text)
         done = composite_action.run(
             ACTION,
@@ -151,8 +151,8 @@ def test_one_comment_is_kept_up_to_date(tmp_path: Path) -> None:
 
     forked = {**pull_request, "token": "read-only"}
     red, green = (f"<!-- tracekit:check -->\n### {verdict}\n$(touch x) `y` %0A\n" for verdict in ("red", "green"))
-    assert told(red, pull_request, comment="false") == others
-    assert told(red, {"token": "secret"}) == others  # a push has no pull request
-    assert told(red, forked) == others
-    assert told(red, pull_request) == [*others, {"id": 102, "body": red}]
-    assert told(green, pull_request) == [*others, {"id": 102, "body": green}]
+    assert comments_after(red, pull_request, comment="false") == others
+    assert comments_after(red, {"token": "secret"}) == others  # a push has no pull request
+    assert comments_after(red, forked) == others
+    assert comments_after(red, pull_request) == [*others, {"id": 102, "body": red}]
+    assert comments_after(green, pull_request) == [*others, {"id": 102, "body": green}]

@@ -53,10 +53,10 @@ def test_the_tutorial_ends_with_a_red_build(tmp_path: Path) -> None:
 def test_workflows_are_valid_and_name_inputs_that_the_action_has(name: str) -> None:
     workflow = yaml.safe_load(WORKFLOWS[name])
     # YAML 1.1 reads the key "on" as true.
-    told = {"on" if key is True else key: value for key, value in workflow.items()}
-    Draft7Validator(get_builtin_schema("vendor.github-workflows")).validate(told)
+    document = {"on" if key is True else key: value for key, value in workflow.items()}
+    Draft7Validator(get_builtin_schema("vendor.github-workflows")).validate(document)
     inputs = composite_action.described(doc_snippets.REPOSITORY / "action.yml")["inputs"]
-    for step in _steps(told):
+    for step in _steps(document):
         if step.get("uses", "").startswith("OWNER/tracekit@"):
             assert set(step["with"]) <= set(inputs)
 

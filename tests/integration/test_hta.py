@@ -42,7 +42,7 @@ RESULTS = {
 
 
 def _without_numbers(by_rank):
-    """Leave correlation out: its numbers are made anew."""
+    """Leave correlation out: its numbers are generated."""
     return {
         rank: table.drop(columns="correlation")
         .astype(float)
@@ -104,7 +104,7 @@ def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param.__name__.strip("_"))
     files = request.param(folder)
     if not files:
-        pytest.skip("the traces of others are not beside this checkout")
+        pytest.skip("no traces of other projects next to this checkout")
     own = folder / "own"
     own.mkdir()
     for file in files:
@@ -113,7 +113,7 @@ def pair(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_what_hta_tells_of_a_loaded_run_equals_what_it_tells_of_the_files(pair, name):
+def test_hta_results_of_a_loaded_run_equal_those_of_the_files(pair, name):
     theirs, ours = pair
     assert ours.t.get_ranks() == theirs.t.get_ranks()
     ranks = theirs.t.get_ranks()
@@ -159,7 +159,7 @@ def test_a_folder_that_hta_cannot_load_is_handed_over_all_the_same(tmp_path):
     assert analysis.get_comm_comp_overlap(visualize=False)["comp_comm_overlap_pctg"].tolist()[:2] == [0.0, 0.0]
 
 
-def test_a_rank_without_a_device_is_left_out_aloud_and_the_others_are_analyzed(tmp_path):
+def test_a_rank_without_a_device_is_left_out_with_a_warning_and_the_others_are_analyzed(tmp_path):
     for rank in (0, 1, 2):
         write(tmp_path / f"rank{rank}.json", trace(rank, 3, start_us=100.0 + rank, on_device=rank != 1))
     run = loader.load(tmp_path)
@@ -171,7 +171,7 @@ def test_a_rank_without_a_device_is_left_out_aloud_and_the_others_are_analyzed(t
         to_hta(run, ranks=[7])
 
 
-def test_times_are_whole_us_as_hta_rounds_them_unless_told_not_to(tmp_path, monkeypatch):
+def test_times_are_whole_us_as_hta_rounds_them_by_default(tmp_path, monkeypatch):
     events = [
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": 1.25, "dur": 1.5,
          "args": {"correlation": 5}},

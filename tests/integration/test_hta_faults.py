@@ -1,6 +1,6 @@
 """Where HTA fails, tracekit does not: one test for each fault that its users meet, on traces small enough to read.
 
-Beside each stands a test that HTA itself still has the fault. It skips where HTA is not installed or has mended it, so
+Next to each is a test that HTA itself still has the fault. It skips where HTA is not installed or has fixed it, so
 that a better HTA never fails this suite.
 """
 
@@ -199,8 +199,8 @@ def test_hta_fault_04_a_bad_rank_leaves_the_others_and_is_a_finding(tmp_path, ho
     run = load(tmp_path, cache=False)
     good = run.table(breakdown.by_rank).filter(pl.col("rank") != 1)
     assert good["communication_ns"].to_list() == [400_000, 400_000]
-    told = [found for found in check(run).findings if found.code == "DATA001" and 1 in found.ranks]
-    assert told
+    issues = [found for found in check(run).findings if found.code == "DATA001" and 1 in found.ranks]
+    assert issues
     assert run.ranks == ((0, 2) if how == "empty" else (0, 1, 2))
 
 
@@ -240,7 +240,7 @@ def write_mixed(folder: Path) -> dict[int, Path]:
     }
 
 
-def test_hta_fault_06_a_rank_without_a_device_is_measured_beside_the_others(tmp_path):
+def test_hta_fault_06_a_rank_without_a_device_is_measured_with_the_others(tmp_path):
     write_mixed(tmp_path)
     found = load(tmp_path, cache=False).table(breakdown.by_rank)
     assert found.select("rank", "device").rows() == [(0, 0), (1, None)]
@@ -316,7 +316,7 @@ def test_hta_fault_09_a_stream_that_waits_for_a_collective_shows_as_exposed_comm
     assert found["idle_ns"] == 0
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="the traces of others are not beside this checkout")
+@pytest.mark.skipif(not TRACES.is_dir(), reason="no traces of other projects next to this checkout")
 @pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "hta_nccl_args_a100"])
 def test_hta_fault_09_on_recorded_runs_no_communication_hides_in_idle_time(name):
     run = load(TRACES / name)
@@ -355,7 +355,7 @@ def late_rank(names: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", ["ncclDevKernel_AllReduce_Sum_f32_RING_LL", "ncclKernel_AllReduce_RING_LL_Sum_float"])
-def test_hta_fault_10_the_late_rank_is_told_by_kernels_of_any_nccl(tmp_path, name):
+def test_hta_fault_10_the_late_rank_is_found_by_kernels_of_any_nccl(tmp_path, name):
     for rank, content in enumerate(late_rank(name)):
         write(tmp_path / f"rank{rank}.json", content)
     run = load(tmp_path, cache=False)
@@ -377,7 +377,7 @@ def test_hta_fault_10_is_htas(tmp_path):
     return list(found.values()) == [False, True]
 
 
-# 11: kinds of work are told by letters of names ---------------------------------------------------------------------
+# 11: kinds of work are recognized by letters of names ---------------------------------------------------------------
 
 MISNAMED = ("hipblaslt_gemm", "SyncBatchNormForward", "dmabuf_gemm", "batch_norm_SyncFree", "fused_dma_softmax")
 
@@ -431,9 +431,9 @@ def test_hta_fault_12_is_htas(tmp_path):
 def test_each_fault_in_the_list_has_its_tests():
     tests = [name for name in globals() if name.startswith("test_hta_fault_")]
     for number in range(1, 13):
-        mine = [name for name in tests if name.startswith(f"test_hta_fault_{number:02}_")]
-        assert f"test_hta_fault_{number:02}_is_htas" in mine
-        assert len(mine) > 1
+        own_tests = [name for name in tests if name.startswith(f"test_hta_fault_{number:02}_")]
+        assert f"test_hta_fault_{number:02}_is_htas" in own_tests
+        assert len(own_tests) > 1
 
 
 def test_a_gzipped_trace_is_the_same_run(tmp_path):

@@ -115,5 +115,5 @@ def _play(events: list[Any], texts: dict[int, dict[str, dict[int, str]]], found:
 
 def _value(annotation: Any, known: dict[str, dict[int, str]]) -> Any:
     kind = annotation.WhichOneof("value")
-    held = getattr(annotation, kind)
-    return known["strings"][held] if kind == "string_value_iid" else held
+    value = getattr(annotation, kind)
+    return known["strings"][value] if kind == "string_value_iid" else value

@@ -1,4 +1,4 @@
-"""A drawn run with a report on it, for what tells reports. Findings are made by hand, numbers are the run's own."""
+"""A drawn run and a report on it, for tests of report formats. Findings are hand-written, numbers are measured."""
 
 import polars as pl
 

@@ -34,7 +34,7 @@ def test_the_parts_of_a_bar_sum_to_the_duration(run):
     assert sums == pytest.approx((summary["duration_ns"] / 1e6).to_list())
 
 
-def test_bars_are_labelled_by_what_tells_them_apart(run):
+def test_bars_are_labelled_by_what_distinguishes_them(run):
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
     assert charts.breakdown(by_rank).layout.yaxis.ticktext == ("rank 0", "rank 1")
     assert charts.breakdown(by_step).layout.yaxis.ticktext[0] == "rank 0 · step 0"
@@ -147,7 +147,7 @@ def test_the_bar_of_a_save_is_as_long_as_the_save_and_its_stages_do_not_overlap(
     assert figure.layout.yaxis.ticktext == ("rank 0", "rank 1")
 
 
-def test_blocked_stands_beside_written_and_names_are_harmless():
+def test_saves_have_a_blocked_and_a_written_bar_and_harmless_names():
     figure = charts.save_clocks(saved_run().run_table(saves.by_save))
     assert [bar.y for bar in figure.data] == [(0.1,), (0.1,)]
     assert "<script" not in figure.to_json()

@@ -24,8 +24,13 @@ EVENTS = [(0, 1, 4, "forward"), (1, 2, 6, "backward"), (2, 2, -6, None), (3, 1, 
 
 def trace(events=EVENTS, base=10, reserved=30):
     at, address, delta, phase = (list(column) for column in zip(*events, strict=True))
-    told = {"at_ns": np.array(at) * 1_000_000, "address": address, "delta_bytes": np.array(delta) * MIB, "phase": phase}
-    table = pl.DataFrame(told, strict=False).with_columns(device=0, reserved_bytes=reserved * MIB)
+    table = {
+        "at_ns": np.array(at) * 1_000_000,
+        "address": address,
+        "delta_bytes": np.array(delta) * MIB,
+        "phase": phase,
+    }
+    events = pl.DataFrame(table, strict=False).with_columns(device=0, reserved_bytes=reserved * MIB)
     table = table.with_columns(allocated_bytes=pl.col("delta_bytes").cum_sum() + base * MIB)
     return drawn_traces.trace("compute aa", allocations=table)
 
@@ -33,13 +38,13 @@ def trace(events=EVENTS, base=10, reserved=30):
 def simulated():
     """Return a simulated program with two stacks, a block that waits for another stream, and times."""
     program = Simulation()
-    kept = program.malloc(30 * MIB)
+    live_block = program.malloc(30 * MIB)
     program.events[-1]["frames"] = [frame("forward", 12)]
     program.free(program.malloc(50 * MIB))
     program.free(program.malloc(8 * MIB, stream=7), later=True)
     for number, event in enumerate(program.events):
         event["time_us"] = 1_000_000 + 100 * number
-    assert kept.allocated
+    assert live_block.allocated
     return program
 
 
@@ -48,31 +53,31 @@ def snapshot(tmp_path):
     return reader.read(write(tmp_path / "rank00003.memory.pickle", simulated().document()))
 
 
-def test_owners_add_up_to_what_is_held_at_every_moment():
-    told = usage.over_time(trace()).filter(pl.col("owner_kind") == "phase")
-    by_owner = {owner: rows["bytes"].to_list() for (owner,), rows in told.group_by("owner", maintain_order=True)}
+def test_owners_add_up_to_allocated_memory_at_all_times():
+    table = usage.over_time(trace()).filter(pl.col("owner_kind") == "phase")
+    by_owner = {owner: rows["bytes"].to_list() for (owner,), rows in table.group_by("owner", maintain_order=True)}
     assert by_owner == {
         "from before": [10 * MIB] * 5,
         "backward": [0, 6 * MIB, 0, 0, 2 * MIB],
         "forward": [4 * MIB, 4 * MIB, 4 * MIB, 0, 0],
     }
-    sums = told.group_by("at_ns", maintain_order=True).agg(pl.col("bytes").sum(), pl.col("live_bytes").first())
+    sums = table.group_by("at_ns", maintain_order=True).agg(pl.col("bytes").sum(), pl.col("live_bytes").first())
     assert (sums["bytes"] == sums["live_bytes"]).all()
 
 
-def test_many_events_are_thinned_and_the_peak_is_kept():
+def test_many_events_are_thinned_and_the_peak_remains():
     rng = np.random.default_rng(3)
     events = []
     for number in range(5000):
         size = 9 if number == 3210 else int(rng.integers(1, 5))
         events += [(2 * number, 1, size, "forward"), (2 * number + 1, 1, -size, None)]
-    told = usage.over_time(trace(events)).filter(pl.col("owner_kind") == "phase")
-    assert told["at_ns"].n_unique() <= 602
-    assert told["live_bytes"].max() == 19 * MIB
-    assert told["live_bytes"].min() == 10 * MIB
+    table = usage.over_time(trace(events)).filter(pl.col("owner_kind") == "phase")
+    assert table["at_ns"].n_unique() <= 602
+    assert table["live_bytes"].max() == 19 * MIB
+    assert table["live_bytes"].min() == 10 * MIB
 
 
-def test_what_is_held_is_stacked_with_its_peak_marked_and_reserved_above():
+def test_allocated_memory_is_stacked_with_its_peak_marked_and_reserved_above():
     figure = charts.memory_over_time(usage.over_time(trace()).filter(pl.col("owner_kind") == "phase"))
     areas = {line.name: line for line in figure.data if line.stackgroup}
     assert list(areas) == ["from before", "backward", "forward"]
@@ -84,15 +89,15 @@ def test_what_is_held_is_stacked_with_its_peak_marked_and_reserved_above():
     assert (mark.text, mark.x, mark.y) == ("peak 20 MiB", 1, 20)
 
 
-def test_lifetimes_are_told_by_size_and_time_and_what_outlives_the_window_apart():
-    told = usage.lifetimes(trace())
-    cells = told.select("low_bytes", "high_bytes", "low_ns", "high_ns", "count", "bytes").rows()
+def test_lifetimes_are_grouped_by_size_and_time_and_blocks_that_outlive_the_window_are_separate():
+    table = usage.lifetimes(trace())
+    cells = table.select("low_bytes", "high_bytes", "low_ns", "high_ns", "count", "bytes").rows()
     assert cells == [
         (2 * MIB, 4 * MIB, None, None, 1, 2 * MIB),
         (4 * MIB, 8 * MIB, 1_000_000, 3_000_000, 1, 6 * MIB),
         (4 * MIB, 8 * MIB, 3_000_000, 10_000_000, 1, 4 * MIB),
     ]
-    figure = charts.block_lifetimes(told)
+    figure = charts.block_lifetimes(table)
     assert figure.layout.xaxis.ticktext == ("1 ms", "3 ms", "longer")
     assert figure.layout.yaxis.ticktext == ("2 MiB", "4 MiB")
     assert [[cell is not None for cell in row] for row in figure.data[0].z] == [
@@ -129,10 +134,10 @@ def test_a_map_of_many_small_blocks_keeps_their_bytes(tmp_path):
 
 def test_a_snapshots_history_is_drawn_by_the_place_in_code(snapshot):
     history, played = memory.play_history(playback.from_snapshot(snapshot, 0))
-    told = snapshot_timeline.over_time(snapshot, history, played)
-    assert set(told["owner"]) == {"forward (simulated.py:12)", "outside ops"}
-    assert told["live_bytes"].max() == 80 * MIB
-    assert told["reserved_bytes"].to_list()[-1] == snapshot.segments["total_bytes"].sum()
+    table = snapshot_timeline.over_time(snapshot, history, played)
+    assert set(table["owner"]) == {"forward (simulated.py:12)", "outside ops"}
+    assert table["live_bytes"].max() == 80 * MIB
+    assert table["reserved_bytes"].to_list()[-1] == snapshot.segments["total_bytes"].sum()
     # One of 30 MiB stays, one of 50 was freed, and so was the one that waits, as far as the program is concerned.
     lived = snapshot_timeline.lifetimes(snapshot, history, played)
     assert lived.filter(pl.col("low_ns").is_null())["bytes"].to_list() == [30 * MIB]
@@ -168,14 +173,14 @@ def test_names_reach_pictures_of_memory_as_text_only(tmp_path):
         assert "<img" not in text
 
 
-def test_snapshots_beside_a_run_are_known_by_rank_and_window(tmp_path):
+def test_snapshots_in_a_run_folder_are_known_by_rank_and_window(tmp_path):
     (tmp_path / "window001").mkdir()
     for name in ("rank00001.memory.pickle", "window001/rank00000.memory.pickle", "rank00000.memory.pickle"):
         write(tmp_path / name, simulated().document())
     run = drawn_traces.run(drawn_traces.trace("compute aa"), path=str(tmp_path))
     assert [(each.window, each.rank) for each in snapshot_files.files(run)] == [(0, 0), (0, 1), (1, 0)]
     for name, table in schema.SNAPSHOT_TABLES.items():
-        told = run_snapshots.table(name)(run)
-        assert told.columns == ["window", "rank", *table.schema]
+        table = run_snapshots.table(name)(run)
+        assert table.columns == ["window", "rank", *table.schema]
     assert run_snapshots.table("blocks")(run).select("window", "rank").unique().height == 3
     assert snapshot_files.files(drawn_traces.run(drawn_traces.trace("compute aa"))) == ()

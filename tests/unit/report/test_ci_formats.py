@@ -23,7 +23,7 @@ from tracekit.model import escaping
 from tracekit.regression import baseline
 from tracekit.regression.comparison import RunSamples
 from tracekit.regression.gate import CheckResult, result_of_findings
-from tracekit.regression.history import entry as kept
+from tracekit.regression.history import entry as history_entries
 from tracekit.regression.history import store
 from tracekit.report import baseline_json as saved_baselines
 from tracekit.report import (
@@ -46,7 +46,7 @@ SCHEMAS = Path(__file__).parents[2] / "schemas"
 GATES: dict[str, Callable[[], list[CheckResult]]] = {
     "one": lambda: [sample_gates.findings_only(bar=Severity.ERROR)],
     "clean": lambda: [sample_gates.findings_only(found=[])],
-    "held": lambda: [sample_gates.with_baseline()],
+    "baseline": lambda: [sample_gates.with_baseline()],
     "several": lambda: [
         sample_gates.with_baseline(),
         sample_gates.findings_only("runs/other"),
@@ -66,7 +66,7 @@ def checkout(tmp_path: Path) -> Checkout:
 # Names that are no text -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_and_a_file_of_names_that_are_no_text_are_told_in_every_format(tmp_path: Path) -> None:
+def test_a_folder_and_a_file_of_names_that_are_no_text_appear_in_every_format(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"run\xff")
     recorded.write_run(folder, kernel="gemm")
     trace = folder / "rank00000.pt.trace.json.gz"
@@ -76,12 +76,12 @@ def test_a_folder_and_a_file_of_names_that_are_no_text_are_told_in_every_format(
     log = json.loads(sarif.render(gates, Checkout(tmp_path)))
     located = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert located == "run%3F/rank00000%3F.pt.trace.json.gz"
-    for told in (codequality, github, markdown, junit):
-        told.render(gates, Checkout(tmp_path)).encode()
+    for ci_format in (codequality, github, markdown, junit):
+        ci_format.render(gates, Checkout(tmp_path)).encode()
     document = json.loads(report_json.render(report, report.run).encode())
     assert document["run"]["name"] == "run?"
     saved_baselines.render(baseline.of_reports([(report, report.run)])).encode()
-    added = kept.history_entry(report_json.document(report, report.run), RunSamples.of(report.run))
+    added = history_entries.history_entry(report_json.document(report, report.run), RunSamples.of(report.run))
     store.add(tmp_path / "h.duckdb", [added])
     assert store.read(tmp_path / "h.duckdb").runs["name"].to_list() == ["run?"]
 
@@ -141,9 +141,9 @@ def test_a_manifest_that_names_no_time_costs_the_timestamp_only(checkout: Checko
     assert suite(dataclasses.replace(plain, report=report)).get("timestamp") is None
     document = report_json.document(report, run)
     jsonschema.Draft202012Validator(json.loads(report_json.schema())).validate(document)
-    assert kept.history_entry(document, report_json.comparison_side(document)).at_ns is None
+    assert history_entries.history_entry(document, report_json.comparison_side(document)).at_ns is None
     document["run"]["created_ns"] = said  # as another program may write it
-    assert kept.history_entry(document, report_json.comparison_side(document)).at_ns is None
+    assert history_entries.history_entry(document, report_json.comparison_side(document)).at_ns is None
 
 
 def _came(case: ET.Element) -> str:
@@ -168,14 +168,14 @@ def test_sarif_is_valid(gates: Callable[[], list[CheckResult]], checkout: Checko
     assert len(set(fingerprints)) == len(fingerprints)
 
 
-def test_sarif_tells_levels_and_standing_and_leaves_out_what_github_would_open_again(checkout: Checkout) -> None:
+def test_sarif_has_levels_and_states_and_leaves_out_results_that_github_would_reopen(checkout: Checkout) -> None:
     (run,) = json.loads(sarif.render([sample_gates.with_baseline()], checkout))["runs"]
-    told = {result["ruleId"]: (result["level"], result["baselineState"]) for result in run["results"]}
-    assert told == {
+    shown = {result["ruleId"]: (result["level"], result["baselineState"]) for result in run["results"]}
+    assert shown == {
         "COMM001": ("error", "updated"),
         "MEM001": ("warning", "new"),
         "REGRESSION": ("error", "new"),
-        "BUDGET": ("note", "new"),  # the one that cannot be told comes last
+        "BUDGET": ("note", "new"),  # the inconclusive one comes last
         "DATA001": ("note", "unchanged"),
     }
     assert [result["ruleId"] for result in run["results"]].count("BUDGET") == 2
@@ -224,8 +224,8 @@ def _read(line: str) -> tuple[str, dict[str, str], str]:
     """Return a command as GitHub's runner reads it (ActionCommand.TryParseV2 in its source)."""
     assert line.startswith("::")
     command, _, message = line[2:].partition("::")
-    level, _, told = command.partition(" ")
-    properties = dict(each.split("=", 1) for each in told.split(","))
+    level, _, fields = command.partition(" ")
+    properties = dict(each.split("=", 1) for each in fields.split(","))
     unescaped = {key: _unescaped(value, {"%3A": ":", "%2C": ","}) for key, value in properties.items()}
     return level, unescaped, _unescaped(message, {})
 
@@ -239,8 +239,8 @@ def _unescaped(text: str, more: dict[str, str]) -> str:
 def test_annotations_say_what_fails_as_errors_and_what_is_known_as_notices(checkout: Checkout) -> None:
     first, *lines = github.render([sample_gates.with_baseline()], checkout).splitlines()
     assert first == "tracekit: today: Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
-    told = [(level, properties["title"]) for level, properties, _ in map(_read, lines)]
-    assert told == [
+    shown = [(level, properties["title"]) for level, properties, _ in map(_read, lines)]
+    assert shown == [
         ("error", "tracekit: exposed-communication (COMM001)"),
         ("error", "tracekit: steady-device-allocation (MEM001)"),
         ("error", "tracekit: step time regressed"),
@@ -279,11 +279,11 @@ def test_no_name_of_a_run_can_make_a_command_in_the_log(checkout: Checkout, tmp_
         words: cli_runner.tracekit(*words, tmp_path / name, "--no-cache", GITHUB_ACTIONS="true")
         for words in (("check",), ("kernels",), ("check", "--format", "github"))
     }
-    told = {words: _obeyed(done.stdout + done.stderr) for words, done in shown.items()}
-    annotations = told.pop(("check", "--format", "github"))
+    commands = {words: _obeyed(done.stdout + done.stderr) for words, done in shown.items()}
+    annotations = commands.pop(("check", "--format", "github"))
     assert all(map(_read, annotations))
     assert annotations
-    assert not any(told.values())
+    assert not any(commands.values())
     assert ": :add-mask::gemm" in shown["kernels",].stdout
     document = json.dumps({"name": name})
     assert _obeyed(escaping.without_commands(document)) == []
@@ -382,9 +382,9 @@ class _Elements(HTMLParser):
 
 @every
 def test_names_are_text_in_markdown(gates: Callable[[], list[CheckResult]], checkout: Checkout) -> None:
-    told = markdown.render(gates(), checkout)
+    shown = markdown.render(gates(), checkout)
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(told))
+    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(shown))
     page.close()
     assert page.open == []
     ours = {"h3", "p", "strong", "code", "pre", "table", "thead", "tbody", "tr", "th", "td", "br", "ul", "li", "sub"}
@@ -405,8 +405,8 @@ def test_a_hostile_name_is_still_read_as_it_is(checkout: Checkout) -> None:
 @pytest.mark.parametrize("name", ["a|b", "a\\|b", "a\\", "|", "`|`", "a\n|b"])
 @pytest.mark.parametrize("written", [markdown_escaping.escaped, markdown_escaping.code], ids=["text", "code"])
 def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
-    told = markdown_escaping.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
-    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", MarkdownIt("gfm-like", {"linkify": False}).render(told))
+    shown = markdown_escaping.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
+    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", MarkdownIt("gfm-like", {"linkify": False}).render(shown))
     assert cells[1::2] == ["x", "y", "z"]
 
 
@@ -425,13 +425,13 @@ def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout
     ]
     passing = sample_gates.findings_only("runs/passes", found=long)
     failing = sample_gates.findings_only("runs/fails", found=long, bar=Severity.WARNING)
-    told = markdown.render([*[passing] * (runs - 1), failing], checkout)
-    assert len(told.encode()) <= markdown.MAX_BYTES
-    assert told.startswith("<!-- tracekit:check -->\n### ❌ Failed: 60 findings")
-    assert runs == 1 or told.index("`fails`") < told.index("`passes (1)`")  # what fails comes first
-    assert told.count("<details>") == told.count("</details>") >= 1
-    assert told.rstrip().endswith("</sub>")
-    assert ("more runs, 0 of which fail" in told) == (runs == 400)
+    shown = markdown.render([*[passing] * (runs - 1), failing], checkout)
+    assert len(shown.encode()) <= markdown.MAX_BYTES
+    assert shown.startswith("<!-- tracekit:check -->\n### ❌ Failed: 60 findings")
+    assert runs == 1 or shown.index("`fails`") < shown.index("`passes (1)`")  # what fails comes first
+    assert shown.count("<details>") == shown.count("</details>") >= 1
+    assert shown.rstrip().endswith("</sub>")
+    assert ("more runs, 0 of which fail" in shown) == (runs == 400)
 
 
 @pytest.mark.parametrize("key", ["", "a b", "-->", "a--b", "<", "k" * 101, "ä"])

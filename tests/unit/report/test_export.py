@@ -63,15 +63,15 @@ def test_every_slice_of_a_recorded_run_comes_back_with_its_name_and_times(record
     run, moving, found = recorded, MOVING, recorded_file
     for trace in run.traces():
         move_ns = moving[0, trace.rank].offset_ns
-        mine = [each for each in found.slices if found.process_of(each) == f"rank {trace.rank}"]
+        rank_slices = [each for each in found.slices if found.process_of(each) == f"rank {trace.rank}"]
         for table, categories in (
             (trace.ops, {"cpu_op", "annotation", "runtime", "python", "overhead"}),
             (trace.activities, {"compute", "communication", "memcpy", "memset"}),
         ):
             there = Counter(table.select("name", pl.col("start_ns") + move_ns, "dur_ns", "kind").rows())
-            back = Counter((s.name, s.start_ns, s.dur_ns, s.category) for s in mine if s.category in categories)
+            back = Counter((s.name, s.start_ns, s.dur_ns, s.category) for s in rank_slices if s.category in categories)
             assert back == there
-        others = Counter(s.category for s in mine if s.category in ("step", "checkpoint"))
+        others = Counter(s.category for s in rank_slices if s.category in ("step", "checkpoint"))
         assert others == Counter(step=trace.steps.height, checkpoint=trace.checkpoints.height)
         counted = [
             (name, [(at - move_ns, value) for at, value in values])
@@ -80,8 +80,8 @@ def test_every_slice_of_a_recorded_run_comes_back_with_its_name_and_times(record
             if found.processes[found.tracks[uuid].parent_uuid] == f"rank {trace.rank}"
         ]
         allocations = trace.allocations.drop_nulls("allocated_bytes").sort("at_ns", maintain_order=True)
-        held = allocations.select("at_ns", "allocated_bytes").rows()
-        assert counted == ([("allocated memory · host", held)] if held else [])
+        allocated = allocations.select("at_ns", "allocated_bytes").rows()
+        assert counted == ([("allocated memory · host", allocated)] if allocated else [])
 
 
 SPANS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=30)
@@ -100,7 +100,7 @@ def test_slices_that_overlap_in_any_way_all_come_back(host, device):
     assert back == Counter(device)
 
 
-def test_overlapping_slices_have_a_track_of_their_own_beside_the_one_they_overlap():
+def test_overlapping_slices_have_a_track_of_their_own_next_to_the_one_they_overlap():
     # time   0 1 2 3 4 5 6 7
     # outer  # # # # # . . .
     # inner  . # # . . . . .
@@ -134,13 +134,13 @@ def test_a_rank_is_a_process_and_a_lane_a_track_with_its_role():
     found = exported(drawn_traces.run(*traces))
     assert list(found.processes.values()) == ["rank 0", "rank 3"]
     for uuid in found.processes:
-        mine = sorted(
+        rank_slices = sorted(
             (t for t in found.tracks.values() if t.parent_uuid == uuid), key=lambda track: track.sibling_order_rank
         )
-        assert [t.name for t in mine] == ["steps", "compute · compute", "communication · comm", "copies · copy"]
+        assert [t.name for t in rank_slices] == ["steps", "compute · compute", "communication · comm", "copies · copy"]
 
 
-def test_windows_are_told_apart_where_there_are_several():
+def test_several_windows_are_distinguished():
     found = exported(
         drawn_traces.run(drawn_traces.trace("compute a", window=0), drawn_traces.trace("compute a", window=1))
     )
@@ -154,8 +154,8 @@ def test_a_slice_says_step_unit_phase_bytes_and_group_and_nothing_that_is_not_kn
         "step 0000\ncompute a...\ncomm ..x.", columns={"x": known, "a": {"unit": ""}}, collectives=collectives
     )
     found = {s.name: s.arguments for s in exported(drawn_traces.run(trace)).slices}
-    told = {"op": "all_gather", "group": "0", "sent_bytes": 4096}
-    assert found["x"] == {"step": 0} | known | told
+    message = {"op": "all_gather", "group": "0", "sent_bytes": 4096}
+    assert found["x"] == {"step": 0} | known | message
     assert found["a"] == {"step": 0, "unit": ""}
 
 
@@ -284,7 +284,7 @@ def test_one_step_holds_what_touches_its_time_and_what_it_launched_whole():
     ]
 
 
-def test_ranks_are_chosen_and_those_that_are_not_there_are_told():
+def test_ranks_are_chosen_and_missing_ones_are_reported():
     run = drawn_traces.run(*(drawn_traces.trace("step 0\ncompute a", rank=rank) for rank in range(4)))
     assert list(exported(run, ranks=(1, 3)).processes.values()) == ["rank 1", "rank 3"]
     with pytest.raises(InputError, match=r"--ranks 7: no trace of that rank"):

@@ -30,7 +30,7 @@ SUMMARY_COLUMNS = [
 
 
 def validate(text: str) -> dict:
-    """Return the document, having held it against the schema; NaN and infinities are no JSON."""
+    """Return the document after validating it against the schema; NaN and infinity are not JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -99,7 +99,7 @@ def test_what_is_no_number_is_null() -> None:
     assert document["run"]["model"] == {"scale": None}
 
 
-def test_what_is_ignored_is_told_with_its_reason() -> None:
+def test_ignored_findings_have_their_reason() -> None:
     run = sample_report.run()
     aside = IgnoredFinding(sample_report.findings()[0], "known", date(2027, 1, 31))
     document = validate(report_json.render(sample_report.report(run, found=(), ignored=(aside,)), run))
@@ -108,7 +108,7 @@ def test_what_is_ignored_is_told_with_its_reason() -> None:
     assert document["ignored"][0]["finding"]["id"] == "COMM001"
 
 
-def test_neither_host_nor_command_is_told() -> None:
+def test_host_and_command_are_left_out() -> None:
     run = sample_report.run()
     text = report_json.render(sample_report.report(run), run)
     assert "secret-host" not in text
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path, text: str, expected: 
     assert str(path) in str(caught.value)
 
 
-def test_a_report_is_told_from_a_trace_also_when_its_keys_were_sorted(tmp_path: Path) -> None:
+def test_a_report_is_distinguished_from_a_trace_also_when_its_keys_were_sorted(tmp_path: Path) -> None:
     run = sample_report.run()
     document = json.loads(report_json.render(sample_report.report(run), run))
     (tmp_path / "sorted.json").write_text(json.dumps(document, sort_keys=True))

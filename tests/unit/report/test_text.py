@@ -35,21 +35,21 @@ def test_a_run_without_findings_says_so_first(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160, 220])
-def test_no_line_is_wider_than_asked(width: int) -> None:
+def test_no_line_is_wider_than_the_limit(width: int) -> None:
     run = sample_report.run("runs/" + "a_very_long_name_of_a_run_" * 5)
     pairs = [(sample_report.report(run), run)] * 3
-    for told in (text.render(*pairs[0], width=width), text.render_several(pairs, width=width)):
-        assert max(map(len, told.splitlines())) <= width
+    for shown in (text.render(*pairs[0], width=width), text.render_several(pairs, width=width)):
+        assert max(map(len, shown.splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_numbers_of_evidence_are_whole_at_every_width(width: int) -> None:
     run = sample_report.run()
-    told = text.render(sample_report.report(run), run, width=width)
-    assert re.search(r"6 ms +2 ms +50\.0%", told)
+    shown = text.render(sample_report.report(run), run, width=width)
+    assert re.search(r"6 ms +2 ms +50\.0%", shown)
 
 
-def test_evidence_spares_columns_that_say_nothing_and_then_the_least_telling() -> None:
+def test_evidence_drops_empty_columns_and_then_the_least_important() -> None:
     row = {"rank": [0], "device": [None], "lane": [7], "name": ["gloo:all_gather"], "op": ["all_gather"]}
     row |= {"unit": ["model.decoder.layers.11.feed_forward"], "dur_ns": [31_400_000]}
     run = sample_report.run()
@@ -57,14 +57,14 @@ def test_evidence_spares_columns_that_say_nothing_and_then_the_least_telling() -
     report = sample_report.report(run, found=(found,))
 
     def header(width: int) -> list[str]:
-        told = text.render(report, run, width=width)
-        return next(line.split() for line in told.splitlines() if "duration" in line)
+        shown = text.render(report, run, width=width)
+        return next(line.split() for line in shown.splitlines() if "duration" in line)
 
     assert header(120) == ["rank", "lane", "name", "op", "unit", "duration"]
     assert header(80) == ["rank", "op", "unit", "duration"]
 
 
-def test_colours_are_there_only_where_asked_for() -> None:
+def test_colours_are_used_only_on_request() -> None:
     run = sample_report.run()
     assert "\x1b[" in text.render(sample_report.report(run), run, color=True)
     assert "\x1b" not in text.render(sample_report.report(run), run, color=False)
@@ -85,17 +85,17 @@ def test_names_in_a_trace_cannot_steer_the_terminal() -> None:
     found = Finding("COMM001", Severity.WARNING, f"bad {nasty}", nasty, evidence=evidence)
     run = sample_report.run(f"runs/{nasty}", strategy=nasty)
     report = sample_report.report(run, found=(found,))
-    told = text.render(report, run, width=100) + text.render_several([(report, run)] * 2, width=100)
-    assert not set(told) & set("\x1b\x07\u202e")
-    assert "[bold red]x[/]" in told  # no markup language is read from it either
+    shown = text.render(report, run, width=100) + text.render_several([(report, run)] * 2, width=100)
+    assert not set(shown) & set("\x1b\x07\u202e")
+    assert "[bold red]x[/]" in shown  # no markup language is read from it either
 
 
 def test_a_run_of_many_ranks_shows_some_and_says_where_the_rest_is() -> None:
     many = drawn_traces.run(
         *(drawn_traces.trace(sample_report.PICTURE, rank=rank) for rank in range(40)), path="runs/many"
     )
-    told = text.render(sample_report.report(many), many)
-    assert "and 24 more ranks: tracekit summary runs/many" in told
+    shown = text.render(sample_report.report(many), many)
+    assert "and 24 more ranks: tracekit summary runs/many" in shown
 
 
 def test_a_run_without_work_says_so() -> None:

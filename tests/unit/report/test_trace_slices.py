@@ -76,7 +76,7 @@ def test_thinning_leaves_a_table_within_the_budget_alone():
     assert trace_slices.merge_short_slices(table, (0, 5), max_slices=3) == (table, 0)
 
 
-def test_thinning_keeps_long_slices_whole_beside_thousands_of_short_ones():
+def test_thinning_keeps_long_slices_unmerged_among_thousands_of_short_ones():
     starts = np.arange(20_000) * 10
     short = pl.DataFrame({"start_ns": starts, "dur_ns": np.full(20_000, 4)}).with_columns(name=pl.lit("short"))
     long = pl.DataFrame({"start_ns": [200_000], "dur_ns": [100_000], "name": ["long"]})

@@ -14,7 +14,7 @@ def columns(spans):
 
 @settings(deadline=None)
 @given(SPANS)
-def test_within_a_layer_slices_lie_beside_or_inside_each_other(spans):
+def test_within_a_layer_slices_nest(spans):
     found = track_nesting.layers(*columns(spans))
     for i, (track, start, dur) in enumerate(spans):
         for j, (other_track, other_start, other_dur) in enumerate(spans):

@@ -45,9 +45,9 @@ def run(tmp_path):
 
 def opened(run, folder, made: list | None = None) -> timeline.Scene:
     """Open the scene of a run of files; what it takes to make it is added to `made`."""
-    told = [] if made is None else made
+    progress = [] if made is None else made
     return timeline.open_scene(
-        tracekit.load(run, cache=False), folder=folder, on_progress=lambda *each: told.append(each)
+        tracekit.load(run, cache=False), folder=folder, on_progress=lambda *each: progress.append(each)
     )
 
 
@@ -153,8 +153,8 @@ def test_a_cache_that_may_hold_nothing_costs_the_file_only(run, folder, monkeypa
 def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder):
     opened(run, folder)
     (file,) = files(folder)
-    kept = timeline.scene_cache(folder)
-    assert kept.size_bytes() == file.stat().st_size == kept.clear()
+    cache = timeline.scene_cache(folder)
+    assert cache.size_bytes() == file.stat().st_size == cache.clear()
     made: list = []
     opened(run, folder, made)
     assert made == [(1, 1)]
@@ -193,10 +193,10 @@ print(tiles.view(scene, scene.span, 100_000).height)
 def test_processes_side_by_side_all_get_the_scene(run, folder, tmp_path):
     go, ready = tmp_path / "go", [tmp_path / "ready 0", tmp_path / "ready 1"]
     others = [
-        subprocess.Popen([sys.executable, "-c", _OPENING, run, folder, mine, go], stdout=subprocess.PIPE, text=True)
-        for mine in ready
+        subprocess.Popen([sys.executable, "-c", _OPENING, run, folder, signal, go], stdout=subprocess.PIPE, text=True)
+        for signal in ready
     ]
-    while not all(mine.exists() for mine in ready):
+    while not all(signal.exists() for signal in ready):
         assert all(other.poll() is None for other in others)
         time.sleep(0.01)
     go.touch()
@@ -228,11 +228,11 @@ def test_a_window_is_a_scene_of_its_own_and_one_that_is_not_there_is_said():
         timeline.open_scene(run, 2)
 
 
-def test_progress_is_told_rank_by_rank():
-    told = []
+def test_progress_is_reported_rank_by_rank():
+    progress = []
     run = drawn_traces.run(*(drawn_traces.trace("compute aa", rank=rank) for rank in range(3)))
-    timeline.open_scene(run, on_progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    timeline.open_scene(run, on_progress=lambda done, total: progress.append((done, total)))
+    assert progress == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_steps_and_units_are_bands_on_the_clock_of_the_run():

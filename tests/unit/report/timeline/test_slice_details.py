@@ -1,4 +1,4 @@
-"""What is told of a slice, and the arrows that leave it or end at it."""
+"""The details of a slice, and the arrows that start or end at it."""
 
 import dataclasses
 from pathlib import Path
@@ -44,15 +44,15 @@ def run() -> tracekit.Run:
     return drawn_traces.run(trace())
 
 
-def told(details: timeline.Details) -> dict[str, str]:
+def values(details: timeline.Details) -> dict[str, str]:
     return {each.label: each.value for each in details.facts}
 
 
-def test_work_is_told_with_its_launch_op_module_and_stack(run):
+def test_work_has_its_launch_op_module_and_stack(run):
     scene = timeline.open_scene(run)
     found = timeline.details(run, scene, 0, 0)
     assert (found.name, found.kind, found.start_ns, found.dur_ns) == ("g", "compute", 30, 10)
-    assert told(found) == {
+    assert values(found) == {
         "rank": "0",
         "on": "GPU 0 · compute",
         "start": "30 ns",
@@ -71,14 +71,14 @@ def test_work_is_told_with_its_launch_op_module_and_stack(run):
     assert found.peers.is_empty()
 
 
-def test_a_host_slice_is_told_with_what_it_launched_and_whose_gradient_it_is(run):
+def test_a_host_slice_names_what_it_launched_and_its_forward_op(run):
     scene = timeline.open_scene(run)
     launch = timeline.details(run, scene, 1, 4)
-    assert told(launch)["launched"] == "g, 10 ns"
-    assert told(launch)["on"] == "host pid 41 · main"
-    assert told(launch)["op"] == "aten::mm"
+    assert values(launch)["launched"] == "g, 10 ns"
+    assert values(launch)["on"] == "host pid 41 · main"
+    assert values(launch)["op"] == "aten::mm"
     backward = timeline.details(run, scene, 1, 5)
-    assert told(backward)["gradient of"] == "aten::mm"
+    assert values(backward)["gradient of"] == "aten::mm"
     assert backward.row == 1
 
 
@@ -138,7 +138,7 @@ def late() -> tuple[tracekit.Run, timeline.Scene, dict[int, int]]:
     return run, timeline.open_scene(run), clocks
 
 
-def test_a_collective_is_told_with_its_peers_on_the_clock_of_the_run(late):
+def test_a_collective_has_its_peers_on_the_clock_of_the_run(late):
     run, scene, _ = late
     found = timeline.details(run, scene, 0, 2)
     assert found.peers["rank"].to_list() == [0, 1, 2]
@@ -147,7 +147,7 @@ def test_a_collective_is_told_with_its_peers_on_the_clock_of_the_run(late):
     assert (found.peers["start_ns"] - found.start_ns).to_list() == [0, 2 * MS, 3 * MS]
     assert found.peers["dur_ns"].to_list() == [7 * MS, 5 * MS, 4 * MS]
     assert found.peers["wait_ns"].to_list() == [3 * MS, MS, 0]
-    facts = told(found)
+    facts = values(found)
     assert (facts["collective"], facts["group"], facts["ranks in group"]) == ("all_reduce", "world", "3")
 
 
@@ -161,7 +161,7 @@ def test_arrows_of_a_collective_leave_the_rank_that_came_last_when_it_came(late)
         ]
 
 
-def test_what_is_not_there_cannot_be_told(run):
+def test_a_missing_slice_has_no_details(run):
     scene = timeline.open_scene(run)
     for track, number in ((0, 99), (7, 0), (-1, 0)):
         with pytest.raises(KeyError):
@@ -170,7 +170,7 @@ def test_what_is_not_there_cannot_be_told(run):
             timeline.arrows(run, scene, track, number)
 
 
-def test_every_kind_of_slice_of_a_recorded_cpu_run_is_told():
+def test_every_kind_of_slice_of_a_recorded_cpu_run_has_details():
     run = tracekit.load(SAMPLES / "demo-yafsdp")
     scene = timeline.open_scene(run)
     gathers = timeline.find_by_name(scene, "gloo:", limit=10**6).table
@@ -183,8 +183,8 @@ def test_every_kind_of_slice_of_a_recorded_cpu_run_is_told():
     for row in seen.values():
         found = timeline.details(run, scene, row["track"], row["id"])
         assert found.name == row["name"]
-        assert "collective" in told(found)
+        assert "collective" in values(found)
         assert found.peers["rank"].to_list() == [0, 1]
     (stage,) = timeline.find_by_name(scene, "save · write", limit=1).table.iter_rows(named=True)
-    assert told(timeline.details(run, scene, stage["track"], stage["id"]))["blocking"] == "True"
+    assert values(timeline.details(run, scene, stage["track"], stage["id"]))["blocking"] == "True"
     assert timeline.arrows(run, scene, stage["track"], stage["id"]).is_empty()

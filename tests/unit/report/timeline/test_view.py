@@ -70,7 +70,7 @@ def table_rows(trace, name: str, clock: Clock = Clock()) -> list[tuple[str, int,
 
 @settings(deadline=None, max_examples=20)
 @given(SLICES, SLICES)
-def test_the_finest_view_has_every_slice_of_the_tables_and_none_beside_another_in_its_row(ops, work):
+def test_the_finest_view_has_every_slice_of_the_tables_and_none_overlaps_another_in_its_row(ops, work):
     activities = pl.DataFrame(work, schema=["name", "start_ns", "dur_ns"], orient="row", strict=False)
     activities = activities.with_row_index("id").with_columns(lane=pl.lit(0), kind=pl.lit("compute"))
     trace = drawn_traces.trace("compute a", activities=activities, ops=host(*ops))
@@ -136,17 +136,17 @@ def check_rectangles(found: list[dict], slices: list[dict], part: tuple[int, int
     exact = {(row_of(s), s["id"], s["start_ns"], s["dur_ns"]) for s in slices}
     for each in found:
         assert is_touching(each, *part)
-        held = [s for s in slices if holds(each, s)]
+        merged = [s for s in slices if holds(each, s)]
         if each["count"] == 1:
             assert (row_of(each), each["id"], each["start_ns"], each["dur_ns"]) in exact
         else:
             assert each["id"] is None
             assert each["dur_ns"] <= 3 * pixel_ns
-        assert len(held) == each["count"]
-        assert sum(s["dur_ns"] for s in held) == each["busy_ns"]
-        assert (each["start_ns"], end_of(each)) == (held[0]["start_ns"], end_of(held[-1]))
-        assert each["name_id"] == longest_name(held)
-        covered.update((s["track"], s["id"]) for s in held)
+        assert len(merged) == each["count"]
+        assert sum(s["dur_ns"] for s in merged) == each["busy_ns"]
+        assert (each["start_ns"], end_of(each)) == (merged[0]["start_ns"], end_of(merged[-1]))
+        assert each["name_id"] == longest_name(merged)
+        covered.update((s["track"], s["id"]) for s in merged)
     assert set(covered.values()) <= {1}
     alone = {(f["track"], f["id"]) for f in found}
     for each in slices:
@@ -163,9 +163,9 @@ def holds(rectangle: dict, each: dict) -> bool:
     return rectangle["start_ns"] <= each["start_ns"] and end_of(each) <= end_of(rectangle)
 
 
-def longest_name(held: list[dict]) -> int:
+def longest_name(merged: list[dict]) -> int:
     busy: Counter = Counter()
-    for each in held:
+    for each in merged:
         busy[each["name_id"]] += each["dur_ns"]
     return min(busy, key=lambda name: (-busy[name], name))
 
