@@ -54,7 +54,7 @@ class Model(pl.LightningModule):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def loss(self, words: Tensor) -> Tensor:
-        """Return how badly the model foresees each word of some sequences."""
+        """Return the cross-entropy of the model's next-token predictions."""
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1] - 1, device=words.device)
         logits = self.head(self.layers(self.embedding(words[:, :-1]), mask=mask, is_causal=True))
         return cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())

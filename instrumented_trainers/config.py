@@ -1,4 +1,4 @@
-"""What a training run is asked to do, and the command line that asks it."""
+"""The settings of a training run, and the command line that sets them."""
 
 import argparse
 import functools
@@ -22,7 +22,7 @@ NEWEST = "newest"
 MEMORY_STEP = 2
 """The step of a training, counted from its first, whose memory is reported: before any that the profiler records."""
 
-# What may change when a training goes on from a checkpoint. Its model and its text may not.
+# What may change when a training is resumed. Its model and its text may not.
 OVERRIDABLE = (
     "steps",
     "learning_rate",
@@ -38,7 +38,7 @@ OVERRIDABLE = (
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """One training run. Every field is the option of that name; what each means stands there."""
+    """One training run. Every field is the option of that name, whose help explains it."""
 
     strategy: str
     out: Path
@@ -99,7 +99,7 @@ class TrainingConfig:
 
 
 def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
-    """Return the run that the command line asks for. Exits with code 2 and one line if it makes no sense."""
+    """Parse the command line. Exits with code 2 and one line if it is invalid."""
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     options["device"] = _device(options["device"])
@@ -115,15 +115,15 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
 
 
 class InvalidConfigError(ValueError):
-    """The run cannot be done as asked. The message says why and what to change, on one line."""
+    """The run cannot be done as configured. The message says why and what to change, on one line."""
 
 
 class TrainingFailedError(RuntimeError):
-    """The run cannot go on through no fault of the training. The message says why and what is left, on one line."""
+    """The run failed for an external reason. The message says why and what can be recovered, on one line."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that complains in one line."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"instrumented_trainers: {message} (--help lists the options)\n")
@@ -142,20 +142,22 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-_FAULTS_HELP = "Troubles made for real, to see them found. Losses stay what they are without.\n" + faults.explained()
+_FAULTS_HELP = "Real faults, to test whether they are found. Losses do not change.\n" + faults.explained()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m instrumented_trainers",
         usage="%(prog)s --strategy NAME --out RUN [options]",
-        description="Train a Llama-style model and record the run: one trace per rank of some steps, metrics of every "
-        "step, and where each checkpoint's time went. Starts the ranks itself; under torchrun it is one of them.",
+        description="Train a Llama-style model and record the run: a trace per rank of some steps, metrics of every "
+        "step, and the stages of each checkpoint. Starts the ranks itself; under torchrun it is one of them.",
         formatter_class=_HelpFormatter,
     )
-    parser.add_argument("--strategy", required=True, choices=tuple(STRATEGIES), help="how the ranks share the model")
+    parser.add_argument(
+        "--strategy", required=True, choices=tuple(STRATEGIES), help="how to parallelize over the ranks"
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="RUN", help="folder to write the run to")
-    parser.add_argument("--overwrite", action="store_true", help="replace the run that is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing run")
     for title, add in (
         ("ranks", _add_ranks),
         ("model and data", _add_model),
@@ -178,7 +180,7 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
         type=_positive,
         default=1,
         metavar="R",
-        help="groups of ranks that each hold the whole model, sharded within the group (fsdp*, yafsdp)",
+        help="replicas of the model, each sharded over a group of ranks (fsdp*, yafsdp)",
     )
     group.add_argument(
         "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="how long a rank waits for another"
@@ -197,7 +199,11 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences per rank and micro-batch")
     group.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens in a sequence")
     group.add_argument(
-        "--micro-batches", type=_positive, default=1, metavar="N", help="micro-batches whose gradients add up in a step"
+        "--micro-batches",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="micro-batches per step, whose gradients are accumulated",
     )
     group.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of computation; bf16 reduces in fp32")
     group.add_argument(
@@ -205,9 +211,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         type=_natural,
         default=0,
         metavar="N",
-        help="layers, from the first, that recompute their activations in backward to save memory",
+        help="layers, from the first, that recompute activations in backward to save memory",
     )
-    group.add_argument("--reentrant", action="store_true", help="recompute in torch's older, reentrant way")
+    group.add_argument("--reentrant", action="store_true", help="use torch's reentrant activation checkpointing")
     group.add_argument(
         "--keep-gathered", action="store_true", help="keep gathered weights from forward to backward (fsdp*, yafsdp)"
     )
@@ -215,13 +221,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--reshard-to",
         type=_positive,
         metavar="N",
-        help="after forward keep weights sharded over groups of N ranks, to gather from near ones in backward (fsdp2)",
+        help="after forward, reshard weights to groups of N ranks only (fsdp2's reshard_after_forward=N)",
     )
     group.add_argument(
         "--prefetch",
         type=_natural,
         metavar="N",
-        help="layers to gather ahead of the one that runs, as set_modules_to_forward_prefetch does (fsdp2)",
+        help="layers to prefetch, as set_modules_to_forward_prefetch does (fsdp2)",
     )
 
 
@@ -230,7 +236,11 @@ def _add_optimization(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="highest learning rate")
     group.add_argument("--warmup-steps", type=_natural, default=5, metavar="N", help="steps in which it rises")
     group.add_argument(
-        "--final-learning-rate-ratio", type=float, default=0.1, metavar="X", help="share of it left at the last step"
+        "--final-learning-rate-ratio",
+        type=float,
+        default=0.1,
+        metavar="X",
+        help="share of it that remains at the last step",
     )
     group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="of AdamW, on all weights")
     group.add_argument("--dropout", type=float, default=0.0, metavar="X", help="share of each layer's output dropped")
@@ -247,7 +257,7 @@ def _add_recording(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory-report",
         action="store_true",
-        help="measure the memory of the third step, and say at the end, and in run.json, what took it, and by formula",
+        help="report the memory of the third step, predicted and measured, at the end and in run.json",
     )
     group.add_argument("--no-memory", dest="memory", action="store_false", help="record no allocator events")
 
@@ -262,7 +272,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const=NEWEST,
         metavar="CHECKPOINT",
-        help="go on from this checkpoint, or the newest whole one of this run; without a name, of RUN",
+        help="resume from this checkpoint, or from the newest complete one of this run; without a name, of RUN",
     )
     group.add_argument(
         "--override",
@@ -271,7 +281,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         help="with --resume: change a setting of the training, such as lr=1e-4; may be repeated",
     )
     group.add_argument(
-        "--background-save", action="store_true", help="save on a thread of its own while training goes on"
+        "--background-save", action="store_true", help="save on a background thread while training continues"
     )
 
 
@@ -280,7 +290,7 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
         "--fault",
         action="append",
         metavar="NAME[=ARGS]",
-        help="make this trouble for real; may be repeated",
+        help="inject this fault; may be repeated",
     )
 
 
@@ -291,17 +301,17 @@ def _device(requested: str) -> str:
 
 
 def _world_size(requested: int | None, device: str) -> int:
-    """Return the number of ranks: the launcher's word counts, then the user's, then one per GPU or two."""
+    """Return the number of ranks: from the launcher, else the user's, else one per GPU or two."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     return requested or (torch.cuda.device_count() if device == "cuda" else 2) or 1
 
 
 def _problem(config: TrainingConfig) -> str | None:
-    """Return what is wrong with a run before it starts, or None."""
+    """Return why a run cannot start, or None."""
     launched = "RANK" in os.environ
     if config.device == "cuda" and not torch.cuda.is_available():
-        return "--device cuda: torch sees no GPU here"
+        return "--device cuda: torch finds no GPU"
     if config.device == "cuda" and not launched and config.world_size > torch.cuda.device_count():
         return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
     missing = [str(path) for path in config.data if not path.is_file()]
@@ -318,7 +328,7 @@ def _problem(config: TrainingConfig) -> str | None:
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
     if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
-        return f"--out {config.out}: holds a run already; name another folder, or add --overwrite or --resume"
+        return f"--out {config.out}: contains a run; name another folder, or add --overwrite or --resume"
     return None
 
 
@@ -342,7 +352,7 @@ def _overridden(config: TrainingConfig, parser: argparse.ArgumentParser) -> Trai
 
 
 def _fault_problem(config: TrainingConfig) -> str | None:
-    """Return why the faults asked for cannot be made, or None."""
+    """Return why the requested faults are impossible, or None."""
     for text in config.fault:
         try:
             fault = faults.parse(text)
@@ -351,12 +361,12 @@ def _fault_problem(config: TrainingConfig) -> str | None:
         if problem := fault.problem(config.strategy, config.world_size):
             return f"--fault {text}: {problem}"
         if fault.needs_saves and not config.checkpoint_every:
-            return f"--fault {text}: a trouble of checkpoints, but none is saved; add --checkpoint-every N"
+            return f"--fault {text}: a checkpoint fault, but no checkpoint is saved; add --checkpoint-every N"
     return None
 
 
 def _layout_problem(config: TrainingConfig) -> str | None:
-    """Return why a model cannot lie on the ranks as asked, or None."""
+    """Return why the parallel layout is impossible, or None."""
     if config.replicate > 1 and not strategies.STRATEGIES[config.strategy].shards_parameters:
         return (
             f"--replicate {config.replicate}: {config.strategy} replicates over all ranks; only fsdp* and yafsdp shard"

@@ -36,8 +36,8 @@ def read_tokens(paths: Sequence[Path]) -> Tensor:
 class Batches:
     """Which tokens each rank trains on. No two ranks see the same sequence within a pass over the text.
 
-    The text is cut into sequences of `length` tokens, shuffled anew for each pass. What a rank gets follows from the
-    seed and its place alone, so a resumed training goes on where it was, also on other ranks or in other batches.
+    The text is cut into sequences of `length` tokens, reshuffled for each pass. What a rank gets follows from the
+    seed and its place alone, so a resumed training continues at its position, also with other ranks or batches.
     """
 
     tokens: Tensor

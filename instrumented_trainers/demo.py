@@ -1,4 +1,4 @@
-"""The whole product on real input: train under FSDP2 and under YaFSDP, then let `tracekit` say how they differ.
+"""The whole product on real input: train under FSDP2 and under YaFSDP, then compare them with `tracekit`.
 
 What `make demo` runs. The analysis is called as a user would call it, by its command line.
 """
@@ -17,7 +17,7 @@ import torch
 STRATEGIES = ("fsdp2", "yafsdp")
 
 # The profiled window, steps 20 to 26, holds the first of the two checkpoints. The steps around it, whose metrics are
-# logged too, are enough for a comparison of tokens per second to tell a difference from noise.
+# logged too, are enough for a comparison of tokens per second to separate a difference from noise.
 _RUN = shlex.split("--steps 48 --checkpoint-every 24 --keep 1 --profile-wait 18 --profile-warmup 2 --profile-active 7")
 _ON_CPU = shlex.split("--device cpu --world-size 2 --model tiny")
 _ON_GPUS = shlex.split("--device cuda --model 125m --precision bf16 --batch 4 --tokens 1024")
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
     code = _analyze(runs, out / "report.html")
     if code == 0:
-        _print(f"done in {time.monotonic() - began_s:.0f} s. To look at the runs: tracekit dashboard {out}")
+        _print(f"done in {time.monotonic() - began_s:.0f} s. To browse the runs: tracekit dashboard {out}")
     return code
 
 
@@ -49,9 +49,9 @@ def _analyze(runs: list[Path], report: Path) -> int:
     """Print findings and comparison of the runs and write the HTML report; return the first exit code that is not 0."""
     check = ["check", *map(str, runs), "--fail-on", "never"]
     for what, words in (
-        ("what tracekit finds in both", check),
+        ("findings in both runs", check),
         (f"{STRATEGIES[1]} against {STRATEGIES[0]}", ["compare", *map(str, runs)]),
-        ("the findings as a page for a browser", [*check, "--format", "html", "--output", str(report)]),
+        ("the findings as an HTML page", [*check, "--format", "html", "--output", str(report)]),
     ):
         _print(f"{what}\n$ tracekit {shlex.join(words)}")
         code = _call("tracekit", *words)
@@ -69,7 +69,7 @@ def _machine(gpus: int) -> str:
     if gpus > 1:
         return f"training on {gpus} GPUs, one process each (NCCL)"
     processes = "training on 2 CPU processes (gloo)"
-    return processes if gpus == 0 else f"one GPU has no other to share a model with: {processes}"
+    return processes if gpus == 0 else f"with only one GPU there is nothing to shard over: {processes}"
 
 
 def _print(words: str) -> None:

@@ -32,8 +32,8 @@ _TIMED_OUT = "Timed out waiting"  # gloo's words for a peer that does not answer
 def run(config: TrainingConfig, command: list[str]) -> int:
     """Run the training to its end and return the exit code: in this process under a launcher, else in new ones.
 
-    If a rank fails, its traceback is shown once, the other ranks are ended, and the code is 1; where the run cannot be
-    done as asked, one line says so, and the code is 2.
+    If a rank fails, its traceback is printed once, the other ranks are ended, and the code is 1. For an invalid
+    configuration one line is printed, and the code is 2.
     """
     if "RANK" in os.environ:
         return _train_launched(config, int(os.environ["RANK"]), command)
@@ -60,10 +60,10 @@ def _train_launched(config: TrainingConfig, rank: int, command: list[str]) -> in
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, a rank that is done, as Python does, but without taking the interpreter down.
+    """End this process, a finished rank, like Python, but without finalizing the interpreter.
 
-    gloo's threads may not have let go of all tensors yet. For that they want the interpreter's lock, and where there is
-    no interpreter any more they abort: of a hundred trainings one failed that had done everything (pytorch#179291).
+    gloo's threads may still release tensors. For that they need the GIL, and without an interpreter they abort: one of
+    a hundred complete trainings failed so (pytorch#179291).
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -72,14 +72,14 @@ def leave(code: int) -> NoReturn:
 
 
 def recovery_hint(config: TrainingConfig, rank: int) -> str:
-    """Return what a killed rank was saving, and what to go on from; nothing where no save was under way."""
+    """Return what a killed rank was saving, and where to resume; empty if no save was running."""
     unfinished, whole = seal.unfinished(config.checkpoints), seal.complete(config.checkpoints)
     if not unfinished:
         return ""
     own = sorted(path.name for path in unfinished[-1].glob(f"__{rank}_*"))
     lost = f"{unfinished[-1].name}/{own[-1]}" if own else unfinished[-1].name
-    way = f"go on with --resume {whole[-1]}" if whole else "there is no earlier one: start anew"
-    return f" while {lost} was written, so that {unfinished[-1].name} is not whole and will not be loaded; {way}"
+    way = f"resume with --resume {whole[-1]}" if whole else "there is no earlier checkpoint: start again"
+    return f" while {lost} was written, so that {unfinished[-1].name} is incomplete and will not be loaded; {way}"
 
 
 def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
@@ -110,7 +110,7 @@ def _join(ranks: list[BaseProcess]) -> None:
     """Wait until all ranks have ended, or some time after the first has failed."""
     deadline = None
     while alive := [process.sentinel for process in ranks if process.exitcode is None]:
-        # After `alive`, so that a rank that is no longer among them is known to have failed.
+        # After `alive`: the exit code of a rank that is no longer in it is known.
         if deadline is None and any(process.exitcode for process in ranks):
             deadline = time.monotonic() + _GRACE_S
         left = None if deadline is None else deadline - time.monotonic()
@@ -120,7 +120,7 @@ def _join(ranks: list[BaseProcess]) -> None:
 
 
 def _end(ranks: list[BaseProcess]) -> None:
-    """End the ranks that still run. They had their time: to SIGTERM they would answer by training to a step's end."""
+    """End the ranks that still run. Their grace period is over, and SIGTERM would let them finish a step."""
     for process in ranks:
         if process.exitcode is None:
             process.kill()
@@ -128,7 +128,7 @@ def _end(ranks: list[BaseProcess]) -> None:
 
 
 def _pass_on(number: int, ranks: list[BaseProcess]) -> None:
-    """Ask the ranks to save and end; asked a second time, end them."""
+    """Forward SIGTERM: the ranks save and end; a second one ends them at once."""
     signal.signal(number, signal.default_int_handler)
     for process in ranks:
         if process.pid is not None and process.exitcode is None:
@@ -136,9 +136,9 @@ def _pass_on(number: int, ranks: list[BaseProcess]) -> None:
 
 
 def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], config: TrainingConfig) -> tuple[int, str]:
-    """Return exit code and words of the rank that failed first; one that was killed had no time to leave any.
+    """Return exit code and message of the rank that failed first; a killed rank leaves no message.
 
-    If it failed because it waited in vain for the ranks that are still `silent`, those are named.
+    If it timed out waiting for ranks that are still running, `silent`, the message names those.
     """
     if all(code == -signal.SIGTERM for code in failed.values()):
         return 128 + signal.SIGTERM, "ended by SIGTERM before the training began"
@@ -151,7 +151,7 @@ def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], config: T
     first = min(failures, key=lambda failure: failure["at_ns"])
     if silent and _TIMED_OUT in first["words"]:
         ranks = ", ".join(f"rank {rank}" for rank in silent)
-        return 1, f"{ranks} did not answer within {config.timeout_s:g} s, for which the other ranks waited"
+        return 1, f"{ranks} did not respond within {config.timeout_s:g} s, while the other ranks waited"
     return first["code"], first["words"]
 
 
@@ -169,7 +169,7 @@ def _fail(folder: Path, rank: int, *, code: int, message: str) -> NoReturn:
     failure = {"at_ns": time.time_ns(), "code": code, "words": message}
     (folder / f"rank{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
     sys.stdout.flush()
-    # Not by sys.exit: the process group's threads may wait for ranks that are gone.
+    # Not by sys.exit: the process group's threads may wait for ranks that have ended.
     os._exit(code)
 
 
@@ -179,7 +179,7 @@ def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: lis
     from instrumented_trainers.stop import StopRequest
 
     stop = StopRequest()
-    # torch warns of its own internals (deprecated storage, FSDP1's future) on every rank; none is for the user.
+    # torch warns of its own internals (deprecated storage, FSDP1's future) on every rank; none concerns the user.
     warnings.filterwarnings("ignore", module="torch")
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     cuda = config.device == "cuda"

@@ -31,7 +31,7 @@ from tracekit.capture.metrics import PendingScalar
 
 
 def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: StopRequest) -> None:
-    """Train as asked on this rank of the mesh, recording into ``config.out``, until a `stop` is due."""
+    """Train on this rank of the mesh, recording into ``config.out``, until the last step or a `stop`."""
     rank = mesh.get_rank()
     origin = resume.resume_point(config)
     first_step = origin.seal.step if origin else 0
@@ -80,7 +80,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             if saved:
                 progress.print(f"saved {saved}" if checkpoints.blocking else f"saving {saved} in the background")
             if stopped:
-                progress.print(f"stopped by SIGTERM after {step + 1} steps; go on with --resume {saved}")
+                progress.print(f"stopped by SIGTERM after {step + 1} steps; resume with --resume {saved}")
                 break
         checkpoints.wait()
         if watch.report:
@@ -160,7 +160,7 @@ def _options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardO
 def _build(
     config: TrainingConfig, options: ShardOptions, mesh: DeviceMesh, active_faults: tuple[Fault, ...]
 ) -> tuple[nn.Module, Optimizer]:
-    """Return the sharded model and its optimizer; every rank draws the same weights, and then numbers of its own."""
+    """Return the sharded model and its optimizer; all ranks draw the same weights, then numbers of their own."""
     torch.manual_seed(config.seed)
     model: nn.Module = Llama(_model_config(config))
     layers = list(model.layers)
@@ -180,7 +180,7 @@ def _build(
 
 
 def _sharded(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return what the strategy has made of each layer: itself, or (FSDP1) a module around it."""
+    """Return each layer as sharded: itself, or (FSDP1) its wrapper."""
     around = {id(child): module for module in model.modules() for child in module.children()}
     parents = [around[id(layer)] for layer in layers]
     return [

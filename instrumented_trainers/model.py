@@ -180,7 +180,7 @@ class FeedForward(nn.Module):
 def rotations(tokens: int, config: ModelConfig, device: torch.device) -> Tensor:
     """Return cosine and sine of each position's angles, shape (2, T, E / 2), in fp64.
 
-    Made anew in each forward pass: a buffer would need care under every way of sharding and on the meta device.
+    Computed in each forward pass: a buffer would need care under every strategy and on the meta device.
     """
     exponents = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float64) / config.head_width
     positions = torch.arange(tokens, device=device, dtype=torch.float64)

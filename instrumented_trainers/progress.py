@@ -1,4 +1,4 @@
-"""What a training says of itself while it runs, without stopping the device to say it."""
+"""Progress lines of a training, printed without synchronizing the device."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from tracekit.capture.metrics import PendingScalar
 
 
 class Progress:
-    """A line every few steps on rank 0, and nothing on other ranks. It speaks of a step once the next one is done."""
+    """A line every few steps on rank 0, and nothing on other ranks. A step's line is printed after the next step."""
 
     def __init__(self, *, rank: int, steps: int, every: int) -> None:
         self._prints = rank == 0
@@ -25,13 +25,13 @@ class Progress:
             )
 
     def flush(self) -> None:
-        """Say what is due."""
+        """Print the pending line."""
         due, self._due = self._due, None
         if due is not None:
             self._print(due())
 
     def print(self, line: str) -> None:
-        """Print a line of output, after what is due."""
+        """Print a line, after the pending one."""
         self.flush()
         self._print(line)
 

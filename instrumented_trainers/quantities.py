@@ -1,4 +1,4 @@
-"""Durations and rates as people write them."""
+"""Parse durations and rates."""
 
 import re
 
@@ -18,7 +18,7 @@ def duration_ns(text: str) -> int:
     """
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no duration, such as 20ms, 500us or 1.5s")
+        raise ValueError(f"{text!r} is not a duration such as 20ms, 500us or 1.5s")
     return round(float(match["number"]) * _SECONDS[match["unit"]] * 1e9)
 
 
@@ -33,5 +33,5 @@ def bytes_per_second(text: str) -> int:
     match = _RATE.fullmatch(text)
     rate = round(float(match["number"]) * _BYTES[match["unit"]]) if match else 0
     if rate == 0:
-        raise ValueError(f"{text!r} is no rate, such as 40MB/s or 1GiB/s")
+        raise ValueError(f"{text!r} is not a rate such as 40MB/s or 1GiB/s")
     return rate

@@ -1,4 +1,4 @@
-"""SIGTERM as a request: the ranks agree on the step after which they save and end."""
+"""Graceful stop by SIGTERM: the ranks agree on the step after which they save and end."""
 
 import signal
 from types import FrameType
@@ -8,13 +8,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 _KEY = "after step"
 
-# A rank that has heard the signal can be behind the others by this many steps: on the CPU every collective waits for
+# A rank that received the signal can be this many steps behind the others: on the CPU every collective waits for
 # all ranks; on a GPU the host runs ahead of the device, but waits for the loss of the step before the last.
 _LEAD_STEPS = {"cpu": 1, "cuda": 3}
 
 
 class StopRequest:
-    """Listens for SIGTERM. Ranks hear it at different times, or only one does; all stop after the same step."""
+    """Handles SIGTERM. Ranks receive it at different times, or only one does; all stop after the same step."""
 
     def __init__(self) -> None:
         self._received = False

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it may be trusted, and whether this is the same training."""
+"""Resume from a checkpoint: choose it, verify it, and check that it belongs to this training."""
 
 import dataclasses
 import json
@@ -21,13 +21,13 @@ _TRAINING_ARGUMENTS = (*OVERRIDABLE, "model", "data", "tokens", "precision", "se
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a training goes on from."""
+    """The checkpoint that a training resumes from."""
 
     path: Path
     seal: Seal
 
     def lineage(self, config: TrainingConfig) -> tuple[Mapping[str, Any], ...]:
-        """Return the checkpoints that the training stands on, oldest first, this one last."""
+        """Return the checkpoints that the training descends from, oldest first, this one last."""
         last = {
             "checkpoint": str(self.path),
             "step": self.seal.step,
@@ -39,10 +39,10 @@ class ResumePoint:
 
 
 def resume_point(config: TrainingConfig) -> ResumePoint | None:
-    """Return the checkpoint to go on from, verified; None if the training starts anew. Every rank calls it.
+    """Return the verified checkpoint to resume from; None for a new training. Every rank calls it.
 
-    A damaged one that was asked for by name is refused (RefusedError); without a name the one before it is taken, and
-    rank 0 says so on stderr. Raises RefusedError too if there is none, or it is of another training.
+    A damaged one that was requested by name raises InvalidConfigError; without a name the previous one is used, and
+    rank 0 reports that on stderr. Raises InvalidConfigError too if there is none, or it belongs to another training.
     """
     if config.resume is None:
         return None
@@ -57,14 +57,14 @@ def resume_point(config: TrainingConfig) -> ResumePoint | None:
                 f"--resume {config.resume}: damaged: {damage}; name another, or restore it from a copy"
             )
         if dist.get_rank() == 0:
-            sys.stderr.write(f"instrumented_trainers: {path} is damaged: {damage}; trying the one before it\n")
-    words = "every checkpoint is damaged" if candidates else "no whole checkpoint"
+            sys.stderr.write(f"instrumented_trainers: {path} is damaged: {damage}; trying the previous one\n")
+    words = "every checkpoint is damaged" if candidates else "no complete checkpoint"
     where = config.checkpoints if config.resume == NEWEST else Path(config.resume)
     raise InvalidConfigError(f"--resume: {words} in {where}; name one, or leave --resume out")
 
 
 def training_arguments(config: TrainingConfig) -> dict[str, Any]:
-    """Return what the result of the training depends on, as it is after a way through JSON."""
+    """Return the arguments that the result of the training depends on, as JSON represents them."""
     values = {name: getattr(config, name) for name in _TRAINING_ARGUMENTS}
     return json.loads(json.dumps({**values, "data": [str(path) for path in config.data]}))
 
@@ -80,7 +80,7 @@ def _candidates(config: TrainingConfig) -> tuple[list[Path], bool]:
     run = dataclasses.replace(config, out=requested)
     if run.checkpoints.is_dir():
         return seal.complete(run.checkpoints), False
-    raise InvalidConfigError(f"--resume {requested}: no whole checkpoint")
+    raise InvalidConfigError(f"--resume {requested}: no complete checkpoint")
 
 
 def _verified(path: Path) -> tuple[Seal | None, str | None]:
@@ -104,6 +104,6 @@ def _refuse_another_training(config: TrainingConfig, read_seal: Seal) -> None:
     for name, value in training_arguments(config).items():
         if name in overridden or read_seal.arguments.get(name, value) == value:
             continue
-        words = f"--resume: the checkpoint is of a training with {name} {read_seal.arguments[name]}, not {value}"
-        way_out = f", or say --override {name}={value}" if name in OVERRIDABLE else ""
-        raise InvalidConfigError(f"{words}: repeat the options it was started with{way_out}")
+        words = f"--resume: the checkpoint belongs to a training with {name} {read_seal.arguments[name]}, not {value}"
+        way_out = f", or add --override {name}={value}" if name in OVERRIDABLE else ""
+        raise InvalidConfigError(f"{words}: repeat its original options{way_out}")

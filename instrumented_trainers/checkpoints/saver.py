@@ -1,4 +1,4 @@
-"""When and how a training saves: in the foreground, or on a thread of its own while training goes on."""
+"""Save checkpoints: in the foreground, or on a background thread while training continues."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from tracekit.capture import Recorder
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of one run on this rank, and keeps the newest."""
+    """Saves the checkpoints of one run on this rank, and removes all but the newest."""
 
     def __init__(self, config: TrainingConfig, faults: tuple[Fault, ...], origin: ResumePoint | None) -> None:
         self._config = config
@@ -35,7 +35,7 @@ class CheckpointSaver:
     def save(self, model: nn.Module, optimizer: Optimizer, *, step: int, sequences: int, recorder: Recorder) -> Path:
         """Save after `step` optimizer steps that took `sequences` of the text; return where. Every rank calls it.
 
-        In the background this returns as soon as the state is copied; a save that is still going on is waited for.
+        In the background this returns as soon as the state is copied; it waits for a running earlier save.
         Raises FailedError if this save, or in the background the one before, has failed.
         """
         path = self._config.checkpoints / f"step-{step:06d}"

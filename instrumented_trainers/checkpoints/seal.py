@@ -1,7 +1,7 @@
-"""What makes a checkpoint whole: a seal, written last, that holds the checksum of every file of it.
+"""The seal of a checkpoint: written last, with the checksum of every file.
 
-torch notices a file that is missing or cut, but loads one whose bytes have changed without a word. A checkpoint
-without a seal was never finished; one whose files do not match it is damaged.
+torch detects a missing or truncated file, but silently loads one whose bytes have changed. A checkpoint without a
+seal is incomplete; one whose files do not match its seal is damaged.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ class Seal:
     strategy: str
     world_size: int
     arguments: Mapping[str, Any]
-    """What the result of the training depends on, as `resume.essence` gives it."""
+    """What the result of the training depends on, as `resume.training_arguments` gives it."""
     lineage: tuple[Mapping[str, Any], ...] = ()
-    """The checkpoints that the training itself went on from, oldest first."""
+    """The checkpoints that the training itself resumed from, oldest first."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By name: bytes and sha256."""
 
 
 class InvalidSealError(ValueError):
-    """A seal cannot be read, or its own checksum is not that of its words."""
+    """A seal cannot be read, or does not match its own checksum."""
 
 
 def complete(folder: Path) -> list[Path]:
@@ -45,17 +45,17 @@ def complete(folder: Path) -> list[Path]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Return the checkpoints under `folder` whose save did not come to its end, oldest first."""
+    """Return the checkpoints under `folder` whose save did not finish, oldest first."""
     return sorted(path for path in folder.glob("step-*") if not is_sealed(path))
 
 
 def is_sealed(path: Path) -> bool:
-    """Return whether there is a checkpoint at `path` whose save came to its end."""
+    """Return whether there is a checkpoint at `path` whose save finished."""
     return (path / SEAL_FILE).is_file()
 
 
 def write(path: Path, seal: Seal) -> None:
-    """Seal the checkpoint at `path`, durably: when the seal has its name, it and all names beside it are on disk."""
+    """Seal the checkpoint at `path`, durably: all names in the folder are on disk when the seal has its own."""
     fields = {**asdict(seal), "lineage": list(seal.lineage)}
     partial = path / _PARTIAL
     with partial.open("w", encoding="utf-8") as file:
@@ -76,7 +76,7 @@ def read(path: Path) -> Seal:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidSealError(f"{SEAL_FILE}: {error}") from error
     if _digest(fields) != expected:
-        raise InvalidSealError(f"{SEAL_FILE}: its words have changed since it was written")
+        raise InvalidSealError(f"{SEAL_FILE}: it has changed since it was written")
     return seal
 
 
@@ -97,7 +97,7 @@ def damage(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
         return f"{file}: {error.strerror}"
     if actual["bytes"] != expected["bytes"]:
         return f"{file} has {actual['bytes']:,} bytes, {expected['bytes']:,} were saved"
-    return None if actual["sha256"] == expected["sha256"] else f"{file} holds other bytes than were saved"
+    return None if actual["sha256"] == expected["sha256"] else f"{file} differs from the saved file"
 
 
 def _writer(name: str) -> int:

@@ -23,13 +23,13 @@ _METADATA = ".metadata"
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, but a disk that is full is an OSError, which names the file."""
+    """torch's writer, but a full disk raises an OSError that names the file."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().write_data(*args, **kwargs)
         except (RuntimeError, OSError) as error:
-            # torch's serialization goes on after a failed write, and then complains of a position.
+            # torch's serialization continues after a failed write, and then raises for a wrong position.
             found = _os_error_before(error)
             if found is None:
                 raise
@@ -102,14 +102,14 @@ class Save:
 
 
 def state_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return all that a training needs to go on exactly: weights, optimizer, and this rank's random state."""
+    """Return all that an exact resume needs: weights, optimizer, and this rank's random state."""
     return {**checkpoint_state(model, optimizer), "random": random_state()}
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer, *, world_size: int) -> None:
     """Give model, optimizer and random generators the state saved at `path` by `world_size` ranks.
 
-    Another number of ranks than now has other random states, so these then stay as they are.
+    Random states are restored only on the same number of ranks.
     """
     state: dict[str, Any] = dict(checkpoint_state(model, optimizer))
     if world_size == dist.get_world_size():
@@ -149,7 +149,7 @@ def _os_error_before(error: BaseException | None) -> OSError | None:
 
 
 def _first_failure(failure: CheckpointException) -> str:
-    """Return which rank failed first and why; errors that no disk is to blame for are raised again."""
+    """Return which rank failed first and why; errors other than I/O errors are raised again."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError):
         return f"rank {rank}: {_describe_error(error)}"

@@ -1,7 +1,7 @@
-"""Troubles on demand: each is made for real, so that what finds it in a trace can be tested against the truth.
+"""Faults on demand: each is real, so that its detection in a trace can be tested against the truth.
 
 No fault touches what the training computes: losses are the same with and without it. Nothing here writes spans or
-numbers into a recording; `run.json` says under ``faults`` which were asked for.
+numbers into a recording; `run.json` lists the requested ones under ``faults``.
 """
 
 import difflib
@@ -38,26 +38,26 @@ FAULTS: Mapping[str, type[Fault]] = MappingProxyType(
 REGRESSIONS: Mapping[str, type[Fault]] = MappingProxyType(
     {fault.name: fault for fault in (MoreCompute, MoreCommunication, MoreMemory)}
 )
-"""What only a comparison with an earlier recording shows."""
+"""Found only by comparison with an earlier recording."""
 
 _ALL = {**FAULTS, **REGRESSIONS}
 
 
 def parse(text: str) -> Fault:
-    """Return the fault that ``NAME[=ARGS]`` asks for. Raises ValueError, naming what there is, if it makes no sense."""
+    """Parse ``NAME[=ARGS]``. Raises ValueError, which lists all faults, if it is invalid."""
     name, _, arguments = text.partition("=")
     if name not in _ALL:
         near = difflib.get_close_matches(name, _ALL, n=1)
         guess = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"{name!r} is no fault; {guess}There are: {', '.join(_ALL)}")
+        raise ValueError(f"{name!r} is not a fault; {guess}Known: {', '.join(_ALL)}")
     try:
         return _ALL[name].parse(arguments)
     except ValueError as error:
-        raise ValueError(f"{text}: {error}; it is asked for as {_ALL[name].usage}") from error
+        raise ValueError(f"{text}: {error}; usage: {_ALL[name].usage}") from error
 
 
 def explained() -> str:
-    """Return a line for each fault: how it is asked for, and what it does."""
+    """Return a line for each fault: its usage, and what it does."""
     return "\n".join(f"{fault.usage}. {_first_sentence(fault)}" for fault in _ALL.values())
 
 

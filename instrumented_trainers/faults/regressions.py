@@ -1,6 +1,6 @@
-"""What makes a training slower than it was and is wrong only beside what it was before: real work that nobody needs.
+"""Regressions: real but useless work, which is wrong only in comparison with an earlier recording.
 
-No rule can see these in one recording; a comparison with an earlier one does. The size of each is a count of work, not
+No rule can find these in one recording; a comparison with an earlier one does. The size of each is a count of work, not
 a time, so that a busy machine makes it no smaller.
 """
 
@@ -17,7 +17,7 @@ from instrumented_trainers.faults.fault import Fault, count
 
 @dataclass(frozen=True)
 class MoreCompute(Fault):
-    """Each layer's output is multiplied again, so many times, as a statistic that was left in does."""
+    """Each layer's output is multiplied COUNT more times, like a leftover statistic."""
 
     name: ClassVar[str] = "more-compute"
     usage: ClassVar[str] = "more-compute[=COUNT], products in each layer, 4"
@@ -42,7 +42,7 @@ class MoreCompute(Fault):
 
 @dataclass(frozen=True)
 class MoreCommunication(Fault):
-    """After each layer's forward the ranks add up a buffer of so many KiB that nobody reads."""
+    """After each layer's forward the ranks all-reduce an unused buffer of KIB KiB."""
 
     name: ClassVar[str] = "more-communication"
     usage: ClassVar[str] = "more-communication[=KIB], in each layer, 256"
@@ -65,7 +65,7 @@ class MoreCommunication(Fault):
 
 @dataclass(frozen=True)
 class MoreMemory(Fault):
-    """Each layer's output is copied so many times, and the copies are kept until the step ends."""
+    """Each layer's output is copied COUNT times, and the copies stay allocated until the step ends."""
 
     name: ClassVar[str] = "more-memory"
     usage: ClassVar[str] = "more-memory[=COUNT], copies in each layer, 8"

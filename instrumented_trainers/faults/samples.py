@@ -1,7 +1,7 @@
-"""Record a small run of each fault beside a healthy twin, scrub them, and write down the truth about each.
+"""Record a small run of each fault and a healthy twin, scrub them, and write the truth about each.
 
 ``python -m instrumented_trainers.faults.samples`` makes ``sample_traces/faults``; ``truth.json`` there says what is in
-it. Each is recorded right after a healthy run with the same options and seed, of which the last is kept as the twin.
+it. Each is recorded right after a healthy run with the same options and seed, the last of which becomes the twin.
 """
 
 import argparse
@@ -23,8 +23,8 @@ TRUTH_FILE = "truth.json"
 _ALL = "--device cpu --model micro --max-norm 0 --keep 1 --profile-wait 2 --profile-warmup 1"
 _STEPS = f"{_ALL} --profile-active 2 --steps 6"
 _SAVE = f"{_ALL} --profile-active 1 --batch 2 --tokens 32 --strategy ddp --world-size 1 --no-memory"
-# By name of the healthy twin: how it and the faulty runs beside it are trained. Two ranks only where one waits for
-# another or gathers from it, because each adds a trace; saves only where they matter, after the profiled steps.
+# By name of the healthy twin: the options of it and of its faulty runs. Two ranks only where communication matters,
+# because each adds a trace; saves only where they matter, after the profiled steps.
 _TWINS: Mapping[str, str] = {
     "healthy-fsdp2": f"{_STEPS} --batch 8 --tokens 128 --strategy fsdp2 --world-size 2 --prefetch 1 --no-memory",
     "healthy-ddp": f"{_STEPS} --batch 2 --tokens 32 --strategy ddp --world-size 1",
@@ -35,9 +35,9 @@ _TWINS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One faulty run: the fault as it is asked for, its twin, and what a rule must find in the pair.
+    """One faulty run: the fault's option, its twin, and what a rule must find in the pair.
 
-    `rank` is the rank at fault, None if all are. `size` is how large the fault is, in words.
+    `rank` is the rank at fault, None if all are. `size` describes how large the fault is.
     """
 
     fault: str

@@ -1,4 +1,4 @@
-"""Troubles of checkpoints: what writes, syncs or serializes too slowly, or keeps training from running meanwhile."""
+"""Checkpoint faults: slow writes, syncs or serialization, or saves that slow training down."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from instrumented_trainers.quantities import duration_ns
 class SlowDisk(Fault):
     """Checkpoints are written no faster than a given rate per rank, or on one rank only.
 
-    Seen by CKPT001 with the stage write; with a rank, the others' stage wait.
+    Found by CKPT001 with the stage write; with a rank, the others' stage wait.
     """
 
     name: ClassVar[str] = "slow-disk"
@@ -35,11 +35,13 @@ class SlowDisk(Fault):
     def parse(cls, text: str) -> "SlowDisk":
         rate, colon, rank = text.partition(":")
         if colon and not rank.isdecimal():
-            raise ValueError(f"{rank!r} is no rank")
+            raise ValueError(f"{rank!r} is not a rank")
         return cls(quantities.bytes_per_second(rate), int(rank) if colon else None)
 
     def problem(self, strategy: str, world_size: int) -> str | None:
-        return f"there is no rank {self.rank} among {world_size}" if (self.rank or 0) >= world_size else None
+        return (
+            f"rank {self.rank} does not exist: there are {world_size} ranks" if (self.rank or 0) >= world_size else None
+        )
 
     def prepare_writer(self, writer: FileSystemWriter, rank: int) -> None:
         if self.rank not in (None, rank):
@@ -58,7 +60,7 @@ class SlowDisk(Fault):
 class SlowFsync(Fault):
     """Each fsync of a save takes longer: a busy or distant disk that acknowledges late.
 
-    Seen by CKPT001 with the stage fsync (and finish, in which the metadata is synced).
+    Found by CKPT001 with the stage fsync (and finish, in which the metadata is synced).
     """
 
     name: ClassVar[str] = "slow-fsync"
@@ -89,9 +91,9 @@ class SlowFsync(Fault):
 
 @dataclass(frozen=True)
 class SmallTensors(Fault):
-    """Each rank saves many tensors of 256 bytes besides, so that saving is Python, not disk.
+    """Each rank saves many additional tensors of 256 bytes, so that saving is Python-bound, not disk-bound.
 
-    Seen by CKPT001 with the stages serialize and plan.
+    Found by CKPT001 with the stages serialize and plan.
     """
 
     name: ClassVar[str] = "small-tensors"
@@ -110,10 +112,10 @@ class SmallTensors(Fault):
 
 @dataclass(frozen=True)
 class GilSave(SmallTensors):
-    """Checkpoints are saved by a background thread that holds Python's lock much: many tensors of 256 bytes.
+    """Checkpoints are saved by a background thread that often holds the GIL: many tensors of 256 bytes.
 
-    Training goes on meanwhile, slower, because its own Python waits for the lock. Seen by the CKPT family (lock), and
-    as steps that take longer while a save runs.
+    Training continues meanwhile, but slower, because its Python waits for the GIL. Found by the CKPT family (GIL), and
+    as longer steps during a save.
     """
 
     name: ClassVar[str] = "gil-save"
@@ -123,7 +125,7 @@ class GilSave(SmallTensors):
 
 
 class _Throttled:
-    """A stream that takes no more than so many bytes a second while it is written to; a pause earns nothing."""
+    """A stream with a maximum write rate; a pause earns no credit."""
 
     def __init__(self, raw: Any, rate: int) -> None:
         self._raw = raw

@@ -1,4 +1,4 @@
-"""Troubles of the training step: what computes, launches, gathers, allocates, waits or loads too slowly."""
+"""Faults of the training step: slow compute, launches, gathers, allocations, syncs or data loading."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _COMPUTED = 240  # rows of the square matrices that a slow rank multiplies: less
 class SlowRank(Fault):
     """One rank computes longer than the others, in each forward pass: a GPU that is throttled or shared.
 
-    The others wait for it in the next collective. Seen by the RANK family (straggler); COMM001 sees the waits.
+    The others wait for it in the next collective. Found by the RANK family (straggler); COMM001 sees the waits.
     """
 
     name: ClassVar[str] = "slow-rank"
@@ -33,11 +33,11 @@ class SlowRank(Fault):
     def parse(cls, text: str) -> "SlowRank":
         rank, _, delay = text.partition(":")
         if not rank.isdecimal():
-            raise ValueError(f"{rank!r} is no rank")
+            raise ValueError(f"{rank!r} is not a rank")
         return cls(int(rank), duration_ns(delay))
 
     def problem(self, strategy: str, world_size: int) -> str | None:
-        return None if self.rank < world_size else f"there is no rank {self.rank} among {world_size}"
+        return None if self.rank < world_size else f"rank {self.rank} does not exist: there are {world_size} ranks"
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
         if rank == self.rank:
@@ -46,9 +46,9 @@ class SlowRank(Fault):
 
 @dataclass(frozen=True)
 class LateLaunch(Fault):
-    """The host is busy in Python before each layer's forward, so work and gathers are launched late.
+    """The host is busy in Python before each layer's forward, so kernels and gathers are launched late.
 
-    On a GPU the device runs dry; on the CPU nothing runs meanwhile. Seen by the HOST family (late launch).
+    On a GPU the device becomes idle; on the CPU nothing else runs. Found by the HOST family (late launch).
     """
 
     name: ClassVar[str] = "late-launch"
@@ -70,7 +70,7 @@ class LateLaunch(Fault):
 class NoPrefetch(Fault):
     """Every layer's weights are gathered only when the layer runs: nothing hides the gathers.
 
-    FSDP1 and FSDP2 are told not to prefetch; YaFSDP gets one buffer, so that none is free to gather into. Seen by
+    FSDP1 and FSDP2 run without prefetching; YaFSDP gets one buffer, so that no other is free. Found by
     COMM001.
     """
 
@@ -87,9 +87,9 @@ class NoPrefetch(Fault):
 
 @dataclass(frozen=True)
 class Churn(Fault):
-    """Each layer takes a fresh buffer, larger every step, and lets it go; on a GPU the cache is emptied every step.
+    """Each layer allocates and frees a buffer, larger every step; on a GPU the cache is emptied every step.
 
-    So the allocator cannot reuse what it has: cudaMalloc and cudaFree in steady state. Seen by MEM001; on the CPU,
+    So the allocator cannot reuse blocks: cudaMalloc and cudaFree in steady state. Found by MEM001; on the CPU,
     which has no such calls, by MEM010 as sizes that change from step to step.
     """
 
@@ -120,9 +120,9 @@ class Churn(Fault):
 
 @dataclass(frozen=True)
 class HostSync(Fault):
-    """Each layer's output is checked for NaN on the host, as debugging code that was left in does.
+    """Each layer's output is checked for NaN on the host, like leftover debugging code.
 
-    On a GPU the host waits for the device each time and launches nothing ahead. Seen by the HOST family (blocking
+    On a GPU the host waits for the device each time and launches nothing ahead. Found by the HOST family (blocking
     sync).
     """
 
@@ -143,7 +143,7 @@ class HostSync(Fault):
 class SlowData(Fault):
     """Each batch is prepared in Python for longer while nothing trains.
 
-    Seen by the HOST family (data loading).
+    Found by the HOST family (data loading).
     """
 
     name: ClassVar[str] = "dataloader"

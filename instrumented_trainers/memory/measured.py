@@ -1,4 +1,4 @@
-"""A step's memory, measured: tensors are counted, and the allocator's events tell what came and went."""
+"""Measure a step's memory: count tensors, and follow the allocator's events."""
 
 import contextlib
 import re
@@ -44,7 +44,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True)
 class _Event:
-    """A block taken (`size_bytes` over 0) or given back, and whose it is by the spans around it."""
+    """A block allocated (`size_bytes` over 0) or freed, and its owner by the enclosing spans."""
 
     at_ns: int
     address: int
@@ -54,7 +54,7 @@ class _Event:
 
 
 class MemoryMeter:
-    """Measures one step of a training. Make it before the step, run the step inside, then ask."""
+    """Measures one step of a training. Create it before the step, run the step inside, then call `measured`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: str) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
@@ -153,7 +153,7 @@ def _states(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the communication buffers that outlive a step; YaFSDP alone has such."""
+    """Yield the communication buffers that outlive a step; only YaFSDP has them."""
     if isinstance(model, YaFSDPModule):
         buffers = model.communication_buffers
         yield from (*buffers.weights, *buffers.gradients, *buffers.own_weights, *buffers.own_gradients)

@@ -3,14 +3,14 @@
 Letters as in `instrumented_trainers.model`, and
     N  parameters      M  those of a layer      R  those outside the layers      S  ranks that share one model
 
-What a rank keeps (https://arxiv.org/abs/1910.02054, section 3; AdamW keeps two numbers per weight):
+What a rank stores (https://arxiv.org/abs/1910.02054, section 3; AdamW keeps two numbers per weight):
 
     strategy   weights, gradients   optimizer    buffers: the most at a time, in bytes of a gathered weight (w) or of a
                                                  gradient that is reduced (r)
     ddp        N, N                 2 N          none: gradients live in the buckets that are reduced
     zero1      N, N                 2 N / S      none
     fsdp1      N / S, N / S         2 N / S      R w + 3 M w: the layer that runs, the next one, the one before
-    fsdp2      N / S, N / S         2 N / S      R w + 3 M w: of the layer, and what was gathered but not yet copied
+    fsdp2      N / S, N / S         2 N / S      R w + 3 M w: of the layer, and gathered but not yet copied weights
     yafsdp     N / S, N / S         2 N / S      2 M (w + r) + R (w + r), allocated once
 
 Activations: a count of what autograd saves, as in https://arxiv.org/abs/2205.05198, section 4.1, for the layers of our
@@ -37,7 +37,7 @@ _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
 def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footprint:
-    """Return what the training will take on `rank`, sharded with `options`. No activations for autocast's bf16."""
+    """Return the predicted memory of `rank`, sharded with `options`. No activations for autocast's bf16."""
     with torch.device("meta"):
         model = Llama(PRESETS[config.model])
     strategy, ranks = STRATEGIES[config.strategy], config.layout.dp_shard
@@ -138,16 +138,16 @@ def _buffers_bytes(config: TrainingConfig, model: Llama, options: ShardOptions, 
     if strategy.buffer_bytes:
         return sum(_slots(model, options, ranks)) * (compute + reduce)
     *layers, rest = (sum(p.numel() for p in unit) for unit in _units(model))
-    layer, count, kept = max(layers), len(layers), options.reshard_after_forward is False
+    layer, count, stays_gathered = max(layers), len(layers), options.reshard_after_forward is False
     if config.strategy == "fsdp1":
-        whole = count if kept else min(3 if options.prefetch != 0 else 2, count)
+        whole = count if stays_gathered else min(3 if options.prefetch != 0 else 2, count)
         cast = (whole - 1) * layer * compute + layer * reduce if compute != reduce else 0
         return rest * compute + max(whole * layer * compute, cast)
     ahead = min(max(1, options.prefetch or 0), count - 1)
-    whole = count if kept else 1
+    whole = count if stays_gathered else 1
     cast = layer * compute // ranks if compute != reduce else 0
     forward = (whole + 1 + ahead) * layer * compute
-    backward = (whole + (0 if kept else ahead)) * layer * compute + layer * reduce + cast
+    backward = (whole + (0 if stays_gathered else ahead)) * layer * compute + layer * reduce + cast
     first = rest * compute + 2 * layer * compute  # what the root gathered is let go when the first layer's is there
     near = count * layer * compute // options.reshard_after_forward if options.reshard_after_forward > 1 else 0
     return rest * compute + max(forward, backward, first) + near
@@ -188,7 +188,7 @@ def _layer_bytes(config: TrainingConfig, model: ModelConfig, *, stream: int, nor
 
 
 def _norm_bytes(config: TrainingConfig, stream: int, statistics: int) -> int:
-    """Return what a norm keeps besides its input. On the CPU it is done in steps, which keep their own, in fp32."""
+    """Return what a norm saves in addition to its input. On the CPU its intermediate steps are saved too, in fp32."""
     if config.device == "cuda":
         return stream + statistics
     return 2 * stream + (2 * stream if config.precision == "bf16" else 0) + statistics

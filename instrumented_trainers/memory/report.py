@@ -1,4 +1,4 @@
-"""The memory report of a run: what was predicted and what was measured, rank by rank."""
+"""The memory report of a run: predicted and measured, rank by rank."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -36,8 +36,8 @@ class MemoryReport:
         for kind in KINDS:
             by_formula, counted = (footprint.as_row()[f"{kind}_bytes"] for footprint in (formula, measured.footprint))
             lines.append(_line(kind, by_formula, counted))
-        lines.append(_line("together", formula.known_bytes, measured.footprint.known_bytes))
-        lines.append(_line("most at any moment", None, measured.peak_bytes))
+        lines.append(_line("sum", formula.known_bytes, measured.footprint.known_bytes))
+        lines.append(_line("peak", None, measured.peak_bytes))
         if measured.reserved_bytes is not None:
             lines.append(_line("reserved by the allocator", None, measured.reserved_bytes))
         return lines
@@ -49,14 +49,14 @@ class MemoryReport:
 
 
 class MemoryWatch:
-    """Measures one step of the training if a memory report is asked for, and nothing otherwise."""
+    """Measures one step of the training if a memory report is requested."""
 
     def __init__(
         self, config: TrainingConfig, options: ShardOptions, model: nn.Module, optimizer: Optimizer, *, first_step: int
     ) -> None:
         self._config, self._options = config, options
         self._model, self._optimizer = model, optimizer
-        # By then the optimizer has its state, and what is allocated once is.
+        # By then optimizer state and persistent buffers are allocated.
         self._step = first_step + MEMORY_STEP if config.memory_report else None
         self.report: MemoryReport | None = None
 
@@ -75,10 +75,12 @@ class MemoryWatch:
         self.report = MemoryReport(step, tuple(each for each, _ in of_ranks), tuple(each for _, each in of_ranks))
 
     def summary(self) -> list[str]:
-        """Return what to say at the end of the training."""
+        """Return the lines to print at the end of the training."""
         if self.report is not None:
             return self.report.as_text()
-        return [] if self._step is None else [f"no memory report: the training ended before step {self._step} was done"]
+        return (
+            [] if self._step is None else [f"no memory report: the training ended before the end of step {self._step}"]
+        )
 
 
 def _line(name: str, by_formula: int | None, counted: int | None) -> str:

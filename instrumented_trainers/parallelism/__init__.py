@@ -1,7 +1,7 @@
 """Ways to train a model over ranks, one module each: ``shard(model, mesh, options) -> model``.
 
-A model is any module with `layers`, an nn.ModuleList; it knows nothing of parallelism. What a loop needs besides is
-here too, the same for all strategies.
+A model is any module with `layers`, an nn.ModuleList; it knows nothing of parallelism. Here is also
+what else a loop needs, the same for all strategies.
 """
 
 from collections.abc import Callable, Mapping

@@ -14,7 +14,7 @@ from instrumented_trainers.parallelism.options import ShardOptions
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
     """Replicate the model over the mesh's ranks. Lower precision is autocast's; gradients keep the weights' dtype.
 
-    Raises NotImplementedError if another `reduce_dtype` is asked for, or a mesh of more than one dim.
+    Raises NotImplementedError for another `reduce_dtype`, or a mesh of more than one dim.
     """
     return AutocastDataParallel(*replicated(model, mesh, options))
 

@@ -1,7 +1,7 @@
-"""ZeRO stage 1: data parallel, but each rank keeps and steps the optimizer state of a part of the parameters only.
+"""ZeRO stage 1: data parallel, but each rank stores the optimizer state of, and steps, only a part of the parameters.
 
-Whole parameters are dealt out, the largest first, to the rank that has the least so far; after its step each rank
-sends its parameters to all others. https://arxiv.org/abs/1910.02054 names the stages.
+Whole parameters are assigned, the largest first, to the rank with the fewest elements so far; after its step each
+rank broadcasts its parameters. https://arxiv.org/abs/1910.02054 names the stages.
 """
 
 from collections.abc import Iterator

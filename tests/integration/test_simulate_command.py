@@ -41,9 +41,9 @@ def test_the_faults_are_listed_one_a_line_name_first() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("--strategy", "fsdp3"), "'fsdp3' is no strategy; there are: ddp, fsdp1"),
-        (("--model", "gpt"), "'gpt' is no model"),
-        (("--hardware", "tpu"), "'tpu' is no hardware"),
+        (("--strategy", "fsdp3"), "'fsdp3' is not a strategy; known: ddp, fsdp1"),
+        (("--model", "gpt"), "'gpt' is not a known model"),
+        (("--hardware", "tpu"), "'tpu' is unknown hardware"),
         (("--model", "llama2-70b", "--gpus", "8"), "70b needs about"),
         (("--gpus", "1"), "--gpus is 1"),
         (("--strategy", "hsdp", "--gpus", "12"), "needs several full nodes of 8 GPUs"),

@@ -180,14 +180,11 @@ def test_a_flipped_bit_is_refused_and_the_checkpoint_before_it_used(
     assert losses(outcomes, "past the damage") == [of_rank[3:] for of_rank in losses(outcomes, "fsdp2")]
     words = said(outcomes, "past the damage")
     assert words.count("\n") == 1
-    assert (
-        "step-000006 is damaged: rank 1: __1_0.distcp holds other bytes than were saved; trying the one before it"
-        in words
-    )
+    assert "step-000006 is damaged: rank 1: __1_0.distcp differs from the saved file; trying the previous one" in words
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(outcomes: Mapping[str, process_group.Outcome]) -> None:
-    assert "no whole checkpoint" in said(outcomes, "nothing there")
+    assert "no complete checkpoint" in said(outcomes, "nothing there")
     words = said(outcomes, "the damaged one by name")
     assert words.startswith("InvalidConfigError: --resume step-000006: damaged: rank 1: __1_0.distcp")
 

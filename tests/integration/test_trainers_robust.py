@@ -42,7 +42,7 @@ def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> N
     assert (process.returncode, err) == (0, "")
     (name,) = checkpoints(tmp_path)
     steps = seal.read(tmp_path / "checkpoints" / name).step
-    assert f"stopped by SIGTERM after {steps} steps; go on with --resume {tmp_path / 'checkpoints' / name}" in out
+    assert f"stopped by SIGTERM after {steps} steps; resume with --resume {tmp_path / 'checkpoints' / name}" in out
     assert [len(trainings.rows(tmp_path, rank, conventions.METRICS_SUFFIX)) for rank in (0, 1)] == [steps, steps]
     for rank in (0, 1):
         assert trace_steps(tmp_path, rank) == {f"ProfilerStep#{step}" for step in range(1, steps)}
@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_up(tmp_path: Path) -> None:
     os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err == "instrumented_trainers: rank 1 did not answer within 4 s, for which the other ranks waited\n"
+    assert err == "instrumented_trainers: rank 1 did not respond within 4 s, while the other ranks waited\n"
     assert ranks_of(process.pid) == []
 
 
@@ -110,7 +110,7 @@ def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small
     assert "could not be saved: rank" in last
     assert "No space left on device" in last
     assert f"{checkpoints(kept / 'run')[-1]} is the last complete one" in last
-    assert last.endswith("go on with --resume")
+    assert last.endswith("continue with --resume")
     for name in checkpoints(kept / "run"):
         folder = kept / "run" / "checkpoints" / name
         assert not any(seal.damage(folder, file, was) for file, was in seal.read(folder).files.items())
@@ -128,7 +128,7 @@ def test_a_rank_killed_in_a_save_ends_the_run_and_leaves_the_checkpoint_before_i
     assert (process.returncode, err.splitlines()[-1]) == (
         1,
         "instrumented_trainers: rank 1 was killed by SIGKILL while step-000004/__1_0.distcp was written, so that "
-        f"step-000004 is not whole and will not be loaded; go on with --resume {whole}",
+        f"step-000004 is incomplete and will not be loaded; resume with --resume {whole}",
     )
     sound, cut = checkpoint_files.verify(tmp_path)
     assert (sound.path, sound.status, cut.status) == (str(whole), checkpoint_files.WHOLE, checkpoint_files.DAMAGED)

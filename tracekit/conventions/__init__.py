@@ -1,6 +1,6 @@
 """File names, span names and environment variables shared by the recorder and the analysis.
 
-Recording and analysis share files on disk, and in code only this module. It imports nothing, so that a machine with
+Recording and analysis share files on disk, and in code only this package. It imports nothing, so that a machine with
 only torch can record.
 """
 

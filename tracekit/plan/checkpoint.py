@@ -1,4 +1,4 @@
-"""How large a checkpoint is, who writes it, what that costs, and how often to do it.
+"""Checkpoint size, writers, cost, and interval.
 
 Sizes and layouts follow Megatron-LM (arXiv 2104.04473, section 5.10: a trillion parameters on 384 nodes take 13.8 TB,
 written at 273 GB/s and read at 1 TB/s); sizes of other models MLPerf Storage v2.0; intervals Young (1974,
@@ -59,7 +59,7 @@ class Storage:
 class CheckpointPlan:
     """What saving and restoring cost. Times in s; None where an input that it needs was not given.
 
-    `write_seconds` is until storage has it, `blocked_seconds` what training stands still for; these differ where there
+    `write_seconds` is until storage has it, `blocked_seconds` how long training is blocked; these differ where there
     is a burst buffer. `writer_skew_ratio`: what the writer with most writes, relative to the others.
     `guided_interval_seconds` and `guided_write_bytes_per_second` are the shortest interval, and the least bandwidth (of
     the burst buffer if there is one), with which saving takes no more than 5% of the time.
@@ -95,7 +95,7 @@ def checkpoint(
     mtbf_s: float | None = None,
     bytes_per_param: float = ADAM_BYTES_PER_PARAM,
 ) -> CheckpointPlan:
-    """Return the plan of checkpoints of a model of `params` parameters. Raises ConfigError for what cannot be.
+    """Return the plan of checkpoints of a model of `params` parameters. Raises ConfigError for invalid input.
 
     `restore_bytes_per_second` is what a restore needs to take as long as the write. Saves are taken to block training,
     for the burst buffer only where there is one; what was saved protects once storage has it.

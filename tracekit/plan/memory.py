@@ -1,4 +1,4 @@
-"""Memory of one rank: what is kept of each parameter, buffers, and activations.
+"""Memory of one rank: state per parameter, buffers, and activations.
 
 ZeRO: arXiv 1910.02054. Activations: arXiv 2205.05198, in 2-byte numbers. YaFSDP: two buffers for weights and two for
 gradients, each as large as the largest layer (https://github.com/yandex/YaFSDP).
@@ -23,7 +23,7 @@ from tracekit.plan.models import Model
 GQA_SWIGLU_FACTOR = 40.5
 """Bytes per s·b·h of a layer of Llama 2 70B: flash attention, bf16, 8 key-value heads of 64, SwiGLU."""
 FULL_RECOMPUTATION_FACTOR = 2.0
-"""Bytes per s·b·h of a layer of which only the input is kept, in 2-byte numbers."""
+"""Bytes per s·b·h of a layer of which only the input is stored, in 2-byte numbers."""
 NONE, SELECTIVE, FULL = RECOMPUTATIONS = ("none", "selective", "full")
 
 
@@ -56,7 +56,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank of the first pipeline stage, which holds most; None where an input was not given.
+    """Bytes of one rank of the first pipeline stage, which needs most; None where an input was not given.
 
     `total_bytes` is the sum of what is known. `traffic_bytes_per_step` is what the rank sends for data parallelism.
     """

@@ -78,7 +78,7 @@ def find(name: str, *, layers: int | None = None) -> Model:
     """Return the model of this name, with so many of its layers. Raises InputError where there is none."""
     model = MODELS.get(_ALIASES.get(name, name))
     if model is None:
-        raise InputError(f"{name!r} is no model; there are: {', '.join(NAMES)}")
+        raise InputError(f"{name!r} is not a known model; known: {', '.join(NAMES)}")
     if layers is not None and not 1 <= layers <= model.layers:
         raise InputError(f"--layers is {layers}; {name} has {model.layers}")
     return model if layers is None else replace(model, layers=layers)

@@ -1,4 +1,4 @@
-"""Pipelines: bubbles and what goes over the wires: arXiv 2104.04473 (plain, interleaved), 2401.10241 (zero-bubble)."""
+"""Pipelines: bubbles and traffic: arXiv 2104.04473 (plain, interleaved), 2401.10241 (zero-bubble)."""
 
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ class Sizes:
 def plan(
     stages: int, micro_batches: int, *, chunks: int = 1, schedule: str = PLAIN, sizes: Sizes | None = None
 ) -> PipelinePlan:
-    """Return what a schedule of `stages` and `micro_batches` costs. Raises ConfigError for what cannot be."""
+    """Return what a schedule of `stages` and `micro_batches` costs. Raises ConfigError for invalid input."""
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule {schedule!r} does not exist: {', '.join(SCHEDULES)}")
     if chunks > 1 and schedule in (ZB_H1, ZB_H2):
@@ -82,7 +82,7 @@ def zb_h1_bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
 
 def zb_h2_bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
     """Return no bubble: ZB-H2 fills it, at twice the activations."""
-    bubble(stages, micro_batches, chunks=chunks)  # refuses what cannot be
+    bubble(stages, micro_batches, chunks=chunks)  # validates
     return _bubble(0.0)
 
 

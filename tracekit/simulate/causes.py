@@ -1,6 +1,6 @@
-"""How faults are caused: each takes a job and the arguments of a fault, and returns the job that has it.
+"""Inject faults: each function takes a job and a fault's arguments, and returns the job with the fault.
 
-All raise ValueError where the arguments make no sense.
+All raise ValueError for invalid arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +9,11 @@ from dataclasses import replace
 from tracekit.simulate import engine, memory
 from tracekit.simulate.job import HSDP, Impairments, Job
 
-_STALL = 1.3  # times a step: the host runs ahead, so only what takes longer than a step makes the device wait
+_STALL = 1.3  # times a step: the host runs ahead, so only a longer delay makes the device wait
 
 
 def step_ns(job: Job) -> int:
-    """Return how long a step of the job takes when nothing is wrong with it."""
+    """Return how long a step of the job takes without faults."""
     healthy = replace(job, impairments=Impairments(), ranks_written=1, steps=2)
     return engine.simulate(healthy).total_ns // 2
 
@@ -45,7 +45,7 @@ def late_launch(job: Job, given: Sequence[str]) -> Job:
 
 
 def host_sync(job: Job, given: Sequence[str]) -> Job:
-    """Let the host read each layer's output, and think about it: DURATION."""
+    """Let the host read each layer's output and process it: DURATION."""
     passes = job.model.layers * job.micro_batches
     return _impaired(job, host_read_ns=_duration(given, 0, lambda: step_ns(job) // (10 * passes)))
 
@@ -55,13 +55,13 @@ def data_stall(job: Job, given: Sequence[str]) -> Job:
     return _impaired(job, data_stall_ns=_duration(given, 0, lambda: round(_STALL * step_ns(job))))
 
 
-_LEAST_SAVE_NS = 500_000_000  # shorter ones trouble nobody
+_LEAST_SAVE_NS = 500_000_000  # shorter ones do no harm
 
 
 def save(job: Job, given: Sequence[str]) -> Job:
     """Let a save block training: DURATION, STEP."""
     if job.steps < 2:
-        raise ValueError("it needs --steps 2 or more, for a save must come between two")
+        raise ValueError("it needs --steps 2 or more: a save lies between two steps")
     took_ns = _duration(given, 0, lambda: max(_LEAST_SAVE_NS, step_ns(job)))
     return _impaired(job, save_ns=took_ns, save_step=_step(job, given, 1, (job.steps - 1) // 2))
 
@@ -69,7 +69,7 @@ def save(job: Job, given: Sequence[str]) -> Job:
 def retry(job: Job, given: Sequence[str]) -> Job:
     """Let the allocator run out of memory: CALLS."""
     if job.steps < 2:
-        raise ValueError("it needs --steps 2 or more, for an allocator retries in steady state")
+        raise ValueError("it needs --steps 2 or more: allocation retries happen in steady state")
     calls = _count(given, 0) if given else max(8, step_ns(job) // 10_000_000)
     return _impaired(job, retry_steps=tuple(range(1, job.steps)), retry_cuda_calls=calls)
 
@@ -80,7 +80,7 @@ def recompute(job: Job, given: Sequence[str]) -> Job:
     if not most:
         raise ValueError("all layers recompute already (--checkpoint-layers)")
     if memory.peak_bytes(job) > job.hardware.memory_bytes:
-        raise ValueError("memory could not hold the activations, so it would not be needless")
+        raise ValueError("the activations do not fit into memory, so recomputation would not be needless")
     return _impaired(job, extra_checkpointed_layers=min(most, _count(given, 0) if given else most))
 
 
@@ -135,14 +135,14 @@ def since(job: Job, slow: Mapping[int, tuple[float, int]]) -> tuple[int, ...]:
 
 
 def _rank(job: Job, arguments: Sequence[str], index: int) -> int:
-    # Not rank 0 by default: it is what everything else is compared with.
+    # Not rank 0 by default: the others are compared with it.
     text = (
         arguments[index]
         if len(arguments) > index and arguments[index]
         else str(1 + job.seed % (min(job.ranks_written, job.gpus) - 1 or 1))
     )
     if not text.isdecimal() or int(text) >= job.gpus:
-        raise ValueError(f"{text!r} is no rank of {job.gpus}")
+        raise ValueError(f"{text!r} is not a rank of {job.gpus}")
     return int(text)
 
 
@@ -150,20 +150,20 @@ def _factor(arguments: Sequence[str], index: int, default: float) -> float:
     text = arguments[index] if len(arguments) > index and arguments[index] else str(default)
     factor = float(text)
     if not 1 < factor < 1000:
-        raise ValueError(f"{text} is no factor above 1")
+        raise ValueError(f"{text} is not a factor above 1")
     return factor
 
 
 def _step(job: Job, arguments: Sequence[str], index: int, default: int) -> int:
     text = arguments[index] if len(arguments) > index and arguments[index] else str(default)
     if not text.isdecimal() or int(text) >= job.steps:
-        raise ValueError(f"{text!r} is no step of {job.steps}")
+        raise ValueError(f"{text!r} is not a step of {job.steps}")
     return int(text)
 
 
 def _count(arguments: Sequence[str], index: int) -> int:
     if not arguments[index].isdecimal() or int(arguments[index]) < 1:
-        raise ValueError(f"{arguments[index]!r} is no count")
+        raise ValueError(f"{arguments[index]!r} is not a positive integer")
     return int(arguments[index])
 
 
@@ -174,4 +174,4 @@ def _duration(arguments: Sequence[str], index: int, default: Callable[[], int]) 
         number = arguments[index].removesuffix(unit)
         if number != arguments[index] and number.replace(".", "", 1).isdecimal():
             return round(float(number) * ns)
-    raise ValueError(f"{arguments[index]!r} is no duration such as 20ms")
+    raise ValueError(f"{arguments[index]!r} is not a duration such as 20ms")

@@ -1,7 +1,7 @@
 """Step times of FSDP1 and the published YaFSDP in closed form: what the simulator would find without jitter and host.
 
-Both are recursions over layers with the rules of `fsdp1` and `yafsdp`; they take numbers, or arrays of them to judge
-many machines at once. A test holds them against the simulation.
+Both are recursions over layers with the rules of `fsdp1` and `yafsdp`; they take numbers, or arrays of them for many
+machines at once. A test compares them with the simulation.
 """
 
 from collections.abc import Callable, Mapping
@@ -77,7 +77,7 @@ def _yafsdp_v1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     head = np.maximum(end, carried) + parts.head_forward_s + parts.head_backward_s
     end, before = head + _backward_s(of, parts, layers - 1), head
     for index in reversed(range(layers - 1)):
-        # Cast and reduce the unit two above (beside the compute of the one above), then gather.
+        # Cast and reduce the unit two above (concurrently with the compute of the one above), then gather.
         unit = outer if index == layers - 2 else layer
         carried, end_above = _cast_and_reduce(of, rates, unit, carried, before, end)
         carried = carried + gather
@@ -101,7 +101,7 @@ def _cast_and_reduce(
 
 
 def _compute_delay(work: Quantity, concurrent: Quantity, slowdown: Quantity) -> Quantity:
-    """Return how much later compute of length `beside` ends because `work` runs next to it."""
+    """Return how much later compute of length `concurrent` ends because `work` runs at the same time."""
     return np.minimum(work, concurrent / np.maximum(slowdown, 1e-9))
 
 

@@ -1,6 +1,6 @@
-"""How long the parts of a step take by themselves, in seconds, from sizes and rates.
+"""How long each part of a step takes alone, in seconds, from sizes and rates.
 
-Every function takes numbers, or arrays of them to judge many machines at once: the simulator and the fit of the
+Every function takes numbers, or arrays of them for many machines at once: the simulator and the fit of the
 published table share these formulas.
 """
 

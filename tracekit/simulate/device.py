@@ -23,7 +23,7 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A kernel on its way: launched, resident (with what remains of it, alone), done."""
+    """A kernel: launched, resident (with its remaining time alone), done."""
 
     kernel: Kernel
     step: int
@@ -72,7 +72,7 @@ class Device:
 
     record: RankRecord
     give_way: dict[int, float]
-    """By stream: how much longer a kernel takes beside the main compute, per piece."""
+    """By stream: how much longer a kernel takes during the main compute, per piece."""
     collective_slows_compute: float
     streams: dict[int, Stream] = field(default_factory=dict)
     running: list[Work] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Device:
     issue_order: dict[str, deque["Transfer"]] = field(default_factory=dict)
     """By process group: collectives in the order the host issued them, the one that runs first among them."""
     transferring: dict[str, list["Transfer"]] = field(default_factory=dict)
-    """By link: what is being carried."""
+    """By link: its active transfers."""
 
     @property
     def rank(self) -> int:
@@ -129,12 +129,12 @@ class Device:
         )
 
     def rates(self) -> list[tuple[Work, float]]:
-        """Return how fast each resident kernel now goes, 1 being as if alone; collectives are the links' matter.
+        """Return how fast each resident kernel now goes, 1 being as if alone; collectives depend on links.
 
-        A kernel on a side stream gives way to the main compute: it takes 1 + give_way × pieces times as long, and what
-        it gets is missing from the main compute. A resident collective holds multiprocessors.
+        The give-way effect: during the main compute, a kernel on a side stream takes 1 + give_way × pieces times as
+        long, and its share is missing from the main compute. A resident collective occupies multiprocessors.
         """
-        if len(self.running) == 1:  # as most often: nothing is in its way
+        if len(self.running) == 1:  # most often: no contention
             return [(w, 1.0) for w in self.running if w.kernel.kind != COMMUNICATION]
         main = [w for w in self.running if w.kernel.stream == MAIN_STREAM and w.kernel.kind == COMPUTE]
         side = [w for w in self.running if w.kernel.stream != MAIN_STREAM and w.kernel.kind == COMPUTE]
@@ -143,14 +143,13 @@ class Device:
             return copies + [(w, 1.0) for w in side]
         slowed = [(w, 1 / (1 + self.give_way[w.kernel.stream] * w.kernel.pieces)) for w in side]
         side_rate = sum(rate for _, rate in slowed)
-        beside = self.resident[COMMUNICATION]
-        slowdown = 1 + self.collective_slows_compute if beside else 1.0
+        slowdown = 1 + self.collective_slows_compute if self.resident[COMMUNICATION] else 1.0
         return copies + slowed + [(w, max(_LEAST_RATE, 1 - side_rate) / slowdown) for w in main]
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One collective of one group: who has come of the simulated ranks, and what remains to be carried."""
+    """One collective of one group: the simulated ranks that have arrived, and the remaining transfer time."""
 
     group: Group
     number: int
@@ -164,7 +163,7 @@ class Transfer:
 
     @property
     def has_all_ranks(self) -> bool:
-        """Whether all ranks have come."""
+        """Whether all ranks have arrived."""
         return len(self.arrived) == self.expected
 
     def current_rate(self, compute_slows: float) -> float:

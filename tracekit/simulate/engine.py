@@ -1,4 +1,4 @@
-"""The discrete-event simulation: hosts that run ahead, streams, events, collectives, each at its time."""
+"""The discrete-event simulation of hosts that run ahead, streams, events and collectives."""
 
 import heapq
 import math
@@ -55,11 +55,11 @@ class Engine:
             now_ns, _, handler, arguments = heapq.heappop(heap)
             handler(now_ns, *arguments)
         stuck = [rank for rank, host in self.hosts.items() if not host.is_done]
-        assert not stuck, f"ranks {stuck} wait for each other for ever"
+        assert not stuck, f"ranks {stuck} are in a deadlock"
         return Recording({rank: device.record for rank, device in self.devices.items()})
 
     def at(self, time_ns: int, handler: _Handler, *arguments: object) -> None:
-        """Let something happen at a time."""
+        """Call a handler at a time."""
         self._count += 1
         heapq.heappush(self._heap, (time_ns, self._count, handler, arguments))
 
@@ -80,7 +80,7 @@ class Engine:
         return float(self._jitter[key % _JITTERS])
 
     def issue(self, device: Device, kernel: Kernel, key: int, step: int) -> Transfer:
-        """Note that a rank's host issues a collective: it takes its turn on the group's communicator."""
+        """Add a collective of a rank's host to the queue of the group's communicator."""
         assert kernel.collective is not None
         group = self.world.group(kernel.collective.group, device.rank)
         turns = device.issue_order.setdefault(group.name, deque())
@@ -119,10 +119,10 @@ class Engine:
         self.hosts[device.rank].wake(now_ns)
 
     def _begin(self, now_ns: int, stream: Stream, work: Work) -> bool:
-        """Let a kernel become resident; False where its communicator is taken."""
+        """Let a kernel become resident; False where its communicator is busy."""
         device, transfer = stream.device, work.transfer
         if transfer is not None and device.issue_order[transfer.group.name][0] is not transfer:
-            return False  # it is tried again when its turn comes
+            return False  # retried when it is first in the queue
         if device.shares_queue and device.queue[0] is not work:
             return False
         device.begin(work, now_ns)
@@ -147,7 +147,7 @@ class Engine:
                 self.at(max(now_ns, stream.free_ns), self._advance, stream)
 
     def _update_rates(self, now_ns: int, device: Device) -> None:
-        """Give every resident kernel its rate, and set when it ends if that changed."""
+        """Update the rate of every resident kernel, and its end where the rate changed."""
         for work, rate in device.rates():
             if rate != work.rate:
                 work.remaining_ns -= (now_ns - work.since_ns) * work.rate
@@ -172,7 +172,7 @@ class Engine:
         device.record.activities.append(
             Activity(work.kernel, work.start_ns, now_ns, work.correlation, work.owner, group, number)
         )
-        # What marks the end of the kernel is reached with it; what runs next must first be started.
+        # An event right after the kernel completes with it; the next kernel must be started first.
         while stream.queue and isinstance(stream.queue[0][0], EventRecord) and stream.queue[0][1] <= now_ns:
             self._complete_event(now_ns, stream.queue.popleft()[0].event, device)  # type: ignore[union-attr]
         if stream.queue:
@@ -188,7 +188,7 @@ class Engine:
         self._share_link(now_ns, transfer)
 
     def _share_link(self, now_ns: int, changed: Transfer) -> None:
-        """Give every transfer that shares a link with `changed` its rate."""
+        """Update the rate of every transfer that shares a link with `changed`."""
         link = changed.group.link
         for transfer in {id(t): t for device, _ in changed.arrived for t in device.transferring[link]}.values():
             self._set_rate(now_ns, transfer)

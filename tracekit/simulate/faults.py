@@ -1,11 +1,11 @@
-"""Faults that can be asked for, each with the rule that should find it.
+"""The faults that can be injected, each with the rule that should find it.
 
 code       rule                                     faults
 COMM001    communication that no compute hides      no-prefetch, slow-network
 COMM002    collectives too small                    small-collectives
 COMM003    gradients reduced at every micro-batch   reduce-every-microbatch
 STREAM001  give-way                                 give-way
-STREAM002  serialization that need not be           serialized-communicators
+STREAM002  unnecessary serialization           serialized-communicators
 STREAM003  compute slowed by collectives            sm-contention
 STREAM004  collectives slowed by compute            starved-collectives
 RANK001    straggling rank                          slow-rank, straggler-from-step
@@ -31,11 +31,10 @@ _ALL = (DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1)
 
 @dataclass(frozen=True)
 class Fault:
-    """One trouble: its name, the code of the rule that should find it, and how a job gets it.
+    """One fault: its name, the code of the rule that should find it, and how it is injected into a job.
 
-    `usage` shows its arguments, `ready` makes of a job one that can have the fault but has it not, `cause` then gives
-    it the fault. Where a machine has some of it by itself `cure` takes away all; else what `ready` made is the job
-    without.
+    `usage` shows its arguments. `prepare` returns a job in which the fault is possible but absent, `inject` adds it.
+    Where a machine has some of it by itself, `remove` removes all of it; else the prepared job is the one without.
     """
 
     name: str
@@ -52,24 +51,24 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultRequest:
-    """A fault as it was asked for: its arguments too."""
+    """A requested fault with its arguments."""
 
     fault: Fault
     arguments: tuple[str, ...]
 
 
 def parse(text: str) -> FaultRequest:
-    """Return the fault that ``NAME[:ARGUMENT…]`` asks for. Raises InputError if there is none such."""
+    """Parse ``NAME[:ARGUMENT…]``. Raises InputError for an unknown fault."""
     name, *arguments = text.split(":")
     if name not in FAULTS:
         near = difflib.get_close_matches(name, FAULTS, n=1)
         guess = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"{name!r} is no fault; {guess}tracekit simulate --list-faults names all")
+        raise InputError(f"{name!r} is not a fault; {guess}tracekit simulate --list-faults lists all")
     return FaultRequest(FAULTS[name], tuple(arguments))
 
 
 def inject(job: Job, requests: Sequence[FaultRequest]) -> Job:
-    """Return the job with these faults. Raises InputError where one cannot be had, or its arguments make no sense."""
+    """Return the job with these faults. Raises InputError where one is impossible or its arguments are invalid."""
     for request in requests:
         if job.strategy not in request.fault.strategies:
             raise InputError(
@@ -81,12 +80,12 @@ def inject(job: Job, requests: Sequence[FaultRequest]) -> Job:
         try:
             job = request.fault.inject(job, request.arguments)
         except ValueError as error:
-            raise InputError(f"{request.fault.name}: {error}; it is asked for as {request.fault.usage}") from error
+            raise InputError(f"{request.fault.name}: {error}; usage: {request.fault.usage}") from error
     return job
 
 
 def without(job: Job, requests: Sequence[FaultRequest], removed: FaultRequest) -> Job:
-    """Return the job that had `asked` without one of them: `job` is as it was before any."""
+    """Return the job with all `requests` but one: `job` has none of them yet."""
     for each in requests:
         job = each.fault.prepare(job)
     if removed.fault.remove is not None:
@@ -95,7 +94,7 @@ def without(job: Job, requests: Sequence[FaultRequest], removed: FaultRequest) -
 
 
 def without_give_way(job: Job) -> Job:
-    """Return the job on a machine whose small kernels don't give way to the main compute."""
+    """Return the job on a machine without the give-way effect."""
     return replace(job, hardware=replace(job.hardware, give_way=0.0, give_way_high_priority=0.0))
 
 
@@ -105,7 +104,7 @@ def without_contention(job: Job) -> Job:
 
 
 def listing() -> str:
-    """Return a line for each fault: its name first, then how it is asked for, its rule, and what it is."""
+    """Return a line for each fault: its name, its rule, its usage, and what it does."""
     width = max(map(len, FAULTS))
     return "\n".join(f"{f.name:<{width}}  {f.code:<9}  {f.usage}: {f.summary}" for f in FAULTS.values())
 
@@ -149,7 +148,7 @@ _LISTED = (
         "host-sync",
         "HOST002",
         "host-sync[:DURATION]",
-        "each layer's output is read on the host (.item()), which waits for the device and then looks at it for "
+        "each layer's output is read on the host (.item()), which waits for the device and then processes it for "
         "DURATION (a tenth of a step over all layers)",
         causes.host_sync,
     ),
@@ -157,7 +156,7 @@ _LISTED = (
         "dataloader-stall",
         "HOST003",
         "dataloader-stall[:DURATION]",
-        "each batch takes DURATION to come (1.3 steps)",
+        "each batch arrives after DURATION (1.3 steps)",
         causes.data_stall,
         steps=lambda job: tuple(range(min(1, job.steps - 1), job.steps)),
     ),
@@ -173,8 +172,8 @@ _LISTED = (
         "allocator-retry",
         "MEM001",
         "allocator-retry[:CALLS]",
-        "in every step but the first the allocator waits for the device, frees its cache in CALLS calls, and takes as "
-        "many anew",
+        "in every step except the first the allocator waits for the device, frees its cache in CALLS calls, and "
+        "allocates as many segments again",
         causes.retry,
         steps=lambda job: job.impairments.retry_steps,
     ),
@@ -182,7 +181,7 @@ _LISTED = (
         "give-way",
         "STREAM001",
         "give-way",
-        "gradients are cast and divided on the communication stream beside the main compute (under fsdp1 always)",
+        "gradients are cast and divided on the communication stream during the main compute (under fsdp1 always)",
         causes.switch(prepares_on_communication=True),
         strategies=(FSDP2, HSDP, YAFSDP),
         remove=without_give_way,
@@ -191,7 +190,7 @@ _LISTED = (
         "serialized-communicators",
         "STREAM002",
         "serialized-communicators",
-        "one queue feeds all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so collectives take turns with compute",
+        "one queue feeds all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so collectives and compute are serialized",
         causes.switch(shares_queue=True),
         strategies=(FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1),
     ),
@@ -214,7 +213,7 @@ _LISTED = (
         "no-prefetch",
         "COMM001",
         "no-prefetch",
-        "each layer is gathered only when it is its turn",
+        "each layer is gathered only when it is about to run",
         causes.switch(prefetches=False),
         strategies=(FSDP1, FSDP2, HSDP, YAFSDP),
     ),
@@ -222,7 +221,7 @@ _LISTED = (
         "slow-network",
         "COMM001",
         "slow-network[:FACTOR]",
-        "all links carry FACTOR times less (4)",
+        "all links have 1/FACTOR of their bandwidth (4)",
         causes.slow_network,
     ),
     Fault(
@@ -245,7 +244,7 @@ _LISTED = (
         "needless-recomputation",
         "MEM002",
         "needless-recomputation[:LAYERS]",
-        "LAYERS more layers recompute their activations (all), which memory could hold",
+        "LAYERS more layers (all) recompute activations that would fit into memory",
         causes.recompute,
     ),
 )

@@ -43,10 +43,10 @@ class Ddp(Schedule):
 
 
 class Fsdp1(Sharded):
-    """FullyShardedDataParallel: at most two gathers ahead, held back on the host; AG and RS share a communicator.
+    """FullyShardedDataParallel: at most two gathers ahead, limited on the host; AG and RS share a communicator.
 
     Its post-backward stream waits for compute, which by then waits for the next unit's gather: so the preparation of
-    gradients (cast, divide) begins together with the next unit's compute, and crawls beside it.
+    gradients (cast, divide) begins together with the next unit's compute, and is slowed by it (give-way).
     """
 
     def __init__(self, job: Job) -> None:

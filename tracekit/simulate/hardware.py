@@ -1,4 +1,4 @@
-"""Machines: what a GPU computes and reads in a second, what links carry, and how work on one device gets in its way."""
+"""Machines: compute and memory rates of a GPU, bandwidth of links, and contention on one device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Hardware:
     elementwise_bytes: float = 93.0
     """Memory traffic of a layer's forward pass outside matrix products and attention, per token and unit of width."""
     give_way: float = 1.74
-    """How much longer, per piece it is split into, a preparatory kernel takes beside the main compute."""
+    """How much longer, per piece it is split into, a preparatory kernel takes during the main compute."""
     give_way_high_priority: float = 0.24
     """The same on a stream of high priority, whose blocks are placed first."""
     collective_slows_compute: float = 0.03
@@ -46,7 +46,7 @@ class Hardware:
     launch_s: float = 4e-6
     """Host time of one kernel launch."""
     op_s: float = 15e-6
-    """Host time of one op besides its launches: Python and dispatcher."""
+    """Host time of one op without its launches: Python and dispatcher."""
     queue_depth: int = 1024
     """Launches that may be outstanding before the host must wait."""
     jitter_ratio: float = 0.01
@@ -130,5 +130,5 @@ HARDWARE: Mapping[str, Hardware] = {hardware.name: hardware for hardware in _ALL
 def find(name: str) -> Hardware:
     """Return the hardware of this name. Raises InputError, naming what there is, for any other."""
     if name not in HARDWARE:
-        raise InputError(f"{name!r} is no hardware; there are: {', '.join(HARDWARE)}")
+        raise InputError(f"{name!r} is unknown hardware; known: {', '.join(HARDWARE)}")
     return HARDWARE[name]

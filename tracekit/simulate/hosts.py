@@ -97,7 +97,7 @@ class HostState:
         return self._position == len(self._program) and self._device.done == self._device.launched
 
     def run(self, now_ns: int) -> None:
-        """Do what can be done from `now_ns` on, up to the next wait."""
+        """Run the program from `now_ns` on, up to the next wait."""
         self._clock_ns = max(self._clock_ns, now_ns)
         self._waiting, self._running = False, True
         while self._position < len(self._program):
@@ -109,7 +109,7 @@ class HostState:
         self._running = False
 
     def wake(self, now_ns: int) -> None:
-        """Look again whether the host can go on, if it waits."""
+        """Retry the instruction that the host waits in, if there is one."""
         if self._waiting and not self._running:
             self._engine.at(now_ns, self._again)
             self._waiting = False
@@ -120,7 +120,7 @@ class HostState:
         return self._issued[group]
 
     def _again(self, _now_ns: int) -> None:
-        self.run(0)  # its clock is set by what it waited for
+        self.run(0)  # its clock is set by the awaited event
 
     # Slices ----------------------------------------------------------------------------------------------------------
     def _begin_slice(self, what: OpenSlice) -> bool:
@@ -178,7 +178,7 @@ class HostState:
         self._queue_was_full = False
         took_ns = max(1, round(self._launch_ns * self._engine.jitter(what.key)))
         call = _LAUNCH_CALLS.get(kernel.kind, "cudaLaunchKernelExC" if kernel.collective else "cudaLaunchKernel")
-        correlation = self._runtime(call, self._clock_ns, start_ns + took_ns)  # a full queue holds up the call itself
+        correlation = self._runtime(call, self._clock_ns, start_ns + took_ns)  # a full queue blocks the call itself
         remaining_ns = self._engine.duration_ns(device, kernel, what.key, self._step)
         work = Work(kernel, self._step, correlation, self._owner, remaining_ns)
         if kernel.collective is not None:

@@ -1,4 +1,4 @@
-"""What is simulated: a training job, and the troubles that it has."""
+"""What is simulated: a training job, and its impairments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ STRATEGIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Impairments:
-    """What is wrong with a job beyond what its strategy costs by itself. The default is nothing.
+    """Faults of a job beyond its strategy's own cost. The default is none.
 
     Factors are 1 where nothing is slower; times are in ns; steps count from 0.
     """
@@ -30,14 +30,14 @@ class Impairments:
     launch_delay_ns: int = 0
     """Host time lost in Python before each layer's forward pass."""
     host_read_ns: int | None = None
-    """Host time spent on each layer's output, which is read for it and so waits for the device; None: it isn't read."""
+    """Host time to process each layer's output, after a read that waits for the device; None: no read."""
     data_stall_ns: int = 0
-    """Time that each batch takes to come, nothing being launched meanwhile."""
+    """Wait for each batch, during which nothing is launched."""
     save_ns: int = 0
     """How long a checkpoint blocks training after `save_step`."""
     save_step: int = 0
     retry_steps: tuple[int, ...] = ()
-    """Steps in which the allocator frees its cache and takes memory anew."""
+    """Steps in which the allocator frees its cache and allocates memory again."""
     retry_cuda_calls: int = 24
     prefetches: bool = True
     shares_queue: bool = False
@@ -51,14 +51,14 @@ class Impairments:
     ideal_host: bool = False
     """Whether the host takes no time: to find what launching late costs."""
     extra_checkpointed_layers: int = 0
-    """Layers that recompute although their activations fit."""
+    """Layers that recompute although their activations fit into memory."""
 
 
 @dataclass(frozen=True)
 class Job:
     """A training job: `batch` sequences of `seq` tokens per GPU and micro-batch, in `steps` recorded steps.
 
-    Raises InputError where it makes no sense or does not fit into memory.
+    Raises InputError for an invalid job, or one that does not fit into memory.
     """
 
     strategy: str
@@ -73,12 +73,12 @@ class Job:
     seed: int = 0
     ranks_written: int = 8
     step_overhead_ns: int = 0
-    """Device time that every step takes besides: logging, clipping, optimizer launches."""
+    """Additional device time of every step: logging, clipping, optimizer launches."""
     impairments: Impairments = field(default_factory=Impairments)
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise InputError(f"{self.strategy!r} is no strategy; there are: {', '.join(STRATEGIES)}")
+            raise InputError(f"{self.strategy!r} is not a strategy; known: {', '.join(STRATEGIES)}")
         for name in ("gpus", "seq", "batch", "micro_batches", "steps", "ranks_written"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be 1 or more")
@@ -116,9 +116,9 @@ class Job:
 
     @property
     def simulated_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that are simulated one by one: those written, and those with troubles of their own.
+        """Return the ranks that are simulated one by one: those written, and those with impairments.
 
-        The others are taken to behave as these do at their best: nobody waits for them.
+        The others are assumed to be as fast as the fastest of these: no rank waits for them.
         """
         impaired = {*self.impairments.slow_ranks, *self.impairments.slow_links}
         return tuple(sorted({*range(min(self.ranks_written, self.gpus)), *impaired}))

@@ -106,9 +106,9 @@ def _host(slice_: HostSlice, process: int, world: World, rank: int) -> _Event:
     if slice_.correlation:
         args |= {"cbid": _CBIDS[slice_.name], "correlation": slice_.correlation}
     if slice_.args:
-        told = dict(slice_.args)
-        group = told.pop("group", None)
-        args |= told if group is None else {**told, **_group_args(world.group(str(group), rank))}
+        slice_args = dict(slice_.args)
+        group = slice_args.pop("group", None)
+        args |= slice_args if group is None else {**slice_args, **_group_args(world.group(str(group), rank))}
     return _slice(slice_.category, slice_.name, process, slice_.thread, (slice_.start_ns, slice_.end_ns), args)
 
 

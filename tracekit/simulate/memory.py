@@ -8,12 +8,12 @@ from tracekit.simulate.recording import Allocation, RankRecord
 
 _SEGMENT_BYTES = 2 << 20
 _STATE_BYTES = 16  # per parameter and shard: fp32 weight, gradient and two moments
-_ACTIVATION_BYTES, _INPUT_BYTES = 40.5, 2  # per token and unit of width, of a layer kept and of one recomputed
+_ACTIVATION_BYTES, _INPUT_BYTES = 40.5, 2  # per token and unit of width, of a stored layer and of a recomputed one
 _LOGIT_BYTES = 6
 
 
 class Memory:
-    """What is allocated now. The cache holds from the start what a step needs at most."""
+    """The allocated buffers. The cache is as large as a step's peak from the start."""
 
     def __init__(self, job: Job, record: RankRecord) -> None:
         self._record = record
@@ -37,7 +37,7 @@ class Memory:
             self._note(thread, at_ns, address, -size)
 
     def flush(self, *, empties: bool) -> None:
-        """Give the cache back to the device, or take it anew."""
+        """Return the cache to the device, or allocate it again."""
         self._reserved = rounded(self._allocated) if empties else self._full
 
     def _note(self, thread: int, at_ns: int, address: int, delta_bytes: int) -> None:
@@ -49,7 +49,7 @@ class Memory:
 
 
 def static_bytes(job: Job) -> int:
-    """Return what a rank holds all the time: its share of weights, gradients and optimizer, and YaFSDP's buffers."""
+    """Return the bytes that a rank always uses: its shard of the training state, and persistent buffers."""
     model = job.model
     state_bytes = _STATE_BYTES * model.parameters // job.shards
     if buffer_bytes := STRATEGIES[job.strategy].buffer_bytes:  # the root has one buffer of each kind to itself
@@ -59,7 +59,7 @@ def static_bytes(job: Job) -> int:
 
 
 def peak_bytes(job: Job) -> int:
-    """Return what a rank needs at most in a step: what it holds, activations, logits, and buffers for two units."""
+    """Return the peak bytes of a step: static memory, activations, logits, and buffers for two units."""
     model, width_tokens = job.model, job.model.width * job.tokens
     stored_layers = job.model.layers - job.recomputed_layers
     activations = (_ACTIVATION_BYTES * stored_layers + _INPUT_BYTES * job.recomputed_layers) * width_tokens
@@ -73,7 +73,7 @@ def peak_bytes(job: Job) -> int:
 
 
 def require_fit(job: Job) -> None:
-    """Raise InputError if a job does not fit into its GPUs' memory, saying what would help."""
+    """Raise InputError if a job does not fit into its GPUs' memory, with a suggestion."""
     needed, there = peak_bytes(job), job.hardware.memory_bytes
     if needed > there:
         raise InputError(

@@ -29,7 +29,7 @@ class Collective:
 class Kernel:
     """Work on a stream. `work_ns` is what it takes alone; a collective's follows from its message.
 
-    `pieces` says how often it must get its multiprocessors back: of how many kernels its tensor's work consists.
+    `pieces` is the number of kernels that its tensor is split into; each must get multiprocessors again.
     """
 
     name: str
@@ -59,7 +59,7 @@ class CloseSlice:
 
 @dataclass(frozen=True, slots=True)
 class SwitchThread:
-    """The work goes on on another thread; the one left waits."""
+    """Another thread continues; the current one waits."""
 
     thread: int
 
@@ -129,7 +129,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """The allocator gives its cache back to the device (True), or takes as much anew (False)."""
+    """The allocator returns its cache to the device (True), or allocates it again (False)."""
 
     empties: bool
 
@@ -160,7 +160,7 @@ Instruction: TypeAlias = (
 
 @dataclass
 class Host:
-    """Writes a program down, in the order in which the host does things."""
+    """Builds a program, in the order of the host's actions."""
 
     op_ns: int
     program: list[Instruction] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Host:
     _launched: dict[str, int] = field(default_factory=dict)
 
     def begin(self, position: str) -> None:
-        """Say where in the training the next launches stand: step, micro-batch, phase and unit."""
+        """Set the position of the next launches in the training: step, micro-batch, phase and unit."""
         self._position = position
         self._launched = {}
 

@@ -24,7 +24,7 @@ _OURS = (
 
 @dataclass(frozen=True)
 class Simulated:
-    """What was written: the job with its faults, what its ranks did, and what is known of it."""
+    """A written run: the job with its faults, the simulated recording, and the known faults."""
 
     job: Job
     recording: Recording
@@ -40,11 +40,10 @@ def simulate(
     force: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Simulated:
-    """Simulate a job with the faults asked for, and write its run to the folder `out`.
+    """Simulate a job with the requested faults, and write its run to the folder `out`.
 
-    `arguments` are told in run.json and truth.json as they are. Raises InputError where a fault cannot be had, the job
-    does not fit into memory, or the folder is not empty and `force` is not given: then what a simulation wrote there
-    before is replaced.
+    `arguments` are copied to run.json and truth.json. Raises InputError where a fault is impossible, the job does not
+    fit into memory, or the folder is not empty; with `force`, an earlier simulated run there is replaced.
     """
     job = faults.inject(healthy, requests)
     memory.require_fit(job)
@@ -62,9 +61,8 @@ def simulate(
             )
         if on_progress:
             on_progress(done, len(written))
-    told = dict(arguments)
-    _write(out / conventions.MANIFEST_FILE, _manifest(job, told))
-    _write(out / conventions.TRUTH_FILE, truth.as_json(told, known))
+    _write(out / conventions.MANIFEST_FILE, _manifest(job, arguments))
+    _write(out / conventions.TRUTH_FILE, truth.as_json(dict(arguments), known))
     return Simulated(job, recording, known)
 
 

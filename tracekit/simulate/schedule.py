@@ -25,7 +25,9 @@ from tracekit.simulate.topology import World
 
 _READ_BYTES = 4
 _PCIE_BYTES_PER_S = 20e9
-_LAYER_ACTIVATION_BYTES = 40.5  # per token and unit of width, 16 bits, grouped heads, flash attention (no softmax kept)
+_LAYER_ACTIVATION_BYTES = (
+    40.5  # per token and unit of width, 16 bits, grouped heads, flash attention (no softmax stored)
+)
 _INPUT_BYTES = 2  # per token and unit of width: all that a recomputing layer keeps
 _COLLECTIVE_NAMES = {
     "all_gather": ("c10d::_allgather_base_", "nccl:_all_gather_base", "_allgather_base"),
@@ -222,7 +224,7 @@ class Schedule:
         self.host.add(PassTime(host_read_ns))
 
     def _retry(self) -> None:
-        """Let the allocator run out of memory: it waits for the device, frees its cache and takes it anew."""
+        """Let the allocator run out of memory: it waits for the device, frees its cache and allocates it again."""
         with self.host.op("aten::empty"):
             self.host.add(Call("cudaDeviceSynchronize", 5_000, drains=True))
             for _ in range(self.job.impairments.retry_cuda_calls):

@@ -1,4 +1,4 @@
-"""Which ranks talk to each other, over which links, and how long that takes."""
+"""Process groups, their links, and how long transfers take."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class World:
         return (SHARD, REPLICATE) if self._job.strategy == HSDP else (SHARD,)
 
     def transfer_ns(self, collective: Collective, group: Group) -> int:
-        """Return how long a collective takes once all its ranks are there, if nothing else uses the link."""
+        """Return how long a collective takes once all its ranks have arrived, if nothing else uses the link."""
         if self._job.impairments.ideal_links:
             return 1
         elements = max(collective.sent, collective.received)

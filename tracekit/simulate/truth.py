@@ -1,4 +1,4 @@
-"""What is wrong with a simulated run, and what each fault costs: found by simulating again without it."""
+"""The known faults of a simulated run and their costs, measured by simulating again without each."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from tracekit.simulate.job import FSDP1, Job
 from tracekit.simulate.kineto_writer import BASE_NS
 from tracekit.simulate.recording import Recording
 
-_LEAST_RATIO = 0.01  # what a setting costs by itself is told from this share of the step on
+_LEAST_RATIO = 0.01  # inherent costs are listed from this share of the run on
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class KnownFault:
 
 
 def known_faults(healthy: Job, requests: Sequence[FaultRequest], job: Job, recording: Recording) -> list[KnownFault]:
-    """Return the faults of `job`, which is `healthy` with what was `asked`, and `recording` what came of it.
+    """Return the faults of `job`, which is `healthy` with the requested faults; `recording` is its simulation.
 
-    What the setting costs by itself comes after them: give-way under fsdp1, communication that no compute hides
+    Inherent costs of the setting follow: give-way under fsdp1, communication that no compute hides
     (`slow-network`: found by links that take no time) and a host that is too slow (`late-launch`: by one that takes
     none), where that is at least 1% of the run. The cost is the time the run takes longer, over the fault's steps.
     """

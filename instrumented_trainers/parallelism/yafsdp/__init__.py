@@ -1,8 +1,8 @@
-"""YaFSDP: fully sharded data parallelism in buffers that are allocated once. Our own implementation of the technique.
+"""YaFSDP: fully sharded data parallelism with preallocated double buffers. Our own implementation.
 
-Whole layers are one flat shard; two weight and two gradient buffers serve all layers in turn; every collective runs on
-one lane, and nothing but collectives does: copies and casts belong to the computing stream, and gradients are divided
-once, after backward. https://github.com/yandex/YaFSDP describes the technique.
+Each unit, usually a layer, is one flat tensor cut into shards; all units share two weight and two gradient buffers
+(double buffering); one communication lane runs all collectives and nothing else: copies and casts run on the compute
+stream, and gradients are divided once, after backward. https://github.com/yandex/YaFSDP describes the technique.
 """
 
 import functools
@@ -23,9 +23,9 @@ _LARGE_NUMEL = 1 << 20  # below that, what a collective costs whatever its size 
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
-    """Shard each of ``model.layers``, then the large parts beside them, then what is left, over the mesh's ranks.
+    """Shard each of ``model.layers``, then the other large children, then the rest, over the mesh's ranks.
 
-    A large head is a unit of its own, so that the first layer doesn't wait until the head's weights are gathered.
+    A large head is a unit of its own, so that the first layer does not wait for the all-gather of the head's weights.
     """
     policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, buffers=options.buffers)
@@ -43,7 +43,7 @@ def _vectors(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _large_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the large children beside the layers that share no parameter with another child."""
+    """Return the large children other than the layers that share no parameter with another child."""
     children = [child for child in model.children() if child is not model.layers]
     count = Counter(parameter for child in children for parameter in child.parameters())
     return [

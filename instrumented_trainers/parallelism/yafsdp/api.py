@@ -1,4 +1,4 @@
-"""`fully_shard`: make a module a unit that is gathered before use and whose gradients are reduced after."""
+"""`fully_shard`: make a module a unit: all-gather before use, reduce-scatter of its gradients after."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -34,15 +34,15 @@ def fully_shard(
     """Shard the parameters of `module` that no unit inside it has, as one flat tensor, and return the module.
 
     Applied as FSDP2's function of that name: to the blocks first, then to the model, the root, and before the optimizer
-    is made. Units run one after the other and share `buffers` buffers for whole weights and as many for whole
-    gradients, allocated once in the first forward pass and each as large as the largest unit; so memory does not move
-    from step to step, and layers of equal size fit best. The root has buffers of its own and keeps its weights from
-    forward to backward. So does a unit with ``reshard_after_forward=False``, and one that holds other units.
+    is made. Units run one after the other and share `buffers` buffers for unsharded weights and as many for unsharded
+    gradients, allocated in the first forward pass and each as large as the largest unit; so memory is constant from
+    step to step, and layers of equal size fit best. The root has its own buffers and keeps its weights from forward to
+    backward. So does a unit with ``reshard_after_forward=False``, and one that encloses other units.
 
     `mesh` has one dim, the ranks to shard over, or two: how many replicas of the shards there are, and the ranks to
     shard over (hybrid sharding, HSDP); without it, all ranks are sharded over. The parameters of a unit must have one
     dtype, which that of the shards is; precision of computation and reduction is `mp_policy`'s. The parameters in
-    `left_out` stay for the unit around this one: norms, say, which the root then gathers once a step for all layers.
+    `left_out` belong to the enclosing unit: norms, for example, which the root then gathers once a step for all layers.
     Each rank must run the same units in the same order; within a unit, ranks may use different parameters.
 
     A module on the meta device is sharded without ever having its weights: give it shards by ``to_empty`` and then
@@ -172,7 +172,7 @@ def _check_units(units: list[Unit]) -> None:
 
 
 def _find_outer_units(module: nn.Module, around: Unit | None) -> None:
-    """Tell each unit that left parameters out which unit around it has them."""
+    """Set the outer unit of each unit that left parameters out."""
     if isinstance(module, YaFSDPModule):
         unit = module._yafsdp_unit
         if unit.left_out and around is None:

@@ -1,4 +1,4 @@
-"""How a unit notices that its backward is over, and how it is called in traces and messages."""
+"""Autograd hooks that detect the end of a unit's backward; a unit's name in traces and messages."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
 def hook_inputs(unit: Unit, inputs: Any) -> Any:
-    """Return `inputs`, any nesting of containers, such that the unit's engine hears when their gradients are there."""
+    """Return `inputs`, any nesting of containers, hooked: the engine learns when their gradients are ready."""
     if not torch.is_grad_enabled():
         return inputs
     leaves, tree = tree_flatten(inputs)
@@ -25,10 +25,10 @@ def hook_inputs(unit: Unit, inputs: Any) -> Any:
 
 
 def refuse_evicted(unit: Unit) -> None:
-    """Raise RuntimeError if another unit took the weights while this one's backward was under way."""
+    """Raise RuntimeError if another unit evicted the weights during this unit's backward."""
     if unit.evicted:
         raise RuntimeError(
-            f"YaFSDP: another unit took the weight buffer of {unit_label(unit)} during its backward; shard it with "
+            f"YaFSDP: another unit evicted the weights of {unit_label(unit)} during its backward; shard it with "
             "reshard_after_forward=False, which gives it a buffer of its own"
         )
 
@@ -54,7 +54,7 @@ def unit_label(unit: Unit) -> str:
 
 
 class _BackwardEnd(torch.autograd.Function):
-    """The identity on a unit's inputs; their gradients are there when the unit's backward is over."""
+    """The identity on a unit's inputs; their gradients are ready when the unit's backward has ended."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The buffers that all units share: allocated once, lent to one unit at a time."""
+"""The buffers that all units share (double buffering): allocated once, used by one unit at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,26 +25,26 @@ U = TypeVar("U", bound=BufferUser)
 
 @dataclass(eq=False)
 class WeightSlot(Generic[U]):
-    """Room for the whole weights of one unit."""
+    """A buffer for the unsharded weights of one unit."""
 
     buffer: Tensor
     owner: U | None = None
-    """The unit whose weights are in the buffer or on their way into it."""
+    """The unit whose weights are in the buffer or being gathered into it."""
     gather: PendingCollective | None = None
-    """The gather that fills the buffer, until the computation was made to wait for it."""
+    """The all-gather into the buffer, until the compute stream waits for it."""
 
 
 @dataclass(eq=False)
 class GradientSlot(Generic[U]):
-    """Room for the whole gradients of one unit, before and while they are summed over the ranks."""
+    """A buffer for the unsharded gradients of one unit, before and during their reduce-scatter."""
 
     buffer: Tensor
     owner: U | None = None
     """The unit whose gradients are being written."""
     written: set[int] = field(default_factory=set)
-    """Indices of the owner's parameters whose gradients are there."""
+    """Indices of the owner's parameters whose gradients have been written."""
     reduction: tuple[U, PendingCollective] | None = None
-    """The unit whose sum is on its way, until it was added to the unit's gradient shard."""
+    """The running reduce-scatter and its unit, until the result is added to the unit's gradient shard."""
 
 
 @dataclass(eq=False)

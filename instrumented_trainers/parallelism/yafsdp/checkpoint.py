@@ -1,4 +1,4 @@
-"""State of a sharded model and its optimizer for ``torch.distributed.checkpoint``, which cuts and joins it anew.
+"""State of a sharded model and its optimizer for ``torch.distributed.checkpoint``, which can reshard it.
 
 A rank's shard of a parameter is a range of the flattened parameter; the checkpoint wants boxes. `FlatShard` says which
 boxes a range is, through the three methods that the checkpoint's planner asks any tensor for.
@@ -109,7 +109,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def restore_model(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give the model what was loaded: shards were loaded in place, buffers may not have been.
+    """Load `state` into the model: shards were loaded in place already, buffers may not have been.
 
     `state` may hold whole tensors, too, such as another model's ``state_dict()``; each rank takes its part of them.
     """
@@ -143,14 +143,14 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, A
 
 def _copy(target: Tensor, source: Tensor) -> None:
     if isinstance(target, FlatShard) and isinstance(source, FlatShard):
-        for (_, mine), (_, loaded) in zip(target.pieces, source.pieces, strict=True):
-            if mine.data_ptr() != loaded.data_ptr():
-                mine.copy_(loaded)
+        for (_, own), (_, loaded) in zip(target.pieces, source.pieces, strict=True):
+            if own.data_ptr() != loaded.data_ptr():
+                own.copy_(loaded)
     elif isinstance(target, FlatShard):
         if source.shape != target.shape:
             raise ValueError(f"YaFSDP: cannot load {tuple(source.shape)} into a parameter of {tuple(target.shape)}")
-        for offsets, mine in target.pieces:
-            mine.copy_(source[tuple(slice(o, o + n) for o, n in zip(offsets, mine.shape, strict=True))])
+        for offsets, own in target.pieces:
+            own.copy_(source[tuple(slice(o, o + n) for o, n in zip(offsets, own.shape, strict=True))])
     elif source is not target:
         target.copy_(source)
 

@@ -1,7 +1,7 @@
-"""The one lane on which a model's collectives run, one after the other, beside the computation.
+"""The lane on which a model's collectives run, one after the other, concurrently with compute.
 
-Both lanes promise the same: a collective starts after what was computed before the call, runs beside what is computed
-after it, and is over, for whoever computes next, once its token was waited for.
+Both lanes guarantee: a collective starts after the compute issued before the call, overlaps the compute issued after
+it, and has finished for the compute issued after `wait`.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class PendingCollective(Protocol):
-    """A collective under way."""
+    """A running collective."""
 
     def wait(self) -> Any:
-        """Let what is computed after this call start only when the collective is over."""
+        """Make later compute wait for the collective."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Ranks:
 
 
 class Lane:
-    """Issues the collectives of one model. A subclass says how they run beside the computation.
+    """Issues the collectives of one model. A subclass runs them concurrently with compute.
 
     Where shards have replicas, a sum over the shards' ranks is summed over the replicas' ranks next: what goes there is
     a shard, not the whole.
@@ -94,7 +94,7 @@ class Lane:
 
 
 class GlooLane(Lane):
-    """For gloo: its threads run the collectives, and a token is gloo's own Work."""
+    """For gloo: its threads run the collectives, and a pending collective is gloo's own Work."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -107,8 +107,8 @@ class GlooLane(Lane):
         work = _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards, async_op=True)
         if self.ranks.replicas is None:
             return work
-        # The second sum cannot be issued before the first is over. By now the one of the unit before should be: at
-        # this place of the program, the same on all ranks, it goes on.
+        # The all-reduce must follow the finished reduce-scatter. The previous unit's should have finished by now: it
+        # continues at this point of the program, which is the same on all ranks.
         if self._replica_sum is not None:
             self._replica_sum.start_all_reduce()
         self._replica_sum = _HybridReduction(work, self.chunk(whole), self.ranks.replicas)

@@ -1,13 +1,13 @@
-"""When things happen: what the hooks of all units of one model do, in what order, and who may use which buffer.
+"""Schedule the units of one model: what their hooks do, in which order, and which unit may use which buffer.
 
 The rules
-    A collective is issued in the order of the program, which is the same on every rank; nothing here asks whether
-    something has arrived yet, because the answer would differ from rank to rank.
-    Weights stay in a slot until another unit takes it, so the last units of a forward pass are not gathered again for
-    backward. A unit whose forward or backward is under way keeps its slot; only a recomputation (activation
-    checkpointing over several units) may take it, and then the unit's own recomputation brings its weights back.
-    Weights in slots are forgotten when they may have changed: when the model's forward begins, and after backward.
-    A gradient slot can always be taken: what was written so far is reduced, and what comes later is reduced again.
+    Collectives are issued in program order, which is the same on every rank; no decision depends on whether a
+    collective has finished, because that differs from rank to rank.
+    Weights stay in a slot until another unit evicts them, so the last units of a forward pass are not gathered again
+    for backward. A unit keeps its slot during its forward and backward; only a recomputation (activation checkpointing
+    over several units) may evict it, and the unit's own recomputation then gathers its weights again.
+    Weights in slots are discarded (reshard) when they may have changed: before the model's forward, after backward.
+    A gradient slot can always be reassigned: gradients written so far are reduced, later ones in a second reduction.
 """
 
 import functools
@@ -38,10 +38,10 @@ class Engine:
     """Runs the units of one model. The root is the unit whose module holds all others."""
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
-        """Take charge of `units` (the root is one of them) and allocate their buffers.
+        """Manage `units` (the root is one of them) and allocate their buffers.
 
-        Units that run one after the other share slots in turn, as many as the units' `buffers` says. Those that
-        `owns_slots` says have slots of their own.
+        Units that run one after the other share slots, as many as the units' `buffers`. Those with `owns_slots` have
+        slots of their own.
         """
         self.root, self.units = root, tuple(units)
         self.lane = lane_for(root.device, root.ranks)
@@ -50,7 +50,7 @@ class Engine:
         filled = [unit for unit in self.units if unit.layout.numel]
         self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
         self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
-        self._last_slot = 0  # which of the shared slots the unit that ran last has
+        self._last_slot = 0  # index of the shared slots that the last unit used
         self._prefetch_depth = max(1, root.buffers - 1)
         self._callback_queued = False
         for unit in self.units:
@@ -64,7 +64,7 @@ class Engine:
     # Hooks -----------------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Bring the unit's weights, start gathering what should run next, and watch the inputs for backward's end."""
+        """Unshard the unit, prefetch the next units, and hook the inputs to detect the end of backward."""
         with span("pre_forward", unit):
             if _in_backward():
                 self._recompute(unit)
@@ -75,7 +75,7 @@ class Engine:
             return hook_inputs(unit, (args, kwargs))
 
     def post_forward(self, unit: Unit, outputs: Any) -> Any:
-        """Give the unit's slot free and watch its outputs for backward's begin."""
+        """Release the unit's slot and hook its outputs to detect the begin of backward."""
         with span("post_forward", unit):
             if not _in_backward():
                 unit.in_forward = max(0, unit.in_forward - 1)
@@ -89,7 +89,7 @@ class Engine:
         return outputs
 
     def pre_backward(self, unit: Unit, gradient: Tensor) -> Tensor:
-        """Bring the unit's weights back, and start gathering those of the unit whose backward should be next."""
+        """Unshard the unit again, and prefetch the unit whose backward should be next."""
         with span("pre_backward", unit):
             self._queue_callback()
             unit.in_backward = True
@@ -100,7 +100,7 @@ class Engine:
         return gradient
 
     def on_gradient(self, unit: Unit, index: int) -> None:
-        """Move a gradient that autograd has finished into the unit's gradient slot, waiting until the slot is free."""
+        """Move a finished gradient into the unit's gradient slot, waiting until the slot is free."""
         gradient = unit.parameters[index].weight.grad  # type: ignore[union-attr]
         if gradient is not None and gradient.requires_grad:
             raise NotImplementedError(f"YaFSDP: {unit_label(unit)}: backward with create_graph=True is not supported")
@@ -119,7 +119,7 @@ class Engine:
             unit.accumulate_gradient(index)
 
     def post_backward(self, unit: Unit) -> None:
-        """Send the unit's gradients off to be summed and give its weight slot free."""
+        """Reduce-scatter the unit's gradients and release its weight slot."""
         if unit.slots is not None and unit.slots.gradients.owner is unit:
             self._reduce_scatter(unit)
         if unit.in_backward:
@@ -139,7 +139,7 @@ class Engine:
         self._unshard(unit)
         if not unit.encloses_units:
             self.order.record_forward(unit)
-        # The root computes nothing before the first unit that could hide the second's gather, so both are sent for.
+        # No compute before the first unit could hide the second's all-gather, so the root prefetches both.
         self._prefetch(self.order.next_forward(self._prefetch_depth + (unit is self.root)), "forward")
 
     def _begin_root_forward(self) -> None:
@@ -166,7 +166,7 @@ class Engine:
             self._reshard(unit.slots.weights)  # the optimizer may have stepped since they were gathered
 
     def _assign_slots(self, unit: Unit) -> None:
-        """Give a unit that runs for the first time its slots: the ones after those of the unit that ran before it."""
+        """Assign slots to a unit that runs for the first time: the next after those of the previous unit."""
         if unit.slots is None and unit.layout.numel:
             slots = self.own_slots.get(unit) or self.shared_slots[(self._last_slot + 1) % len(self.shared_slots)]
             unit.assign_slots(slots)
@@ -196,7 +196,7 @@ class Engine:
         unit.use_weights()
 
     def _prefetch(self, units: Iterable[Unit], direction: str) -> None:
-        """Start gathering the units as far as their slots are free; a slot that holds a wrong guess is free."""
+        """Prefetch the units whose slots are free; a slot with a wrong prediction is free."""
         expected: list[Unit] = []
         for unit in units:
             if unit.slots is None:
@@ -214,9 +214,8 @@ class Engine:
             return
         if slot.owner.in_forward:
             raise RuntimeError(
-                f"YaFSDP: {unit_label(requester)} needs the weight buffer of {unit_label(slot.owner)}, whose forward "
-                "is running and does not enclose it; shard one of them with reshard_after_forward=False, which gives it "
-                "a buffer of its own"
+                f"YaFSDP: {unit_label(requester)} needs the buffer of {unit_label(slot.owner)}, whose forward is "
+                "running and does not enclose it; shard one with reshard_after_forward=False, to give it its own buffer"
             )
         slot.owner.evicted = slot.owner.in_backward
         self._reshard(slot)
@@ -235,7 +234,7 @@ class Engine:
     # Backward --------------------------------------------------------------------------------------------------------
 
     def _recompute(self, unit: Unit) -> None:
-        """Bring the weights of a unit whose forward is run again for activation checkpointing."""
+        """Unshard a unit whose forward is recomputed for activation checkpointing."""
         self._queue_callback()
         if unit.outer_unit is not None and not unit.outer_unit.in_backward:
             unit.outer_unit.in_backward = True  # until the whole backward pass is over, as it is the root
@@ -270,13 +269,13 @@ class Engine:
                     self._finish_reduction(slots.gradients)
 
     def _queue_callback(self) -> None:
-        """Have `_finish_backward` called when the backward pass under way, the outermost one, is over."""
+        """Call `_finish_backward` at the end of the current outermost backward pass."""
         if not self._callback_queued:
             self._callback_queued = True
             Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        """Reduce what is left (units whose inputs need no gradient, such as the root) and publish what is due."""
+        """Reduce the remaining units (those whose inputs need no gradient, such as the root) and publish gradients."""
         with record_function("YaFSDP::root_post_backward_callback"):
             for unit in reversed(self.units):
                 self.post_backward(unit)
@@ -295,7 +294,7 @@ class Engine:
         return unit.awaits_publication or (leaving is not None and leaving[0] is unit)
 
     def _reset_failed_backward(self) -> None:
-        """Clear up after a backward pass that raised: what was not published by then is lost."""
+        """Reset after a backward pass that raised: unpublished gradients are lost."""
         for slots in self.slots:
             if slots.gradients.reduction is not None:
                 slots.gradients.reduction[1].wait()

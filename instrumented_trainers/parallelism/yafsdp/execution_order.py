@@ -1,7 +1,7 @@
-"""The order in which units run: recorded in each forward pass, it predicts the next one and the way back.
+"""The order in which units run: recorded in each forward pass, it predicts the next forward and the backward.
 
-Predictions decide only what is gathered ahead. They follow from the program's order alone, never from what has arrived
-by now, so every rank predicts the same; a wrong one costs a gather, not the result.
+Predictions decide only what is prefetched. They depend on program order alone, never on finished collectives, so
+every rank predicts the same; a wrong one costs an all-gather, not correctness.
 """
 
 from typing import Generic, TypeVar
@@ -10,7 +10,7 @@ U = TypeVar("U")
 
 
 class ExecutionOrder(Generic[U]):
-    """What ran in the last pass and in this one, and how far the backward pass has come back through it."""
+    """The units of the last and of this forward pass, and the position of the backward pass in it."""
 
     def __init__(self) -> None:
         self._predicted: list[U] = []
@@ -41,7 +41,7 @@ class ExecutionOrder(Generic[U]):
         self._cursor = len(self._ran)
 
     def record_backward(self, unit: U) -> bool:
-        """Note that the backward of `unit` begins. Return whether this is news: it can be said more than once."""
+        """Note that the backward of `unit` begins. Return False for a repeated call."""
         if self._cursor > 0 and self._ran[self._cursor - 1] == unit:
             self._cursor -= 1
             return True

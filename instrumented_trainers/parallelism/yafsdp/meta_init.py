@@ -1,4 +1,4 @@
-"""Give weights to a model that was sharded on the meta device, without ever holding more than one module's."""
+"""Initialize a model that was sharded on the meta device, one module at a time."""
 
 from collections.abc import Callable, Iterable
 

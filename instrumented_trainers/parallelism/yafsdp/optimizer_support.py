@@ -1,4 +1,4 @@
-"""Which optimizers cannot work on shards: what they compute from whole tensors would silently be something else."""
+"""Optimizers that need whole tensors, and would silently compute something else from shards."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ _MARK = "_yafsdp_shard"  # on a shard, so that the hook knows it
 
 
 def mark(shard: nn.Parameter) -> None:
-    """Have any optimizer refused that is asked to step this parameter and needs whole tensors."""
+    """Mark a shard: optimizers that need whole tensors refuse to step it."""
     _register_hook()
     setattr(shard, _MARK, True)
 

@@ -1,4 +1,4 @@
-"""A unit: what is sharded, gathered and reduced as one. It knows its tensors; when things happen is the engine's."""
+"""A unit: parameters that are sharded, all-gathered and reduce-scattered together. The engine schedules it."""
 
 import functools
 import weakref
@@ -111,7 +111,7 @@ class Unit:
         self.in_forward = 0
         self.in_backward = False
         self.evicted = False
-        """Whether another unit took the weights while this one's backward was under way."""
+        """Whether another unit evicted the weights during this unit's backward."""
         self.with_gradient: set[int] = set()
         """Indices of the parameters that got a gradient on this rank since gradients were last published."""
         self.awaits_publication = False
@@ -177,9 +177,9 @@ class Unit:
 
     @torch.inference_mode(mode=False)
     def assign_slots(self, slots: "Slots[Unit]") -> None:
-        """Give the unit its slots for good: autograd keeps views of the weights, so their address must not change.
+        """Assign the unit's slots permanently: autograd keeps views of the weights, so their address must not change.
 
-        From then on its engine hears of each gradient that a parameter got.
+        From then on its engine is notified of each parameter's gradient.
         """
         self.slots = slots
         for index, parameter in enumerate(self.parameters):
@@ -194,13 +194,13 @@ class Unit:
 
     @torch.no_grad()
     def copy_in_shard(self, lane: Lane) -> Tensor:
-        """Put this rank's shard into its place in the weight buffer, cast, and return what is to be gathered."""
+        """Copy this rank's shard into the weight buffer, cast, and return the buffer to all-gather."""
         whole = self.whole_weights
         lane.chunk(whole).copy_(self.master)
         return whole
 
     def use_weights(self) -> None:
-        """Let the modules see whole weights."""
+        """Register unsharded weights in the modules (FSDP's unshard)."""
         for parameter in self.parameters:
             assert parameter.weight is not None
             if parameter.weight.requires_grad != parameter.shard.requires_grad:
@@ -208,7 +208,7 @@ class Unit:
             parameter.register(parameter.weight)
 
     def use_shards(self) -> None:
-        """Let the modules see shards, as optimizers and state dicts do."""
+        """Register shards in the modules, for optimizers and state dicts (FSDP's reshard)."""
         for parameter in self.parameters:
             parameter.register(parameter.shard)
 
@@ -245,7 +245,7 @@ class Unit:
 
     @torch.no_grad()
     def zero_missing_gradients(self) -> Tensor:
-        """Zero what no gradient was written to and return what is to be reduced."""
+        """Zero missing gradients and return the buffer to reduce-scatter."""
         assert self.slots is not None
         whole = self.whole_gradients
         for index in range(len(self.parameters)):
@@ -313,5 +313,5 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 def _notify_engine(reference: "weakref.ref[Unit]", index: int, _: Tensor) -> None:
     unit = reference()
-    if unit is not None and unit.engine is not None:  # else nobody holds the model, and nobody would see the gradient
+    if unit is not None and unit.engine is not None:  # else the model has been deleted
         unit.engine.on_gradient(unit, index)

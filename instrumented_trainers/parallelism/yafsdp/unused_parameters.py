@@ -1,4 +1,4 @@
-"""Which parameters some rank used, and which none did."""
+"""Exchange which parameters were used on any rank."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
 class ParameterUsage:
-    """Tells ranks of each other's use of parameters, once per publication of gradients.
+    """Exchanges the use of parameters among ranks, once per publication of gradients.
 
     A shard must be stepped if any rank used its parameter, and must be left alone (no weight decay, no momentum) if
-    none did, as in a run on one process. So each rank sends a flag per parameter, and only who has an unused parameter
-    waits for the answer.
+    none did, as in a run on one process. So each rank sends a flag per parameter, and only a rank with an unused
+    parameter waits for the result.
     """
 
     def __init__(self, units: Sequence[Unit], lane: Lane) -> None:

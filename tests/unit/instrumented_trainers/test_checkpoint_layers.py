@@ -43,7 +43,7 @@ def test_the_help_says_what_it_costs_and_gives(capsys: pytest.CaptureFixture[str
         config.parse(["--help"])
     words = " ".join(capsys.readouterr().out.split())
     assert "--checkpoint-layers N" in words
-    assert "recompute their activations in backward" in words
+    assert "recompute activations in backward" in words
 
 
 def kept_bytes(model: nn.Module) -> int:

@@ -20,8 +20,8 @@ def test_the_table_is_of_the_rank_with_the_highest_peak() -> None:
         "  optimizer                            8.00       8.00",
         "  buffers                                 —       0.50",
         "  activations                          3.00       3.00",
-        "  together                            19.00      19.50",
-        "  most at any moment                      —      21.00",
+        "  sum                                 19.00      19.50",
+        "  peak                                    —      21.00",
     ]
 
 

@@ -23,7 +23,7 @@ def test_sizes_are_the_trainers(name: str) -> None:
 def test_llamas_are_found_by_their_own_names_and_others_are_not() -> None:
     assert models.find("llama2-70b") is models.find("70b")
     assert models.find("llama3-8b", layers=2).layers == 2
-    with pytest.raises(InputError, match="no model"):
+    with pytest.raises(InputError, match="not a known model"):
         models.find("llama4")
     with pytest.raises(InputError, match="has 32"):
         models.find("llama2-7b", layers=33)

@@ -26,7 +26,7 @@ def test_a_rank_killed_in_the_first_save_leaves_none_to_go_on_from(tmp_path: Pat
     begin(tmp_path, 2, "__0_0.distcp", "__1_0.distcp")
     told = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
     assert told.startswith(" while step-000002/__1_0.distcp was written")
-    assert told.endswith("there is no earlier one: start anew")
+    assert told.endswith("there is no earlier checkpoint: start again")
 
 
 def test_a_rank_killed_before_it_wrote_is_told_by_the_checkpoint(tmp_path: Path) -> None:
@@ -35,4 +35,4 @@ def test_a_rank_killed_before_it_wrote_is_told_by_the_checkpoint(tmp_path: Path)
     begin(tmp_path, 4, "__0_0.distcp")
     told = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
     assert told.startswith(" while step-000004 was written")
-    assert told.endswith(f"go on with --resume {whole}")
+    assert told.endswith(f"resume with --resume {whole}")
