@@ -69,7 +69,7 @@ def test_people_read_one_line_of_the_replay_and_that_it_is_a_prediction(tmp_path
     assert "aten::mm in forward (simulated.py:12)" in done.stdout
     nameless = simulated(tmp_path).rename(tmp_path / "dump")
     as_recorded = tracekit("memory", nameless, "--replay", "default").stdout
-    assert "takes and gives back the recorded segments, all of them in order." in as_recorded
+    assert "reserves and frees the recorded segments, all of them in order." in as_recorded
 
 
 def test_a_run_on_cpus_tells_of_host_memory_and_that_it_cannot_be_replayed():
@@ -135,7 +135,7 @@ def test_a_run_with_a_snapshot_beside_its_traces_is_replayed_by_that(tmp_path):
     [
         (("--replay", "max_split_size:30"), "did you mean max_split_size_mb"),
         (("--replay", "unit_buffers:2,expandable_segments:True"), "a snapshot has none"),
-        (("--device", 3), "nothing of device 3; of these it has: 0"),
+        (("--device", 3), "has no data of device 3; it has data of: 0"),
     ],
 )
 def test_wrong_options_are_refused_on_one_line(arguments, why, tmp_path):
