@@ -299,7 +299,7 @@ def test_output_goes_to_a_file_that_appears_whole(runs: Path, tmp_path: Path) ->
         "check", runs / "good", "--format", "json", "--fail-on", "never", "--output", tmp_path / "report.json"
     )
     assert (done.stdout, done.stderr) == ("", "")
-    assert json.loads((tmp_path / "report.json").read_text())["schema"] == "tracekit.report/1"
+    assert json.loads((tmp_path / "report.json").read_text())["schema"] == "tracekit.report/2"
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -361,7 +361,7 @@ def test_rules_are_listed_and_explained() -> None:
 
 
 def test_the_schema_is_printed() -> None:
-    assert json.loads(tracekit("check", "--print-schema").stdout)["$id"] == "tracekit.report/1"
+    assert json.loads(tracekit("check", "--print-schema").stdout)["$id"] == "tracekit.report/2"
 
 
 def test_scrubbing_lists_what_it_removed_but_not_the_words(runs: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_file_that_is_no_baseline_is_named_in_one_line(folder: Path, tmp_path:
     text = (folder / "healthy-ddp.json").read_text()
     spoiled = {
         "cut.json": text[: len(text) // 2],
-        "report.json": '{"schema":"tracekit.report/1"}',
+        "report.json": '{"schema":"tracekit.report/2"}',
         "nan.json": text.replace('"values":[[', '"values":[[NaN,', 1),
         "empty.json": "",
     }

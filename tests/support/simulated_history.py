@@ -63,7 +63,7 @@ def report(
     told = {"name": f"run-{number:02d}", "path": f"runs/run-{number:02d}", "ranks": [0, 1], **RUN, **run}
     told |= {"created_ns": FIRST_NS + number * DAY_NS, "simulated": True}
     return {
-        "schema": "tracekit.report/1",
+        "schema": "tracekit.report/2",
         "tool_version": "0.1.0",
         "run": told,
         "summary": [],

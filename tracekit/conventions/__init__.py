@@ -4,10 +4,11 @@ Recording and analysis share files on disk, and in code only this package. It im
 only torch can record.
 """
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 RUN_SCHEMA = "tracekit.run/1"
-REPORT_SCHEMA = "tracekit.report/1"
+REPORT_SCHEMA = "tracekit.report/2"
+READABLE_REPORT_SCHEMAS = ("tracekit.report/1", REPORT_SCHEMA)  # 2 renamed keys of evidence (docs/renamed.md)
 
 # A run on disk -------------------------------------------------------------------------------------------------------
 MANIFEST_FILE = "run.json"

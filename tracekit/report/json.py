@@ -1,4 +1,4 @@
-"""Report -> JSON (schema ``tracekit.report/1``, in report.schema.json), and back for a comparison.
+"""Report -> JSON (schema ``tracekit.report/2``, in report.schema.json), and back for a comparison.
 
 Versions only add keys: a reader may ignore keys that it does not know.
 """
@@ -165,7 +165,7 @@ def read_reports(path: Path) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(reports, list):
         raise InputError(f"{path}: is not a complete report; save it again")
     for each in reports:
-        if not isinstance(each, dict) or each.get("schema") != conventions.REPORT_SCHEMA:
+        if not isinstance(each, dict) or each.get("schema") not in conventions.READABLE_REPORT_SCHEMAS:
             raise InputError(f"{path}: is not a report of schema {conventions.REPORT_SCHEMA}")
     return tuple(reports)
 

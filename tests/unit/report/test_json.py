@@ -45,7 +45,7 @@ def validate(text: str) -> dict:
 def test_a_report_obeys_the_published_schema() -> None:
     run = sample_report.run()
     document = validate(report_json.render(sample_report.report(run), run))
-    assert document["schema"] == "tracekit.report/1"
+    assert document["schema"] == "tracekit.report/2"
     assert [found["id"] for found in document["findings"]] == [found.id for found in sample_report.findings()]
     assert document["findings"][0]["severity"] == "error"
 
@@ -60,7 +60,7 @@ def test_several_reports_obey_it_too() -> None:
 def test_the_schema_can_fail() -> None:
     run = sample_report.run()
     document = json.loads(report_json.render(sample_report.report(run), run))
-    for spoil in ({"findings": [{"code": "COMM001"}]}, {"summary": [{"rank": 0}]}, {"schema": "tracekit.report/2"}):
+    for spoil in ({"findings": [{"code": "COMM001"}]}, {"summary": [{"rank": 0}]}, {"schema": "tracekit.report/3"}):
         with pytest.raises(jsonschema.ValidationError):
             validate(json.dumps(document | spoil))
 
@@ -138,11 +138,11 @@ def test_one_report_among_several_compares_too(tmp_path: Path) -> None:
     [
         ("{", "is not valid JSON"),
         ("[]", "is not a report of schema"),
-        ('{"schema": "tracekit.report/2"}', "is not a report of schema"),
-        ('{"schema": "tracekit.report/1"}', "is not a complete report"),
-        ('{"schema": "tracekit.report/1", "run": {"name": "a"}, "samples": [{"rank": 0}]}', "is not a complete report"),
+        ('{"schema": "tracekit.report/3"}', "is not a report of schema"),
+        ('{"schema": "tracekit.report/2"}', "is not a complete report"),
+        ('{"schema": "tracekit.report/2", "run": {"name": "a"}, "samples": [{"rank": 0}]}', "is not a complete report"),
         (
-            '{"schema": "tracekit.report/1", "run": {"name": "a"}, '
+            '{"schema": "tracekit.report/2", "run": {"name": "a"}, '
             '"samples": [{"rank": 0, "metric": "idle_ns", "steps": [1], "values": ["x"]}]}',
             "is not a complete report",
         ),
@@ -161,7 +161,16 @@ def test_a_report_is_distinguished_from_a_trace_also_when_its_keys_were_sorted(t
     run = sample_report.run()
     document = json.loads(report_json.render(sample_report.report(run), run))
     (tmp_path / "sorted.json").write_text(json.dumps(document, sort_keys=True))
-    (tmp_path / "trace.json").write_text('{"traceEvents": [{"name": "x"}], "note": "tracekit.report/1"}')
+    (tmp_path / "trace.json").write_text('{"traceEvents": [{"name": "x"}], "note": "tracekit.report/2"}')
     assert report_json.is_report(tmp_path / "sorted.json")
     assert not report_json.is_report(tmp_path / "trace.json")
     assert not report_json.is_report(tmp_path)
+
+
+def test_a_report_of_the_previous_schema_is_read_for_a_comparison(tmp_path: Path) -> None:
+    run = sample_report.run()
+    text = report_json.render(sample_report.report(run), run)
+    (tmp_path / "new.json").write_text(text)
+    (tmp_path / "old.json").write_text(text.replace("tracekit.report/2", "tracekit.report/1"))
+    new, old = (report_json.read(tmp_path / name) for name in ("new.json", "old.json"))
+    assert old.samples.equals(new.samples)
