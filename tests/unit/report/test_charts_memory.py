@@ -24,13 +24,13 @@ EVENTS = [(0, 1, 4, "forward"), (1, 2, 6, "backward"), (2, 2, -6, None), (3, 1, 
 
 def trace(events=EVENTS, base=10, reserved=30):
     at, address, delta, phase = (list(column) for column in zip(*events, strict=True))
-    table = {
+    columns = {
         "at_ns": np.array(at) * 1_000_000,
         "address": address,
         "delta_bytes": np.array(delta) * MIB,
         "phase": phase,
     }
-    events = pl.DataFrame(table, strict=False).with_columns(device=0, reserved_bytes=reserved * MIB)
+    table = pl.DataFrame(columns, strict=False).with_columns(device=0, reserved_bytes=reserved * MIB)
     table = table.with_columns(allocated_bytes=pl.col("delta_bytes").cum_sum() + base * MIB)
     return drawn_traces.trace("compute aa", allocations=table)
 
@@ -179,8 +179,8 @@ def test_snapshots_in_a_run_folder_are_known_by_rank_and_window(tmp_path):
         write(tmp_path / name, simulated().document())
     run = drawn_traces.run(drawn_traces.trace("compute aa"), path=str(tmp_path))
     assert [(each.window, each.rank) for each in snapshot_files.files(run)] == [(0, 0), (0, 1), (1, 0)]
-    for name, table in schema.SNAPSHOT_TABLES.items():
+    for name, expected in schema.SNAPSHOT_TABLES.items():
         table = run_snapshots.table(name)(run)
-        assert table.columns == ["window", "rank", *table.schema]
+        assert table.columns == ["window", "rank", *expected.schema]
     assert run_snapshots.table("blocks")(run).select("window", "rank").unique().height == 3
     assert snapshot_files.files(drawn_traces.run(drawn_traces.trace("compute aa"))) == ()

@@ -199,7 +199,7 @@ def test_sarif_rules_carry_their_documentation(checkout: Checkout) -> None:
     rule = next(each for each in run["tool"]["driver"]["rules"] if each["id"] == "HOST003")
     assert rule["name"] == "DataStall"
     assert rule["shortDescription"]["text"] == "A device that waits for the next batch."
-    assert rule["fullDescription"]["text"].startswith("reports steps in which nothing computes")
+    assert rule["fullDescription"]["text"].startswith("reports steps in which compute is idle")
     assert "**How to fix**" in rule["help"]["markdown"]
 
 
