@@ -20,14 +20,14 @@ from tracekit.report import timeline
 
 ZOOM_IN, ZOOM_OUT, LATER, EARLIER = "w", "s", "d", "a"
 ROUND = (ZOOM_IN, ZOOM_IN, ZOOM_IN, ZOOM_IN, ZOOM_IN, LATER, LATER, LATER, LATER, LATER, EARLIER) + (ZOOM_OUT,) * 5
-BARS_MS = {
+LIMITS_MS = {
     "first paint": 2000,
     "first paint, empty browser": 2000,
     "redraw, median": 300,
     "redraw, p95": 800,
     "four users, p95": 2000,
 }
-BAR_BYTES = 2 << 30
+LIMIT_BYTES = 2 << 30
 WAIT_MS = 60_000
 _STATE = (
     "() => document.querySelector('[data-testid=stBidiComponentIsolated]')"
@@ -53,28 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         alone = _redraws(browser, url, users=1, rounds=options.rounds)
         cpu_ms = (_cpu_ms(pid) - began_cpu_ms) / len(alone)
         together = _redraws(browser, url, users=options.users, rounds=options.rounds)
-        held = _memory_bytes(pid)
+        memory = _memory_bytes(pid)
     print(f"the server takes {cpu_ms:.0f} ms of CPU for a redraw; load of the machine {os.getloadavg()[0]:.1f}")
-    return _say(paints, alone, together, held, users=options.users)
+    return _report(paints, alone, together, memory, users=options.users)
 
 
-def _say(
-    paints: dict[str, list[float]], alone: list[float], together: list[float], held: dict[str, int], *, users: int
+def _report(
+    paints: dict[str, list[float]], alone: list[float], together: list[float], memory: dict[str, int], *, users: int
 ) -> int:
     found = {name: statistics.median(times_ms) for name, times_ms in paints.items()} | {
         "redraw, median": statistics.median(alone),
         "redraw, p95": _p95(alone),
         "four users, p95": _p95(together),
     }
-    print("| what | measured | bar |\n|---|--:|--:|")
+    print("| metric | measured | limit |\n|---|--:|--:|")
     for name, ms in found.items():
-        print(f"| {name.replace('four', str(users))} | {ms:.0f} ms | {BARS_MS[name]} ms |")
-    for name, held_bytes in held.items():
-        print(f"| server memory, {name} | {held_bytes / 2**20:.0f} MiB | {BAR_BYTES >> 20} MiB |")
+        print(f"| {name.replace('four', str(users))} | {ms:.0f} ms | {LIMITS_MS[name]} ms |")
+    for name, used_bytes in memory.items():
+        print(f"| server memory, {name} | {used_bytes / 2**20:.0f} MiB | {LIMIT_BYTES >> 20} MiB |")
     print(
         f"\n{len(paints['first paint'])} first paints of a kind, {len(alone)} redraws alone, {len(together)} together"
     )
-    return int(any(ms > BARS_MS[name] for name, ms in found.items()) or max(held.values()) > BAR_BYTES)
+    return int(any(ms > LIMITS_MS[name] for name, ms in found.items()) or max(memory.values()) > LIMIT_BYTES)
 
 
 def _p95(values: list[float]) -> float:
@@ -138,8 +138,8 @@ def _cpu_ms(pid: int) -> float:
 def _memory_bytes(pid: int) -> dict[str, int]:
     """Return what a process holds: its highest ever, and what is its own and not a mapped file's."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    told = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith(("VmHWM", "RssAnon"))}
-    return {"highest": told["VmHWM"], "without mapped files": told["RssAnon"]}
+    fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith(("VmHWM", "RssAnon"))}
+    return {"highest": fields["VmHWM"], "without mapped files": fields["RssAnon"]}
 
 
 @contextmanager

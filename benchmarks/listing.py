@@ -39,13 +39,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--ranks", type=int, default=8)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tracekit-listing-") as place:
         os.environ["TRACEKIT_CACHE_DIR"] = str(Path(place) / "cache")
         runs = Path(place) / "runs"
-        write_runs(runs, asked.runs, asked.ranks)
-        kept = keep_reports(runs)
-        print(f"{asked.runs} runs of {asked.ranks} ranks, {kept} of them checked")
+        write_runs(runs, options.runs, options.ranks)
+        checked = cache_reports(runs)
+        print(f"{options.runs} runs of {options.ranks} ranks, {checked} of them checked")
         catalog_s = [timed_catalog(runs) for _ in range(AGAIN)]
         print(f"catalog without a browser: {statistics.median(catalog_s):.3f} s median of {AGAIN}")
         for visit, seconds in painted(runs).items():
@@ -67,11 +67,11 @@ def write_runs(runs: Path, count: int, ranks: int) -> None:
         folder = runs / f"run-{number:04d}"
         shutil.copytree(first, folder)
         created_ns = manifest["created_ns"] + number * 3_600 * 10**9
-        told = manifest | {"strategy": STRATEGIES[number % len(STRATEGIES)], "created_ns": created_ns}
-        (folder / "run.json").write_text(json.dumps(told))
+        manifest = manifest | {"strategy": STRATEGIES[number % len(STRATEGIES)], "created_ns": created_ns}
+        (folder / "run.json").write_text(json.dumps(manifest))
 
 
-def keep_reports(runs: Path) -> int:
+def cache_reports(runs: Path) -> int:
     """Keep the first run's report as that of every run: what is listed is as large as if each had been checked."""
     from tracekit.analysis.time import breakdown
     from tracekit.regression import samples

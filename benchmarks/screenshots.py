@@ -208,6 +208,7 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
         for shot in shots:
             page.set_viewport_size({"width": WIDTH, "height": shot.height})
             page.goto(f"{url}/{shot.name}?run={quote(run or shot.run, safe='&=')}")
+            page.locator(".tk-title").wait_for()
             _settle(page)
             if shot.press:
                 page.get_by_role("button", name=shot.press, exact=True).click()

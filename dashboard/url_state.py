@@ -1,4 +1,4 @@
-"""A person's choices are kept in the address, so that a link shows the same to another person.
+"""A person's choices are stored in the address, so that a link shows the same to another person.
 
 Each function binds a widget to the parameter of its name and returns the key of the widget, which then needs no value:
 

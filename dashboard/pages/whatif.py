@@ -104,7 +104,9 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
     if table.is_empty():
         st.info("No cause that the replay can remove would shorten a step of this run.")
     else:
-        st.caption("Each change by itself. The savings overlap: several changes together save less than their sum.")
+        st.caption(
+            "Each change by itself. Savings may overlap, so do not add them up: choose several changes together below."
+        )
         widgets.chart(charts.potential_savings(table), key="whatif-savings")
         st.html(_table(answers))
         step_ns = pl.lit(answers.step_ns).alias("step_ns")

@@ -53,7 +53,7 @@ PROBED = re.compile(r"/\w+/_stcore/(health|host-config)")
 
 @dataclass
 class Heard:
-    """What pages reported as errors and which hosts they asked for anything ('' for files)."""
+    """What pages reported as errors and which hosts they requested ('' for files)."""
 
     errors: list[str] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
@@ -67,7 +67,7 @@ class Heard:
         elif message.type == "error":
             self.errors.append(message.text)
 
-    def asked(self, url: str) -> None:
+    def request(self, url: str) -> None:
         address = urlsplit(url)
         if address.scheme in ("http", "https", "ws", "wss"):
             self.hosts.add(address.hostname or "")
@@ -98,8 +98,8 @@ def _context(chromium):
     # Looked up each time: `heard` puts another in its place.
     context.on("console", lambda message: _HEARD[key].said(message))
     context.on("weberror", lambda raised: _HEARD[key].errors.append(str(raised.error)))
-    context.on("request", lambda request: _HEARD[key].asked(request.url))
-    context.on("page", lambda page: page.on("websocket", lambda socket: _HEARD[key].asked(socket.url)))
+    context.on("request", lambda request: _HEARD[key].request(request.url))
+    context.on("page", lambda page: page.on("websocket", lambda socket: _HEARD[key].request(socket.url)))
     yield context
     context.close()
     del _HEARD[key]
@@ -130,17 +130,17 @@ def page(context):
 
 
 def heard(page):
-    """Return what was heard from the page's context so far, and begin anew."""
+    """Return the errors and requests of the page's context so far, and reset them."""
     key = id(page.context)
-    told, _HEARD[key] = _HEARD[key], Heard()
-    return told
+    heard_so_far, _HEARD[key] = _HEARD[key], Heard()
+    return heard_so_far
 
 
 def assert_clean(page, hosts=frozenset({"127.0.0.1"})):
-    """Assert that nothing reported an error and nothing but `hosts` was asked for anything."""
-    told = _HEARD[id(page.context)]
-    assert told.errors == []
-    assert told.hosts <= hosts
+    """Assert that there was no error and no request except to `hosts`."""
+    heard_so_far = _HEARD[id(page.context)]
+    assert heard_so_far.errors == []
+    assert heard_so_far.hosts <= hosts
 
 
 SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testScriptState === "notRunning"
@@ -149,7 +149,7 @@ SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testSc
 
 
 def settle(page):
-    """Wait until the page is made whole: what is clicked or typed before may hit what moves away or comes anew."""
+    """Wait until the page is complete: earlier clicks and keys may hit elements that move or are replaced."""
     page.wait_for_function(SETTLED)
 
 

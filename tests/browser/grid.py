@@ -1,4 +1,4 @@
-"""The list of runs as a person uses it: a table drawn on a canvas, and told to screen readers row by row."""
+"""The list of runs as a person uses it: a table drawn on a canvas, with rows for screen readers."""
 
 from tests.browser.conftest import settle
 
@@ -8,7 +8,7 @@ ROWS = f"{TABLE} canvas table tbody tr"
 
 
 def cells(page):
-    """Return the table as its rows of text: what a screen reader is told of the canvas."""
+    """Return the table as its rows of text: as a screen reader gets them."""
     page.locator(ROWS).first.wait_for(state="attached")
     return page.evaluate(
         """(rows) => [...document.querySelectorAll(rows)].map(

@@ -50,13 +50,13 @@ def at(shown):
     return turned
 
 
-def test_communication_is_told_by_what_is_hidden_why_it_pauses_and_who_waits(at):
+def test_communication_shows_exposed_time_causes_of_gaps_and_waiting(at):
     page = at("Communication")
     for heading in ("Exposed communication", "Why no collective runs", "Why nothing computes", "Collectives"):
         expect(_heading(page, heading)).to_be_visible()
     hidden = page.locator(".st-key-communication-hidden .barlayer .point")
     expect(hidden).to_have_count(3 * 2)  # parts by ranks
-    _says(page, "how to record them")  # this run tells no sizes
+    _says(page, "how to record them")  # this run has no sizes
     assert_clean(page)
 
 
@@ -82,7 +82,7 @@ def test_kernels_are_listed_searched_and_drawn(at):
     assert_clean(page)
 
 
-def test_a_query_runs_when_it_is_told_to_and_what_it_must_not_do_is_said(at, server, shown):
+def test_a_query_runs_on_request_and_a_refused_one_shows_an_error(at, server, shown):
     page = at("SQL")
     page.get_by_text("step times", exact=True).click()
     expect(page.get_by_label("One SELECT")).to_have_value(re.compile("step_ms"))

@@ -67,9 +67,9 @@ def test_names_from_a_trace_run_nothing_and_fetch_nothing(page, server):
     assert_clean(page)
 
 
-@pytest.mark.parametrize("asked", ["../../../../etc/passwd\0", recorded.GOOD + "/../truncated"])
-def test_an_address_can_only_name_a_listed_run(page, server, asked):
-    _open(page, server, asked)
+@pytest.mark.parametrize("requested", ["../../../../etc/passwd\0", recorded.GOOD + "/../truncated"])
+def test_an_address_can_only_name_a_listed_run(page, server, requested):
+    _open(page, server, requested)
     title = _visible(page, ".tk-title b", recorded.GOOD)
     assert title.inner_text() == recorded.GOOD
     expect(page).not_to_have_url(re.compile("etc"))

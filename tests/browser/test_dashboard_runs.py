@@ -95,9 +95,9 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     settle(page)
     with page.expect_download() as download:
         page.get_by_role("button", name="Download CSV").first.click()
-    told = Path(download.value.path()).read_text()
-    assert told.startswith("metric,good,hostile\n")
-    assert "step time" in told
+    table = Path(download.value.path()).read_text()
+    assert table.startswith("metric,good,hostile\n")
+    assert "step time" in table
     assert page.evaluate("window.hacked") is None
     assert_clean(page)
 
@@ -148,31 +148,33 @@ def test_a_run_with_a_link_that_leads_out_is_not_read(page, server, folder):
 
 
 @pytest.fixture
-def dropped(tmp_path):
+def uploaded(tmp_path):
     trace = recorded._trace(0, "my_secret_kernel", 3000, "main")
     path = tmp_path / "rank00000.<b>.pt.trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))
     return path
 
 
-def _drop(page, *paths):
+def _upload(page, *paths):
     chooser = page.locator("[data-testid=stFileUploader] input[type=file]")
     if not chooser.count():
         page.get_by_text("Upload a trace").click()
     chooser.set_input_files([str(path) for path in paths])
 
 
-def test_a_dropped_trace_is_a_run_of_one_person_and_gone_with_the_page(page, other_context, server, dropped, tmp_path):
+def test_an_uploaded_trace_is_visible_to_one_person_and_removed_with_the_page(
+    page, other_context, server, uploaded, tmp_path
+):
     page.goto(f"{server.url}/?run=good")
     expect(page.locator(".tk-verdict b").first).to_be_visible()
     settle(page)
-    _drop(page, dropped)
+    _upload(page, uploaded)
     title = page.locator(".tk-title b").filter(has_text="uploaded: rank00000._b_.pt.trace.json.gz")
     expect(title).to_be_visible()
     expect(page.locator(".tk-verdict b").first).to_be_visible()
-    held = list(server.temporary.glob("tracekit-upload-*/*"))
-    assert [path.name for path in held] == ["rank00000._b_.pt.trace.json.gz"]
-    assert held[0].parent.stat().st_mode & 0o077 == 0
+    files = list(server.temporary.glob("tracekit-upload-*/*"))
+    assert [path.name for path in files] == ["rank00000._b_.pt.trace.json.gz"]
+    assert files[0].parent.stat().st_mode & 0o077 == 0
     other = other_context.new_page()
     other.goto(page.url)
     expect(other.locator(".tk-verdict b").first).to_be_visible()
@@ -180,7 +182,7 @@ def test_a_dropped_trace_is_a_run_of_one_person_and_gone_with_the_page(page, oth
     bad = tmp_path / "bad.json"
     bad.write_text("no trace at all")
     settle(other)
-    _drop(other, bad)
+    _upload(other, bad)
     expect(other.locator("[data-testid=stAlert]").first).to_be_visible()
     assert "my_secret_kernel" not in other.content()
     expect(title).to_be_visible()  # what another chooses and drops changes nothing here

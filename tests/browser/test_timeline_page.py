@@ -34,7 +34,7 @@ def sample(server):
 
 
 class Shown:
-    """The timeline of a page, read by what it tells in its attributes."""
+    """The timeline of a page, read by its data attributes."""
 
     def __init__(self, page):
         self.page = page
@@ -85,15 +85,15 @@ class Shown:
 
 
 def _open(page, server, run, **address):
-    told = "".join(f"&{name.rstrip('_')}={value}" for name, value in address.items())
-    page.goto(f"{server.url}/timeline?run={quote(run)}{told}")
+    query = "".join(f"&{name.rstrip('_')}={value}" for name, value in address.items())
+    page.goto(f"{server.url}/timeline?run={quote(run)}{query}")
     shown = Shown(page)
     shown.wait_until_sharp()
     return shown
 
 
 def _assert_clean(page, **hosts):
-    """Assert what `assert_clean` does of a page that may ask `hosts` besides."""
+    """Assert the same as `assert_clean`, for a page that may also request `hosts`."""
     assert_clean(page, {"127.0.0.1", *hosts.get("hosts", ())})
 
 
@@ -160,7 +160,7 @@ def test_rows_deeper_than_a_track_has_room_for_stand_on_no_other_track(page):
     assert heights[0]["y"] + heights[0]["heightPx"] < heights[2]["y"]
 
 
-def test_a_click_tells_of_a_slice_arrows_lead_to_others_and_a_search_walks_through_its_matches(page, server):
+def test_a_click_shows_details_arrows_link_slices_and_a_search_steps_through_matches(page, server):
     shown = _open(page, server, recorded.GOOD)
     at_ns = int(0.3 * STEP_NS)
     tip = shown.point_at(at_ns, "gemm_kernel<float, 128>")
@@ -227,7 +227,7 @@ def test_who_comes_back_from_another_page_finds_the_timeline_as_it_was(page, ser
     shown.press("w", "w", "d")
     shown.wait_until_sharp()
     view = shown.view
-    expect(page).to_have_url(re.compile(f"from={view[0]}&to={view[1]}"))  # told when it rests
+    expect(page).to_have_url(re.compile(f"from={view[0]}&to={view[1]}"))  # written once the view has settled
     for name, sign in (("Ranks", "[class*=st-key-ranks-map]"), ("Timeline", ".timeline")):
         settle(page)
         page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile(f"^{name}$")).click()
@@ -241,7 +241,7 @@ def test_who_comes_back_from_another_page_finds_the_timeline_as_it_was(page, ser
     _assert_clean(page)
 
 
-def test_names_from_a_trace_are_drawn_and_told_as_text_only(page, server):
+def test_names_from_a_trace_are_shown_as_text_only(page, server):
     shown = _open(page, server, recorded.HOSTILE, from_="9e99", to="<b>", finding="<img>")
     assert shown.view[0] == 0
     tip = shown.point_at(int(0.3 * STEP_NS), "<script>")

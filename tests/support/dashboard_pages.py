@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def keep_main(monkeypatch):
-    """Streamlit puts the page it runs in the place of __main__, which spawned processes of later tests would import."""
+    """Streamlit replaces __main__ by the page it runs, which spawned processes of later tests would import."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 

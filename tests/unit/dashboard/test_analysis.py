@@ -1,4 +1,4 @@
-"""The pages made of the analyses, without a browser: what they say of a run, and what comes in by a plugin."""
+"""The analysis pages without a browser, and what plug-ins add to them."""
 
 import os
 import threading
@@ -58,13 +58,13 @@ def test_a_rule_and_a_table_of_a_plugin_are_shown_without_an_edit(plugin, tmp_pa
     assert "There are 2 ranks, says Acme." in html_of(shown)
     rules = next(each.value for each in shown.dataframe if "family" in each.value.columns)
     assert "ACME" in set(rules["family"])
-    asked = page("sql", tmp_path / "run", sql="SELECT * FROM acme_ranks ORDER BY rank", table="acme_ranks")
-    assert "Rank, as Acme counts." in html_of(asked)
-    asked.button[0].click().run()
-    assert asked.dataframe[0].value["rank"].tolist() == [0, 1]
+    queried = page("sql", tmp_path / "run", sql="SELECT * FROM acme_ranks ORDER BY rank", table="acme_ranks")
+    assert "Rank, as Acme counts." in html_of(queried)
+    queried.button[0].click().run()
+    assert queried.dataframe[0].value["rank"].tolist() == [0, 1]
 
 
-def test_a_query_in_the_address_is_shown_and_runs_only_when_told_to(runs):
+def test_a_query_in_the_address_is_shown_and_runs_only_on_request(runs):
     shown = page("sql", runs / recorded.GOOD, sql="SELECT 42 AS answer")
     assert not shown.exception
     assert shown.text_area[0].value == "SELECT 42 AS answer"
@@ -75,12 +75,12 @@ def test_a_query_in_the_address_is_shown_and_runs_only_when_told_to(runs):
     assert "is part of the link" not in _said(shown)
 
 
-def test_what_a_query_must_not_do_or_gets_wrong_is_said_as_text_and_a_long_answer_is_cut(runs, monkeypatch):
+def test_a_refused_or_wrong_query_shows_its_error_and_a_long_result_is_cut(runs, monkeypatch):
     from dashboard.pages import sql
 
     monkeypatch.setattr(sql, "MAX_ROWS", 3)
     shown = page("sql", runs / recorded.GOOD)
-    for query, told in (
+    for query, error in (
         ("DROP TABLE ops", "query:"),
         ("SELECT * FROM read_csv('/etc/passwd')", "query:"),
         ("SELECT nothing FROM ops", "nothing"),
@@ -88,7 +88,7 @@ def test_what_a_query_must_not_do_or_gets_wrong_is_said_as_text_and_a_long_answe
         shown.text_area[0].set_value(query)
         shown.button[0].click().run()
         assert not shown.exception
-        assert told in shown.error[0].value.replace("\\", "")
+        assert error in shown.error[0].value.replace("\\", "")
         assert not shown.dataframe
     shown.text_area[0].set_value("SELECT * FROM range(10) t(n)")
     shown.button[0].click().run()
@@ -105,14 +105,14 @@ def test_kernels_are_added_up_as_the_address_says(runs):
     assert table["delay_p50_ns"].notna().all()
 
 
-def test_a_finding_of_a_family_stands_on_its_page(runs):
+def test_a_finding_is_shown_on_the_page_of_its_family(runs):
     shown = page("communication", runs / recorded.GOOD)
     assert not shown.exception
     assert "COMM001" in html_of(shown)
     assert len(shown.get("plotly_chart")) == 3
 
 
-def test_a_replay_is_shown_beside_the_record_as_a_prediction(tmp_path):
+def test_a_replay_is_shown_next_to_the_record_as_a_prediction(tmp_path):
     run = run_on_a_device(tmp_path)
     simulated(run)
     shown = page("memory", run)
@@ -122,7 +122,7 @@ def test_a_replay_is_shown_beside_the_record_as_a_prediction(tmp_path):
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in [code.value for code in shown.code]
     next(button for button in shown.button if button.label == "Replay").click().run()
     assert not shown.exception
-    assert "prediction of a model" in _said(shown)
+    assert "prediction of the allocator model" in _said(shown)
     assert len(shown.get("plotly_chart")) == 2
     next(box for box in shown.selectbox if "garbage" in box.label).select(0.8).run()
     next(button for button in shown.button if button.label == "Replay").click().run()
@@ -153,7 +153,7 @@ class _Watched:
             self.is_asking = any("sandbox.py" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
 
 
-def test_a_query_keeps_nobody_from_the_run_while_it_is_answered(runs):
+def test_a_query_does_not_lock_the_run_while_it_executes(runs):
     def script(path):
         import dataclasses
 

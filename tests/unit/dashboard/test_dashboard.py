@@ -1,4 +1,4 @@
-"""The dashboard's pages without a browser: what they show, and what a choice changes."""
+"""The dashboard's pages without a browser: their content, and the effect of choices."""
 
 import gc
 import json
@@ -40,13 +40,13 @@ def app(monkeypatch):
     return opened_on
 
 
-def test_opened_on_nothing_it_says_how_to_open_it(app):
+def test_without_a_run_the_app_shows_how_to_open_one(app):
     shown = app()
     assert not shown.exception
     assert "tracekit dashboard" in shown.code[0].value
 
 
-def test_opened_on_a_run_it_shows_verdict_numbers_findings_and_breakdown(app, runs):
+def test_the_overview_of_a_run_shows_verdict_numbers_findings_and_breakdown(app, runs):
     shown = app(runs / recorded.GOOD)
     assert not shown.exception
     html = html_of(shown)
@@ -56,7 +56,7 @@ def test_opened_on_a_run_it_shows_verdict_numbers_findings_and_breakdown(app, ru
     assert not shown.selectbox(key="run").options[1:]
 
 
-def test_a_run_that_changes_under_a_page_is_an_error_box_with_the_way_on(app, tmp_path, monkeypatch):
+def test_a_run_whose_files_change_shows_an_error_and_can_be_read_again(app, tmp_path, monkeypatch):
     monkeypatch.setattr(run_catalog, "LISTING_TTL_S", 600.0)
     run = tmp_path / "changing"
     recorded.write_run(run, kernel="gemm")
@@ -65,7 +65,7 @@ def test_a_run_that_changes_under_a_page_is_an_error_box_with_the_way_on(app, tm
     assert not shown.error
     time.sleep(0.01)  # file systems count time in ticks of some milliseconds
     os.utime(run / "rank00000.pt.trace.json.gz", (1, 1))
-    # As a browser tells that turns to another page: AppTest turns to pages that are files only.
+    # As a browser reports it that opens another page: AppTest can only open pages that are files.
     shown._page_hash = next(key for key, page in shown._registered_pages.items() if page["url_pathname"] == "kernels")
     shown.run()
     assert not shown.exception
@@ -75,7 +75,7 @@ def test_a_run_that_changes_under_a_page_is_an_error_box_with_the_way_on(app, tm
     assert not shown.error
 
 
-def test_a_broken_run_in_a_folder_is_an_error_box_and_the_others_open(app, runs):
+def test_a_broken_run_shows_an_error_and_the_others_open(app, runs):
     shown = app(runs, run=recorded.TRUNCATED)
     assert len(shown.error) == 1
     assert not shown.exception
@@ -84,7 +84,7 @@ def test_a_broken_run_in_a_folder_is_an_error_box_and_the_others_open(app, runs)
     assert "COMM001" in html_of(shown)
 
 
-def test_a_path_that_is_missing_is_an_error_box(app, tmp_path):
+def test_a_missing_path_shows_an_error(app, tmp_path):
     shown = app(tmp_path / "missing")
     assert "no such file" in shown.error[0].value
     assert not shown.exception
@@ -118,17 +118,17 @@ def test_the_plan_follows_its_sliders_and_what_the_chosen_run_measured():
     assert "The burst buffer drains in" in "".join(caption.value for caption in shown.caption)
     shown.toggle(key="plan-measured").set_value(True).run()
     assert not shown.exception
-    told = "".join(caption.value for caption in shown.caption)
-    assert "872 MB/s over 2 ranks, 12.1 bytes per parameter, medians of 2 saves" in told
+    caption = "".join(caption.value for caption in shown.caption)
+    assert "872 MB/s over 2 ranks, 12.1 bytes per parameter, medians of 2 saves" in caption
     assert _numbers(shown)["Write rate per node"] == "13.6 MB/s"  # 872 MB/s over 512 GPUs on 64 nodes
-    assert "synced" not in told
+    assert "synced" not in caption
 
 
-def test_the_plan_says_where_a_measured_rate_may_be_that_of_the_page_cache(tmp_path):
+def test_the_plan_warns_that_an_unsynced_write_rate_may_be_that_of_the_page_cache(tmp_path):
     run = shutil.copytree(SAMPLE, tmp_path / "run")
     for log in run.glob("*.checkpoint.jsonl"):
-        kept = [line for line in log.read_text().splitlines(keepends=True) if '"fsync"' not in line]
-        log.write_text("".join(kept))
+        lines = [line for line in log.read_text().splitlines(keepends=True) if '"fsync"' not in line]
+        log.write_text("".join(lines))
     shown = page("plan", run)
     shown.toggle(key="plan-measured").set_value(True).run()
     assert not shown.exception
@@ -143,7 +143,7 @@ def test_the_breakdown_can_be_seen_by_step(app, runs):
     assert len(shown.get("plotly_chart")) == 2
 
 
-def _told(shown):
+def _message(shown):
     sent = shown.get("bidi_component")[0].proto.bytes
     return json.loads(sent[4 : 4 + int.from_bytes(sent[:4], "little")])
 
@@ -151,27 +151,33 @@ def _told(shown):
 def test_the_timeline_opens_on_the_whole_run_with_all_ranks_and_every_finding_marked(runs):
     shown = page("timeline", runs / recorded.GOOD)
     assert not shown.exception
-    told = _told(shown)
-    assert {track["rank"] for track in told["tracks"]} == {0, 1}
-    assert told["view"] == {"from": 0, "to": told["span_ns"]}
-    assert told["tile"]["start"] == 0
-    assert told["tile"]["end"] == told["span_ns"]
-    assert {band["name"] for band in told["tile"]["bands"] if band["kind"] == "step"} == {"step 3", "step 4", "step 5"}
-    assert "COMM001" in {mark["finding"] for mark in told["findings"]}
-    assert {mark["rank"] for mark in told["findings"]} == {0, 1}
+    message = _message(shown)
+    assert {track["rank"] for track in message["tracks"]} == {0, 1}
+    assert message["view"] == {"from": 0, "to": message["span_ns"]}
+    assert message["tile"]["start"] == 0
+    assert message["tile"]["end"] == message["span_ns"]
+    assert {band["name"] for band in message["tile"]["bands"] if band["kind"] == "step"} == {
+        "step 3",
+        "step 4",
+        "step 5",
+    }
+    assert "COMM001" in {mark["finding"] for mark in message["findings"]}
+    assert {mark["rank"] for mark in message["findings"]} == {0, 1}
 
 
-def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
+def test_choosing_a_finding_moves_the_timeline_to_its_evidence(runs):
     shown = page("timeline", runs / recorded.GOOD)
     finding = next(box for box in shown.selectbox if box.label == "Finding")
     finding.select(next(option for option in finding.options if "COMM001" in option)).run()
     assert not shown.exception
-    told = _told(shown)
-    marks = [mark for mark in told["findings"] if mark["finding"] == "COMM001"]
+    message = _message(shown)
+    marks = [mark for mark in message["findings"] if mark["finding"] == "COMM001"]
     longest_ns = max(mark["end"] - mark["start"] for mark in marks)
-    shown_in_it = [mark for mark in marks if told["go"]["start"] < mark["start"] and mark["end"] < told["go"]["end"]]
+    shown_in_it = [
+        mark for mark in marks if message["go"]["start"] < mark["start"] and mark["end"] < message["go"]["end"]
+    ]
     assert longest_ns in {mark["end"] - mark["start"] for mark in shown_in_it}
-    track = next(track for track in told["tracks"] if track["track"] == told["go"]["track"])
+    track = next(track for track in message["tracks"] if track["track"] == message["go"]["track"])
     assert track["rank"] in {mark["rank"] for mark in shown_in_it}
     assert "COMM001" in html_of(shown)
 
@@ -179,14 +185,14 @@ def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
 def test_a_moment_chosen_on_another_page_is_shown_on_the_clock_of_the_run(runs):
     begun_ns = 1_790_000_000_000_000_000  # of the trace, and the run's clock is rank 0's
     row = {"run": recorded.GOOD, "window": 0, "rank": 1, "start_ns": begun_ns + 200_000, "dur_ns": 5_000_000}
-    told = _told(page("timeline", runs / recorded.GOOD, state={"shown_moment": row}))
-    assert told["go"]["start"] < 200_000 < 5_200_000 < told["go"]["end"] < 20_000_000
-    assert next(track for track in told["tracks"] if track["track"] == told["go"]["track"])["rank"] == 1
+    message = _message(page("timeline", runs / recorded.GOOD, state={"shown_moment": row}))
+    assert message["go"]["start"] < 200_000 < 5_200_000 < message["go"]["end"] < 20_000_000
+    assert next(track for track in message["tracks"] if track["track"] == message["go"]["track"])["rank"] == 1
 
 
 def test_names_reach_the_timeline_inert_and_short(runs):
-    told = _told(page("timeline", runs / recorded.HOSTILE))
-    names = [*told["tile"]["names"], *(track["label"] for track in told["tracks"])]
+    message = _message(page("timeline", runs / recorded.HOSTILE))
+    names = [*message["tile"]["names"], *(track["label"] for track in message["tracks"])]
     assert any("<script>" in name for name in names)
     assert not any("\u202e" in name or len(name) > 300 for name in names)
 
@@ -205,7 +211,7 @@ def test_a_timeline_without_a_slice_says_so(tmp_path):
     assert len(shown.info) + len(shown.error) == 1
 
 
-def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(runs):
+def test_a_comparison_shows_medians_changes_and_verdicts(runs):
     shown = page("compare", runs)
     assert not shown.exception
     assert len(shown.error) == 1  # the truncated run
@@ -220,7 +226,7 @@ def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(
 
 
 def test_cached_results_of_an_uploaded_run_are_freed_with_its_session(runs, tmp_path):
-    def script(kept, uploaded):
+    def script(path, uploaded):
         import weakref
         from dataclasses import replace
         from pathlib import Path
@@ -230,7 +236,7 @@ def test_cached_results_of_an_uploaded_run_are_freed_with_its_session(runs, tmp_
         from dashboard import memory_store, run_catalog, run_store
         from dashboard.pages import compare
 
-        (named,) = run_catalog.entries([kept])
+        (named,) = run_catalog.entries([path])
         private = run_catalog.entry("uploaded", Path(uploaded), (uploaded,), is_private=True)
         result = compare._check(named, private)
         assert compare._check(named, private) is result  # cached as long as the page is open
@@ -253,7 +259,7 @@ def test_cached_results_of_an_uploaded_run_are_freed_with_its_session(runs, tmp_
     assert [one() for one in references] == [None] * len(references)
 
 
-def test_the_memory_page_draws_what_a_trace_holds_and_a_snapshot_beside_it(tmp_path):
+def test_the_memory_page_draws_allocated_memory_of_a_trace_and_of_a_snapshot(tmp_path):
     run = run_on_a_device(tmp_path)
     simulated(run)
     shown = page("memory", run)
@@ -274,7 +280,7 @@ def test_the_memory_page_says_how_to_record_where_there_is_nothing_to_draw(runs)
     assert "profile_memory=True" in shown.info[0].value
 
 
-def test_a_snapshot_that_cannot_be_read_is_an_error_box(tmp_path):
+def test_an_unreadable_snapshot_shows_an_error(tmp_path):
     run = run_on_a_device(tmp_path)
     (run / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
     shown = page("memory", run)
@@ -289,7 +295,7 @@ def test_one_run_alone_is_not_compared(runs):
     assert "Compare with" in shown.info[0].value
 
 
-def test_ranks_are_drawn_beside_each_other_with_whom_they_wait_for(runs):
+def test_ranks_are_drawn_side_by_side_with_the_ranks_waited_for(runs):
     shown = page("ranks", runs / recorded.GOOD)
     assert not shown.exception
     assert any("clocks of the ranks" in caption.value for caption in shown.caption)
@@ -364,14 +370,14 @@ def test_the_history_shows_each_metric_what_changed_and_the_run_that_is_picked(t
     assert not any("<i>X" in each.value for each in shown.markdown)
 
 
-def test_a_history_that_is_none_is_an_error_box(tmp_path):
+def test_an_unreadable_history_shows_an_error(tmp_path):
     (tmp_path / "history.duckdb").write_text("no database")
     shown = _history(tmp_path / "history.duckdb")
     assert not shown.exception
     assert "cannot be read as a history" in shown.error[0].value.replace("\\", "")
 
 
-def test_the_page_is_there_where_a_history_is_named_or_lies_beside_the_runs(tmp_path):
+def test_the_history_page_is_listed_for_a_named_history_or_one_in_the_folder_of_runs(tmp_path):
     assert run_catalog.history_file([str(tmp_path)]) is None
     store.add(tmp_path / "history.duckdb", [])
     assert run_catalog.history_file([str(tmp_path)]) == tmp_path / "history.duckdb"
@@ -380,7 +386,7 @@ def test_the_page_is_there_where_a_history_is_named_or_lies_beside_the_runs(tmp_
     assert words[words.index("--") + 1 :][-1] == "--history=/h.duckdb"
 
 
-def test_a_log_that_leads_out_is_not_told_on_the_page_of_runs(app, tmp_path):
+def test_the_runs_page_does_not_read_a_log_that_links_outside(app, tmp_path):
     log = tmp_path / "elsewhere.jsonl"
     log.write_text('{"step": 7, "loss": 4.2, "step_time_ns": 123000000, "rank": 0}\n')
     (tmp_path / "runs").mkdir()
@@ -390,5 +396,5 @@ def test_a_log_that_leads_out_is_not_told_on_the_page_of_runs(app, tmp_path):
     (tmp_path / "runs" / "outside" / "rank00000.metrics.jsonl").symlink_to(log)
     shown = app(tmp_path / "runs")
     assert not shown.exception
-    told = [caption.value for caption in shown.caption]
-    assert [each.partition("**")[2].partition("**")[0] for each in told if "is at step" in each] == ["inside"]
+    progress = [caption.value for caption in shown.caption if "is at step" in caption.value]
+    assert [text.partition("**")[2].partition("**")[0] for text in progress] == ["inside"]

@@ -67,11 +67,11 @@ def test_runs_are_found_three_folders_deep_in_natural_order(runs, a_run):
     assert _names(runs) == ["a", "deep/er/b", "x9", "x10"]
 
 
-def test_a_json_file_beside_runs_does_not_make_their_folder_a_run(runs):
+def test_a_json_file_next_to_runs_does_not_make_their_folder_a_run(runs):
     (runs / "baseline.json").write_text("{}")
     assert _names(runs) == ["a"]
     (runs / "only").mkdir()
-    (runs / "only" / "mine.json").write_text("{}")
+    (runs / "only" / "other.json").write_text("{}")
     assert _names(runs) == ["a", "only"]
 
 
@@ -118,7 +118,7 @@ def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
     ]
 
 
-def test_traces_are_told_apart_once_they_are_whole_whatever_the_logs_do(runs):
+def test_the_stamp_of_traces_changes_once_they_are_complete_and_not_with_the_logs(runs):
     def stamp():
         return run_catalog.entries([str(runs)])[0].traces_stamp
 
@@ -290,7 +290,7 @@ def test_a_verdict_is_the_gravest_of_what_is_not_of_the_data():
     assert runs_table.chips(ENTRIES[4]) == [runs_table.GOOD, runs_table.QUALITY_ISSUES]
 
 
-def test_the_table_of_a_checked_run_tells_its_steps(runs):
+def test_the_table_of_a_checked_run_contains_its_steps(runs):
     report_cache.report(str(runs / "a"))
     row = runs_table.table(run_catalog.entries([str(runs)])).row(0, named=True)
     assert (row["run"], row["strategy"], row["model"], row["ranks"]) == ("a", "ddp", "tiny", 2)
@@ -304,8 +304,8 @@ def test_a_manifest_can_say_anything(runs):
     assert runs_table.table(run_catalog.entries([str(runs)])).height == 1
     changed_ns = max(file.stat().st_mtime_ns for file in (runs / "a").iterdir())
     for time_ns in (-99999999999999999999, 10**400, True):
-        told = {"created_ns": time_ns, "world_size": 10**30, "model": "m" * 5000}
-        (runs / "a" / "run.json").write_text(json.dumps(told))
+        manifest = {"created_ns": time_ns, "world_size": 10**30, "model": "m" * 5000}
+        (runs / "a" / "run.json").write_text(json.dumps(manifest))
         listed = run_catalog.entries([str(runs)])
         assert runs_table.table(listed).row(0, named=True)["ranks"] is None
         assert listed[0].created_ns >= changed_ns  # that of the newest file
@@ -364,7 +364,7 @@ def test_a_column_that_a_query_names_is_no_formula():
     assert downloads.as_csv(rows.clear()).count("\n") == 1
 
 
-def test_the_command_listens_to_this_machine_only_unless_told(monkeypatch, runs, capsys):
+def test_the_command_listens_to_this_machine_only_by_default(monkeypatch, runs, capsys):
     started = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     serve([str(runs)], browser=False)
@@ -393,7 +393,7 @@ def test_the_dashboards_own_settings_keep_its_protections():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "expected"),
     [
         ([8, 58_632, 2_818_048, None], (1, widgets.BYTES)),
         ([0, 2 << 20, 3 << 30], (2**30, "%.4g GiB")),
@@ -402,5 +402,5 @@ def test_the_dashboards_own_settings_keep_its_protections():
         ([0, None], (1, "%d B")),
     ],
 )
-def test_sizes_of_a_column_share_a_unit_that_suits_the_least(sizes, told):
-    assert widgets._scale(pl.Series("sent_bytes", sizes, dtype=pl.Int64)) == told
+def test_sizes_of_a_column_share_a_unit_that_fits_the_smallest(sizes, expected):
+    assert widgets._scale(pl.Series("sent_bytes", sizes, dtype=pl.Int64)) == expected

@@ -1,4 +1,4 @@
-"""The address and the widgets of a page, held together."""
+"""The address and the widgets of a page, bound together."""
 
 import pytest
 
@@ -43,17 +43,17 @@ def _at(app, **params):
     return app.run()
 
 
-def _told(app):
+def _address(app):
     """What the address says; one value and a list of one are the same."""
-    told = {name: [value] if isinstance(value, str) else list(value) for name, value in app.query_params.items()}
-    return {name: value for name, value in told.items() if name != "on"}
+    texts = {name: [value] if isinstance(value, str) else list(value) for name, value in app.query_params.items()}
+    return {name: value for name, value in texts.items() if name != "on"}
 
 
 def test_without_a_choice_the_address_stays_empty(shown):
     shown.run()
     assert not shown.exception
     assert _values(shown) == FIRST
-    assert _told(shown) == {}
+    assert _address(shown) == {}
 
 
 def test_an_address_that_asks_for_too_many_runs_gets_as_many_as_are_compared():
@@ -78,7 +78,7 @@ def test_an_address_sets_every_widget(shown):
     _at(shown, rank="2", others=["c", "b"], part=["1.5", "3.0"], find="gemm", all="True")
     assert not shown.exception
     assert _values(shown) == {"rank": 2, "others": ["c", "b"], "part": (1.5, 3.0), "find": "gemm", "all": True}
-    assert _told(shown)["part"] == ["1.5", "3.0"]
+    assert _address(shown)["part"] == ["1.5", "3.0"]
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_what_is_no_choice_is_not_taken_and_leaves_the_address(shown, params):
     assert params.items().isdisjoint(shown.query_params.items())
 
 
-def test_a_choice_is_told_and_so_is_going_back_to_the_first(shown):
+def test_a_choice_is_written_to_the_address_and_so_is_a_return_to_the_default(shown):
     shown.run()
     shown.selectbox[0].select(2).run()
-    assert _told(shown) == {"rank": ["2"]}
+    assert _address(shown) == {"rank": ["2"]}
     shown.selectbox[0].select(0).run()
-    assert _told(shown) == {"rank": ["0"]}
+    assert _address(shown) == {"rank": ["0"]}
     shown.multiselect[0].set_value([]).run()
-    assert _told(shown) == {"rank": ["0"], "others": [""]}
+    assert _address(shown) == {"rank": ["0"], "others": [""]}
     assert _values(shown) == FIRST | {"others": []}
 
 
@@ -129,7 +129,7 @@ def test_an_address_from_before_the_last_choice_does_not_undo_it(shown):
     shown.selectbox[0].select(2).run()
     shown.selectbox[0].select(1).run()
     assert _values(_at(shown, rank="2"))["rank"] == 1
-    assert _told(shown) == {"rank": ["1"]}
+    assert _address(shown) == {"rank": ["1"]}
 
 
 def test_a_choice_is_remembered_on_another_page_as_far_as_it_is_one_there(shown):
@@ -139,4 +139,4 @@ def test_a_choice_is_remembered_on_another_page_as_far_as_it_is_one_there(shown)
     there = _at(shown, on="fewer")
     assert not there.exception
     assert _values(there) == FIRST | {"all": True}
-    assert _told(there) == {"rank": ["0"], "all": ["True"]}
+    assert _address(there) == {"rank": ["0"], "all": ["True"]}

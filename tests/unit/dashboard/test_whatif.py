@@ -1,4 +1,4 @@
-"""The page What if, without a browser: it says of real and simulated runs what the command says."""
+"""The page What if, without a browser: it matches the command on real and simulated runs."""
 
 import dataclasses
 import gzip
@@ -60,15 +60,15 @@ def _said(app):
     return " ".join(each.value for each in (*app.caption, *app.info, *app.warning)).replace("\\", "")
 
 
-def test_a_recorded_run_is_told_as_the_command_tells_it():
+def test_the_page_shows_the_same_numbers_as_the_command():
     folder = SAMPLES / "faults" / "no-prefetch"
-    shown, told = _page(folder), _command(folder)
+    shown, report = _page(folder), _command(folder)
     assert not shown.exception
     assert not shown.warning
     numbers = _numbers(shown)
-    assert numbers["recorded step"] == units.duration(told["step_ns"])
-    assert numbers["replayed without changes"] == units.duration(told["replayed_ns"])
-    assert numbers["replay error, all steps"] == f"{told['replay_error_ratio']:+.1%}".replace("-", "−")
+    assert numbers["recorded step"] == units.duration(report["step_ns"])
+    assert numbers["replayed without changes"] == units.duration(report["replayed_ns"])
+    assert numbers["replay error, all steps"] == f"{report['replay_error_ratio']:+.1%}".replace("-", "−")
     keys = ("without_ns", "saved_ns")
     assert [(row[0], *row[2:6]) for row in _table(shown)] == [
         (
@@ -77,38 +77,38 @@ def test_a_recorded_run_is_told_as_the_command_tells_it():
             units.share(each["saved_ratio"]),
             f"{each['confidence']:.0%}",
         )
-        for each in told["without"]
+        for each in report["without"]
     ]
-    assert all(each["why"] in _html(shown) for each in told["unknown"])
+    assert all(each["why"] in _html(shown) for each in report["unknown"])
 
 
-def test_a_change_in_the_address_is_told_rank_by_rank_and_step_by_step():
+def test_a_change_in_the_address_is_shown_by_rank_and_step():
     folder = SAMPLES / "faults" / "no-prefetch"
     shown = _page(folder, without="straggler")
-    (told,) = _command(folder, "--without", "straggler")["without"]
+    (report,) = _command(folder, "--without", "straggler")["without"]
     assert not shown.exception
-    assert _numbers(shown)["without straggler"] == units.duration(told["without_ns"])
-    assert _numbers(shown)["saved"] == units.duration(told["saved_ns"])
-    assert told["summary"][1:] in _said(shown)
-    assert told["basis"] in _said(shown)
+    assert _numbers(shown)["without straggler"] == units.duration(report["without_ns"])
+    assert _numbers(shown)["saved"] == units.duration(report["saved_ns"])
+    assert report["summary"][1:] in _said(shown)
+    assert report["basis"] in _said(shown)
     steps = next(each.value for each in shown.dataframe if "without_ns" in each.value.columns)
     longest = steps.groupby("rank")[["replayed_ns", "without_ns"]].mean().max()
-    assert longest["replayed_ns"] - longest["without_ns"] == pytest.approx(told["saved_ns"] / 1e6, abs=1e-5)
+    assert longest["replayed_ns"] - longest["without_ns"] == pytest.approx(report["saved_ns"] / 1e6, abs=1e-5)
     ranks = next(each.value for each in shown.dataframe if "rank 0_ns" in each.value.columns)
     assert set(ranks.columns) == {"cause", "rank 0_ns", "rank 1_ns"}
 
 
-def test_several_changes_together_are_told_as_by_the_command(simulated):
+def test_several_changes_together_match_the_command(simulated):
     shown = _page(simulated, without=["shared-queue", "communication"])
-    told = _command(simulated, "--without", "shared-queue", "--without", "communication", "--together")
+    report = _command(simulated, "--without", "shared-queue", "--without", "communication", "--together")
     assert not shown.exception
-    assert told["together"]["causes"] == ["communication", "shared-queue"]
-    assert _numbers(shown)["without communication and shared-queue"] == units.duration(told["together"]["without_ns"])
-    for each in told["without"]:
+    assert report["together"]["causes"] == ["communication", "shared-queue"]
+    assert _numbers(shown)["without communication and shared-queue"] == units.duration(report["together"]["without_ns"])
+    for each in report["without"]:
         assert f"{units.duration(each['saved_ns'])} without {each['cause']}" in _said(shown)
 
 
-def test_what_a_run_cannot_tell_is_said_with_the_reason_and_a_name_that_is_none_is_passed_over():
+def test_an_unavailable_answer_has_its_reason_and_an_unknown_name_is_ignored():
     folder = SAMPLES / "faults" / "late-launch"
     shown = _page(folder, without="late-gathers")
     assert "The step time without late-gathers cannot be computed: no all-gather" in _said(shown)
@@ -120,34 +120,34 @@ def test_what_a_run_cannot_tell_is_said_with_the_reason_and_a_name_that_is_none_
 
 def test_gpu_hours_and_money_are_those_of_the_command(simulated):
     shown = _page(simulated, price="2.5")
-    told = _command(simulated, "--gpu-hour-price", "2.5")
+    report = _command(simulated, "--gpu-hour-price", "2.5")
     assert not shown.exception
-    expected = [(f"{each['gpu_hours_per_day']:,.1f}", f"{each['money_per_day']:,.2f}") for each in told["without"]]
+    expected = [(f"{each['gpu_hours_per_day']:,.1f}", f"{each['money_per_day']:,.2f}") for each in report["without"]]
     assert [tuple(row[6:]) for row in _table(shown)] == expected
     assert "2 of 16 ranks have a trace" in _said(shown)
-    caveats = {each["caveat"] for each in told["without"]} - {""}
+    caveats = {each["caveat"] for each in report["without"]} - {""}
     assert caveats
     assert all(each in _said(shown) for each in caveats)
     assert "shared-queue" in [row[0] for row in _table(shown)]
 
 
-def test_another_strategy_is_predicted_as_by_the_command_and_says_what_that_rests_on(simulated):
+def test_a_prediction_matches_the_command_and_lists_its_assumptions(simulated):
     shown = _page(simulated, **{"predict": "hsdp", "node-gpus": "4", "node-bandwidth": "100"})
     options = ("--strategy", "hsdp", "--gpus-per-node", "4", "--node-bandwidth", "100e9")
-    (told,) = _command(simulated, *options)["predictions"]
+    (report,) = _command(simulated, *options)["predictions"]
     assert not shown.exception
-    assert _numbers(shown)["predicted, hsdp"] == units.duration(told["predicted_ns"])
+    assert _numbers(shown)["predicted, hsdp"] == units.duration(report["predicted_ns"])
     said = shown.markdown[-1].value.replace("\\", "")
-    assert all(each in said for each in told["rests_on"])
+    assert all(each in said for each in report["rests_on"])
     shown.selectbox(key="predict").select("another network").run()
-    (told,) = _command(simulated, "--network-times", "2")["predictions"]
-    assert _numbers(shown)["predicted, a network 2 times as fast"] == units.duration(told["predicted_ns"])
+    (report,) = _command(simulated, "--network-times", "2")["predictions"]
+    assert _numbers(shown)["predicted, a network 2 times as fast"] == units.duration(report["predicted_ns"])
     shown.selectbox(key="predict").select("fewer recomputed layers").run()
     assert not shown.exception
     assert "cannot be predicted" in _said(shown)
 
 
-def test_a_replay_that_does_not_reproduce_the_run_is_said_by_page_and_command(tmp_path):
+def test_page_and_command_warn_if_the_replay_does_not_reproduce_the_run(tmp_path):
     recorded.write_run(tmp_path / "run", kernel="gemm")
     for file in (tmp_path / "run").glob("*.json.gz"):
         trace = json.loads(gzip.decompress(file.read_bytes()))
@@ -161,7 +161,7 @@ def test_a_replay_that_does_not_reproduce_the_run_is_said_by_page_and_command(tm
     assert shown.warning[0].value.replace("\\", "") == text.splitlines()[1]
 
 
-def test_a_run_without_work_says_what_is_missing(tmp_path):
+def test_a_run_without_work_points_to_data_quality(tmp_path):
     trace = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": []}
     (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace))
     shown = _page(tmp_path)
