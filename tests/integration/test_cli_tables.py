@@ -74,7 +74,7 @@ def test_no_control_character_of_a_trace_reaches_a_terminal(nasty, tmp_path, mon
     _, shown = on_a_terminal(*(places.get(each, each) for each in arguments), NO_COLOR="1")
     assert shown.strip()
     assert not [each for each in CONTROL if each in shown]
-    assert "error of tracekit itself" not in shown
+    assert "internal error of tracekit" not in shown
 
 
 def test_programs_get_names_as_they_are(nasty, tmp_path):

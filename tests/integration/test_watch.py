@@ -1,4 +1,4 @@
-"""``tracekit watch`` as a shell sees it: beside a training in another process, in a terminal, in a pipe."""
+"""``tracekit watch`` as a process: during a training in another process, on a terminal, in a pipe."""
 
 import fcntl
 import json
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "sample_traces" / "demo-fsdp2"
 TIMEOUT_S = 60
 
-# Writes the log of a rank as the recorder does: under a partial name, in torn pieces, closed in the end. In the middle
-# it waits until somebody has seen so much.
+# Writes the log of a rank as the recorder does: under a partial name, in pieces, renamed at the end. In the middle it
+# waits until the test has read that much.
 TRAINING = """
 import json, os, sys, time
 folder, steps = sys.argv[1], int(sys.argv[2])
@@ -109,21 +109,21 @@ def test_a_growing_training_is_followed_to_its_end(tmp_path: Path) -> None:
     watching = start(run, "--wait", "--interval", "0.2", "--format", "json")
     training = train(run, 120)
     assert watching.stdout is not None
-    told = [json.loads(watching.stdout.readline())]
-    while told[-1].get("steps_done") != 61:
-        told.append(json.loads(watching.stdout.readline()))
+    rows = [json.loads(watching.stdout.readline())]
+    while rows[-1].get("steps_done") != 61:
+        rows.append(json.loads(watching.stdout.readline()))
     (run / "go").touch()
     out, err = watching.communicate(timeout=TIMEOUT_S)
     assert (watching.returncode, err, training.wait(timeout=TIMEOUT_S)) == (0, "", 0)
-    told += [json.loads(line) for line in out.splitlines()]
-    states = [each for each in told if each["kind"] == "state"]
+    rows += [json.loads(line) for line in out.splitlines()]
+    states = [each for each in rows if each["kind"] == "state"]
     done = [each["steps_done"] for each in states]
     assert done == sorted(done)
     assert (done[-1], states[-1]["is_over"], states[-1]["bad_lines"]) == (120, True, 0)
-    assert [(each["step"], each["symptom"]) for each in told if each["kind"] == "outlier"] == [(50, "slow")]
+    assert [(each["step"], each["symptom"]) for each in rows if each["kind"] == "outlier"] == [(50, "slow")]
 
 
-def test_on_a_terminal_the_picture_stays_in_place_and_the_last_one_remains(tmp_path: Path) -> None:
+def test_on_a_terminal_the_display_updates_in_place_and_the_last_one_remains(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path / "today", "--wait", "--interval", "0.1")
     terminal.read_until("waiting for a training that records into")
     training = train(tmp_path / "today", 120)
@@ -139,7 +139,7 @@ def test_on_a_terminal_the_picture_stays_in_place_and_the_last_one_remains(tmp_p
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_leaving_is_quiet_and_gives_the_cursor_back(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_exits_quietly_and_restores_the_cursor(tmp_path: Path, number: signal.Signals, code: int) -> None:
     sample_logs.write(tmp_path, sample_logs.steady(30), live=True)
     terminal = Terminal(tmp_path)
     terminal.read_until("30 steps done")
@@ -149,16 +149,16 @@ def test_leaving_is_quiet_and_gives_the_cursor_back(tmp_path: Path, number: sign
     assert terminal.written.rindex("\x1b[?25h") > terminal.written.rindex("\x1b[?25l")
 
 
-def test_in_a_pipe_an_ended_run_is_its_steps_out_of_line_and_one_line() -> None:
+def test_in_a_pipe_an_ended_run_is_its_outlier_steps_and_one_state_line() -> None:
     done = watch(SAMPLE)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["out of line", "out of line", lines[2].partition(":")[0]]
+    assert [line.partition(":")[0] for line in lines] == ["outlier", "outlier", lines[2].partition(":")[0]]
     assert lines[2].startswith("step 47 · ")
     assert lines[2].endswith("ended")
 
 
-def test_once_shows_how_it_stands_and_ends_though_the_training_goes_on(
+def test_once_shows_the_state_and_exits_while_the_training_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample_logs.write(tmp_path, sample_logs.steady(30), live=True)
@@ -168,7 +168,7 @@ def test_once_shows_how_it_stands_and_ends_though_the_training_goes_on(
     assert json.loads(capsys.readouterr().out)["steps_done"] == 30
 
 
-def test_the_guide_shows_what_the_sample_shows(
+def test_the_guide_shows_the_output_for_the_sample(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -185,14 +185,14 @@ def test_a_run_that_is_not_there_exits_with_2_and_one_line(tmp_path: Path) -> No
     assert "there is no such folder; --wait waits" in done.stderr
 
 
-def test_what_cannot_be_watched_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_an_error_about_the_folder_names_what_to_do(tmp_path: Path) -> None:
     sample_logs.write(tmp_path / "runs" / "today", sample_logs.steady(3))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()
     for path, words in (
         (tmp_path / "runs", f"is a folder of runs; name one of them, such as {tmp_path / 'runs' / 'today'}"),
         (tmp_path / "other", "no metrics log in it"),
-        (tmp_path / "other" / "notes", "is no folder"),
+        (tmp_path / "other" / "notes", "is not a folder"),
     ):
         with pytest.raises(InputError, match=re.escape(words)):
             watch_command.watch(path)

@@ -1,7 +1,7 @@
-"""Run `tracekit` commands: in this process, which costs a tenth of one of its own, or as a shell does. Not a test.
+"""Run `tracekit` commands in this process, which takes a tenth of the time, or in a new one. Not a test.
 
-A command that runs here gets descriptors, streams, environment and folder of its own, as a new process would:
-tests/integration/test_cli.py compares the two. What is about processes (signals, pipes, imports) needs a real one.
+A command in this process has its own descriptors, streams, environment and folder, like a new process:
+tests/integration/test_cli.py compares the two. Tests of signals, pipes and imports need a real process.
 """
 
 import io
@@ -22,7 +22,7 @@ from tracekit import cli
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
 _NOT_INHERITED = ("NO_COLOR", "COLUMNS", "TRACEKIT_DEBUG")
-# Those that Python shows nobody unless asked.
+# Categories that Python hides by default.
 _UNSHOWN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 
@@ -52,17 +52,17 @@ def in_a_process(*arguments: object, cwd: Path | None = None, **extra: str) -> "
 def tracekit(
     *arguments: object, cwd: Path | None = None, stdin: str = "", **extra: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command in this process. Its folder is not ours: settings are looked for going up from there."""
+    """Run a command in this process, by default in another folder: settings are searched upwards from it."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin.encode())
         given.seek(0)
         with _as_descriptors(given.fileno(), out.fileno(), err.fileno()):
             code = _run([str(each) for each in arguments], cwd or Path("/"), environment(**extra))
-        told = []
+        outputs = []
         for file in (out, err):
             file.seek(0)
-            told.append(io.TextIOWrapper(file, encoding="utf-8").read())
-    return subprocess.CompletedProcess(command(*arguments), code, *told)
+            outputs.append(io.TextIOWrapper(file, encoding="utf-8").read())
+    return subprocess.CompletedProcess(command(*arguments), code, *outputs)
 
 
 def on_a_terminal(*arguments: object, **extra: str) -> tuple[int, str]:
@@ -73,18 +73,18 @@ def on_a_terminal(*arguments: object, **extra: str) -> tuple[int, str]:
         with _as_descriptors(theirs, theirs, theirs):
             os.close(theirs)
             code = _run([str(each) for each in arguments], Path("/"), environment(**{"TERM": "xterm"} | extra))
-    told = shown.result()
+    data = shown.result()
     os.close(ours)
-    return code, told.decode()
+    return code, data.decode()
 
 
 def read_all(terminal: int) -> bytes:
-    """Return what is shown on a terminal until its last writer has gone."""
+    """Return the output on a terminal until its last writer has closed it."""
     shown = b""
     try:
         while block := os.read(terminal, 1 << 16):
             shown += block
-    except OSError:  # how a terminal says that it has
+    except OSError:  # the last writer has closed it
         pass
     return shown
 
@@ -99,7 +99,7 @@ def only_line(done: "subprocess.CompletedProcess[str]") -> str:
 
 
 def _run(arguments: list[str], folder: Path, variables: Mapping[str, str]) -> int:
-    with _place(folder, variables), _streams(), _nothing_kept(["tracekit", *arguments]):
+    with _environment(folder, variables), _streams(), _fresh_interpreter(["tracekit", *arguments]):
         try:
             cli.main()
         except SystemExit as leaving:
@@ -110,13 +110,13 @@ def _run(arguments: list[str], folder: Path, variables: Mapping[str, str]) -> in
 @contextmanager
 def _as_descriptors(*files: int) -> Iterator[None]:
     """Make files the descriptors 0, 1 and 2, so that libraries and child processes have them too."""
-    kept = [os.dup(number) for number in range(len(files))]
+    saved = [os.dup(number) for number in range(len(files))]
     for number, file in enumerate(files):
         os.dup2(file, number)
     try:
         yield
     finally:
-        for number, file in enumerate(kept):
+        for number, file in enumerate(saved):
             os.dup2(file, number)
             os.close(file)
 
@@ -124,7 +124,7 @@ def _as_descriptors(*files: int) -> Iterator[None]:
 @contextmanager
 def _streams() -> Iterator[None]:
     """Give Python new streams on the descriptors 0, 1 and 2, as it makes them when it starts."""
-    kept = sys.stdin, sys.stdout, sys.stderr
+    saved = sys.stdin, sys.stdout, sys.stderr
     utf8 = {"encoding": "utf-8", "closefd": False}
     sys.stdin = open(0, **utf8)  # noqa: SIM115 closed by nobody, as Python's own
     sys.stdout = open(1, "w", **utf8)  # noqa: SIM115
@@ -134,12 +134,12 @@ def _streams() -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stdin, sys.stdout, sys.stderr = kept
+        sys.stdin, sys.stdout, sys.stderr = saved
 
 
 @contextmanager
-def _place(folder: Path, variables: Mapping[str, str]) -> Iterator[None]:
-    before, kept = Path.cwd(), dict(os.environ)
+def _environment(folder: Path, variables: Mapping[str, str]) -> Iterator[None]:
+    before, saved = Path.cwd(), dict(os.environ)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
@@ -147,15 +147,15 @@ def _place(folder: Path, variables: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(kept)
+        os.environ.update(saved)
         os.chdir(before)
 
 
 @contextmanager
-def _nothing_kept(words: list[str]) -> Iterator[None]:
-    """Give the command's words, and what Python starts with: no handler of logs, warnings shown on stderr."""
+def _fresh_interpreter(words: list[str]) -> Iterator[None]:
+    """Set the command's arguments and the state of a new interpreter: no log handler, warnings on stderr."""
     root = logging.getLogger()
-    kept, handlers, level = sys.argv, root.handlers[:], root.level
+    saved, handlers, level = sys.argv, root.handlers[:], root.level
     sys.argv, root.handlers[:] = words, []
     root.setLevel(logging.WARNING)
     with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def _nothing_kept(words: list[str]) -> Iterator[None]:
         try:
             yield
         finally:
-            sys.argv, root.handlers[:] = kept, handlers
+            sys.argv, root.handlers[:] = saved, handlers
             root.setLevel(level)
 
 

@@ -1,7 +1,7 @@
-"""The command line: parse, call, print, exit. Nothing heavy is imported before a command needs it.
+"""The command line: parse, call, print, exit. Heavy packages are imported only when a command needs them.
 
-Exit codes: 0 all is well, 1 findings at or above the bar (or a metric past its own), 2 input or options that cannot be
-used, 3 an error of ours, 4 runs that cannot be compared.
+Exit codes: 0 success, 1 a finding or a metric fails the check, 2 input or options cannot be used, 3 internal error,
+4 runs cannot be compared.
 """
 
 import errno
@@ -39,7 +39,7 @@ from tracekit.errors import TracekitError
 
 DEBUG = "TRACEKIT_DEBUG"
 INTERNAL_ERROR, INTERRUPTED = 3, 130
-# What the system refuses wherever it is asked: no fault of ours, and for the user to mend.
+# Errors of the operating system that only the user can fix.
 _SYSTEM_ERRORS = (
     errno.EACCES,
     errno.EPERM,
@@ -53,42 +53,42 @@ _SYSTEM_ERRORS = (
 )
 
 app = typer.Typer(
-    help="Say why a distributed PyTorch training run is slow, what it costs and what to change.",
-    epilog="To begin: tracekit check --sample. Of your own: tracekit check RUN, a folder of traces or one trace.json; "
-    "tracekit dashboard RUN shows it; tracekit record -- COMMAND makes one.",
+    help="Find out why a distributed PyTorch training is slow, what it costs and what to change.",
+    epilog="First steps: tracekit check --sample. For your own run: tracekit record -- COMMAND records it, "
+    "tracekit check RUN analyzes it (a folder of traces or one trace.json), tracekit dashboard RUN shows it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich takes a tenth of a second to load, and --help is to be instant
+    rich_markup_mode=None,  # rich takes 0.1 s to load; --help must be instant
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command, short_help in (
-    (record, "Record a training, as it is: record -- COMMAND…"),
+    (record, "Record a training without changing it: record -- COMMAND…"),
     (merge, "Merge the parts of a run into one folder."),
-    (check, "Say why runs are slow; fail a build on it."),
+    (check, "Report why runs are slow; fail a build on it."),
     (summary, "Show where the time goes, by rank or by step."),
-    (compare, "Say whether one run is better or worse than another."),
-    (kernels, "Add up kernels by name, op, shapes, unit, …"),
-    (ops, "Add up host ops by name, shapes, unit, …"),
-    (memory, "Show where memory goes; replay the allocator."),
-    (whatif, "Say what a step would take without one cause."),
+    (compare, "Compare two runs: better, worse, same or cannot tell."),
+    (kernels, "Sum kernels by name, op, shapes, unit, …"),
+    (ops, "Sum host ops by name, shapes, unit, …"),
+    (memory, "Show who uses memory; replay the allocator."),
+    (whatif, "Predict the step time without one cause of lost time."),
     (export, "Write a run as one file for Perfetto."),
-    (query, "Ask a run in SQL."),
-    (schema, "List the tables and columns of a run."),
+    (query, "Query a run in SQL."),
+    (schema, "List the tables and columns for query."),
     (rules, "List the rules and their thresholds."),
     (explain, "Explain one rule."),
     (dashboard, "Open runs in the browser."),
     (cache, "Show or clear the cache of parsed traces."),
-    (simulate, "Write traces of a simulated training, with known faults."),
-    (watch, "Show a training as it runs, and its steps out of line."),
-    (scrub, "Copy a run without hosts, users, paths and secrets."),
+    (simulate, "Write traces of a simulated training with known faults."),
+    (watch, "Show a running training and its outlier steps."),
+    (scrub, "Copy a run without host names, users, paths and secrets."),
 ):
     app.command(short_help=short_help, context_settings=PASS_THROUGH if command in (record, merge) else None)(command)
 app.command(hidden=True, context_settings=PASS_THROUGH)(gather)
 app.add_typer(baseline, name="baseline")
 app.add_typer(plan, name="plan")
 app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(history, name="history", short_help="Keep checked runs; show trends and changes.")
+app.add_typer(history, name="history", short_help="Store results of checks; show trends and changes.")
 
 
 def main() -> None:
@@ -100,16 +100,17 @@ def main() -> None:
         _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 whatever else comes here is a bug, and is said to be one
+    except Exception as error:  # noqa: BLE001 any other exception is a bug
         if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
-            where = f"{error.filename}: " if error.filename else ""
+            location = f"{error.filename}: " if error.filename else ""
             _exit(
-                f"{where}{error.strerror}; check the path, its permissions and the space left", TracekitError.exit_code
+                f"{location}{error.strerror}; check path, permissions and free space",
+                TracekitError.exit_code,
             )
         cause = f": {error.__cause__!r}" if error.__cause__ else ""
-        told = " ".join(f"{type(error).__name__}: {error}{cause}".split())
+        details = " ".join(f"{type(error).__name__}: {error}{cause}".split())
         _exit(
-            f"an error of tracekit itself: {told}; please report it, with what {DEBUG}=1 shows",
+            f"internal error of tracekit: {details}; please report it with the output of {DEBUG}=1",
             INTERNAL_ERROR,
         )
 
@@ -121,8 +122,8 @@ def _exit(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         sys.stdout.write(f"tracekit {__version__}\n")
         raise typer.Exit
 
@@ -130,8 +131,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _main_options(
     *,
-    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks (as {DEBUG}=1 does).")] = False,
-    version: Annotated[  # noqa: ARG001 answered by its callback
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, like {DEBUG}=1.")] = False,
+    version: Annotated[  # noqa: ARG001 handled by its callback
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Where a command's words go: the report to stdout or a file, everything else to stderr."""
+"""Output of commands: results to stdout or a file, everything else to stderr."""
 
 import contextlib
 import os
@@ -28,24 +28,24 @@ _MAX_NAME = 40
 
 
 def width(output: Path | None = None) -> int:
-    """Return how wide text may be: as the terminal, or as COLUMNS says, or 100."""
+    """Return the width of text: COLUMNS or the terminal's width, else 100."""
     return FALLBACK_WIDTH if output else shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
 
 
 def color(output: Path | None = None) -> bool:
-    """Return whether text may be coloured: on a terminal that can, unless NO_COLOR is set."""
+    """Return whether to color text: on a terminal that can, unless NO_COLOR is set."""
     return (
         output is None and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )
 
 
 def emit(text: str, output: Path | None = None) -> None:
-    """Write a command's result, which CI does not obey. A reader of stdout that has gone ends the process, quietly."""
+    """Write a result without commands to CI. If the reader of stdout has gone, exit quietly."""
     emit_commands(_without_ci_commands(text) if output is None else text, output)
 
 
 def emit_commands(text: str, output: Path | None = None) -> None:
-    """Write a result that may hold commands to CI."""
+    """Write a result that may contain commands to CI."""
     if output is not None:
         _write(text, output)
         return
@@ -54,14 +54,14 @@ def emit_commands(text: str, output: Path | None = None) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more on its way out, and must find somebody there.
+        # Python flushes stdout again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
 
 
 @contextlib.contextmanager
 def atomic_file(output: Path) -> Iterator[BinaryIO]:
-    """Give a file to write bytes to, which takes its name once it is whole. Raises InputError where it cannot."""
+    """Yield a file for bytes, which gets its name when it is complete. Raises InputError if it cannot be written."""
     partial = output.with_name(output.name + conventions.PARTIAL_SUFFIX)
     try:
         with partial.open("wb") as file:
@@ -75,12 +75,12 @@ def atomic_file(output: Path) -> Iterator[BinaryIO]:
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the names in an option's value, which commas part."""
+    """Return the comma-separated names of an option."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def emit_rows(text: str, output: Path | None) -> None:
-    """Write rows for programs as they are; a person's terminal gets no control character of theirs but line ends."""
+    """Write rows for programs unchanged; on a terminal, without control characters except line ends."""
     if output is None and sys.stdout.isatty():
         from tracekit.model import escaping
 
@@ -89,7 +89,7 @@ def emit_rows(text: str, output: Path | None) -> None:
 
 
 def notify(message: str) -> None:
-    """Write one line to stderr. Names from traces in it can do nothing to a terminal."""
+    """Write one line to stderr. Names from traces in it cannot control a terminal."""
     from tracekit.model import escaping
 
     sys.stderr.write(_without_ci_commands(f"tracekit: {escaping.inert(message, _MAX_MESSAGE)}\n"))
@@ -97,13 +97,13 @@ def notify(message: str) -> None:
 
 
 def require_output_file(output: Path | None, what: str) -> None:
-    """Raise ConfigError where megabytes that no one can read would go to a terminal."""
+    """Raise ConfigError if the output is for a file but would go to a terminal."""
     if output is None and sys.stdout.isatty():
-        raise ConfigError(f"{what} is nothing for a terminal: name a file with --output")
+        raise ConfigError(f"{what} is too large for a terminal; name a file with --output")
 
 
 class ProgressBar:
-    """A progress bar on stderr. It shows only on a terminal, and only where there is time to see it."""
+    """A progress bar on stderr, shown only on a terminal and only if the work takes long enough."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -112,7 +112,7 @@ class ProgressBar:
         self._done = 0
 
     def trace_callback(self, total: int) -> "Callable[[Source], None]":
-        """Return what to call after each of `total` traces."""
+        """Return a function to call after each of `total` traces."""
 
         def step(source: "Source") -> None:
             self._done += 1
@@ -124,8 +124,8 @@ class ProgressBar:
         return step
 
     def on_file(self, done: int, total: int) -> None:
-        """Show how many of the files of a run were looked at."""
-        self._show("looking at files", done, total)
+        """Show how many files of a run were inspected."""
+        self._show("inspecting files", done, total)
 
     def _show(self, what: str, done: int, total: int) -> None:
         if self._progress is None:
@@ -136,7 +136,7 @@ class ProgressBar:
         self._progress.update(self._task, description=what, completed=done, total=total)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -144,7 +144,7 @@ class ProgressBar:
 
 @contextlib.contextmanager
 def progress() -> Iterator[ProgressBar]:
-    """Give a progress bar for the time of a block."""
+    """Yield a progress bar for a with block."""
     bar = ProgressBar()
     try:
         yield bar
@@ -153,7 +153,7 @@ def progress() -> Iterator[ProgressBar]:
 
 
 def _without_ci_commands(text: str) -> str:
-    """Return text as it can stand in the log of CI: names from traces in it can make the runner do nothing."""
+    """Return text for the log of CI, in which names from traces are no commands to the runner."""
     if not os.environ.get("GITHUB_ACTIONS"):
         return text
     from tracekit.model import escaping
@@ -183,5 +183,5 @@ def _write(text: str, output: Path) -> None:
 
 
 def _write_error(output: Path, error: OSError) -> InputError:
-    why = error.strerror if output.parent.exists() else f"there is no folder {output.parent}"
-    return InputError(f"{output}: cannot be written: {why}; name another file")
+    reason = error.strerror if output.parent.exists() else f"there is no folder {output.parent}"
+    return InputError(f"{output}: cannot be written: {reason}; name another file")

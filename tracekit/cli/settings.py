@@ -111,9 +111,9 @@ def resolve(
 
 
 def find_file(folder: Path) -> Path | None:
-    """Return the settings file that counts in `folder`: the first found going up; tracekit.toml before pyproject.toml.
+    """Return the settings file of `folder`: the nearest one upwards; tracekit.toml before pyproject.toml.
 
-    A pyproject.toml without ``[tool.tracekit]`` is passed over.
+    A pyproject.toml without ``[tool.tracekit]`` is skipped.
     """
     for place in (folder, *folder.parents):
         if (place / FILE).is_file():
@@ -129,7 +129,7 @@ def read(path: Path, catalog: Catalog) -> CheckSettings:
     table = _parse(path)
     section = _section(path, table)
     if path.name == PROJECT_FILE and section is None:
-        raise ConfigError(f"{path}: there is no [tool.tracekit] in it")
+        raise ConfigError(f"{path}: it has no [tool.tracekit]")
     return _resolved(path, _convert(section or {}, SettingsFile, str(path)), catalog)
 
 
@@ -142,7 +142,7 @@ def parse_fail_on(text: str) -> Severity | None:
 
 
 def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catalog) -> CheckSettings:
-    """Return `config` with settings such as ``COMM001.max_exposed_ratio=0.3`` laid over it. Raises ConfigError."""
+    """Return `config` overridden by assignments such as ``COMM001.max_exposed_ratio=0.3``. Raises ConfigError."""
     thresholds = {code: dict(fields) for code, fields in config.thresholds.items()}
     for setting in settings:
         name, has_value, text = setting.partition("=")
@@ -157,7 +157,7 @@ def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catal
 
 
 def with_strict_budgets(config: CheckSettings) -> CheckSettings:
-    """Return `config` with budgets that fail where they cannot be told."""
+    """Return `config` with budgets that also fail if their verdict is inconclusive."""
     return replace(config, budget=replace(config.budget, is_strict=True))
 
 
@@ -177,15 +177,15 @@ def find_rule(name: str, catalog: Catalog) -> type[Rule]:
 
 
 def apply_ignores(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, today: date) -> Report:
-    """Return the report with what the settings ignore moved out of its findings, and notes that say so.
+    """Return the report with ignored findings moved to `ignored`, and a note for each.
 
-    An ignore whose time has passed is said aloud too, and ignores nothing.
+    An expired ignore has no effect; a note reports it.
     """
     pairs = [(each, ignore_for(each, ignores, catalog, today=today)) for each in report.findings]
     aside = [IgnoredFinding(each, ignore.reason, ignore.until) for each, ignore in pairs if ignore]
     notes = [f"{each.finding.id} is ignored{_until(each.until)}: {each.reason}" for each in aside]
     notes += [
-        f"The ignore of {each.code} ({each.reason}) ended on {each.until} and no longer holds."
+        f"The ignore of {each.code} ({each.reason}) expired on {each.until} and has no effect."
         for each in ignores
         if is_expired(each, today)
     ]
@@ -198,7 +198,7 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *
 
 
 def ignore_for(finding: Finding, ignores: Iterable[Ignore], catalog: Catalog, *, today: date) -> Ignore | None:
-    """Return what says to ignore a finding, None where nothing does or its time has passed."""
+    """Return the ignore of a finding; None if there is none or it expired."""
     rules = {rule.code: rule for rule in catalog}
     for ignore in ignores:
         named = ignore.code == finding.id or (finding.code in rules and _matches(ignore.code, rules[finding.code]))
@@ -208,7 +208,7 @@ def ignore_for(finding: Finding, ignores: Iterable[Ignore], catalog: Catalog, *,
 
 
 def is_expired(ignore: Ignore, today: date) -> bool:
-    """Return whether an ignore no longer holds: it holds through the day it names."""
+    """Return whether an ignore has expired: its last day is `until`."""
     return ignore.until is not None and today > ignore.until
 
 

@@ -1,1 +1,1 @@
-"""SQL over the tables of a run, in a process that can do nothing else."""
+"""SQL over the tables of a run, in a sandboxed process."""

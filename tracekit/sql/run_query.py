@@ -1,4 +1,4 @@
-"""SQL over the tables of a run: one SELECT, in a process that reaches no file, no network and no setting."""
+"""SQL over the tables of a run: one SELECT, in a process without access to files, network or settings."""
 
 import contextlib
 import difflib
@@ -73,7 +73,7 @@ TABLES: Mapping[str, Table] = {
         for name, t in zip(_SNAPSHOT_NAMES.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
     },
 }
-"""Every table that a query can name, with its columns as a query sees them."""
+"""Every table that a query can name, with its columns."""
 
 _DERIVED: dict[str, RunFact] = {
     "data_quality": lambda run: run.table(trace_quality.data_quality),
@@ -82,36 +82,36 @@ _DERIVED: dict[str, RunFact] = {
     collective_instances.INSTANCES.name: lambda run: run.run_table(collective_instances.instances),
     collective_instances.WAITS.name: lambda run: run.run_table(collective_instances.waits),
     RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),
-    **{told: run_snapshots.table(name) for name, told in _SNAPSHOT_NAMES.items()},
+    **{table_name: run_snapshots.table(name) for name, table_name in _SNAPSHOT_NAMES.items()},
 }
-"""Tables that are measured rather than read, and how."""
+"""Tables that are derived from a run rather than read, and their functions."""
 
 
 @dataclass(frozen=True)
 class DerivedTable:
-    """A table of another distribution, named by the entry point group ``tracekit.tables``: what it is, and of a run."""
+    """A table of a plug-in, from the entry point group ``tracekit.tables``: its columns, and a function of a run."""
 
     table: Table
     measure: RunFact
 
 
 def tables() -> Mapping[str, Table]:
-    """Return TABLES and those that other distributions add by the entry point group ``tracekit.tables``.
+    """Return TABLES and those of plug-ins, from the entry point group ``tracekit.tables``.
 
-    Raises InputError where one of those has the name of another table.
+    Raises InputError if a plug-in's table has the name of another table.
     """
-    return {**TABLES, **{name: told.table for name, told in _plugin_tables().items()}}
+    return {**TABLES, **{name: derived.table for name, derived in _plugin_tables().items()}}
 
 
 def _plugin_tables() -> dict[str, DerivedTable]:
-    found: dict[str, DerivedTable] = {}
+    plugins: dict[str, DerivedTable] = {}
     for point in entry_points(group="tracekit.tables"):
-        told: DerivedTable = point.load()
-        name = told.table.name
-        if name in TABLES or name in found:
-            raise InputError(f"{point.value}: another table is called {name} already; remove one of the two packages")
-        found[name] = told
-    return found
+        derived: DerivedTable = point.load()
+        name = derived.table.name
+        if name in TABLES or name in plugins:
+            raise InputError(f"{point.value}: there is already a table {name}; remove one of the two packages")
+        plugins[name] = derived
+    return plugins
 
 
 def query(
@@ -122,24 +122,24 @@ def query(
     memory_bytes: int = MEMORY_BYTES,
     max_rows: int | None = None,
 ) -> pl.DataFrame:
-    """Return what one SELECT finds in the tables of a run, at most `max_rows` rows of it.
+    """Return the result of one SELECT over the tables of a run, at most `max_rows` rows.
 
-    The tables are TABLES: those of all ranks one below the other, with columns window and rank in front. Only the
-    tables that `sql` names are put together. Raises InputError if `sql` is not one SELECT, names what isn't there,
-    fails, or needs more time or memory than allowed; the result itself counts as memory.
+    The tables are TABLES: those of all ranks concatenated, with columns window and rank in front. Only tables that
+    `sql` names are built. Raises InputError if `sql` is not one SELECT, names an unknown table or column, fails, or
+    needs more time or memory than allowed; the result counts as memory.
     """
-    with open_query(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as question:
-        return question.run(run)
+    with open_query(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as sandboxed:
+        return sandboxed.run(run)
 
 
 def check(sql: str) -> None:
-    """Raise InputError if `sql` is not one SELECT over TABLES and their columns. Needs no run, so it costs no time."""
+    """Raise InputError if `sql` is not one SELECT over TABLES and their columns. Needs no run."""
     with open_query(sql):
         pass
 
 
 def find_table(name: str) -> Table:
-    """Return the table of a name. Raises InputError, with the names near it, if there is none."""
+    """Return the table of a name. Raises InputError with similar names if there is none."""
     known = tables()
     if name.lower() in known:
         return known[name.lower()]
@@ -150,22 +150,22 @@ def find_table(name: str) -> Table:
 def open_query(
     sql: str, *, timeout_s: float = TIMEOUT_S, memory_bytes: int = MEMORY_BYTES, max_rows: int | None = None
 ) -> Iterator["SandboxedQuery"]:
-    """Give a checked query, before any trace is read. Raises InputError as `query` does."""
-    question = SandboxedQuery(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows)
+    """Yield a validated query, before any trace is read. Raises InputError like `query`."""
+    sandboxed = SandboxedQuery(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows)
     try:
-        question.check()
-        yield question
+        sandboxed.check()
+        yield sandboxed
     finally:
-        question.close()
+        sandboxed.close()
 
 
 class SandboxedQuery:
-    """A query in its process: `tracekit.sql.sandbox` tells how the two talk."""
+    """A query in its own process; `tracekit.sql.sandbox` describes the protocol."""
 
     def __init__(self, sql: str, *, timeout_s: float, memory_bytes: int, max_rows: int | None) -> None:
-        """Start the process; nothing is asked yet."""
+        """Start the process without sending the query."""
         self._sql, self._timeout_s, self._memory_bytes, self._max_rows = sql, timeout_s, memory_bytes, max_rows
-        self._process = subprocess.Popen(  # noqa: S603 a file of ours, and the query goes by its stdin
+        self._process = subprocess.Popen(  # noqa: S603 our own file; stdin has the query
             [sys.executable, "-P", str(_PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -178,7 +178,7 @@ class SandboxedQuery:
         self._tables = tables()
 
     def check(self) -> None:
-        """Find out which tables the query names. Raises InputError where it cannot be asked."""
+        """Validate the query and get the tables that it names. Raises InputError if it is invalid."""
         limits = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes, "max_rows": self._max_rows}
         with self._deadline():
             empty = [table.empty() for table in self._tables.values()]
@@ -186,26 +186,26 @@ class SandboxedQuery:
             self._table_names = self._read_line()["named"]
 
     def run(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> pl.DataFrame:
-        """Return what the query finds in a run."""
+        """Return the result of the query on a run."""
         return self.execute(self.collect_tables(run, on_progress))
 
     def collect_tables(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> dict[str, pl.DataFrame]:
-        """Return the tables of a run that the query names: all that it needs of the run."""
+        """Return the tables of a run that the query names."""
         return dict(_frames(run, self._table_names, on_progress))
 
     def execute(self, tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
-        """Return what the query finds in these tables."""
+        """Return the result of the query on these tables."""
         self._send({"tables": list(tables)}, tables.values())
         with self._deadline():
             self._read_line()
             with self._explain_exit(), pa.ipc.open_stream(self._stdout) as stream:
-                found = stream.read_all()
+                result = stream.read_all()
             self._read_line()
-        rows = _narrow_integers(_to_polars(found))
+        rows = _narrow_integers(_to_polars(result))
         return rows if self._max_rows is None else rows.head(self._max_rows)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
@@ -218,7 +218,7 @@ class SandboxedQuery:
 
     @contextlib.contextmanager
     def _deadline(self) -> Iterator[None]:
-        """End the process where it did not end the query in time itself."""
+        """Kill the process if it does not stop the query in time itself."""
 
         def stop() -> None:
             self._is_timed_out = True
@@ -248,101 +248,101 @@ class SandboxedQuery:
             line = self._stdout.readline()
             if not line:
                 raise EOFError
-        told: dict[str, Any] = json.loads(line)
-        if "error" in told:
-            raise self._failure(**told["error"])
-        return told
+        message: dict[str, Any] = json.loads(line)
+        if "error" in message:
+            raise self._failure(**message["error"])
+        return message
 
     @contextlib.contextmanager
     def _explain_exit(self) -> Iterator[None]:
-        """Say why the process no longer answers."""
+        """Raise InputError with the reason if the process no longer answers."""
         try:
             yield
         except (EOFError, OSError, pa.ArrowException):
             code = self._process.wait()
-            is_killed = code in (-signal.SIGABRT, -signal.SIGKILL)  # how a process ends that gets no more memory
+            is_killed = code in (-signal.SIGABRT, -signal.SIGKILL)  # the process ran out of memory
             kind = sandbox.TIMED_OUT if self._is_timed_out else sandbox.OUT_OF_MEMORY if is_killed else ""
             raise self._failure(kind, str(code)) from None
 
     def _failure(self, kind: str, message: str) -> InputError:
         if kind == sandbox.TIMED_OUT:
-            return InputError(f"query: stopped after {self._timeout_s:g} s; ask for less, or allow more with --timeout")
+            return InputError(
+                f"query: stopped after {self._timeout_s:g} s; simplify it, or allow more time with --timeout"
+            )
         if kind == sandbox.OUT_OF_MEMORY:
             limit = f"{self._memory_bytes / 2**30:.3g} GiB"
-            return InputError(f"query: needs more than {limit}; ask for less, or allow more with --memory")
+            return InputError(f"query: needs more than {limit}; simplify it, or allow more memory with --memory")
         if kind == sandbox.REFUSED:
             return InputError(f"query: {message}")
         if not kind:
-            return InputError(
-                f"query: its process ended with exit code {message}, which is no answer; write the query another way"
-            )
+            return InputError(f"query: its process failed with exit code {message}; write the query in another way")
         return InputError(_explain_error(kind, message, self._sql, self._tables))
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that the process gets: where its modules are, and nothing that a query could tell."""
-    kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
-    places = [os.path.abspath(place) for place in sys.path]  # noqa: PTH100 '' is the current folder
-    return kept | {"PYTHONPATH": os.pathsep.join(places), "MALLOC_ARENA_MAX": "2"}
+    """Return the environment of the process: the paths of its modules, and no variable with private data."""
+    variables = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
+    paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 '' is the current folder
+    return variables | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
 
 
 def _frames(
     run: Run, named: Sequence[str], on_progress: Callable[[Source], None] | None
 ) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Yield the tables named, put together in one pass over the traces."""
-    others = _plugin_tables()
-    measured = _DERIVED | {name: told.measure for name, told in others.items()}
-    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name not in measured}
+    """Yield the named tables, built in one pass over the traces."""
+    plugins = _plugin_tables()
+    derived = _DERIVED | {name: plugin.measure for name, plugin in plugins.items()}
+    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name not in derived}
     sources = {(source.window, source.rank): source for source in run.sources}
     if parts:
         for trace in run.traces():
-            place = (pl.lit(trace.window, pl.Int64).alias("window"), pl.lit(trace.rank, pl.Int64).alias("rank"))
+            keys = (pl.lit(trace.window, pl.Int64).alias("window"), pl.lit(trace.rank, pl.Int64).alias("rank"))
             for name, frames in parts.items():
-                frames.append(getattr(trace, name).select(*place, pl.all()))
+                frames.append(getattr(trace, name).select(*keys, pl.all()))
             if on_progress:
                 on_progress(sources[trace.window, trace.rank])
     for name in named:
         if name in parts:
             yield name, pl.concat(parts.pop(name))
         else:
-            found = measured[name](run)
-            yield name, others[name].table.conform(found) if name in others else found
+            rows = derived[name](run)
+            yield name, plugins[name].table.conform(rows) if name in plugins else rows
 
 
-def _to_polars(found: pa.Table) -> pl.DataFrame:
-    """Return rows as a frame; of columns with one name the later are numbered."""
+def _to_polars(rows: pa.Table) -> pl.DataFrame:
+    """Return rows as a frame; repeated column names get a number."""
     columns: dict[str, pl.Series] = {}
-    for name, values in zip(found.column_names, found.columns, strict=True):
-        told, number = name, 0
-        while told in columns:
+    for name, values in zip(rows.column_names, rows.columns, strict=True):
+        unique, number = name, 0
+        while unique in columns:
             number += 1
-            told = f"{name}_{number}"
-        columns[told] = pl.Series(told, pl.from_arrow(values))
+            unique = f"{name}_{number}"
+        columns[unique] = pl.Series(unique, pl.from_arrow(values))
     return pl.DataFrame(list(columns.values()))
 
 
-def _narrow_integers(found: pl.DataFrame) -> pl.DataFrame:
-    """Return whole numbers as Int64 where they fit: DuckDB adds them up in 128 bits, which few programs read."""
-    whole = [name for name, dtype in found.schema.items() if isinstance(dtype, pl.Decimal) and not dtype.scale]
-    whole += [name for name, dtype in found.schema.items() if dtype == pl.Int128]
-    narrow = found.with_columns(pl.col(name).cast(pl.Int64, strict=False) for name in whole)
-    wide = [name for name in whole if narrow[name].null_count() != found[name].null_count()]
-    return narrow.with_columns(found[name] for name in wide)
+def _narrow_integers(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return integers as Int64 if they fit: DuckDB sums them in 128 bits, which few programs can read."""
+    whole = [name for name, dtype in rows.schema.items() if isinstance(dtype, pl.Decimal) and not dtype.scale]
+    whole += [name for name, dtype in rows.schema.items() if dtype == pl.Int128]
+    narrow = rows.with_columns(pl.col(name).cast(pl.Int64, strict=False) for name in whole)
+    wide = [name for name in whole if narrow[name].null_count() != rows[name].null_count()]
+    return narrow.with_columns(rows[name] for name in wide)
 
 
-def _explain_error(kind: str, told: str, sql: str, known: Mapping[str, Table]) -> str:
-    """Return DuckDB's complaint on one line, with what to try next."""
-    first = " ".join(re.split(r"\n\n|\nCandidate|\n?Did you mean", told)[0].split())
+def _explain_error(kind: str, message: str, sql: str, known: Mapping[str, Table]) -> str:
+    """Return DuckDB's error on one line, with a suggestion."""
+    first = " ".join(re.split(r"\n\n|\nCandidate|\n?Did you mean", message)[0].split())
     reason = re.sub(r"^\w+(?: \w+)* Error: ", "", first).rstrip("!")
-    table = re.search(r"Table with name (\S+) does not exist", told)
+    table = re.search(r"Table with name (\S+) does not exist", message)
     if table:
         return f"query: no table {table[1]}{_suggestion(table[1], list(known))}; the tables are {', '.join(known)}"
     if kind == "ParserException" and _RESERVED.search(sql):
         return f'query: {reason}; in SQL the columns window and group need double quotes: "window", "group"'
-    near = re.search(r"(?:Candidate bindings:|Did you mean) (.+?)\??(?:\n|$)", told)
+    near = re.search(r"(?:Candidate bindings:|Did you mean) (.+?)\??(?:\n|$)", message)
     if near:
         return f"query: {reason}; did you mean {near[1]}? tracekit schema lists tables and columns"
-    column = re.search(r'column named "(\w+)"', told)
+    column = re.search(r'column named "(\w+)"', message)
     columns = sorted({column.name for table in known.values() for column in table.columns})
     hint = _suggestion(column[1], columns) if column else ""
     return f"query: {reason}{hint}; tracekit schema lists tables and columns"

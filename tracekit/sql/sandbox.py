@@ -26,17 +26,17 @@ _BATCH_ROWS = 10_000
 _THREADS = 4
 _HEADROOM_BYTES = 768 << 20
 _MAX_FILES = 64
-# What else DuckDB offers in FROM reads files, addresses of memory or the settings of the process.
+# DuckDB's other table functions read files, memory addresses or settings of the process.
 _TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "repeat", "json_each", "json_tree"})
 _FORBIDDEN_FUNCTIONS = frozenset({"current_setting", "getenv", "getvariable", "write_log", "pg_sleep", "sleep_ms"})
 _EXOTIC = re.compile(r"INTERVAL|BIGNUM|UNION|VARIANT|GEOMETRY")
 _LOCKDOWN = (
     "SET enable_progress_bar = false",
-    "SET python_enable_replacements = false",  # a name is a table, never a variable of ours
+    "SET python_enable_replacements = false",  # a name is a table, never a Python variable
     "SET autoinstall_known_extensions = false",
     "SET autoload_known_extensions = false",
     "SET allow_community_extensions = false",
-    "SET temp_directory = ''",  # what doesn't fit in memory fails; nothing is written
+    "SET temp_directory = ''",  # a query that does not fit in memory fails instead of writing to disk
     "SET enable_external_access = false",
     "SET lock_configuration = true",
 )
@@ -47,32 +47,32 @@ class RefusedError(Exception):
 
 
 def main() -> None:
-    """Answer one query."""
+    """Run one query."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    asked = json.loads(source.readline())
-    memory_bytes: int = asked["memory_bytes"]
+    request = json.loads(source.readline())
+    memory_bytes: int = request["memory_bytes"]
     try:
         with connect(memory_bytes) as connection:
-            known: list[str] = asked["tables"]
+            known: list[str] = request["tables"]
             _register(connection, known, source)
             _limit_process(memory_bytes)
-            with _deadline(connection, asked["timeout_s"]):
-                statement, named = validated(connection, asked["sql"], known)
+            with _deadline(connection, request["timeout_s"]):
+                statement, named = validated(connection, request["sql"], known)
             _send(sink, {"named": named})
             line = source.readline()
             if not line:
                 return
             _register(connection, json.loads(line)["tables"], source)
             _limit_process(memory_bytes)
-            with _deadline(connection, asked["timeout_s"]):
-                _answer(connection, statement, sink, memory_bytes=memory_bytes, max_rows=asked["max_rows"])
+            with _deadline(connection, request["timeout_s"]):
+                _answer(connection, statement, sink, memory_bytes=memory_bytes, max_rows=request["max_rows"])
     except (RefusedError, TimeoutError, MemoryError, duckdb.Error, pa.ArrowException, OSError) as error:
         _send(sink, {"error": {"kind": _kind(error), "message": str(error)}})
 
 
 @contextlib.contextmanager
 def connect(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Give a DuckDB that can reach nothing but what is registered with it."""
+    """Yield a DuckDB that can read only registered tables."""
     with duckdb.connect(":memory:", config={"threads": _THREADS}) as connection:
         for setting in (f"SET memory_limit = '{max(memory_bytes >> 20, 1)}MiB'", *_LOCKDOWN):
             connection.execute(setting)
@@ -80,9 +80,9 @@ def connect(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 def validated(connection: duckdb.DuckDBPyConnection, sql: str, known: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the one SELECT that `sql` is and which of the `known` tables it may read.
+    """Return `sql` as one SELECT, and the `known` tables that it may read.
 
-    Raises RefusedError or duckdb.Error where it is anything else, or names what is not there.
+    Raises RefusedError or duckdb.Error if it is no SELECT or names an unknown table or column.
     """
     statement = _only_statement(sql)
     named = _named_tables(statement, known)
@@ -95,12 +95,12 @@ def _only_statement(sql: str) -> str:
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         kinds = ", ".join(str(each.type).rsplit(".", 1)[-1] for each in statements) or "nothing"
         hint = ": list the values of a PIVOT, ON … IN (…)" if "MULTI" in kinds else ""
-        raise RefusedError(f"{kinds} given; a query is one SELECT, and changes nothing{hint}")
+        raise RefusedError(f"{kinds} given; a query must be one SELECT{hint}")
     return statements[0].query.strip().rstrip(";")
 
 
 def _named_tables(statement: str, known: Sequence[str]) -> list[str]:
-    # A name that is only written as a text counts too: that costs time, never an answer.
+    # A table name inside a string counts too: that costs time but changes no result.
     nodes = list(_nodes(_parsed(statement)))
     own = {entry["key"].lower() for node in nodes if isinstance(node, dict) for entry in _ctes(node)}
     texts: set[str] = set()
@@ -118,9 +118,9 @@ def _check(node: dict[str, Any], readable: set[str], known: Sequence[str]) -> No
         function = node.get("function", {}).get("function_name", "?")
         if function not in _TABLE_FUNCTIONS:
             tables = ", ".join(known)
-            raise RefusedError(f"{function}() is not allowed: a query reads the run's tables only ({tables})")
+            raise RefusedError(f"{function}() is not allowed; a query can read only the run's tables ({tables})")
     elif kind == "FUNCTION" and str(node.get("function_name", "")).lower() in _FORBIDDEN_FUNCTIONS:
-        raise RefusedError(f"{node['function_name']}() is not allowed: a query reads the run's tables only")
+        raise RefusedError(f"{node['function_name']}() is not allowed; a query can read only the run's tables")
     elif kind == "BASE_TABLE" and (
         str(node.get("table_name", "")).lower() not in readable
         or node.get("schema_name", "").lower() not in ("", "main")
@@ -139,33 +139,33 @@ def _parsed(statement: str) -> dict[str, Any]:
             row = connection.execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
         tree: dict[str, Any] = json.loads(row[0]) if row else {}
     except (duckdb.Error, RecursionError) as error:
-        raise RefusedError(f"too deep to be checked ({type(error).__name__}); write it shorter") from None
+        raise RefusedError(f"nested too deeply to validate ({type(error).__name__}); simplify it") from None
     if tree.get("error", True):
-        raise RefusedError(f"not a SELECT that can be checked ({tree.get('error_message', 'no reason given')})")
+        raise RefusedError(f"not a SELECT that can be validated ({tree.get('error_message', 'no reason given')})")
     return tree
 
 
 def _nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
-    """Yield every object and text of a parsed statement. Not by recursion: expressions may nest deeper than Python."""
-    left: list[Any] = [tree]
-    while left:
-        node = left.pop()
+    """Yield every object and string of a parsed statement, not recursively: expressions may nest very deeply."""
+    pending: list[Any] = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, dict | str):
             yield node
         if isinstance(node, dict | list):
-            left.extend(node.values() if isinstance(node, dict) else node)
+            pending.extend(node.values() if isinstance(node, dict) else node)
 
 
-# Bounds --------------------------------------------------------------------------------------------------------------
+# Limits --------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _deadline(connection: duckdb.DuckDBPyConnection, timeout_s: float) -> Iterator[None]:
-    """Interrupt what runs too long. Raises TimeoutError then."""
-    late = threading.Event()
+    """Interrupt a query that runs too long. Raises TimeoutError."""
+    is_timed_out = threading.Event()
 
     def stop() -> None:
-        late.set()
+        is_timed_out.set()
         connection.interrupt()
 
     timer = threading.Timer(timeout_s, stop)
@@ -174,7 +174,7 @@ def _deadline(connection: duckdb.DuckDBPyConnection, timeout_s: float) -> Iterat
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError):
-        if late.is_set():
+        if is_timed_out.is_set():
             raise TimeoutError from None
         raise
     finally:
@@ -182,23 +182,23 @@ def _deadline(connection: duckdb.DuckDBPyConnection, timeout_s: float) -> Iterat
 
 
 def _limit_process(memory_bytes: int) -> None:
-    """Let this process grow by `memory_bytes` and some headroom, and write no file, whatever DuckDB may believe."""
+    """Limit this process to `memory_bytes` and some headroom, and to no written file, beyond DuckDB's own limits."""
     try:
         import resource
 
-        with open("/proc/self/statm") as file:  # noqa: PTH123 this starts in a moment without pathlib
-            held_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        with open("/proc/self/statm") as file:  # noqa: PTH123 starts faster without pathlib
+            current_bytes = int(file.read().split()[0]) * resource.getpagesize()
     except (ImportError, OSError):
-        return  # no Linux: DuckDB's own limits, and the clock of who asks, must do
-    bounds = {
-        resource.RLIMIT_AS: held_bytes + memory_bytes + _HEADROOM_BYTES,
+        return  # not Linux: DuckDB's own limits and the caller's timeout must suffice
+    limits = {
+        resource.RLIMIT_AS: current_bytes + memory_bytes + _HEADROOM_BYTES,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: _MAX_FILES,  # those that are open stay so
+        resource.RLIMIT_NOFILE: _MAX_FILES,  # open files stay open
     }
-    for what, most in bounds.items():
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _kind(error: Exception) -> str:
@@ -206,13 +206,13 @@ def _kind(error: Exception) -> str:
         return REFUSED
     if isinstance(error, TimeoutError):
         return TIMED_OUT
-    told = str(error).lower()
-    if isinstance(error, MemoryError) or "out of memory" in told or "bad_alloc" in told or "malloc of size" in told:
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or "out of memory" in text or "bad_alloc" in text or "malloc of size" in text:
         return OUT_OF_MEMORY
     return type(error).__name__
 
 
-# What comes and goes -------------------------------------------------------------------------------------------------
+# Input and output ----------------------------------------------------------------------------------------------------
 
 
 def _register(connection: duckdb.DuckDBPyConnection, names: Sequence[str], source: BinaryIO) -> None:
@@ -224,7 +224,7 @@ def _register(connection: duckdb.DuckDBPyConnection, names: Sequence[str], sourc
 def _answer(
     connection: duckdb.DuckDBPyConnection, statement: str, sink: BinaryIO, *, memory_bytes: int, max_rows: int | None
 ) -> None:
-    # A relation streams; what execute() returns lies whole in memory already.
+    # A relation streams; a result of execute() is in memory as a whole.
     relation = _as_plain_types(connection, connection.sql(statement), statement)
     to_reader = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader  # its name before DuckDB 1.4
     batches = to_reader(_BATCH_ROWS)
@@ -244,7 +244,7 @@ def _answer(
                 if max_rows is not None and rows >= max_rows:
                     break
         except (RefusedError, MemoryError, duckdb.Error, pa.ArrowException, OSError) as raised:
-            error = raised  # once the stream is closed, so that its reader finds the line after it
+            error = raised  # raised after the stream is closed, so that its reader finds the line after it
     if error is not None:
         raise error
     _send(sink, {"done": True})
@@ -253,7 +253,7 @@ def _answer(
 def _as_plain_types(
     connection: duckdb.DuckDBPyConnection, relation: duckdb.DuckDBPyRelation, statement: str
 ) -> duckdb.DuckDBPyRelation:
-    """Return the rows with those columns as text whose types other programs don't know."""
+    """Return the rows with columns of uncommon types as text."""
     exotic = [bool(_EXOTIC.search(str(each))) for each in relation.types]
     if not any(exotic):
         return relation
@@ -265,8 +265,8 @@ def _as_plain_types(
     return connection.sql(f"SELECT {', '.join(shown)} FROM ({statement}\n) AS t({', '.join(places)})")  # noqa: S608
 
 
-def _send(sink: BinaryIO, what: dict[str, Any]) -> None:
-    sink.write(json.dumps(what).encode() + b"\n")
+def _send(sink: BinaryIO, message: dict[str, Any]) -> None:
+    sink.write(json.dumps(message).encode() + b"\n")
     sink.flush()
 
 

@@ -1,4 +1,4 @@
-"""A log as it grows: each line once, torn lines when they are whole, damage left out, replaced files read anew."""
+"""A growing log: each line once, partial lines when complete, no damaged lines, replaced files from the start."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_a_longer_copy_in_its_place_is_not_read_again(log: LogTail, live: Path) 
 
 
 @pytest.mark.parametrize("new", ['{"step":7}\n', '{"step":7}\n{"step":8}\n{"step":9}\n{"step":10}\n'])
-def test_a_file_that_was_cut_or_replaced_is_read_anew(log: LogTail, live: Path, new: str) -> None:
+def test_a_truncated_or_replaced_file_is_read_from_the_start(log: LogTail, live: Path, new: str) -> None:
     live.write_text('{"step":0}\n{"step":1}\n')
     assert read(log) == [0, 1]
     live.write_text(new)
@@ -117,6 +117,6 @@ def test_more_than_a_chunk_is_read_whole(tmp_path: Path, live: Path) -> None:
     assert read(log) == list(range(count))
 
 
-def test_a_pipe_under_the_logs_name_does_not_hold_the_reader_up(log: LogTail, live: Path) -> None:
+def test_a_pipe_with_the_name_of_a_log_does_not_block(log: LogTail, live: Path) -> None:
     os.mkfifo(live)
     assert read(log) == []

@@ -1,4 +1,4 @@
-"""What is out of line: seldom of noise, whatever its tail; always what stands out; and not again and again."""
+"""Outliers are rare in noise of any distribution, always found if clear, and not reported again and again."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def alarms(values, seen=None):
 
 
 @pytest.mark.parametrize("name", NOISES)
-def test_noise_of_any_tail_is_out_of_line_no_more_often_than_the_docstring_says(name: str) -> None:
+def test_noise_of_any_tail_has_no_more_outliers_than_the_docstring_says(name: str) -> None:
     noise = random.Random(7)
     found = [n for n in alarms(NOISES[name](noise) for _ in range(STEPS)) if n >= outliers.WINDOW]
     expected = FULL_WINDOW_SHARE * (STEPS - outliers.WINDOW)
@@ -46,13 +46,13 @@ def test_noise_of_any_tail_is_out_of_line_no_more_often_than_the_docstring_says(
 
 
 @pytest.mark.parametrize("name", [name for name in NOISES if name.startswith("lognormal")])
-def test_lognormal_noise_is_out_of_line_in_less_than_one_step_of_a_thousand(name: str) -> None:
+def test_lognormal_noise_has_less_than_one_outlier_in_a_thousand_steps(name: str) -> None:
     noise = random.Random(11)
     assert len(alarms(NOISES[name](noise) for _ in range(STEPS))) < STEPS / 1000
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.02, 0.1])
-def test_a_step_of_twice_the_usual_time_is_found_among_steady_ones(jitter: float) -> None:
+def test_a_step_of_twice_the_median_time_is_found_among_steady_ones(jitter: float) -> None:
     noise = random.Random(3)
     values = [noise.gauss(0, jitter) for _ in range(1000)]
     slow = list(range(100, 1000, 120))
@@ -66,12 +66,12 @@ def test_steady_steps_may_differ_by_a_fifth() -> None:
     assert alarms([0.0] * 50 + [math.log(1.21)]) == [50]
 
 
-def test_too_few_values_put_nothing_out_of_line() -> None:
+def test_too_few_values_have_no_outlier() -> None:
     assert alarms([0.0] * (outliers.MIN_VALUES - 1) + [9.0]) == []
     assert alarms([0.0] * outliers.MIN_VALUES + [9.0]) == [outliers.MIN_VALUES]
 
 
-def test_steps_that_get_slower_for_good_are_not_told_for_good() -> None:
+def test_a_permanent_slowdown_is_reported_only_for_a_while() -> None:
     noise = random.Random(5)
     values = [noise.gauss(0, 0.02) for _ in range(400)] + [1 + noise.gauss(0, 0.02) for _ in range(1000)]
     found = alarms(values)

@@ -1,4 +1,4 @@
-"""Settings are found, read and laid over each other; what is wrong in them is said in one line with the way out."""
+"""Settings are found, read and overridden; an error is one line with the remedy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said_in_one_line_that_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
+def test_an_error_is_one_line_that_starts_with_the_file(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text)
     message = str(caught.value)
@@ -143,12 +143,12 @@ def test_what_is_wrong_is_said_in_one_line_that_names_the_file(tmp_path: Path, t
     assert "\n" not in message
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read"):
         config.read(tmp_path / "absent.toml", CATALOG)
 
 
-def test_the_nearest_file_counts_and_projects_without_a_section_are_passed_over(tmp_path: Path) -> None:
+def test_the_nearest_file_is_used_and_projects_without_a_section_are_skipped(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     assert config.find_file(inner) is None or tmp_path not in config.find_file(inner).parents
@@ -169,7 +169,7 @@ def test_a_named_pyproject_without_a_section_is_refused(tmp_path: Path) -> None:
         config.read(tmp_path / "pyproject.toml", CATALOG)
 
 
-def test_settings_given_by_hand_win_over_the_file(tmp_path: Path) -> None:
+def test_assignments_override_the_file(tmp_path: Path) -> None:
     settings = read(tmp_path, "[rules.BOOT001]\nmax_start_ratio = 0.5\nmin_steps = 7")
     settings = config.with_settings(settings, ["slow-start.max_start_ratio=0.1", "BOOT001.strict=true"], CATALOG)
     (rule, _) = config.configured_rules(settings, CATALOG)
@@ -188,7 +188,7 @@ def test_settings_given_by_hand_win_over_the_file(tmp_path: Path) -> None:
         ("BOOT001.max_start_ratio=inf", "expected a ratio from 0 to 1, not 'inf'"),
     ],
 )
-def test_settings_given_by_hand_are_checked_too(setting: str, expected: str) -> None:
+def test_an_assignment_is_validated(setting: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.with_settings(CheckSettings(), [setting], CATALOG)
     assert str(caught.value).startswith(f"--set {setting}: ")
@@ -222,27 +222,29 @@ def test_an_ignore_names_a_code_a_name_a_family_or_one_finding(code: str) -> Non
     assert config.ignore_for(other, ignores, CATALOG, today=date(2026, 1, 1)) is None
 
 
-def test_an_ignore_holds_through_its_day_and_not_after() -> None:
+def test_an_ignore_expires_after_its_last_day() -> None:
     found = Finding("BOOT001", Severity.ERROR, "slow", "start faster")
     ignores = [Ignore("BOOT001", "known", until=date(2026, 1, 1))]
     assert config.ignore_for(found, ignores, CATALOG, today=date(2026, 1, 1)) is not None
     assert config.ignore_for(found, ignores, CATALOG, today=date(2026, 1, 2)) is None
 
 
-def test_what_is_ignored_leaves_the_findings_and_is_said_aloud() -> None:
+def test_ignored_findings_are_removed_and_noted() -> None:
     slow = Finding("BOOT001", Severity.ERROR, "slow", "start faster", impact=0.5)
     cold = Finding("BOOT002", Severity.INFO, "cold", "warm it")
     report = Report(run=drawn_traces.run(), findings=(slow, cold), notes=("n",), inputs=(), tool_version="0")
     ignores = [Ignore("slow-start", "known", date(2027, 1, 31)), Ignore("BOOT002", "so it is", date(2025, 1, 1))]
 
-    told = config.apply_ignores(report, ignores, CATALOG, today=date(2026, 1, 1))
+    filtered = config.apply_ignores(report, ignores, CATALOG, today=date(2026, 1, 1))
 
-    assert told.findings == (cold,)
-    assert [(each.finding, each.reason, each.until) for each in told.ignored] == [(slow, "known", date(2027, 1, 31))]
-    assert told.notes == (
+    assert filtered.findings == (cold,)
+    assert [(one.finding, one.reason, one.until) for one in filtered.ignored] == [
+        (slow, "known", date(2027, 1, 31))
+    ]
+    assert filtered.notes == (
         "n",
         "BOOT001 is ignored until 2027-01-31: known",
-        "The ignore of BOOT002 (so it is) ended on 2025-01-01 and no longer holds.",
+        "The ignore of BOOT002 (so it is) expired on 2025-01-01 and has no effect.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The picture of a watched training in words: one screen whatever the run, inert whatever the names in it."""
+"""The display of a watched training fits one screen, and names from logs cannot control the terminal."""
 
 import io
 import json
@@ -40,58 +40,58 @@ def eventful(folder: Path) -> Path:
     return folder
 
 
-def test_the_picture_tells_what_there_is_to_know(tmp_path: Path) -> None:
-    told = text(eventful(tmp_path / "today"), width=120)
+def test_the_display_has_all_values_and_outliers(tmp_path: Path) -> None:
+    shown = text(eventful(tmp_path / "today"), width=120)
     for words in (
         "today  fsdp2 · 2 ranks  ended  80 steps done",
         "4,000 tokens/s",
         "1 · last step-41, 200 ms blocked, 1 MiB",
         "1 window · last: steps 20–24",
-        "Out of line 3 times",
+        "3 outliers",
         "step 40  300 ms              3.0x  rank 0 of 2  checkpoint step-41 blocked 200 ms",
         "step 60  400 ms              4.0x  rank 0 of 2  rank 0 waited 290 ms for data",
-        "step 70  loss is not finite        rank 0 of 2  nothing that was recorded coincides",
+        "step 70  loss is not finite        rank 0 of 2  no event recorded",
     ):
-        assert words in told
+        assert words in shown
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_line_is_wider_than_asked(tmp_path: Path, width: int) -> None:
+def test_no_line_is_wider_than_the_width(tmp_path: Path, width: int) -> None:
     eventful(tmp_path / ("a_long_name_of_a_run_" * 4))
     assert max(map(len, text(next(tmp_path.iterdir()), width=width).splitlines())) <= width
 
 
-def test_a_thousand_ranks_stay_one_screen(tmp_path: Path) -> None:
+def test_a_thousand_ranks_fit_one_screen(tmp_path: Path) -> None:
     lines = steady(30)
     ranks = [lines[: 30 - (rank % 5 == 0) * (rank % 7)] for rank in range(990)]
     sample_logs.write(tmp_path, *ranks, live=True)
     sample_logs.manifest(tmp_path, world_size=1000)
     now_s = sample_logs.path(tmp_path, live=True).stat().st_mtime + 100
-    picture = watch(tmp_path, now_s).state(now_s)
+    state = watch(tmp_path, now_s).state(now_s)
     console = Console(file=io.StringIO(), width=80, height=24)
-    console.print(screen.screen(picture, height=24))
-    told = console.file.getvalue()
-    assert len(told.splitlines()) <= 24
-    told = " ".join(told.split())
-    assert "990 of 1,000 logging" in told
-    assert "no log of ranks 990–999" in told
+    console.print(screen.screen(state, height=24))
+    shown = console.file.getvalue()
+    assert len(shown.splitlines()) <= 24
+    shown = " ".join(shown.split())
+    assert "990 of 1,000 logging" in shown
+    assert "no log of ranks 990–999" in shown
 
 
-def test_a_short_terminal_gets_the_last_steps_out_of_line_and_their_number(tmp_path: Path) -> None:
+def test_a_short_terminal_shows_the_last_outliers_and_their_number(tmp_path: Path) -> None:
     lines = steady(1000)
     for n in range(8):
         lines[200 + 100 * n] = line(200 + 100 * n, ms=300)
-    picture = watch(sample_logs.write(tmp_path, lines)).state(NOW_S)
+    state = watch(sample_logs.write(tmp_path, lines)).state(NOW_S)
     console = Console(file=io.StringIO(), width=100)
-    console.print(screen.screen(picture, height=14))
-    told = console.file.getvalue()
-    assert len(told.splitlines()) <= 14
-    assert "Out of line 8 times, the last" in told
-    assert "step 900" in told
-    assert "step 200" not in told
+    console.print(screen.screen(state, height=14))
+    shown = console.file.getvalue()
+    assert len(shown.splitlines()) <= 14
+    assert "8 outliers, last" in shown
+    assert "step 900" in shown
+    assert "step 200" not in shown
 
 
-def test_names_can_do_nothing_to_the_terminal(tmp_path: Path) -> None:
+def test_names_cannot_control_the_terminal(tmp_path: Path) -> None:
     lines = [{**each, NASTY: 1.5} for each in steady(60)]
     lines[40] |= {"step_time_ns": 10**9}
     sample_logs.write(tmp_path / "[red]run[bold]", lines)
@@ -99,24 +99,24 @@ def test_names_can_do_nothing_to_the_terminal(tmp_path: Path) -> None:
     sample_logs.manifest(tmp_path / "[red]run[bold]", strategy=NASTY)
     made = watch(tmp_path / "[red]run[bold]")
     (found,) = made.take_new_outliers()
-    picture = made.state(NOW_S)
-    told = [screen.as_text(picture, width=200), screen.state_line(picture), screen.outlier_line(found)]
-    told += [screen.state_json(picture), screen.outlier_json(found)]
-    for each in told:
+    state = made.state(NOW_S)
+    shown = [screen.as_text(state, width=200), screen.state_line(state), screen.outlier_line(found)]
+    shown += [screen.state_json(state), screen.outlier_json(found)]
+    for each in shown:
         assert not [c for c in each if unicodedata.category(c) in ("Cc", "Cf") and c != "\n"]
-    assert "[red]run[bold]" in told[0]
-    assert all(each.count("\n") <= 1 for each in told[1:])
+    assert "[red]run[bold]" in shown[0]
+    assert all(each.count("\n") <= 1 for each in shown[1:])
 
 
-def test_json_has_no_numbers_that_json_does_not_know(tmp_path: Path) -> None:
+def test_json_has_only_finite_numbers(tmp_path: Path) -> None:
     made = watch(eventful(tmp_path))
 
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    state = json.loads(screen.state_json(made.state(NOW_S)), parse_constant=refuse)
-    assert (state["schema"], state["kind"], state["steps_done"]) == ("tracekit.watch/2", "state", 80)
-    assert state["outliers"][0]["events"][0]["kind"] == "save"
+    document = json.loads(screen.state_json(made.state(NOW_S)), parse_constant=refuse)
+    assert (document["schema"], document["kind"], document["steps_done"]) == ("tracekit.watch/2", "state", 80)
+    assert document["outliers"][0]["events"][0]["kind"] == "save"
     for found in made.take_new_outliers():
         assert json.loads(screen.outlier_json(found), parse_constant=refuse)["kind"] == "outlier"
 
@@ -125,7 +125,7 @@ def test_json_has_no_numbers_that_json_does_not_know(tmp_path: Path) -> None:
     ("quiet_s", "words"),
     [(1, "running"), (90, "no rank has logged for 1 min"), (7500, "no rank has logged for 2 h 5 min")],
 )
-def test_a_training_that_stands_still_is_said_to(tmp_path: Path, quiet_s: float, words: str) -> None:
+def test_a_stalled_training_is_reported(tmp_path: Path, quiet_s: float, words: str) -> None:
     sample_logs.write(tmp_path, steady(30), live=True)
     now_s = sample_logs.path(tmp_path, live=True).stat().st_mtime + quiet_s
     assert words in text(tmp_path, now_s=now_s)

@@ -1,4 +1,4 @@
-"""A run watched: what is told of steps, ranks, saves and losses, from the logs that the recorder writes."""
+"""The state of a watched run: steps, ranks, saves and losses, from the logs that the recorder writes."""
 
 import json
 import random
@@ -24,8 +24,8 @@ def seen(folder: Path, now_s: float = NOW_S) -> TrainingState:
     return watch.state(now_s)
 
 
-def only(picture: TrainingState) -> OutlierStep:
-    (found,) = picture.outliers
+def only(state: TrainingState) -> OutlierStep:
+    (found,) = state.outliers
     return found
 
 
@@ -41,20 +41,20 @@ def whats(found: OutlierStep) -> list[EventKind]:
 # Slow steps ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_step_is_told_with_what_is_usual(tmp_path: Path) -> None:
+def test_a_slow_step_is_reported_with_the_median(tmp_path: Path) -> None:
     found = only(seen(sample_logs.write(tmp_path, slow(steady(60), 40))))
     assert (found.symptom, found.step, found.last_step, found.step_time_ns) == (Symptom.SLOW, 40, 40, 300e6)
     assert found.median_ns == pytest.approx(100e6, rel=0.02)
     assert found.events == ()
 
 
-def test_a_step_that_is_slow_on_all_ranks_is_told_once(tmp_path: Path) -> None:
+def test_a_step_that_is_slow_on_all_ranks_is_one_outlier(tmp_path: Path) -> None:
     ranks = [slow(steady(60, seed=rank), 40) for rank in range(8)]
     found = only(seen(sample_logs.write(tmp_path, *ranks)))
     assert (found.ranks, found.rank_count) == (tuple(range(8)), 8)
 
 
-def test_a_single_late_rank_is_named(tmp_path: Path) -> None:
+def test_a_single_straggler_is_named(tmp_path: Path) -> None:
     ranks = [steady(60, seed=rank) for rank in range(8)]
     slow(ranks[5], 40)
     found = only(seen(sample_logs.write(tmp_path, *ranks)))
@@ -66,14 +66,14 @@ def test_the_number_of_ranks_does_not_raise_the_number_of_alarms(tmp_path: Path)
     assert seen(sample_logs.write(tmp_path, *ranks)).outlier_count <= 2
 
 
-def test_steps_of_the_warm_up_are_never_out_of_line(tmp_path: Path) -> None:
+def test_warm_up_steps_are_never_outliers(tmp_path: Path) -> None:
     lines = [line(n, ms=5000) for n in range(5)] + steady(60, first=5)
-    picture = seen(sample_logs.write(tmp_path, lines))
-    assert picture.outlier_count == 0
-    assert picture.median_step_ns == pytest.approx(100e6, rel=0.02)
+    state = seen(sample_logs.write(tmp_path, lines))
+    assert state.outlier_count == 0
+    assert state.median_step_ns == pytest.approx(100e6, rel=0.02)
 
 
-def test_slow_steps_on_end_are_one_stretch(tmp_path: Path) -> None:
+def test_consecutive_slow_steps_are_one_stretch(tmp_path: Path) -> None:
     lines = steady(60)
     for step in range(40, 46):
         slow(lines, step, ms=250 + step)
@@ -81,7 +81,7 @@ def test_slow_steps_on_end_are_one_stretch(tmp_path: Path) -> None:
     assert (found.step, found.last_step, found.step_time_ns) == (40, 45, 295e6)
 
 
-def test_a_stretch_is_news_when_it_begins_and_when_it_ends(tmp_path: Path) -> None:
+def test_a_stretch_is_reported_when_it_starts_and_when_it_ends(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, slow(steady(41), 40), live=True)
     watch = Watch(tmp_path)
     watch.poll(NOW_S)
@@ -94,18 +94,18 @@ def test_a_stretch_is_news_when_it_begins_and_when_it_ends(tmp_path: Path) -> No
     assert [(each.step, each.last_step, each.step_time_ns) for each in watch.take_new_outliers()] == [(40, 42, 320e6)]
 
 
-# What coincided ------------------------------------------------------------------------------------------------------
+# Events --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [39, 40])
-def test_a_save_at_the_end_or_the_beginning_of_the_slow_step_is_told(tmp_path: Path, step: int) -> None:
+def test_a_save_at_the_end_or_the_beginning_of_the_slow_step_is_an_event(tmp_path: Path, step: int) -> None:
     sample_logs.write(tmp_path, slow(steady(60), step))
     sample_logs.save(tmp_path, step=40, ms=200)
     (coincidence,) = only(seen(tmp_path)).events
     assert (coincidence.kind, coincidence.dur_ns, coincidence.name) == (EventKind.SAVE, 200_000_000, "step-40")
 
 
-def test_a_save_in_the_background_is_told_as_long_as_it_lasts(tmp_path: Path) -> None:
+def test_a_background_save_is_an_event_as_long_as_it_lasts(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, slow(slow(steady(80), 43), 60))
     sample_logs.save(tmp_path, step=40, ms=450, blocking=False)
     first, second = seen(tmp_path).outliers
@@ -113,28 +113,28 @@ def test_a_save_in_the_background_is_told_as_long_as_it_lasts(tmp_path: Path) ->
     assert whats(second) == []
 
 
-def test_a_save_that_stops_the_training_and_goes_on_in_the_background_is_told_as_both(tmp_path: Path) -> None:
+def test_a_save_that_blocks_and_continues_in_the_background_is_both_events(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, slow(slow(slow(steady(80), 40), 43), 60))
     for rank in range(2):
         sample_logs.save(tmp_path, step=40, ms=150 + rank, rank=rank)
         sample_logs.save(tmp_path, step=40, ms=450, rank=rank, blocking=False, stage="complete")
     sample_logs.write(tmp_path, slow(slow(slow(steady(80), 40), 43), 60), steady(80, seed=1))
-    picture = seen(tmp_path)
-    assert [whats(found) for found in picture.outliers] == [[EventKind.SAVE], [EventKind.BACKGROUND_SAVE], []]
-    assert picture.saves == 1
-    assert picture.last_save is not None
-    assert (picture.last_save.blocked_ns, picture.last_save.background_ns) == (151_000_000, 450_000_000)
+    state = seen(tmp_path)
+    assert [whats(found) for found in state.outliers] == [[EventKind.SAVE], [EventKind.BACKGROUND_SAVE], []]
+    assert state.saves == 1
+    assert state.last_save is not None
+    assert (state.last_save.blocked_ns, state.last_save.background_ns) == (151_000_000, 450_000_000)
 
 
 @pytest.mark.parametrize(("step", "what"), [(41, EventKind.PROFILED), (44, EventKind.TRACE_WRITTEN)])
-def test_a_profiled_window_and_the_writing_of_its_trace_are_told(tmp_path: Path, step: int, what: EventKind) -> None:
+def test_a_profiled_window_and_the_writing_of_its_trace_are_events(tmp_path: Path, step: int, what: EventKind) -> None:
     sample_logs.write(tmp_path, slow(steady(60), step))
     sample_logs.manifest(tmp_path, windows=[{"window": 2, "first_step": 40, "steps": 4}])
     (coincidence,) = only(seen(tmp_path)).events
     assert (coincidence.kind, coincidence.count) == (what, 2)
 
 
-def test_the_rank_that_waited_for_data_is_told_where_the_wait_makes_the_excess(tmp_path: Path) -> None:
+def test_a_wait_for_data_is_an_event_if_it_explains_the_excess(tmp_path: Path) -> None:
     ranks = [[{**each, "data_wait_ns": 1e6} for each in steady(60, seed=rank)] for rank in range(4)]
     for rank, lines in enumerate(ranks):
         slow(lines, 30, data_wait_ns=20e6)
@@ -145,22 +145,22 @@ def test_the_rank_that_waited_for_data_is_told_where_the_wait_makes_the_excess(t
     assert (coincidence.kind, coincidence.rank, coincidence.dur_ns) == (EventKind.DATA_WAIT, 2, 190e6)
 
 
-def test_what_the_allocator_and_the_scaler_did_is_told(tmp_path: Path) -> None:
+def test_allocation_retries_and_skipped_updates_are_events(tmp_path: Path) -> None:
     lines = [{**each, "num_alloc_retries": 3, "num_device_alloc": 10} for each in steady(60)]
     slow(lines, 40, num_alloc_retries=5, num_device_alloc=11, skipped=1)
     for later in lines[41:]:
         later |= {"num_alloc_retries": 5, "num_device_alloc": 11}
-    picture = seen(sample_logs.write(tmp_path, lines))
-    found = only(picture)
+    state = seen(sample_logs.write(tmp_path, lines))
+    found = only(state)
     assert [(each.kind, each.count) for each in found.events] == [
         (EventKind.RETRIES, 2),
         (EventKind.DEVICE_ALLOCS, 1),
         (EventKind.SKIPPED, None),
     ]
-    assert (picture.retries, picture.device_allocs, picture.skipped_updates) == (5, 11, 1)
+    assert (state.retries, state.device_allocs, state.skipped_updates) == (5, 11, 1)
 
 
-def test_a_window_is_told_though_its_trace_was_written_only_later(tmp_path: Path) -> None:
+def test_a_window_is_an_event_even_if_its_trace_is_written_later(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, slow(steady(60), 41), live=True)
     watch = Watch(tmp_path)
     watch.poll(NOW_S)
@@ -172,17 +172,17 @@ def test_a_window_is_told_though_its_trace_was_written_only_later(tmp_path: Path
 # Losses --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_is_told_once_with_its_ranks(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_reported_once_with_its_ranks(tmp_path: Path) -> None:
     ranks = [[{**each, "loss": 2.0} for each in steady(60, seed=rank)] for rank in range(3)]
     for step in range(40, 60):
         ranks[1][step]["loss"] = float("nan")
-    picture = seen(sample_logs.write(tmp_path, *ranks))
-    found = only(picture)
+    state = seen(sample_logs.write(tmp_path, *ranks))
+    found = only(state)
     assert (found.symptom, found.step, found.ranks) == (Symptom.LOSS_NOT_FINITE, 40, (1,))
-    assert picture.loss != picture.loss
+    assert state.loss != state.loss
 
 
-def test_a_spike_of_the_loss_is_told_and_its_fall_is_not(tmp_path: Path) -> None:
+def test_a_loss_spike_is_reported_and_a_drop_is_not(tmp_path: Path) -> None:
     noise = random.Random(1)
     lines = [{**each, "loss": 5 * 0.99**n + noise.gauss(0, 0.05)} for n, each in enumerate(steady(200))]
     lines[150]["loss"] = 9.0
@@ -194,7 +194,7 @@ def test_a_spike_of_the_loss_is_told_and_its_fall_is_not(tmp_path: Path) -> None
 # Ranks and logs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_waits_for_the_ranks_that_have_not_told_of_it_but_not_for_long(tmp_path: Path) -> None:
+def test_a_step_waits_for_late_ranks_for_a_limited_time(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, slow(steady(60), 50), slow(steady(60, seed=1), 50)[:50], live=True)
     watch = Watch(tmp_path)
     watch.poll(NOW_S)
@@ -203,28 +203,28 @@ def test_a_step_waits_for_the_ranks_that_have_not_told_of_it_but_not_for_long(tm
     assert [(each.step, each.rank_count) for each in watch.take_new_outliers()] == [(50, 1)]
 
 
-def test_ranks_behind_missing_or_standing_still_are_named(tmp_path: Path) -> None:
+def test_ranks_that_are_behind_missing_or_stalled_are_named(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, steady(60), steady(60, seed=1), steady(57, seed=2), live=True)
     sample_logs.manifest(tmp_path, world_size=5, strategy="ddp")
     now_s = sample_logs.path(tmp_path, live=True).stat().st_mtime
     watch = Watch(tmp_path)
     watch.poll(now_s + 1)
-    picture = watch.state(now_s + 1)
-    assert (picture.slowest_rank, picture.lag_steps, picture.missing_ranks, picture.stalled_ranks) == (2, 3, (3, 4), {})
-    picture = watch.state(now_s + 60)
-    assert set(picture.stalled_ranks) == {0, 1, 2}
-    assert picture.stalled_ranks[0] == pytest.approx(60, abs=1)
+    state = watch.state(now_s + 1)
+    assert (state.slowest_rank, state.lag_steps, state.missing_ranks, state.stalled_ranks) == (2, 3, (3, 4), {})
+    state = watch.state(now_s + 60)
+    assert set(state.stalled_ranks) == {0, 1, 2}
+    assert state.stalled_ranks[0] == pytest.approx(60, abs=1)
 
 
-def test_a_log_that_grows_does_not_stand_still_though_its_server_has_another_clock(tmp_path: Path) -> None:
+def test_a_growing_log_is_not_stalled_if_the_server_has_another_clock(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, steady(30), live=True)
     watch = Watch(tmp_path)
     watch.poll(NOW_S)
     assert set(watch.state(NOW_S).stalled_ranks) == {0}
     sample_logs.append(tmp_path, steady(1, first=30))
     watch.poll(NOW_S + 1)
-    picture = watch.state(NOW_S + 3)
-    assert (picture.stalled_ranks, picture.quiet_s) == ({}, 2)
+    state = watch.state(NOW_S + 3)
+    assert (state.stalled_ranks, state.quiet_s) == ({}, 2)
 
 
 def test_a_run_is_over_when_every_log_is_closed(tmp_path: Path) -> None:
@@ -246,28 +246,28 @@ def test_a_log_that_is_replaced_makes_the_watch_begin_again(tmp_path: Path) -> N
     assert watch.state(NOW_S).steps_done == 60
     sample_logs.write(tmp_path, steady(30, seed=9), live=True)
     watch.poll(NOW_S)
-    picture = watch.state(NOW_S)
-    assert (picture.steps_done, picture.outlier_count, watch.starts) == (30, 0, 2)
+    state = watch.state(NOW_S)
+    assert (state.steps_done, state.outlier_count, watch.starts) == (30, 0, 2)
 
 
 def test_a_training_resumed_in_the_same_log_goes_on_from_where_it_resumed(tmp_path: Path) -> None:
     lines = steady(60) + slow([line(n, ms=400) for n in range(5)] + steady(60, seed=1), 50)
     for number, each in enumerate(lines[60:]):
         each["step"] = 40 + number
-    picture = seen(sample_logs.write(tmp_path, lines))
-    assert picture.steps_done == 105
-    assert [(each.step, each.step_time_ns) for each in picture.outliers] == [(90, 300e6)]
+    state = seen(sample_logs.write(tmp_path, lines))
+    assert state.steps_done == 105
+    assert [(each.step, each.step_time_ns) for each in state.outliers] == [(90, 300e6)]
 
 
 @pytest.mark.parametrize("stray", [0, 59, 10**15, -5, True, None, "7", 1.5, 10**30])
 def test_a_single_damaged_step_number_changes_nothing(tmp_path: Path, stray: object) -> None:
     ranks = [steady(100, seed=rank) for rank in range(3)]
     ranks[1].insert(60, {"step": stray, "step_time_ns": 10**12})
-    picture = seen(sample_logs.write(tmp_path, *ranks))
-    assert (picture.steps_done, picture.outlier_count, picture.lag_steps) == (100, 0, 0)
+    state = seen(sample_logs.write(tmp_path, *ranks))
+    assert (state.steps_done, state.outlier_count, state.lag_steps) == (100, 0, 0)
 
 
-def test_values_of_wrong_types_are_taken_as_missing(tmp_path: Path) -> None:
+def test_values_of_wrong_types_count_as_missing(tmp_path: Path) -> None:
     names = [
         "step_time_ns",
         "loss",
@@ -275,7 +275,7 @@ def test_values_of_wrong_types_are_taken_as_missing(tmp_path: Path) -> None:
         "data_wait_ns",
         "num_alloc_retries",
         "allocated_bytes",
-        "mine",
+        "custom",
     ]
     values = ["12", None, True, [], {}, -1, 10**400, 1e308, float("inf")]
     lines = steady(40)
@@ -283,22 +283,22 @@ def test_values_of_wrong_types_are_taken_as_missing(tmp_path: Path) -> None:
         each[names[number % len(names)]] = values[number % len(values)]
     path = sample_logs.path(tmp_path)
     path.write_text(re.sub(r"Infinity", "1e999", sample_logs.text(lines)))
-    picture = seen(tmp_path)
-    assert picture.steps_done == 40
-    assert picture.median_step_ns == pytest.approx(100e6, rel=0.1)
+    state = seen(tmp_path)
+    assert state.steps_done == 40
+    assert state.median_step_ns == pytest.approx(100e6, rel=0.1)
 
 
 @pytest.mark.parametrize(
-    "told", ["[]", "{", '{"world_size": "8", "windows": 3, "strategy": []}', '{"windows": [1, {}]}']
+    "text", ["[]", "{", '{"world_size": "8", "windows": 3, "strategy": []}', '{"windows": [1, {}]}']
 )
-def test_a_manifest_that_makes_no_sense_is_left_out(tmp_path: Path, told: str) -> None:
+def test_an_invalid_manifest_is_skipped(tmp_path: Path, text: str) -> None:
     sample_logs.write(tmp_path, steady(30))
-    (tmp_path / "run.json").write_text(told)
-    picture = seen(tmp_path)
-    assert (picture.world_size, picture.windows, picture.steps_done) == (None, (), 30)
+    (tmp_path / "run.json").write_text(text)
+    state = seen(tmp_path)
+    assert (state.world_size, state.windows, state.steps_done) == (None, (), 30)
 
 
-def test_what_is_kept_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, [], live=True)
     watch = Watch(tmp_path)
     sizes = []
@@ -318,14 +318,14 @@ SAMPLES = sorted(path.parent for path in (ROOT / "sample_traces").glob("**/run.j
 
 @pytest.mark.parametrize("run", SAMPLES, ids=lambda run: run.name)
 def test_recorded_samples_raise_few_alarms(run: Path) -> None:
-    picture = seen(run)
-    assert picture.is_over
-    assert picture.steps_done == json.loads(list(sample_logs.path(run).open())[-1])["step"] + 1
-    # Machines under load are slow in stretches; each is told once, in fewer than one of fifteen steps.
-    assert picture.outlier_count <= picture.steps_done / 15
+    state = seen(run)
+    assert state.is_over
+    assert state.steps_done == json.loads(list(sample_logs.path(run).open())[-1])["step"] + 1
+    # Machines under load are slow in stretches; each is reported once, in fewer than one of fifteen steps.
+    assert state.outlier_count <= state.steps_done / 15
 
 
-def test_in_the_recorded_demo_the_steps_out_of_line_are_those_that_saved(tmp_path: Path) -> None:
+def test_in_the_recorded_demo_the_outliers_are_the_steps_that_saved(tmp_path: Path) -> None:
     first, second = seen(ROOT / "sample_traces" / "demo-fsdp2").outliers
     assert (first.last_step, second.step) == (23, 47)
     assert EventKind.SAVE in whats(first)

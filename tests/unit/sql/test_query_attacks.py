@@ -119,7 +119,7 @@ CHANGING = [
 
 
 @pytest.fixture(scope="module")
-def sealed_in() -> Iterator[duckdb.DuckDBPyConnection]:
+def sandboxed() -> Iterator[duckdb.DuckDBPyConnection]:
     """Return the DuckDB that a query's process has, in this one: a process for each attack takes minutes."""
     with sandbox.connect(50 << 20) as connection:
         for name, table in run_query.TABLES.items():
@@ -128,13 +128,13 @@ def sealed_in() -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 @pytest.mark.parametrize("sql", [*READING, *CHANGING])
-def test_nothing_outside_the_run_is_read_and_nothing_is_written(sealed_in, folder, sql):
+def test_nothing_outside_the_run_is_read_and_nothing_is_written(sandboxed, folder, sql):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0)
         before = {path: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises((sandbox.RefusedError, duckdb.Error)) as raised:
             sandbox.validated(
-                sealed_in, sql.format(folder=folder, port=server.getsockname()[1]), list(run_query.TABLES)
+                sandboxed, sql.format(folder=folder, port=server.getsockname()[1]), list(run_query.TABLES)
             )
         with pytest.raises(BlockingIOError):
             server.accept()  # nobody called
@@ -152,7 +152,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("sql", ATTACKS)
-def test_an_attack_is_told_on_one_line_and_comes_to_nothing(run, folder, sql):
+def test_an_attack_gives_one_line_and_changes_nothing(run, folder, sql):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(InputError) as raised:
         tracekit.query(run, sql.format(folder=folder, port=9))
@@ -219,8 +219,8 @@ def test_what_would_need_too_much_memory_is_stopped_and_nothing_spills_to_disk(r
 
 
 def test_no_process_outlives_its_query():
-    with run_query.open_query("SELECT 1") as question:
-        process = question._process
+    with run_query.open_query("SELECT 1") as query:
+        process = query._process
         assert process.poll() is None
     assert process.poll() is not None
     with pytest.raises(InputError):
@@ -232,7 +232,7 @@ def test_the_process_of_a_query_has_nothing_of_the_environment(folder):
 
 
 def test_a_program_without_a_main_guard_can_ask(tmp_path):
-    """A script that calls query at its top level: a process that imported it anew would start another, and so on."""
+    """A script that calls query at its top level: a process that imports it again would start another, and so on."""
     script = tmp_path / "script.py"
     script.write_text(
         "from tests.support.drawn_traces import run, trace\nimport tracekit\n"

@@ -31,8 +31,8 @@ def test_the_rows_of_all_ranks_stand_in_one_table_with_window_and_rank_in_front(
     assert found.columns == ["window", "rank", *schema.ACTIVITIES.schema]
     assert found.height == sum(trace.activities.height for trace in run.traces())
     for trace in run.traces():
-        mine = found.filter(pl.col("rank") == trace.rank).drop("window", "rank")
-        assert mine.equals(trace.activities)
+        own = found.filter(pl.col("rank") == trace.rank).drop("window", "rank")
+        assert own.equals(trace.activities)
 
 
 @pytest.mark.parametrize("name", list(run_query.TABLES))
@@ -47,10 +47,10 @@ def test_the_breakdown_is_the_one_that_reports_and_rules_read(run):
     assert found.equals(run.table(breakdown.by_step).sort("window", "rank", "step"))
 
 
-def test_snapshots_beside_the_traces_are_tables_too():
-    held = beside_snapshots(on_streams((0, 90)), on_streams((0, 40), (7, 20)))
+def test_memory_snapshots_of_the_run_are_tables_too():
+    snapshots = beside_snapshots(on_streams((0, 90)), on_streams((0, 40), (7, 20)))
     found = tracekit.query(
-        held, "SELECT rank, stream, sum(total_bytes) AS bytes FROM snapshot_segments GROUP BY ALL ORDER BY ALL"
+        snapshots, "SELECT rank, stream, sum(total_bytes) AS bytes FROM snapshot_segments GROUP BY ALL ORDER BY ALL"
     )
     assert found.rows() == [(0, 0, 90 * MIB), (1, 0, 40 * MIB), (1, 7, 20 * MIB)]
 
@@ -65,7 +65,7 @@ def test_joins_groups_and_sums_come_back_as_plain_integers(run):
     assert found.schema["busy_ns"] == pl.Int64
 
 
-def test_a_number_that_64_bits_cannot_hold_is_kept(run):
+def test_a_number_of_more_than_64_bits_is_exact(run):
     found = tracekit.query(run, f"SELECT {2**100}::HUGEINT AS large")
     assert int(found.item()) == 2**100
 
@@ -111,7 +111,7 @@ def test_values_of_any_type_come_back_and_can_be_written(run):
     found.write_parquet(io.BytesIO())
 
 
-def test_doubts_are_those_that_reports_tell_measured_ones_and_clocks_included():
+def test_data_quality_is_that_of_reports_with_measured_issues_and_clocks():
     drawn_ranks = [drawn_traces.trace("compute aab.cc\ncomm ..xxx.", rank=rank) for rank in (0, 1)]
     run = drawn_traces.run(*drawn_ranks)
     assert set(tracekit.query(run, "FROM data_quality")["kind"]) == set(run.table(trace_quality.data_quality)["kind"])
@@ -119,7 +119,7 @@ def test_doubts_are_those_that_reports_tell_measured_ones_and_clocks_included():
     assert alone.equals(alignment.data_quality(run))
 
 
-def test_offsets_instances_and_waits_can_be_asked_for():
+def test_offsets_instances_and_waits_are_tables():
     collective = pl.DataFrame({"activity_id": [1, 2, 3, 4], "op": ["all_reduce"] * 4, "bytes": [8, 16, 24, 32]})
     picture = "compute a..............\ncomm .xx.yyyy.zzz.wwwww."
     late = "compute aaaa...........\ncomm .xx...yy..zz....ww."
@@ -152,7 +152,7 @@ def test_only_as_many_rows_as_allowed_come_back(run):
 
 
 @pytest.mark.parametrize(
-    ("sql", "told"),
+    ("sql", "message"),
     [
         ("SELECT * FROM opps", "no table opps, did you mean ops"),
         ("SELECT durr_ns FROM ops", '"dur_ns"'),
@@ -168,10 +168,10 @@ def test_only_as_many_rows_as_allowed_come_back(run):
         ("SELECT " + "(" * 20_000 + "1" + ")" * 20_000, "depth"),
     ],
 )
-def test_what_cannot_be_answered_is_told_on_one_line_with_what_to_try(run, sql, told):
+def test_an_error_is_one_line_with_a_suggestion(run, sql, message):
     with pytest.raises(InputError) as raised:
         tracekit.query(run, sql)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -191,7 +191,7 @@ def test_the_tables_of_a_trace_are_pandas_frames_for_those_who_want_them():
     assert math.isnan(frame["bytes"].iloc[0])
 
 
-def test_pandas_keeps_whole_numbers_beside_missing_values_if_asked():
+def test_pandas_can_have_integers_with_missing_values():
     starts = pl.DataFrame({"step": [1, None], "start_ns": [2**60 + 1, None]})
     steps = schema.STEPS.conform(starts).to_pandas(use_pyarrow_extension_array=True)
     assert steps["start_ns"].iloc[0] == 2**60 + 1

@@ -1,1 +1,1 @@
-"""A training as it runs: its logs read as they grow, and its steps held against those before them."""
+"""Live state of a training: reads its logs as they grow, and finds outlier steps."""

@@ -1,4 +1,4 @@
-"""A log of one rank while it is written, one JSON object a line: what is new in it, each byte read once."""
+"""Read the new lines of a growing log, one JSON object per line; each byte is read once."""
 
 import stat
 from pathlib import Path
@@ -8,52 +8,52 @@ from tracekit import conventions
 from tracekit.ingest import untrusted_json
 
 CHUNK_BYTES = 1 << 20
-"""What one call reads at most; a longer line is none of ours."""
+"""The most that one call reads; a longer line is not from the recorder."""
 
 _COMPARED_BYTES = 64
 
 
 class LogTail:
-    """Where reading a log got to. The log is looked for under its name and, while it grows, that name and ``.partial``.
+    """The position in a log. While the log grows, its file name ends in ``.partial``.
 
-    A file that is renamed or copied goes on where it was; one whose bytes are others than those read before, or that
-    is shorter, is read anew and `starts` counts on. Of a file larger than `first_bytes` only that much of its end is
-    read at first.
+    Reading continues after the file is renamed or copied. If its earlier bytes changed or it got shorter, it is read
+    from the start and `starts` increases. Of a file larger than `first_bytes`, only that many bytes at its end are read
+    first.
     """
 
     def __init__(self, path: Path, *, first_bytes: int) -> None:
         self._paths = (path.with_name(path.name + conventions.PARTIAL_SUFFIX), path)
         self._first_bytes = first_bytes
         self._position = 0
-        self._last_bytes = b""  # what stands before the position
+        self._last_bytes = b""  # the bytes before the position
         self._is_inside_line = False
         self._last_stat: tuple[object, ...] | None = None
         self.starts = 0
         self.skipped_beginning = False
-        """Whether the beginning of the file was left out."""
+        """Whether the beginning of the file was not read."""
         self.is_closed = False
         self.is_behind = False
-        """Whether there is more to read already."""
+        """Whether more data is available."""
         self.changed_s = 0.0
-        """When the file was last written to, Unix time in seconds."""
+        """When the file was last written, Unix time in seconds."""
         self.bad_lines = 0
 
     def read(self) -> list[dict[str, Any]]:
         """Return the objects that were added since the last call, from at most CHUNK_BYTES."""
         for path in self._paths:
             try:
-                found = path.stat()
-                mark = (path, found.st_ino, found.st_size, found.st_mtime_ns)
+                status = path.stat()
+                mark = (path, status.st_ino, status.st_size, status.st_mtime_ns)
                 if mark == self._last_stat and not self.is_behind:
                     return []
-                if not stat.S_ISREG(found.st_mode):  # a pipe would never answer
+                if not stat.S_ISREG(status.st_mode):  # reading a pipe may block
                     continue
                 with path.open("rb") as file:
                     self.is_closed = path == self._paths[-1]
-                    rows = self._read_new(file, found.st_size)
+                    rows = self._read_new(file, status.st_size)
             except OSError:
                 continue
-            self._last_stat, self.changed_s = mark, found.st_mtime
+            self._last_stat, self.changed_s = mark, status.st_mtime
             return rows
         return []
 
@@ -65,7 +65,7 @@ class LogTail:
         self.is_behind = len(data) == CHUNK_BYTES
         end = data.rfind(b"\n") + 1
         if self.is_closed and not self.is_behind:
-            end = len(data)  # nobody will end the last line
+            end = len(data)  # no more data will end the last line
         lines = data[:end].split(b"\n")
         if self._is_inside_line and end:
             lines, self._is_inside_line = lines[1:], False
@@ -87,14 +87,14 @@ class LogTail:
         self._is_inside_line = self.skipped_beginning = self._position > 0
 
     def _objects(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        found = []
+        objects = []
         for line in lines:
             try:
                 value = untrusted_json.parse(line) if line.strip() else None
             except ValueError:
                 value = line
             if isinstance(value, dict):
-                found.append(value)
+                objects.append(value)
             elif value is not None:
                 self.bad_lines += 1
-        return found
+        return objects

@@ -1,4 +1,4 @@
-"""One line of a metrics log as numbers that can be relied on."""
+"""One line of a metrics log as validated numbers."""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _KNOWN_METRICS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
-    """What a rank tells of one step. What it does not tell, or not as a number, is None; a loss may be NaN."""
+    """The metrics of one rank and step. A value that is missing or not a number is None; a loss may be NaN."""
 
     step: int
     time_ns: float | None = None
@@ -44,18 +44,18 @@ class MetricsRow:
     device_allocs: float | None = None
     retries: float | None = None
     custom_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The first few further numbers, by name."""
+    """The first few other numbers, by name."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> "MetricsRow | None":
-        """Return the row of a line of the log; None where it has no step that could be one."""
+        """Return the row of a log line; None if its step is missing or invalid."""
         step = line.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
             return None
         time_ns, wait_ns = _size(line, conventions.STEP_TIME_METRIC), _size(line, conventions.DATA_WAIT_METRIC)
         return cls(
             step,
-            time_ns or None,  # no step takes no time
+            time_ns or None,  # a step time of 0 is invalid
             _number(line.get(conventions.LOSS_METRIC)),
             _size(line, conventions.TOKENS_METRIC),
             wait_ns,

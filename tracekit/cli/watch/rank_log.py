@@ -1,4 +1,4 @@
-"""One rank's metrics log, followed: its rows in the order of the training, and where the rank is."""
+"""Follow the metrics log of one rank: its rows in the order of the training, and its position."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,16 +8,14 @@ from tracekit.cli.watch.log_tail import LogTail
 from tracekit.cli.watch.metrics_row import MetricsRow
 
 Position = tuple[int, int]
-"""Where a training is: how often it went back (resumed in the same log), and the step."""
+"""Position in a training: how often it was resumed in the same log, and the step."""
 
-_MAX_STEPS_AHEAD = (
-    10_000  # steps that a rank may advance from one line to the next before a second line must confirm it
-)
+_MAX_STEPS_AHEAD = 10_000  # a larger step forward counts only once a second line confirms it
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """A row in its place, with what the rank's counters rose by since the row before."""
+    """A row at its position, with the increase of the rank's counters since the previous row."""
 
     rank: int
     position: Position
@@ -27,7 +25,7 @@ class RankStep:
 
 
 class RankLog:
-    """A rank as its metrics log tells of it."""
+    """The state of a rank according to its metrics log."""
 
     def __init__(self, rank: int, path: Path, *, first_bytes: int) -> None:
         self.rank = rank
@@ -37,19 +35,19 @@ class RankLog:
         self.skipped = 0
         self.bad_rows = 0
         self.grew_s = 0.0
-        """When the log was last seen to grow, Unix time in seconds."""
+        """When the log last grew, Unix time in seconds."""
         self._unconfirmed: MetricsRow | None = None
 
     def read(self, now_s: float) -> Iterator[RankStep]:
-        """Yield the rows that were added, each once; `now_s` is Unix time in seconds.
+        """Yield each new row once; `now_s` is Unix time in seconds.
 
-        A step told twice counts once. One that goes back, or far ahead, is held until the next goes on from it: then
-        the training was resumed from there; else it was a damaged line.
+        A repeated step counts once. A step that goes back, or far ahead, is accepted only if the next one follows it:
+        then the training was resumed there. Otherwise its line was damaged.
         """
         before_s = self.tail.changed_s
         lines = self.tail.read()
         if self.tail.changed_s != before_s:
-            # By our own clock: a file server's may be another. What was there before is as old as the server says.
+            # Use the local clock, which a file server's may differ from; for data written before, the server's.
             self.grew_s = now_s if before_s else min(now_s, self.tail.changed_s)
         for line in lines:
             row = MetricsRow.of(line)
@@ -63,8 +61,8 @@ class RankLog:
             self._unconfirmed = None
             yield self._advance(row)
         elif self._unconfirmed is not None and _follows(row, self._unconfirmed.step):
-            held, self._unconfirmed = self._unconfirmed, None
-            yield self._advance(held)
+            confirmed, self._unconfirmed = self._unconfirmed, None
+            yield self._advance(confirmed)
             yield self._advance(row)
         elif row.step != self.position[1]:
             self.bad_rows += self._unconfirmed is not None

@@ -1,4 +1,4 @@
-"""What a run's manifest and checkpoint logs say was recorded so far: windows and saves."""
+"""Profiled windows and checkpoint saves so far, from a run's manifest and checkpoint logs."""
 
 import math
 from collections import deque
@@ -13,11 +13,11 @@ from tracekit.ingest import untrusted_json
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_SAVES = 64
 _MAX_WORLD_SIZE = 200_000
-_WRITING_STEPS = 2  # steps after a window beside which its trace is written
+_WRITING_STEPS = 2  # steps after a window during which its trace is written
 
 
 class Manifest:
-    """``run.json``, read again when it changes."""
+    """``run.json``, reloaded when it changes."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / conventions.MANIFEST_FILE
@@ -27,25 +27,25 @@ class Manifest:
         self.windows: tuple[ProfiledWindow, ...] = ()
 
     def read(self) -> None:
-        """Take in what is new. What cannot be read or understood leaves everything as it was."""
+        """Reload the file if it changed. An unreadable or invalid file changes nothing."""
         try:
-            found = self._path.stat()
-            mark = (found.st_ino, found.st_size, found.st_mtime_ns)
-            if mark == self._last_stat or found.st_size > _MAX_MANIFEST_BYTES:
+            status = self._path.stat()
+            mark = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if mark == self._last_stat or status.st_size > _MAX_MANIFEST_BYTES:
                 return
-            told = untrusted_json.parse(self._path.read_bytes())
+            manifest = untrusted_json.parse(self._path.read_bytes())
         except (OSError, ValueError):
             return
         self._last_stat = mark
-        if isinstance(told, dict):
-            self.strategy = told["strategy"] if isinstance(told.get("strategy"), str) else None
-            world_size = _whole(told.get("world_size"))
+        if isinstance(manifest, dict):
+            self.strategy = manifest["strategy"] if isinstance(manifest.get("strategy"), str) else None
+            world_size = _whole(manifest.get("world_size"))
             self.world_size = world_size if world_size and world_size <= _MAX_WORLD_SIZE else None
-            windows = told.get("windows")
+            windows = manifest.get("windows")
             self.windows = tuple(_windows(windows)) if isinstance(windows, list) else ()
 
     def events_at(self, step: int) -> Iterator[StepEvent]:
-        """Yield the windows that a step lies in, or beside the writing of which."""
+        """Yield the windows that contain a step, or whose trace is being written during it."""
         for window in self.windows:
             end = window.first_step + window.steps
             if window.first_step <= step < end:
@@ -54,8 +54,8 @@ class Manifest:
                 yield StepEvent(EventKind.TRACE_WRITTEN, count=window.window)
 
 
-def _windows(told: list[Any]) -> Iterator[ProfiledWindow]:
-    for window in told:
+def _windows(rows: list[Any]) -> Iterator[ProfiledWindow]:
+    for window in rows:
         if isinstance(window, dict):
             numbers = [_whole(window.get(name)) for name in ("window", "first_step", "steps")]
             if None not in numbers:
@@ -63,52 +63,53 @@ def _windows(told: list[Any]) -> Iterator[ProfiledWindow]:
 
 
 class Saves:
-    """The checkpoints saved so far, of all ranks, by the lines of their checkpoint logs.
+    """The checkpoint saves of all ranks so far, from the lines of their checkpoint logs.
 
-    The line of stage "total" is what the training waited for, or all of a save in the background; that of stage
-    "complete", where there is one, runs from the same start to the end of all work.
+    The line of stage "total" is the time that blocked the training, or all of a background save; that of stage
+    "complete", if there is one, lasts from the same start to the end of all work.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: deque[tuple[Save, set[tuple[int, str]]]] = deque(maxlen=_MAX_SAVES)  # with who told which stage
+        # With the (rank, stage) pairs seen.
+        self._last: deque[tuple[Save, set[tuple[int, str]]]] = deque(maxlen=_MAX_SAVES)
 
     @property
     def last(self) -> Save | None:
-        """Return the save whose log came last."""
+        """Return the save that was logged last."""
         return self._last[-1][0] if self._last else None
 
     def add(self, rank: int, line: Mapping[str, Any]) -> None:
-        """Take in a line of a rank's checkpoint log."""
+        """Add a line of a rank's checkpoint log."""
         dur_ns, stage, name = _whole(line.get("dur_ns")), line.get("stage"), line.get("checkpoint")
         if line.get("operation") != conventions.SAVE or not isinstance(name, str) or dur_ns is None:
             return
         if stage not in (conventions.TOTAL, conventions.COMPLETE):
             return
-        step, told = _whole(line.get("step")), (rank, str(stage))
+        step, rank_stage = _whole(line.get("step")), (rank, str(stage))
         is_total = stage == conventions.TOTAL
         size_bytes = (_whole(line.get("bytes")) or 0) if is_total else 0
         is_blocking = is_total and line.get("blocking") is not False
         blocked_ns, background_ns = (dur_ns, 0) if is_blocking else (0, dur_ns)
-        for index, (save, tellers) in enumerate(self._last):
-            if (save.checkpoint, save.step) == (name, step) and told not in tellers:
+        for index, (save, rank_stages) in enumerate(self._last):
+            if (save.checkpoint, save.step) == (name, step) and rank_stage not in rank_stages:
                 longest = max(save.blocked_ns, blocked_ns), max(save.background_ns, background_ns)
-                self._last[index] = (Save(name, step, *longest, save.bytes + size_bytes), {*tellers, told})
+                self._last[index] = (Save(name, step, *longest, save.bytes + size_bytes), {*rank_stages, rank_stage})
                 return
         self.count += 1
-        self._last.append((Save(name, step, blocked_ns, background_ns, size_bytes), {told}))
+        self._last.append((Save(name, step, blocked_ns, background_ns, size_bytes), {rank_stage}))
 
-    def events_at(self, step: int, usual_ns: float | None) -> Iterator[StepEvent]:
-        """Yield the saves that ran in a step: begun at its end or at its beginning or, in the background, before.
+    def events_at(self, step: int, median_ns: float | None) -> Iterator[StepEvent]:
+        """Yield the saves that ran during a step: started at its end, at its start or, in the background, earlier.
 
-        How many steps a save in the background lasts is reckoned with the usual time of a step.
+        The median step time determines how many steps a background save lasts.
         """
         for save, _ in self._last:
             if save.step is None or step < save.step - 1:
                 continue
             if save.blocked_ns and step <= save.step:
                 yield StepEvent(EventKind.SAVE, dur_ns=save.blocked_ns, name=save.checkpoint)
-            elif save.background_ns and step <= save.step + math.ceil(save.background_ns / (usual_ns or math.inf)):
+            elif save.background_ns and step <= save.step + math.ceil(save.background_ns / (median_ns or math.inf)):
                 yield StepEvent(EventKind.BACKGROUND_SAVE, dur_ns=save.background_ns, name=save.checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""A run's folder, watched: `Watch.poll` reads what is new, `Watch.picture` says what it comes to."""
+"""Watch the folder of a run: `Watch.poll` reads new data, `Watch.state` returns the state of the training."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from tracekit.cli.watch.steps import GRACE_S, StepMonitor
 from tracekit.cli.watch.training_state import OutlierStep, StepEvent, TrainingState
 
 STALLED_S = 10.0
-"""A log stands still that did not grow for so long, and for ten times the usual step."""
+"""A log is stalled if it did not grow for this long, and for ten median steps."""
 
 _STALLED_STEPS = 10
 _FIRST_BYTES = 16 << 20  # of all ranks' logs together, read when a watch begins
@@ -27,25 +27,25 @@ _MAX_STEPS_SEARCHED = 100
 
 
 class Watch:
-    """A training that records into a folder, or has done so.
+    """A running or ended training that records into a folder.
 
-    What it keeps does not grow with the number of steps. Of long logs only the end is read when it begins. Where a log
-    is replaced by another or cut, it begins again.
+    Its memory does not grow with the number of steps. Of long logs only the end is read at first. If a log is replaced
+    or truncated, it starts again.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.starts = 0
-        """How often it began to read the logs: more than once where they were replaced."""
+        """How often it started to read the logs: more than once if they were replaced."""
         self._start()
 
     @property
     def has_logs(self) -> bool:
-        """Whether any rank's metrics log was found."""
+        """Whether a rank has a metrics log."""
         return bool(self._ranks)
 
     def poll(self, now_s: float) -> None:
-        """Read what is new; `now_s` is Unix time in seconds. A folder that is not there has nothing new."""
+        """Read new data; `now_s` is Unix time in seconds. A missing folder has none."""
         if not self._read(now_s):
             self._start()
             self._read(now_s)
@@ -60,15 +60,15 @@ class Watch:
             self._steps.judge_ready(None, now_s)
 
     def judge_pending(self) -> None:
-        """Judge what was read, though some ranks may still tell of it."""
+        """Judge all steps read so far without waiting for late ranks."""
         self._steps.judge_ready(None, float("inf"))
 
     def take_new_outliers(self) -> list[OutlierStep]:
-        """Return what was found out of line since the last call."""
-        return [self._with_windows(found) for found in self._steps.take_new_outliers()]
+        """Return the outliers since the last call."""
+        return [self._with_windows(outlier) for outlier in self._steps.take_new_outliers()]
 
     def state(self, now_s: float) -> TrainingState:
-        """Return what is known now; `now_s` is Unix time in seconds."""
+        """Return the current state; `now_s` is Unix time in seconds."""
         logs = self._ranks.values()
         rows = [log.row for log in logs if log.row is not None]
         front = max((log.position for log in logs if log.position), default=None)
@@ -107,7 +107,7 @@ class Watch:
             last_save=self._saves.last,
             windows=self._manifest.windows,
             outlier_count=steps.outlier_count,
-            outliers=tuple(self._with_windows(found) for found in tuple(steps.outliers)[-_MAX_OUTLIERS:]),
+            outliers=tuple(self._with_windows(outlier) for outlier in tuple(steps.outliers)[-_MAX_OUTLIERS:]),
             bad_lines=sum(log.tail.bad_lines + log.bad_rows for log in logs),
         )
 
@@ -125,32 +125,32 @@ class Watch:
         logs = self._ranks.values()
         if not logs or not all(log.tail.is_closed for log in logs):
             return False
-        # A rank without a log may just not have made it yet.
+        # A rank without a log may not have created it yet.
         return not self._missing_ranks() or now_s - max(log.grew_s for log in logs) > GRACE_S
 
     def _missing_ranks(self) -> tuple[int, ...]:
         return tuple(sorted(set(range(self._manifest.world_size or 0)) - set(self._ranks)))
 
-    def _recorded_events(self, step: int, usual_ns: float | None) -> Iterator[StepEvent]:
-        yield from self._saves.events_at(step, usual_ns)
+    def _recorded_events(self, step: int, median_ns: float | None) -> Iterator[StepEvent]:
+        yield from self._saves.events_at(step, median_ns)
         yield from self._manifest.events_at(step)
 
-    def _with_windows(self, found: OutlierStep) -> OutlierStep:
-        """Return it with the profiled windows that it met: they are known only once their traces are written."""
-        steps = range(found.step, min(found.last_step, found.step + _MAX_STEPS_SEARCHED) + 1)
-        met = dict.fromkeys(window for step in steps for window in self._manifest.events_at(step))
-        return replace(found, events=(*found.events, *(each for each in met if each not in found.events)))
+    def _with_windows(self, outlier: OutlierStep) -> OutlierStep:
+        """Return it with the profiled windows during it, which are known only when their traces are written."""
+        steps = range(outlier.step, min(outlier.last_step, outlier.step + _MAX_STEPS_SEARCHED) + 1)
+        windows = dict.fromkeys(window for step in steps for window in self._manifest.events_at(step))
+        return replace(outlier, events=(*outlier.events, *(each for each in windows if each not in outlier.events)))
 
     def _read(self, now_s: float) -> bool:
-        """Read all that is new; return False where a log was replaced, so that what was read before is void."""
+        """Read new data; return False if a log was replaced, so that earlier data is invalid."""
         self._find_logs()
         self._manifest.read()
         is_behind = True
         while is_behind:
             is_behind = False
             for log in self._ranks.values():
-                for told in log.read(now_s):
-                    self._steps.add(told, now_s, skipped_beginning=log.tail.skipped_beginning)
+                for rank_step in log.read(now_s):
+                    self._steps.add(rank_step, now_s, skipped_beginning=log.tail.skipped_beginning)
                 is_behind |= log.tail.is_behind
             for rank, tail in self._checkpoints.items():
                 for line in tail.read():

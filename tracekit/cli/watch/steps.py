@@ -1,6 +1,6 @@
-"""The steps of all ranks put together and held against those before: which one is out of line, and what coincided.
+"""Combine the steps of all ranks, find outlier steps, and list the events recorded during each.
 
-Ranks wait for each other in every step, so a run has one step time, and a slow step is told once: two series are
+Ranks wait for each other in every step, so a run has one step time, and a slow step is reported once: two series are
 judged, the median over ranks and the slowest rank, however many ranks there are.
 """
 
@@ -15,25 +15,25 @@ from tracekit.cli.watch.rank_log import Position, RankStep
 from tracekit.cli.watch.training_state import EventKind, OutlierStep, StepEvent, Symptom
 
 GRACE_S = 3.0
-"""How long a step waits for the ranks that have not told of it: logs reach the disk up to a second late."""
+"""How long a step waits for ranks that have not logged it: logs reach the disk up to a second late."""
 
 WARM_UP_STEPS = 5
-"""The first steps of a training, or of a part that was resumed, are never out of line."""
+"""The first steps of a training, also after a resume, are never outliers."""
 
 MIN_RISE_RATIO = 0.2
-"""A step is not slow, nor a loss a spike, that is less than this above the median."""
+"""How far above the median a slow step or a loss spike is at least."""
 
 _MIN_RISE_LOG = math.log1p(MIN_RISE_RATIO)
-_MIN_EXPLAINED_RATIO = 0.5  # what share of a step's excess a wait for data must be to be told beside it
+_MIN_EXPLAINED_RATIO = 0.5  # report a wait for data if it is at least this share of the step's excess
 _MAX_OUTLIERS = 50
 
 EventSource = Callable[[int, float | None], Iterable[StepEvent]]
-"""What was recorded beside a step, by its number and the usual time of a step in ns."""
+"""The events recorded during a step, by its number and the median step time in ns."""
 
 
 @dataclass(slots=True)
 class _PendingStep:
-    """What the ranks told of one step so far."""
+    """What the ranks have logged of one step."""
 
     since_s: float
     skipped_beginning: bool
@@ -46,25 +46,25 @@ class _PendingStep:
     is_skipped: bool = False
     tokens_per_s: float | None = None
 
-    def add(self, told: RankStep) -> None:
-        row = told.row
+    def add(self, rank_step: RankStep) -> None:
+        row = rank_step.row
         if row.time_ns is not None:
-            self.times_ns[told.rank] = row.time_ns
+            self.times_ns[rank_step.rank] = row.time_ns
         if row.data_wait_ns is not None:
-            self.waits_ns[told.rank] = row.data_wait_ns
+            self.waits_ns[rank_step.rank] = row.data_wait_ns
         if row.loss is not None:
             if math.isfinite(row.loss):
                 self.losses.append(row.loss)
             else:
-                self.bad_losses.append(told.rank)
-        self.retries += told.new_retries
-        self.device_allocs += told.new_device_allocs
+                self.bad_losses.append(rank_step.rank)
+        self.retries += rank_step.new_retries
+        self.device_allocs += rank_step.new_device_allocs
         self.is_skipped |= row.is_skipped
         self.tokens_per_s = row.tokens_per_s if row.tokens_per_s is not None else self.tokens_per_s
 
 
 class StepMonitor:
-    """The steps of a run, judged in order, each once all ranks have told of it or GRACE_S have passed."""
+    """The steps of a run, judged in order, each when all ranks have logged it or GRACE_S have passed."""
 
     def __init__(self, recorded_events: EventSource) -> None:
         self._recorded_events = recorded_events
@@ -75,7 +75,7 @@ class StepMonitor:
         self._losses, self._waits_ns = OutlierDetector(), OutlierDetector()
         self._data_waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._is_slow = self._is_bad_loss = False
-        self._unreported: list[int] = []  # numbers of those found out of line, counted from 1
+        self._unreported: list[int] = []  # numbers of outliers, counted from 1
         self.outliers: deque[OutlierStep] = deque(maxlen=_MAX_OUTLIERS)
         self.outlier_count = 0
         self.loss_curve = DownsampledCurve()
@@ -92,7 +92,7 @@ class StepMonitor:
 
     @property
     def spread_ratio(self) -> float | None:
-        """Return how far step times usually are from the median, relative to it."""
+        """Return the spread of step times relative to the median."""
         spread = self._median_times.spread
         return None if spread is None else math.expm1(spread)
 
@@ -102,91 +102,91 @@ class StepMonitor:
         total_ns = sum(time for _, time in self._data_waits)
         return sum(wait for wait, _ in self._data_waits) / total_ns if total_ns else None
 
-    def add(self, told: RankStep, now_s: float, *, skipped_beginning: bool) -> None:
-        """Take in what a rank tells of a step."""
-        if self._last_judged is not None and told.position <= self._last_judged:
+    def add(self, rank_step: RankStep, now_s: float, *, skipped_beginning: bool) -> None:
+        """Add what a rank logged of a step."""
+        if self._last_judged is not None and rank_step.position <= self._last_judged:
             return  # too late
-        gathered = self._pending.get(told.position)
-        if gathered is None:
-            gathered = self._pending[told.position] = _PendingStep(now_s, skipped_beginning)
-        gathered.add(told)
+        pending = self._pending.get(rank_step.position)
+        if pending is None:
+            pending = self._pending[rank_step.position] = _PendingStep(now_s, skipped_beginning)
+        pending.add(rank_step)
 
     def judge_ready(self, ready: Position | None, now_s: float) -> None:
         """Judge the steps that all ranks have reached, those up to `ready`, and those that waited long enough."""
         for position in sorted(self._pending):
-            gathered = self._pending[position]
-            if (ready is None or position > ready) and now_s - gathered.since_s < GRACE_S:
+            pending = self._pending[position]
+            if (ready is None or position > ready) and now_s - pending.since_s < GRACE_S:
                 return
             del self._pending[position]
-            self._judge(position, gathered)
+            self._judge(position, pending)
 
     def take_new_outliers(self) -> list[OutlierStep]:
-        """Return what was found out of line since the last call. A slow stretch is told when it begins and ends."""
-        news, self._unreported = self._unreported, []
+        """Return the outliers since the last call. A slow stretch is returned when it starts and when it ends."""
+        unreported, self._unreported = self._unreported, []
         oldest = self.outlier_count - len(self.outliers) + 1
-        return [self.outliers[number - oldest] for number in news if number >= oldest]
+        return [self.outliers[number - oldest] for number in unreported if number >= oldest]
 
-    def _judge(self, position: Position, gathered: _PendingStep) -> None:
+    def _judge(self, position: Position, pending: _PendingStep) -> None:
         attempt, step = position
         if self._last_judged is None:
             self.first_step = step
-            self._warm_up = 0 if gathered.skipped_beginning else WARM_UP_STEPS
+            self._warm_up = 0 if pending.skipped_beginning else WARM_UP_STEPS
         elif attempt > self._last_judged[0]:
             self._warm_up, self._is_slow = WARM_UP_STEPS, False
         self._last_judged = position
         is_warm = self._warm_up == 0
         self._warm_up -= not is_warm
-        self._judge_loss(step, gathered, is_warm=is_warm)
-        if gathered.times_ns:
-            self._judge_time(step, gathered, is_warm=is_warm)
-        self.tokens_per_s = gathered.tokens_per_s if gathered.tokens_per_s is not None else self.tokens_per_s
+        self._judge_loss(step, pending, is_warm=is_warm)
+        if pending.times_ns:
+            self._judge_time(step, pending, is_warm=is_warm)
+        self.tokens_per_s = pending.tokens_per_s if pending.tokens_per_s is not None else self.tokens_per_s
 
     # Time ------------------------------------------------------------------------------------------------------------
 
-    def _judge_time(self, step: int, gathered: _PendingStep, *, is_warm: bool) -> None:
-        self.step_time_ns = statistics.median(gathered.times_ns.values())
-        typical, slowest = math.log(self.step_time_ns), math.log(max(gathered.times_ns.values()))
-        if gathered.waits_ns:
-            self._data_waits.append((statistics.fmean(gathered.waits_ns.values()), self.step_time_ns))
+    def _judge_time(self, step: int, pending: _PendingStep, *, is_warm: bool) -> None:
+        self.step_time_ns = statistics.median(pending.times_ns.values())
+        median, slowest = math.log(self.step_time_ns), math.log(max(pending.times_ns.values()))
+        if pending.waits_ns:
+            self._data_waits.append((statistics.fmean(pending.waits_ns.values()), self.step_time_ns))
         if not is_warm:
             return
-        verdicts = (self._median_times.judge(typical, _MIN_RISE_LOG), self._slowest_times.judge(slowest, _MIN_RISE_LOG))
+        verdicts = (self._median_times.judge(median, _MIN_RISE_LOG), self._slowest_times.judge(slowest, _MIN_RISE_LOG))
         was_slow, self._is_slow = self._is_slow, any(verdict is not Verdict.NORMAL for verdict in verdicts)
-        coincided: tuple[StepEvent, ...] = ()
+        events: tuple[StepEvent, ...] = ()
         if self._is_slow:
-            coincided = self._events(step, gathered)
-            late = self._stragglers(gathered, all_are=verdicts[0] is not Verdict.NORMAL)
+            events = self._events(step, pending)
+            stragglers = self._stragglers(pending, all_are=verdicts[0] is not Verdict.NORMAL)
             if was_slow and self.outliers[-1].symptom is Symptom.SLOW:
-                self._extend_stretch(step, max(gathered.times_ns.values()), late, coincided)
+                self._extend_stretch(step, max(pending.times_ns.values()), stragglers, events)
             elif Verdict.OUTLIER in verdicts:
-                self._record_outlier(Symptom.SLOW, step, gathered, late, coincided)
+                self._record_outlier(Symptom.SLOW, step, pending, stragglers, events)
             else:
                 self._is_slow = False
         if was_slow and not self._is_slow:
             self._end_stretch()
-        # A slow step with a known reason says nothing of what is usual.
-        if not any(each.kind in (EventKind.SAVE, EventKind.PROFILED, EventKind.TRACE_WRITTEN) for each in coincided):
-            self._median_times.add(typical)
+        # A slow step with a known cause does not count for the median.
+        if not any(each.kind in (EventKind.SAVE, EventKind.PROFILED, EventKind.TRACE_WRITTEN) for each in events):
+            self._median_times.add(median)
             self._slowest_times.add(slowest)
-        if gathered.waits_ns:
-            self._waits_ns.add(max(gathered.waits_ns.values()))
+        if pending.waits_ns:
+            self._waits_ns.add(max(pending.waits_ns.values()))
 
-    def _stragglers(self, gathered: _PendingStep, *, all_are: bool) -> tuple[int, ...]:
-        bound = self._median_times.limit(_MIN_RISE_LOG)
-        late = [rank for rank, ns in gathered.times_ns.items() if bound is not None and math.log(ns) > bound]
-        if not late and not all_are:
-            late = [max(gathered.times_ns, key=lambda rank: gathered.times_ns[rank])]
-        return tuple(sorted(late or gathered.times_ns))
+    def _stragglers(self, pending: _PendingStep, *, all_are: bool) -> tuple[int, ...]:
+        limit = self._median_times.limit(_MIN_RISE_LOG)
+        stragglers = [rank for rank, ns in pending.times_ns.items() if limit is not None and math.log(ns) > limit]
+        if not stragglers and not all_are:
+            stragglers = [max(pending.times_ns, key=lambda rank: pending.times_ns[rank])]
+        return tuple(sorted(stragglers or pending.times_ns))
 
     def _extend_stretch(
-        self, step: int, time_ns: float, late: tuple[int, ...], coincided: tuple[StepEvent, ...]
+        self, step: int, time_ns: float, stragglers: tuple[int, ...], events: tuple[StepEvent, ...]
     ) -> None:
         last = self.outliers[-1]
         worst = max(last.step_time_ns or 0, time_ns)
-        ranks = tuple(sorted({*last.ranks, *late}))
-        new = tuple(each for each in coincided if each not in last.events)
-        kept = (last.events + new)[:8]
-        self.outliers[-1] = replace(last, last_step=step, step_time_ns=worst, ranks=ranks, events=kept)
+        ranks = tuple(sorted({*last.ranks, *stragglers}))
+        new = tuple(each for each in events if each not in last.events)
+        events = (last.events + new)[:8]
+        self.outliers[-1] = replace(last, last_step=step, step_time_ns=worst, ranks=ranks, events=events)
 
     def _end_stretch(self) -> None:
         number, last = self.outlier_count, self.outliers[-1]
@@ -195,63 +195,63 @@ class StepMonitor:
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
-    def _judge_loss(self, step: int, gathered: _PendingStep, *, is_warm: bool) -> None:
-        if gathered.bad_losses:
-            # Once a loss is not finite, so are those after it, as a rule: it is said once.
+    def _judge_loss(self, step: int, pending: _PendingStep, *, is_warm: bool) -> None:
+        if pending.bad_losses:
+            # After one loss is not finite, later ones usually are not either: report it once.
             if not self._is_bad_loss:
-                ranks = tuple(sorted(gathered.bad_losses))
-                self._record_outlier(Symptom.LOSS_NOT_FINITE, step, gathered, ranks, self._events(step, gathered))
+                ranks = tuple(sorted(pending.bad_losses))
+                self._record_outlier(Symptom.LOSS_NOT_FINITE, step, pending, ranks, self._events(step, pending))
             self._is_bad_loss, self.loss = True, math.nan
             return
-        if not gathered.losses:
+        if not pending.losses:
             return
         self._is_bad_loss = False
-        self.loss = statistics.fmean(gathered.losses)
+        self.loss = statistics.fmean(pending.losses)
         median = self._losses.median
         if is_warm and median is not None:
             verdict = self._losses.judge(self.loss, MIN_RISE_RATIO * abs(median))
             if verdict is Verdict.OUTLIER:
-                self._record_outlier(Symptom.LOSS_SPIKE, step, gathered, (), self._events(step, gathered))
+                self._record_outlier(Symptom.LOSS_SPIKE, step, pending, (), self._events(step, pending))
         self._losses.add(self.loss)
         self.loss_curve.add(self.loss)
 
-    # What is told ----------------------------------------------------------------------------------------------------
+    # Reporting --------------------------------------------------------------------------------------------------------
 
     def _record_outlier(
         self,
         symptom: Symptom,
         step: int,
-        gathered: _PendingStep,
+        pending: _PendingStep,
         ranks: tuple[int, ...],
-        coincided: tuple[StepEvent, ...],
+        events: tuple[StepEvent, ...],
     ) -> None:
         found = OutlierStep(
             symptom=symptom,
             step=step,
             last_step=step,
-            step_time_ns=max(gathered.times_ns.values(), default=None),
+            step_time_ns=max(pending.times_ns.values(), default=None),
             median_ns=self.median_ns,
-            loss=statistics.fmean(gathered.losses) if gathered.losses and not gathered.bad_losses else None,
+            loss=statistics.fmean(pending.losses) if pending.losses and not pending.bad_losses else None,
             median_loss=self._losses.median,
             ranks=ranks,
-            rank_count=max(len(gathered.times_ns), len(gathered.losses) + len(gathered.bad_losses)),
-            events=coincided,
+            rank_count=max(len(pending.times_ns), len(pending.losses) + len(pending.bad_losses)),
+            events=events,
         )
         self.outliers.append(found)
         self.outlier_count += 1
         self._unreported.append(self.outlier_count)
 
-    def _events(self, step: int, gathered: _PendingStep) -> tuple[StepEvent, ...]:
+    def _events(self, step: int, pending: _PendingStep) -> tuple[StepEvent, ...]:
         found = [*self._recorded_events(step, self.median_ns)]
-        if gathered.waits_ns and gathered.times_ns:
-            rank, wait_ns = max(gathered.waits_ns.items(), key=lambda item: item[1])
-            excess_ns = max(gathered.times_ns.values()) - (self.median_ns or 0)
+        if pending.waits_ns and pending.times_ns:
+            rank, wait_ns = max(pending.waits_ns.items(), key=lambda item: item[1])
+            excess_ns = max(pending.times_ns.values()) - (self.median_ns or 0)
             if wait_ns - (self._waits_ns.median or 0) >= _MIN_EXPLAINED_RATIO * excess_ns > 0:
                 found.append(StepEvent(EventKind.DATA_WAIT, dur_ns=wait_ns, rank=rank))
-        if gathered.retries:
-            found.append(StepEvent(EventKind.RETRIES, count=gathered.retries))
-        if gathered.device_allocs:
-            found.append(StepEvent(EventKind.DEVICE_ALLOCS, count=gathered.device_allocs))
-        if gathered.is_skipped:
+        if pending.retries:
+            found.append(StepEvent(EventKind.RETRIES, count=pending.retries))
+        if pending.device_allocs:
+            found.append(StepEvent(EventKind.DEVICE_ALLOCS, count=pending.device_allocs))
+        if pending.is_skipped:
             found.append(StepEvent(EventKind.SKIPPED))
         return tuple(found)

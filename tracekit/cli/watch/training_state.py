@@ -1,4 +1,4 @@
-"""What is known of a watched training at one moment, as numbers."""
+"""The state of a watched training at one moment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class StepEvent:
-    """Something that happened in a step that is out of line."""
+    """An event during an outlier step."""
 
     kind: EventKind
     dur_ns: float | None = None
@@ -39,26 +39,26 @@ class StepEvent:
 
 @dataclass(frozen=True)
 class OutlierStep:
-    """A step out of line with those before it, or several on end; of several, the worst is told."""
+    """An outlier step, or a stretch of consecutive ones; values are those of the worst step."""
 
     symptom: Symptom
     step: int
     last_step: int
     step_time_ns: float | None
     median_ns: float | None
-    """Median step time before it."""
+    """Median time of the steps before it."""
     loss: float | None
     median_loss: float | None
     ranks: tuple[int, ...]
-    """Ranks that were late, or whose loss is not finite."""
+    """The stragglers, or the ranks whose loss is not finite."""
     rank_count: int
-    """Ranks that told of this step."""
+    """Ranks that logged this step."""
     events: tuple[StepEvent, ...] = ()
 
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint saved: the longest time for which a rank waited, and for which one worked in the background."""
+    """A checkpoint save: the longest blocking time of a rank, and the longest background time."""
 
     checkpoint: str
     step: int | None
@@ -69,7 +69,7 @@ class Save:
 
 @dataclass(frozen=True)
 class ProfiledWindow:
-    """A profiled window that is on disk."""
+    """A profiled window whose trace is on disk."""
 
     window: int
     first_step: int
@@ -78,14 +78,14 @@ class ProfiledWindow:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A training at one moment. Numbers that no rank logged are None."""
+    """A training at one moment. Values that no rank logged are None."""
 
     name: str
     strategy: str | None
     world_size: int | None
     is_over: bool
     quiet_s: float | None
-    """Seconds since any rank wrote to its log; None where there is no log."""
+    """Seconds since a rank wrote to its log; None without a log."""
     # Steps; of step times, the median over ranks
     steps_done: int
     first_step_read: int | None
@@ -98,7 +98,7 @@ class TrainingState:
     data_wait_ratio: float | None
     skipped_updates: int
     custom_metrics: Mapping[str, float]
-    # Memory: of the rank that has most
+    # Memory: of the rank with the most
     allocated_bytes: float | None
     reserved_bytes: float | None
     retries: int | None
@@ -109,14 +109,14 @@ class TrainingState:
     slowest_rank: int | None
     lag_steps: int
     stalled_ranks: Mapping[int, float]
-    """Ranks whose log has stood still, and for how many seconds."""
+    """Ranks whose log has stalled, and for how many seconds."""
     missing_ranks: tuple[int, ...]
-    # What was recorded
+    # Saves and windows
     saves: int
     last_save: Save | None
     windows: tuple[ProfiledWindow, ...]
-    # What was out of line
+    # Outliers
     outlier_count: int
     outliers: tuple[OutlierStep, ...]
-    """The last of them, the newest last."""
+    """The last ones, the newest last."""
     bad_lines: int
