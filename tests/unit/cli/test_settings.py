@@ -238,9 +238,7 @@ def test_ignored_findings_are_removed_and_noted() -> None:
     filtered = config.apply_ignores(report, ignores, CATALOG, today=date(2026, 1, 1))
 
     assert filtered.findings == (cold,)
-    assert [(one.finding, one.reason, one.until) for one in filtered.ignored] == [
-        (slow, "known", date(2027, 1, 31))
-    ]
+    assert [(one.finding, one.reason, one.until) for one in filtered.ignored] == [(slow, "known", date(2027, 1, 31))]
     assert filtered.notes == (
         "n",
         "BOOT001 is ignored until 2027-01-31: known",
