@@ -81,7 +81,7 @@ def gate_document(gate: CheckResult) -> dict[str, Any]:
     return {
         "passed": not gate.failures,
         "failures": list(gate.failures),
-        "bar": gate.fail_on.label if gate.fail_on is not None else None,
+        "fail_on": gate.fail_on.label if gate.fail_on is not None else None,
         "baseline": gate.baseline or None,
         "findings": [
             {
