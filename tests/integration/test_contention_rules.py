@@ -52,8 +52,8 @@ def test_a_fault_is_found_by_its_rule_and_by_no_other(simulated, code):
         assert found[code].impact >= 0.8 * share
 
 
-def between(table, of, beside):
-    return table.filter(pl.col("kind") == of, pl.col("concurrent_kind") == beside).row(0, named=True)
+def between(table, kind, concurrent_kind):
+    return table.filter(pl.col("kind") == kind, pl.col("concurrent_kind") == concurrent_kind).row(0, named=True)
 
 
 def test_the_slowdowns_are_those_that_were_simulated(simulated):
@@ -79,13 +79,13 @@ def test_all_pairs_are_shown_in_one_table(simulated):
     )
 
 
-def test_the_chain_goes_through_the_next_gather_and_is_told_by_unit(simulated):
+def test_chains_pass_through_the_next_all_gather_and_are_summed_by_unit(simulated):
     run, share = simulated("STREAM001")
     (found,) = check(run, [GiveWay()]).findings
     assert found.impact == pytest.approx(share, rel=0.15)
     units = run.table(compute_gap_causes.chains_by_unit).filter(pl.col("rank") == 0, pl.col("step") == 1)
-    held_up = units.filter(pl.col("contention_ns") > 0)
-    assert set(held_up["unit"]) == {"layers.1", "layers.2", "layers.3"}
+    delayed = units.filter(pl.col("contention_ns") > 0)
+    assert set(delayed["unit"]) == {"layers.1", "layers.2", "layers.3"}
     causes = ("host_ns", "preparation_ns", "contention_ns", "compute_ns", "copy_ns", "unknown_ns")
     assert units.select(pl.sum_horizontal(causes)).to_series().to_list() == units["dur_ns"].to_list()
     # Compute waits for the reduce-scatter too, but most of it for the all-gather behind it.

@@ -30,7 +30,7 @@ def test_a_recorded_step_is_drawn_with_phases_work_and_host(sample):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_the_report_of_a_recorded_run_tells_its_findings_and_inputs(sample):
+def test_the_report_of_a_recorded_run_lists_its_findings_and_inputs(sample):
     run = tracekit.load(ROOT / "sample_traces" / sample)
     report = tracekit.check(run)
     page = html.render(report, run)
@@ -44,7 +44,7 @@ def test_the_report_of_a_recorded_run_tells_its_findings_and_inputs(sample):
     assert len(page) < 7_000_000
 
 
-def test_a_snapshot_beside_the_traces_is_in_the_report_and_one_that_cannot_be_read_is_left_out(tmp_path):
+def test_a_snapshot_next_to_the_traces_is_in_the_report_and_an_unreadable_one_is_left_out(tmp_path):
     run = beside_snapshots(on_streams((0, 90), (7, 50)))
     pictures = {picture.name: picture for picture in figures.memory(run)}
     assert list(pictures) == ["segments"]

@@ -1,4 +1,4 @@
-"""The rules that gaps give, on recorded samples of faults beside their healthy twins, and on simulated runs."""
+"""The gap rules on recorded faults and their healthy twins, and on simulated runs."""
 
 import json
 from pathlib import Path
@@ -87,6 +87,6 @@ def test_a_simulated_fault_is_found_and_nothing_else(strategy, fault, tmp_path):
     done = cli_runner.tracekit("simulate", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     truth = json.loads((tmp_path / "run" / "truth.json").read_text())
-    asked = {each["code"] for each in truth["faults"] if each["fault"] == fault}
+    requested = {each["code"] for each in truth["faults"] if each["fault"] == fault}
     warned = {code for code, found in codes(tracekit.load(tmp_path / "run")).items() if found.severity > Severity.INFO}
-    assert warned == asked
+    assert warned == requested

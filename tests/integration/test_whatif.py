@@ -27,8 +27,8 @@ REPRODUCED = 0.05
 
 
 def off(of):
-    told = savings.replayed_steps(of)
-    return float((told["replayed_ns"] / told["duration_ns"] - 1).abs().max())
+    replayed = savings.replayed_steps(of)
+    return float((replayed["replayed_ns"] / replayed["duration_ns"] - 1).abs().max())
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_recorded_runs_are_reproduced_with_nothing_changed(name):
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the traces of others lie beside the checkout: not there")
 @pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks"])
-def test_runs_of_others_are_reproduced_though_they_tell_no_waits(name):
+def test_public_runs_without_recorded_waits_are_reproduced(name):
     assert off(tracekit.load(SHARED / name)) < REPRODUCED
 
 
@@ -50,14 +50,14 @@ def simulated(tmp_path_factory):
     made = {}
 
     def make(strategy, *names):
-        asked = tuple(name for name in names if name)
-        if (strategy, asked) not in made:
+        requested = tuple(name for name in names if name)
+        if (strategy, requested) not in made:
             job = Job(strategy, models.find("llama2-7b", layers=3), hardware.find("a100-80"), 16, 2048, steps=3, seed=4)
             job = dataclasses.replace(job, ranks_written=2, micro_batches=1)
-            out = tmp_path_factory.mktemp("runs") / "-".join((strategy, *asked))
-            run.simulate(job, [faults.parse(each) for each in asked], out, arguments={}, force=True)
-            made[strategy, asked] = out
-        return made[strategy, asked]
+            out = tmp_path_factory.mktemp("runs") / "-".join((strategy, *requested))
+            run.simulate(job, [faults.parse(each) for each in requested], out, arguments={}, force=True)
+            made[strategy, requested] = out
+        return made[strategy, requested]
 
     return make
 
@@ -115,14 +115,14 @@ def truth(folder):
     return json.loads((folder / "truth.json").read_text())["faults"]
 
 
-def test_waits_that_a_trace_does_not_tell_are_inferred(simulated):
+def test_waits_missing_from_a_trace_are_inferred(simulated):
     folder = simulated("fsdp2", "host-sync")
     bare = without_waits(tracekit.load(folder, cache=False))
     (true_ns,) = [each["cost_ns"] for each in truth(folder) if each["fault"] == "host-sync"]
     assert off(bare) < 0.01
     assert savings.saving(bare, "blocking-sync").saved_ns == pytest.approx(true_ns, rel=0.1)
-    told, known = (savings.saving(each, "blocking-sync") for each in (bare, tracekit.load(folder, cache=False)))
-    assert told.confidence < known.confidence
+    inferred, known = (savings.saving(each, "blocking-sync") for each in (bare, tracekit.load(folder, cache=False)))
+    assert inferred.confidence < known.confidence
 
 
 def test_findings_cost_what_the_replay_says(simulated):
@@ -132,21 +132,21 @@ def test_findings_cost_what_the_replay_says(simulated):
     assert finding.cost_ns == pytest.approx(true_ns, rel=0.1)
 
 
-def test_another_strategy_is_predicted_and_says_what_that_rests_on(simulated):
+def test_another_strategy_is_predicted_with_its_assumptions(simulated):
     fsdp1, yafsdp = (tracekit.load(simulated(each, ""), cache=False) for each in ("fsdp1", "yafsdp"))
-    told = strategies.predict_strategy(fsdp1, "yafsdp")
-    assert told.predicted_ns == pytest.approx(savings.saving(yafsdp, "data-loading").step_ns, rel=0.06)
-    assert any("two buffers" in each for each in told.assumptions)
+    prediction = strategies.predict_strategy(fsdp1, "yafsdp")
+    assert prediction.predicted_ns == pytest.approx(savings.saving(yafsdp, "data-loading").step_ns, rel=0.06)
+    assert any("two buffers" in each for each in prediction.assumptions)
 
 
 def test_sharding_inside_nodes_is_predicted_from_a_recording_across_them(simulated):
     fsdp2, hsdp = (tracekit.load(simulated(each, ""), cache=False) for each in ("fsdp2", "hsdp"))
     machine = hardware.find("a100-80")
-    told = strategies.predict_strategy(fsdp2, "hsdp", NodeSpec(machine.gpus_per_node, machine.node_bytes_per_s))
-    assert told.predicted_ns == pytest.approx(savings.saving(hsdp, "data-loading").step_ns, rel=0.03)
+    prediction = strategies.predict_strategy(fsdp2, "hsdp", NodeSpec(machine.gpus_per_node, machine.node_bytes_per_s))
+    assert prediction.predicted_ns == pytest.approx(savings.saving(hsdp, "data-loading").step_ns, rel=0.03)
     slower = strategies.predict_strategy(fsdp2, "hsdp", NodeSpec(machine.gpus_per_node, machine.node_bytes_per_s / 8))
-    assert slower.predicted_ns > 1.1 * told.predicted_ns
-    assert any("sharded over 8 ranks only" in each for each in told.assumptions)
+    assert slower.predicted_ns > 1.1 * prediction.predicted_ns
+    assert any("sharded over 8 ranks only" in each for each in prediction.assumptions)
     with pytest.raises(InputError, match="the 16 ranks of the sharding group do not fill nodes of 5 GPUs"):
         strategies.predict_strategy(fsdp2, "hsdp", NodeSpec(5, 1e9))
     with pytest.raises(InputError, match="sharded over 16 ranks, which fit in one node of 16 GPUs already"):
@@ -156,32 +156,32 @@ def test_sharding_inside_nodes_is_predicted_from_a_recording_across_them(simulat
 def test_another_network_is_predicted_from_what_links_carried(simulated):
     base, slow = (tracekit.load(simulated("fsdp2", each), cache=False) for each in ("", "slow-network:2"))
     step_ns = {run: savings.saving(run, "data-loading").step_ns for run in (base, slow)}
-    told = strategies.predict_network(base, 0.5)
-    assert told.predicted_ns == pytest.approx(step_ns[slow], rel=0.01)
-    assert told.predicted_ns > 1.2 * told.step_ns
+    prediction = strategies.predict_network(base, 0.5)
+    assert prediction.predicted_ns == pytest.approx(step_ns[slow], rel=0.01)
+    assert prediction.predicted_ns > 1.2 * prediction.step_ns
     assert strategies.predict_network(slow, 2).predicted_ns == pytest.approx(step_ns[base], rel=0.01)
-    assert "unchanged latency" in told.assumptions[1]
+    assert "unchanged latency" in prediction.assumptions[1]
     for wrong in (0, -1, float("nan"), 1000):
         with pytest.raises(InputError, match="--network-times is"):
             strategies.predict_network(base, wrong)
 
 
-def test_the_command_tells_people_and_programs(simulated):
+def test_the_command_prints_text_and_json(simulated):
     folder = str(simulated("fsdp2", "host-sync"))
     text = cli_runner.tracekit("whatif", folder, "--gpu-hour-price", "2", cwd=ROOT)
     assert text.returncode == 0, text.stderr
     first, second, *_ = text.stdout.splitlines()
-    assert "replayed with nothing changed" in first
+    assert "replayed without changes" in first
     assert second.startswith(("without blocking-sync", "without communication"))
     assert "at 2 an hour" in text.stdout
-    told = cli_runner.tracekit("whatif", folder, "--without", "blocking-sync", "--format", "json", cwd=ROOT)
-    (only,) = json.loads(told.stdout)["without"]
+    result = cli_runner.tracekit("whatif", folder, "--without", "blocking-sync", "--format", "json", cwd=ROOT)
+    (only,) = json.loads(result.stdout)["without"]
     assert only["cause"] == "blocking-sync"
     assert only["saved_ratio"] > 0.05
     both = cli_runner.tracekit(
         "whatif", folder, "--without", "communication", "--without", "blocking-sync", "--together", cwd=ROOT
     )
-    assert "without blocking-sync and communication the step takes" in both.stdout
+    assert "without blocking-sync and communication step time" in both.stdout
     one = cli_runner.tracekit("whatif", folder, "--without", "communication", "--together", cwd=ROOT)
     assert (one.returncode, "two or more causes" in one.stderr) == (2, True)
     wrong = cli_runner.tracekit("whatif", folder, "--without", "blocking-sink", cwd=ROOT)

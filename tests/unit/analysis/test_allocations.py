@@ -39,12 +39,12 @@ def sample(name: str) -> Run:
 
 
 def memory(*rows: tuple, total: int | None = None, device: int | None = 0, **columns: list) -> pl.DataFrame:
-    """Return events (at, address, delta, step); `total` is what was held before the first."""
+    """Return events (at, address, delta, step); `total` is allocated before the first."""
     at, address, delta, step = (list(column) for column in zip(*rows, strict=True))
-    told = {"at_ns": at, "address": address, "delta_bytes": delta, "step": step, "device": [device] * len(at)}
+    events = {"at_ns": at, "address": address, "delta_bytes": delta, "step": step, "device": [device] * len(at)}
     if total is not None:
-        told["allocated_bytes"] = (total + np.cumsum(delta)).tolist()
-    return pl.DataFrame(told | columns, schema_overrides={"device": pl.Int64, "address": pl.Int64, "step": pl.Int64})
+        events["allocated_bytes"] = (total + np.cumsum(delta)).tolist()
+    return pl.DataFrame(events | columns, schema_overrides={"device": pl.Int64, "address": pl.Int64, "step": pl.Int64})
 
 
 def traced(allocated: pl.DataFrame, **tables: pl.DataFrame) -> Trace:
@@ -62,8 +62,8 @@ COME_AND_GO = memory(
 
 def test_each_allocation_is_matched_with_the_free_of_its_address():
     found = allocations.blocks(traced(COME_AND_GO))
-    told = found.select("address", "bytes", "start_ns", "end_ns", "lifetime_ns", "step", "end_step", "freed").rows()
-    assert told == [
+    rows = found.select("address", "bytes", "start_ns", "end_ns", "lifetime_ns", "step", "end_step", "freed").rows()
+    assert rows == [
         (300, 8, None, 2, None, None, 0, True),
         (100, 4, 0, 2, 2, 0, 0, True),
         (200, 2, 1, None, None, 0, None, False),
@@ -87,24 +87,24 @@ def test_without_addresses_nothing_is_claimed_of_blocks():
     trace = traced(old)
     assert allocations.blocks(trace).is_empty()
     assert double_buffering.alternating(trace).is_empty()
-    # Only what is freed is known of what was held before: 8 at least.
+    # Of earlier memory only what is freed is known: at least 8.
     assert allocations.live(trace)["live_bytes"].to_list() == [10, 12, 8, 0, 4, 0]
     assert allocations.at_peak(trace).select("op", "count", "bytes").rows() == [(None, None, 12)]
 
 
-def test_what_is_held_follows_the_first_total():
-    held = allocations.live(traced(COME_AND_GO.with_columns(reserved_bytes=pl.lit(20))))
-    assert held["live_bytes"].to_list() == COME_AND_GO["allocated_bytes"].to_list() == [13, 15, 11, 3, 7, 3]
-    assert held["slack_bytes"].to_list() == [7, 5, 9, 17, 13, 17]
-    assert held["total"].all()
+def test_live_bytes_start_from_the_first_total():
+    usage = allocations.live(traced(COME_AND_GO.with_columns(reserved_bytes=pl.lit(20))))
+    assert usage["live_bytes"].to_list() == COME_AND_GO["allocated_bytes"].to_list() == [13, 15, 11, 3, 7, 3]
+    assert usage["slack_bytes"].to_list() == [7, 5, 9, 17, 13, 17]
+    assert usage["total"].all()
 
 
-def test_an_allocator_that_keeps_no_count_of_what_it_reserves_has_no_slack():
-    held = allocations.live(traced(COME_AND_GO.with_columns(reserved_bytes=pl.lit(0))))
-    assert held["slack_bytes"].null_count() == held.height
+def test_an_allocator_that_does_not_count_reserved_bytes_has_no_slack():
+    usage = allocations.live(traced(COME_AND_GO.with_columns(reserved_bytes=pl.lit(0))))
+    assert usage["slack_bytes"].null_count() == usage.height
 
 
-def test_the_peak_is_told_by_the_ops_that_wanted_it():
+def test_the_peak_is_split_by_requesting_op():
     slices = ops(
         ("aten::mm", "cpu_op", 0, 9), ("aten::empty", "cpu_op", 0, 1), ("tracekit::forward", "annotation", 0, 9)
     )
@@ -177,7 +177,7 @@ def gathered(units: int, *, unit_bytes: int = 100, freed: bool = True, in_backen
     return traced(events, ops=slices)
 
 
-def test_two_buffers_of_the_largest_unit_would_serve_what_all_units_take_anew():
+def test_two_buffers_of_the_largest_unit_would_replace_the_allocations_of_all_units():
     found = double_buffering.alternating(gathered(4)).rows(named=True)
     gradients, weights = found
     assert (weights["kind"], weights["units"], weights["count"], weights["bytes"]) == ("weights", 4, 12, 800)
@@ -221,7 +221,7 @@ def test_what_fsdp2_was_predicted_to_need_is_what_yafsdp_has():
 
 # Growth ---------------------------------------------------------------------------------------------------------------
 def grown(per_step: np.ndarray) -> Trace:
-    """Simulate a step for each item, after which so many bytes more are held; the rest comes and goes."""
+    """Simulate a step for each item, that leaves so many more bytes allocated; the rest is freed again."""
     rows = []
     for step, more in enumerate(per_step.tolist()):
         rows += [(10 * step, 1, 50_000_000, step), (10 * step + 1, 1, -50_000_000, step)]
@@ -230,9 +230,9 @@ def grown(per_step: np.ndarray) -> Trace:
     return traced(memory(*rows, total=1 << 30))
 
 
-def test_simulated_leaks_are_told_from_simulated_healthy_runs():
+def test_simulated_leaks_are_distinguished_from_healthy_runs():
     rng = np.random.default_rng(7)
-    told = []
+    growing = []
     for number in range(80):
         steps = int(rng.integers(6, 60))
         leaks = number % 2 == 0
@@ -240,14 +240,14 @@ def test_simulated_leaks_are_told_from_simulated_healthy_runs():
         wander = rng.integers(-(1 << 20), 1 << 20, steps)
         leak = rng.integers(3 << 20, 9 << 20) if leaks else 0
         (row,) = growth.growth(grown(np.diff(wander, prepend=0) + leak)).rows(named=True)
-        told.append((leaks, row["low_bytes"] > 0))
-    found = sum(said for leaks, said in told if leaks)
-    false = sum(said for leaks, said in told if not leaks)
+        growing.append((leaks, row["low_bytes"] > 0))
+    found = sum(said for leaks, said in growing if leaks)
+    false = sum(said for leaks, said in growing if not leaks)
     assert found / 40 >= 0.95
     assert found / (found + false) >= 0.95
 
 
-def test_steady_growth_is_told_by_its_slope_though_a_step_is_odd():
+def test_steady_growth_is_found_despite_an_outlier_step():
     more = np.full(12, 4096)
     more[5] = 1 << 24
     more[6] = 4096 * 2 - (1 << 24)
@@ -260,7 +260,7 @@ def test_few_steps_say_nothing_of_growth():
     assert growth.growth(grown(np.full(4, 4096))).is_empty()
 
 
-def test_the_log_of_every_step_tells_growth_that_the_window_is_too_short_for():
+def test_the_metrics_log_shows_growth_that_the_window_is_too_short_for():
     logged = metrics("allocated_bytes", *(1000 + 10 * step for step in range(40)))
     (row,) = growth.growth(traced(COME_AND_GO, metrics=logged)).rows(named=True)
     assert (row["source"], row["steps"], row["slope_bytes"], row["low_bytes"]) == ("metrics", 39, 10, 10)
@@ -272,7 +272,7 @@ def test_our_healthy_recordings_do_not_grow(name):
     assert (run.table(growth.growth)["low_bytes"] <= 0).all()
 
 
-def test_what_steps_differ_by_besides_their_growth_is_told():
+def test_the_spread_of_steps_excludes_their_growth():
     wander = np.array([0, 9, 0, 9, 0, 9, 0, 9, 0, 9])
     (row,) = growth.growth(grown(np.diff(wander, prepend=0) + 100)).rows(named=True)
     assert row["slope_bytes"] == 100
@@ -281,7 +281,7 @@ def test_what_steps_differ_by_besides_their_growth_is_told():
 
 # Traces with totals ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "events"), WITH_TOTALS)
-def test_what_is_held_is_the_total_at_every_event_of_recorded_traces(name, events):
+def test_live_bytes_equal_the_total_at_every_event_of_recorded_traces(name, events):
     if not SHARED.exists():
         pytest.skip("needs the shared traces")
     run = recorded(SHARED / name)
@@ -289,14 +289,14 @@ def test_what_is_held_is_the_total_at_every_event_of_recorded_traces(name, event
 
 
 @pytest.mark.parametrize(("name", "events"), [("demo-fsdp2", 11_778), ("demo-yafsdp", 10_069)])
-def test_what_is_held_is_the_total_at_every_event_of_our_own_recordings(name, events):
+def test_live_bytes_equal_the_total_at_every_event_of_our_own_recordings(name, events):
     _check_totals(sample(name).trace(0), events)
 
 
 def _check_totals(trace: Trace, events: int) -> None:
-    held = allocations.live(trace)
-    assert held.height == events
-    assert held["live_bytes"].to_list() == trace.allocations["allocated_bytes"].to_list()
+    usage = allocations.live(trace)
+    assert usage.height == events
+    assert usage["live_bytes"].to_list() == trace.allocations["allocated_bytes"].to_list()
     peaks = allocations.at_peak(trace).group_by("device").agg(pl.col("bytes").sum(), pl.col("peak_bytes").first())
     assert (peaks["bytes"] == peaks["peak_bytes"]).all()
     assert peaks["peak_bytes"].max() == trace.allocations["allocated_bytes"].max()

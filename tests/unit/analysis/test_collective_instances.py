@@ -70,7 +70,7 @@ def test_sizes_are_of_the_whole():
     assert drawn_traces.run(*traces).run_table(instances)["bytes"].to_list() == [400] * 3
 
 
-def test_nothing_is_told_below_the_residual():
+def test_differences_below_the_residual_are_not_reported():
     job = Job({"world": (0, 1)})
     for _ in range(20):
         job.run("world", "all_reduce", 1 << 20, spread_ns=20 * US, transfer_ns=30 * US)
@@ -126,7 +126,7 @@ def test_by_collective_adds_up_what_each_rank_waited():
     assert rows.filter(pl.col("op") == "all_reduce")["bus_bytes_per_s"].to_list() == pytest.approx([bus] * 3)
 
 
-def test_a_bandwidth_of_many_is_told_of_all_of_them_or_not_at_all():
+def test_a_mean_bandwidth_covers_all_collectives_or_is_null():
     # Nine transfers of 10 µs and one of 3 ms: where clocks agree to 100 µs, the slow one alone would mislead.
     job = Job({"world": (0, 1)}, seed=1)
     for i in range(10):
@@ -135,12 +135,12 @@ def test_a_bandwidth_of_many_is_told_of_all_of_them_or_not_at_all():
     run = drawn_traces.run(job.trace(0), job.trace(1))
     (rate,) = by_collective(run)["bus_bytes_per_s"].unique()
     assert rate == pytest.approx(10 * (1 << 20) / (3 * MS + 9 * 10_000) * 1e9)
-    for residual_us, is_told in ((200, True), (400, False)):
+    for residual_us, is_known in ((200, True), (400, False)):
         rough = drawn_traces.run(job.trace(0), job.trace(1))
         agreed = rough.offsets.with_columns(pl.lit(residual_us * 1000, pl.Int64).alias("residual_ns"))
         rough = Run("rough", rough.sources, align=lambda run, agreed=agreed: agreed)
         assert rough.run_table(instances)["bus_bytes_per_s"].is_not_null().sum() == 1
-        assert by_collective(rough)["bus_bytes_per_s"].is_not_null().all() == is_told
+        assert by_collective(rough)["bus_bytes_per_s"].is_not_null().all() == is_known
 
 
 @settings(max_examples=25, deadline=None)
@@ -200,7 +200,7 @@ def pipeline(rank, pictures, peers):
     """Return a rank of a pipeline: x is an all-reduce of both, s sends to the peer, r receives from it."""
     ops = {"x": "all_reduce", "s": "send", "r": "recv"}
     plain = drawn_traces.trace(pictures, rank=rank, scale_ns=MS)
-    told = plain.activities.filter(pl.col("kind") == "communication").select(
+    calls = plain.activities.filter(pl.col("kind") == "communication").select(
         pl.col("id").alias("activity_id"),
         pl.col("name").replace_strict(ops).alias("op"),
         pl.lit("0").alias("group"),
@@ -209,7 +209,7 @@ def pipeline(rank, pictures, peers):
         pl.when(pl.col("name") != "x").then(peers).alias("peer"),
     )
     groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
-    return drawn_traces.trace(pictures, rank=rank, scale_ns=MS, collectives=told, groups=groups)
+    return drawn_traces.trace(pictures, rank=rank, scale_ns=MS, collectives=calls, groups=groups)
 
 
 def test_a_send_and_its_receive_are_split_into_waiting_and_transfer_by_who_comes_last():

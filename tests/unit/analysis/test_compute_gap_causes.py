@@ -82,7 +82,7 @@ def test_a_gap_in_compute_inherits_the_cause_of_the_gap_in_communication():
 
 
 def test_preparation_that_crawls_opens_a_gap_and_then_the_same_gap_in_compute():
-    # Alone p takes 2, beside a it takes 6: y starts 4 late, and b waits all of y.
+    # p takes 2 alone and 6 during a: y starts 4 late, and b waits all of y.
     trace = drawn_hosts.trace(
         """
         step     00000000000000000000000000
@@ -107,7 +107,7 @@ def test_causes_tile_the_gaps_in_compute_and_chains_keep_all_time(trace):
     assert found.select(pl.sum_horizontal(parts)).to_series().to_list() == found["dur_ns"].to_list()
 
 
-def test_waiting_for_a_peer_is_told_from_the_transfer():
+def test_waiting_for_a_peer_is_separated_from_the_transfer():
     # Rank 1 comes to each y three later than rank 0.
     groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
     picture = "step 000000000000000000000000000000\n"
@@ -120,7 +120,9 @@ def test_waiting_for_a_peer_is_told_from_the_transfer():
         )
     )
     causes = run.run_table(compute_gap_causes_across)
-    mine = causes.filter(pl.col("rank") == 0).group_by("cause", "peer_rank").agg(pl.col("dur_ns").sum()).sort("cause")
-    assert mine.rows() == [("collective", None, 4 * drawn_hosts.UNIT_NS), ("peer", 1, 12 * drawn_hosts.UNIT_NS)]
+    rank_causes = (
+        causes.filter(pl.col("rank") == 0).group_by("cause", "peer_rank").agg(pl.col("dur_ns").sum()).sort("cause")
+    )
+    assert rank_causes.rows() == [("collective", None, 4 * drawn_hosts.UNIT_NS), ("peer", 1, 12 * drawn_hosts.UNIT_NS)]
     assert causes["dur_ns"].sum() == run.table(compute_gap_causes)["dur_ns"].sum()
     assert set(causes.filter(pl.col("rank") == 1)["cause"]) == {"collective"}

@@ -12,7 +12,7 @@ from tracekit.analysis.host import ops
 from tracekit.report import charts
 
 UNIT = drawn_hosts.UNIT_NS
-# p takes 2 alone, 6 beside a.
+# p takes 2 alone, 6 during a.
 GIVING_WAY = rule_examples.giving_way(rule_examples.GIVE_WAY)
 
 
@@ -27,24 +27,25 @@ def test_the_worst_moment_is_the_call_that_took_most_longer_than_alone():
 
 
 def test_time_together_is_added_up_by_phase_and_pair():
-    # compute  a a a a a a a a .        beside p for 6 and beside x for 2
+    # compute  a a a a a a a a .        overlaps p for 6 and x for 2
     # comm     p p p p p p x x x
     rows = GIVING_WAY.run_table(contention_totals.by_phase)
     together = {
-        (of, beside): ns for of, beside, ns in rows.select("kind", "concurrent_kind", "overlapped_ns").iter_rows()
+        (kind, concurrent_kind): ns
+        for kind, concurrent_kind, ns in rows.select("kind", "concurrent_kind", "overlapped_ns").iter_rows()
     }
     assert together["compute", "preparation"] == together["preparation", "compute"] == 6 * UNIT
     assert together["compute", "communication"] == 2 * UNIT
     bars = {bar.name: bar for bar in charts.concurrent_time(rows).data}
-    assert list(bars["beside preparation"].x) == pytest.approx([6 * UNIT / 1e6])
-    assert list(bars["beside communication"].x) == pytest.approx([2 * UNIT / 1e6])
-    assert bars["beside communication"].marker.color == charts.COLOURS["communication"]
+    assert list(bars["during preparation"].x) == pytest.approx([6 * UNIT / 1e6])
+    assert list(bars["during communication"].x) == pytest.approx([2 * UNIT / 1e6])
+    assert bars["during communication"].marker.color == charts.COLOURS["communication"]
 
 
 def test_preparation_is_drawn_where_it_lies_against_the_same_alone():
     figure = charts.delayed_preparation(GIVING_WAY.table(contention.preparation))
     points = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
-    assert points["beside compute"] == [(2 * UNIT, 6 * UNIT)]
+    assert points["during compute"] == [(2 * UNIT, 6 * UNIT)]
     assert points["alone"] == [(2 * UNIT, 2 * UNIT)]
 
 
@@ -60,7 +61,7 @@ def test_slowdowns_have_a_mark_per_rank_with_its_interval_and_a_line_at_one():
     )
     figure = charts.slowdowns(pairs)
     marks = figure.data[0]
-    assert figure.layout.yaxis.ticktext == ("compute beside communication",)
+    assert figure.layout.yaxis.ticktext == ("compute during communication",)
     assert list(marks.x) == [1.25, 1.0]
     assert list(marks.error_x.array) == pytest.approx([0.05, 0])
     assert list(marks.error_x.arrayminus) == pytest.approx([0.05, 0])
@@ -99,7 +100,7 @@ def test_rows_of_several_keys_are_named_by_all_of_them():
     figure = charts.top_bars(
         kernels.kernels(drawn_traces.run(trace), ["name", "unit", "phase"]), ["name", "unit", "phase"]
     )
-    assert figure.layout.yaxis.ticktext == ("a · root · forward", "b · not known · not known")
+    assert figure.layout.yaxis.ticktext == ("a · root · forward", "b · unknown · unknown")
 
 
 def test_operators_are_drawn_by_the_time_in_no_slice_inside():
@@ -109,7 +110,7 @@ def test_operators_are_drawn_by_the_time_in_no_slice_inside():
     assert list(figure.data[0].x) == pytest.approx([3 * UNIT / 1e6, UNIT / 1e6])
 
 
-def test_a_prediction_is_told_from_a_record_and_what_is_held_is_marked():
+def test_predictions_differ_from_recordings_and_allocated_memory_is_marked():
     figure = charts.reserved_memory(
         {"recorded": (3 << 30, False), "predicted": (2 << 30, True)}, peak_allocated_bytes=1 << 30
     )

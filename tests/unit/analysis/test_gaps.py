@@ -162,7 +162,7 @@ def test_what_nothing_explains_is_unknown():
 
 
 def test_preparation_is_split_into_its_own_time_and_what_contention_adds():
-    # p takes 2 alone (before z), 6 beside a.
+    # p takes 2 alone (before z), 6 during a.
     trace = drawn_hosts.trace(
         """
         step     0000000000000000000

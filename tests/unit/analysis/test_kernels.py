@@ -100,7 +100,7 @@ def test_fifty_names_keep_fifty_rows_with_their_own_least_mean_and_most():
     assert found["name"].n_unique() == 50
 
 
-def test_work_of_two_kinds_is_told_apart_even_under_one_name():
+def test_work_of_two_kinds_has_separate_rows_even_under_one_name():
     # HTA takes the kind from the name, so that ^hip is communication and *Sync* or *dma* is not compute.
     names = ("hipLaunch", "fused_Sync_kernel", "dma_copy")
     rows = [(name, kind, 5) for name in names for kind in ("compute", "communication", "memcpy")]
@@ -118,7 +118,7 @@ def test_kernels_without_a_known_launch_count_as_those_of_a_cuda_graph():
     assert found.select("name", "op", "shapes", "total_ns").rows() == [("graphed", None, None, 5)]
 
 
-def test_a_cpu_only_rank_beside_others_breaks_nothing():
+def test_a_cpu_only_rank_among_gpu_ranks_breaks_nothing():
     cpu = drawn_traces.trace("compute  bb", rank=1, on_device=False)
     found = kernels.kernels(drawn_traces.run(trace(("a", "compute", 2)), cpu))
     assert sorted(found["name"].to_list()) == ["a", "b"]
@@ -137,7 +137,7 @@ def test_a_run_without_work_has_no_kernels_and_no_nan():
     assert one["time_ratio"] is None or not math.isnan(one["time_ratio"])
 
 
-def test_kernels_are_told_apart_by_op_shapes_stream_and_rank():
+def test_kernels_are_grouped_by_op_shapes_stream_and_rank():
     slices = pl.DataFrame(
         [
             (0, -1, "aten::linear", "cpu_op", "[[2,3]]"),
@@ -158,7 +158,7 @@ def test_kernels_are_told_apart_by_op_shapes_stream_and_rank():
 
 
 @pytest.mark.parametrize("by", [("nmae",), (), ("name", "thread")])
-def test_an_unknown_key_is_told_with_those_that_there_are(by):
+def test_an_unknown_key_is_refused_with_the_known_ones(by):
     with pytest.raises(ConfigError, match="expected some of name, op, shapes"):
         kernels.kernels(drawn_traces.run(drawn_traces.trace("compute a")), by=by)
 

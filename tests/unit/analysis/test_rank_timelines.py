@@ -1,4 +1,4 @@
-"""Ranks beside each other: what each does, for whom it waits, and that it all adds up."""
+"""Rank timelines: states and awaited ranks, which add up to the breakdown."""
 
 import polars as pl
 import pytest
@@ -23,9 +23,9 @@ def test_what_ranks_do_is_the_breakdown_with_exposed_communication_in_two(make):
     doings = run.run_table(rank_timelines.states)
     by_rank = {row["rank"]: row for row in run.table(breakdown.by_rank).iter_rows(named=True)}
     for rank, row in by_rank.items():
-        mine = dict(doings.filter(pl.col("rank") == rank).group_by("state").agg(pl.col("dur_ns").sum()).iter_rows())
-        assert mine.get("compute", 0) == row["compute_ns"]
-        assert mine.get("transfer", 0) + mine.get("waiting", 0) == row["exposed_communication_ns"]
+        rank_ns = dict(doings.filter(pl.col("rank") == rank).group_by("state").agg(pl.col("dur_ns").sum()).iter_rows())
+        assert rank_ns.get("compute", 0) == row["compute_ns"]
+        assert rank_ns.get("transfer", 0) + rank_ns.get("waiting", 0) == row["exposed_communication_ns"]
     split = run.run_table(exposed_communication.exposed_by_step)
     waited = doings.filter(pl.col("state") == "waiting")["dur_ns"].sum()
     assert split["waited_ns"].sum() == waited
@@ -55,7 +55,7 @@ def test_a_figure_has_a_row_for_each_rank_and_says_for_whom_one_waits():
     window = (doings["start_ns"].min(), (doings["start_ns"] + doings["dur_ns"]).max())
     figure = charts.rank_activity(doings, window)
     assert list(figure.layout.yaxis.ticktext) == ["rank 0", "rank 1"]
-    waits = next(bar for bar in figure.data if bar.name == "waiting for a rank")
+    waits = next(bar for bar in figure.data if bar.name == "waiting for a late rank")
     assert set(waits.y) == {0}
     assert all("rank 1 comes last" in words for (words,) in waits.customdata)
     assert sum(waits.x) == pytest.approx(12 * 3 * drawn_hosts.UNIT_NS / 1e6)

@@ -15,7 +15,7 @@ def judge(run, **thresholds):
     return check(run, [NeedlessRecomputation(**thresholds)])
 
 
-def test_a_region_tells_its_kernels_their_time_and_what_was_allocated_in_it():
+def test_a_region_has_its_kernels_their_time_and_its_allocations():
     (found,) = rule_examples.recomputing(10 * GIB).table(recomputation.regions).iter_rows(named=True)
     assert (found["evidence"], found["kernels"], found["backward"]) == ("checkpoint_node", 1, 0)
     assert (found["compute_ns"], found["activation_bytes"]) == (4 * 50_000, GIB)
@@ -35,7 +35,7 @@ def test_memory_must_hold_the_part_with_some_left_free(free_gib, fires):
     assert judge(rule_examples.recomputing(int(free_gib * GIB)), keep_free_ratio=0.0).findings
 
 
-def test_where_memory_is_not_told_that_is_said():
+def test_missing_memory_events_are_reported():
     run = rule_examples.recomputing(10 * GIB)
     (trace,) = run.traces()
     trace.header["deviceProperties"] = []

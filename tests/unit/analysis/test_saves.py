@@ -49,7 +49,7 @@ def test_a_save_in_the_background_has_two_clocks():
     assert row["background"] is True
 
 
-def test_what_is_not_synced_is_not_durable_and_tells_no_rate_of_storage():
+def test_an_unsynced_save_is_not_durable_and_has_no_storage_rate():
     run = stalling({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}})
     (row,) = run.run_table(analysis.by_rank).iter_rows(named=True)
     assert (row["written_ns"], row["durable_ns"], row["storage_bytes_per_s"]) == (500 * MS, None, None)
@@ -78,7 +78,7 @@ def test_the_files_of_one_save_are_one():
     ]
 
 
-def test_windows_that_tell_the_same_log_are_counted_once():
+def test_windows_with_the_same_log_are_counted_once():
     table = schema.CHECKPOINTS.conform(saves(write=5, total=5))
     run = drawn_traces.run(*(drawn_traces.trace("step 01\ncompute ab", window=w, checkpoints=table) for w in (0, 1)))
     assert run.run_table(analysis.by_rank)["blocked_ns"].to_list() == [5]
@@ -142,7 +142,7 @@ def test_a_rank_with_a_third_more_to_write_is_no_straggler():
     assert dominant(writing((4 * 10**8, 400), (3 * 10**8, 200)))[0] == stalls.WRITE
 
 
-def test_a_rank_that_is_slow_for_its_bytes_straggles_and_its_excess_is_told():
+def test_a_rank_that_is_slow_for_its_bytes_is_a_straggler_with_its_excess():
     run = writing((10**9, 50), (10**9, 450))
     assert dominant(run) == (stalls.STRAGGLER, 1, "write")
     (excess_ns,) = run.run_table(stalls.parts).filter(pl.col("kind") == stalls.STRAGGLER)["dur_ns"]
@@ -168,7 +168,7 @@ def test_with_many_small_tensors_planning_counts_as_serializing():
     assert part["envelope_ratio"] == pytest.approx(0.6)
 
 
-def test_steps_beside_a_save_are_set_against_the_others():
+def test_steps_during_a_save_are_compared_with_the_others():
     # 20 steps of 100 ms, then 13 of 150 ms fit into the save's 2 s, and begin within it.
     (row,) = rule_examples.beside().run_table(analysis.background_slowdown).iter_rows(named=True)
     assert (row["baseline_step_ns"], row["steps"], row["lost_ns"]) == (100 * MS, 10, 500 * MS)
@@ -183,7 +183,7 @@ ONE_RANK = st.tuples(
 
 @given(st.lists(ONE_RANK, min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_steps_beside_saves_are_those_that_going_through_them_one_by_one_finds(ranks):
+def test_steps_during_saves_equal_a_step_by_step_reference(ranks):
     """Each rank has a first step, the times of its steps, and saves: after which step, how long, blocking how long."""
     traces, expected = [], {}
     for rank, (first, took, saved) in enumerate(ranks):
@@ -193,21 +193,21 @@ def test_steps_beside_saves_are_those_that_going_through_them_one_by_one_finds(r
         log = schema.CHECKPOINTS.conform(pl.DataFrame(rows)) if rows else schema.CHECKPOINTS.empty()
         times = metrics("step_time_ns", *took).with_columns(pl.col("step") + first)
         traces.append(drawn_traces.trace("step 01\ncompute ab", rank=rank, checkpoints=log, metrics=times))
-        beside, touched = {}, {after - 1 for after, _, _ in saved}
+        concurrent, touched = {}, {after - 1 for after, _, _ in saved}
         for n, (after, long, blocked) in enumerate(saved):
-            at_ns, beside[n] = 0, []
+            at_ns, concurrent[n] = 0, []
             for step, ns in enumerate(took, first):
                 if step >= after and at_ns < max(long, blocked) - blocked:
-                    beside[n].append(ns)
+                    concurrent[n].append(ns)
                     touched.add(step)
                 at_ns += ns if step >= after else 0
         plain = [ns for step, ns in enumerate(took, first) if step not in touched]
-        for n, found in beside.items():
+        for n, found in concurrent.items():
             if found and plain:
                 median = statistics.median(plain)
                 expected[f"{rank}-{n}"] = (len(found), round(median), round(sum(found) - len(found) * median))
-    told = drawn_traces.run(*traces).run_table(analysis.background_slowdown)
-    assert {save: row for save, *row in told.select("save", "steps", "baseline_step_ns", "lost_ns").rows()} == {
+    slowdown = drawn_traces.run(*traces).run_table(analysis.background_slowdown)
+    assert {save: row for save, *row in slowdown.select("save", "steps", "baseline_step_ns", "lost_ns").rows()} == {
         save: list(row) for save, row in expected.items()
     }
 
@@ -233,7 +233,7 @@ def test_without_metadata_nobody_knows_how_much_was_unique():
     assert row["amplification"] is None
 
 
-def test_a_trace_by_others_tells_copies_collectives_and_idle_time_in_a_save():
+def test_a_public_trace_shows_copies_collectives_and_idle_time_in_a_save():
     # time     0123456789
     # save     .xxxxxxxx.
     # copy     .mm.......
@@ -249,11 +249,11 @@ def test_a_trace_by_others_tells_copies_collectives_and_idle_time_in_a_save():
         columns={"m": {"name": "Memcpy DtoH (Device -> Pageable)", "bytes": 64}},
     )
     (row,) = save_stages.save_spans(found).iter_rows(named=True)
-    told = ("dur_ns", "copied_ns", "pageable_bytes", "collective_ns", "idle_ns", "write_ns", "fsync_ns")
-    assert [row[name] for name in told] == [8, 2, 64, 2, 4, None, None]
+    names = ("dur_ns", "copied_ns", "pageable_bytes", "collective_ns", "idle_ns", "write_ns", "fsync_ns")
+    assert [row[name] for name in names] == [8, 2, 64, 2, 4, None, None]
 
 
-def test_stacks_tell_writing_and_syncing():
+def test_stacks_show_writing_and_syncing():
     stack = rule_examples.ops(
         ("torch/serialization.py(942): save", "python", 1, 9),
         ("<built-in function fsync>", "python", 4, 7),

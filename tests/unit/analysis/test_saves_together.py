@@ -48,20 +48,20 @@ def saving(*each: Saved, count: int = 8, model: object = None, **columns: object
 
 
 def test_a_sample_of_a_save_is_the_sum_of_its_files() -> None:
-    told = samples(saving(MODEL, OPTIMIZER, count=1).trace(0)).filter(pl.col("metric").str.starts_with("checkpoint"))
+    saved = samples(saving(MODEL, OPTIMIZER, count=1).trace(0)).filter(pl.col("metric").str.starts_with("checkpoint"))
     # The log has neither processor time nor calls.
-    assert dict(told.select("metric", "value").rows()) == {
+    assert dict(saved.select("metric", "value").rows()) == {
         "checkpoint_blocked_ns": 1402.0 * MS,
         "checkpoint_written_bytes": 1402.0 * MS,
     }
 
 
 def test_saves_without_a_step_are_samples_of_their_own() -> None:
-    told = samples(saving(MODEL, OPTIMIZER, count=1, step=None).trace(0))
-    assert told.filter(pl.col("metric") == "checkpoint_blocked_ns")["value"].to_list() == [201.0 * MS, 1201.0 * MS]
+    saved = samples(saving(MODEL, OPTIMIZER, count=1, step=None).trace(0))
+    assert saved.filter(pl.col("metric") == "checkpoint_blocked_ns")["value"].to_list() == [201.0 * MS, 1201.0 * MS]
 
 
-def test_what_a_typical_save_does_is_told_of_all_its_files() -> None:
+def test_the_median_save_includes_all_its_files() -> None:
     (work,) = unit_work.save_work(saving(MODEL, OPTIMIZER, count=3).trace(0)).iter_rows(named=True)
     assert (work["name"], work["amount"]) == ("write", 1404.0 * MS)
 
@@ -117,17 +117,17 @@ def test_saves_without_a_step_are_each_by_itself() -> None:
 
 @pytest.mark.parametrize("each", [(MODEL, OPTIMIZER), (MODEL, OPTIMIZER, TINY), (OPTIMIZER, LARGE)])
 def test_to_plan_for_a_checkpoint_is_all_that_is_saved_after_a_step(each: tuple[Saved, ...]) -> None:
-    told = planning_inputs(saving(*each, model={"parameters": 10**6}))
+    inputs = planning_inputs(saving(*each, model={"parameters": 10**6}))
     whole_s = sum(took_ms for _, _, took_ms in each) / 1000
-    assert told.saves == 8
-    assert told.interval_seconds == pytest.approx(EVERY * STEP_MS / 1000 + whole_s)
-    assert told.blocked_seconds == pytest.approx(whole_s, rel=0.02)
-    assert told.checkpoint_bytes == pytest.approx(whole_s * 1e9, rel=0.02)
-    assert told.bytes_per_param == pytest.approx(whole_s * 1000, rel=0.02)
-    assert told.write_bytes_per_second == pytest.approx(1e9)  # a byte a nanosecond
+    assert inputs.saves == 8
+    assert inputs.interval_seconds == pytest.approx(EVERY * STEP_MS / 1000 + whole_s)
+    assert inputs.blocked_seconds == pytest.approx(whole_s, rel=0.02)
+    assert inputs.checkpoint_bytes == pytest.approx(whole_s * 1e9, rel=0.02)
+    assert inputs.bytes_per_param == pytest.approx(whole_s * 1000, rel=0.02)
+    assert inputs.write_bytes_per_second == pytest.approx(1e9)  # a byte a nanosecond
 
 
-def test_files_that_tell_their_bytes_as_a_whole_count_beside_those_that_tell_them_by_stage() -> None:
+def test_files_with_total_bytes_only_count_like_those_with_bytes_by_stage() -> None:
     trace = saving(MODEL, OPTIMIZER, count=1).trace(0)
     of_model = pl.col("checkpoint").str.ends_with("model.pt") & (pl.col("stage") == "write")
     log = trace.checkpoints.with_columns(bytes=pl.when(~of_model).then("bytes"))
@@ -139,7 +139,7 @@ def uploading(uploads_ms: int, *beside: Saved) -> Run:
     trace = saving(*beside, ("step-{}", "dcp.async_save", uploads_ms), count=4).trace(0)
     background = pl.col("call") == "dcp.async_save"
     log = trace.checkpoints.with_columns(blocking=~background)
-    # Training goes on beside an upload.
+    # Training continues during an upload.
     early_ms = (pl.col("step") // EVERY - 1) * uploads_ms
     return drawn_traces.run(replace(trace, checkpoints=log.with_columns(start_ns=pl.col("start_ns") - early_ms * MS)))
 

@@ -61,7 +61,7 @@ def test_samples_are_compared_as_by_hand(rows):
         )
 
 
-def test_one_outlier_beside_is_held_to_the_fence():
+def test_a_concurrent_outlier_is_clipped_to_the_fence():
     dur = np.array([10] * 5 + [20] * 8 + [2000])
     which = np.arange(14) < 5
     found = slowdown.compare_with_alone(np.zeros(14, int), np.zeros(14, int), dur, alone=which, concurrent=~which)
@@ -90,14 +90,14 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     assert 0.85 <= delayed / 200 <= 1.0
 
 
-# What ran beside what -------------------------------------------------------------------------------------------------
+# Concurrent work -------------------------------------------------------------------------------------------------
 
 cells = st.lists(st.sampled_from("ab."), min_size=24, max_size=24).map("".join)
 
 
 @settings(max_examples=25, deadline=None)
 @given(cells, cells, cells, cells)
-def test_what_ran_beside_each_piece_is_counted_as_by_hand(first, second, calls, copies):
+def test_concurrent_time_equals_a_reference(first, second, calls, copies):
     trace = drawn_traces.trace(f"compute1 {first}\ncompute2 {second}\ncomm {calls}\ncopy {copies}")
     lanes = {0: (COMPUTE, first), 1: (COMPUTE, second), 2: (COMMUNICATION, calls), 3: ("copy", copies)}
     for here in concurrency.device_work(trace):
@@ -108,7 +108,7 @@ def test_what_ran_beside_each_piece_is_counted_as_by_hand(first, second, calls, 
                 assert here.concurrent_ns[row, kind] == busy
 
 
-def test_kernels_without_shapes_are_told_apart_by_their_neighbours():
+def test_kernels_without_shapes_are_distinguished_by_their_neighbours():
     # g stands for a product: one grid, once short after f, once long after h.
     (here,) = concurrency.device_work(drawn_traces.trace(f"compute {'f.gg.h.gggg.' * 4}"))
     lengths = {}
@@ -118,14 +118,14 @@ def test_kernels_without_shapes_are_told_apart_by_their_neighbours():
     assert all(len(of) == 1 for of in lengths.values())
 
 
-def pair(trace, of, beside):
+def pair(trace, kind, concurrent_kind):
     run = drawn_traces.run(trace)
-    found = run.run_table(contention.pairs).filter(pl.col("kind") == of, pl.col("concurrent_kind") == beside)
+    found = run.run_table(contention.pairs).filter(pl.col("kind") == kind, pl.col("concurrent_kind") == concurrent_kind)
     return found.row(0, named=True) if found.height else None
 
 
-def test_a_kernel_that_takes_twice_as_long_beside_a_collective():
-    # Beside x for 3 of its 4; of these the work takes 1 alone.
+def test_a_kernel_that_takes_twice_as_long_during_a_collective():
+    # Overlaps x for 3 of its 4; that work takes 1 alone.
     run = PROOFS["STREAM003"].fires()
     found = run.run_table(contention.pairs).row(0, named=True)
     assert (found["kind"], found["concurrent_kind"]) == (COMPUTE, COMMUNICATION)
@@ -153,8 +153,8 @@ def test_never_alone_is_said_and_what_to_record():
     assert run.run_table(contention.pairs)["unknown"].to_list() == [contention.NO_SAMPLE]
 
 
-def test_work_beside_two_others_is_not_held_against_one_of_them():
-    # a is slow beside x only where the copy runs too, which alone has no sample.
+def test_work_with_two_concurrent_kinds_is_not_compared_with_one_of_them():
+    # a is slow during x only where the copy also runs, which has no solo sample.
     trace = drawn_traces.trace(
         f"step {'0' * 80}\ncompute {'aa...aaaa.' * 8}\ncomm {'.....xxxx.' * 8}\ncopy {'.....mmmm.' * 8}"
     )
@@ -162,7 +162,7 @@ def test_work_beside_two_others_is_not_held_against_one_of_them():
 
 
 def test_a_clock_that_falls_is_no_contention():
-    # In step 1 everything takes twice as long, and most of it runs beside x.
+    # In step 1 everything takes twice as long, and most of it overlaps x.
     compute = f"{'aa.' * 12}{'aaaa.' * 12}"
     calls = f"{'...' * 3}{'xx.' * 2}{'...' * 7}{'xxxx.' * 5}{'.....' * 3}{'xxxx.' * 4}"
     picture = f"step {'0' * 36}{'1' * 60}\ncompute {compute}\ncomm {calls}"
@@ -171,16 +171,16 @@ def test_a_clock_that_falls_is_no_contention():
     assert found["slowdown"] == pytest.approx(1.0)
 
 
-def test_collectives_beside_compute_by_bus_bandwidth():
+def test_collectives_during_compute_by_bus_bandwidth():
     run = carrying("aaa.b..", "xxxx.yy")
     found = contention.pool_pairs(run.run_table(collective_contention.by_step)).row(0, named=True)
     assert found["slowdown"] == 3.0
     (size,) = run.run_table(collective_contention.bandwidths).to_dicts()
     assert (size["alone_calls"], size["concurrent_calls"]) == (8, 8)
     assert (size["alone_ns"], size["concurrent_ns"]) == (2 * drawn_hosts.UNIT_NS, 4 * drawn_hosts.UNIT_NS)
-    (told,) = check(run, [StarvedCollectives()]).findings
-    assert told.cost_ns == 8 * drawn_hosts.UNIT_NS  # compute waits 1 for each, of the 2 that it takes longer
-    assert "all_gather of 1.00 KiB" in told.message or "bus bandwidth" not in told.message
+    (finding,) = check(run, [StarvedCollectives()]).findings
+    assert finding.cost_ns == 8 * drawn_hosts.UNIT_NS  # compute waits 1 for each, of the 2 that it takes longer
+    assert "all_gather of 1.00 KiB" in finding.message or "bus bandwidth" not in finding.message
 
 
 def test_collectives_that_nobody_waits_for_cost_nothing():
@@ -190,7 +190,7 @@ def test_collectives_that_nobody_waits_for_cost_nothing():
 
 
 def test_waiting_for_a_peer_is_no_slow_transfer():
-    # x takes 2 on rank 1, which comes last; rank 0 waits for it 4 longer, beside compute.
+    # x takes 2 on rank 1, which comes last; rank 0 waits 4 longer for it, during compute.
     groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
     traces = [
         drawn_hosts.trace(f"step {'0' * 80}\ncompute {a * 8}\ncomm {x * 8}", {"a": 0, "b": 0}, rank=rank, groups=groups)
@@ -204,7 +204,7 @@ def test_waiting_for_a_peer_is_no_slow_transfer():
 # Queues ---------------------------------------------------------------------------------------------------------------
 
 
-def test_what_begins_right_with_earlier_work_of_another_stream_is_held():
+def test_a_kernel_that_starts_with_earlier_work_of_another_stream_is_delayed():
     run = PROOFS["STREAM002"].fires()
     delayed = run.table(queueing.delayed_kernels)
     assert delayed["name"].to_list() == ["a"] * 8
@@ -239,7 +239,7 @@ def test_waiting_for_the_end_of_other_work_is_no_queue():
     assert run.table(queueing.delayed_kernels).is_empty()
 
 
-def test_collectives_of_one_group_that_take_turns_are_held_by_their_communicator():
+def test_collectives_of_one_group_are_delayed_by_their_communicator():
     # Each y was launched at 0 and begins when x of the other stream ends.
     picture = f"step {'0' * 80}\ncompute {'aa........' * 8}\ncomm1 {'..xxxx....' * 8}\ncomm2 {'......yyyy' * 8}"
     plain = drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS)
@@ -248,9 +248,11 @@ def test_collectives_of_one_group_that_take_turns_are_held_by_their_communicator
         pl.col("id").alias("activity_id"), group=pl.lit("0"), op=pl.lit("all_gather")
     )
     apart = groups.with_columns(pl.col("activity_id").cast(pl.String).alias("group"))
-    for told, count in ((groups, 8), (apart, 0)):
+    for calls_of_group, count in ((groups, 8), (apart, 0)):
         run = drawn_traces.run(
-            drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS, ops=pl.DataFrame(calls), collectives=told)
+            drawn_traces.trace(
+                picture, scale_ns=drawn_hosts.UNIT_NS, ops=pl.DataFrame(calls), collectives=calls_of_group
+            )
         )
         delayed = run.table(queueing.delayed_kernels).filter(reason=queueing.COMMUNICATOR, name="y")
         assert delayed["blocker_name"].to_list() == ["x"] * count

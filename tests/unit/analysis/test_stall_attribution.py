@@ -21,11 +21,11 @@ def by(table: pl.DataFrame, *names: str) -> list[tuple[object, ...]]:
 def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
     for run in (MEETING, rule_examples.giving_way(rule_examples.GIVE_WAY)):
         sums = run.run_table(stall_attribution.by_rank).group_by("rank", "gap_kind").agg(pl.col("dur_ns").sum())
-        told = {(rank, of): ns for rank, of, ns in sums.iter_rows()}
+        totals = {(rank, of): ns for rank, of, ns in sums.iter_rows()}
         for trace in run.traces():
             idle, quiet = gaps.compute_gaps(trace), gaps.communication_gaps(trace)
-            assert told[trace.rank, stall_attribution.COMPUTE] == idle["dur_ns"].sum() > 0
-            assert told.get((trace.rank, stall_attribution.COMMUNICATION), 0) == quiet["dur_ns"].sum()
+            assert totals[trace.rank, stall_attribution.COMPUTE] == idle["dur_ns"].sum() > 0
+            assert totals.get((trace.rank, stall_attribution.COMMUNICATION), 0) == quiet["dur_ns"].sum()
 
 
 def test_time_without_compute_is_the_collectives_until_its_last_rank_comes_the_ranks():

@@ -83,13 +83,13 @@ def test_typical_work_is_the_median_over_all_steps() -> None:
     assert found == {"a": 2.0, "b": 1.0}
 
 
-def test_bytes_sent_and_taken_are_told_apart_by_step_and_save() -> None:
+def test_bytes_sent_and_allocated_are_separate_by_step_and_save() -> None:
     calls = pl.DataFrame({"activity_id": [0, 1], "op": ["all_reduce", "all_gather"], "sent_bytes": [64, 1000]})
     events = pl.DataFrame({"at_ns": [1, 2, 9], "device": [0] * 3, "delta_bytes": [10, -10, 30], "step": [0, 0, 1]})
     run = drawn_traces.trace("step 0011\ncomm xxyy", collectives=calls, allocations=events,
                       columns={"y": {"phase": "checkpoint"}})  # fmt: skip
-    told = samples(run)
-    by_metric = {metric: dict(rows.select("step", "value").iter_rows()) for (metric,), rows in told.group_by("metric")}
+    table = samples(run)
+    by_metric = {metric: dict(rows.select("step", "value").iter_rows()) for (metric,), rows in table.group_by("metric")}
     assert by_metric["sent_bytes"] == {0: 64.0}
     assert by_metric["allocated_bytes"] == {0: 10.0, 1: 30.0}
     assert by_metric["peak_allocated_bytes"] == {0: 10.0, 1: 30.0}
@@ -115,5 +115,5 @@ def test_bytes_sent_and_taken_are_told_apart_by_step_and_save() -> None:
 def test_operations_follow_from_shapes(name: str, shapes: str, flops: float | None) -> None:
     ops = pl.DataFrame([{"id": 0, "lane": 0, "name": name, "kind": "cpu_op", "start_ns": 0, "dur_ns": 1, "step": 0,
                          "shapes": shapes}])  # fmt: skip
-    told = arithmetic.flops(drawn_traces.trace("step 0\ncompute a", ops=ops))["flops"].to_list()
-    assert told == ([] if flops is None else [flops])
+    counted = arithmetic.flops(drawn_traces.trace("step 0\ncompute a", ops=ops))["flops"].to_list()
+    assert counted == ([] if flops is None else [flops])

@@ -1,4 +1,4 @@
-"""Timelines drawn by hand, whose steps without a cause can be told by looking."""
+"""Timelines drawn by hand, with known step times without each cause."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def test_a_host_that_is_early_enough_costs_nothing():
 
 
 def test_free_transfers_save_what_compute_waits_for_and_not_what_it_hides():
-    # Twice: x begins when a has ended, runs beside c for two ms, then for four alone, and b begins when it has ended.
+    # Twice: x begins when a has ended, overlaps c for two ms, then for four alone, and b begins when it has ended.
     exposed = run(
         """
         step     00000000000000000000
@@ -95,11 +95,11 @@ def test_a_blocking_read_costs_the_time_in_which_nothing_is_queued():
     )
     found = savings.saving(read, "blocking-sync")
     assert without_ms(found) == 6.0
-    told = read.table(dependencies.dependencies)
-    assert set(told["kind"]) == {"launch", "stream"}
+    waits = read.table(dependencies.dependencies)
+    assert set(waits["kind"]) == {"launch", "stream"}
 
 
-def test_all_that_costs_something_is_told_most_first_with_hours_and_money():
+def test_all_causes_with_a_cost_are_listed_largest_first_with_hours_and_money():
     late = run(
         """
         step     .00000000
