@@ -21,7 +21,7 @@ EIGHT_RANKS = ("nanogpt_h100_8ranks", "megatron_tp8_a100_8ranks")
 MS, US = 1_000_000, 1_000
 SHIFTS_NS = (0, 3_000 * MS, -77 * MS, 12_345, -1_800_000 * MS, 999_999_999, 5 * US, -1)
 
-needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the traces of others are not beside this checkout")
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the shared traces are not installed")
 
 
 def recorded(name):
@@ -33,7 +33,7 @@ def recorded(name):
 @pytest.fixture(scope="module", params=EIGHT_RANKS)
 def eight(request):
     if not TRACES.is_dir():
-        pytest.skip("the traces of others are not beside this checkout")
+        pytest.skip("the shared traces are not installed")
     return recorded(request.param)
 
 
@@ -57,7 +57,7 @@ def test_shifts_of_eight_recorded_ranks_are_found_again(eight):
 
 
 def test_ranks_of_one_host_were_on_one_clock_already(eight):
-    # Their traces tell Unix time by one host's clock, so what alignment adds is its own error.
+    # These ranks share one host's clock, so any offset is an error of the alignment.
     rows = eight.offsets
     assert rows["offset_ns"].abs().max() <= rows["residual_ns"].max() < 50 * US
 
@@ -101,9 +101,9 @@ def test_kernels_that_name_their_size_agree_with_plain_python_and_nothing_is_lef
     raw = {s.rank: kernels(s.path) for s in run.sources}
     members = defaultdict(list)
     for rank in run.ranks:
-        mine = rows.filter(pl.col("rank") == rank).sort("start_ns")
-        assert mine.height == len(raw[rank])
-        for instance, event in zip(mine["instance"], raw[rank], strict=True):
+        rank_rows = rows.filter(pl.col("rank") == rank).sort("start_ns")
+        assert rank_rows.height == len(raw[rank])
+        for instance, event in zip(rank_rows["instance"], raw[rank], strict=True):
             members[instance].append((event["name"], event["args"].get("In msg nelems")))
     for calls in members.values():
         assert len({name for name, _ in calls}) == 1

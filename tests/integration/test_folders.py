@@ -76,13 +76,13 @@ def test_a_url_that_cannot_be_reached_is_one_clear_line(url):
     assert "\n" not in str(caught.value)
 
 
-def test_what_does_not_exist_is_named(tmp_path):
+def test_a_path_that_does_not_exist_is_named(tmp_path):
     for missing in (tmp_path / "gone", [tmp_path / "gone"], str(tmp_path / "*.json"), []):
         with pytest.raises(InputError):
             load(missing)
 
 
-def test_nested_folders_hidden_ones_apart(tmp_path):
+def test_nested_folders_are_searched_hidden_ones_are_not(tmp_path):
     write(tmp_path / "a" / "b" / "rank0.json.gz", trace(0))
     write(tmp_path / "a" / "c" / "rank1.json.gz", trace(1, start_us=101))
     write(tmp_path / ".git" / "rank2.json.gz", trace(2))
@@ -92,19 +92,19 @@ def test_nested_folders_hidden_ones_apart(tmp_path):
 
 
 @pytest.mark.parametrize("shard", [".metadata", "__0_0.distcp"])
-def test_checkpoints_beside_traces_are_not_looked_into(pair, shard):
+def test_checkpoints_next_to_traces_are_not_searched(pair, shard):
     folder = pair / "checkpoints" / "step-000024"
     write(folder / "seal.json", {"step": 24})
     (folder / shard).write_bytes(b"")
     write(folder / "more" / "rank7.json", trace(7))
     memory = fsspec.filesystem("memory")
-    memory.put(f"{pair}/", "memory://kept/run/", recursive=True)
+    memory.put(f"{pair}/", "memory://copy/run/", recursive=True)
     try:
-        for run in (load(pair), load("memory://kept/run")):
+        for run in (load(pair), load("memory://copy/run")):
             assert run.ranks == (0, 1)
             assert run.data_quality.is_empty()
     finally:
-        memory.rm("memory://kept", recursive=True)
+        memory.rm("memory://copy", recursive=True)
 
 
 def test_ranks_are_known_before_anything_is_parsed(pair):
@@ -174,7 +174,7 @@ def test_hta_fault_07_the_last_step_counts(tmp_path):
     assert run.table(breakdown.by_step)["step"].to_list() == [0, 1, 2]
 
 
-def test_ranks_from_names_are_said_to_be_guessed(tmp_path):
+def test_ranks_from_names_are_reported_as_guessed(tmp_path):
     for i, name in enumerate(("job_rank-0.json", "job_rank-1.json")):
         write(tmp_path / name, trace(None, start_us=100 + i))
     run = load(tmp_path)
@@ -192,7 +192,7 @@ def test_ranks_from_names_are_said_to_be_guessed(tmp_path):
         (("a.json", "b.json"), (0, 1)),
     ],
 )
-def test_the_number_that_tells_names_apart_is_the_rank(tmp_path, names, ranks):
+def test_the_number_that_differs_between_names_is_the_rank(tmp_path, names, ranks):
     for i, name in enumerate(names):
         write(tmp_path / name, trace(None, start_us=100 + i))
     assert load(tmp_path).ranks == ranks
@@ -217,7 +217,7 @@ def test_missing_ranks_are_named(tmp_path):
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 70, -1, 0, True, "2", None, [], 1.5])
 @pytest.mark.parametrize("key", ["world_size", "rank"])
-def test_numbers_of_ranks_that_no_job_has_are_not_believed(tmp_path, key, size):
+def test_implausible_ranks_and_world_sizes_are_ignored(tmp_path, key, size):
     pg = {"pg_name": "0", "pg_desc": "default_pg", "pg_size": size, "ranks": []}
     info = {"rank": 0, "world_size": 2, "pg_config": [pg]} | {key: size}
     run = load(write(tmp_path / "rank0.json", trace(None, distributedInfo=info)))
@@ -258,13 +258,13 @@ def test_folders_by_iteration_are_windows(tmp_path):
     assert run.data_quality.is_empty()
 
 
-def test_the_recorders_window_folders_count_as_named(tmp_path):
+def test_the_recorders_window_folders_give_the_windows(tmp_path):
     write(tmp_path / "rank00000.pt.trace.json.gz", trace(0, 1))
     write(tmp_path / "window002" / "rank00000.pt.trace.json.gz", trace(0, 1))
     assert places(load(tmp_path)) == [(0, 0), (2, 0)]
 
 
-def test_folders_of_unlike_names_taken_as_windows_are_said(tmp_path):
+def test_folders_of_unlike_names_assumed_to_be_windows_are_reported(tmp_path):
     for window, name in enumerate(("baseline", "candidate")):
         write(tmp_path / name / "rank0.json", trace(0, 1, start_us=window * 30e6))
     run = load(tmp_path)
@@ -272,7 +272,7 @@ def test_folders_of_unlike_names_taken_as_windows_are_said(tmp_path):
     assert kinds(run) == ["windows_assumed"]
 
 
-def test_jobs_of_other_sizes_are_left_out_aloud(tmp_path):
+def test_jobs_of_other_sizes_are_left_out_and_reported(tmp_path):
     for rank in range(4):
         write(tmp_path / f"new-{rank}.json", trace(rank, 4, start_us=100 + rank))
     for rank in range(2):
@@ -304,7 +304,7 @@ def test_ranks_recorded_hours_apart_are_not_one_window(tmp_path):
     assert "5.0 h apart" in " ".join(run.data_quality["message"])
 
 
-def test_a_single_process_trace_beside_a_job_is_not_taken_for_rank_0(tmp_path):
+def test_a_single_process_trace_next_to_a_job_is_not_taken_for_rank_0(tmp_path):
     for rank in (0, 1):
         write(tmp_path / f"rank{rank}.json", trace(rank, start_us=100 + rank))
     write(tmp_path / "warmup.json", trace(None, start_us=50))
@@ -313,7 +313,7 @@ def test_a_single_process_trace_beside_a_job_is_not_taken_for_rank_0(tmp_path):
     assert kinds(run) == ["mixed_jobs"]
 
 
-@pytest.mark.skipif(not MERGED.is_dir(), reason="the traces of others are not beside this checkout")
+@pytest.mark.skipif(not MERGED.is_dir(), reason="the shared traces are not installed")
 def test_a_merged_file_splits_into_its_ranks():
     run = load(MERGED)
     assert run.ranks == (0, 1, 2, 3)
@@ -324,7 +324,7 @@ def test_a_merged_file_splits_into_its_ranks():
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_turns_out_unreadable_is_left_out_when_it_is_measured(pair):
+def test_a_trace_that_cannot_be_read_is_left_out_when_it_is_measured(pair):
     run = load(pair, cache=False)
     (pair / "rank1.json").write_text("gone")
     assert run.ranks == (0, 1)
@@ -342,7 +342,7 @@ def test_a_run_of_which_nothing_can_be_read_is_an_error(pair):
 
 
 @pytest.mark.parametrize("readers", [1, 3])
-def test_traces_are_read_once_in_order_and_let_go(readers):
+def test_traces_are_read_once_in_order_and_evicted(readers):
     alive = weakref.WeakSet()
     read, most = [], 0
 
@@ -371,7 +371,7 @@ def test_traces_are_read_once_in_order_and_let_go(readers):
     assert len(read) == 64
 
 
-def test_large_files_are_not_read_side_by_side():
+def test_large_files_are_not_read_concurrently():
     running, most = set(), 0
 
     def source(rank):
@@ -389,7 +389,7 @@ def test_large_files_are_not_read_side_by_side():
     assert most == 1
 
 
-def test_progress_is_told_for_each_file(pair):
-    told = []
-    load(pair, on_progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 2), (2, 2)]
+def test_progress_is_reported_for_each_file(pair):
+    calls = []
+    load(pair, on_progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 2), (2, 2)]

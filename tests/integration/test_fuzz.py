@@ -51,7 +51,7 @@ def lenient(data: bytes) -> Counter:
         else:
             item, at, lost = one(decode, text, at, lost)
             if item is not None:
-                found[told(item.get("ph")), told(item.get("cat"))] += 1
+                found[text_of(item.get("ph")), text_of(item.get("cat"))] += 1
     return found
 
 
@@ -70,7 +70,7 @@ def next_brace(text, at):
     return len(text) if found < 0 else found
 
 
-def told(value):
+def text_of(value):
     if value is None or isinstance(value, str):
         return None if value is None else value.encode("utf-8", "replace").decode()
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
@@ -89,13 +89,13 @@ def cut_down(text: str) -> str:
         event, at = decode(text, begin)
         pieces.append((event, text[begin:at]))
     step = next(event for event, _ in pieces if event["name"].startswith("ProfilerStep#"))
-    kept, size = set(), 0
+    chosen, size = set(), 0
     for i in sorted(range(len(pieces)), key=lambda i: (pieces[i][0]["ph"] != "M", float(pieces[i][0].get("ts", 0)))):
         event, piece = pieces[i]
         if event["ph"] == "M" or (float(event["ts"]) >= float(step["ts"]) and size < SIZE):
-            kept.add(i)
+            chosen.add(i)
             size += len(piece)
-    return text[:first] + "\n  " + ",\n  ".join(pieces[i][1] for i in sorted(kept)) + text[at:]
+    return text[:first] + "\n  " + ",\n  ".join(pieces[i][1] for i in sorted(chosen)) + text[at:]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_the_trace_that_is_damaged_is_whole_before(damaged, real, drawn):
         assert not kinds & LOSSY
 
 
-def test_cut_anywhere_every_whole_event_before_is_read(damaged, real, drawn, batches):
+def test_a_file_truncated_anywhere_is_read_up_to_the_last_complete_event(damaged, real, drawn, batches):
     random_ = random.Random(SEED)
     for data in (real, drawn):
         first = data.index(b"[", data.index(b'"traceEvents"')) + 1
@@ -175,7 +175,7 @@ def test_cut_anywhere_every_whole_event_before_is_read(damaged, real, drawn, bat
 
 
 @pytest.mark.parametrize("which", ["real", "drawn"])
-def test_a_flipped_byte_costs_two_events_at_most_and_is_told(damaged, which, request, batches):
+def test_a_flipped_byte_loses_at_most_two_events_and_is_reported(damaged, which, request, batches):
     whole = request.getfixturevalue(which)
     random_ = random.Random(SEED + 1)
     for at, byte in [flipped(whole, random_) for _ in range(250 if which == "real" else 25)]:
@@ -249,7 +249,7 @@ def test_a_header_may_spell_what_is_no_text(tmp_path):
     assert trace.groups.select("group", "description").rows()[0] == ("?", "a?")
 
 
-def test_packed_bytes_cut_or_flipped_are_told(damaged, real):
+def test_truncated_or_damaged_compression_is_reported(damaged, real):
     packed = gzip.compress(real, 6)
     whole = lenient(real)
     random_ = random.Random(SEED + 3)

@@ -45,7 +45,7 @@ def both(request):
 
 def pair(path):
     if not path.is_file():
-        pytest.skip("the traces of others are not beside this checkout")
+        pytest.skip("the shared traces are not installed")
     return Both(path)
 
 
@@ -137,12 +137,12 @@ def test_groups_are_those_of_the_header():
     both = pair(GLOO)
     listed = both.trace.header["distributedInfo"]["pg_config"]
     assert len(listed) == 11
-    for group, told in zip(both.trace.groups.to_dicts(), listed, strict=True):
+    for group, config in zip(both.trace.groups.to_dicts(), listed, strict=True):
         assert group == {
-            "group": told["pg_name"],
-            "description": told["pg_desc"],
-            "backend": told["backend_config"],
-            "ranks": told["ranks"],
+            "group": config["pg_name"],
+            "description": config["pg_desc"],
+            "backend": config["backend_config"],
+            "ranks": config["ranks"],
         }
 
 
@@ -150,7 +150,7 @@ OPS = {"allreduce": "all_reduce", "broadcast": "broadcast", "_reduce_scatter_bas
 OPS |= {"_allgather_base": "all_gather"}
 
 
-def told_by(args):
+def sizes_of(args):
     item = ITEM_BYTES[args["dtype"]]
     sizes = item * args["In msg nelems"], item * args["Out msg nelems"]
     return OPS[args["Collective name"]], args["Process Group Name"], args["dtype"], *sizes, args["Group size"]
@@ -166,29 +166,29 @@ def test_collectives_say_what_their_kernels_arguments_say(path):
     }
     kernels = [s for s in both.plain.of("kernel") if s.name.startswith("nccl")]
     assert found.keys() == {s.start for s in kernels}
-    said = {s.start: told_by(s.args) for s in kernels if "Collective name" in s.args}
+    said = {s.start: sizes_of(s.args) for s in kernels if "Collective name" in s.args}
     assert len(said) >= 0.6 * len(kernels)
     for start, row in said.items():
         assert found[start] == row
-    for s in kernels:  # what a replayed graph ran tells its op and no size
+    for s in kernels:  # kernels of a replayed graph have an op and no size
         assert found[s.start][0] in {"reduce_scatter": "ReduceScatter", "all_gather": "AllGather"} or s.start in said
 
 
-def test_kernels_all_named_generic_are_told_apart_by_their_arguments():
+def test_kernels_all_named_generic_are_distinguished_by_their_arguments():
     path = SHARED / "merged_ddp_mi300_4ranks" / "merged_all_events.json.gz"
     if not path.is_file():
-        pytest.skip("the traces of others are not beside this checkout")
+        pytest.skip("the shared traces are not installed")
     plain = raw.RawTrace(path)
     for rank, trace in reader.read_merged(str(path)).items():
         kernels = [s for s in plain.of("kernel") if s.name.startswith("nccl") and s.args["rank"] == rank]
-        expected = sorted(told_by(s.args) for s in kernels)
+        expected = sorted(sizes_of(s.args) for s in kernels)
         columns = ("op", "group", "dtype", "sent_bytes", "received_bytes", "group_size")
         assert sorted(trace.collectives.select(columns).rows()) == expected
         assert {row[0] for row in expected} == {"all_reduce", "broadcast"}
         assert trace.groups.select("group", "ranks").rows() == [("0", [0, 1, 2, 3])]
 
 
-def test_old_kernels_all_named_send_and_receive_are_told_apart_by_the_op_that_issued_them():
+def test_old_kernels_all_named_send_and_receive_are_distinguished_by_the_issuing_op():
     both = pair(SHARED / "hta_dlrm_a100" / "rank0.json.gz")
     calls = {s.args["correlation"]: s for s in both.plain.of("cuda_runtime") if s.args.get("correlation")}
     issuers = [s for s in both.plain.of("cpu_op") if s.name.startswith("c10d::")]

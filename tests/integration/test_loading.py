@@ -1,4 +1,4 @@
-"""The reader on real runs: recorded samples, and, where they lie beside the project, traces of others."""
+"""The reader on real runs: recorded samples and, where installed, the shared traces."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"
 NANOGPT = ROOT.parent / "shared" / "traces" / "nanogpt_h100_8ranks"
 SAMPLE_NAMES = ("demo-fsdp2", "demo-yafsdp")
-needs_nanogpt = pytest.mark.skipif(not NANOGPT.is_dir(), reason="the traces of others are not beside this checkout")
+needs_nanogpt = pytest.mark.skipif(not NANOGPT.is_dir(), reason="the shared traces are not installed")
 
 
 @pytest.fixture(scope="module", params=SAMPLE_NAMES)
@@ -113,9 +113,9 @@ def test_exposed_time_of_each_collective_equals_plain_python_and_saves_are_left_
     trace = sample.trace(0)
     compute = trace.activities.filter(pl.col("kind") == "compute").select("start_ns", "dur_ns").rows()
     sent = trace.activities.filter(pl.col("kind") == "communication")
-    mine = exposed_communication.exposed(trace)
-    assert sent.height - mine.height == sent.filter(pl.col("phase") == "checkpoint").height > 0
-    for start, dur, exposed in mine.select("start_ns", "dur_ns", "exposed_ns").rows():
+    own = exposed_communication.exposed(trace)
+    assert sent.height - own.height == sent.filter(pl.col("phase") == "checkpoint").height > 0
+    for start, dur, exposed in own.select("start_ns", "dur_ns", "exposed_ns").rows():
         end = start + dur
         hidden = [(max(a, start), min(a + ns, end)) for a, ns in compute if a < end and a + ns > start]
         assert exposed == dur - covered(hidden)
@@ -188,10 +188,10 @@ def test_overlap_agrees_with_hta_over_the_kernels_that_hta_keeps(tmp_path):
     analysis = hta.TraceAnalysis(trace_dir=str(tmp_path / "traces"))
     theirs = analysis.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
     for rank in range(8):
-        kept = analysis.t.get_trace(rank)
-        kept = kept[kept["stream"] >= 0]
-        names = kept["name"].map(dict(enumerate(analysis.t.symbol_table.get_sym_table())))
-        spans = list(zip(kept["ts"], kept["ts"] + kept["dur"], names, strict=True))
+        hta_slices = analysis.t.get_trace(rank)
+        hta_slices = hta_slices[hta_slices["stream"] >= 0]
+        names = hta_slices["name"].map(dict(enumerate(analysis.t.symbol_table.get_sym_table())))
+        spans = list(zip(hta_slices["ts"], hta_slices["ts"] + hta_slices["dur"], names, strict=True))
         collective = [s[:2] for s in spans if s[2].startswith("nccl")]
         compute = [s[:2] for s in spans if not s[2].startswith(("nccl", "Mem"))]
         overlap = covered(collective) + covered(compute) - covered(collective + compute)

@@ -41,7 +41,7 @@ NO_WORK = {"trace", "gpu_user_annotation", "cuda_sync"}
 @pytest.fixture(params=[*SAMPLES, *(SHARED / name for name in OTHERS)], ids=lambda path: path.name, scope="module")
 def folder(request):
     if not request.param.is_dir():
-        pytest.skip("the traces of others are not beside this checkout")
+        pytest.skip("the shared traces are not installed")
     return request.param
 
 
@@ -73,7 +73,7 @@ def test_no_event_is_lost_and_every_lane_is_busy_as_long_as_in_plain_python(fold
 def test_a_merged_file_splits_into_the_ranks_that_its_events_name():
     file = SHARED / "merged_ddp_mi300_4ranks" / "merged_all_events.json.gz"
     if not file.is_file():
-        pytest.skip("the traces of others are not beside this checkout")
+        pytest.skip("the shared traces are not installed")
     run = load(file.parent, cache=False)
     assert run.ranks == (0, 1, 2, 3)
     work = [run.trace(rank).activities.height + run.trace(rank).ops.height for rank in run.ranks]
@@ -84,8 +84,8 @@ def test_a_merged_file_splits_into_the_ranks_that_its_events_name():
 def test_allocator_events_of_a_sample_are_all_there():
     for file in (file for sample in SAMPLES for file in sample.glob("*.gz")):
         with gzip.open(file, "rt") as text:
-            told = text.read().count('"name": "[memory]"')
-        assert reader.read(str(file), rank=0).allocations.height == told > 0
+            memory_events = text.read().count('"name": "[memory]"')
+        assert reader.read(str(file), rank=0).allocations.height == memory_events > 0
 
 
 def counted(events):

@@ -1,4 +1,4 @@
-"""What reading holds in memory: the tables that are asked for, whatever else the file holds. Simulated files."""
+"""Memory use of reading: that of the requested tables, whatever else the file contains. Simulated files."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from tests.support.kineto_files import slice_
 
 MIB = 1 << 20
 STATUS = Path("/proc/self/status")
-# Not by getrusage: its peak counts what the parent held when it forked.
+# Not by getrusage: its peak includes the memory of the parent at the fork.
 PEAK = """
 import sys
 from tracekit.ingest.readers import kineto

@@ -54,7 +54,7 @@ def trace(
     return drawn_traces.trace(picture, scale_ns=UNIT_NS, columns=columns, **tables, **more)  # type: ignore[arg-type]
 
 
-def told(causes: pl.DataFrame, *more: str) -> list[tuple[object, ...]]:
+def gap_rows(causes: pl.DataFrame, *more: str) -> list[tuple[object, ...]]:
     """Return cause, detail, start and length in characters (and further columns) of each piece."""
     return [
         (row["cause"], row["detail"], row["start_ns"] // UNIT_NS, row["dur_ns"] // UNIT_NS, *(row[m] for m in more))

@@ -27,8 +27,8 @@ def frame(name: str, line: int = 1) -> dict[str, Any]:
 
 
 def event(action: str, address: int, size: int, *, stream: int = 0, at_us: int = 0, frames: Any = ()) -> dict[str, Any]:
-    told = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": at_us}
-    return told | {"compile_context": "N/A", "user_metadata": "", "frames": list(frames)}
+    fields = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": at_us}
+    return fields | {"compile_context": "N/A", "user_metadata": "", "frames": list(frames)}
 
 
 def segment(address: int, blocks: list[tuple[int, str]], **more: Any) -> dict[str, Any]:
@@ -37,24 +37,41 @@ def segment(address: int, blocks: list[tuple[int, str]], **more: Any) -> dict[st
     for size, state in blocks:
         listed.append({"address": at, "size": size, "requested_size": size, "state": state, "frames": []})
         at += size
-    held = {state: sum(size for size, kind in blocks if kind == state) for state in ("active_allocated", "inactive")}
-    told = {"device": 0, "address": address, "total_size": at - address, "allocated_size": held["active_allocated"]}
-    told |= {"active_size": held["active_allocated"], "requested_size": held["active_allocated"], "stream": 0}
-    told |= {"segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False, "blocks": listed, "frames": []}
-    return told | more
+    state_bytes = {
+        state: sum(size for size, kind in blocks if kind == state) for state in ("active_allocated", "inactive")
+    }
+    fields = {
+        "device": 0,
+        "address": address,
+        "total_size": at - address,
+        "allocated_size": state_bytes["active_allocated"],
+    }
+    fields |= {
+        "active_size": state_bytes["active_allocated"],
+        "requested_size": state_bytes["active_allocated"],
+        "stream": 0,
+    }
+    fields |= {
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "blocks": listed,
+        "frames": [],
+    }
+    return fields | more
 
 
 def document(segments: list[Any], *traces: list[Any], settings: Any = None, annotations: Any = ()) -> dict[str, Any]:
-    told = {"segments": segments, "device_traces": list(traces), "allocator_settings": settings or SETTINGS}
-    return told | {"external_annotations": list(annotations)}
+    fields = {"segments": segments, "device_traces": list(traces), "allocator_settings": settings or SETTINGS}
+    return fields | {"external_annotations": list(annotations)}
 
 
-def write(path: Path, told: Any, protocol: int = 4) -> Path:
-    path.write_bytes(pickle.dumps(told, protocol))
+def write(path: Path, snapshot: Any, protocol: int = 4) -> Path:
+    path.write_bytes(pickle.dumps(snapshot, protocol))
     return path
 
 
-def as_libtorch(told: Any) -> bytes:
+def as_libtorch(snapshot: Any) -> bytes:
     """Return a pickle as torch's C++ writes it: protocol 2, a list in one batch, remembered after it is whole."""
     memo: dict[Any, int] = {}
 
@@ -81,7 +98,7 @@ def as_libtorch(told: Any) -> bytes:
             return b"}(" + b"".join(dump(k) + dump(v) for k, v in value.items()) + b"u" + put(key)
         return b"](" + b"".join(map(dump, value)) + b"e" + put(key)
 
-    return b"\x80\x02" + dump(told) + b"."
+    return b"\x80\x02" + dump(snapshot) + b"."
 
 
 class Simulation:
@@ -98,18 +115,18 @@ class Simulation:
     def malloc(self, size: int, *, stream: int = 0, pool: int = 0) -> Block:
         block = self.allocator.malloc(size, stream, pool)
         self._catch_up("simulated malloc")
-        self._tell("alloc", block.address, size, stream)
+        self._record("alloc", block.address, size, stream)
         return block
 
     def free(self, block: Block, *, later: bool = False) -> None:
         """Free a block; `later` leaves its end to `complete`, as another stream's use does."""
-        self._tell("free_requested", block.address, block.requested_bytes, block.pool.stream)
+        self._record("free_requested", block.address, block.requested_bytes, block.pool.stream)
         self.allocator.request_free(block)
         if not later:
             self.complete(block)
 
     def complete(self, block: Block) -> None:
-        self._tell("free_completed", block.address, block.requested_bytes, block.pool.stream)
+        self._record("free_completed", block.address, block.requested_bytes, block.pool.stream)
         self.allocator.complete_free(block)
 
     def empty_cache(self) -> None:
@@ -119,21 +136,23 @@ class Simulation:
     def document(self, first: int = 0) -> dict[str, Any]:
         """Return the snapshot that holds the events from number `first` on."""
         segments = []
-        for told in self.allocator.segments():
+        for source in self.allocator.segments():
             states = {"allocated": "active_allocated", "pending": "active_pending_free", "free": "inactive"}
-            more = {"stream": told.stream, "segment_type": "small" if told.small else "large"}
-            more |= {"segment_pool_id": (0, told.pool), "is_expandable": told.expandable}
-            made = segment(told.address, [(block.bytes, states[block.state]) for block in told.blocks], **more)
-            for block, state in zip(made["blocks"], told.blocks, strict=True):
+            more = {"stream": source.stream, "segment_type": "small" if source.small else "large"}
+            more |= {"segment_pool_id": (0, source.pool), "is_expandable": source.expandable}
+            made = segment(source.address, [(block.bytes, states[block.state]) for block in source.blocks], **more)
+            for block, state in zip(made["blocks"], source.blocks, strict=True):
                 block["requested_size"] = state.requested_bytes
             segments.append(made)
         conf = SETTINGS | {"expandable_segments": self.allocator.settings.expandable}
         return document(segments, self.events[first:], settings=conf)
 
     def _catch_up(self, why: str) -> None:
-        for told in self.allocator.events[self._seen :]:
-            self.events.append(event(told.action, told.address, told.bytes, stream=told.stream, frames=[frame(why)]))
+        for recorded in self.allocator.events[self._seen :]:
+            self.events.append(
+                event(recorded.action, recorded.address, recorded.bytes, stream=recorded.stream, frames=[frame(why)])
+            )
         self._seen = len(self.allocator.events)
 
-    def _tell(self, action: str, address: int, size: int, stream: int) -> None:
+    def _record(self, action: str, address: int, size: int, stream: int) -> None:
         self.events.append(event(action, address, size, stream=stream))

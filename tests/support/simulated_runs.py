@@ -1,6 +1,6 @@
 """Simulated runs whose clocks and collectives are known: what alignment and matching must find again.
 
-Every collective ends at one moment of true time on all its ranks, give or take `jitter_ns`; each rank's file tells it
+Every collective ends at one moment of true time on all its ranks, give or take `jitter_ns`; each rank's file states it
 on a clock that is `clocks[rank]` behind, and drifts.
 """
 
@@ -87,13 +87,13 @@ class Job:
     ) -> Trace:
         """Return what `rank` recorded, with the collectives in `drop` missing and its window from `first` to `last`.
 
-        The activity_id of a call is the key of the collective, so a test can tell what was matched.
+        The activity_id of a call is the key of the collective, so a test can check the match.
         """
-        mine = [c for c in self.done if rank in c.arrivals]
+        rank_calls = [c for c in self.done if rank in c.arrivals]
         seqs: dict[str, int] = {}
         rows, calls = [], []
         names = names or {}
-        for c in mine:
+        for c in rank_calls:
             seqs[c.group] = seqs.get(c.group, 0) + 1
             if c.key in drop or c.key < first or (last is not None and c.key > last):
                 continue

@@ -18,7 +18,7 @@ def test_compute_that_waits_for_a_collective():
         """,
         {"b": 0, "x": 0},
     )
-    assert drawn_hosts.told(compute_gap_causes(trace), "evidence") == [("collective", None, 2, 5, "adjacent")]
+    assert drawn_hosts.gap_rows(compute_gap_causes(trace), "evidence") == [("collective", None, 2, 5, "adjacent")]
 
 
 def test_compute_that_is_launched_late_is_the_hosts():
@@ -30,7 +30,7 @@ def test_compute_that_is_launched_late_is_the_hosts():
         {"b": 6},
         doing=(("cudaFree", "runtime", 1, 5),),
     )
-    assert drawn_hosts.told(compute_gap_causes(trace)) == [
+    assert drawn_hosts.gap_rows(compute_gap_causes(trace)) == [
         ("host", "allocator", 2, 3),
         ("host", "python", 5, 1),
         ("unknown", None, 6, 1),
@@ -47,7 +47,7 @@ def test_a_host_that_waits_for_a_collective_is_not_what_is_late():
         {"b": 7},
         doing=(("cudaStreamSynchronize", "runtime", 1, 4),),
     )
-    assert drawn_hosts.told(compute_gap_causes(trace)) == [
+    assert drawn_hosts.gap_rows(compute_gap_causes(trace)) == [
         ("collective", "synchronize", 2, 2),
         ("host", "python", 4, 3),
     ]
@@ -62,7 +62,7 @@ def test_compute_that_waits_for_a_copy():
         """,
         {"b": 0},
     )
-    assert drawn_hosts.told(compute_gap_causes(trace)) == [("copy", None, 2, 5)]
+    assert drawn_hosts.gap_rows(compute_gap_causes(trace)) == [("copy", None, 2, 5)]
 
 
 def test_a_gap_in_compute_inherits_the_cause_of_the_gap_in_communication():
@@ -76,7 +76,7 @@ def test_a_gap_in_compute_inherits_the_cause_of_the_gap_in_communication():
         {"y": 6, "b": 6},
     )
     causes = compute_gap_causes(trace)
-    assert drawn_hosts.told(causes) == [("host", "python", 2, 4), ("collective", None, 6, 2)]
+    assert drawn_hosts.gap_rows(causes) == [("host", "python", 2, 4), ("collective", None, 6, 2)]
     assert causes["communication_gap"].to_list() == [0, None]
     assert causes["collective_id"].n_unique() == 1
 

@@ -63,7 +63,7 @@ def test_a_collective_that_is_launched_late_leaves_a_gap_that_is_the_hosts():
         {"y": 8},
         doing=(("cudaMalloc", "runtime", 2, 4), ("aten::mm", "cpu_op", 4, 6)),
     )
-    assert drawn_hosts.told(gap_causes(trace)) == [
+    assert drawn_hosts.gap_rows(gap_causes(trace)) == [
         ("host", "python", 1, 1),
         ("host", "allocator", 2, 2),
         ("host", "op", 4, 2),
@@ -92,7 +92,7 @@ def test_what_the_host_did_instead_of_launching(name, kind, detail):
     doing = (
         ((name, kind, 1, 8), ("cudaEventSynchronize", "runtime", 2, 3)) if "limiter" in name else ((name, kind, 1, 8),)
     )
-    assert drawn_hosts.told(gap_causes(drawn_hosts.trace(picture, {"y": 8}, doing))) == [("host", detail, 1, 7)]
+    assert drawn_hosts.gap_rows(gap_causes(drawn_hosts.trace(picture, {"y": 8}, doing))) == [("host", detail, 1, 7)]
 
 
 def test_a_collective_that_waits_for_the_compute_before_it():
@@ -104,7 +104,7 @@ def test_a_collective_that_waits_for_the_compute_before_it():
         """,
         {"b": 0, "y": 2},
     )
-    assert drawn_hosts.told(gap_causes(trace), "name", "evidence") == [("compute", None, 1, 5, "a", "adjacent")]
+    assert drawn_hosts.gap_rows(gap_causes(trace), "name", "evidence") == [("compute", None, 1, 5, "a", "adjacent")]
 
 
 def test_a_reduction_that_is_launched_after_what_it_reduces_waits_for_both():
@@ -118,7 +118,7 @@ def test_a_reduction_that_is_launched_after_what_it_reduces_waits_for_both():
         {"y": 7},
         ops={"y": "reduce_scatter"},
     )
-    assert drawn_hosts.told(gap_causes(trace), "evidence") == [
+    assert drawn_hosts.gap_rows(gap_causes(trace), "evidence") == [
         ("compute", None, 1, 3, "running"),
         ("host", "python", 4, 3, "launch_time"),
     ]
@@ -133,7 +133,7 @@ def test_a_gather_that_is_launched_late_is_the_hosts_also_while_compute_runs():
         """,
         {"y": 7},
     )
-    assert drawn_hosts.told(gap_causes(trace)) == [("host", "python", 1, 6)]
+    assert drawn_hosts.gap_rows(gap_causes(trace)) == [("host", "python", 1, 6)]
 
 
 def test_a_collective_that_waits_for_a_copy():
@@ -146,7 +146,7 @@ def test_a_collective_that_waits_for_a_copy():
         """,
         {"m": 0, "y": 1},
     )
-    assert drawn_hosts.told(gap_causes(trace)) == [("compute", None, 1, 2), ("copy", None, 3, 3)]
+    assert drawn_hosts.gap_rows(gap_causes(trace)) == [("compute", None, 1, 2), ("copy", None, 3, 3)]
 
 
 def test_what_nothing_explains_is_unknown():
@@ -158,7 +158,7 @@ def test_what_nothing_explains_is_unknown():
         """,
         {"y": 1},
     )
-    assert drawn_hosts.told(gap_causes(trace), "confidence") == [("unknown", None, 1, 6, 0.0)]
+    assert drawn_hosts.gap_rows(gap_causes(trace), "confidence") == [("unknown", None, 1, 6, 0.0)]
 
 
 def test_preparation_is_split_into_its_own_time_and_what_contention_adds():
@@ -171,7 +171,7 @@ def test_preparation_is_split_into_its_own_time_and_what_contention_adds():
         """,
         {"p": 0, "y": 0, "z": 0},
     )
-    found = [row for row in drawn_hosts.told(gap_causes(trace), "name", "evidence") if row[2] < 12]
+    found = [row for row in drawn_hosts.gap_rows(gap_causes(trace), "name", "evidence") if row[2] < 12]
     assert found == [
         ("unknown", None, 1, 1, None, "none"),
         ("preparation", None, 2, 2, "p", "lane_order"),
@@ -189,7 +189,7 @@ def test_preparation_without_a_sample_alone_is_not_split():
         """,
         {"p": 0, "y": 0},
     )
-    assert drawn_hosts.told(gap_causes(trace)) == [("preparation", "no_sample_alone", 1, 4)]
+    assert drawn_hosts.gap_rows(gap_causes(trace)) == [("preparation", "no_sample_alone", 1, 4)]
 
 
 def test_preparation_on_another_lane_is_known_by_its_span():
@@ -204,7 +204,7 @@ def test_preparation_on_another_lane_is_known_by_its_span():
         {"p": 0, "y": 1},
         columns={"p": under, "y": under},
     )
-    assert drawn_hosts.told(gap_causes(trace), "evidence")[0] == ("preparation", "no_sample_alone", 1, 3, "span")
+    assert drawn_hosts.gap_rows(gap_causes(trace), "evidence")[0] == ("preparation", "no_sample_alone", 1, 3, "span")
 
 
 def test_on_the_host_what_computes_is_waited_for():
@@ -217,7 +217,7 @@ def test_on_the_host_what_computes_is_waited_for():
         {"y": 7},
         on_device=False,
     )
-    assert drawn_hosts.told(gap_causes(trace)) == [
+    assert drawn_hosts.gap_rows(gap_causes(trace)) == [
         ("compute", None, 0, 4),
         ("host", "python", 4, 2),
         ("compute", None, 6, 1),

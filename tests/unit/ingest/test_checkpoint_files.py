@@ -79,7 +79,7 @@ def only_problem(path: Path) -> checkpoint_files.Problem:
     return problem
 
 
-def test_a_distributed_checkpoint_is_whole_and_most_of_it_vouched_for_by_checksums(step: Path) -> None:
+def test_a_distributed_checkpoint_is_whole_and_most_of_it_verified_by_checksums(step: Path) -> None:
     (each,) = checkpoint_files.verify(step)
     assert (each.status, each.kinds, each.files) == (checkpoint_files.WHOLE, ("torch.distributed.checkpoint",), 2)
     assert each.total_bytes == sum(file.stat().st_size for file in step.iterdir())
@@ -108,7 +108,7 @@ def test_a_shard_that_is_cut_or_gone_is_named_with_its_rank(step: Path) -> None:
     assert (problem.rank, problem.file, problem.what) == (0, "__0_0.distcp", "is missing")
 
 
-def test_a_save_that_never_ended_is_told_from_one_that_did(step: Path, saved: Path) -> None:
+def test_a_save_that_did_not_complete_is_damaged(step: Path, saved: Path) -> None:
     sealed(step.parent / "step-000001", saved / "dcp")
     assert only_problem(step).what.endswith("the save did not end, or is under way")  # no seal
     (step / ".metadata").unlink()
@@ -156,7 +156,7 @@ def test_a_metadata_that_would_run_code_runs_none_and_is_refused(step: Path) -> 
     assert not (step / "ran").exists()
 
 
-def test_a_metadata_that_nests_without_an_end_ends_no_process() -> None:
+def test_deeply_nested_metadata_does_not_crash_the_process() -> None:
     nested = b"\x80\x04}" + b")" + b"\x85" * 50_000 + b"K\x01s."
     with pytest.raises(PickleError, match="a key of nested tuples"):
         inert_pickle.MetadataUnpickler(io.BytesIO(nested)).read()
@@ -170,7 +170,7 @@ def test_a_metadata_cannot_lead_out_of_its_folder(step: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_a_garbled_metadata_is_damaged_and_never_an_error_of_ours(saved: Path, data: st.DataObject) -> None:
+def test_garbled_metadata_is_reported_as_damaged(saved: Path, data: st.DataObject) -> None:
     raw = bytearray((saved / "dcp" / ".metadata").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -199,7 +199,7 @@ def test_what_torch_saved_without_checksums_is_said_to_be_unverified(tmp_path: P
     assert each.notes == ("model.pt holds no checksums: its bytes were not verified",)
 
 
-def test_safetensors_are_held_against_header_and_index(tmp_path: Path) -> None:
+def test_safetensors_are_compared_with_header_and_index(tmp_path: Path) -> None:
     one = safetensors(tmp_path / "m" / "model-1.safetensors", a=40, b=24)
     safetensors(tmp_path / "m" / "model-2.safetensors", c=8)
     places = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
@@ -230,14 +230,14 @@ def test_the_command_says_what_is_wrong_where_and_what_to_do(saved: Path, tmp_pa
         f"  what to do: do not load it; restore what is wrong from a copy, or go on from "
         f"{tmp_path}/checkpoints/step-000002, which is whole",
     ]
-    told = json.loads(tracekit("checkpoint", "verify", tmp_path, "--format", "json").stdout)
-    assert [each["status"] for each in told["checkpoints"]] == ["whole", "damaged"]
-    assert told["checkpoints"][1]["problems"] == [
+    report = json.loads(tracekit("checkpoint", "verify", tmp_path, "--format", "json").stdout)
+    assert [each["status"] for each in report["checkpoints"]] == ["whole", "damaged"]
+    assert report["checkpoints"][1]["problems"] == [
         {"rank": 1, "file": "__1_0.distcp", "what": "holds other bytes than were saved"}
     ]
 
 
-def test_what_cannot_be_read_is_told_from_what_is_damaged(step: Path) -> None:
+def test_an_unreadable_file_is_not_reported_as_damaged(step: Path) -> None:
     shard = step / "__0_0.distcp"
     shard.unlink()
     shard.symlink_to(shard)  # the one thing that nobody can read, root included

@@ -60,7 +60,7 @@ def test_work_of_every_device_is_linked_to_its_launch(tmp_path, device):
     assert trace.data_quality.is_empty()
 
 
-def test_a_kernels_grid_and_block_are_kept_however_they_are_written(tmp_path):
+def test_a_kernels_grid_and_block_are_read_in_every_form(tmp_path):
     given = [
         {"grid": [4096, 1, 2], "block": [256, 1, 1]},
         {"grid": "[8, 1, 1]", "block": [32]},
@@ -114,13 +114,13 @@ def test_a_trace_without_device_work_measures_threads(tmp_path):
     assert trace.lanes.select("tid", "role").rows() == [("1", "compute"), ("9", "communication")]
 
 
-def test_annotations_of_the_device_are_no_work(tmp_path):
+def test_device_annotations_are_not_work(tmp_path):
     trace = read(tmp_path, kernel("gemm", 5), kernel("forward", 0, 500.0, category="gpu_user_annotation"))
     assert trace.activities["name"].to_list() == ["gemm"]
     assert trace.activities["dur_ns"].sum() == 10_000
 
 
-def test_slices_that_overlap_on_a_stream_are_all_kept(tmp_path):
+def test_overlapping_slices_on_a_stream_are_all_read(tmp_path):
     trace = read(tmp_path, kernel("a", 0, 10), kernel("b", 4, 10), kernel("c", 4, 2), kernel("c", 4, 2))
     assert trace.activities.select("name", "start_ns", "dur_ns").rows() == [
         ("a", 0, 10_000), ("b", 4_000, 10_000), ("c", 4_000, 2_000), ("c", 4_000, 2_000)
@@ -152,7 +152,7 @@ def test_work_that_names_no_known_launch_has_none(tmp_path, correlation):
 
 # Collectives by name --------------------------------------------------------------------------------------------------
 
-KERNELS = {  # name of a kernel: op, dtype where the name tells it
+KERNELS = {  # name of a kernel: op, dtype if the name states it
     "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)": ("all_reduce", "Float"),
     "ncclKernel_AllReduce_TREE_LL_Sum___nv_bfloat16(ncclWorkElem)": ("all_reduce", "BFloat16"),
     "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)": ("send_recv", None),
@@ -195,15 +195,15 @@ def test_a_collective_is_known_by_the_name_of_its_kernel(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", COMPUTE)
-def test_words_of_collectives_in_the_names_of_kernels_make_none(tmp_path, name):
+def test_words_of_collectives_in_kernel_names_do_not_make_a_collective(tmp_path, name):
     trace = read(tmp_path, kernel(name, 5))
     assert trace.activities["kind"].to_list() == ["compute"]
     assert trace.collectives.is_empty()
 
 
 def test_the_op_of_a_generic_kernel_comes_from_its_arguments(tmp_path):
-    told = {"Collective name": "_allgather_base", "In msg nelems": 10, "Out msg nelems": 40, "dtype": "BFloat16"}
-    trace = read(tmp_path, kernel("ncclDevKernel_Generic(ncclDevComm*)", 5, **told, **{"Group size": 4}))
+    args = {"Collective name": "_allgather_base", "In msg nelems": 10, "Out msg nelems": 40, "dtype": "BFloat16"}
+    trace = read(tmp_path, kernel("ncclDevKernel_Generic(ncclDevComm*)", 5, **args, **{"Group size": 4}))
     row = trace.collectives.row(0, named=True)
     assert (row["op"], row["sent_bytes"], row["received_bytes"], row["group_size"]) == ("all_gather", 20, 80, 4)
 
@@ -223,7 +223,7 @@ def test_an_op_has_one_name_however_it_is_written(name):
     assert collectives.op_of(name) == OPS[name]
 
 
-@pytest.mark.parametrize("backend", ["mpi", "ucc", "gloo", "mine", "yafsdp_comm"])
+@pytest.mark.parametrize("backend", ["mpi", "ucc", "gloo", "custom", "yafsdp_comm"])
 def test_on_the_host_an_annotation_says_what_a_backend_of_any_name_runs(tmp_path, backend):
     trace = read(
         tmp_path,
@@ -240,17 +240,17 @@ def test_on_the_host_an_annotation_says_what_a_backend_of_any_name_runs(tmp_path
 
 
 def test_on_a_device_kernels_that_such_a_slice_launched_are_the_collective(tmp_path):
-    # mine:all_gather launches a kernel of unknown name; nccl is told by its kernel, and copies beside it are copies.
+    # custom:all_gather launches a kernel of unknown name; nccl is recognized by its kernel; copies are copies.
     def launched(name, at, correlation, category="kernel"):
         launch = slice_("cuda_runtime", "cudaLaunchKernel", at, 1, tid=1, correlation=correlation)
         return launch, kernel(name, at + 50, 5, correlation=correlation, category=category)
 
     trace = read(
         tmp_path,
-        slice_("user_annotation", "mine:all_gather", 10, 20, tid=1),
+        slice_("user_annotation", "custom:all_gather", 10, 20, tid=1),
         *launched("put_to_peers", 12, 1),
         *launched("Memcpy DtoD", 18, 2, "gpu_memcpy"),
-        slice_("user_annotation", "mine:all_reduce", 40, 20, tid=1),
+        slice_("user_annotation", "custom:all_reduce", 40, 20, tid=1),
         *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 42, 3),
         *launched("cast_before", 48, 4),
         *launched("gemm", 90, 5),

@@ -1,4 +1,4 @@
-"""One trace in every layout that writers use reads as one trace; a layout that is damaged is told."""
+"""One trace in every layout that writers use reads as one trace; damage is reported."""
 
 import gzip
 import json
@@ -117,7 +117,7 @@ def test_a_bare_array_of_events_is_a_trace_without_a_header(tmp_path, indent):
     assert found.activities["start_ns"].min() == 150_000
 
 
-def test_a_bare_array_that_nobody_closed_is_read_and_told(tmp_path):
+def test_a_bare_array_without_an_end_is_read_and_reported(tmp_path):
     # The format allows it: a writer that dies leaves a file that viewers open.
     for end in (b"", b",", b",\n"):
         found = read(tmp_path, json.dumps(CONTENT["traceEvents"]).encode()[:-1] + end)
@@ -151,7 +151,7 @@ def test_an_event_of_megabytes_is_an_event(tmp_path):
     assert found.data_quality.is_empty()
 
 
-def test_a_second_array_of_events_is_left_out_aloud(tmp_path):
+def test_a_second_array_of_events_is_left_out_and_reported(tmp_path):
     again = json.dumps(CONTENT["traceEvents"][:4])
     found = read(tmp_path, PLAIN[:-1] + f', "traceEvents": {again}}}'.encode())
     assert found.activities.height == 6
@@ -186,7 +186,7 @@ def test_a_file_that_is_not_a_trace_is_named_for_what_it_is(tmp_path, data):
     assert "\n" not in str(caught.value)
 
 
-def test_stray_bytes_cost_letters_of_a_name_and_no_event(tmp_path):
+def test_stray_bytes_lose_letters_of_a_name_and_no_event(tmp_path):
     found = read(tmp_path, PLAIN.replace(b"gemm", b"ge\xffmm", 1))
     assert found.activities["name"].to_list()[0] == "ge\ufffdmm"
     assert found.activities.height == 6
@@ -202,17 +202,17 @@ def test_letters_of_all_scripts_survive(tmp_path):
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-def test_a_cut_file_is_read_to_its_last_whole_event(tmp_path, pack):
+def test_a_truncated_file_is_read_up_to_its_last_complete_event(tmp_path, pack):
     events = CONTENT["traceEvents"]
-    for kept in (1, 7, len(events) - 1):
-        whole = b'{"traceEvents": ' + json.dumps(events[:kept]).encode()[:-1]
+    for count in (1, 7, len(events) - 1):
+        whole = b'{"traceEvents": ' + json.dumps(events[:count]).encode()[:-1]
         found = read(tmp_path, pack(whole + b', {"ph": "X", "cat": "kernel", "name": "lost", "ts": 5'))
-        assert len(found.ops) + len(found.activities) == kept
+        assert len(found.ops) + len(found.activities) == count
         assert "truncated" in found.data_quality["kind"].to_list()
-        assert f"{kept} complete events" in found.data_quality["message"][0]
+        assert f"{count} complete events" in found.data_quality["message"][0]
 
 
-def test_damage_in_the_middle_costs_the_event_it_hits(tmp_path):
+def test_damage_in_the_middle_loses_only_the_damaged_event(tmp_path):
     found = read(tmp_path, PLAIN.replace(b'"name": "gemm"', b'"name": "gemm', 1))
     assert found.activities.height == 5
     doubt = found.data_quality.row(0, named=True)
@@ -220,7 +220,7 @@ def test_damage_in_the_middle_costs_the_event_it_hits(tmp_path):
     assert 0 < doubt["affected_ratio"] < 0.1
 
 
-def test_what_stands_among_the_events_and_is_none_is_told(tmp_path):
+def test_array_members_that_are_not_events_are_reported(tmp_path):
     odd = [*CONTENT["traceEvents"], 5, None, "event", [1]]
     found = read(tmp_path, json.dumps({"traceEvents": odd}).encode())
     assert found.activities.height == 6

@@ -118,8 +118,8 @@ def test_slices_that_end_together_or_touch_nest_as_drawn(tmp_path):
     # a       # # # # # # . . . .
     # b       # # # # # # . . . .    as long as a: inside it
     # c       . . # # # # . . . .    ends with b: inside it
-    # d       . . . . . . # # # .    touches them: beside
-    # e       . . . . . . . # # #    outlasts d: beside, not inside
+    # d       . . . . . . # # # .    touches them: a sibling
+    # e       . . . . . . . # # #    outlasts d: a sibling, not inside
     # f       . . . . . . . . . #
     spans = {"a": (0, 6), "b": (0, 6), "c": (2, 4), "d": (6, 3), "e": (7, 3), "f": (9, 1)}
     trace = read(tmp_path, *(op(name, *times) for name, times in spans.items()))
@@ -209,35 +209,35 @@ def test_groups_come_from_the_header(tmp_path, listed):
 
 
 def test_groups_that_the_header_leaves_out_come_from_collectives(tmp_path):
-    told = {"Collective name": "allreduce", "Process Group Description": "mesh_dp"}
+    args = {"Collective name": "allreduce", "Process Group Description": "mesh_dp"}
     trace = read(
         tmp_path,
-        *launched(NCCL, 1, 1, on_us=9, **told, **{"Process Group Name": "5", "Process Group Ranks": "[0, 2]"}),
-        *launched(NCCL, 2, 2, on_us=19, **told, **{"Process Group Name": "5", "Process Group Ranks": "[0, 2]"}),
-        *launched(NCCL, 3, 3, on_us=29, **told, **{"Process Group Name": "6", "Process Group Ranks": "[0, 1, ...]"}),
-        *launched(NCCL, 4, 4, on_us=39, **told, **{"Process Group Name": "3", "Process Group Ranks": "[7, 8]"}),
+        *launched(NCCL, 1, 1, on_us=9, **args, **{"Process Group Name": "5", "Process Group Ranks": "[0, 2]"}),
+        *launched(NCCL, 2, 2, on_us=19, **args, **{"Process Group Name": "5", "Process Group Ranks": "[0, 2]"}),
+        *launched(NCCL, 3, 3, on_us=29, **args, **{"Process Group Name": "6", "Process Group Ranks": "[0, 1, ...]"}),
+        *launched(NCCL, 4, 4, on_us=39, **args, **{"Process Group Name": "3", "Process Group Ranks": "[7, 8]"}),
         distributedInfo={"rank": 2, "world_size": 4, "pg_config": [WORLD, TP]},
     )
     assert trace.groups.rows() == [*ROWS, ("5", "mesh_dp", None, [0, 2]), ("6", "mesh_dp", None, None)]
 
 
 @pytest.mark.parametrize("ranks", [[0, 1 << 70], [0, "1"], [-1], [0.5], "[0, 1]", 7, None, {}, []])
-def test_ranks_of_a_group_that_make_no_sense_are_not_known(tmp_path, ranks):
+def test_implausible_ranks_of_a_group_are_null(tmp_path, ranks):
     info = {"rank": 0, "world_size": 8, "pg_config": [TP | {"ranks": ranks}]}
-    told = {"Process Group Name": "9", "Process Group Ranks": json.dumps(ranks), "Collective name": "allreduce"}
-    trace = read(tmp_path, *launched(NCCL, 1, 1, on_us=9, **told), distributedInfo=info)
+    args = {"Process Group Name": "9", "Process Group Ranks": json.dumps(ranks), "Collective name": "allreduce"}
+    trace = read(tmp_path, *launched(NCCL, 1, 1, on_us=9, **args), distributedInfo=info)
     known = trace.groups.with_columns(pl.col("ranks").list.len().fill_null(0))["ranks"].to_list()
     assert known == [0, 0]
 
 
 @pytest.mark.parametrize("info", [None, 5, [], {"pg_config": None}, {"pg_config": [5, None, "x"]}, {"pg_config": 7}])
-def test_a_header_that_tells_no_groups_gives_none(tmp_path, info):
+def test_a_header_without_groups_gives_none(tmp_path, info):
     assert read(tmp_path, op("x", 0, 1), distributedInfo=info).groups.is_empty()
 
 
 # Collectives -------------------------------------------------------------------------------------------------------
 
-TOLD = {
+COLLECTIVE_ARGS = {
     "Collective name": "_reduce_scatter_base", "dtype": "BFloat16", "In msg nelems": 800, "Out msg nelems": 200,
     "Group size": 4, "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3]", "Seq": 17,
 }  # fmt: skip
@@ -254,12 +254,12 @@ def only(trace):
     return row
 
 
-def test_a_kernel_says_itself_what_it_communicates(tmp_path):
-    assert only(read(tmp_path, *launched("ncclDevKernel_Generic(x)", 5, 1, on_us=9, **TOLD))) == ROW
+def test_a_collective_is_described_by_its_kernels_arguments(tmp_path):
+    assert only(read(tmp_path, *launched("ncclDevKernel_Generic(x)", 5, 1, on_us=9, **COLLECTIVE_ARGS))) == ROW
 
 
 @pytest.mark.parametrize(
-    ("collective", "told", "peer"),
+    ("collective", "args", "peer"),
     [
         ("send", {"Dst Rank": 2}, 12),
         ("recv", {"Src Rank": "1"}, 11),
@@ -268,24 +268,24 @@ def test_a_kernel_says_itself_what_it_communicates(tmp_path):
         ("allreduce", {}, None),
     ],
 )
-def test_a_send_says_which_rank_of_its_group_it_goes_to(tmp_path, collective, told, peer):
-    group = TOLD | {"Collective name": collective, "Process Group Ranks": "[10, 11, 12, 13]"} | told
+def test_the_peer_of_a_send_is_a_rank_of_its_group(tmp_path, collective, args, peer):
+    group = COLLECTIVE_ARGS | {"Collective name": collective, "Process Group Ranks": "[10, 11, 12, 13]"} | args
     row = only(read(tmp_path, *launched("ncclDevKernel_SendRecv(x)", 5, 1, on_us=9, **group)))
     assert (row["op"], row["peer"]) == ("all_reduce" if collective == "allreduce" else collective, peer)
 
 
-def test_else_the_op_around_its_launch_says_it(tmp_path):
+def test_else_by_the_op_around_its_launch(tmp_path):
     trace = read(
         tmp_path,
         op("c10d::_reduce_scatter_base_", 1, 20),
-        op("record_param_comms", 2, 15, **TOLD),
+        op("record_param_comms", 2, 15, **COLLECTIVE_ARGS),
         *launched("ncclDevKernel_Generic(x)", 5, 1, on_us=40),
-        op("record_param_comms", 50, 15, **TOLD | {"Seq": 18}),  # of another collective
+        op("record_param_comms", 50, 15, **COLLECTIVE_ARGS | {"Seq": 18}),  # of another collective
     )
     assert only(trace) == ROW
 
 
-def test_else_the_shapes_of_that_op_tell_sizes(tmp_path):
+def test_else_sizes_come_from_the_shapes_of_that_op(tmp_path):
     shapes = {"Input Dims": [[100, 2], [400, 2], [], []], "Input type": ["c10::BFloat16", "c10::BFloat16", "", ""]}
     trace = read(
         tmp_path,
@@ -319,7 +319,7 @@ def test_shapes_are_output_and_input_of_the_op(tmp_path, name):
     assert [row["dtype"], row["sent_bytes"], row["received_bytes"]] == expected
 
 
-def test_lists_of_tensors_have_the_type_that_the_kernel_or_a_slice_inside_tells(tmp_path):
+def test_lists_of_tensors_have_the_type_of_the_kernel_or_an_inner_slice(tmp_path):
     # allreduce_ takes a list: its shapes come without an element type
     listed = {"Input Dims": [[[100], [28]], []], "Input type": ["TensorList", ""]}
     trace = read(
@@ -334,7 +334,7 @@ def test_lists_of_tensors_have_the_type_that_the_kernel_or_a_slice_inside_tells(
     assert rows == [("all_reduce", "BFloat16", 256, 256), ("all_reduce", "float", 512, 512)]
 
 
-def test_a_slice_inside_the_op_tells_the_input_alone(tmp_path):
+def test_a_slice_inside_the_op_states_only_the_input(tmp_path):
     trace = read(
         tmp_path,
         op("record_param_comms", 2, 15, **dims([64])),
@@ -372,7 +372,7 @@ def test_sends_and_receives_are_the_op_that_issued_them(tmp_path, issuer, expect
     ],
 )
 def test_sizes_are_elements_times_their_type_or_not_known(tmp_path, changed, sent, received):
-    row = only(read(tmp_path, *launched("ncclDevKernel_Generic(x)", 5, 1, on_us=9, **TOLD | changed)))
+    row = only(read(tmp_path, *launched("ncclDevKernel_Generic(x)", 5, 1, on_us=9, **COLLECTIVE_ARGS | changed)))
     assert (row["sent_bytes"], row["received_bytes"]) == (sent, received)
 
 

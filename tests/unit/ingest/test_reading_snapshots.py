@@ -39,19 +39,19 @@ def simulated() -> dict:
     ]
     oom = {"action": "oom", "device_free": 77, "size": 1 << 40, "stream": 0, "time_us": 11, "frames": []}
     blocks = [(5 * MIB, "active_allocated"), (3 * MIB, "active_allocated"), (12 * MIB, "inactive")]
-    held = segment(2 << 30, blocks, segment_pool_id=(0, 3))
-    held["blocks"][0]["frames"] = stack
+    reserved = segment(2 << 30, blocks, segment_pool_id=(0, 3))
+    reserved["blocks"][0]["frames"] = stack
     marks = [{"stage": "START", "name": "Optimizer.step", "device": 1, "time_us": 12}]
-    return document([held], [], [*history, oom], annotations=marks)
+    return document([reserved], [], [*history, oom], annotations=marks)
 
 
-def read(told: bytes, tmp_path: Path) -> MemorySnapshot:
+def read(data: bytes, tmp_path: Path) -> MemorySnapshot:
     path = tmp_path / "rank00000.memory.pickle"
-    path.write_bytes(told)
+    path.write_bytes(data)
     return reader.read(path)
 
 
-def told_by(snapshot: MemorySnapshot) -> dict:
+def as_dict(snapshot: MemorySnapshot) -> dict:
     """Return the snapshot's history and blocks with their stacks written out."""
     frames = {number: (name, file, line) for number, name, file, line in snapshot.frames.iter_rows()}
     stacks: dict[int | None, list] = {}
@@ -64,7 +64,7 @@ def told_by(snapshot: MemorySnapshot) -> dict:
 def expected_of(path: Path) -> dict:
     """Return the same by the standard library's unpickler: only for files of our own and known ones."""
     root = pickle.loads(path.read_bytes())
-    places = lambda told: [(f["name"], f["filename"], f["line"]) for f in told["frames"]]  # noqa: E731
+    places = lambda data: [(f["name"], f["filename"], f["line"]) for f in data["frames"]]  # noqa: E731
     events = [
         (device, e["time_us"] * 1000, e["action"], e.get("addr"), e["size"], e["stream"], places(e))
         for device, trace in enumerate(root["device_traces"])
@@ -82,22 +82,22 @@ def expected_of(path: Path) -> dict:
 def test_a_snapshot_of_any_protocol_is_what_the_unpickler_of_the_standard_library_says(protocol, tmp_path):
     path = write(tmp_path / "a.pickle", simulated(), protocol)
     snapshot = reader.read(path)
-    assert told_by(snapshot) == expected_of(path)
+    assert as_dict(snapshot) == expected_of(path)
     assert snapshot.segments.row(0)[:7] == (0, 2 << 30, 0, "0:3", "large", False, 20 * MIB)
     assert snapshot.annotations.rows() == [(1, 12_000, "START", "Optimizer.step")]
     assert snapshot.settings["max_split_size"] == -1
 
 
 def test_a_pickle_of_libtorch_reads_the_same(tmp_path):
-    told = simulated()
-    path = write(tmp_path / "a.pickle", told)
-    assert told_by(read(sample_snapshots.as_libtorch(told), tmp_path)) == expected_of(path)
+    data = simulated()
+    path = write(tmp_path / "a.pickle", data)
+    assert as_dict(read(sample_snapshots.as_libtorch(data), tmp_path)) == expected_of(path)
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_recorded_snapshot_reads_as_the_standard_library_reads_it(name):
     path = recorded(f"{name}.pickle")
-    assert told_by(reader.read(path)) == expected_of(path)
+    assert as_dict(reader.read(path)) == expected_of(path)
 
 
 def test_the_same_frames_in_the_same_order_are_one_stack_however_they_are_written(tmp_path):
@@ -107,7 +107,7 @@ def test_the_same_frames_in_the_same_order_are_one_stack_however_they_are_writte
 
 
 @pytest.mark.parametrize("depth", [999, 1000, 1001, 2500])
-def test_a_stack_deeper_than_a_batch_keeps_all_its_frames(depth, tmp_path):
+def test_a_stack_deeper_than_a_batch_has_all_its_frames(depth, tmp_path):
     frames = [frame(f"f{i}") for i in range(depth)]
     history = [event("alloc", 512 * i, 512, frames=frames[: depth - i % 2]) for i in range(4)]
     snapshot = read(pickle.dumps(document([], history)), tmp_path)
@@ -123,32 +123,32 @@ def test_many_events_across_buffers_lose_nothing(tmp_path):
     path = write(tmp_path / "a.pickle", document([], history))
     assert path.stat().st_size > 4 << 20
     events = reader.read(path).events
-    assert events["address"].to_list() == [told["addr"] for told in history]
+    assert events["address"].to_list() == [data["addr"] for data in history]
     assert events["bytes"].to_list() == list(range(12_000))
     assert events["stack"].to_list() == [i % 97 for i in range(12_000)]
 
 
-def test_events_of_several_forms_that_follow_each_other_are_all_told_as_they_are(tmp_path):
+def test_consecutive_events_of_several_forms_are_all_read(tmp_path):
     rng = random.Random(5)
     frames = [frame(f"f{i}") for i in range(90)]
     stacks = [frames[i : i + 1 + i % 7] for i in range(80)]
     history = []
     for number in range(6000):
         size = rng.choice((0, 255, 256, 65_535, 65_536, 1 << 31, (1 << 40) + number))
-        told = event("alloc", rng.randrange(1 << 47), size, stream=rng.choice((0, 1 << 44)), at_us=(1 << 50) + number)
-        told["action"] = rng.choice(("alloc", "free_requested", f"action{rng.randrange(4)}"))
+        data = event("alloc", rng.randrange(1 << 47), size, stream=rng.choice((0, 1 << 44)), at_us=(1 << 50) + number)
+        data["action"] = rng.choice(("alloc", "free_requested", f"action{rng.randrange(4)}"))
         # The very list again, a list of its own with the same frames, or none.
         stack = rng.choice(stacks)
-        told["frames"] = rng.choice((stack, list(stack), []))
+        data["frames"] = rng.choice((stack, list(stack), []))
         if rng.random() < 0.1:
-            del told["compile_context"]
+            del data["compile_context"]
         if rng.random() < 0.1:
-            told["user_metadata"] = f"text {number % 9}"
+            data["user_metadata"] = f"text {number % 9}"
         if rng.random() < 0.02:
-            told["time_us"] = number
-        history.append(told)
+            data["time_us"] = number
+        history.append(data)
     path = write(tmp_path / "a.pickle", document([], history[:2500], history[2500:]))
-    assert told_by(reader.read(path)) == expected_of(path)
+    assert as_dict(reader.read(path)) == expected_of(path)
 
 
 def test_damage_within_a_run_of_events_is_refused(tmp_path):
@@ -200,9 +200,9 @@ def test_a_pickle_that_runs_a_command_is_refused_by_name_and_runs_nothing(protoc
     touched = tmp_path / "touched"
     hidden = simulated()
     hidden["segments"][0]["blocks"][0]["frames"] = [frame("a"), Runs(f"touch {touched}")]
-    for told in (Runs(f"touch {touched}"), hidden):
+    for data in (Runs(f"touch {touched}"), hidden):
         with pytest.raises(BadTraceError, match=r"opcode (STACK_)?GLOBAL \((posix|nt)\.system\).*refused"):
-            read(pickle.dumps(told, protocol), tmp_path)
+            read(pickle.dumps(data, protocol), tmp_path)
     assert not touched.exists()
 
 
@@ -286,7 +286,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_would_fill_the_memory_or_is_damaged_is_refused_in_little_memory(name, tmp_path):
+def test_damaged_and_memory_filling_pickles_are_refused_in_little_memory(name, tmp_path):
     path = _file(tmp_path, BOMBS[name])
     tracemalloc.start()
     try:
@@ -297,14 +297,14 @@ def test_what_would_fill_the_memory_or_is_damaged_is_refused_in_little_memory(na
         tracemalloc.stop()
 
 
-def test_a_snapshot_cut_anywhere_is_refused_with_its_name(tmp_path):
+def test_a_snapshot_truncated_anywhere_is_refused_with_its_name(tmp_path):
     whole = pickle.dumps(simulated())
     for end in range(0, len(whole) - 1, 7):
         with pytest.raises(BadTraceError, match=r"a\.pickle"):
             reader.read(_file(tmp_path, whole[:end]))
 
 
-def test_spoiled_snapshots_are_read_or_refused_on_one_line(tmp_path):
+def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
     rng = random.Random(3)
     whole = [
         *(pickle.dumps(simulated(), protocol) for protocol in PROTOCOLS),
@@ -312,25 +312,25 @@ def test_spoiled_snapshots_are_read_or_refused_on_one_line(tmp_path):
     ]
     refused = []
     for _ in range(400):
-        told = bytearray(rng.choice(whole))
+        data = bytearray(rng.choice(whole))
         for _ in range(rng.randrange(1, 4)):
             place, other = (
-                rng.randrange(len(told)),
+                rng.randrange(len(data)),
                 rng.choices(b"(]}eusa.\x94hjq0tN\x88\x8cKMJ\x8a", k=rng.randrange(3)),
             )
-            told[place : place + rng.randrange(3)] = other
+            data[place : place + rng.randrange(3)] = other
         try:
-            reader.read(_file(tmp_path, bytes(told)))
+            reader.read(_file(tmp_path, bytes(data)))
         except BadTraceError as error:
             refused.append(str(error))
     assert 100 < len(refused) < 400
-    assert not any("\n" in told for told in refused)
+    assert not any("\n" in data for data in refused)
 
 
-def test_what_is_a_pickle_but_no_snapshot_is_refused(tmp_path):
-    for told in (3, "text", {"a": 1}, {"segments": 4}, [1, 2], {"segments": [], "device_traces": [[1]]}, None):
+def test_a_pickle_that_is_not_a_snapshot_is_refused(tmp_path):
+    for data in (3, "text", {"a": 1}, {"segments": 4}, [1, 2], {"segments": [], "device_traces": [[1]]}, None):
         with pytest.raises(BadTraceError, match=r"a\.pickle: not a CUDA memory snapshot"):
-            reader.read(_file(tmp_path, pickle.dumps(told)))
+            reader.read(_file(tmp_path, pickle.dumps(data)))
 
 
 def test_a_file_that_is_not_there_is_an_input_error(tmp_path):
@@ -354,24 +354,24 @@ def test_a_large_snapshot_is_read_in_three_times_its_size_at_most(tmp_path):
         for i in range(15_000)
     ]
     path = write(tmp_path / "a.pickle", document([], history))
-    told = subprocess.run([sys.executable, "-c", READ_AND_SAY, str(path)], capture_output=True, text=True, check=True)
-    events, kib = map(int, told.stdout.split())
+    data = subprocess.run([sys.executable, "-c", READ_AND_SAY, str(path)], capture_output=True, text=True, check=True)
+    events, kib = map(int, data.stdout.split())
     assert events == 15_000
     assert kib << 10 < 3 * path.stat().st_size + 40 * MIB  # of which the buffers, whatever the size
 
 
 class _Bytes:
-    def __init__(self, told: bytes) -> None:
-        self.told = told
+    def __init__(self, data: bytes) -> None:
+        self.data = data
 
     def read(self, count: int) -> bytes:
-        taken, self.told = self.told[:count], self.told[count:]
+        taken, self.data = self.data[:count], self.data[count:]
         return taken
 
 
-def _file(tmp_path: Path, told: bytes) -> Path:
+def _file(tmp_path: Path, data: bytes) -> Path:
     path = tmp_path / "a.pickle"
-    path.write_bytes(told)
+    path.write_bytes(data)
     return path
 
 

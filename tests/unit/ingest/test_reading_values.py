@@ -92,12 +92,12 @@ def test_more_or_fewer_decimals_go_to_the_nearest_nanosecond(tmp_path, digits):
         assert max(off) <= Decimal("0.5")
 
 
-def test_a_clock_of_whole_microseconds_is_told(tmp_path):
+def test_a_clock_of_whole_microseconds_is_reported(tmp_path):
     (message,) = resolution(read(tmp_path, *(event(ts=1_716_900_000_000_000 + i, dur=2) for i in range(100))))
     assert "whole µs" in message
 
 
-def test_an_epoch_clock_that_went_through_a_double_is_told(tmp_path):
+def test_an_epoch_clock_stored_as_a_double_is_reported(tmp_path):
     written = [1_716_900_000_123_456 + i / 4 for i in range(100)]
     trace = read(tmp_path, *(event(f"ts: {ts:.2f}, dur: 0.25") for ts in written))
     (message,) = resolution(trace)
@@ -105,7 +105,7 @@ def test_an_epoch_clock_that_went_through_a_double_is_told(tmp_path):
     assert trace.ops["start_ns"].to_list() == [int(ts * 4) * 250 for ts in written]
 
 
-def test_a_few_times_tell_nothing_of_the_clock(tmp_path):
+def test_a_few_times_do_not_show_the_resolution_of_the_clock(tmp_path):
     assert resolution(read(tmp_path, *(event(ts=i) for i in range(20)))) == []
 
 
@@ -136,7 +136,7 @@ def test_a_base_of_any_type_stops_nothing(tmp_path, base):
         '""',
     ],
 )
-def test_an_event_without_a_usable_time_is_left_out_aloud(tmp_path, time):
+def test_an_event_without_a_usable_time_is_left_out_and_reported(tmp_path, time):
     for text in (f"ts: {time}", f'ts: {time}, ph: "i", name: "[memory]", args: {{"Bytes": 8}}'):
         good = [event(f"ts: {i}.5") for i in range(3)]
         trace = read(tmp_path, good[0], event(text), *good[1:])
@@ -146,7 +146,7 @@ def test_an_event_without_a_usable_time_is_left_out_aloud(tmp_path, time):
 
 
 @pytest.mark.parametrize("dur", ["NaN", "Infinity", "-1.5", '"long"', "[]", "2000000000000000"])
-def test_an_event_without_a_usable_duration_is_left_out_aloud(tmp_path, dur):
+def test_an_event_without_a_usable_duration_is_left_out_and_reported(tmp_path, dur):
     trace = read(tmp_path, event(), event(f"dur: {dur}"))
     assert trace.ops.height == 1
     assert kinds(trace) == {"bad_times"}
@@ -244,7 +244,7 @@ def test_a_value_of_any_type_in_any_field_loses_no_neighbour(tmp_path, field, va
     assert trace.ops.height == 3 or kinds(trace) or field in ("ph", "cat")
 
 
-def test_of_a_key_that_stands_twice_the_last_counts(tmp_path):
+def test_the_last_of_duplicate_keys_counts(tmp_path):
     twice = (
         '{"ph": "X", "cat": "kernel", "name": "a", "name": "b", "cat": "cpu_op", "ts": 1, "ts": 2.5, "dur": 1,'
         ' "args": {"External id": 4}, "args": {}}'
@@ -265,7 +265,7 @@ def test_events_of_phases_that_no_table_needs_are_counted(tmp_path, phase):
     assert kinds(trace) == set()
 
 
-def test_slices_of_kinds_that_nobody_knows_are_told(tmp_path):
+def test_slices_of_unknown_kinds_are_reported(tmp_path):
     trace = read(tmp_path, event(), event(cat="quantum_op"), event(cat="quantum_op"), event(cat="gpu_user_annotation"))
     assert trace.ops.height == 1
     assert kinds(trace) == {"unknown_kinds"}
@@ -296,7 +296,7 @@ def test_slices_that_begin_and_end_in_events_of_their_own(tmp_path):
     assert kinds(trace) == set()
 
 
-def test_a_slice_that_never_ends_or_began_is_left_out_aloud(tmp_path):
+def test_a_slice_without_a_begin_or_an_end_is_left_out_and_reported(tmp_path):
     events = [event(ph="B", name="a", ts=0), event(ph="B", name="b", ts=1), event(ph="E", name="a", ts=3)]
     trace = read(tmp_path, *events, event(ph="E", name="z", ts=4), event(ph="B", name="c", ts=5))
     assert trace.ops["name"].to_list() == ["a"]

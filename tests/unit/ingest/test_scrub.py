@@ -1,4 +1,4 @@
-"""A scrubbed run tells no host, user or path, and every number in it is as it was."""
+"""A scrubbed run contains no host, user or path, and all its numbers are unchanged."""
 
 import gzip
 import json
@@ -64,9 +64,9 @@ def numbers(value: object) -> list[object]:
 def test_no_user_host_or_path_is_left(tmp_path: Path, indent: int | None) -> None:
     scrub(write_run(tmp_path / "run", indent=indent), tmp_path / "out")
 
-    told = "".join(texts(tmp_path / "out").values())
+    copied = "".join(texts(tmp_path / "out").values())
     for secret in ("alice", "bob", "node17", "lead-node", "example.com", "scratch", "/home", "10.1.2.3", "abc123"):
-        assert secret not in told
+        assert secret not in copied
 
 
 def test_what_analysis_needs_stays(tmp_path: Path) -> None:
@@ -83,19 +83,19 @@ def test_what_analysis_needs_stays(tmp_path: Path) -> None:
     assert manifest["arguments"]["batch"] == 4
 
 
-def test_one_secret_has_one_stand_in_in_all_files(tmp_path: Path) -> None:
+def test_a_value_has_the_same_placeholder_in_all_files(tmp_path: Path) -> None:
     scrub(write_run(tmp_path / "run"), tmp_path / "out")
 
-    told = texts(tmp_path / "out")
-    trace = json.loads(told["rank00000.pt.trace.json.gz"])
-    log = json.loads(told["rank00000.checkpoint.jsonl"])
-    command = json.loads(told["run.json"])["command"]
+    copied = texts(tmp_path / "out")
+    trace = json.loads(copied["rank00000.pt.trace.json.gz"])
+    log = json.loads(copied["rank00000.checkpoint.jsonl"])
+    command = json.loads(copied["run.json"])["command"]
     assert trace["traceEvents"][0]["name"].startswith(command[0].removesuffix("train.py"))
     assert log["path"].startswith("<path")
     assert log["path"] != command[2]
 
 
-def test_it_says_what_it_removed_and_what_it_left_out(tmp_path: Path) -> None:
+def test_the_command_lists_what_it_removed_and_what_it_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "rank00000.memory.pickle").write_bytes(b"\x80\x04.")
     (run / "checkpoints").mkdir()
@@ -111,7 +111,7 @@ def test_it_says_what_it_removed_and_what_it_left_out(tmp_path: Path) -> None:
     assert done.removed["host"][0] == 2
 
 
-def test_words_named_by_the_caller_go_too(tmp_path: Path) -> None:
+def test_words_named_by_the_caller_are_removed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "rank00000.metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "note": "project Bluebird"}\n')
 
@@ -150,9 +150,9 @@ def test_a_user_with_letters_beyond_ascii_goes_in_both_spellings(tmp_path: Path)
 
     scrub(tmp_path / "run", tmp_path / "out")
 
-    told = texts(tmp_path / "out")
-    assert "mile" not in told["rank0.json"]
-    assert "mile" not in told["rank1.json"]
+    copied = texts(tmp_path / "out")
+    assert "mile" not in copied["rank0.json"]
+    assert "mile" not in copied["rank1.json"]
 
 
 def test_one_trace_file_becomes_one_file(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_one_trace_file_becomes_one_file(tmp_path: Path) -> None:
     assert b"alice" not in gzip.decompress((tmp_path / "clean.json.gz").read_bytes())
 
 
-def test_a_place_that_is_taken_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_output_is_not_overwritten(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     out = tmp_path / "out"
     scrub(run, out)
@@ -185,7 +185,7 @@ def test_a_run_is_not_scrubbed_into_itself(tmp_path: Path, out: str) -> None:
         scrub(run, tmp_path / out, force=True)
 
 
-def test_a_cut_file_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_truncated_file_leaves_no_copy(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     path = run / "rank00000.pt.trace.json.gz"
     path.write_bytes(path.read_bytes()[:-30])

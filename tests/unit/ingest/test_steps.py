@@ -1,4 +1,4 @@
-"""Steps of traces that hold no ProfilerStep marks: told by the optimizer."""
+"""Steps of traces without ProfilerStep marks: by the optimizer."""
 
 import json
 from pathlib import Path

@@ -87,7 +87,7 @@ def test_a_trace_from_the_cache_is_the_trace_that_was_read(folder, run):
     assert (second.rank, second.window, second.path, second.header) == (0, 0, first.path, first.header)
 
 
-def test_a_table_is_read_when_it_is_asked_for_and_then_kept(folder, tmp_path):
+def test_a_table_is_read_on_first_access_and_then_retained(folder, tmp_path):
     (tmp_path / "t.json").write_text("{}")
     counted = Counted(tmp_path / "t.json", _drawn(tmp_path / "t.json"))
     source = trace_cache.cached_source(counted.source)
@@ -182,13 +182,13 @@ def test_a_log_in_the_folder_above_a_window_counts(folder, run):
     assert loader.load(run).trace(0, window=1).metrics.height == 1
 
 
-def test_another_version_of_the_code_reads_anew(folder, run, monkeypatch):
+def test_another_version_of_the_code_reads_again(folder, run, monkeypatch):
     loader.load(run)
     monkeypatch.setattr(trace_cache, "_code", lambda: "the next version")
     assert type(loader.load(run).trace(0)) is not trace_cache.StoredTrace
 
 
-def test_the_code_that_reads_is_part_of_what_an_entry_is_found_by(monkeypatch, tmp_path):
+def test_the_code_that_reads_is_part_of_the_key(monkeypatch, tmp_path):
     trace_cache._code.cache_clear()
     before = trace_cache._code()
     package = Path(trace_cache.__file__).parents[1]
@@ -275,7 +275,7 @@ def test_an_entry_that_cannot_be_trusted_is_dropped_and_the_trace_read_again(fol
     assert not entry.is_symlink()
 
 
-def test_a_table_of_another_shape_is_not_believed(folder, tmp_path):
+def test_a_table_of_another_shape_is_not_used(folder, tmp_path):
     store = cache_in(folder)
     trace = _drawn("t")
     store.put("key", dataclasses.replace(trace, lanes=trace.activities))
@@ -287,37 +287,37 @@ def test_a_table_of_another_shape_is_not_believed(folder, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file somebody else's")
 @pytest.mark.parametrize("whose", ["entry", "folder"])
-def test_what_somebody_else_owns_is_not_trusted(folder, run, whose):
+def test_files_of_other_users_are_not_trusted(folder, run, whose):
     loader.load(run)
     os.chown(_entries(folder)[0] if whose == "entry" else folder, 12345, 12345)
     assert type(loader.load(run).trace(0)) is not trace_cache.StoredTrace
 
 
-def test_an_entry_that_goes_while_its_trace_is_held_costs_a_second_reading(folder, tmp_path):
+def test_an_entry_that_disappears_while_its_trace_is_in_use_is_read_again(folder, tmp_path):
     (tmp_path / "t.json").write_text("{}")
     counted = Counted(tmp_path / "t.json", _drawn(tmp_path / "t.json"))
     source = trace_cache.cached_source(counted.source)
     source.read()
-    held = source.read()
+    cached = source.read()
     _entries(folder)[0].unlink()
-    assert held.activities.equals(counted.read().activities)
-    assert held.lanes.height == 1
+    assert cached.activities.equals(counted.read().activities)
+    assert cached.lanes.height == 1
     assert counted.reads == 3
 
 
-def test_a_file_that_changed_under_a_held_trace_is_not_mixed_with_it(folder, run):
+def test_a_file_that_changed_is_not_mixed_with_its_cached_trace(folder, run):
     loader.load(run)
-    held = loader.load(run).trace(0)
+    cached = loader.load(run).trace(0)
     _touch(run)
     _entries(folder)[0].unlink()
     with pytest.raises(BadTraceError, match="changed while it was being analysed; run the command again"):
-        held.ops  # noqa: B018
+        cached.ops  # noqa: B018
 
 
 # Where it cannot be had -----------------------------------------------------------------------------------------------
 
 
-def test_a_cache_that_cannot_be_written_is_gone_without_and_said_once(run, tmp_path, monkeypatch, caplog):
+def test_a_cache_that_cannot_be_written_is_logged_once(run, tmp_path, monkeypatch, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
     monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     caplog.set_level(logging.DEBUG, "tracekit.ingest.disk_cache")
@@ -341,7 +341,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_a_trace_with_more_than_json_can_say_is_not_stored(folder):
+def test_a_trace_that_json_cannot_represent_is_not_stored(folder):
     cache_in(folder).put("key", dataclasses.replace(_drawn("t"), header={"odd": object()}))
     assert list(folder.iterdir()) == []
 
@@ -402,7 +402,7 @@ def test_what_is_larger_than_the_whole_cache_is_not_stored_and_evicts_nothing(fo
     assert list(folder.iterdir()) == []
 
 
-def test_clearing_frees_what_is_held(folder):
+def test_clearing_frees_all_entries(folder):
     store = cache_in(folder)
     store.put("a", _drawn("t"))
     size = store.disk.size_bytes()
@@ -425,7 +425,7 @@ def _write_over_and_over(folder, barrier):
             os._exit(9)
 
 
-def test_writers_side_by_side_leave_whole_entries(folder):
+def test_concurrent_writers_leave_complete_entries(folder):
     spawn = multiprocessing.get_context("spawn")
     barrier = spawn.Barrier(3)
     writers = [spawn.Process(target=_write_over_and_over, args=(str(folder), barrier)) for _ in range(3)]
@@ -465,7 +465,7 @@ def test_a_writer_that_is_killed_breaks_nothing(folder):
     assert _tables(found)["allocations"] == _tables(_large())["allocations"]
 
 
-def test_what_a_dead_writer_left_is_swept_once_it_is_old(folder):
+def test_old_temporary_files_are_removed(folder):
     store = cache_in(folder)
     store.put("a", _drawn("t"))
     old, new = folder / "a.dead.partial", folder / "a.busy.partial"

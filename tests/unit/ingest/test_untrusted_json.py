@@ -25,8 +25,8 @@ def test_what_was_parsed_can_be_written_and_only_halves_of_characters_are_others
     found = untrusted_json.parse(text)
     assert found == untrusted_json.parse(text.encode())
     json.dumps(found, ensure_ascii=False).encode()
-    told = json.dumps(json.loads(text), ensure_ascii=False)
-    assert found == json.loads(told.encode("utf-8", "replace"))
+    encoded = json.dumps(json.loads(text), ensure_ascii=False)
+    assert found == json.loads(encoded.encode("utf-8", "replace"))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "[1", b"\xff"])
@@ -63,7 +63,7 @@ def test_a_manifest_with_halves_of_characters_goes_through_every_command(run, tm
         assert done.returncode == 0, (words, done.stderr)
 
 
-def test_a_manifest_nested_too_deeply_is_a_doubt(run):
+def test_a_manifest_nested_too_deeply_is_a_data_quality_issue(run):
     (run / "run.json").write_text("[" * 100_000)
     issues = tracekit.load(run).data_quality
     assert issues.filter(issues["kind"] == "bad_manifest").height == 1

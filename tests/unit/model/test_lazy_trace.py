@@ -1,4 +1,4 @@
-"""Tables that are made when they are first asked for."""
+"""Tables that are built on first access."""
 
 import polars as pl
 import pytest
@@ -10,15 +10,15 @@ from tracekit.model.trace import LazyTrace, Trace
 STEPS = schema.STEPS.empty()
 
 
-def _lazy(made, *, held_bytes=0):
+def _lazy(made, *, deferred_bytes=0):
     def ops():
         made.append("ops")
         return schema.OPS.conform(pl.DataFrame({"id": [7]}))
 
-    return LazyTrace.of(Trace(rank=0, window=0, path="", steps=STEPS), {"ops": ops}, held_bytes)
+    return LazyTrace.of(Trace(rank=0, window=0, path="", steps=STEPS), {"ops": ops}, deferred_bytes)
 
 
-def test_a_table_is_made_when_it_is_first_asked_for_and_then_kept():
+def test_a_table_is_built_on_first_access_and_then_retained():
     made = []
     trace = _lazy(made)
     assert trace.steps is STEPS
@@ -33,13 +33,13 @@ def test_what_is_no_table_is_no_attribute():
         _ = _lazy([]).flavour
 
 
-def test_a_run_counts_what_tables_not_yet_made_hold_in_memory():
+def test_a_run_counts_the_memory_of_tables_not_yet_built():
     read = []
 
     def source(rank):
         def of_rank():
             read.append(rank)
-            return _lazy([], held_bytes=1000)
+            return _lazy([], deferred_bytes=1000)
 
         return Source(rank, 0, f"rank{rank}", 1, of_rank)
 
@@ -49,8 +49,8 @@ def test_a_run_counts_what_tables_not_yet_made_hold_in_memory():
     assert read == [0, 1, 0]  # both together are too much to keep
 
 
-def test_a_trace_whose_tables_are_all_made_holds_nothing_more():
-    trace = _lazy([], held_bytes=1000)
+def test_a_trace_with_all_tables_built_defers_no_memory():
+    trace = _lazy([], deferred_bytes=1000)
     assert trace.deferred_bytes == 1000
     assert len(trace.ops) == 1
     assert trace.deferred_bytes == 0

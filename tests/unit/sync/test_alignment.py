@@ -136,7 +136,7 @@ def test_ranks_without_a_common_collective_are_not_on_one_clock():
     assert "2 sets of ranks share no collective" in " ".join(alignment.data_quality(run)["message"])
 
 
-def test_a_rank_that_shares_too_few_collectives_keeps_its_clock_aloud():
+def test_a_rank_that_shares_too_few_collectives_keeps_its_clock_and_is_reported():
     job = Job({"world": (0, 1, 2)}).steps(5, STEP)
     few = [c.key for c in job.done][2:]
     run = drawn_traces.run(job.trace(0), job.trace(1, behind_ns=MS), job.trace(2, behind_ns=MS, drop=few))
@@ -184,13 +184,13 @@ def test_drift_is_fitted_over_ten_seconds_and_more(drift):
     assert rows["residual_ns"].max() <= 8 * US
 
 
-def test_short_spans_tell_no_drift():
+def test_short_spans_have_no_drift():
     job = world(2)
     run = drawn_traces.run(job.trace(0), job.trace(1, drift=1e-4))
     assert run.offsets["drift"].null_count() == 2
 
 
-def test_skew_is_a_doubt_with_the_share_of_collectives_below_the_residual():
+def test_skew_is_an_issue_with_the_share_of_collectives_below_the_residual():
     job = Job({"world": range(2)})
     for _ in range(12):
         job.run("world", "all_reduce", 64, spread_ns=2 * US, transfer_ns=10 * US)
@@ -202,7 +202,7 @@ def test_skew_is_a_doubt_with_the_share_of_collectives_below_the_residual():
     assert "rank 1" in row["message"]
 
 
-def test_offsets_of_one_rank_are_zero_and_without_doubt():
+def test_offsets_of_one_rank_are_zero_and_without_issue():
     run = drawn_traces.run(world(2).trace(0))
     assert run.offsets.select("offset_ns", "residual_ns", "matched_by").row(0) == (0, None, "none")
     assert alignment.data_quality(run).is_empty()
@@ -217,7 +217,7 @@ def test_offsets_of_one_rank_are_zero_and_without_doubt():
     firsts=st.lists(st.integers(0, 8), min_size=3, max_size=3),
     with_seq=st.booleans(),
 )
-def test_any_clocks_drops_and_windows_are_told_apart(seed, behind, jitter_ns, drops, firsts, with_seq):
+def test_any_clocks_drops_and_windows_are_aligned(seed, behind, jitter_ns, drops, firsts, with_seq):
     job = world(3, steps=8, seed=seed)
     clocks = dict(enumerate(behind))
     run = drawn_traces.run(
