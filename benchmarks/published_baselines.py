@@ -27,8 +27,8 @@ def _indicators(rows: Sequence[Row], subsets: npt.NDArray[np.int64]) -> Floats:
     The classes: short sequences and a small model, short and large, longer sequences.
     """
     kind = np.array([_kind(row) for row in rows])
-    told = np.array([row.speedup for row in rows])
-    of_fit = told[subsets]
+    measured = np.array([row.speedup for row in rows])
+    of_fit = measured[subsets]
     found = np.repeat(of_fit.mean(axis=1)[:, None], len(rows), axis=1)
     for each in set(kind.tolist()):
         alike = kind[subsets] == each
@@ -44,18 +44,18 @@ def _kind(row: Row) -> int:
     return int(row.setting.model.parameters > _LARGE_PARAMETERS)
 
 
-def _roofline(rows: Sequence[Row], subsets: npt.NDArray[np.int64], told: Floats) -> Floats:
+def _roofline(rows: Sequence[Row], subsets: npt.NDArray[np.int64], measured: Floats) -> Floats:
     """Fit operations per second, bytes per second and a fixed time, all of one strategy, and predict all rows."""
     work = np.array([_work(row) for row in rows])
     x = np.repeat(_GUESS[None], len(subsets), axis=0)
     damping = np.full(len(subsets), 1e-2)
-    errors = _errors(x[:, None], work[subsets], told[subsets])[:, 0]
+    errors = _errors(x[:, None], work[subsets], measured[subsets])[:, 0]
     for _ in range(_ROUNDS):
         nudged = x[:, None] + _STEP * np.eye(3)
-        slopes = (_errors(nudged, work[subsets], told[subsets]) - errors[:, None]).transpose(0, 2, 1) / _STEP
+        slopes = (_errors(nudged, work[subsets], measured[subsets]) - errors[:, None]).transpose(0, 2, 1) / _STEP
         normal = slopes.transpose(0, 2, 1) @ slopes + damping[:, None, None] * np.eye(3)
         tried = x - np.linalg.solve(normal, slopes.transpose(0, 2, 1) @ errors[:, :, None])[:, :, 0]
-        new = _errors(tried[:, None], work[subsets], told[subsets])[:, 0]
+        new = _errors(tried[:, None], work[subsets], measured[subsets])[:, 0]
         better = (new**2).sum(1) < (errors**2).sum(1)
         x, errors = np.where(better[:, None], tried, x), np.where(better[:, None], new, errors)
         damping = np.where(better, damping / 5, damping * 8)
@@ -79,6 +79,6 @@ def _time_s(x: Floats, work: Floats) -> Floats:
     return time
 
 
-def _errors(x: Floats, work: Floats, told: Floats) -> Floats:
-    off = np.log(_time_s(x, work) / told[:, None]) / _TIME_ERROR
+def _errors(x: Floats, work: Floats, measured: Floats) -> Floats:
+    off = np.log(_time_s(x, work) / measured[:, None]) / _TIME_ERROR
     return np.concatenate((off, (x - _GUESS) / _SPREAD), axis=2)

@@ -1,4 +1,4 @@
-"""The published rows event by event: the simulation itself on a fitted machine, beside its closed form."""
+"""The published rows event by event: the simulation itself on a fitted machine, compared with its closed form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Layer:
 
 
 def machine(rates: Rates) -> Hardware:
-    """Return an A100 with fitted rates, and nothing that the closed form leaves out: host, jitter, held processors."""
+    """Return an A100 with fitted rates, without what the closed form omits: host, jitter, collectives on processors."""
 
     def number(name: str) -> float:
         return float(np.squeeze(getattr(rates, name)))

@@ -58,7 +58,7 @@ GIVE_WAY = ("give_way", "give_way_high_priority")
 def fit(rows: Sequence[Row], subsets: npt.NDArray[np.int64], *, without: Sequence[str] = ()) -> Rates:
     """Return the machines fitted to `subsets` of the rows, shape (fits, rows of a fit): each constant of shape (fits,).
 
-    The constants named in `without` are held at 0.
+    The constants named in `without` are fixed at 0.
     """
     free = [name for name in PRIORS if name not in without]
     x = np.zeros((len(subsets), len(free)))

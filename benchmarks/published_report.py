@@ -1,4 +1,4 @@
-"""The published table beside its prediction, as Markdown."""
+"""The published table and its prediction, as Markdown."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -25,8 +25,7 @@ _TITLE = """# The published FSDP / YaFSDP table, predicted
 Printed by `python -m benchmarks.published_table`. The left numbers are Yandex's (A100 80 GB, one sequence per GPU,
 against FSDP of PyTorch of late 2023); the right ones are **simulated**: `tracekit simulate`'s model of FSDP1 and of
 YaFSDP as published, with eight constants of the machine fitted on the four rows marked with a star. The other twelve
-rows were not seen by the fit. That the model's *structure* (what waits for what) was chosen knowing all rows must be
-kept in mind.
+rows were not seen by the fit. But the model's *structure* (what waits for what) was chosen with knowledge of all rows.
 """
 _UNITS = {
     "flops_per_s": ("matrix products", "TFLOP/s", 1e-12),
@@ -101,10 +100,11 @@ def _events(result: "Result") -> Iterator[str]:
     yield ""
     yield "| | period | simulated | all-gather | simulated | reduce-scatter | simulated |"
     yield f"|{'---|' * 7}"
-    for strategy, told_ms in _PICTURED_MS.items():
+    for strategy, published_ms in _PICTURED_MS.items():
         of = result.layers[strategy]
-        cells = zip(told_ms, (of.period_s, of.gather_s, of.reduce_s), strict=True)
-        yield f"| {_NAMES[strategy]} | {' | '.join(f'{told} ms | {1e3 * found:.1f} ms' for told, found in cells)} |"
+        pairs = zip(published_ms, (of.period_s, of.gather_s, of.reduce_s), strict=True)
+        cells = " | ".join(f"{published} ms | {1e3 * simulated:.1f} ms" for published, simulated in pairs)
+        yield f"| {_NAMES[strategy]} | {cells} |"
 
 
 def _explained(rows: Sequence[Row], result: "Result") -> Iterator[str]:
@@ -120,7 +120,7 @@ def _explained(rows: Sequence[Row], result: "Result") -> Iterator[str]:
             f"{of.model.name} at {of.seq} tokens is off by {points:+.1f} points, all of it in FSDP's time "
             f"({fsdp_s:.2f} s for {row.fsdp_s:.2f} s). By the simulator's count FSDP needs {needed:.0f} of "
             f"{there:.0f} GiB there, before what fragmentation takes. So near the limit its caching allocator may free "
-            "and take memory anew in every step, which the model leaves out; the published numbers cannot show whether "
+            "and allocate memory again in every step, which the model omits; the published numbers cannot show whether "
             "it did. The published speedups themselves have changed by up to 1.8 points between versions."
         )
 

@@ -24,8 +24,8 @@ from tracekit.simulate.costs import Rates
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
 
 
-def _row(model: str, gpus: int, seq: int, checkpoint_layers: int, told: tuple[float, float, float]) -> Row:
-    speedup_percent, yafsdp_s, fsdp_s = told
+def _row(model: str, gpus: int, seq: int, checkpoint_layers: int, published: tuple[float, float, float]) -> Row:
+    speedup_percent, yafsdp_s, fsdp_s = published
     return Row(Setting(models.find(model), gpus, seq, checkpoint_layers), speedup_percent / 100, yafsdp_s, fsdp_s)
 
 
@@ -123,11 +123,11 @@ def errors(fitted: npt.NDArray[np.int64], yafsdp_s: Floats, fsdp_s: Floats) -> E
     A prediction of the speedup alone gives FSDP's times as 1: its errors of time mean nothing then.
     """
     seen = (fitted[:, :, None] == np.arange(len(ROWS))).any(axis=1)
-    told = [np.array([getattr(row, name) for row in ROWS]) for name in ("speedup", "yafsdp_s", "fsdp_s")]
-    points = np.where(seen, np.nan, 100 * np.abs(1 - yafsdp_s / fsdp_s - told[0]))
+    published = [np.array([getattr(row, name) for row in ROWS]) for name in ("speedup", "yafsdp_s", "fsdp_s")]
+    points = np.where(seen, np.nan, 100 * np.abs(1 - yafsdp_s / fsdp_s - published[0]))
     off = [
         np.where(seen, np.nan, np.abs(found / true - 1))
-        for found, true in zip((yafsdp_s, fsdp_s), told[1:], strict=True)
+        for found, true in zip((yafsdp_s, fsdp_s), published[1:], strict=True)
     ]
     both = np.concatenate(off, axis=1)
     return Errors(np.nanmean(points, 1), np.nanmax(points, 1), np.nanmean(both, 1), np.nanmax(both, 1))

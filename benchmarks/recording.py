@@ -4,7 +4,7 @@
 
 One process on one thread trains on the CPU. Outside the window, the same training runs alone, alone once more,
 unchanged under ``tracekit record``, and with a ``Recorder`` in its loop: processes that live at the same time and take
-turns of a few steps, so that what the machine does besides falls on all alike. Compared is the CPU time of a step.
+turns of a few steps, so that other load on the machine affects all alike. Compared is the CPU time of a step.
 Inside, windows of one process are compared with the steps right before them.
 """
 
@@ -57,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--options", nargs="+", choices=list(recording_training.OPTIONS), metavar="OPTION")
     parser.add_argument("--inside-work", choices=(_MODEL, _EMPTY), default=_MODEL, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--out", type=Path, help="write the tables to this file too, and all measurements beside it, as .json"
+        "--out",
+        type=Path,
+        help="write the tables to this file too, and all measurements to a .json file with the same name",
     )
     given = parser.parse_args(arguments)
     steps = {_MODEL: given.model_steps, _EMPTY: given.empty_steps}
@@ -108,7 +110,7 @@ def take_turns(work: str, folder: Path, *, turns: int, steps: int, subjects: Seq
             # Who goes first changes from turn to turn.
             order = [subjects[(place + number) % len(subjects)] for place in range(len(subjects))]
             for name in order:
-                for measure, times in _asked(sides[name], steps).items():
+                for measure, times in _measure_steps(sides[name], steps).items():
                     measured[name][measure].append(times)
     finally:
         for side in sides.values():
@@ -130,7 +132,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def _asked(side: "subprocess.Popen[str]", steps: int) -> dict[str, list[int]]:
+def _measure_steps(side: "subprocess.Popen[str]", steps: int) -> dict[str, list[int]]:
     assert side.stdin is not None
     side.stdin.write(f"{steps}\n")
     return _answer(side)
@@ -141,21 +143,21 @@ def _answer(side: "subprocess.Popen[str]") -> dict[str, Any]:
     line = side.stdout.readline()
     if not line:
         raise RuntimeError(f"{side.args}: ended with exit code {side.wait()}")
-    told: dict[str, Any] = json.loads(line)
-    return told
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 def ratios(starts: Sequence[Turns], subject: str, measure: str) -> list[float]:
     """Return by turn how many times as long a subject's steps took as those alone right before or after."""
-    return [taken / alone for taken, alone in _beside_alone(starts, subject, measure)]
+    return [taken / alone for taken, alone in _paired_with_alone(starts, subject, measure)]
 
 
 def added_us(starts: Sequence[Turns], subject: str) -> list[float]:
     """Return by turn the µs of CPU time that a subject's step took more than alone."""
-    return [(taken - alone) / 1000 for taken, alone in _beside_alone(starts, subject, "cpu_ns")]
+    return [(taken - alone) / 1000 for taken, alone in _paired_with_alone(starts, subject, "cpu_ns")]
 
 
-def _beside_alone(starts: Sequence[Turns], subject: str, measure: str) -> Iterator[tuple[float, float]]:
+def _paired_with_alone(starts: Sequence[Turns], subject: str, measure: str) -> Iterator[tuple[float, float]]:
     for start in starts:
         for taken, alone in zip(start[subject][measure], start[ALONE][measure], strict=True):
             # Of many steps, some are disturbed.
@@ -187,8 +189,8 @@ def _interval(values: Sequence[float], form: str) -> str:
     if not values:
         return "—"
     median, low, high = median_with_interval(values)
-    told = form.format(median)
-    return told if low is None or high is None else f"{told} ({form.format(low)} to {form.format(high)})"
+    text = form.format(median)
+    return text if low is None or high is None else f"{text} ({form.format(low)} to {form.format(high)})"
 
 
 # Inside the window ---------------------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def inside_table(measured: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
     lines = [f"Inside the window, {steps} steps each; medians and 95% intervals of {count} windows:\n"]
     lines += [
         "| option | CPU time of a step, against before the window | trace a step | the window holds the training up "
-        "| compressed beside it |",
+        "| compressed in the background |",
         "|---|---|---|---|---|",
     ]
     for option, by_start in measured.items():
@@ -223,13 +225,13 @@ def inside_table(measured: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
         cells = (
             _interval(against, "{:.2f}x"),
             units.size(statistics.median(each["trace_bytes"] for each in windows) / steps),
-            units.duration(statistics.median(each["held_ns"] for each in windows)),
+            units.duration(statistics.median(each["blocked_ns"] for each in windows)),
             units.duration(statistics.median(each["background_ns"] for each in windows)) + " of CPU",
         )
         lines.append(f"| {option} | {' | '.join(cells)} |")
     calls_us = [each["call_ns"] / 1000 for found in measured.values() for windows in found for each in windows]
-    told = _interval(calls_us, "{:.0f} µs")
-    return [*lines, f"\nOutside of windows, `Recorder.step` itself takes {told} of CPU between steps of the model."]
+    cost = _interval(calls_us, "{:.0f} µs")
+    return [*lines, f"\nOutside of windows, `Recorder.step` itself takes {cost} of CPU between steps of the model."]
 
 
 if __name__ == "__main__":

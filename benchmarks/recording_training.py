@@ -28,7 +28,7 @@ OPTIONS = {
     "stacks": {"stacks": True},
     "all": {"shapes": True, "memory": True, "stacks": True},
 }
-"""What the trace holds beside times. By default it has memory, and on the CPU shapes too."""
+"""Additional trace content. By default it has memory, and on the CPU shapes too."""
 
 _BATCH, _TOKENS = 2, 64
 _STEPS_FIRST = 3
@@ -85,18 +85,18 @@ def _forever(loader: Any) -> Iterator[torch.Tensor]:
 
 
 def turns(step: Step, run: str | None) -> None:
-    """Do as many steps as each line of stdin says and tell what each took, CPU time of all threads and wall time."""
+    """Do as many steps as each line of stdin says and report what each took, CPU time of all threads and wall time."""
     with _recorded(run) as end_step:
         for _ in range(_STEPS_FIRST):
             end_step(step())
-        tell({"pid": "ready"})
+        answer({"pid": "ready"})
         for line in sys.stdin:
             cpu_ns, wall_ns = [time.process_time_ns()], [time.perf_counter_ns()]
             for _ in range(int(line)):
                 end_step(step())
                 cpu_ns.append(time.process_time_ns())
                 wall_ns.append(time.perf_counter_ns())
-            tell({"cpu_ns": _differences(cpu_ns), "wall_ns": _differences(wall_ns)})
+            answer({"cpu_ns": _differences(cpu_ns), "wall_ns": _differences(wall_ns)})
 
 
 @contextlib.contextmanager
@@ -115,19 +115,19 @@ def _recorded(run: str | None) -> Iterator[Callable[[torch.Tensor], None]]:
 
 
 def windows(step: Step, option: str, run: str, count: int) -> None:
-    """Record windows, and tell of each the thread's time in a step before and inside, and what it cost to write."""
+    """Record windows, and report for each the thread's time in a step before and inside, and what it cost to write."""
     from tracekit.capture import Recorder
 
     chosen = {"shapes": False, "memory": False, "stacks": False} | OPTIONS[option]
     first = EVERY_STEPS - WINDOW_STEPS
-    steps_ns, calls_ns, held_ns, elsewhere_ns = [], [], [], []
+    steps_ns, calls_ns, blocked_ns, elsewhere_ns = [], [], [], []
     with Recorder(run, steps=(first, first + WINDOW_STEPS), every=EVERY_STEPS, **chosen) as recorder:
         for _ in range(count * EVERY_STEPS + BEFORE_STEPS):
             all_ns, began_ns = time.process_time_ns(), time.thread_time_ns()
             loss = step()
             stepped_ns, wall_ns = time.thread_time_ns(), time.perf_counter_ns()
             recorder.step({"loss": lambda loss=loss: loss.item()})
-            held_ns.append(time.perf_counter_ns() - wall_ns)
+            blocked_ns.append(time.perf_counter_ns() - wall_ns)
             ended_ns = time.thread_time_ns()
             steps_ns.append(stepped_ns - began_ns)
             calls_ns.append(ended_ns - stepped_ns)
@@ -138,13 +138,13 @@ def windows(step: Step, option: str, run: str, count: int) -> None:
         before = range(begin - WARM_UP_STEPS - BEFORE_STEPS, begin - WARM_UP_STEPS - 1)
         inside = range(begin, end - 1)  # the call after its last step writes the trace
         folder = Path(run) if number == 0 else Path(run) / f"window{number:03d}"
-        tell(
+        answer(
             {
                 "before_ns": _mean([steps_ns[n] + calls_ns[n] for n in before]),
                 "call_ns": statistics.median(calls_ns[n] for n in before),
                 "inside_ns": _mean([steps_ns[n] + calls_ns[n] for n in inside]),
                 # The profiler is prepared, started, and stopped, its trace written in calls between steps.
-                "held_ns": sum(held_ns[begin - WARM_UP_STEPS - 1 : end]),
+                "blocked_ns": sum(blocked_ns[begin - WARM_UP_STEPS - 1 : end]),
                 "background_ns": sum(elsewhere_ns[begin : begin + EVERY_STEPS]),
                 "trace_bytes": (folder / "rank00000.pt.trace.json.gz").stat().st_size,
             }
@@ -159,8 +159,8 @@ def _mean(values: list[int]) -> float:
     return sum(values) / len(values)
 
 
-def tell(told: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+def answer(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 

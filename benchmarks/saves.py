@@ -3,7 +3,7 @@
     python -m benchmarks.saves --rounds 20 --folder /dev/shm/saves
 
 Both sides of a round run in one process, one right after the other, now this one first, now that one: what the machine
-does besides then falls on both alike. A folder in memory keeps the disk's whims out.
+does besides then falls on both alike. A folder in memory excludes the disk's variation.
 """
 
 import argparse
@@ -97,24 +97,24 @@ def subjects(large_bytes: int, tensors: int) -> list[Subject]:
     """Return what is measured: a state of few large tensors, and one of many small ones."""
     large = {f"layer{index}": torch.randn(large_bytes // 16 // 4) for index in range(16)}
     small = {f"layer{index}": torch.randn(64) for index in range(tensors)}
-    told, many = f"{large_bytes >> 20} MiB", f"{tensors} tensors of 256 B"
+    size, many = f"{large_bytes >> 20} MiB", f"{tensors} tensors of 256 B"
     empty = {name: torch.zeros_like(value) for name, value in large.items()}
     return [
-        Subject(f"dcp.save, {told}", lambda path: dcp.save(large, checkpoint_id=path, no_dist=True)),
+        Subject(f"dcp.save, {size}", lambda path: dcp.save(large, checkpoint_id=path, no_dist=True)),
         Subject(f"dcp.save, {many}", lambda path: dcp.save(small, checkpoint_id=path, no_dist=True)),
         Subject(
-            f"dcp.async_save, {told}, time blocked",
+            f"dcp.async_save, {size}, time blocked",
             lambda path: dcp.async_save(large, checkpoint_id=path, no_dist=True),
             settle=lambda future: future.result(),
         ),
         Subject(
-            f"dcp.load, {told}",
+            f"dcp.load, {size}",
             lambda path: dcp.load(dict(empty), checkpoint_id=path, no_dist=True),
             prepare=lambda path: dcp.save(large, checkpoint_id=path, no_dist=True),
         ),
-        Subject(f"torch.save, {told}", lambda path: torch.save(large, path)),
-        Subject(f"torch.load, {told}", lambda path: torch.load(path), prepare=lambda path: torch.save(large, path)),
-        Subject(f"safetensors save_file, {told}", lambda path: safetensors.torch.save_file(large, path)),
+        Subject(f"torch.save, {size}", lambda path: torch.save(large, path)),
+        Subject(f"torch.load, {size}", lambda path: torch.load(path), prepare=lambda path: torch.save(large, path)),
+        Subject(f"safetensors save_file, {size}", lambda path: safetensors.torch.save_file(large, path)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""YaFSDP beside FSDP2: what recorded trainings of both show, and how their step times compare.
+"""Compare YaFSDP with FSDP2: overlap and allocations in recorded trainings, and step times.
 
     python -m benchmarks.yafsdp --rounds 10 --out runs/yafsdp-benchmark
 

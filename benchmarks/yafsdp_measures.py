@@ -26,7 +26,7 @@ class Measured:
     """One recorded training."""
 
     overlap_ratio: float
-    """Share of the time in which collectives ran, over ranks and profiled steps, that had compute beside it."""
+    """Share of the time in which collectives ran, over ranks and profiled steps, that compute overlapped."""
     communication_ns: float
     """That time, per rank and profiled step."""
     large_allocations: dict[str, float]

@@ -34,7 +34,7 @@ def test_what_a_window_costs_is_taken_against_the_steps_before_it() -> None:
     window = {
         "before_ns": 10.0,
         "inside_ns": 15.0,
-        "held_ns": 2e6,
+        "blocked_ns": 2e6,
         "background_ns": 3e6,
         "trace_bytes": 5 * 2048,
         "call_ns": 9e4,
