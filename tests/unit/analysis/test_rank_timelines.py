@@ -20,30 +20,30 @@ RUNS = {
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
 def test_what_ranks_do_is_the_breakdown_with_exposed_communication_in_two(make):
     run = make()
-    doings = run.run_table(rank_timelines.states)
+    states = run.run_table(rank_timelines.states)
     by_rank = {row["rank"]: row for row in run.table(breakdown.by_rank).iter_rows(named=True)}
     for rank, row in by_rank.items():
-        rank_ns = dict(doings.filter(pl.col("rank") == rank).group_by("state").agg(pl.col("dur_ns").sum()).iter_rows())
+        rank_ns = dict(states.filter(pl.col("rank") == rank).group_by("state").agg(pl.col("dur_ns").sum()).iter_rows())
         assert rank_ns.get("compute", 0) == row["compute_ns"]
         assert rank_ns.get("transfer", 0) + rank_ns.get("waiting", 0) == row["exposed_communication_ns"]
     split = run.run_table(exposed_communication.exposed_by_step)
-    waited = doings.filter(pl.col("state") == "waiting")["dur_ns"].sum()
+    waited = states.filter(pl.col("state") == "waiting")["dur_ns"].sum()
     assert split["waited_ns"].sum() == waited
 
 
 def test_the_time_until_the_last_rank_comes_is_waiting_for_it():
-    doings = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
-    waits = doings.filter(pl.col("state") == "waiting")
+    states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
+    waits = states.filter(pl.col("state") == "waiting")
     assert waits.select("rank", "peer_rank", "dur_ns").unique().rows() == [(0, 1, 3 * drawn_hosts.UNIT_NS)]
     assert waits.height == 12
-    assert set(doings.filter(pl.col("state") == "transfer")["dur_ns"]) == {2 * drawn_hosts.UNIT_NS}
+    assert set(states.filter(pl.col("state") == "transfer")["dur_ns"]) == {2 * drawn_hosts.UNIT_NS}
 
 
 def test_totals_of_a_stretch_sum_to_its_length_on_every_rank():
-    doings = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
-    start = doings["start_ns"].min()
+    states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
+    start = states["start_ns"].min()
     window = (start + drawn_hosts.UNIT_NS, start + 19 * drawn_hosts.UNIT_NS)
-    table = rank_timelines.totals(doings, window)
+    table = rank_timelines.totals(states, window)
     assert table["rank"].to_list() == [0, 1]
     parts = [f"{doing}_ns" for doing in rank_timelines.STATES] + ["idle_ns"]
     assert table.select(pl.sum_horizontal(parts)).to_series().to_list() == [18 * drawn_hosts.UNIT_NS] * 2
@@ -51,22 +51,22 @@ def test_totals_of_a_stretch_sum_to_its_length_on_every_rank():
 
 
 def test_a_figure_has_a_row_for_each_rank_and_says_for_whom_one_waits():
-    doings = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
-    window = (doings["start_ns"].min(), (doings["start_ns"] + doings["dur_ns"]).max())
-    figure = charts.rank_activity(doings, window)
+    states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
+    window = (states["start_ns"].min(), (states["start_ns"] + states["dur_ns"]).max())
+    figure = charts.rank_activity(states, window)
     assert list(figure.layout.yaxis.ticktext) == ["rank 0", "rank 1"]
     waits = next(bar for bar in figure.data if bar.name == "waiting for a late rank")
     assert set(waits.y) == {0}
-    assert all("rank 1 comes last" in words for (words,) in waits.customdata)
+    assert all("rank 1 arrives last" in words for (words,) in waits.customdata)
     assert sum(waits.x) == pytest.approx(12 * 3 * drawn_hosts.UNIT_NS / 1e6)
 
 
 def test_a_crowded_figure_is_thinned_and_keeps_what_is_long():
     cells = "a." * 6500 + "c" * 4000
     run = drawn_traces.run(drawn_traces.trace(f"step {'0' * len(cells)}\ncompute {cells}"))
-    doings = run.run_table(rank_timelines.states)
-    assert doings.height > 6000
-    window = (doings["start_ns"].min(), (doings["start_ns"] + doings["dur_ns"]).max())
-    bars = charts.rank_activity(doings, window).data[0]
+    states = run.run_table(rank_timelines.states)
+    assert states.height > 6000
+    window = (states["start_ns"].min(), (states["start_ns"] + states["dur_ns"]).max())
+    bars = charts.rank_activity(states, window).data[0]
     assert len(bars.x) <= 6000
     assert max(bars.x) >= 4000 / 1e6

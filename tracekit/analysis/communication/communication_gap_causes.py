@@ -201,7 +201,7 @@ class _Splitter:
         nxt = np.searchsorted(keys, pieces.of * wide + at - first_ns[pieces.of], side="right")
         launched, end = items.launched_ns[nxt], items.producer_end_ns[nxt]
         computing, copying = sweep_line.running(self.compute.spans, at), sweep_line.running(self.copies.spans, at)
-        doing = host_state.state_at(self.trace, at)
+        state = host_state.state_at(self.trace, at)
         is_launched = at >= launched
         # On the CPU the computing thread also issues collectives, so it waits for all compute.
         waits = (at < end) & (items.near[nxt] | items.reduces[nxt])
@@ -216,7 +216,7 @@ class _Splitter:
         )
         weak = np.isin(cause, [CAUSES.index(COMPUTE), CAUSES.index(COPY)]) & ~items.near[nxt]
         evidence = np.where(weak, EVIDENCES.index(RUNNING), evidence)
-        detail = np.where(cause == CAUSES.index(HOST), doing, -1)
+        detail = np.where(cause == CAUSES.index(HOST), state, -1)
         which = np.where(cause == CAUSES.index(COMPUTE), sweep_line.at(self.compute.id, computing, -1), -1)
         which = np.where(cause == CAUSES.index(COPY), sweep_line.at(self.copies.id, copying, -1), which)
         return cause, detail, evidence, which

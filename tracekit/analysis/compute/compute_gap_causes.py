@@ -175,7 +175,7 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
         host_state.state_changes(trace),
     )  # fmt: skip
     at = pieces.start_ns
-    call, gap, doing = (
+    call, gap, state = (
         sweep_line.running(calls.spans, at),
         sweep_line.running(quiet, at),
         host_state.state_at(trace, at),
@@ -183,7 +183,7 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     waits = at < wait.until_ns[pieces.of]
     awaited = wait.call[pieces.of]
     unlaunched = at < wait.launched_ns[pieces.of]
-    blocked = host_state.is_synchronizing(doing) if device is not None else doing >= _IDLE_HOST
+    blocked = host_state.is_synchronizing(state) if device is not None else state >= _IDLE_HOST
     cause, evidence = communication_gap_causes.first_match(
         (waits & (call >= 0) & wait.near[pieces.of], COLLECTIVE, ADJACENT),
         (waits & (call >= 0), COLLECTIVE, RUNNING),
@@ -196,8 +196,8 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     )
     inherits = waits & (call < 0) & (gap >= 0)
     is_host = cause == CAUSES.index(HOST)
-    synced = ~waits & (cause == CAUSES.index(COLLECTIVE)) & host_state.is_synchronizing(doing)
-    labelled = _label_table(found, pieces, cause, evidence, np.where(is_host | synced, doing, -1))
+    synced = ~waits & (cause == CAUSES.index(COLLECTIVE)) & host_state.is_synchronizing(state)
+    labelled = _label_table(found, pieces, cause, evidence, np.where(is_host | synced, state, -1))
     own = np.where(cause == CAUSES.index(COLLECTIVE), call, -1)
     return _named(labelled, calls, own, before, np.where(inherits, gap, -1))
 

@@ -32,8 +32,8 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     if late.is_empty():
         return pl.DataFrame(schema=GAP_COLUMNS)
     started = pieces.group_by("gap").agg(pl.col("start_ns").min().alias("idle_ns"))
-    doing = host_state.state_at(trace, started["idle_ns"].to_numpy() - 1)
-    dry = started.select("gap", pl.Series("dry", doing == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)))
+    state = host_state.state_at(trace, started["idle_ns"].to_numpy() - 1)
+    dry = started.select("gap", pl.Series("dry", state == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)))
     waits = pl.col("detail") == host_state.SYNCHRONIZE
     return (
         late.with_columns(waits.any().over("gap").alias("waits"))

@@ -37,28 +37,28 @@ def states(run: Run) -> pl.DataFrame:
     return shifted.select(*COLUMNS).sort("window", "rank", "device", "start_ns")
 
 
-def within(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
+def within(rows: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
     """Return the states in a window of the run's clock (ns), clipped to it."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    inside = doings.filter(pl.col("start_ns") < window[1], end_ns > window[0])
+    inside = rows.filter(pl.col("start_ns") < window[1], end_ns > window[0])
     start_ns = pl.col("start_ns").clip(window[0])
     return inside.with_columns(start_ns.alias("start_ns"), (end_ns.clip(None, window[1]) - start_ns).alias("dur_ns"))
 
 
-def totals(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
+def totals(rows: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
     """Return the time of each rank in each state within a window of the run's clock (ns); the parts sum to its length.
 
     Columns rank, device, compute_ns, transfer_ns, waiting_ns, copy_ns, idle_ns, and waiting_for_N_ns for each awaited
     rank; waiting for an unknown rank is in waiting_ns only.
     """
-    of, inside = ["rank", "device"], within(doings, window)
+    of, inside = ["rank", "device"], within(rows, window)
     dur_ns, peer = pl.col("dur_ns"), pl.col("peer_rank")
-    each = [dur_ns.filter(pl.col("state") == doing).sum().alias(f"{doing}_ns") for doing in STATES]
+    each = [dur_ns.filter(pl.col("state") == state).sum().alias(f"{state}_ns") for state in STATES]
     late = inside["peer_rank"].drop_nulls().unique().sort().to_list()
     each += [dur_ns.filter(peer == rank).sum().alias(f"waiting_for_{rank}_ns") for rank in late]
     table = inside.group_by(of).agg(dur_ns.sum().alias("_all_ns"), *each).sort(of)
     idle_ns = (window[1] - window[0] - pl.col("_all_ns")).alias("idle_ns")
-    own = [f"{doing}_ns" for doing in STATES]
+    own = [f"{state}_ns" for state in STATES]
     return table.with_columns(idle_ns).select(*of, *own, "idle_ns", *(f"waiting_for_{rank}_ns" for rank in late))
 
 
@@ -85,20 +85,20 @@ def _calls(run: Run) -> pl.DataFrame:
 
 def _device_states(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
     """Return the spans of one device with exposed communication split, and what the collective is."""
-    found = {part: _of(spans.filter(pl.col("part") == part)) for part in breakdown.PARTS}
-    exposed = found[breakdown.EXPOSED_COMMUNICATION]
+    spans_of = {part: _of(spans.filter(pl.col("part") == part)) for part in breakdown.PARTS}
+    exposed = spans_of[breakdown.EXPOSED_COMMUNICATION]
     none = intervals.from_columns([], [])
     moving = none if calls is None else intervals.union(exposed_communication.transfer_spans(calls))
     waiting = none if calls is None else intervals.subtract(_of(calls), moving)
     pieces = {
-        COMPUTE: found[breakdown.COMPUTE],
+        COMPUTE: spans_of[breakdown.COMPUTE],
         TRANSFER: intervals.subtract(exposed, waiting),
         WAITING: intervals.intersect(exposed, waiting),
-        COPY: found[breakdown.EXPOSED_COPY],
+        COPY: spans_of[breakdown.EXPOSED_COPY],
     }
     rows = pl.concat(
-        pl.DataFrame({"start_ns": piece[:, 0], "dur_ns": piece[:, 1] - piece[:, 0]}).with_columns(state=pl.lit(doing))
-        for doing, piece in pieces.items()
+        pl.DataFrame({"start_ns": piece[:, 0], "dur_ns": piece[:, 1] - piece[:, 0]}).with_columns(state=pl.lit(state))
+        for state, piece in pieces.items()
     ).sort("start_ns")
     if calls is None:
         return rows.with_columns(pl.lit(None).alias(name) for name in ("op", "unit", "peer_rank"))

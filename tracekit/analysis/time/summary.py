@@ -39,7 +39,7 @@ def by_rank(run: Run) -> pl.DataFrame:
 def by_clock(run: Run) -> pl.DataFrame:
     """Return the clock offset of each trace: the columns of OFFSETS for display, one row per window and rank.
 
-    `part` is present only where the ranks are on several clocks, `window` where there are several.
+    `clock_domain` is present only where the ranks are on several clocks, `window` where there are several.
     """
     found = run.offsets.drop("at_ns")
     return found.drop(name for name in ("window", "clock_domain") if found[name].n_unique() < 2)

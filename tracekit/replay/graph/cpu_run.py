@@ -29,19 +29,19 @@ def build(trace: Trace) -> TraceGraph:
     start, end = host["start_ns"].to_numpy(), host["end_ns"].to_numpy()
     reach = np.maximum.accumulate(np.concatenate((start[:1], end)))[:-1] if first_call else start
     paused = np.maximum(start, reach)
-    think = host_time.time_by_state(trace, reach, paused)
+    gap_ns = host_time.time_by_state(trace, reach, paused)
     awaited, until = _awaited(calls, reach, paused)
     waited = _waited(trace, reach, awaited, until)
-    think = _without(think, waited)
+    gap_ns = _without(gap_ns, waited)
     waits = np.flatnonzero(awaited >= 0)
     lag = (paused - until)[waits]
     own = np.maximum(end - paused, 0)
     woken = _woken(calls, start)
     nodes = host.with_columns(
         pl.Series("chain", np.arange(first_call, dtype=np.int64) - 1),
-        pl.Series("chain_ns", think.sum(axis=1)),
+        pl.Series("chain_ns", gap_ns.sum(axis=1)),
         pl.Series("own_ns", own),
-        pl.Series("gap_ns", think, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
+        pl.Series("gap_ns", gap_ns, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
         pl.lit(HOST, pl.Int8).alias("what"),
         pl.lit(-1, pl.Int64).alias("launch"),
         pl.lit(0, pl.Int64).alias("launch_ns"),
@@ -132,5 +132,5 @@ def _waited(trace: Trace, from_ns: Ints, awaited: Ints, until: Ints) -> Ints:
     return waiting
 
 
-def _without(think: Ints, waited: Ints) -> Ints:
-    return np.asarray(np.maximum(think - waited, 0), np.int64)
+def _without(gap_ns: Ints, waited: Ints) -> Ints:
+    return np.asarray(np.maximum(gap_ns - waited, 0), np.int64)

@@ -70,17 +70,17 @@ def calls(trace: Trace) -> Calls:
     start = found["start_ns"].to_numpy().astype(np.int64)
     end = start + found["dur_ns"].to_numpy().astype(np.int64)
     reach = np.maximum.accumulate(np.concatenate((start[:1], end)))[:-1] if len(start) else start
-    think = time_by_state(trace, reach, np.maximum(start, reach))
-    doing = host_state.state_at(trace, start)
-    doing = np.where(doing > LAUNCH, LAUNCH, doing)
-    doing[_with_allocator(found) & (doing == SYNCHRONIZE)] = ALLOCATOR
+    gap_ns = time_by_state(trace, reach, np.maximum(start, reach))
+    state = host_state.state_at(trace, start)
+    state = np.where(state > LAUNCH, LAUNCH, state)
+    state[_with_allocator(found) & (state == SYNCHRONIZE)] = ALLOCATOR
     own = np.maximum(end - np.maximum(start, reach), 0)
     drains, blocks, launches, waits_itself = (
         found[each].fill_null(value=False).to_numpy() for each in ("drains", "blocks", "launches", "waits_itself")
     )
     ids = found["id"].to_numpy().astype(np.int64)
     return Calls(
-        ids, start, end, think, own, doing, drains, blocks, launches, waits_itself, found["step"], found["phase"]
+        ids, start, end, gap_ns, own, state, drains, blocks, launches, waits_itself, found["step"], found["phase"]
     )
 
 
@@ -90,8 +90,8 @@ def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
     some = np.flatnonzero(to_ns > from_ns)
     spans = np.stack((from_ns[some], to_ns[some]), axis=1)
     pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
-    doing = host_state.state_at(trace, pieces.start_ns)
-    np.add.at(found, (some[pieces.of], doing), pieces.end_ns - pieces.start_ns)
+    state = host_state.state_at(trace, pieces.start_ns)
+    np.add.at(found, (some[pieces.of], state), pieces.end_ns - pieces.start_ns)
     return found
 
 

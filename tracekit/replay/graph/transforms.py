@@ -23,10 +23,10 @@ _PYTHON = host_state.HOST_STATES.index(host_state.PYTHON)
 
 def late_launch(graph: Graph) -> Graph:
     """Remove the host's time between its calls and in launches."""
-    think = host_gap_times(graph)
-    late = think[:, _LATE].sum(axis=1)
+    gap_ns = host_gap_times(graph)
+    late = gap_ns[:, _LATE].sum(axis=1)
     if is_cpu_run(graph):
-        return _with_shorter_gaps(graph, _recurring(graph, think[:, _PYTHON]))
+        return _with_shorter_gaps(graph, _recurring(graph, gap_ns[:, _PYTHON]))
     return _with_zero_time(_with_shorter_gaps(graph, late), _in_state(graph, host_state.LAUNCH))
 
 
