@@ -8,13 +8,11 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
+from tracekit.ingest.readers.kineto import fsdp_unit_spans
 
 Flags = npt.NDArray[np.bool_]
 
 _STEP = r"^ProfilerStep#(\d+)$"
-_UNIT_SPAN = r"^(?:FSDP|YaFSDP)::(\w+)"
-_UNIT_NAME = r"^(?:FSDP|YaFSDP)::\w+ (?:\((.*)\)|for (.*))$"
-_FSDP1 = "FullyShardedDataParallel."
 _COLLECTIVE_WORDS = (
     "all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|reduce|gather|scatter|barrier"
 )
@@ -54,17 +52,12 @@ class HostNames:
 def host_names(names: pl.Series) -> HostNames:
     """Classify the distinct names of host slices."""
     name = pl.col("name")
-    fsdp1 = pl.when(name.str.starts_with(_FSDP1)).then(name.str.strip_prefix(_FSDP1))
     backend = name.str.extract(_COLLECTIVE_SPAN).str.to_lowercase()
     found = pl.DataFrame({"name": names}).select(
         "name",
         name.str.extract(_STEP).cast(pl.Int64, strict=False).alias("step"),
-        pl.coalesce(name.str.extract(_UNIT_SPAN), fsdp1).alias("span"),
-        pl.coalesce(
-            name.str.extract(_UNIT_NAME, 1),
-            name.str.extract(_UNIT_NAME, 2),
-            pl.when(name.str.contains(_UNIT_SPAN)).then(pl.lit("")),
-        ).alias("unit"),
+        fsdp_unit_spans.span(name).alias("span"),
+        fsdp_unit_spans.unit(name).alias("unit"),
         name.str.extract(rf"^{conventions.SPAN_PREFIX}({'|'.join(conventions.PHASES)})$").alias("phase"),
         name.str.starts_with("autograd::engine::").alias("backward"),
         name.str.starts_with("Optimizer.step#").alias("optimizer"),
