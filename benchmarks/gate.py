@@ -6,7 +6,7 @@ Trainings are recorded one after the other on this machine, without a fault and 
 checkpointing: training as a whole) take about 10% longer by real work. Each recording is checked against a baseline of
 the five recordings without a fault right before it, as a build is checked against those of the main branch: one without
 a fault must pass (A/A), one with a fault must fail, and its first cause must be the fault's (A/B). Recordings that are
-in the folder already are kept, so that it can be gone on with.
+in the folder already are reused, so that an interrupted series can be resumed.
 """
 
 import argparse
@@ -45,10 +45,10 @@ _TIMES = tuple(metric.key for metric in METRICS if metric.fails_check and metric
 
 @dataclass(frozen=True)
 class Fault:
-    """A regression: how the trainers are asked for it, and what each step, or save, then does besides."""
+    """A regression: the trainers' option for it, and what each step, or save, then does in addition."""
 
     name: str
-    asked: str
+    option: str
     what: str
 
 
@@ -57,7 +57,7 @@ FAULTS = (
     Fault("communication", "more-communication=1024", "each layer adds up 1 MiB more over the ranks"),
     Fault("checkpointing", "small-tensors=70", "each save holds 70 small tensors more"),
     Fault("memory", "more-memory=60", "each layer keeps 60 copies of its output to the end of the step"),
-    Fault("host", "late-launch=3ms", "Python is busy 3 ms before each layer; no counter tells, only time"),
+    Fault("host", "late-launch=3ms", "Python is busy 3 ms before each layer; only times show it, no counter"),
 )
 _ROUND = (HEALTHY, "compute", "communication", HEALTHY, "checkpointing", "memory", HEALTHY, "host")
 
@@ -72,8 +72,8 @@ class Recorded:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """A recording held against the baseline before it."""
+class CheckedRecording:
+    """A recording compared with the baseline before it."""
 
     kind: str
     gate: CheckResult
@@ -103,13 +103,13 @@ def schedule(rounds: int) -> list[str]:
 
 def record(folder: Path, kinds: Sequence[str]) -> None:
     """Record what is not there yet. Ends with what a training said that fails."""
-    asked = {fault.name: ["--fault", fault.asked] for fault in FAULTS}
+    options = {fault.name: ["--fault", fault.option] for fault in FAULTS}
     for number, kind in enumerate(kinds):
         out = folder / f"{number:04d}-{kind}"
         if out.is_dir():
             continue
         partial = out.with_suffix(".partial")
-        command = [sys.executable, "-m", "instrumented_trainers", *_OPTIONS.split(), *asked.get(kind, [])]
+        command = [sys.executable, "-m", "instrumented_trainers", *_OPTIONS.split(), *options.get(kind, [])]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, "--out", str(partial), "--overwrite"],
@@ -117,7 +117,7 @@ def record(folder: Path, kinds: Sequence[str]) -> None:
         )  # fmt: skip
         if done.returncode:
             raise SystemExit(f"{' '.join(done.args)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        shutil.rmtree(partial / "checkpoints")  # the log tells of them
+        shutil.rmtree(partial / "checkpoints")  # the log describes them
         partial.rename(out)
         print(f"{out.name} of {len(kinds)}", file=sys.stderr, flush=True)
 
@@ -134,47 +134,47 @@ def checked(folder: Path) -> list[Recorded]:
     return found
 
 
-def held(recorded: Sequence[Recorded], count: int = BASELINE_RECORDINGS) -> Iterator[Held]:
-    """Yield each recording held against the `count` without a fault before it."""
+def check_all(recorded: Sequence[Recorded], count: int = BASELINE_RECORDINGS) -> Iterator[CheckedRecording]:
+    """Yield each recording compared with the `count` recordings without a fault before it."""
     healthy: list[Recorded] = []
     for each in recorded:
         if len(healthy) >= count:
             before = [one.recording for one in healthy[-count:]]
             base = Baseline("before", baselines.fingerprint(each.report.run), tuple(before))
-            yield Held(each.kind, checks.judge(each.report, Severity.ERROR, baseline=base))
+            yield CheckedRecording(each.kind, checks.judge(each.report, Severity.ERROR, baseline=base))
         if each.kind == HEALTHY:
             healthy.append(each)
 
 
 def lines(recorded: Sequence[Recorded]) -> list[str]:
     """Return the tables, as lines of Markdown."""
-    found = list(held(recorded))
-    told = [
+    checked_recordings = list(check_all(recorded))
+    table = [
         "| what was done | recordings | failed | right cause first | failed by time alone | step, wall | processors |",
         "|---|---:|---:|---:|---:|---:|---:|",
-        _row("nothing (A/A)", [each for each in found if each.kind == HEALTHY], None),
+        _row("nothing (A/A)", [each for each in checked_recordings if each.kind == HEALTHY], None),
     ]
-    told += [_row(f"{f.name}: {f.what}", [e for e in found if e.kind == f.name], f.name) for f in FAULTS]
+    table += [_row(f"{f.name}: {f.what}", [e for e in checked_recordings if e.kind == f.name], f.name) for f in FAULTS]
     healthy = [each.recording for each in recorded if each.kind == HEALTHY]
-    return [*told, "", *_spreads(healthy), "", _business(healthy)]
+    return [*table, "", *_spreads(healthy), "", _machine_load(healthy)]
 
 
-def _row(label: str, mine: Sequence[Held], cause: str | None) -> str:
-    failed = [each for each in mine if each.failed]
+def _row(label: str, checks_of_kind: Sequence[CheckedRecording], cause: str | None) -> str:
+    failed = [each for each in checks_of_kind if each.failed]
     right = "" if cause is None else str(sum(each.cause == cause for each in failed))
-    by_time = sum(each.failed_by_time for each in mine)
-    wall, processors = (_median_change(mine, metric) for metric in ("step_time_ns", "cpu_time_ns"))
-    return f"| {label} | {len(mine)} | {len(failed)} | {right} | {by_time} | {wall} | {processors} |"
+    by_time = sum(each.failed_by_time for each in checks_of_kind)
+    wall, processors = (_median_change(checks_of_kind, metric) for metric in ("step_time_ns", "cpu_time_ns"))
+    return f"| {label} | {len(checks_of_kind)} | {len(failed)} | {right} | {by_time} | {wall} | {processors} |"
 
 
-def _median_change(mine: Sequence[Held], metric: str) -> str:
-    changes = [change for each in mine if (change := each.change(metric)) is not None]
+def _median_change(checks_of_kind: Sequence[CheckedRecording], metric: str) -> str:
+    changes = [change for each in checks_of_kind if (change := each.change(metric)) is not None]
     return f"{statistics.median(changes):+.1%}" if changes else ""
 
 
 def _spreads(recordings: Sequence[Recording]) -> list[str]:
     """Return by how much recordings of the same differ: within five in a row, and over all of them."""
-    told = ["| metric | five in a row | all |", "|---|---:|---:|"]
+    table = ["| metric | five in a row | all |", "|---|---:|---:|"]
     medians: dict[str, list[float]] = {}
     for recording in recordings:
         for metric, values in job_samples(recording.samples).items():
@@ -184,11 +184,11 @@ def _spreads(recordings: Sequence[Recording]) -> list[str]:
             continue
         unit = 1.0 if metric_of(metric).is_share else float(np.mean(values))
         windows = [np.var(values[n : n + 5], ddof=1) for n in range(len(values) - 4)]
-        told.append(f"| {metric} | {np.sqrt(np.mean(windows)) / unit:.1%} | {np.std(values, ddof=1) / unit:.1%} |")
-    return told
+        table.append(f"| {metric} | {np.sqrt(np.mean(windows)) / unit:.1%} | {np.std(values, ddof=1) / unit:.1%} |")
+    return table
 
 
-def _business(recordings: Sequence[Recording]) -> str:
+def _machine_load(recordings: Sequence[Recording]) -> str:
     """Return how busy the machine was with other things, in a sentence."""
     shares = []
     for recording in recordings:
@@ -226,23 +226,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="where recordings lie, and are made")
     parser.add_argument("--no-record", action="store_true", help="take the recordings that are there, and make none")
     parser.add_argument("--out", type=Path, metavar="FILE", help="put the tables between the marks in this file")
-    asked = parser.parse_args(arguments)
-    asked.runs.mkdir(parents=True, exist_ok=True)
-    if not asked.no_record:
-        record(asked.runs, schedule(asked.rounds))
-    recorded = checked(asked.runs)
-    told = lines(recorded)
+    options = parser.parse_args(arguments)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    if not options.no_record:
+        record(options.runs, schedule(options.rounds))
+    recorded = checked(options.runs)
+    table = lines(recorded)
     healthy = [each for each in recorded if each.kind == HEALTHY]
     ratio, size_bytes = cost(Path(recorded[-1].report.run.path), healthy)
-    told += [
+    table += [
         "",
         f"A check with a baseline of {BASELINE_RECORDINGS} recordings ({size_bytes / 1000:.0f} kB) takes {ratio:.2f} "
         "times the processor time of one without.",
     ]
-    text = "\n".join(told)
+    text = "\n".join(table)
     print(text)
-    if asked.out:
-        _put(asked.out, text)
+    if options.out:
+        _put(options.out, text)
     return 0
 
 

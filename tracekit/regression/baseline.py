@@ -1,4 +1,4 @@
-"""A baseline: what recordings of one training measured, in kilobytes, to hold later ones against.
+"""A baseline: what recordings of one training measured, in kilobytes, to compare later ones with.
 
 On disk it is strict JSON of schema ``tracekit.baseline/1`` (reports/baseline.schema.json), one series a line.
 """
@@ -49,7 +49,7 @@ class KnownFinding:
 
     @classmethod
     def of(cls, found: Finding) -> "KnownFinding":
-        """Return what is kept of a finding."""
+        """Return the stored part of a finding."""
         return cls(found.id, found.code, found.severity, found.impact, found.cost_ns, found.cost_bytes, found.subject)
 
 
@@ -81,7 +81,7 @@ class Recording:
         )
 
     def is_same(self, other: "Recording") -> bool:
-        """Return whether both are of one training at one time; where one does not tell, whether they measured alike."""
+        """Return whether both are of one training at one time; without times, whether they measured the same."""
         if self.created_ns is None or other.created_ns is None:
             return _is_alike(self.samples, other.samples)
         return self.created_ns == other.created_ns
@@ -110,7 +110,7 @@ def of_reports(reports: Sequence[tuple[Report, Run]], *, allow_different: bool =
     """Return the baseline of recordings of one training.
 
     Raises NotComparableError where they differ in what ran, and InputError where one is named twice: the same recording
-    again tells nothing of how much recordings differ.
+    again shows nothing of how much recordings differ.
     """
     first_report, first = reports[0]
     made = Baseline(first.name, fingerprint(first), (Recording.of(first, first_report),), first_report.tool_version)
@@ -124,17 +124,17 @@ def of_reports(reports: Sequence[tuple[Report, Run]], *, allow_different: bool =
 
 
 def fingerprint(run: Run) -> dict[str, Plain]:
-    """Return what of a run's manifest must agree for its numbers to be held against another's, by dotted name.
+    """Return what of a run's manifest must agree for its numbers to be comparable with another's, by dotted name.
 
     Device, world size, strategy, mesh, model; of versions those of torch and of what it computes and sends with; of
     the arguments those that say how much a step computes, and in what precision. What is not known is left out.
     """
-    told = dict(run.manifest)
-    kept: dict[str, object] = {name: told.get(name) for name in _WHOLE}
-    kept["versions"] = _picked(told.get("versions"), _VERSIONS)
-    kept["arguments"] = _picked(told.get("arguments"), _ARGUMENTS)
-    kept["simulated"] = bool(told.get("simulated", False))
-    return flat(kept)
+    manifest = dict(run.manifest)
+    known: dict[str, object] = {name: manifest.get(name) for name in _WHOLE}
+    known["versions"] = _picked(manifest.get("versions"), _VERSIONS)
+    known["arguments"] = _picked(manifest.get("arguments"), _ARGUMENTS)
+    known["simulated"] = bool(manifest.get("simulated", False))
+    return flat(known)
 
 
 def differences(baseline: Baseline, run: Run, *, allow_different: bool = False) -> list[str]:
@@ -145,16 +145,16 @@ def differences(baseline: Baseline, run: Run, *, allow_different: bool = False) 
     """
     a, b = baseline.fingerprint, fingerprint(run)
     fields = sorted(field for field in a.keys() | b.keys() if a.get(field) != b.get(field))
-    told = {
+    notes = {
         field: f"{field} differs: {shown(a, field)} in the baseline {baseline.name}, {shown(b, field)} in {run.name}"
         for field in fields
     }
-    refused = [told[field] for field in fields if field in a and field in b]
+    refused = [notes[field] for field in fields if field in a and field in b]
     if refused and not allow_different:
         raise NotComparableError(
             f"{'; '.join(refused)}; hold it against a baseline of its own, or pass --allow-different"
         )
-    return list(told.values())
+    return list(notes.values())
 
 
 def flat(value: Mapping[str, object], prefix: str = "") -> dict[str, Plain]:

@@ -36,7 +36,7 @@ from tracekit.regression.significance import MIN_SAMPLES, student_t, variance_of
 from tracekit.regression.thresholds import Limit
 
 FACTS: tuple[Fact, ...] = (samples, unit_work.unit_samples)
-"""What budgets are compared with, besides what several ranks measure together."""
+"""What budgets are compared with, except for what several ranks measure together."""
 
 _STRICT, _WHERE, _RANK, _UNIT = "strict", "where", "rank", "unit"
 _PROBABILITY = 0.975  # of the upper end of a 95% interval

@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register our mark, and who tells the summary."""
+    """Register our mark, and the summary."""
     config.addinivalue_line(
         "markers",
         f"{MARK}(steps, fail_on, **budgets): record the test's training loop and fail where a budget is broken, as in "
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove our folder if nothing was kept in it."""
+    """Remove our folder if it is empty."""
     state = config.stash.get(_STATE, None)
     if state is not None:
         state.close()
@@ -56,16 +56,16 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     made = yield
     for item in made if isinstance(made, list) else [made]:
         if isinstance(item, pytest.Item) and item.get_closest_marker(MARK):
-            item.stash[_ASKED] = _asked(item)
+            item.stash[_BUDGET] = _trace_budget(item)
     return made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Read the marks of tests that are made elsewhere, such as those of unittest."""
     for item in items:
-        if _ASKED not in item.stash and item.get_closest_marker(MARK):
+        if _BUDGET not in item.stash and item.get_closest_marker(MARK):
             try:
-                item.stash[_ASKED] = _asked(item)
+                item.stash[_BUDGET] = _trace_budget(item)
             except pytest.Collector.CollectError as error:
                 raise pytest.UsageError(str(error)) from None
 
@@ -79,8 +79,8 @@ def trace_run(request: pytest.FixtureRequest) -> "TraceRun":
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Record the test's body, and judge it."""
-    asked = item.stash.get(_ASKED, None)
-    if asked is None and _RECORDING not in item.stash:
+    budget = item.stash.get(_BUDGET, None)
+    if budget is None and _RECORDING not in item.stash:
         return (yield)
     recording = _recording(item)
     item.stash[_JUDGED] = None
@@ -89,10 +89,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         result = yield
     finally:
         recording.stop()
-    if asked is not None:
+    if budget is not None:
         from tracekit.testing import verdict
 
-        judged = verdict.judge(recording, asked, item.nodeid, settings_from=item.path.parent)
+        judged = verdict.judge(recording, budget, item.nodeid, settings_from=item.path.parent)
         item.stash[_JUDGED] = judged.row
         if judged.failure:
             pytest.fail(judged.failure, pytrace=False)
@@ -115,7 +115,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Let go of the recording, and of its files unless they are to be kept."""
+    """Close the recording, and remove its files unless --trace-keep keeps them."""
     try:
         return (yield)
     finally:
@@ -171,7 +171,7 @@ class _State:
             self.rows.append(row)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell all rows; where pytest is to be quiet those of failed tests."""
+        """Print all rows; with -q those of failed tests."""
         rows = [row for row in self.rows if row["failed"] or terminalreporter.verbosity >= 0]
         if rows:
             from tracekit.testing import summary
@@ -180,13 +180,13 @@ class _State:
 
 
 _STATE = pytest.StashKey[_State]()
-_ASKED = pytest.StashKey["TraceBudget"]()
+_BUDGET = pytest.StashKey["TraceBudget"]()
 _RECORDING = pytest.StashKey["TraceRun"]()
 _JUDGED = pytest.StashKey["SummaryRow | None"]()
 _FAILED = pytest.StashKey[bool]()
 
 
-def _asked(item: pytest.Item) -> "TraceBudget":
+def _trace_budget(item: pytest.Item) -> "TraceBudget":
     from tracekit.errors import TracekitError
     from tracekit.testing import marks
 
@@ -206,7 +206,7 @@ def _recording(item: pytest.Item) -> "TraceRun":
             if error.name != "torch":
                 raise
             pytest.fail("a recorded test needs PyTorch: pip install 'torch-tracekit[train]'", pytrace=False)
-        asked = item.stash.get(_ASKED, None)
+        budget = item.stash.get(_BUDGET, None)
         folder = item.config.stash[_STATE].folder(item.nodeid)
-        item.stash[_RECORDING] = TraceRun(folder, steps=asked.steps if asked else DEFAULT_STEPS)
+        item.stash[_RECORDING] = TraceRun(folder, steps=budget.steps if budget else DEFAULT_STEPS)
     return item.stash[_RECORDING]

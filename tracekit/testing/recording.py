@@ -20,7 +20,7 @@ from tracekit.model.run import Run
 class TraceRun:
     """Records a test's training loop. Steps end where an optimizer steps, or where the test calls `step`.
 
-    With the mark ``trace_budget`` or this fixture, the recording begins before the test's body; `record` begins it anew
+    With the mark ``trace_budget`` or this fixture, the recording begins before the test's body; `record` starts another
     for a block. `run` ends it and gives what was recorded, for the test's own assertions.
     """
 
@@ -30,7 +30,7 @@ class TraceRun:
         self._recorder: Recorder | None = None
         self._watched: OptimizerSteps | None = None
         self._run: Run | None = None
-        self._told_by_test = False  # the test says itself where steps end
+        self._steps_by_test = False  # the test says itself where steps end
         self._seen_since = False  # a step that an optimizer ended since the test last said so
         self._steps_done = 0
         self._of_ranks = False
@@ -54,7 +54,7 @@ class TraceRun:
 
     def step(self, metrics: Mapping[str, float] | None = None, *, tokens: int | None = None) -> None:
         """End a training step. From the first call on, steps of optimizers are not counted any more."""
-        first, self._told_by_test = not self._told_by_test, True
+        first, self._steps_by_test = not self._steps_by_test, True
         if first and self._seen_since:
             return  # the optimizer's step, which was counted, was a part of this one
         if self._recorder is not None:
@@ -87,7 +87,7 @@ class TraceRun:
         first, end = self.steps
         with tempfile.TemporaryDirectory(prefix="tracekit-") as place:
             (Path(place) / "notes").mkdir()
-            told = Settings(
+            settings = Settings(
                 out=str(self.folder.absolute()),
                 launch=launch.new_name(),
                 notes=str(Path(place) / "notes"),
@@ -95,7 +95,7 @@ class TraceRun:
                 steps=f"{first}:{end}",
                 warmup=min(WARMUP_STEPS, first),
             )
-            with _environment(launch.environment(told)):
+            with _environment(launch.environment(settings)):
                 yield self
 
     def begin(self) -> None:
@@ -123,12 +123,12 @@ class TraceRun:
         self._run = None
 
     def _step_of_optimizer(self) -> None:
-        if not self._told_by_test and self._recorder is not None:
+        if not self._steps_by_test and self._recorder is not None:
             self._seen_since = True
             self._recorder.step()
 
     def _forget(self, steps: str | None) -> None:
-        """Begin anew, in a folder that is free."""
+        """Start another recording, in an unused folder."""
         from tracekit.testing import marks
 
         if steps is not None:
@@ -139,7 +139,7 @@ class TraceRun:
         if self.folder.exists():
             for path in self.folder.iterdir():
                 path.unlink()
-        self._told_by_test = self._seen_since = self._of_ranks = False
+        self._steps_by_test = self._seen_since = self._of_ranks = False
         self._steps_done = 0
 
     def _refuse_what_lacks_steps(self) -> None:
@@ -176,10 +176,10 @@ def _traces(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    kept = dict(os.environ)
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(kept)
+        os.environ.update(before)

@@ -20,8 +20,8 @@ _GAP = "  "
 def write(rows: "Sequence[SummaryRow]", terminal: "pytest.TerminalReporter") -> None:
     """Write a line per test: where it stands, what a step took, its costliest finding."""
     terminal.section("recorded trainings", sep="=", bold=True)
-    told = lines(rows, terminal._tw.fullwidth)
-    for line, failed in zip(told, [False, *(row["failed"] for row in rows)], strict=True):
+    table = lines(rows, terminal._tw.fullwidth)
+    for line, failed in zip(table, [False, *(row["failed"] for row in rows)], strict=True):
         terminal.write_line(line, red=failed)
 
 

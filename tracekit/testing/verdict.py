@@ -54,7 +54,7 @@ def judge(recording: TraceRun, budget: TraceBudget, test: str, *, settings_from:
     """
     try:
         run = recording.run
-        gate = _gate(run, budget, settings_from)
+        gate = _check(run, budget, settings_from)
     except TracekitError as error:
         return BudgetVerdict(f"trace budget: {error}", _row(test, {}, "", "not recorded"))
     measured = {metric: float(np.median(each)) for metric, each in job_samples(run.table(samples)).items()}
@@ -65,15 +65,15 @@ def judge(recording: TraceRun, budget: TraceBudget, test: str, *, settings_from:
     return BudgetVerdict(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
 
 
-def _gate(run: Run, asked: TraceBudget, folder: Path) -> CheckResult:
+def _check(run: Run, budget: TraceBudget, folder: Path) -> CheckResult:
     catalog = all_rules()
     file = settings.find_file(folder)
     settled = settings.read(file, catalog) if file else settings.CheckSettings()
-    facts = (samples, *checks.facts(asked.budgets, with_baseline=False))
+    facts = (samples, *checks.facts(budget.budgets, with_baseline=False))
     report = engine.check(run, settings.configured_rules(settled, catalog), facts=facts)
     today = datetime.datetime.now(datetime.UTC).date()
     report = settings.apply_ignores(report, settled.ignore, catalog, today=today)
-    return checks.judge(report, asked.fail_on, budgets=asked.budgets)
+    return checks.judge(report, budget.fail_on, budgets=budget.budgets)
 
 
 def _failure(gate: CheckResult, run: Run, folder: Path) -> str:
@@ -85,10 +85,10 @@ def _failure(gate: CheckResult, run: Run, folder: Path) -> str:
         f"  {each.budget}: {each.message}" for each in gate.budgets if gate.fails_budget(each) or each in unmeasured
     ]
     lines += [f"  {each.finding.id}: fails the test" for each in gate.findings if each.fails]
-    told = _costliest(gate.report.findings)
-    if told:
+    findings = _costliest(gate.report.findings)
+    if findings:
         lines.append("what costs most:")
-    for each in told[:MOST_FINDINGS]:
+    for each in findings[:MOST_FINDINGS]:
         lines.append(f"  {each.id} {phrases.rule_name(each.code)}: {each.message}")
         lines += [f"    fix: {each.fix}"] if each.fix else []
     return "\n".join([*lines, f"the run: tracekit check {folder}"])

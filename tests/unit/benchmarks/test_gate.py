@@ -13,9 +13,9 @@ def recorded(kind: str, flops: float = 1e9) -> Recorded:
     return Recorded(kind, sample_baselines.report(run), own if kind == HEALTHY else more)
 
 
-def test_each_is_held_against_the_healthy_ones_before_it() -> None:
+def test_each_recording_is_compared_with_the_healthy_ones_before_it() -> None:
     kinds = [HEALTHY, HEALTHY, "compute", HEALTHY, "memory"]
-    found = list(gate.held([recorded(kind) for kind in kinds], count=2))
+    found = list(gate.check_all([recorded(kind) for kind in kinds], count=2))
     assert [each.kind for each in found] == ["compute", HEALTHY, "memory"]
     assert not any(each.failed for each in found)
 

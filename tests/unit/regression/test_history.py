@@ -183,7 +183,7 @@ def test_a_file_that_is_no_whole_history_is_refused_and_stays_as_it_is(tmp_path,
 
 
 def test_a_folder_is_no_history_and_one_that_cannot_be_made_is_said(tmp_path):
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         store.add(tmp_path, [])
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be made"):

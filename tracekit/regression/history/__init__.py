@@ -1,1 +1,1 @@
-"""What checked runs came to over time: kept in one DuckDB file, told as trends with change points."""
+"""Results of checked runs over time: stored in one DuckDB file, shown as trends with change points."""

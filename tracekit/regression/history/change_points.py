@@ -1,7 +1,7 @@
 """Where a noisy series of few numbers changed its level for good, and where it only drifts.
 
 The numbers are medians of runs, one a run: few (tens, seldom hundreds), noisy by a few percent, now and then far off (a
-busy machine). All splits into stretches of one level are weighed, and the cheapest is what is told (optimal
+busy machine). All splits into stretches of one level are weighed, and the cheapest is the result (optimal
 partitioning; Jackson et al. 2005, An algorithm for optimal partitioning of data on an interval, what PELT computes).
 A stretch costs the squared distances of its runs from their median, in units of the noise, none more than `_FAR`²: the
 biweight loss of Fearnhead and Rigaill (2019, Changepoint detection in the presence of outliers, JASA 114), under which
@@ -9,17 +9,18 @@ one run that is far off never is a change. The noise is that of differences betw
 nor drift inflate. Each change costs `price`, which is set by simulation such that a series of 10 to 100 runs that has
 none shows one less than 3 times in 100, whether its noise is normal or has far heavier tails.
 
-Why not the energy distance with a permutation test (E-divisive; Matteson and James 2014, JASA 109), which MongoDB and
-Apache Otava use? It was tried, with rank sums and with clipped means in place of energies. With 5 runs after a change a
-permutation cannot be surer than the few orders of so few runs allow, and a single run far off beside it took half of
-the detections away, for a permuted series no longer knows which runs are neighbours.
+This is our own and not a library's, because it was measured better here. The energy distance with a permutation test
+(E-divisive; Matteson and James 2014, JASA 109), which MongoDB and Apache Otava use, was tried, with rank sums and with
+clipped means in place of energies. With 5 runs after a change a permutation cannot be surer than the few orders of so
+few runs allow, and a single run far off next to it took half of the detections away, for a permuted series no longer
+knows which runs are neighbours.
 
-Is it a slope? Stairs that all go one way are held against a straight line (Theil and Sen's) through the same runs, by
-the same cost and a price a little lower than that of one change. Where the line is cheaper, it is drift: something
+Stairs that all go one way are compared with a straight line (Theil and Sen's) through the same runs, at the same cost
+and a price a little lower than that of one change. Where the line is cheaper, it is drift: something
 grows, and no commit is to blame.
 
-Runs that depend on each other (the same busy hour, another machine of one name) look like changes and are told as such;
-so only runs of one fingerprint should be in a series.
+Runs that depend on each other (the same busy hour, another machine of one name) look like changes and are reported as
+such; so only runs of one fingerprint should be in a series.
 """
 
 import math
@@ -36,7 +37,7 @@ Values: TypeAlias = npt.NDArray[np.float64]
 MIN_RUNS = 3
 """Runs that a level needs: fewer may be a bad day."""
 LEAST_RUNS = 2 * MIN_RUNS
-"""Runs from which on a change can be told."""
+"""The fewest runs in which a change can be found."""
 MIN_DRIFT_RUNS = 16
 """Runs that a slope needs: in fewer, a change looks like one."""
 MOST_RUNS = 400
@@ -76,7 +77,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Trend:
-    """What became of a series: its changes and its drifts, in order. Neither: it kept its level."""
+    """What became of a series: its changes and its drifts, in order. Neither: its level is constant."""
 
     shifts: tuple[LevelShift, ...] = ()
     drifts: tuple[Drift, ...] = ()
@@ -105,7 +106,7 @@ def trend(values: Values, *, least: float) -> Trend:
         for a, b in pairwise([0, *edges, len(series.values)])
         if not any(first < b and a < past for first, past in slopes) and series.is_slope(a, b, ())
     ]
-    return _told(series, edges, sorted(slopes), skipped=skipped, least=least)
+    return _trend(series, edges, sorted(slopes), skipped=skipped, least=least)
 
 
 def price(count: int) -> float:
@@ -113,7 +114,7 @@ def price(count: int) -> float:
     return _PRICE + max(0.0, math.log(max(count, 1) / 20))
 
 
-def _told(
+def _trend(
     series: "_Series", edges: Sequence[int], slopes: Sequence[tuple[int, int]], *, skipped: int, least: float
 ) -> Trend:
     drifts = {bounds: series.drift(*bounds) for bounds in slopes}
@@ -154,7 +155,7 @@ def _unless_slope(
 
 @dataclass(frozen=True, eq=False)
 class _Series:
-    """Numbers with their noise, and what is asked of any stretch of them."""
+    """Numbers with their noise, and the cost and level of any stretch of them."""
 
     values: Values
     noise: float
@@ -208,7 +209,7 @@ class _Series:
                 begin = number
 
     def is_slope(self, first: int, past: int, stairs: Sequence[int]) -> bool:
-        """Return whether a straight line tells a stretch cheaper than levels that change at `stairs`."""
+        """Return whether a straight line describes a stretch at lower cost than levels that change at `stairs`."""
         values = self.values[first:past]
         if len(values) < MIN_DRIFT_RUNS:
             return False

@@ -31,12 +31,12 @@ class Commit:
 def known_commit(
     environment: Mapping[str, str], folder: Path, *, sha: str | None = None, branch: str | None = None
 ) -> Commit:
-    """Return the commit that is trained: as told, else as CI's environment says, else as the checkout `folder` does."""
+    """Return the commit that is trained: as given, else from CI's environment, else from the checkout `folder`."""
     in_checkout = any((place / ".git").exists() for place in (folder, *folder.parents)) and shutil.which("git")
-    told = sha or _first(environment, _SHAS)
-    sha = told or (_git(folder, "rev-parse", "--verify", "--quiet", "HEAD") if in_checkout else None)
+    given = sha or _first(environment, _SHAS)
+    sha = given or (_git(folder, "rev-parse", "--verify", "--quiet", "HEAD") if in_checkout else None)
     branch = branch or _first(environment, _BRANCHES)
-    if branch is None and told is None and in_checkout:
+    if branch is None and given is None and in_checkout:
         branch = _git(folder, "symbolic-ref", "--quiet", "--short", "HEAD")
     text = _first(environment, _TEXTS)
     if text is None and in_checkout and sha and _NAME.fullmatch(sha):

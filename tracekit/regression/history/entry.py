@@ -1,4 +1,4 @@
-"""What is kept of one checked run: who it was, what it measured, what was found, and whether it passed."""
+"""What a history stores of one checked run: its identity, metrics, findings, and whether it passed."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ class MetricSummary:
 
 @dataclass(frozen=True)
 class FindingSummary:
-    """A finding, as short as a history keeps it."""
+    """The part of a finding that a history stores."""
 
     finding: str
     code: str
@@ -56,7 +56,7 @@ class HistoryEntry:
     commit: Commit
     identity: Mapping[str, str]
     facts: Mapping[str, str]
-    """What else the manifest tells: it may differ within a series, and is told where it does."""
+    """What else the manifest states: it may differ within a series, and is shown where it does."""
     tool_version: str
     passed: bool | None
     failures: tuple[str, ...]
@@ -70,8 +70,8 @@ class HistoryEntry:
 
     @property
     def digest(self) -> str:
-        """Return the hash of all that is kept."""
-        facts = [sorted(told.items()) for told in (self.identity, self.facts)]
+        """Return the hash of all that is stored."""
+        facts = [sorted(fields.items()) for fields in (self.identity, self.facts)]
         return _hash(
             [
                 self.run,
@@ -119,7 +119,7 @@ def history_entry(
 
 
 def with_known_commit(new: HistoryEntry, old: Commit, given: Commit) -> HistoryEntry:
-    """Return an entry with the commit that was known before, but for what a person has `told` of it now."""
+    """Return an entry with the commit that was known before, except for what a person has `given` now."""
     sha = given.sha or old.sha or new.commit.sha
     # Where the same files are checked again, the environment may be of another commit: its words are not of this one.
     text = next((each.text for each in (old, new.commit) if each.sha == sha and each.text), None)
@@ -130,17 +130,17 @@ def with_known_commit(new: HistoryEntry, old: Commit, given: Commit) -> HistoryE
 def identity(run: Mapping[str, Any]) -> dict[str, str]:
     """Return what must agree for runs to be in one series: a baseline's fingerprint but for versions.
 
-    An upgrade that makes training slower is a change to be seen, not a series to begin anew.
+    An upgrade that makes training slower is a change to be seen, not the start of another series.
     """
     own = baseline.fingerprint(Run(str(run["name"]), (), manifest=run))
     return {field: _short(value) for field, value in sorted(own.items()) if not field.startswith("versions.") and value}
 
 
 def facts(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return what else a manifest tells of a run, by dotted name, as short text."""
-    told = baseline.flat({key: run.get(key) for key in RECORDED_FACTS})
+    """Return what else a manifest states of a run, by dotted name, as short text."""
+    fields = baseline.flat({key: run.get(key) for key in RECORDED_FACTS})
     left_out = {*_LEFT_OUT, *identity(run)}
-    return {field: _short(value) for field, value in sorted(told.items()) if field not in left_out}
+    return {field: _short(value) for field, value in sorted(fields.items()) if field not in left_out}
 
 
 def median_interval(values: Values) -> tuple[float | None, float | None]:

@@ -2,7 +2,7 @@
 
 DuckDB lets one process write at a time, and refuses others: they wait their turn here. What a writer adds is one
 transaction, so one that dies has added all or nothing. A new file is made under another name and takes its own once it
-is whole. A file that is no history is looked at without being written to, and refused.
+is whole. A file that is not a history is opened read-only, and refused.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from tracekit.regression.history.entry import HistoryEntry, with_known_commit
 
 SCHEMA = 1
 FILE = "history.duckdb"
-"""What a history is called where nobody names it: the dashboard looks for it in the folder it is opened on."""
+"""The default name: the dashboard looks for it in the folder that it is opened on."""
 LOCK_TIMEOUT_S = 60.0
 
 _WAIT_S = 0.05
@@ -56,7 +56,7 @@ _one_at_a_time = threading.Lock()  # threads of one process would share DuckDB's
 
 @dataclass(frozen=True)
 class AddedRuns:
-    """How many runs were new, how many were there and are told anew, and how many were there as they are."""
+    """How many runs were new, how many were updated, and how many were there unchanged."""
 
     new: int = 0
     updated: int = 0
@@ -65,7 +65,7 @@ class AddedRuns:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """All that a history file holds, tables as `history.tables` describes them; runs are in order of time."""
+    """The content of a history file, tables as `history.tables` describes them; runs are in order of time."""
 
     runs: pl.DataFrame
     facts: pl.DataFrame
@@ -78,14 +78,14 @@ def add(
 ) -> AddedRuns:
     """Add runs to a history, which is made if it is not there. A run that is in it is not added a second time.
 
-    One that was checked otherwise since (other settings, a later tracekit) is told anew; it keeps the commit that was
-    known, but for what a person has `told` of it. Raises InputError where the
-    file is no history, cannot be written, or others write to it for longer than `patience_s`.
+    One that was checked otherwise since (other settings, a later tracekit) is updated; it keeps the commit that was
+    known, except for what `commit` states. Raises InputError where the file is not a history, cannot be written, or
+    others write to it for longer than `timeout_s`.
     """
     if not os.path.lexists(path):
         _make(path)
     check(path, timeout_s=timeout_s)
-    with _opened(path, read_only=False, patience_s=timeout_s) as connection:
+    with _opened(path, read_only=False, timeout_s=timeout_s) as connection:
         connection.execute("BEGIN")
         counts = [_put(connection, entry, commit or Commit()) for entry in entries]
         connection.execute("COMMIT")
@@ -93,28 +93,28 @@ def add(
 
 
 def check(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> None:
-    """Raise InputError where a file is there and is no history. It is not written to."""
+    """Raise InputError where a file exists and is not a history. It is not written to."""
     if os.path.lexists(path):
-        with _opened(path, read_only=True, patience_s=timeout_s) as connection:
-            _refuse_what_is_none(connection, path)
+        with _opened(path, read_only=True, timeout_s=timeout_s) as connection:
+            _refuse_other_databases(connection, path)
 
 
 def read(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> History:
-    """Return what a history holds. Raises InputError where there is none."""
+    """Return the content of a history. Raises InputError where there is none."""
     if not path.exists():
         raise InputError(f"{path}: there is no such file; tracekit history add RUN --db {path} makes one")
-    with _opened(path, read_only=True, patience_s=timeout_s) as connection:
-        _refuse_what_is_none(connection, path)
+    with _opened(path, read_only=True, timeout_s=timeout_s) as connection:
+        _refuse_other_databases(connection, path)
         runs, facts, metrics, findings = (_frame(connection, table) for table in tables.RUN_TABLES)
     return History(runs.sort("at_ns", "added_ns", "run"), facts, metrics, findings)
 
 
 @contextlib.contextmanager
-def _opened(path: Path, *, read_only: bool, patience_s: float) -> Iterator[duckdb.DuckDBPyConnection]:
+def _opened(path: Path, *, read_only: bool, timeout_s: float) -> Iterator[duckdb.DuckDBPyConnection]:
     if not path.is_file():
-        raise InputError(f"{path}: is no file, so it can be no history")
+        raise InputError(f"{path}: is not a file, so it is not a history")
     with _one_at_a_time:
-        connection = _connected(path, read_only=read_only, patience_s=patience_s)
+        connection = _connected(path, read_only=read_only, timeout_s=timeout_s)
         try:
             yield connection
         except duckdb.Error as error:
@@ -124,19 +124,19 @@ def _opened(path: Path, *, read_only: bool, patience_s: float) -> Iterator[duckd
                 connection.close()
 
 
-def _connected(path: Path, *, read_only: bool, patience_s: float) -> duckdb.DuckDBPyConnection:
+def _connected(path: Path, *, read_only: bool, timeout_s: float) -> duckdb.DuckDBPyConnection:
     _refuse_other_formats(path)
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     while True:
         try:
             return duckdb.connect(str(path), read_only=read_only, config=_LIMITS)
         except duckdb.Error as error:
-            told = _first_line(error)
-            if "lock on file" not in told:
-                raise InputError(f"{path}: cannot be read as a history: {told}") from None
+            message = _first_line(error)
+            if "lock on file" not in message:
+                raise InputError(f"{path}: cannot be read as a history: {message}") from None
             if time.monotonic() > deadline_s:
                 raise InputError(
-                    f"{path}: another process has been writing to it for {patience_s:g} s; try again when it has ended"
+                    f"{path}: another process has been writing to it for {timeout_s:g} s; try again when it has ended"
                 ) from None
         time.sleep(_WAIT_S * (0.5 + random.random()))  # noqa: S311 only that not all come back at once
 
@@ -146,7 +146,7 @@ def _refuse_other_formats(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(_MAGIC_AT + len(_MAGIC))
     if not start.endswith(_MAGIC):
-        raise InputError(f"{path}: cannot be read as a history: it is no DuckDB file; name another")
+        raise InputError(f"{path}: cannot be read as a history: it is not a DuckDB file; name another")
 
 
 def _make(path: Path) -> None:
@@ -169,13 +169,13 @@ def _make(path: Path) -> None:
                 left.unlink(missing_ok=True)
 
 
-def _refuse_what_is_none(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
+def _refuse_other_databases(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
     """Raise InputError where a database has not our tables. A view of such a name is none."""
     named = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
     columns = connection.execute("SELECT table_name, column_name FROM duckdb_columns() WHERE NOT internal").fetchall()
     there = {(name, column) for name, column in columns if name in named}
     if not any(name == tables.VERSION.name for name, _ in there):
-        raise InputError(f"{path}: is a database, but no history of tracekit's; name another file")
+        raise InputError(f"{path}: is a database, but not a history of tracekit; name another file")
     found = connection.execute(f'SELECT max("schema") FROM {tables.VERSION.name}').fetchone()  # noqa: S608
     version = found[0] if found else None
     if isinstance(version, int) and version > SCHEMA:
@@ -184,16 +184,16 @@ def _refuse_what_is_none(connection: duckdb.DuckDBPyConnection, path: Path) -> N
         )
     missing = [f"{t.name}.{c.name}" for t in tables.RUN_TABLES for c in t.columns if (t.name, c.name) not in there]
     if version != SCHEMA or missing:
-        raise InputError(f"{path}: is no whole history: it lacks {missing[0] if missing else 'its version'}")
+        raise InputError(f"{path}: is not a complete history: it lacks {missing[0] if missing else 'its version'}")
 
 
-def _put(connection: duckdb.DuckDBPyConnection, entry: HistoryEntry, told: Commit) -> str:
-    """Keep one run; return what became of it."""
+def _put(connection: duckdb.DuckDBPyConnection, entry: HistoryEntry, given: Commit) -> str:
+    """Store one run; return what became of it."""
     old = connection.execute(
         'SELECT "commit", commit_text, branch, digest, added_ns FROM runs WHERE run = ?', [entry.run]
     ).fetchone()
     if old is not None:
-        entry = with_known_commit(entry, Commit(old[0], old[1], old[2]), told)
+        entry = with_known_commit(entry, Commit(old[0], old[1], old[2]), given)
         if entry.digest == old[3]:
             return "same"
         for table in tables.RUN_TABLES:
@@ -223,24 +223,24 @@ def _rows(entry: HistoryEntry, added_ns: int) -> dict[schema.Table, list[list[An
         "failures": list(entry.failures),
     }
     facts = [
-        {"field": field, "value": value, "is_identity": told is entry.identity}
-        for told in (entry.identity, entry.facts)
-        for field, value in told.items()
+        {"field": field, "value": value, "is_identity": fields is entry.identity}
+        for fields in (entry.identity, entry.facts)
+        for field, value in fields.items()
     ]
-    kept: dict[schema.Table, Iterable[dict[str, Any]]] = {
+    tables_of_run: dict[schema.Table, Iterable[dict[str, Any]]] = {
         tables.RUNS: [run],
         tables.FACTS: facts,
         tables.METRICS: [vars(each) for each in entry.metrics],
         tables.FINDINGS: [vars(each) for each in entry.findings],
     }
     return {
-        table: [[_said({"run": entry.run, **row}[column.name]) for column in table.columns] for row in rows]
-        for table, rows in kept.items()
+        table: [[_as_text({"run": entry.run, **row}[column.name]) for column in table.columns] for row in rows]
+        for table, rows in tables_of_run.items()
     }
 
 
-def _said(value: object) -> object:
-    # Of a file's name there may be bytes that are no text.
+def _as_text(value: object) -> object:
+    # A file's name may contain bytes that are not text.
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 

@@ -18,7 +18,7 @@ RUNS = Table(
     (
         _RUN,
         Column(
-            "digest", _TEXT, "", "Hash of all that is kept of the run: what tells another check of it from the same."
+            "digest", _TEXT, "", "Hash of all that is stored of the run: it differs where another check of it differs."
         ),
         Column("name", _TEXT, "", "Name of the run's folder."),
         Column("at_ns", _INT, "ns", "Unix time at which it was recorded, else at which it was added: their order."),
@@ -28,13 +28,13 @@ RUNS = Table(
         Column("branch", _TEXT, "", "Branch that was trained; null where not known."),
         Column("fingerprint", _TEXT, "", "Hash of what must agree for runs to be in one series."),
         Column("tool_version", _TEXT, "", "Version of tracekit that checked it."),
-        Column("passed", _BOOL, "", "Whether the check passed; null where nobody judged."),
+        Column("passed", _BOOL, "", "Whether the check passed; null where it was not checked."),
         Column("failures", pl.List(_TEXT), "", "What failed the check: ids of findings, metrics, budgets."),
     ),
 )
 FACTS = Table(
     "facts",
-    "run and fact that its manifest tells",
+    "run and fact of its manifest",
     (
         _RUN,
         Column("field", _TEXT, "", "Name of the fact, such as model.name or versions.torch."),
@@ -47,7 +47,7 @@ METRICS = Table(
     "run and metric",
     (
         _RUN,
-        Column("metric", _TEXT, "", "Name of the metric, as tracekit compare has it; its ending tells its unit."),
+        Column("metric", _TEXT, "", "Name of the metric, as tracekit compare has it; its ending is its unit."),
         Column("median", _FLOAT, "", "Median over steps: of times the worst rank's, of all else the mean over ranks."),
         Column("low", _FLOAT, "", "Lower end of the median's 95% interval; null below 6 samples."),
         Column("high", _FLOAT, "", "Upper end of it."),

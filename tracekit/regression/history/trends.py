@@ -16,7 +16,7 @@ MIN_CHANGE_RATIO = 0.01
 """A smaller change of a series is none, relative or in points of a share: many runs resolve more than two do."""
 MIN_CONTAINER_SHARE = 0.005
 """Nor is a change of a part below this share of the whole that contains it, such as of the step time."""
-_NEIGHBOURS = 5  # runs on either side of a change whose findings and facts are held against each other
+_NEIGHBOURS = 5  # runs on either side of a change whose findings and facts are compared
 _OFTEN = 0.5
 
 
