@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-SHIPPED = {".py", ".typed", ".js", ".css", ".html", ".svg", ".toml", ".json"}
+SHIPPED = {".py", ".typed", ".js", ".css", ".j2", ".html", ".svg", ".toml", ".json"}
 
 USE = """
 import json, sys

@@ -42,10 +42,10 @@ def _findings(baseline: Baseline) -> list[list[str]]:
 
 
 def _metrics(baseline: Baseline) -> list[list[str]]:
-    found = [job_samples(recording.samples) for recording in baseline.recordings]
+    recordings = [job_samples(recording.samples) for recording in baseline.recordings]
     rows = []
     for metric in compared_metrics():
-        medians = [float(np.median(each[metric.key])) for each in found if metric.key in each]
+        medians = [float(np.median(each[metric.key])) for each in recordings if metric.key in each]
         if medians:
             values = [float(np.mean(medians)), min(medians), max(medians)]
             rows.append([metric.label, *(metric.text(value) for value in values)])

@@ -128,9 +128,9 @@ def _metrics(gate: CheckResult) -> list[CheckItem]:
 
 def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
     """Return the new or worse finding with the largest cost in a metric's unit."""
-    found = [each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN]
-    costs = [each.cost_bytes if metric.endswith("_bytes") else each.impact for each in found]
-    return found[costs.index(max(costs))] if any(costs) else None
+    new_findings = [each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN]
+    costs = [each.cost_bytes if metric.endswith("_bytes") else each.impact for each in new_findings]
+    return new_findings[costs.index(max(costs))] if any(costs) else None
 
 
 def _budgets(gate: CheckResult) -> list[CheckItem]:

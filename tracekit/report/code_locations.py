@@ -217,14 +217,16 @@ def _functions(path: Path) -> tuple[_Function, ...]:
         tree = ast.parse("\n".join(_lines(path)))
     except (SyntaxError, ValueError):
         return ()
-    found = [_Function(_MODULE, 1, len(_lines(path)), 1)]
+    functions = [_Function(_MODULE, 1, len(_lines(path)), 1)]
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            found.append(_Function(node.name, first, node.end_lineno or first, node.lineno))
+            functions.append(_Function(node.name, first, node.end_lineno or first, node.lineno))
         elif isinstance(node, ast.expr) and type(node) in _ANONYMOUS:
-            found.append(_Function(_ANONYMOUS[type(node)], node.lineno, node.end_lineno or node.lineno, node.lineno))
-    return tuple(found)
+            functions.append(
+                _Function(_ANONYMOUS[type(node)], node.lineno, node.end_lineno or node.lineno, node.lineno)
+            )
+    return tuple(functions)
 
 
 def _first_line(path: Path, line: int, function: str) -> int | None:

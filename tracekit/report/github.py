@@ -27,9 +27,9 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
         escaping.without_commands(f"tracekit: {escaping.inert(f'{name}: {headline(gate)}')}") for name, gate in named
     ]
     several = len(gates) > 1
-    found = [(f"{name}: " if several else "", gate, item) for name, gate in named for item in ci_results.items(gate)]
+    items = [(f"{name}: " if several else "", gate, item) for name, gate in named for item in ci_results.items(gate)]
     for level in Level:
-        lines += _of_level(level, [each for each in found if each[2].level is level], checkout)
+        lines += _of_level(level, [each for each in items if each[2].level is level], checkout)
     return "\n".join(lines) + "\n"
 
 

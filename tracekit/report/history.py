@@ -198,11 +198,11 @@ def _table(group: Group, width: int) -> RenderableType:
     rows = [_row(group, series, most, wide) for series in group.series]
     header = ["", "first", "latest", *(["95% interval"] if wide else []), "runs", ""]
     right = [False, True, True, *([True] if wide else []), False, False]
-    made = text_layout.table(header, rows, right=right, last_styles=[_style(series) for series in group.series])
-    made.columns[0].no_wrap = made.columns[-2].no_wrap = True
-    made.columns[0].min_width = max(len(row[0]) for row in rows)
-    made.columns[-2].min_width = max(len(row[-2]) for row in rows)
-    return made
+    table = text_layout.table(header, rows, right=right, last_styles=[_style(series) for series in group.series])
+    table.columns[0].no_wrap = table.columns[-2].no_wrap = True
+    table.columns[0].min_width = max(len(row[0]) for row in rows)
+    table.columns[-2].min_width = max(len(row[-2]) for row in rows)
+    return table
 
 
 def _latest(group: Group) -> list[tuple[str, str] | str]:

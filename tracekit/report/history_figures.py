@@ -40,14 +40,14 @@ def of_series(group: Group, series: Series) -> go.Figure:
 
 def _levels(series: Series) -> list[charts.Level]:
     """Return the level between any two changes; where the metric drifted, from where to where."""
-    found = [charts.Level(drift.first, drift.past, drift.before, drift.after) for drift in series.drifts]
+    levels = [charts.Level(drift.first, drift.past, drift.before, drift.after) for drift in series.drifts]
     edges = [0, *(shift.first for shift in series.shifts), len(series.values)]
     for first, past in pairwise(edges):
         known = series.values[first:past][np.isfinite(series.values[first:past])]
-        if len(known) and not any(level.first < past and first < level.end for level in found):
+        if len(known) and not any(level.first < past and first < level.end for level in levels):
             median = float(np.median(known))
-            found.append(charts.Level(first, past, median, median))
-    return found
+            levels.append(charts.Level(first, past, median, median))
+    return levels
 
 
 def _verdict(passed: bool | None, failures: list[str] | None) -> list[str]:

@@ -155,13 +155,13 @@ def read(path: Path) -> RunSamples:
 def read_reports(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Return the reports that a file holds, one or several. Raises InputError if it holds none."""
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not valid JSON: {error}") from None
-    several = isinstance(found, dict) and found.get("schema") == SEVERAL_SCHEMA
-    reports = found.get("reports") if several else [found]
+    several = isinstance(document, dict) and document.get("schema") == SEVERAL_SCHEMA
+    reports = document.get("reports") if several else [document]
     if not isinstance(reports, list):
         raise InputError(f"{path}: is not a complete report; save it again")
     for each in reports:

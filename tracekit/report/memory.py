@@ -287,5 +287,5 @@ def _calls(stalls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _most(values: pl.Series) -> int | None:
-    found = values.max()
-    return None if found is None else int(str(found))
+    largest = values.max()
+    return None if largest is None else int(str(largest))

@@ -50,14 +50,14 @@ _EXTRA_RULES = {
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the SARIF log. Results have a baselineState where a baseline was given."""
     named = list(zip(ci_results.run_names(gates), gates, strict=True))
-    found = [(name, gate, item) for name, gate in named for item in ci_results.items(gate)]
-    found.sort(key=lambda each: list(Level).index(each[2].level))
+    items = [(name, gate, item) for name, gate in named for item in ci_results.items(gate)]
+    items.sort(key=lambda each: list(Level).index(each[2].level))
     rules = _rules(gates)
     indices = {rule["id"]: number for number, rule in enumerate(rules)}
     several = len(gates) > 1
     results = [
         _result(item, gate, checkout.locate(gate.report.run, item.finding), name if several else "", indices)
-        for name, gate, item in found[:MAX_RESULTS]
+        for name, gate, item in items[:MAX_RESULTS]
     ]
     driver = {"name": "tracekit", "rules": rules}
     driver |= {"version": gates[0].report.tool_version} if gates else {}

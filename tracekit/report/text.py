@@ -82,9 +82,11 @@ def _verdict(findings: Sequence[Finding]) -> list[RenderableType]:
 
 
 def _costliest(findings: Sequence[Finding]) -> str:
-    found = max(findings, key=lambda found: found.impact)
+    costliest = max(findings, key=lambda found: found.impact)
     return (
-        f"costliest: {phrases.rule_name(found.code)}, {units.share(found.impact)} of step time" if found.impact else ""
+        f"costliest: {phrases.rule_name(costliest.code)}, {units.share(costliest.impact)} of step time"
+        if costliest.impact
+        else ""
     )
 
 
@@ -186,11 +188,11 @@ def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
 
 
 def _cell(findings: Sequence[Finding], code: str) -> str:
-    found = [each for each in findings if each.code == code]
-    if not found:
+    own_findings = [each for each in findings if each.code == code]
+    if not own_findings:
         return "–"
-    worst = max(found, key=lambda each: (each.severity, each.impact))
-    number = f" ×{len(found)}" if len(found) > 1 else ""
+    worst = max(own_findings, key=lambda each: (each.severity, each.impact))
+    number = f" ×{len(own_findings)}" if len(own_findings) > 1 else ""
     costs = [units.share(worst.impact)] if worst.impact else []
     costs += [units.duration(worst.cost_ns)] if worst.cost_ns else []
     costs += [units.size(worst.cost_bytes)] if worst.cost_bytes else []

@@ -131,12 +131,12 @@ def _beginning(text: str, width: int) -> str:
 
 def grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
     """Return rows whose last cell wraps within its column; the other cells never wrap."""
-    made = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    rows_grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for number in range(len(rows[0]) if rows else 0):
-        made.add_column(no_wrap=number < len(rows[0]) - 1)
+        rows_grid.add_column(no_wrap=number < len(rows[0]) - 1)
     for row in rows:
-        made.add_row(*row)
-    return made
+        rows_grid.add_row(*row)
+    return rows_grid
 
 
 def natural_width(part: RenderableType) -> int:

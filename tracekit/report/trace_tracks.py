@@ -277,10 +277,10 @@ def _counters(trace: Trace) -> pl.DataFrame:
         )
         for number, column in enumerate(("allocated_bytes", "reserved_bytes"))
     ]
-    found = _stacked([part for part in parts if part.height], COUNTERS)
+    counters = _stacked([part for part in parts if part.height], COUNTERS)
     # Memory that no allocator reserves (the host's) reads 0 throughout: a track of nothing.
     says_something = (pl.col("value") != 0).any().over("track")
-    return found.filter(says_something).sort("track", "at_ns", maintain_order=True)
+    return counters.filter(says_something).sort("track", "at_ns", maintain_order=True)
 
 
 def _only_step(

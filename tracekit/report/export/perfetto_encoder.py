@@ -71,9 +71,9 @@ def _with_flows(slices: pl.DataFrame, flows: pl.DataFrame) -> pl.DataFrame:
 
 def _with_uuids(rows: pl.DataFrame, first: int) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows with the uuid of their track, and the tracks in order: columns _TRACK, uuid, label."""
-    found = rows.select(_TRACK).unique().sort("track", "layer").with_row_index("uuid", offset=first)
+    numbered = rows.select(_TRACK).unique().sort("track", "layer").with_row_index("uuid", offset=first)
     label = pl.when(pl.col("layer") > 0).then(pl.format("{} ({})", "track_name", pl.col("layer") + 1))
-    tracks = found.with_columns(pl.col("uuid").cast(pl.Int64), label.otherwise("track_name").alias("label"))
+    tracks = numbered.with_columns(pl.col("uuid").cast(pl.Int64), label.otherwise("track_name").alias("label"))
     return rows.join(tracks.select("track", "layer", "uuid"), on=["track", "layer"], maintain_order="left"), tracks
 
 
@@ -115,8 +115,8 @@ def _arrows(slices: pl.DataFrame, flows: pl.DataFrame, number: int) -> tuple[Int
     leaving = leaving.rename({"activity_id": "after"}).with_columns(source=pl.lit("ops"))
     ending = flows.select(pl.col("activity_id").alias("id"), pl.lit(0, pl.UInt32).alias("after"), flow)
     ends = pl.concat([leaving, ending.with_columns(source=pl.lit("activities"))], how="vertical_relaxed")
-    found = ends.join(events, on=["source", "id"], maintain_order="left")
-    return tuple(found[name].to_numpy().astype(np.int64) for name in ("event", "after", "flow"))  # type: ignore[return-value]
+    ends_with_events = ends.join(events, on=["source", "id"], maintain_order="left")
+    return tuple(ends_with_events[name].to_numpy().astype(np.int64) for name in ("event", "after", "flow"))  # type: ignore[return-value]
 
 
 def _counter_events(

@@ -28,11 +28,11 @@ def varint(value: int) -> bytes:
     'ac02'
     """
     value &= 2**64 - 1
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes((*found, value))
+    return bytes((*encoded, value))
 
 
 def integer(field: int, value: int) -> bytes:
@@ -68,9 +68,9 @@ def fixed64_placeholder(field: int) -> bytes:
 def wide_varints(values: Ints) -> Bytes:
     """Return numbers as varints of WIDE bytes, shape (n, WIDE)."""
     bits = values.astype(np.int64).view(np.uint64)[:, None] >> np.arange(0, 7 * WIDE, 7, dtype=np.uint64)
-    found = (bits & np.uint64(0x7F)).astype(np.uint8)
-    found[:, :-1] |= 0x80
-    return found
+    encoded = (bits & np.uint64(0x7F)).astype(np.uint8)
+    encoded[:, :-1] |= 0x80
+    return encoded
 
 
 def fixed64s(values: Ints) -> Bytes:
@@ -88,7 +88,7 @@ def fill_templates(templates: Sequence[bytes], which: Ints, fillings: Iterable[t
     sizes = lengths[which]
     starts = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
-    made = np.frombuffer(b"".join(templates), np.uint8)[np.repeat(begins[which] - starts, sizes) + np.arange(total)]
+    copies = np.frombuffer(b"".join(templates), np.uint8)[np.repeat(begins[which] - starts, sizes) + np.arange(total)]
     for rows, offsets, filling in fillings:
-        made[(starts[rows] + offsets)[:, None] + np.arange(filling.shape[1])] = filling
-    return made.tobytes()
+        copies[(starts[rows] + offsets)[:, None] + np.arange(filling.shape[1])] = filling
+    return copies.tobytes()

@@ -59,8 +59,10 @@ def _launched_by(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
         pl.col("lane") == own["lane"], start_ns >= own["start_ns"], end_ns <= own["start_ns"] + own["dur_ns"]
     )
     work = trace.activities.join(inside.select(pl.col("id").alias("launch_id")), on="launch_id", how="semi")
-    found = _on_other_lane(work.join(_threads(trace), on="launch_id")).sort("start_ns", "id").head(MAX_ARROWS)
-    return [("ops", launch, "activities", each, LAUNCH) for launch, each in found.select("launch_id", "id").iter_rows()]
+    launched = _on_other_lane(work.join(_threads(trace), on="launch_id")).sort("start_ns", "id").head(MAX_ARROWS)
+    return [
+        ("ops", launch, "activities", each, LAUNCH) for launch, each in launched.select("launch_id", "id").iter_rows()
+    ]
 
 
 def _threads(trace: Trace) -> pl.DataFrame:
@@ -73,19 +75,19 @@ def _on_other_lane(work: pl.DataFrame) -> pl.DataFrame:
 
 def _gradients(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
     links = trace.ops.select("id", "forward_id").drop_nulls()
-    found = links.filter((pl.col("id") == id) | (pl.col("forward_id") == id)).head(MAX_ARROWS)
-    return [("ops", forward, "ops", backward, FORWARD) for backward, forward in found.iter_rows()]
+    pairs = links.filter((pl.col("id") == id) | (pl.col("forward_id") == id)).head(MAX_ARROWS)
+    return [("ops", forward, "ops", backward, FORWARD) for backward, forward in pairs.iter_rows()]
 
 
 def _waits(trace: Trace, id: int, source: str) -> Iterable[_Pair]:  # noqa: A002
-    found = _dependencies(trace)
+    links = _dependencies(trace)
     if source == "activities":
         own = (pl.col("kind") == EVENT) & ((pl.col("waiting_id") == id) | (pl.col("awaited_id") == id))
         synced = (pl.col("kind") == SYNC) & (pl.col("awaited_id") == id)
-        found = found.filter(own | synced)
+        links = links.filter(own | synced)
     else:
-        found = found.filter((pl.col("kind") == SYNC) & (pl.col("waiting_id") == id))
-    rows = found.head(MAX_ARROWS).select("awaited_id", "waiting_id", "kind").iter_rows()
+        links = links.filter((pl.col("kind") == SYNC) & (pl.col("waiting_id") == id))
+    rows = links.head(MAX_ARROWS).select("awaited_id", "waiting_id", "kind").iter_rows()
     return [
         ("activities", awaited, "activities" if how == EVENT else "ops", waits, how) for awaited, waits, how in rows
     ]

@@ -30,7 +30,7 @@ def peers(run: Run, scene: Scene, rank: int, activity_id: int) -> pl.DataFrame:
     timed = placed.with_columns(pl.min_horizontal(last_ns, "end_ns").alias("until_ns"))
     rows = []
     for call in timed.sort("start_ns", descending=True).head(MAX_PEERS).iter_rows(named=True):
-        found = lookup.slice_near(scene, call["rank"], "activities", call["activity_id"], call["start_ns"])
-        if found is not None:
-            rows.append({**found, "rank": call["rank"], "wait_ns": max(0, call["until_ns"] - found["start_ns"])})
+        position = lookup.slice_near(scene, call["rank"], "activities", call["activity_id"], call["start_ns"])
+        if position is not None:
+            rows.append({**position, "rank": call["rank"], "wait_ns": max(0, call["until_ns"] - position["start_ns"])})
     return pl.DataFrame(rows, schema=PEERS).sort("rank")

@@ -23,20 +23,20 @@ def slice_at(scene: Scene, track: int, id: int) -> dict[str, int]:  # noqa: A002
         part = scene.parts[number]
         own = part.slice_segments[part.slice_segments["track"] == track]
         low, high = int(own["first"][0]), int(own["first"][-1] + own["count"][-1])
-        found = np.flatnonzero(part.slices["id"][low:high] == id) + low
-        if len(found):
-            return _table(part, found).row(0, named=True)
+        positions = np.flatnonzero(part.slices["id"][low:high] == id) + low
+        if len(positions):
+            return _table(part, positions).row(0, named=True)
     raise KeyError(f"no slice {id} on track {track}")
 
 
 def slices_of(scene: Scene, rank: int, source: str, ids: Sequence[int]) -> pl.DataFrame:
-    """Return the positions of rows of a rank's table `source`. Columns PLACES; one row per slice found, by id."""
+    """Return the positions of rows of a rank's table `source`. Columns PLACES; one row per slice positions, by id."""
     tracks = _tracks(scene, rank, source)
     parts = [pl.DataFrame(schema=PLACES)]
     for part in scene.parts:
         if part.rank == rank and len(ids):
-            found = np.flatnonzero(np.isin(part.slices["id"], np.asarray(ids, np.int32)))
-            parts.append(_table(part, found).filter(pl.col("track").is_in(tracks)))
+            positions = np.flatnonzero(np.isin(part.slices["id"], np.asarray(ids, np.int32)))
+            parts.append(_table(part, positions).filter(pl.col("track").is_in(tracks)))
     return pl.concat(parts).sort("id")
 
 
@@ -46,8 +46,8 @@ def slice_near(scene: Scene, rank: int, source: str, id: int, at_ns: int) -> dic
     Only the part of the scene around that time is read.
     """
     begin_ns, end_ns = at_ns - _NEAR_NS, at_ns + _NEAR_NS + 1
-    found = view(scene, (begin_ns, end_ns), end_ns - begin_ns, _tracks(scene, rank, source)).filter(pl.col("id") == id)
-    return None if found.is_empty() else found.select(pl.col(n).cast(t) for n, t in PLACES.items()).row(0, named=True)
+    slices = view(scene, (begin_ns, end_ns), end_ns - begin_ns, _tracks(scene, rank, source)).filter(pl.col("id") == id)
+    return None if slices.is_empty() else slices.select(pl.col(n).cast(t) for n, t in PLACES.items()).row(0, named=True)
 
 
 def _tracks(scene: Scene, rank: int, source: str) -> list[int]:

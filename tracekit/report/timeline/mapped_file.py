@@ -99,13 +99,13 @@ class MappedFile:
 def _checksum(file: BinaryIO, length: int) -> int:
     # Read, not mapped: mapped pages count as memory of this process.
     file.seek(0)
-    found, left = 0, length
+    checksum, left = 0, length
     buffer = bytearray(_CHUNK_BYTES)
     with memoryview(buffer) as view:
         while left:
             got = file.readinto(view[: min(left, _CHUNK_BYTES)])  # type: ignore[attr-defined]
             if not got:
                 raise DamagedError("truncated")
-            found = isal_zlib.crc32(view[:got], found)
+            checksum = isal_zlib.crc32(view[:got], checksum)
             left -= got
-    return int(found)
+    return int(checksum)

@@ -43,8 +43,8 @@ def find_by_name(scene: Scene, text: str, *, ranks: Collection[int] | None = Non
             total += int(index["count"].sum())
             total_ns += int(index["busy_ns"].sum())
             parts.append(_table(scene, part, _earliest(part, index, limit)))
-    found = pl.concat(parts).sort("start_ns", "track", "row", "id")
-    return Matches(total, total_ns, found.head(limit))
+    matches = pl.concat(parts).sort("start_ns", "track", "row", "id")
+    return Matches(total, total_ns, matches.head(limit))
 
 
 def _wanted(scene: Scene, text: str) -> Array:
@@ -60,14 +60,14 @@ def _earliest(part: Part, index: Array, limit: int) -> Ints:
     start_ns, share = part.slices["start_ns"], max(_FEW, 4 * limit // len(index))
     while True:
         taken = np.minimum(count, share)
-        found = part.by_name[ranges.positions(first, taken)]
+        positions = part.by_name[ranges.positions(first, taken)]
         if taken.sum() == count.sum():
-            return found.astype(np.int64)
+            return positions.astype(np.int64)
         if taken.sum() >= limit:
             break
         share *= 4
     # At least `limit` slices begin by then, the first ones among them.
-    until_ns = np.partition(start_ns[found], limit - 1)[limit - 1]
+    until_ns = np.partition(start_ns[positions], limit - 1)[limit - 1]
     past = ranges.first_true(first, first + count, lambda at: start_ns[part.by_name[at]] > until_ns)
     return part.by_name[ranges.positions(first, past - first)].astype(np.int64)
 

@@ -168,8 +168,8 @@ def _row(table: pl.DataFrame, id: int | None) -> dict[str, Any] | None:  # noqa:
     # Readers number rows from 0, other tables may not.
     if 0 <= id < table.height and table["id"][id] == id:
         return table.row(id, named=True)
-    found = table.filter(pl.col("id") == id)
-    return None if found.is_empty() else found.row(0, named=True)
+    rows = table.filter(pl.col("id") == id)
+    return None if rows.is_empty() else rows.row(0, named=True)
 
 
 def _stack(around: list[dict[str, Any]]) -> tuple[str, ...]:

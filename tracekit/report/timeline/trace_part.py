@@ -110,12 +110,12 @@ def _segments(row: Ints, ends: Ints, place: tuple[Ints, Ints]) -> tuple[Ints, Ar
     row, ends = row[sequence], ends[sequence]
     changes = (row[1:] != row[:-1]) | (ends[1:] != ends[:-1])
     first = np.flatnonzero(np.concatenate((np.ones(min(1, len(row)), bool), changes)))
-    found = np.zeros(len(first), SEGMENT)
-    found["first"] = first
-    found["count"] = np.diff(np.append(first, len(row)))
-    found["track"], found["row"] = (each[sequence[first]] for each in place)
-    found["ends"] = ends[first]
-    return sequence, found
+    segments = np.zeros(len(first), SEGMENT)
+    segments["first"] = first
+    segments["count"] = np.diff(np.append(first, len(row)))
+    segments["track"], segments["row"] = (each[sequence[first]] for each in place)
+    segments["ends"] = ends[first]
+    return sequence, segments
 
 
 def _by_name(slices: Array) -> tuple[npt.NDArray[np.uint32], Array]:

@@ -75,7 +75,7 @@ def _rectangles(part: Part, chosen: Flags, window: Window, level: int) -> _Colum
     at, of_slice = _inside(part.slices, part.slice_segments, chosen, window, level)
     slices = np.take(part.slices, at)
     at, of_run = _inside(part.runs, part.run_segments, chosen, window, level)
-    made = part.runs["made"][at] <= level  # later ones hold some that stand here; there are fewer of them than of these
+    made = part.runs["made"][at] <= level  # runs of later levels contain these slices
     runs, of_run = np.take(part.runs, at[made]), of_run[made]
     columns = {name: np.concatenate((slices[name], runs[name])) for name in ("start_ns", "dur_ns", "name")}
     for name in ("track", "row"):
