@@ -1,4 +1,4 @@
-"""How rules did on runs whose truth is known: scores by rule and by fault, as Markdown."""
+"""The accuracy of the rules on labelled runs: scores by rule and by fault, as Markdown."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -15,28 +15,29 @@ if TYPE_CHECKING:
 _DATA = "DATA"
 _SPREAD = "CKPT001"
 _CLOSE = 0.1
-_INTRODUCTION = """# Rules on runs whose truth is known
+_INTRODUCTION = """# Accuracy of the rules on labelled runs
 
     python -m benchmarks.labelled_runs --runs {count} --jobs {jobs} --out docs/labelled_runs.md
 
 {count} **simulated** runs, drawn with seed {seed}: five strategies, three machines, 8 to 64 GPUs of which three or
 four ranks have a trace, three models of 3 to 6 layers, 2,048 to 8,192 tokens, one or two micro-batches, four steps; a
-quarter of them without a fault, the rest with one of {faults} each, drawn again (six times at most) where it costs less
-than must be found. Every run of the command draws anew.
+quarter of them without a fault, the rest with one of {faults} each, drawn again (at most six times) if it costs less
+than the limit below. The same seed draws the same runs.
 
-- *Right*: the rule warns, and the truth holds its code at 3% of the run or more (COMM001: 25%, it speaks from 20% on).
-- *Missed*: it should have. What a strategy costs by itself (give-way under fsdp1, exposed communication) must be found
-  in runs without a fault; beside another fault it may be that fault's doing.
-- *Wrong*: it warns, and the truth does not hold its code. Costs between the two count neither way.
-- *Cost off by*: the finding's cost per step against the truth, which simulates again without the fault: median, and the
-  share of findings within 10%. CKPT001 spreads a save over the steps between saves, so it has none;
-  COMM001's is that of all communication, more than what no-prefetch alone costs.
+- *Right*: the rule warns, and the truth contains its code at 3% of the run or more (COMM001: 25%; it warns from 20%).
+- *Missed*: the truth contains the code, and the rule does not warn. The cost of a strategy itself (give-way effect
+  under fsdp1, exposed communication) must be found in runs without a fault; with another fault it may be part of that
+  fault.
+- *Wrong*: the rule warns, and the truth does not contain its code. Costs in between are not counted.
+- *Cost off by*: error of the finding's cost per step against the truth, a simulation without the fault: median, and the
+  share of findings within 10%. CKPT001 has none, because it spreads a save over the steps between saves;
+  COMM001's cost is that of all communication, more than the cost of no-prefetch alone.
 """
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a rule did: right and wrong alarms, misses, and how far each of its costs is off."""
+    """The score of a rule: right and wrong warnings, misses, and the error of each cost."""
 
     code: str
     right: int
@@ -46,7 +47,7 @@ class Score:
 
     @property
     def precision(self) -> float | None:
-        """Return the share of alarms that are right; None without any."""
+        """Return the share of warnings that are right; None without any."""
         return self.right / (self.right + self.wrong) if self.right + self.wrong else None
 
     @property
@@ -56,12 +57,12 @@ class Score:
 
     @property
     def cost_error(self) -> float | None:
-        """Return by what share the median cost is off; None without any."""
+        """Return the relative error of the median cost; None without any."""
         return statistics.median(self.cost_errors) if self.cost_errors else None
 
     @property
     def close(self) -> float | None:
-        """Return the share of costs that are off by no more than 10%; None without any."""
+        """Return the share of costs within 10%; None without any."""
         costs = self.cost_errors
         return sum(error <= _CLOSE for error in costs) / len(costs) if costs else None
 
@@ -72,7 +73,7 @@ def codes() -> list[str]:
 
 
 def score(runs: Sequence["Judged"], code: str) -> Score:
-    """Return how the rule of a code did on the runs."""
+    """Return the score of the rule of a code on the runs."""
     right = [each for each in runs if each.found(code) and each.must_be_found(code)]
     wrong = sum(each.is_wrong(code) for each in runs)
     missed = sum(each.is_missed(code) for each in runs)
@@ -81,14 +82,14 @@ def score(runs: Sequence["Judged"], code: str) -> Score:
 
 
 def false_alarms(runs: Sequence["Judged"]) -> tuple[int, int]:
-    """Return how many warnings healthy runs got that their truth doesn't hold, and how many healthy runs there are."""
+    """Return the number of wrong warnings on healthy runs, and the number of healthy runs."""
     healthy = [each for each in runs if not each.asked]
     warned = sum(each.is_wrong(finding.code) for each in healthy for finding in each.findings if _counts(finding.code))
     return warned, len(healthy)
 
 
 def table(runs: Sequence["Judged"]) -> str:
-    """Return the scores of all rules that had to speak or spoke, as Markdown, and which did neither."""
+    """Return the scores of all rules with a fault or a warning, as Markdown, and the codes of the others."""
     lines = ["| rule | right | wrong | missed | precision | recall | cost off by | within 10% |", f"|{'---|' * 8}"]
     scores = [score(runs, code) for code in codes()]
     for found in scores:
@@ -98,12 +99,12 @@ def table(runs: Sequence["Judged"]) -> str:
         told = " | ".join("" if share is None else f"{share:.0%}" for share in shares)
         lines.append(f"| {found.code} | {found.right} | {found.wrong} | {found.missed} | {told} |")
     silent = [found.code for found in scores if not (found.right or found.wrong or found.missed)]
-    return "\n".join(lines) + f"\n\nWith nothing of their own to find: {', '.join(silent)}.\n"
+    return "\n".join(lines) + f"\n\nRules without a fault of their own in these runs: {', '.join(silent)}.\n"
 
 
 def by_fault(runs: Sequence["Judged"]) -> str:
-    """Return, for each fault that was asked for, how often it mattered and was found, as Markdown."""
-    lines = ["| fault | rule | runs | that matter | found | other warnings without cause |", f"|{'---|' * 6}"]
+    """Return, for each requested fault, how often it was costly enough and how often it was found, as Markdown."""
+    lines = ["| fault | rule | runs | costly enough | found | other wrong warnings |", f"|{'---|' * 6}"]
     for name in ("healthy", *faults.FAULTS):
         mine = [each for each in runs if each.fault == name]
         if not mine:
@@ -118,7 +119,7 @@ def by_fault(runs: Sequence["Judged"]) -> str:
 
 
 def mistakes(each: "Judged") -> Iterator[str]:
-    """Yield a line for each rule that was wrong about a run."""
+    """Yield a line for each missed or wrong code of a run."""
     job = each.job
     where = f"{each.fault}, {job.strategy}, {job.model.name} of {job.model.layers} layers, {job.hardware.name}, "
     where += f"{job.gpus} GPUs, {job.seq} tokens, {job.micro_batches} micro-batches, seed {job.seed}"
@@ -130,12 +131,12 @@ def mistakes(each: "Judged") -> Iterator[str]:
 
 
 def document(runs: Sequence["Judged"], seed: int, pairs: Sequence["Pair"], *, jobs: int = 1) -> str:
-    """Return all tables with what they mean."""
+    """Return all tables with their explanation."""
     warned, healthy = false_alarms(runs)
     parts = [
         _INTRODUCTION.format(count=len(runs), seed=seed, jobs=jobs, faults=f"{len(faults.FAULTS)} faults"),
         table(runs),
-        f"Healthy runs: {healthy}, with {warned} warnings that the truth does not hold.\n",
+        f"Healthy runs: {healthy}, with {warned} warnings that the truth does not contain.\n",
         "## By fault\n",
         by_fault(runs),
     ]
@@ -144,13 +145,14 @@ def document(runs: Sequence["Judged"], seed: int, pairs: Sequence["Pair"], *, jo
     return "\n".join(parts)
 
 
-_PAIRS = """Recorded on CPUs by the trainers (`sample_traces/faults`), each fault beside a healthy twin; findings but
-those on the data. What costs next to nothing on a CPU (reading values, allocator churn) is told as information or not.
+_PAIRS = """Recorded on CPUs by the trainers (`sample_traces/faults`), each fault with a healthy twin; findings on data
+quality are left out. Faults that cost next to nothing on a CPU (reading values, allocator churn) are
+information at most.
 """
 
 
 def recorded(pairs: Sequence["Pair"]) -> str:
-    """Return what rules said on recorded faults and their twins, as Markdown."""
+    """Return the findings on recorded faults and their healthy twins, as Markdown."""
     lines = ["| recorded fault | rule | on the fault | on its healthy twin |", f"|{'---|' * 4}"]
     lines += [f"| {pair.fault} | {pair.code} | {_list(pair.told)} | {_list(pair.twin)} |" for pair in pairs]
     return "\n".join(lines) + "\n"

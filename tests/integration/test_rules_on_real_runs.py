@@ -62,7 +62,7 @@ def test_exposed_communication_of_a_recorded_run_on_the_host(name):
     assert found.impact == found.cost_ns / duration
     assert f"{units.duration(found.cost_ns)} of {units.duration(duration)}" in found.message
     assert f"waits another {units.duration(waited)}" in found.message or waited < 0.02 * duration
-    assert f"compute hides {units.share(hidden / (hidden + exposed))} of its" in found.message
+    assert f"Compute overlaps {units.share(hidden / (hidden + exposed))} of its" in found.message
     saving = 23  # both runs save in it
     assert saving not in found.steps
     assert saving not in found.evidence["step"].to_list()
@@ -214,9 +214,9 @@ def test_unit_buffers_are_memory_events_inside_the_engines_spans():
         if of_unit and not in_backend and trace.step_at(at) == step:
             taken.append(event["args"]["Bytes"])
     assert found.cost_bytes == sum(taken)
-    assert f"allocate {len(taken)} buffers of 1 MiB or more, {units.size(sum(taken))} in all" in found.message
+    assert f"allocates {len(taken)} buffers of 1 MiB or more, {units.size(sum(taken))} in total" in found.message
     assert sorted(found.evidence["bytes"]) == sorted(taken)
-    assert "two buffers of each kind, 10.8 MiB in all, would serve 88 blocks" in found.message
+    assert "two reused buffers of each kind, 10.8 MiB in total, replace 88 of these blocks" in found.message
     assert judge(load(SAMPLES / "demo-yafsdp"), AlternatingBuffers()) == {}
 
 
@@ -250,7 +250,7 @@ def test_a_blocking_save_by_its_log(name):
         slowest = max((0, 1), key=lambda rank: sum(own.get((rank, stage), 0) for stage in leg))
         path += [(own.get((slowest, stage), 0), slowest, stage) for stage in leg]
     ns, rank, stage = max(path)
-    assert f"the stage {stage} on rank {rank}, {units.duration(ns)}" in found.message
+    assert f"The longest stage is {stage} on rank {rank}, {units.duration(ns)}" in found.message
     assert stage != "wait"
 
 
