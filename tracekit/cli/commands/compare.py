@@ -46,7 +46,7 @@ def compare(
     cache: UseCache = True,
     output_options: OutputOptions,
 ) -> None:
-    """Compare two runs by the medians of their steps, with 95% confidence intervals.
+    """Compare two runs by the medians of their steps, with 99% confidence intervals.
 
     The verdict on each metric is better, worse, same or cannot tell. A --fail-if limit is exceeded only by a
     significant change. Exit code 4: the runs cannot be compared.
