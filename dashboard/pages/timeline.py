@@ -10,14 +10,14 @@ from typing import Any
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, run_store, timeline_store, widgets
+from dashboard import findings, run_store, widgets
 from dashboard.components.perfetto import export
-from dashboard.components.timeline import message
+from dashboard.components.timeline import message, timeline_store
 from dashboard.components.timeline.message import View
 from dashboard.components.timeline.timeline import timeline
+from dashboard.components.timeline.timeline_store import OpenTimeline
 from dashboard.pages.page import Needs, Page
 from dashboard.run_catalog import RunEntry
-from dashboard.timeline_store import OpenTimeline
 from dashboard.url_state import bind
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units

@@ -7,7 +7,7 @@ import streamlit as st
 
 from dashboard import widgets
 from dashboard.components.perfetto.perfetto import open_in_perfetto
-from dashboard.timeline_store import OpenTimeline
+from dashboard.components.timeline.timeline_store import OpenTimeline
 from tracekit.errors import InputError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.report.export import perfetto
