@@ -145,7 +145,7 @@ def test_one_bad_rank_among_good_ones_is_a_finding_and_the_rest_is_analysed(tmp_
     [
         (["check"], "no run given"),
         (["check", ""], "the path of a run is empty: perhaps a variable that is not set"),
-        (["check", "a" * 5000], "File name too long; check the path"),
+        (["check", "a" * 5000], "File name too long; check path, permissions"),
         (["check", "no*such*file"], "no*such*file: no trace file matches it"),
         (["check", "RUN/run.json"], "run.json: this is a run's manifest, not a trace; name a run's folder"),
         (["check", "RUN", "--select", "COMM01"], "no rule is called 'COMM01': did you mean COMM001?"),
@@ -169,7 +169,7 @@ def test_one_bad_rank_among_good_ones_is_a_finding_and_the_rest_is_analysed(tmp_
             ["plan", "checkpoint", "--model", "405b", "--interval", "4h"],
             "or take it from a recorded run by --measured RUN",
         ),
-        (["scrub", "RUN", "RUN"], "name another place"),
+        (["scrub", "RUN", "RUN"], "name another path"),
     ],
 )
 def test_options_that_cannot_be_used_exit_with_2_and_one_line(runs: Path, arguments: list[str], expected: str) -> None:
