@@ -80,10 +80,10 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
     from tracekit.regression.samples import samples
     from tracekit.report import baseline_json, json
 
-    if baseline_json.is_baseline(Path(path)):
-        return RunSamples.of_baseline(baseline_json.read(Path(path)))
     if json.is_report(Path(path)):
         return json.read(Path(path))
+    if baseline_json.is_baseline(Path(path)):
+        return RunSamples.of_baseline(baseline_json.read(Path(path)))
     run = open_run(path, cache=cache)
     with output.progress() as bar:
         run.measure((samples,), bar.trace_callback(len(run.sources)))

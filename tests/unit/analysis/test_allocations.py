@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from scipy import stats
 
 import tracekit
 from tests.support import drawn_traces
@@ -314,3 +315,12 @@ def test_the_tables_have_their_columns_also_where_nothing_was_recorded():
     ):
         for trace in (empty, traced(COME_AND_GO)):
             assert dict(fact(trace).schema) == columns, fact.__name__
+
+
+def test_the_slope_is_that_of_scipy():
+    random = np.random.default_rng(20261122)
+    for count in (5, 8, 40, 200):
+        x = np.arange(count)
+        y = 3.0 * x + random.normal(size=count)
+        expected = stats.theilslopes(y, x, alpha=0.99)
+        assert growth.theil_sen(x, y) == pytest.approx((expected.slope, expected.low_slope, expected.high_slope))
