@@ -333,7 +333,7 @@ def test_a_bar_fails_only_past_it_and_says_how_it_went(runs: Path) -> None:
     assert done.returncode == 0
     assert done.stderr.startswith("tracekit: step_time>3%: ")
     # Three steps are too few, and both ways are told.
-    assert changes["exposed_communication_ns"]["verdict"] == "cannot tell"
+    assert changes["exposed_communication_ns"]["verdict"] == "inconclusive"
     assert changes["exposed_communication_ns"]["more_samples"] == 2
 
 

@@ -80,9 +80,9 @@ def with_baseline(path: str = "runs/today") -> CheckResult:
         regressions=(worse,),
         budgets=(
             BudgetResult("step_time", "step_time_ns", 12e6, 13e6, BudgetOutcome.BROKEN, "13 ms of 12 ms a step."),
-            BudgetResult("idle", "idle_ns", 3e6, 1.5e6, BudgetOutcome.KEPT, "1.5 ms of 3 ms a step."),
+            BudgetResult("idle", "idle_ns", 3e6, 1.5e6, BudgetOutcome.MET, "1.5 ms of 3 ms a step."),
             BudgetResult(
-                "tokens", "tokens_per_second", 100.0, None, BudgetOutcome.CANNOT_TELL, "The run logs no tokens."
+                "tokens", "tokens_per_second", 100.0, None, BudgetOutcome.INCONCLUSIVE, "The run logs no tokens."
             ),
         ),
         fixed=(FixedFinding("HOST003", "HOST003", Severity.WARNING, 0.07),),

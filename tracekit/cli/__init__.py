@@ -67,7 +67,7 @@ for command, short_help in (
     (merge, "Merge the parts of a run into one folder."),
     (check, "Report why runs are slow; fail a build on it."),
     (summary, "Show where the time goes, by rank or by step."),
-    (compare, "Compare two runs: better, worse, same or cannot tell."),
+    (compare, "Compare two runs: better, worse, same or inconclusive."),
     (kernels, "Sum kernels by name, op, shapes, unit, …"),
     (ops, "Sum host ops by name, shapes, unit, …"),
     (memory, "Show who uses memory; replay the allocator."),

@@ -170,7 +170,7 @@ class SettingsOptions:
         typer.Option("--set", metavar="CODE.FIELD=VALUE", help="Set a threshold of a rule. Repeatable."),
     ] = None
     config: ConfigFile = None
-    strict: Annotated[bool, typer.Option("--strict", help="Also fail on a budget whose verdict is 'cannot tell'.")] = (
+    strict: Annotated[bool, typer.Option("--strict", help="Also fail on a budget whose verdict is 'inconclusive'.")] = (
         False
     )
 

@@ -54,9 +54,9 @@ class Budgets:
 class BudgetOutcome(StrEnum):
     """What became of a budget."""
 
-    KEPT = "kept"
+    MET = "met"
     BROKEN = "broken"
-    CANNOT_TELL = "cannot tell"
+    INCONCLUSIVE = "inconclusive"
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _check(run: Run, budget: Limit) -> BudgetResult:
     measurements = list(_measurements(run, budget))
     if not measurements:
         return BudgetResult(
-            budget.name, budget.metric, budget.limit, None, BudgetOutcome.CANNOT_TELL, _why_missing(run, budget)
+            budget.name, budget.metric, budget.limit, None, BudgetOutcome.INCONCLUSIVE, _why_missing(run, budget)
         )
     outcomes = [_outcome(budget, measurement) for measurement in measurements]
     broken = [m for m, outcome in zip(measurements, outcomes, strict=True) if outcome is BudgetOutcome.BROKEN]
@@ -169,13 +169,13 @@ def _check(run: Run, budget: Limit) -> BudgetResult:
 
 def _outcome(budget: Limit, measured: _Measurement) -> BudgetOutcome:
     if not budget.is_beyond(measured.value):
-        return BudgetOutcome.KEPT
+        return BudgetOutcome.MET
     values = measured.samples
     if not len(values) or (len(values) >= _FEW_SAMPLES and all(budget.is_beyond(value) for value in values)):
         return BudgetOutcome.BROKEN
     low, high = _interval(measured)
     is_sure = len(values) >= MIN_SAMPLES and budget.is_beyond(high if budget.is_minimum else low)
-    return BudgetOutcome.BROKEN if is_sure else BudgetOutcome.CANNOT_TELL
+    return BudgetOutcome.BROKEN if is_sure else BudgetOutcome.INCONCLUSIVE
 
 
 def _interval(measured: _Measurement) -> tuple[float, float]:
@@ -238,7 +238,7 @@ def _message(budget: Limit, measured: _Measurement, outcome: BudgetOutcome, othe
     more = f", and {others} more exceed it" if others > 0 else ""
     bound = "at least" if budget.is_minimum else "at most"
     message = f"{text(measured.value)}{where}, {bound} {text(budget.limit)} is allowed{more}"
-    if outcome is not BudgetOutcome.CANNOT_TELL:
+    if outcome is not BudgetOutcome.INCONCLUSIVE:
         return f"{message}."
     count = len(measured.samples)
     if count < MIN_SAMPLES:

@@ -58,7 +58,7 @@ def without_starved(
     )
     return (
         tuple(
-            replace(change, verdict=Verdict.CANNOT_TELL) if _is_explained(change, factor) else change
+            replace(change, verdict=Verdict.INCONCLUSIVE) if _is_explained(change, factor) else change
             for change in changes
         ),
         (note,),

@@ -93,7 +93,7 @@ class CheckResult:
 
     def fails_budget(self, result: BudgetResult) -> bool:
         """Return whether a budget fails the check."""
-        is_inconclusive = result.outcome is BudgetOutcome.CANNOT_TELL
+        is_inconclusive = result.outcome is BudgetOutcome.INCONCLUSIVE
         return result.outcome is BudgetOutcome.BROKEN or (self.is_strict and is_inconclusive)
 
 

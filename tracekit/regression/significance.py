@@ -60,7 +60,7 @@ class Verdict(StrEnum):
     BETTER = "better"
     WORSE = "worse"
     SAME = "same"
-    CANNOT_TELL = "cannot tell"
+    INCONCLUSIVE = "inconclusive"
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ def compare_recordings(
     difference = (b.mean - a.mean) / scale.unit
     if not _is_enough(a, b, metric.usual_spread):
         more = max(1, MIN_SAMPLES - min(a.samples, b.samples)), 0
-        return _change(metric, a, b, difference, None, scale, verdict=Verdict.CANNOT_TELL, more=more)
+        return _change(metric, a, b, difference, None, scale, verdict=Verdict.INCONCLUSIVE, more=more)
     spread = _Spread.of(a, b, metric.usual_spread, scale.unit)
     margin = spread.margin(len(a.medians), len(b.medians), limits.confidence)
     verdict = _verdict(metric, scale.change(difference), scale.interval(difference, margin), scale)
-    more = _more(difference, spread, a, b, scale, limits.confidence) if verdict is Verdict.CANNOT_TELL else (0, 0)
+    more = _more(difference, spread, a, b, scale, limits.confidence) if verdict is Verdict.INCONCLUSIVE else (0, 0)
     return _change(metric, a, b, difference, margin, scale, verdict=verdict, more=more)
 
 
@@ -261,7 +261,7 @@ def _verdict(metric: Metric, change: float, interval: tuple[float, float], scale
     low, high = interval
     if (low > 0 or high < 0) and abs(change) >= scale.effect:
         return Verdict.WORSE if metric.is_worse(change) else Verdict.BETTER
-    return Verdict.SAME if max(abs(low), abs(high)) <= scale.within else Verdict.CANNOT_TELL
+    return Verdict.SAME if max(abs(low), abs(high)) <= scale.within else Verdict.INCONCLUSIVE
 
 
 def _more(

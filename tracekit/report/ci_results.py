@@ -136,7 +136,7 @@ def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
 def _budgets(gate: CheckResult) -> list[CheckItem]:
     items = []
     for each in gate.budgets:
-        if each.outcome is BudgetOutcome.KEPT:
+        if each.outcome is BudgetOutcome.MET:
             continue
         fails = gate.fails_budget(each)
         level = Level.ERROR if fails else Level.NOTICE

@@ -16,7 +16,7 @@ from tracekit.report import markdown_escaping, text_layout
 from tracekit.report.json import to_json_value
 
 SCHEMA = "tracekit.comparison/1"
-STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.CANNOT_TELL: "yellow"}
+STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.INCONCLUSIVE: "yellow"}
 _MAX_NAME = 14
 _NARROW = 100
 
@@ -157,7 +157,7 @@ def _unit(change: Change) -> str:
 
 def remarks(compared: Comparison) -> Sequence[str]:
     """Return what limits the comparison: inconclusive metrics, then what differs between the runs."""
-    inconclusive = [change for change in compared.changes if change.verdict is Verdict.CANNOT_TELL]
+    inconclusive = [change for change in compared.changes if change.verdict is Verdict.INCONCLUSIVE]
     samples = ", ".join(f"{label(change.metric)} {_more(change)}" for change in inconclusive if change.more_samples)
     recordings = ", ".join(
         f"{label(change.metric)} {change.more_recordings}" for change in inconclusive if change.more_recordings

@@ -19,7 +19,7 @@ _STYLES = {
     FindingStatus.KNOWN.value: _QUIET,
     _FIXED: text_layout.GOOD,
 }
-_OUTCOME_STYLES = {BudgetOutcome.BROKEN: _BAD, BudgetOutcome.KEPT: _QUIET, BudgetOutcome.CANNOT_TELL: _UNSURE}
+_OUTCOME_STYLES = {BudgetOutcome.BROKEN: _BAD, BudgetOutcome.MET: _QUIET, BudgetOutcome.INCONCLUSIVE: _UNSURE}
 
 
 def render(gate: CheckResult, *, width: int = text.WIDTH, color: bool = False) -> str:
@@ -74,7 +74,7 @@ def _count(number: int, noun: str, after: str = "") -> list[str]:
 
 
 def _budget(budgeted: BudgetResult, gate: CheckResult) -> RenderableType:
-    is_strict = gate.is_strict and budgeted.outcome is BudgetOutcome.CANNOT_TELL
+    is_strict = gate.is_strict and budgeted.outcome is BudgetOutcome.INCONCLUSIVE
     outcome = (budgeted.outcome.value + ", which fails: strict" * is_strict, _OUTCOME_STYLES[budgeted.outcome])
     line = text_layout.line((budgeted.budget, text_layout.BOLD), "  ", outcome, "  ", budgeted.message)
     return text_layout.hanging("·", line)

@@ -17,7 +17,7 @@ from tracekit.rules.rule import Finding, Severity
 MAX_EVIDENCE_ROWS = 8
 MAX_SAVINGS = 8
 
-_VERDICT_CLASSES = {Verdict.WORSE: "error", Verdict.BETTER: "good", Verdict.SAME: "good", Verdict.CANNOT_TELL: "info"}
+_VERDICT_CLASSES = {Verdict.WORSE: "error", Verdict.BETTER: "good", Verdict.SAME: "good", Verdict.INCONCLUSIVE: "info"}
 
 
 def style() -> str:

@@ -92,7 +92,7 @@ def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
     causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
     if any(change.metric == worse.metric for worse in gate.regressions):
         _add(case, "failure", summary, [summary, *causes], "regression")
-    elif change.verdict is Verdict.CANNOT_TELL:
+    elif change.verdict is Verdict.INCONCLUSIVE:
         more = (
             f"; about {change.more_samples:,} more samples per side would be conclusive" if change.more_samples else ""
         )
@@ -108,7 +108,7 @@ def _budgets(run: str, gate: CheckResult) -> list[ET.Element]:
         case = ET.Element("testcase", classname=f"{run}.budgets", name=escaping.inert(each.budget, _MAX_NAME))
         if gate.fails_budget(each):
             _add(case, "failure", each.message, [each.message], "budget")
-        elif each.outcome is BudgetOutcome.CANNOT_TELL:
+        elif each.outcome is BudgetOutcome.INCONCLUSIVE:
             _add(case, "skipped", each.message, [])
         else:
             _add_output(case, [each.message])

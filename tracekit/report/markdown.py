@@ -108,7 +108,7 @@ def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
 
 
 def _budgets(gate: CheckResult) -> str:
-    marks = {BudgetOutcome.KEPT: "kept", BudgetOutcome.BROKEN: "broken", BudgetOutcome.CANNOT_TELL: "cannot tell"}
+    marks = {BudgetOutcome.MET: "met", BudgetOutcome.BROKEN: "broken", BudgetOutcome.INCONCLUSIVE: "inconclusive"}
     rows = [
         (
             code(each.budget),

@@ -109,8 +109,8 @@ def _outcome(gate: CheckResult) -> str:
         return "broken: " + ", ".join(gate.failures)
     if _unmeasured(gate):
         return "not measured: " + ", ".join(each.budget for each in _unmeasured(gate))
-    unsure = [each.budget for each in gate.budgets if each.outcome is BudgetOutcome.CANNOT_TELL]
-    return f"cannot tell: {', '.join(unsure)}" if unsure else "kept" if gate.budgets else ""
+    unsure = [each.budget for each in gate.budgets if each.outcome is BudgetOutcome.INCONCLUSIVE]
+    return f"inconclusive: {', '.join(unsure)}" if unsure else "met" if gate.budgets else ""
 
 
 def _row(test: str, measured: Mapping[str, float], finding: str, outcome: str) -> SummaryRow:

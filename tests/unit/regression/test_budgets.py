@@ -91,11 +91,11 @@ def outcome(run: Run, **table: object) -> tuple[BudgetOutcome, float | None, str
 def test_budgets_limit_the_median_step_of_the_slowest_rank() -> None:
     # Five steps of 10 ms, of which 2 are exposed communication, on both ranks.
     run = sample_report.run()
-    assert outcome(run, step_time="10ms") == (BudgetOutcome.KEPT, 10e6, "10 ms, at most 10 ms is allowed.")
+    assert outcome(run, step_time="10ms") == (BudgetOutcome.MET, 10e6, "10 ms, at most 10 ms is allowed.")
     assert outcome(run, step_time="9ms") == (BudgetOutcome.BROKEN, 10e6, "10 ms, at most 9 ms is allowed.")
-    assert outcome(run, exposed_communication_ratio=0.2)[0] is BudgetOutcome.KEPT
+    assert outcome(run, exposed_communication_ratio=0.2)[0] is BudgetOutcome.MET
     assert outcome(run, exposed_communication_ratio=0.15)[:2] == (BudgetOutcome.BROKEN, pytest.approx(0.2))
-    assert outcome(run, overlap_ratio=0.5)[0] is BudgetOutcome.KEPT
+    assert outcome(run, overlap_ratio=0.5)[0] is BudgetOutcome.MET
     assert outcome(run, overlap_ratio=0.6)[2] == "50.0%, at least 60.0% is allowed."
 
 
@@ -107,7 +107,7 @@ def test_a_budget_that_is_not_measured_says_why() -> None:
         ("tokens_per_second", 1, "no log records the tokens"),
     ):
         found, measured, message = outcome(run, **{name: limit})
-        assert (found, measured) == (BudgetOutcome.CANNOT_TELL, None)
+        assert (found, measured) == (BudgetOutcome.INCONCLUSIVE, None)
         assert why in message
 
 
@@ -121,10 +121,10 @@ def wobbling(*lengths: int) -> Run:
     ("lengths", "expected"),
     [
         ((20, 20, 21, 21, 20), BudgetOutcome.BROKEN),
-        ((9, 11, 9, 11, 12, 8, 11), BudgetOutcome.CANNOT_TELL),
+        ((9, 11, 9, 11, 12, 8, 11), BudgetOutcome.INCONCLUSIVE),
         ((12, 12, 12), BudgetOutcome.BROKEN),  # all three past it
-        ((9, 12, 12), BudgetOutcome.CANNOT_TELL),  # three are few
-        ((8, 9, 30), BudgetOutcome.KEPT),
+        ((9, 12, 12), BudgetOutcome.INCONCLUSIVE),  # three are few
+        ((8, 9, 30), BudgetOutcome.MET),
     ],
 )
 def test_a_budget_is_broken_only_where_that_is_not_chance(lengths: tuple[int, ...], expected: BudgetOutcome) -> None:
@@ -153,18 +153,18 @@ def ranks_and_units() -> Run:
 
 def test_units_are_limited_each_by_itself() -> None:
     run = ranks_and_units()
-    assert outcome(run, where=[{"unit": "layers.*", "compute": "4ms"}])[0] is BudgetOutcome.KEPT
+    assert outcome(run, where=[{"unit": "layers.*", "compute": "4ms"}])[0] is BudgetOutcome.MET
     found, measured, message = outcome(run, where=[{"unit": "layers.*", "compute": "1ms"}])
     assert (found, measured) == (BudgetOutcome.BROKEN, 4e6)
     assert message == "4 ms in unit layers.1, at most 1 ms is allowed, and 1 more exceed it."
-    assert outcome(run, where=[{"unit": "layers.0", "compute": "2ms"}])[0] is BudgetOutcome.KEPT
+    assert outcome(run, where=[{"unit": "layers.0", "compute": "2ms"}])[0] is BudgetOutcome.MET
     assert outcome(run, where=[{"unit": "layers.1", "exposed_communication": "1ms"}])[1] == 2e6
     assert "the run has no unit head" in outcome(run, where=[{"unit": "head", "compute": "1ms"}])[2]
 
 
 def test_ranks_are_limited_each_by_itself() -> None:
     run = ranks_and_units()
-    assert outcome(run, where=[{"rank": 0, "compute": "4ms"}])[0] is BudgetOutcome.KEPT
+    assert outcome(run, where=[{"rank": 0, "compute": "4ms"}])[0] is BudgetOutcome.MET
     found, measured, message = outcome(run, where=[{"rank": "*", "compute": "4ms"}])
     assert (found, measured) == (BudgetOutcome.BROKEN, 6e6)
     assert "on rank 1" in message
@@ -177,7 +177,7 @@ def test_a_peak_is_the_highest_of_all_ranks_and_steps() -> None:
          "reserved_bytes": [512, 1024, 1024], "step": [0, 0, 0]}
     )  # fmt: skip
     run = drawn_traces.run(drawn_traces.trace("step 00\ncompute aa", allocations=events))
-    assert outcome(run, peak_allocated="400B")[:2] == (BudgetOutcome.KEPT, 400.0)
+    assert outcome(run, peak_allocated="400B")[:2] == (BudgetOutcome.MET, 400.0)
     assert outcome(run, peak_reserved="1000B")[:2] == (BudgetOutcome.BROKEN, 1024.0)
 
 

@@ -121,7 +121,7 @@ def test_a_run_beside_itself_passes() -> None:
     assert gate.failures == ()
     assert gate.comparison is not None
     verdicts = {change.metric: change.verdict.value for change in gate.comparison.changes}
-    assert set(verdicts.values()) <= {"same", "cannot tell"}
+    assert set(verdicts.values()) <= {"same", "inconclusive"}
     assert verdicts["step_time_ns"] == verdicts["compute_ns"] == "same"
     assert gate.causes == ()
     assert gate.baseline == "main (5 recordings)"
@@ -332,9 +332,9 @@ def starved(*, step: float, compute: float, ran: float, **fingerprint: object) -
     return verdicts | {"note": "".join(told.notes)}
 
 
-def test_times_of_a_recording_that_got_no_processors_cannot_tell_and_counters_still_do() -> None:
+def test_times_of_a_recording_without_processors_are_inconclusive_and_counters_are_not() -> None:
     told = starved(step=2.0, compute=2.0, ran=1.0)
-    assert (told["step_time_ns"], told["compute_ns"], told["sent_bytes"]) == ("cannot tell", "cannot tell", "worse")
+    assert (told["step_time_ns"], told["compute_ns"], told["sent_bytes"]) == ("inconclusive", "inconclusive", "worse")
     assert "takes 2.0 times as long by the clock" in told["note"]
 
 

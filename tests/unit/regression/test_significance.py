@@ -56,7 +56,7 @@ def test_a_baseline_of_one_recording_takes_a_step_of_a_tenth_for_a_mood_of_the_m
     found = compare_recordings(
         metric_of("step_time_ns"), [sample_baselines.steps(100e6)], [sample_baselines.steps(110e6, seed=1)]
     )
-    assert found.verdict is Verdict.CANNOT_TELL
+    assert found.verdict is Verdict.INCONCLUSIVE
     assert found.more_recordings > 0
     assert found.more_samples == 0
 
@@ -74,7 +74,7 @@ def test_a_restless_machine_is_known_by_the_steps_of_a_single_recording() -> Non
 def test_a_few_steps_that_scatter_ask_for_samples_not_recordings() -> None:
     wild = [np.array([60e6, 80e6, 100e6, 120e6, 140e6]), np.array([65e6, 85e6, 105e6, 125e6, 145e6])]
     found = compare_recordings(metric_of("cpu_time_ns"), wild[:1], wild[1:])
-    assert found.verdict is Verdict.CANNOT_TELL
+    assert found.verdict is Verdict.INCONCLUSIVE
     assert found.more_samples > 0
     assert found.more_recordings == 0
 
@@ -107,7 +107,7 @@ def test_saves_are_few_and_are_compared_all_the_same() -> None:
     found = compare_recordings(metric_of("checkpoint_cpu_ns"), before, [np.array([300e6, 310e6])])
     assert (found.verdict, found.candidate_samples) == (Verdict.WORSE, 2)
     one = compare_recordings(metric_of("checkpoint_cpu_ns"), before[:1], [np.array([300e6, 310e6])])
-    assert (one.verdict, one.more_samples) == (Verdict.CANNOT_TELL, 3)
+    assert (one.verdict, one.more_samples) == (Verdict.INCONCLUSIVE, 3)
 
 
 def test_fewer_tokens_a_second_are_worse_and_more_are_better() -> None:

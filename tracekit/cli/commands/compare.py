@@ -48,7 +48,7 @@ def compare(
 ) -> None:
     """Compare two runs by the medians of their steps, with 99% confidence intervals.
 
-    The verdict on each metric is better, worse, same or cannot tell. A --fail-if limit is exceeded only by a
+    The verdict on each metric is better, worse, same or inconclusive. A --fail-if limit is exceeded only by a
     significant change. Exit code 4: the runs cannot be compared.
     """
     from tracekit.regression import comparison as comparing
