@@ -16,8 +16,8 @@ STATUS = Path("/proc/self/status")
 # Not by getrusage: its peak includes the memory of the parent at the fork.
 PEAK = """
 import sys
-from tracekit.ingest.readers import kineto
-trace = kineto.read(sys.argv[1], rank=0)
+from tracekit.ingest.readers.kineto import reader
+trace = reader.read(sys.argv[1], rank=0)
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(peak) * 1024, trace.ops.height, trace.activities.height)
 """

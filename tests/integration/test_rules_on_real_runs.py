@@ -149,7 +149,7 @@ def test_what_device_mallocs_stall_is_idle_time_of_the_device():
     assert found.cost_ns == sum(stalls.values())
     assert found.impact == sum(stalls.values()) / duration
     assert found.message.startswith(f"{len(stalls)} device malloc and free calls")
-    assert f"on the host they take {units.duration(host)}." in found.message
+    assert f"and take {units.duration(host)} on the host." in found.message
     rows = found.evidence.drop_nulls("start_ns").select("start_ns", "stalled_ns").rows()
     assert dict(rows) == {call.start: ns for call, ns in stalls.items()}
     # The first profiled step has 61 ms of one malloc in it: warm-up, left out.
@@ -273,7 +273,8 @@ def test_a_first_step_that_fills_caches_is_told_as_warm_up():
         trace = raw_of(run, row["rank"])
         first, *rest = [raw.exposed_on_device(trace, step)[2] for step in trace.steps]
         assert row["affected_ratio"] == first / (first + sum(rest))
-        assert f"takes {units.duration(first)}, the others {units.duration(statistics.median(rest))}" in row["message"]
+        median = units.duration(statistics.median(rest))
+        assert f"takes {units.duration(first)} and the median of the others {median}" in row["message"]
 
 
 def test_launches_without_work_are_counted():
@@ -341,7 +342,7 @@ def test_compute_that_an_amd_all_reduce_slows_is_the_same_kernels_alone_and_besi
     assert float(re.search(r"take ([0-9.]+) times", found.message)[1]) == pytest.approx(1.27, abs=0.01)
     work = run.trace(0).activities
     calls = spans(work.filter(kind="communication"))
-    kernels = run.table(contention.by_kernel).filter(of="compute", beside="communication", rank=0)
+    kernels = run.table(contention.by_kernel).filter(kind="compute", concurrent_kind="communication", rank=0)
     for kernel in kernels.head(3).iter_rows(named=True):
         # Of one name there are several sizes: the durations that are told are found among those alone and beside.
         own = spans(work.filter(name=kernel["name"]))

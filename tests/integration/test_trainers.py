@@ -137,16 +137,17 @@ def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
             import sys
             from pathlib import Path
             import torch.distributed as dist
-            from instrumented_trainers import checkpoint, launch
+            from instrumented_trainers import launch
+            from instrumented_trainers.checkpoints import storage
             from instrumented_trainers.config import TrainingConfig
 
-            class Broken(checkpoint.Save):
+            class Broken(storage.Save):
                 def run(self, recorder):
                     if dist.get_rank() == 1:
                         raise ZeroDivisionError("broken on purpose")
                     super().run(recorder)
 
-            checkpoint.Save = Broken
+            storage.Save = Broken
 
             if __name__ == "__main__":
                 config = TrainingConfig("ddp", Path({str(run)!r}), model="micro", steps=3, batch=1, tokens=16,

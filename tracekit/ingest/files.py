@@ -107,7 +107,7 @@ def find(where: RunLocation) -> RunFiles:
 def natural_key(text: str) -> tuple[str | int, ...]:
     """Return a sort key that orders numbers in names by value.
 
-    >>> sorted(["rank10", "rank9"], key=natural)
+    >>> sorted(["rank10", "rank9"], key=natural_key)
     ['rank9', 'rank10']
     """
     return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text))

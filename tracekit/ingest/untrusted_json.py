@@ -9,7 +9,7 @@ def parse(text: str | bytes, *, strict: bool = True) -> Any:
 
     Raises ValueError if it is not JSON, not UTF-8 or nested too deeply.
 
-    >>> parsed(r'{"host": "node\ud800-7", "smile": "\ud83d\ude00"}')
+    >>> parse(r'{"host": "node\ud800-7", "smile": "\ud83d\ude00"}')
     {'host': 'node?-7', 'smile': '😀'}
     """
     escapes = b"\\u" in text if isinstance(text, bytes) else "\\u" in text

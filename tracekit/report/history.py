@@ -64,7 +64,7 @@ def identity_text(group: Group) -> str:
 def sparkline(values: Sequence[float]) -> str:
     """Return numbers as a line of bars from the smallest to the largest; a space where there is none.
 
-    >>> bars([1.0, 2.0, float("nan"), 8.0])
+    >>> sparkline([1.0, 2.0, float("nan"), 8.0])
     '▁▂ █'
     """
     known = [value for value in values if math.isfinite(value)]

@@ -45,8 +45,8 @@ def test_the_table_has_a_line_for_every_rule_that_spoke_or_had_to_and_names_the_
     told = labelled_report.table([_run({"COMM001": 40}, {"COMM001": 40})])
     assert "| COMM001 | 1 | 0 | 0 | 100% | 100% | 0% | 100% |" in told
     assert "| MEM001 |" not in told
-    assert "MEM001" in told.partition("With nothing of their own to find: ")[2]
-    assert "COMM001" not in told.partition("With nothing of their own to find: ")[2]
+    assert "MEM001" in told.partition("Rules without a fault of their own in these runs: ")[2]
+    assert "COMM001" not in told.partition("Rules without a fault of their own in these runs: ")[2]
 
 
 def test_a_drawn_run_is_simulated_and_judged() -> None:

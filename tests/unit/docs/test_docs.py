@@ -170,6 +170,7 @@ def test_a_command_that_is_none_is_told(words: list[str], why: str) -> None:
 
 
 def test_every_change_is_told_in_a_line() -> None:
-    entries = HISTORIC.read_text(encoding="utf-8").partition("\n## ")[2].splitlines()[2:]
+    versions = HISTORIC.read_text(encoding="utf-8").split("\n## ")[1:]
+    entries = [line for version in versions for line in version.splitlines()[1:] if line]
     assert entries
     assert not [line for line in entries if not line.startswith("- ") or len(line) > 140]

@@ -91,7 +91,7 @@ def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int =
     """Label the bars at 0, 1, 2 … of a figure with `names`, the first on top; of many names only every n-th.
 
     >>> figure = go.Figure()
-    >>> listed(figure, [f"rank {number}" for number in range(512)])
+    >>> label_rows(figure, [f"rank {number}" for number in range(512)])
     >>> figure.layout.yaxis.ticktext[:3]
     ('rank 0', 'rank 8', 'rank 16')
     """
@@ -108,7 +108,7 @@ def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int =
 def log_axis(values: Iterable[float | None], write: Callable[[float], str], *, base: int = 10) -> dict[str, Any]:
     """Return a logarithmic axis for `values`: its range, and ticks at powers of `base` with units.
 
-    >>> powers([30, 4000], str)["ticktext"]
+    >>> log_axis([30, 4000], str)["ticktext"]
     ['10', '20', '50', '100', '200', '500', '1000', '2000', '5000', '10000']
     """
     known = [value for value in values if value is not None and value > 0] or [1]

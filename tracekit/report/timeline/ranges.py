@@ -23,7 +23,7 @@ def first_true(low: Ints, high: Ints, condition: Callable[[Ints], Flags]) -> Int
 def positions(low: Ints, counts: Ints) -> Ints:
     """Return the positions of all ranges, one after the other.
 
-    >>> places(np.array([5, 1]), np.array([2, 3])).tolist()
+    >>> positions(np.array([5, 1]), np.array([2, 3])).tolist()
     [5, 6, 1, 2, 3]
     """
     found: Ints = np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
