@@ -15,10 +15,10 @@ from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
 from tracekit.regression import gate as checks
+from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison, RunSamples, compare
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.metrics import metric_of
-from tracekit.regression.significance import Change
 from tracekit.report import charts, comparison, html_fragments
 
 MAX_NAME = 40

@@ -11,8 +11,9 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.regression import cpu_starvation, metrics
 from tracekit.regression.baseline import Baseline, flat, shown
+from tracekit.regression.change import Change
 from tracekit.regression.samples import Values, job_samples, run_samples
-from tracekit.regression.significance import Change, compare_recordings
+from tracekit.regression.significance import compare_recordings
 from tracekit.regression.thresholds import CONFIDENCE, Thresholds
 
 _MUST_AGREE = ("model", "world_size", "device", "device_name")

@@ -14,9 +14,9 @@ from dataclasses import replace
 import polars as pl
 
 from tracekit import conventions
+from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.quantities import NS
-from tracekit.regression.significance import Change, Verdict
 
 MAX_STRETCH = 1.1
 """A recording starves whose computing is stretched by more than this, over the most stretched of the reference."""

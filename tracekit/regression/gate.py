@@ -12,10 +12,10 @@ from tracekit.regression import budgets as budget_checks
 from tracekit.regression import root_cause
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
+from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, compare_groups
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.root_cause import Cause
-from tracekit.regression.significance import Change, Verdict
 from tracekit.regression.thresholds import Thresholds
 from tracekit.rules.rule import Finding, Report, Severity
 

@@ -16,9 +16,9 @@ import polars as pl
 from tracekit.analysis.compute import unit_work
 from tracekit.model import units
 from tracekit.regression.baseline import Recording
+from tracekit.regression.change import Change
 from tracekit.regression.metrics import all_metrics, metric_of
 from tracekit.regression.samples import Values
-from tracekit.regression.significance import Change
 
 COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES = (
     "compute",

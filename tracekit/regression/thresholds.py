@@ -4,14 +4,11 @@ import fnmatch
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from tracekit.errors import ConfigError
 from tracekit.regression import metrics, quantities
+from tracekit.regression.change import Change
 from tracekit.regression.metrics import metric_of
-
-if TYPE_CHECKING:
-    from tracekit.regression.significance import Change
 
 CONFIDENCE = 0.99
 MIN_CHANGE_RATIO = 0.03
@@ -84,11 +81,11 @@ class Limit:
         """Return whether a value is past the limit."""
         return value < self.limit if self.is_minimum else value > self.limit
 
-    def is_exceeded(self, change: "Change") -> bool:
+    def is_exceeded(self, change: Change) -> bool:
         """Return whether a change is past the limit and significant."""
         return self.is_past(change) and change.is_certain
 
-    def is_past(self, change: "Change") -> bool:
+    def is_past(self, change: Change) -> bool:
         """Return whether the medians are further apart than the limit allows, noise or not."""
         if not change.is_worsening:
             return False

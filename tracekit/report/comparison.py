@@ -8,9 +8,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tracekit.model import escaping
+from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.metrics import all_metrics, metric_of
-from tracekit.regression.significance import MAX_MORE_SAMPLES, Change, Verdict
+from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Limit
 from tracekit.report import markdown_escaping, text_layout
 from tracekit.report.json import to_json_value

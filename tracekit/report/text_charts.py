@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from tracekit.analysis.time import summary
 from tracekit.model import units
 from tracekit.model.run import Run
+from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.metrics import metric_of
-from tracekit.regression.significance import Change
 from tracekit.report import comparison as compared
 
 WIDTH = 36

@@ -6,10 +6,11 @@ import pytest
 
 from tests.support import drawn_traces
 from tracekit.errors import ConfigError, NotComparableError
+from tracekit.regression.change import Change
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.samples import COLUMNS, job_samples
-from tracekit.regression.significance import Change, compare_recordings
+from tracekit.regression.significance import compare_recordings
 from tracekit.regression.thresholds import parse_limit
 
 MANIFEST = {"model": {"name": "tiny", "layers": 2}, "world_size": 2, "device": "cpu", "strategy": "fsdp2"}
