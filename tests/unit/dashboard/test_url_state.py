@@ -2,6 +2,10 @@
 
 import pytest
 
+from tests.support import dashboard_pages
+
+_keep_main = dashboard_pages.keep_main
+
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 
 
