@@ -67,6 +67,7 @@ def compare_recordings(
     `whole` is the reference's value of the metric that contains this one, where it has one. A change below the least
     change of `thresholds` is none: relative to the reference, or in points of a share.
 
+    >>> from tracekit.regression.metrics import metric_of
     >>> before, after = np.array([10.0, 11, 10, 10, 11, 10]), np.array([53.0, 52, 53, 53, 52, 53])
     >>> compare_recordings(metric_of("step_time_ns"), [before], [after]).verdict.value
     'worse'
