@@ -105,45 +105,48 @@ def checkpoint(
     (50.55, 512, '0.351%')
     """
     for name, value in (("parameters", params), ("interval", interval_s), ("bytes per parameter", bytes_per_param)):
-        _check_positive(name, value)
-    size = params * bytes_per_param
-    nodes = math.ceil(writers(layout) / layout.gpus_per_node)
-    limit = storage.node_write_bytes_per_second
-    bandwidth = min(storage.write_bytes_per_second, math.inf if limit is None else limit * nodes)
+        check_positive(name, value)
+    size, number = params * bytes_per_param, writers(layout)
+    nodes = math.ceil(number / layout.gpus_per_node)
+    bandwidth = min(storage.write_bytes_per_second, (storage.node_write_bytes_per_second or math.inf) * nodes)
     write_s = size / bandwidth
     read_again = restore_amplification(layout, bytes_per_param)
-    burst = storage.burst_write_bytes_per_second
-    blocked_s = write_s if burst is None else size / burst
-    read = storage.read_bytes_per_second
-    restore_s = None if read is None else size * read_again / read
-    if mtbf_s is not None:
-        _check_positive("mean time between failures", mtbf_s)
-    known = mtbf_s is not None and restore_s is not None
+    burst, read = storage.burst_write_bytes_per_second, storage.read_bytes_per_second
+    blocked_s, drain_s = (size / burst, write_s) if burst else (write_s, None)
+    restore_s = size * read_again / read if read else None
+    young, daly, goodput = _over_failures(blocked_s, interval_s, mtbf_s, restore_s=restore_s, drain_s=drain_s or 0)
     return CheckpointPlan(
         checkpoint_bytes=size,
-        writers=writers(layout),
+        writers=number,
         write_seconds=write_s,
         write_bytes_per_second=bandwidth,
-        write_bytes_per_second_per_gpu=bandwidth / writers(layout),
+        write_bytes_per_second_per_gpu=bandwidth / number,
         write_bytes_per_second_per_node=bandwidth / nodes,
         overhead_ratio=blocked_s / interval_s,
         restore_bytes_per_second=read_again * bandwidth,
         restore_seconds=restore_s,
         restore_amplification=read_again,
-        young_interval_seconds=None if mtbf_s is None else young_s(blocked_s, mtbf_s),
-        daly_interval_seconds=None if mtbf_s is None else daly_s(blocked_s, mtbf_s),
-        goodput_ratio=goodput_ratio(
-            blocked_s, interval_s, mtbf_s or 0, (restore_s or 0) + (0 if burst is None else write_s)
-        )
-        if known
-        else None,
+        young_interval_seconds=young,
+        daly_interval_seconds=daly,
+        goodput_ratio=goodput,
         blocked_seconds=blocked_s,
-        drain_seconds=None if burst is None else write_s,
-        drain_fits_interval=None if burst is None else write_s <= interval_s - blocked_s,
+        drain_seconds=drain_s,
+        drain_fits_interval=None if drain_s is None else drain_s <= interval_s - blocked_s,
         writer_skew_ratio=writer_skew_ratio(layout, bytes_per_param),
         guided_interval_seconds=blocked_s / GUIDANCE_RATIO,
         guided_write_bytes_per_second=size / (GUIDANCE_RATIO * interval_s),
     )
+
+
+def _over_failures(
+    blocked_s: float, interval_s: float, mtbf_s: float | None, *, restore_s: float | None, drain_s: float
+) -> tuple[float | None, float | None, float | None]:
+    """Return the best interval by Young and by Daly, and the goodput; None where an input is unknown."""
+    if mtbf_s is None:
+        return None, None, None
+    check_positive("mean time between failures", mtbf_s)
+    goodput = None if restore_s is None else goodput_ratio(blocked_s, interval_s, mtbf_s, restore_s + drain_s)
+    return young_s(blocked_s, mtbf_s), daly_s(blocked_s, mtbf_s), goodput
 
 
 def writers(layout: Layout) -> int:
@@ -198,6 +201,7 @@ def goodput_ratio(write_s: float, interval_s: float, mtbf_s: float, restore_s: f
     return max(0.0, 1 - waste_ratio(write_s, interval_s, mtbf_s) - restore_s / mtbf_s)
 
 
-def _check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
+    """Raise ConfigError if a value is not finite, or not above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{name} of {value:g} is not possible: it must be above 0")

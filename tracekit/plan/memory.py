@@ -7,34 +7,15 @@ gradients, each as large as the largest layer (https://github.com/yandex/YaFSDP)
 import math
 from dataclasses import dataclass
 
-from tracekit.conventions.strategies import (
-    GATHERED_BYTES,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    YAFSDP,
-    ZERO_STAGES,
-    Strategy,
-)
+from tracekit.conventions import strategies
+from tracekit.conventions.strategies import YAFSDP, Strategy
 from tracekit.errors import ConfigError
-from tracekit.plan.checkpoint import Layout
+from tracekit.plan.checkpoint import Layout, check_positive
 from tracekit.plan.models import Model
 
-GQA_SWIGLU_FACTOR = 40.5
-"""Bytes per s·b·h of a layer of Llama 2 70B: flash attention, bf16, 8 key-value heads of 64, SwiGLU."""
 FULL_RECOMPUTATION_FACTOR = 2.0
 """Bytes per s·b·h of a layer of which only the input is stored, in 2-byte numbers."""
 NONE, SELECTIVE, FULL = RECOMPUTATIONS = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class StateMemory:
-    """Bytes of one rank, without activations and buffers."""
-
-    weight_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
-    total_bytes: float
 
 
 @dataclass(frozen=True)
@@ -70,29 +51,17 @@ class MemoryPlan:
     traffic_bytes_per_step: float
 
 
-def state(params: float, *, ranks: int, zero: int) -> StateMemory:
-    """Return what `params` parameters take on each of `ranks` under a ZeRO stage; 0 is DDP, 3 is FSDP.
+def state_bytes(params: float, strategy: Strategy, *, ranks: int) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer state that a strategy keeps on each of `ranks`.
 
-    Ψ = 7.5e9 on 64 ranks: 120, 31.4, 16.6 and 1.88 GB for stages 0 to 3 (arXiv 1910.02054, figure 1).
+    Ψ = 7.5e9 on 64 ranks: 120, 31.4, 16.6 and 1.88 GB in total for ZeRO stages 0 to 3 (arXiv 1910.02054, figure 1).
     """
-    if not (0 < params < math.inf) or ranks < 1 or zero not in (0, 1, 2, 3):
-        raise ConfigError("parameters must be above 0, ranks 1 or more, the ZeRO stage 0, 1, 2 or 3")
-    return _state(ZERO_STAGES[zero], params, ranks)
-
-
-def yafsdp(params: float, *, ranks: int, largest_layer: float) -> tuple[StateMemory, float]:
-    """Return what YaFSDP with Adam keeps per rank, 18 N / W bytes, and the bytes of its buffers, 12 M."""
-    if not (0 < largest_layer <= params < math.inf) or ranks < 1:
-        raise ConfigError("parameters must be above 0, the largest layer no larger than all, ranks 1 or more")
-    return _state(YAFSDP, params, ranks), YAFSDP.buffer_bytes * largest_layer
-
-
-def _state(strategy: Strategy, params: float, ranks: int) -> StateMemory:
     size = strategy.state_bytes
-    weight = strategy.per_rank(PARAMETERS, params * size.parameters, ranks)
-    gradient = strategy.per_rank(GRADIENTS, params * size.gradients, ranks)
-    optimizer = strategy.per_rank(OPTIMIZER, params * size.optimizer, ranks)
-    return StateMemory(weight, gradient, optimizer, weight + gradient + optimizer)
+    return (
+        strategy.per_rank(strategies.PARAMETERS, params * size.parameters, ranks),
+        strategy.per_rank(strategies.GRADIENTS, params * size.gradients, ranks),
+        strategy.per_rank(strategies.OPTIMIZER, params * size.optimizer, ranks),
+    )
 
 
 def plan(
@@ -110,41 +79,34 @@ def plan(
     needs the parameters of the largest layer, or the model; where a stage's part is smaller than that, its buffers are
     as large as the part.
     """
+    check_positive("parameters", params)
     own = params / (layout.tp * layout.pp)
-    buffers: float | None = None
-    if with_yafsdp:
-        largest = largest_layer
-        if largest is None and model is not None:
-            largest = max(model.layer_parameters, model.outer_parameters)
-        if largest is None:
-            raise ConfigError("YaFSDP's buffers are as large as the largest layer: give --largest-layer or --model")
-        # Equal parts of a deep pipeline can be smaller than a layer, and no stage gathers more than it has.
-        gathered = min(largest / layout.tp, own) if largest <= params else largest / layout.tp
-        state_memory, buffers = yafsdp(own, ranks=layout.dp, largest_layer=gathered)
-    else:
-        state_memory = state(own, ranks=layout.dp, zero=layout.zero)
+    strategy = YAFSDP if with_yafsdp else strategies.ZERO_STAGES[layout.zero]
+    weight, gradient, optimizer = state_bytes(own, strategy, ranks=layout.dp)
+    buffers = _yafsdp_buffer_bytes(params, layout, model, largest_layer) if with_yafsdp else None
     activations = activations_of(model, work, layout) if model and work else None
     return MemoryPlan(
-        state_memory.weight_bytes,
-        state_memory.gradient_bytes,
-        state_memory.optimizer_bytes,
+        weight,
+        gradient,
+        optimizer,
         buffers,
         activations,
-        state_memory.total_bytes + (buffers or 0) + (activations or 0),
-        data_parallel_bytes(own, layout, is_sharded=with_yafsdp),
+        weight + gradient + optimizer + (buffers or 0) + (activations or 0),
+        # The factor (n − 1)/n is taken as 1, as in arXiv 1910.02054, section 7.
+        own * strategies.GATHERED_BYTES * strategy.traffic_factor if layout.dp > 1 else 0.0,
     )
 
 
-def data_parallel_bytes(params: float, layout: Layout, *, is_sharded: bool = False) -> float:
-    """Return what a rank sends for data parallelism in a step, of 2-byte numbers; 0 without it.
-
-    2 Ψ with DDP and ZeRO 1 and 2 (an all-reduce, or reduce-scatter and all-gather), 3 Ψ with ZeRO 3, FSDP and YaFSDP
-    (weights are gathered twice): arXiv 1910.02054, section 7. The factor (n − 1)/n is taken as 1, as there.
-    """
-    if layout.dp == 1:
-        return 0.0
-    strategy = YAFSDP if is_sharded else ZERO_STAGES[layout.zero]
-    return params * GATHERED_BYTES * strategy.traffic_factor
+def _yafsdp_buffer_bytes(params: float, layout: Layout, model: Model | None, largest_layer: float | None) -> float:
+    largest = largest_layer
+    if largest is None and model is not None:
+        largest = max(model.layer_parameters, model.outer_parameters)
+    if largest is None:
+        raise ConfigError("YaFSDP's buffers are as large as the largest layer: give --largest-layer or --model")
+    if not 0 < largest <= params:
+        raise ConfigError("the largest layer must have parameters, and no more than the model")
+    # Equal parts of a deep pipeline can be smaller than a layer, and no stage gathers more than it has.
+    return YAFSDP.buffer_bytes * min(largest / layout.tp, params / (layout.tp * layout.pp))
 
 
 def activations_of(model: Model, work: Workload, layout: Layout) -> float:
@@ -155,9 +117,7 @@ def activations_of(model: Model, work: Workload, layout: Layout) -> float:
     factor = llama_factor(model, tp=layout.tp, work=work)
     layers = math.ceil(model.layers / layout.pp)
     in_flight = min(layout.pp, work.micro_batches)
-    return in_flight * activation_bytes(
-        factor, sequence=work.sequence, batch=work.batch, width=model.width, layers=layers
-    )
+    return in_flight * (factor * work.sequence * work.batch * model.width * layers)
 
 
 def llama_factor(model: Model, *, tp: int = 1, work: Workload) -> float:
@@ -171,20 +131,3 @@ def llama_factor(model: Model, *, tp: int = 1, work: Workload) -> float:
         return FULL_RECOMPUTATION_FACTOR / (tp if work.sequence_parallel else 1)
     divided = 4 + 4 * model.key_value_heads / model.heads + 8 * model.hidden_width / model.width
     return (8 / tp if work.sequence_parallel else 8) + divided / tp
-
-
-def gpt_factor(*, width: int, heads: int, tp: int = 1, work: Workload) -> float:
-    """Return the bytes per s·b·h of a layer of a GPT without flash attention (arXiv 2205.05198, table 2).
-
-    34 + 5as/h; under t-fold tensor parallelism 10 + 24/t + 5as/(ht); with sequence parallelism (34 + 5as/h)/t. Without
-    the scores (selective recomputation) the last term goes; with full recomputation 2 is left.
-    """
-    if work.recomputation == FULL:
-        return FULL_RECOMPUTATION_FACTOR / (tp if work.sequence_parallel else 1)
-    scores = 0.0 if work.recomputation == SELECTIVE else 5 * heads * work.sequence / (width * tp)
-    return (34 / tp if work.sequence_parallel else 10 + 24 / tp) + scores
-
-
-def activation_bytes(factor: float, *, sequence: int, batch: int, width: int, layers: int) -> float:
-    """Return factor · s · b · h · L, in bytes; the factor is one of those above."""
-    return factor * sequence * batch * width * layers

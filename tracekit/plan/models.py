@@ -82,13 +82,3 @@ def find(name: str, *, layers: int | None = None) -> Model:
     if layers is not None and not 1 <= layers <= model.layers:
         raise InputError(f"--layers is {layers}; {name} has {model.layers}")
     return model if layers is None else replace(model, layers=layers)
-
-
-def gpt_parameters(*, layers: int, width: int, sequence: int = 2048, vocabulary: int = 51_200) -> float:
-    """Return the parameters of a GPT: 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h)) (arXiv 2104.04473, section 5).
-
-    >>> [f"{gpt_parameters(layers=l, width=h):.4g}" for l, h in ((96, 12_288), (105, 20_480), (128, 25_600))]
-    ['1.746e+11', '5.296e+11', '1.008e+12']
-    """
-    outside = (vocabulary + sequence) / (12 * layers * width)
-    return 12 * layers * width**2 * (1 + 13 / (12 * width) + outside)

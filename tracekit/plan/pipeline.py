@@ -9,14 +9,6 @@ ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Bubble:
-    """Idle time of a pipeline, relative to the ideal time of a step, and as a share of the whole."""
-
-    bubble_to_ideal_ratio: float
-    bubble_ratio: float
-
-
-@dataclass(frozen=True)
 class PipelinePlan:
     """A schedule's bubble, what it holds, and what a micro-batch and a step send; None where sizes were not given.
 
@@ -59,31 +51,24 @@ def plan(
         raise ConfigError(f"schedule {schedule!r} does not exist: {', '.join(SCHEDULES)}")
     if chunks > 1 and schedule in (ZB_H1, ZB_H2):
         raise ConfigError(f"{schedule} has one chunk per rank; only interleaved schedules have {chunks}")
-    stall = _BUBBLES.get(schedule, bubble)(stages, micro_batches, chunks=chunks)
-    result = PipelinePlan(stall.bubble_to_ideal_ratio, stall.bubble_ratio, activation_ratio(stages, chunks, schedule))
-    return result if sizes is None else _with_traffic(result, stages, micro_batches, chunks, sizes)
+    idle = bubble_to_ideal_ratio(stages, micro_batches, chunks=chunks, schedule=schedule)
+    traffic = {} if sizes is None else _traffic(sizes, stages, micro_batches, chunks)
+    return PipelinePlan(idle, idle / (1 + idle), activation_ratio(stages, chunks, schedule), **traffic)
 
 
-def bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
-    """Return the bubble (p − 1) / (v m) of `chunks` model chunks per rank; 1 is not interleaved.
+def bubble_to_ideal_ratio(stages: int, micro_batches: int, *, chunks: int = 1, schedule: str = PLAIN) -> float:
+    """Return the idle time relative to the ideal time: (p − 1) / (v m) with v model chunks per rank.
 
-    >>> bubble(4, 8).bubble_to_ideal_ratio, round(bubble(4, 8).bubble_ratio, 3)
-    (0.375, 0.273)
+    A third of it with ZB-H1, if forward, backward and weights take equally long; none with ZB-H2, at twice the
+    activations.
+
+    >>> bubble_to_ideal_ratio(4, 8)
+    0.375
     """
     if min(stages, micro_batches, chunks) < 1:
         raise ConfigError("stages, micro-batches and chunks must be 1 or more")
-    return _bubble((stages - 1) / (chunks * micro_batches))
-
-
-def zb_h1_bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
-    """Return the bubble (p − 1) / 3 m of the schedule ZB-H1, where forward, backward and weights take alike."""
-    return _bubble(bubble(stages, micro_batches, chunks=chunks).bubble_to_ideal_ratio / 3)
-
-
-def zb_h2_bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
-    """Return no bubble: ZB-H2 fills it, at twice the activations."""
-    bubble(stages, micro_batches, chunks=chunks)  # validates
-    return _bubble(0.0)
+    plain = (stages - 1) / (chunks * micro_batches)
+    return {ZB_H1: plain / 3, ZB_H2: 0.0}.get(schedule, plain)
 
 
 def activation_ratio(stages: int, chunks: int, schedule: str) -> float:
@@ -96,37 +81,21 @@ def activation_ratio(stages: int, chunks: int, schedule: str) -> float:
     return 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
 
 
-def stage_elements(*, batch: int, sequence: int, width: int, tp: int = 1, scatter_gather: bool = False) -> float:
-    """Return the numbers that a micro-batch carries from stage to stage: b s h, or b s h / t with scatter-gather."""
-    return batch * sequence * width / (tp if scatter_gather else 1)
+def _traffic(sizes: Sizes, stages: int, micro_batches: int, chunks: int) -> dict[str, float | None]:
+    """Return the fields of a plan that need sizes.
 
-
-def tensor_parallel_elements(*, batch: int, sequence: int, width: int, tp: int) -> float:
-    """Return the numbers that a rank sends per layer and micro-batch: 8 b s h (t − 1)/t, forward and backward.
-
-    b = 1, s = 2048, h = 25600, t = 8 in fp16: 734 MB; between stages 105 MB, by scatter-gather 13.1 MB.
+    Between stages a micro-batch is b s h numbers, b s h / t with scatter-gather. For tensor parallelism a rank sends
+    8 b s h (t − 1)/t per layer and micro-batch, forward and backward. With b = 1, s = 2048, h = 25600, t = 8 in fp16
+    that is 734 MB per layer; between stages 105 MB, with scatter-gather 13.1 MB.
     """
-    return 8 * batch * sequence * width * (tp - 1) / tp
-
-
-def _with_traffic(pipeline: PipelinePlan, stages: int, micro_batches: int, chunks: int, sizes: Sizes) -> PipelinePlan:
-    shape = {"batch": sizes.batch, "sequence": sizes.sequence, "width": sizes.width, "tp": sizes.tp}
-    stage = ELEMENT_BYTES * stage_elements(**shape, scatter_gather=sizes.scatter_gather) if stages > 1 else 0.0
-    layer = ELEMENT_BYTES * tensor_parallel_elements(**shape)
-    layers = None if sizes.layers is None else sizes.layers / stages
-    return PipelinePlan(
-        pipeline.bubble_to_ideal_ratio,
-        pipeline.bubble_ratio,
-        pipeline.activation_ratio,
-        stage_bytes_per_micro_batch=stage,
-        stage_bytes_per_step=2 * stage * micro_batches * chunks,
-        tensor_parallel_bytes_per_micro_batch=layer,
-        tensor_parallel_bytes_per_step=None if layers is None else layer * layers * micro_batches,
-    )
-
-
-_BUBBLES = {ZB_H1: zb_h1_bubble, ZB_H2: zb_h2_bubble}
-
-
-def _bubble(to_ideal: float) -> Bubble:
-    return Bubble(to_ideal, to_ideal / (1 + to_ideal))
+    hidden_bytes = ELEMENT_BYTES * sizes.batch * sizes.sequence * sizes.width
+    stage = hidden_bytes / (sizes.tp if sizes.scatter_gather else 1) if stages > 1 else 0.0
+    layer = 8 * hidden_bytes * (sizes.tp - 1) / sizes.tp
+    return {
+        "stage_bytes_per_micro_batch": stage,
+        "stage_bytes_per_step": 2 * stage * micro_batches * chunks,
+        "tensor_parallel_bytes_per_micro_batch": layer,
+        "tensor_parallel_bytes_per_step": None
+        if sizes.layers is None
+        else layer * (sizes.layers / stages) * micro_batches,
+    }

@@ -63,7 +63,7 @@ def test_yafsdp_stores_18_bytes_a_parameter_and_buffers_of_12() -> None:
     size = YAFSDP.state_bytes
     assert size.parameters + size.gradients + size.optimizer == 18
     assert YAFSDP.buffer_bytes == 12
-    assert memory.yafsdp(7e9, ranks=4, largest_layer=2e8)[0].total_bytes == 18 * 7e9 / 4
+    assert sum(memory.state_bytes(7e9, YAFSDP, ranks=4)) == 18 * 7e9 / 4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=lambda strategy: strategy.name)

@@ -1,4 +1,4 @@
-"""The sizes and times of published cases, and what is refused."""
+"""Sizes and times of published cases, and invalid options."""
 
 import json
 
@@ -20,18 +20,18 @@ STORAGE = ("--write-bandwidth", 273e9, "--read-bandwidth", 1e12, "--interval", "
 def test_published_case_of_a_trillion_parameters() -> None:
     done = tracekit(*ARTICLE, *STORAGE, "--format", "json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["checkpoint_bytes"] == pytest.approx(13.8e12)
-    assert told["writers"] == 512
-    assert told["write_seconds"] == pytest.approx(50.55, abs=0.005)
-    assert told["write_bytes_per_second_per_gpu"] == pytest.approx(0.533e9, rel=1e-3)
-    assert told["write_bytes_per_second_per_node"] == pytest.approx(4.27e9, abs=0.005e9)
-    assert told["overhead_ratio"] == pytest.approx(0.00351, abs=5e-6)
-    assert told["restore_bytes_per_second"] == pytest.approx(1638e9)
-    assert told["restore_seconds"] == pytest.approx(82.8)
-    assert told["young_interval_seconds"] == pytest.approx(1061, abs=0.5)
-    assert told["daly_interval_seconds"] == pytest.approx(1028, abs=0.5)
-    assert 0 < told["goodput_ratio"] < 1
+    result = json.loads(done.stdout)
+    assert result["checkpoint_bytes"] == pytest.approx(13.8e12)
+    assert result["writers"] == 512
+    assert result["write_seconds"] == pytest.approx(50.55, abs=0.005)
+    assert result["write_bytes_per_second_per_gpu"] == pytest.approx(0.533e9, rel=1e-3)
+    assert result["write_bytes_per_second_per_node"] == pytest.approx(4.27e9, abs=0.005e9)
+    assert result["overhead_ratio"] == pytest.approx(0.00351, abs=5e-6)
+    assert result["restore_bytes_per_second"] == pytest.approx(1638e9)
+    assert result["restore_seconds"] == pytest.approx(82.8)
+    assert result["young_interval_seconds"] == pytest.approx(1061, abs=0.5)
+    assert result["daly_interval_seconds"] == pytest.approx(1028, abs=0.5)
+    assert 0 < result["goodput_ratio"] < 1
 
 
 def test_zero_1_replicates_weights_only() -> None:
@@ -47,33 +47,33 @@ def test_under_zero_1_data_parallel_rank_0_writes_more() -> None:
 
 
 def test_guidance_of_five_percent() -> None:
-    told = plan.checkpoint(1e12, MEGATRON, plan.Storage(273e9), interval_s=4 * HOUR_S, bytes_per_param=13.8)
-    assert told.guided_write_bytes_per_second == pytest.approx(19.2e9, abs=0.05e9)
-    assert told.guided_interval_seconds == pytest.approx(1011, abs=0.5)
+    result = plan.checkpoint(1e12, MEGATRON, plan.Storage(273e9), interval_s=4 * HOUR_S, bytes_per_param=13.8)
+    assert result.guided_write_bytes_per_second == pytest.approx(19.2e9, abs=0.05e9)
+    assert result.guided_interval_seconds == pytest.approx(1011, abs=0.5)
 
 
-def test_a_burst_buffer_blocks_for_its_own_write_and_drains_meanwhile() -> None:
+def test_a_save_blocks_only_for_the_write_to_the_burst_buffer() -> None:
     storage = plan.Storage(273e9, 1e12, burst_write_bytes_per_second=2e12)
-    told = plan.checkpoint(1e12, MEGATRON, storage, interval_s=HOUR_S, mtbf_s=3 * HOUR_S, bytes_per_param=13.8)
-    assert (told.blocked_seconds, told.write_seconds) == (pytest.approx(6.9), pytest.approx(50.55, abs=0.005))
-    assert told.overhead_ratio == pytest.approx(6.9 / HOUR_S)
-    assert told.young_interval_seconds == pytest.approx(plan.young_s(6.9, 3 * HOUR_S))
-    assert told.drain_fits_interval
-    hasty = plan.checkpoint(1e12, MEGATRON, storage, interval_s=55, bytes_per_param=13.8)
-    assert (hasty.drain_seconds, hasty.drain_fits_interval) == (pytest.approx(50.55, abs=0.005), False)
+    result = plan.checkpoint(1e12, MEGATRON, storage, interval_s=HOUR_S, mtbf_s=3 * HOUR_S, bytes_per_param=13.8)
+    assert (result.blocked_seconds, result.write_seconds) == (pytest.approx(6.9), pytest.approx(50.55, abs=0.005))
+    assert result.overhead_ratio == pytest.approx(6.9 / HOUR_S)
+    assert result.young_interval_seconds == pytest.approx(plan.young_s(6.9, 3 * HOUR_S))
+    assert result.drain_fits_interval
+    frequent = plan.checkpoint(1e12, MEGATRON, storage, interval_s=55, bytes_per_param=13.8)
+    assert (frequent.drain_seconds, frequent.drain_fits_interval) == (pytest.approx(50.55, abs=0.005), False)
 
 
 def test_a_model_by_name_has_its_parameters() -> None:
     done = tracekit("plan", "checkpoint", "--model", "llama3-405b", "--tp", 8, *STORAGE, "--format", "json")
-    told = json.loads(done.stdout)
-    assert told["checkpoint_bytes"] == pytest.approx(14 * 405.8e9, rel=1e-3)
-    assert "measured" not in told
+    result = json.loads(done.stdout)
+    assert result["checkpoint_bytes"] == pytest.approx(14 * 405.8e9, rel=1e-3)
+    assert "measured" not in result
 
 
-def test_a_recorded_run_tells_size_bandwidth_and_interval() -> None:
+def test_size_bandwidth_and_interval_can_come_from_a_recorded_run() -> None:
     done = tracekit("plan", "checkpoint", "--measured", RECORDED, "--read-bandwidth", 1e9, "--format", "json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     rows = [json.loads(line) for file in RECORDED.glob("*.checkpoint.jsonl") for line in file.open()]
     rates, sizes, starts = [], [], []
     for save in ("step-000024", "step-000048"):
@@ -82,16 +82,16 @@ def test_a_recorded_run_tells_size_bandwidth_and_interval() -> None:
         moving = [sum(row["dur_ns"] for row in own if row["rank"] == r and row["stage"] in MOVED) for r in (0, 1)]
         rates.append(sizes[-1] / max(moving) * 1e9)
         starts.append(min(row["start_ns"] for row in own if row["stage"] == "total"))
-    measured = told["measured"]
+    measured = result["measured"]
     assert measured["checkpoint_bytes"] == pytest.approx(sum(sizes) / 2)
     assert measured["bytes_per_param"] == pytest.approx(sum(sizes) / 2 / 3_082_496)
-    assert told["checkpoint_bytes"] == pytest.approx(sum(sizes) / 2)
-    assert told["write_bytes_per_second"] == pytest.approx(sum(rates) / 2)
+    assert result["checkpoint_bytes"] == pytest.approx(sum(sizes) / 2)
+    assert result["write_bytes_per_second"] == pytest.approx(sum(rates) / 2)
     assert measured["interval_seconds"] == pytest.approx((starts[1] - starts[0]) / 1e9)
-    assert (told["writers"], measured["saves"], measured["is_durable"]) == (2, 2, True)
+    assert (result["writers"], measured["saves"], measured["is_durable"]) == (2, 2, True)
 
 
-def test_what_is_missing_is_asked_for_by_its_option() -> None:
+def test_the_error_names_the_option_that_is_missing() -> None:
     done = tracekit("plan", "checkpoint", "--params", 1e9, "--interval", "1h")
     assert (done.returncode, "--write-bandwidth is needed" in done.stderr) == (2, True)
     done = tracekit("plan", "checkpoint", "--measured", ROOT / "sample_traces" / "faults" / "healthy-ddp")
@@ -110,13 +110,13 @@ def test_sizes_of_mlperf_storage(params: float, size: float) -> None:
 
 
 def test_a_node_limit_slows_the_write() -> None:
-    free = plan.checkpoint(PARAMS, MEGATRON, plan.Storage(273e9), interval_s=HOUR_S)
-    held = plan.checkpoint(PARAMS, MEGATRON, plan.Storage(273e9, None, 2e9), interval_s=HOUR_S)
-    assert held.write_bytes_per_second == 64 * 2e9
-    assert held.write_seconds > free.write_seconds
+    unlimited = plan.checkpoint(PARAMS, MEGATRON, plan.Storage(273e9), interval_s=HOUR_S)
+    limited = plan.checkpoint(PARAMS, MEGATRON, plan.Storage(273e9, None, 2e9), interval_s=HOUR_S)
+    assert limited.write_bytes_per_second == 64 * 2e9
+    assert limited.write_seconds > unlimited.write_seconds
 
 
-def test_what_was_not_given_is_null() -> None:
+def test_results_without_their_input_are_none() -> None:
     result = plan.checkpoint(PARAMS, MEGATRON, plan.Storage(273e9), interval_s=HOUR_S, mtbf_s=HOUR_S)
     assert result.restore_seconds is None
     assert result.goodput_ratio is None
@@ -124,13 +124,13 @@ def test_what_was_not_given_is_null() -> None:
 
 
 @pytest.mark.parametrize("wrong", [("--interval", "soon"), ("--zero", 4), ("--write-bandwidth", 0), ("--tp", 0)])
-def test_wrong_options_end_in_one_line(wrong: tuple[object, ...]) -> None:
+def test_an_invalid_option_is_a_one_line_error(wrong: tuple[object, ...]) -> None:
     done = tracekit(*ARTICLE, *STORAGE, *wrong)
     assert done.returncode == 2
     assert done.stderr.startswith("tracekit: ")
     assert done.stderr.count("\n") == 1
 
 
-def test_infinite_parameters_are_refused() -> None:
+def test_infinite_parameters_are_an_error() -> None:
     with pytest.raises(ConfigError, match="parameters"):
         plan.checkpoint(float("inf"), MEGATRON, plan.Storage(1e9), interval_s=HOUR_S)
