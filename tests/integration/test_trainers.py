@@ -7,10 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
-from tests.integration.launched import train
+import tracekit
+from instrumented_trainers.model import PRESETS
+from tests.integration.launched import MICRO, train
 from tracekit import conventions
+from tracekit.conventions.strategies import STRATEGIES
 
 LEAN = ["--device", "cpu", "--batch", "2", "--tokens", "64", "--log-every", "1"]
 ACTIVE = ["--profile-wait", "1", "--profile-warmup", "1", "--profile-active", "2"]
@@ -160,3 +164,15 @@ def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
     assert err.startswith("instrumented_trainers: rank 1")
     assert err.count("in _serve") == 1
     assert err.count("ZeroDivisionError: broken on purpose") == 1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_step_of_a_replicated_model_moves_what_the_strategy_says(tmp_path: Path, strategy: str) -> None:
+    code, _, err = train("--strategy", strategy, "--out", str(tmp_path / "run"), "--steps", "4", *MICRO, *ACTIVE)
+    assert code == 0, err
+    recorded = tracekit.load(str(tmp_path / "run"), cache=False).trace(0)
+    calls = recorded.collectives.join(recorded.activities, left_on="activity_id", right_on="id")
+    message_bytes = dict(calls.filter(pl.col("step") == 3).group_by("op").agg(pl.sum("sent_bytes")).rows())
+    assert message_bytes == {
+        collective.op: 4 * PRESETS["micro"].parameters for collective in STRATEGIES[strategy].collectives
+    }

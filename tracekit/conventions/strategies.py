@@ -4,7 +4,8 @@ This table is the only place that states it. The trainers' memory report, `trace
 replay and the detection of a trace's strategy ask it, each in its own layer. It imports the standard library only.
 
 Sources: ZeRO's stages, their memory and traffic: arXiv 1910.02054, sections 5 and 7. DDP, FSDP1 and FSDP2: the PyTorch
-documentation (torch.nn.parallel.DistributedDataParallel, torch.distributed.fsdp). YaFSDP:
+documentation (torch.nn.parallel.DistributedDataParallel, torch.distributed.fsdp). ZeRO-1 in PyTorch:
+torch.distributed.optim.ZeroRedundancyOptimizer, and a recording of it on two gloo ranks. YaFSDP:
 https://github.com/yandex/YaFSDP. Rings: nccl-tests, doc/PERFORMANCE.md.
 """
 
@@ -12,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST = "all_gather", "reduce_scatter", "all_reduce", "broadcast"
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 FORWARD, BACKWARD, AFTER_OPTIMIZER = "forward", "backward", "after the optimizer's step"
 PP, DP_REPLICATE, DP_SHARD, CP, EP, TP = "pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"
@@ -20,7 +21,7 @@ PP, DP_REPLICATE, DP_SHARD, CP, EP, TP = "pp", "dp_replicate", "dp_shard", "cp",
 GATHERED_BYTES, REDUCED_BYTES = 2, 4
 """Per parameter of mixed precision: weights are gathered in 16 bits, gradients reduced in 32."""
 
-RING_PASSES: Mapping[str, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2}
+RING_PASSES: Mapping[str, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2, BROADCAST: 1}
 """How often a ring passes a message around: an all-reduce is a reduce-scatter and an all-gather."""
 
 
@@ -114,7 +115,7 @@ class Strategy:
 
     @property
     def traffic_factor(self) -> int:
-        """Return the units' sizes that a rank sends in a step: 2 for DDP and ZeRO-1 and 2, 3 for ZeRO-3."""
+        """Return the units' sizes that a rank sends in a step: 2 for DDP and the stages ZeRO-1 and 2, 3 for ZeRO-3."""
         return sum(collective.traffic_factor for collective in self.collectives if not collective.of_shard)
 
     @property
@@ -156,9 +157,18 @@ DDP = Strategy(
 )
 ZERO1 = Strategy(
     "zero1",
-    "DDP whose optimizer state is sharded",
+    "DDP whose optimizer state is sharded, by whole parameters: torch's ZeroRedundancyOptimizer",
+    frozenset({OPTIMIZER}),
+    (*DDP.collectives, Collective(BROADCAST, PARAMETERS, AFTER_OPTIMIZER, DP_REPLICATE)),
+    simulated=False,
+)
+# As the paper, DeepSpeed and Megatron do it; torch all-reduces gradients although a rank needs only a part of them.
+ZERO1_SCATTERED = Strategy(
+    "zero1-scattered",
+    "ZeRO-1 whose gradients are reduce-scattered to the ranks that step them",
     frozenset({OPTIMIZER}),
     _ZERO,
+    trained=False,
     simulated=False,
 )
 ZERO2 = Strategy(
@@ -221,8 +231,8 @@ YAFSDP_V1 = Strategy(
     trained=False,
 )
 STRATEGIES: Mapping[str, Strategy] = {
-    strategy.name: strategy for strategy in (DDP, ZERO1, ZERO2, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1)
+    strategy.name: strategy for strategy in (DDP, ZERO1, ZERO1_SCATTERED, ZERO2, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1)
 }
-ZERO_STAGES = (DDP, ZERO1, ZERO2, FSDP2)
+ZERO_STAGES = (DDP, ZERO1_SCATTERED, ZERO2, FSDP2)
 """By ZeRO stage, 0 to 3."""
 ALIASES: Mapping[str, Strategy] = {alias: strategy for strategy in STRATEGIES.values() for alias in strategy.aliases}

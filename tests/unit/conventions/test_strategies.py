@@ -8,12 +8,14 @@ from tracekit.conventions.strategies import (
     ALIASES,
     ALL_GATHER,
     ALL_REDUCE,
+    BROADCAST,
     DDP,
     FSDP2,
     GRADIENTS,
     HSDP,
     OPTIMIZER,
     PARAMETERS,
+    REDUCE_SCATTER,
     STRATEGIES,
     YAFSDP,
     ZERO1,
@@ -67,10 +69,11 @@ def test_yafsdp_stores_18_bytes_a_parameter_and_buffers_of_12() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=lambda strategy: strategy.name)
-def test_what_is_sharded_is_gathered_and_what_is_replicated_is_reduced_over_replicas(strategy: Strategy) -> None:
+def test_what_is_sharded_reaches_all_ranks_and_gradients_are_reduced_once(strategy: Strategy) -> None:
     ops = {collective.op for collective in strategy.collectives if not collective.of_shard}
-    assert (ALL_GATHER in ops) == bool(strategy.sharded)
-    assert (ALL_REDUCE in ops) == (not strategy.sharded)
+    assert bool(ops & {ALL_GATHER, BROADCAST}) == bool(strategy.sharded)
+    assert (ALL_REDUCE in ops) == (strategy in (DDP, ZERO1))
+    assert (REDUCE_SCATTER in ops) == (ALL_REDUCE not in ops)
     assert sum(strategy.per_rank(kind, 8, 4) for kind in strategy.sharded) == 2 * len(strategy.sharded)
 
 
@@ -89,5 +92,6 @@ def test_the_world_is_as_large_as_its_axes_together() -> None:
         Layout(tp=0)
 
 
-def test_zero1_stores_whole_weights() -> None:
+def test_zero1_of_torch_stores_whole_weights_and_sends_half_as_much_again_as_the_paper_says() -> None:
     assert not ZERO1.shards_parameters
+    assert (ZERO1.traffic_factor, ZERO_STAGES[1].traffic_factor) == (3, 2)
