@@ -1,11 +1,13 @@
 """The disk cache: a folder with a size limit in the user's cache directory, for parsed traces, timelines and reports.
 
-An entry is written whole or not at all: to a temporary name, then renamed, so no reader or writer needs a lock. The
-least recently used entries are evicted when the folder exceeds its limit. If the folder cannot be used, or an entry
-cannot be trusted, the work is done again. Code is part of an entry's key by `code_hash`.
+An entry is written to a temporary name, then renamed, so readers need no lock. Renaming and eviction of the least
+recently used entries happen under an exclusive lock on the folder's lock file; a writer also locks its temporary file,
+so that no other process takes it for abandoned. If the folder cannot be used, or an entry cannot be trusted, the work
+is done again. Code is part of an entry's key by `code_hash`.
 """
 
 import errno
+import fcntl
 import functools
 import hashlib
 import inspect
@@ -28,6 +30,9 @@ DIRECTORY_VARIABLE = "TRACEKIT_CACHE_DIR"
 MAX_BYTES_VARIABLE = "TRACEKIT_CACHE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 10 << 30
 _ABANDONED_S = 3600  # no writer takes that long: an older temporary file belongs to a process that died
+_LOCK_FILE = ".lock"
+_LOCK_WAIT_S = 1.0
+_LOCK_POLL_S = 0.005
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in place of an entry must not block the reader
 
 log = logging.getLogger(__name__)
@@ -95,7 +100,8 @@ class DiskCache:
     def writing(self, key: str) -> Iterator[BinaryIO]:
         """Yield a file to write and read; it becomes the entry of `key` when the block ends without an error.
 
-        A file above the size limit is not stored. Raises OSError if the file cannot be written.
+        A file above the size limit is not stored. Raises OSError if the file cannot be written. If another process has
+        the folder's lock for long, the entry is stored and eviction is left to the next writer.
         """
         partial_path = self.folder / f"{key}.{secrets.token_hex(8)}{conventions.PARTIAL_SUFFIX}"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,26 +109,26 @@ class DiskCache:
         try:
             created = os.open(partial_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
             with os.fdopen(created, "w+b") as file:
+                _lock(created)
                 yield file
                 file.flush()
-                size_bytes = os.fstat(file.fileno()).st_size
-            if size_bytes <= self.max_bytes:
-                partial_path.replace(self.path(key))
+                size_bytes = os.fstat(created).st_size
+            with self._locked() as is_locked:
+                if size_bytes <= self.max_bytes:
+                    partial_path.replace(self.path(key))
+                if is_locked:
+                    self._evict()
         finally:
             partial_path.unlink(missing_ok=True)
-        self._evict()
 
     def size_bytes(self) -> int:
         """Return the total size of the entries."""
         return sum(size for _, size, _ in self._files())
 
     def clear(self) -> int:
-        """Remove every entry and return how much that freed, in bytes."""
-        files = list(self._files())
-        for _, _, path in files:
-            with suppress(OSError):
-                path.unlink()
-        return sum(size for _, size, _ in files)
+        """Remove every entry and return how much that freed, in bytes. What is being written stays."""
+        with self._locked():
+            return sum(size for _, size, path in self._files() if not _is_being_written(path) and _remove(path))
 
     def path(self, key: str) -> Path:
         """Return the path of the entry of a key."""
@@ -144,15 +150,35 @@ class DiskCache:
                 known = file.lstat()
                 yield known.st_mtime_ns, known.st_size, file
 
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Wait briefly for the folder's lock and yield whether no other process has it.
+
+        A folder in which no file can be locked, as on some network file systems, counts as locked.
+        """
+        try:
+            file = os.open(self.folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
+        except OSError:
+            yield True
+            return
+        try:
+            yield _lock(file, wait_s=_LOCK_WAIT_S)
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock if a forked process has the file open too
+            os.close(file)
+
     def _evict(self) -> None:
         abandoned_ns = time.time_ns() - _ABANDONED_S * 10**9
         files = sorted(self._files())
         total_bytes = sum(size for _, size, _ in files)
         for used_ns, size, path in files:
-            is_entry = path.suffix == self.suffix
-            if (total_bytes > self.max_bytes and is_entry) or (used_ns < abandoned_ns and not is_entry):
-                with suppress(OSError):
-                    path.unlink()
+            if path.suffix == self.suffix:
+                is_surplus = total_bytes > self.max_bytes
+            else:
+                is_surplus = used_ns < abandoned_ns and not _is_being_written(path)
+            if is_surplus:
+                _remove(path)
                 total_bytes -= size
 
 
@@ -176,6 +202,43 @@ def plugin_hash(plugin: type | ModuleType) -> str:
     return code_hash(source.parent, ("*.py", "*/*.py") if is_package else (source.name,))
 
 
+def _lock(file: int, *, wait_s: float = 0.0) -> bool:
+    """Lock an open file; False if another process still has the lock after `wait_s`."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_LOCK_POLL_S)
+        except OSError:  # the file system has no locks
+            return True
+        else:
+            return True
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether a living process writes a temporary file, as far as locks can tell."""
+    if path.suffix != conventions.PARTIAL_SUFFIX:
+        return False
+    try:
+        file = os.open(path, os.O_RDWR | _NO_LINK)
+    except OSError:
+        return False
+    try:
+        return not _lock(file)
+    finally:
+        os.close(file)
+
+
+def _remove(path: Path) -> bool:
+    with suppress(OSError):
+        path.unlink()
+        return True
+    return False
+
+
 def _check_own(folder: Path) -> None:
     """Remove other users' access to a folder. Raises OSError unless this user owns it."""
     known = folder.lstat()
@@ -197,8 +260,7 @@ def _open_own(path: Path) -> io.BufferedReader:
 
 def _drop(path: Path, error: Exception) -> None:
     _log_once(f"{path}: not used ({error})")
-    with suppress(OSError):
-        path.unlink()
+    _remove(path)
 
 
 @functools.cache

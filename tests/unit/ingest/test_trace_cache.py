@@ -1,11 +1,15 @@
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -58,7 +62,7 @@ class Counted:
         return self._trace
 
 
-def _drawn(path, name="aa"):
+def _trace(path, name="aa"):
     trace = drawn_traces.trace(f"step 0000\ncompute .{name}.")
     return dataclasses.replace(trace, path=str(path), header={"world_size": 8, "text": "日本\ud800"})
 
@@ -76,6 +80,11 @@ def _entries(folder):
     return sorted(folder.glob("*.trace"))
 
 
+def _files(folder):
+    """Return the names of all files of a cache but its lock."""
+    return sorted(file.name for file in folder.iterdir() if file.name != ".lock")
+
+
 def test_a_trace_from_the_cache_is_the_trace_that_was_read(folder, run):
     first = loader.load(run).trace(0)
     second = loader.load(run).trace(0)
@@ -89,7 +98,7 @@ def test_a_trace_from_the_cache_is_the_trace_that_was_read(folder, run):
 
 def test_a_table_is_read_on_first_access_and_then_retained(folder, tmp_path):
     (tmp_path / "t.json").write_text("{}")
-    counted = Counted(tmp_path / "t.json", _drawn(tmp_path / "t.json"))
+    counted = Counted(tmp_path / "t.json", _trace(tmp_path / "t.json"))
     source = trace_cache.cached_source(counted.source)
     source.read()
     trace = source.read()
@@ -214,7 +223,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_stored(folder, tmp_path):
 
     def read():
         path.write_text("{} ")
-        return _drawn(path)
+        return _trace(path)
 
     trace_cache.cached_source(Source(0, 0, str(path), 0, read)).read()
     assert not folder.exists()
@@ -222,7 +231,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_stored(folder, tmp_path):
 
 def test_ranks_and_windows_of_one_file_are_entries_of_their_own(folder, tmp_path):
     (tmp_path / "t.json").write_text("{}")
-    trace = _drawn(tmp_path / "t.json")
+    trace = _trace(tmp_path / "t.json")
     for rank, window in ((0, 0), (1, 0), (0, 1)):
         placed = dataclasses.replace(trace, rank=rank, window=window)
         trace_cache.cached_source(Counted(tmp_path / "t.json", placed).source).read()
@@ -277,7 +286,7 @@ def test_an_entry_that_cannot_be_trusted_is_dropped_and_the_trace_read_again(fol
 
 def test_a_table_of_another_shape_is_not_used(folder, tmp_path):
     store = cache_in(folder)
-    trace = _drawn("t")
+    trace = _trace("t")
     store.put("key", dataclasses.replace(trace, lanes=trace.activities))
     stored = store.get("key", lambda: trace)
     assert stored is not None
@@ -295,7 +304,7 @@ def test_files_of_other_users_are_not_trusted(folder, run, whose):
 
 def test_an_entry_that_disappears_while_its_trace_is_in_use_is_read_again(folder, tmp_path):
     (tmp_path / "t.json").write_text("{}")
-    counted = Counted(tmp_path / "t.json", _drawn(tmp_path / "t.json"))
+    counted = Counted(tmp_path / "t.json", _trace(tmp_path / "t.json"))
     source = trace_cache.cached_source(counted.source)
     source.read()
     cached = source.read()
@@ -334,16 +343,16 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # no file beyond 100 bytes: writing fails in the middle
     try:
-        cache_in(folder).put("key", _drawn("t"))
+        cache_in(folder).put("key", _trace("t"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert list(folder.iterdir()) == []
+    assert _files(folder) == []
 
 
 def test_a_trace_that_json_cannot_represent_is_not_stored(folder):
-    cache_in(folder).put("key", dataclasses.replace(_drawn("t"), header={"odd": object()}))
-    assert list(folder.iterdir()) == []
+    cache_in(folder).put("key", dataclasses.replace(_trace("t"), header={"odd": object()}))
+    assert _files(folder) == []
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
@@ -376,7 +385,7 @@ def test_the_environment_bounds_the_size():
 
 
 def _size_of_one(folder):
-    cache_in(folder).put("probe", _drawn("t"))
+    cache_in(folder).put("probe", _trace("t"))
     size = cache_in(folder).disk.size_bytes()
     cache_in(folder).disk.clear()
     return size
@@ -386,25 +395,25 @@ def test_the_least_recently_used_go_first(folder):
     size = _size_of_one(folder)
     store = cache_in(folder, max_bytes=3 * size + size // 2)
     for index, key in enumerate("abc"):
-        store.put(key, _drawn("t"))
+        store.put(key, _trace("t"))
         os.utime(folder / f"{key}.trace", ns=(index, index))
-    assert store.get("a", lambda: _drawn("t")) is not None  # now the most recently used
-    store.put("d", _drawn("t"))
+    assert store.get("a", lambda: _trace("t")) is not None  # now the most recently used
+    store.put("d", _trace("t"))
     assert [entry.stem for entry in _entries(folder)] == ["a", "c", "d"]
     assert store.disk.size_bytes() <= store.disk.max_bytes
 
 
 def test_what_is_larger_than_the_whole_cache_is_not_stored_and_evicts_nothing(folder):
-    cache_in(folder).put("small", _drawn("t"))
-    cache_in(folder, max_bytes=10).put("large", _drawn("t"))
+    cache_in(folder).put("small", _trace("t"))
+    cache_in(folder, max_bytes=10).put("large", _trace("t"))
     assert [entry.stem for entry in _entries(folder)] == []  # "small" is past the new bound as well
-    cache_in(folder, max_bytes=0).put("none", _drawn("t"))
-    assert list(folder.iterdir()) == []
+    cache_in(folder, max_bytes=0).put("none", _trace("t"))
+    assert _files(folder) == []
 
 
 def test_clearing_frees_all_entries(folder):
     store = cache_in(folder)
-    store.put("a", _drawn("t"))
+    store.put("a", _trace("t"))
     size = store.disk.size_bytes()
     assert size > 0
     assert store.disk.clear() == size
@@ -412,73 +421,182 @@ def test_clearing_frees_all_entries(folder):
     assert cache_in(folder / "missing").disk.clear() == 0
 
 
-# Writers side by side -------------------------------------------------------------------------------------------------
+# Concurrent processes -------------------------------------------------------------------------------------------------
+
+# Programs of other processes; `cache_in`, `_trace` and `_large_trace` are those of this module.
+_IMPORTS = """
+import os, sys
+from pathlib import Path
+from tests.unit.ingest.test_trace_cache import _large_trace, _trace, cache_in
+folder = Path(sys.argv[1])
+"""
+_WRITE_THREE_KEYS = """
+store = cache_in(folder)
+for index in range(30):
+    store.put(f"key{index % 3}", _trace("t"))
+    cached = store.get(f"key{(index + 1) % 3}", lambda: _trace("t"))
+    assert cached is None or cached.activities["name"].to_list() == ["a"]
+"""
+_WRITE_UNTIL_KILLED = """
+store, trace = cache_in(folder), _large_trace()
+while True:
+    store.put("key", trace)
+"""
+_EVICT_IN_EACH_PUT = """
+from tracekit.ingest.disk_cache import DiskCache
+evict = DiskCache._evict
+
+def logged(cache):
+    log = os.open(folder.parent / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(log, b"begin %d\\n" % os.getpid())
+    for _ in range(20):  # so that another process would have the time to begin
+        evict(cache)
+    os.write(log, b"end %d\\n" % os.getpid())
+
+DiskCache._evict = logged
+store = cache_in(folder, max_bytes=int(sys.argv[2]))
+for index in range(20):
+    store.put(f"{os.getpid()}-{index}", _trace("t"))
+"""
+_HOLD_THE_LOCK = """
+import fcntl
+lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+_WRITE_FOR_LONG = """
+with cache_in(folder).disk.writing("slow") as file:
+    file.write(b"first half, ")
+    file.flush()
+    print("written", flush=True)
+    sys.stdin.read()
+    file.write(b"second half")
+"""
 
 
-def _write_over_and_over(folder, barrier):
-    barrier.wait()
-    store = cache_in(Path(folder))
-    for index in range(30):
-        store.put(f"key{index % 3}", _drawn("t"))
-        found = store.get(f"key{(index + 1) % 3}", lambda: _drawn("t"))
-        if found is not None and found.activities["name"].to_list() != ["a"]:
-            os._exit(9)
+def _start(program, folder, *arguments):
+    """Start another process. Not by multiprocessing: it would import the `__main__` of the test session."""
+    command = [sys.executable, "-c", _IMPORTS + program, str(folder), *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[3]), *sys.path))}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@contextlib.contextmanager
+def _running(program, folder):
+    """Start another process, wait for its first line, and let it end afterwards."""
+    with _start(program, folder) as process:
+        assert process.stdout.readline()
+        yield process
+        process.communicate()
+    assert process.returncode == 0
 
 
 def test_concurrent_writers_leave_complete_entries(folder):
-    spawn = multiprocessing.get_context("spawn")
-    barrier = spawn.Barrier(3)
-    writers = [spawn.Process(target=_write_over_and_over, args=(str(folder), barrier)) for _ in range(3)]
+    writers = [_start(_WRITE_THREE_KEYS, folder) for _ in range(3)]
     for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0, 0, 0]
-    assert [entry.name for entry in sorted(folder.iterdir())] == ["key0.trace", "key1.trace", "key2.trace"]
+        writer.communicate()
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert _files(folder) == ["key0.trace", "key1.trace", "key2.trace"]
     for key in ("key0", "key1", "key2"):
-        found = cache_in(folder).get(key, lambda: pytest.fail("read again"))
-        assert _tables(found) == _tables(_drawn("t"))
+        cached = cache_in(folder).get(key, lambda: pytest.fail("read again"))
+        assert _tables(cached) == _tables(_trace("t"))
 
 
-def _write_until_killed(folder):
-    store, trace = cache_in(Path(folder)), _large()
-    while True:
-        store.put("key", trace)
+def test_two_processes_never_evict_at_once(folder):
+    size = _size_of_one(folder)
+    limit = 3 * size + size // 2
+    writers = [_start(_EVICT_IN_EACH_PUT, folder, str(limit)) for _ in range(3)]
+    for writer in writers:
+        writer.communicate()
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    log = (folder.parent / "log").read_text().splitlines()
+    begins, ends = log[::2], log[1::2]
+    assert [line.split()[0] for line in log] == ["begin", "end"] * len(begins)
+    assert [line.split()[1] for line in begins] == [line.split()[1] for line in ends]
+    assert len({line.split()[1] for line in begins}) == 3
+    assert 0 < cache_in(folder).disk.size_bytes() <= limit
 
 
-def _large():
+def test_an_entry_is_stored_while_another_process_has_the_lock_and_evicted_later(folder):
+    size = _size_of_one(folder)
+    store = cache_in(folder, max_bytes=size + size // 2)
+    with _running(_HOLD_THE_LOCK, folder):
+        for index, key in enumerate("ab"):
+            store.put(key, _trace("t"))
+            os.utime(folder / f"{key}.trace", ns=(index, index))
+        assert _files(folder) == ["a.trace", "b.trace"]
+    store.put("c", _trace("t"))
+    assert _files(folder) == ["c.trace"]
+
+
+def test_a_file_that_a_process_writes_for_long_is_neither_evicted_nor_cleared(folder):
+    store = cache_in(folder, max_bytes=1)
+    with _running(_WRITE_FOR_LONG, folder):
+        (partial,) = folder.glob("*.partial")
+        os.utime(partial, ns=(1, 1))
+        store.put("other", _trace("t"))
+        store.disk.clear()
+        assert _files(folder) == [partial.name]
+    assert (folder / "slow.trace").read_bytes() == b"first half, second half"
+
+
+def test_what_a_killed_process_left_is_removed(folder):
+    with _start(_WRITE_FOR_LONG, folder) as writer:
+        assert writer.stdout.readline()
+        writer.kill()
+    (partial,) = folder.glob("*.partial")
+    os.utime(partial, ns=(1, 1))
+    cache_in(folder).put("other", _trace("t"))
+    assert _files(folder) == ["other.trace"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_evicted_without_them(folder, monkeypatch, code):
+    size = _size_of_one(folder)
+
+    def no_locks(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    store = cache_in(folder, max_bytes=size + size // 2)
+    for index, key in enumerate("ab"):
+        store.put(key, _trace("t"))
+        os.utime(folder / f"{key}.trace", ns=(index, index))
+    assert _files(folder) == ["b.trace"]
+
+
+def _large_trace():
     rows = pl.DataFrame({"at_ns": pl.int_range(400_000, eager=True).shuffle(1)})
-    return dataclasses.replace(_drawn("t"), allocations=schema.ALLOCATIONS.conform(rows))
+    return dataclasses.replace(_trace("t"), allocations=schema.ALLOCATIONS.conform(rows))
 
 
 def test_a_writer_that_is_killed_breaks_nothing(folder):
-    """kill -9 at moments of chance, each while a partial file lies there."""
-    spawn = multiprocessing.get_context("spawn")
+    """kill -9 at random moments, each while a partial file exists."""
     for _ in range(2):
-        writer = spawn.Process(target=_write_until_killed, args=(str(folder),))
-        writer.start()
+        writer = _start(_WRITE_UNTIL_KILLED, folder)
         _wait_for(lambda: any(f.stat().st_size for f in folder.glob("*.partial")) and _entries(folder), writer)
         writer.kill()
-        writer.join()
-        assert writer.exitcode == -signal.SIGKILL
-    found = cache_in(folder).get("key", lambda: pytest.fail("read again"))
-    assert _tables(found)["allocations"] == _tables(_large())["allocations"]
+        writer.communicate()
+        assert writer.returncode == -signal.SIGKILL
+    cached = cache_in(folder).get("key", lambda: pytest.fail("read again"))
+    assert _tables(cached)["allocations"] == _tables(_large_trace())["allocations"]
 
 
 def test_old_temporary_files_are_removed(folder):
     store = cache_in(folder)
-    store.put("a", _drawn("t"))
+    store.put("a", _trace("t"))
     old, new = folder / "a.dead.partial", folder / "a.busy.partial"
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, ns=(1, 1))
-    store.put("b", _drawn("t"))
+    store.put("b", _trace("t"))
     assert (old.exists(), new.exists()) == (False, True)
 
 
 def _wait_for(happened, process, timeout_s=60):
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and process.is_alive():
+    while time.monotonic() < deadline and process.poll() is None:
         try:
             if happened():
                 return

@@ -56,7 +56,7 @@ def seen(scene: timeline.Scene) -> list[tuple]:
 
 
 def files(folder) -> list:
-    return sorted(folder.iterdir())
+    return sorted(folder.glob("[!.]*"))
 
 
 def test_a_scene_is_made_once_and_then_mapped(run, folder):
