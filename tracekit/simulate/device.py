@@ -71,14 +71,14 @@ class Device:
     """The GPU of one rank."""
 
     record: RankRecord
-    give_way: dict[int, float]
-    """By stream: how much longer a kernel takes during the main compute, per piece."""
+    give_way: float
+    """How much longer a kernel on a side stream takes during the main compute, per piece."""
     collective_slows_compute: float
+    shares_queue: bool
     streams: dict[int, Stream] = field(default_factory=dict)
     running: list[Work] = field(default_factory=list)
     resident: dict[str, int] = field(default_factory=lambda: {COMPUTE: 0, COMMUNICATION: 0, COPY: 0})
     """By kind: how many of them run."""
-    shares_queue: bool = False
     queue: deque[Work] = field(default_factory=deque)
     """What was launched and has not started, in order."""
     launched: int = 0
@@ -141,7 +141,7 @@ class Device:
         copies = [(w, 1.0) for w in self.running if w.kernel.kind == COPY]
         if not main:
             return copies + [(w, 1.0) for w in side]
-        slowed = [(w, 1 / (1 + self.give_way[w.kernel.stream] * w.kernel.pieces)) for w in side]
+        slowed = [(w, 1 / (1 + self.give_way * w.kernel.pieces)) for w in side]
         side_rate = sum(rate for _, rate in slowed)
         slowdown = 1 + self.collective_slows_compute if self.resident[COMMUNICATION] else 1.0
         return copies + slowed + [(w, max(_LEAST_RATE, 1 - side_rate) / slowdown) for w in main]

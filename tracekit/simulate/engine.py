@@ -3,19 +3,31 @@
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from tracekit.conventions.strategies import STRATEGIES
 from tracekit.simulate.device import Device, Event, EventRecord, EventWait, Stream, Transfer, Work
+from tracekit.simulate.fsdp1 import Ddp, Fsdp1
+from tracekit.simulate.fsdp2 import Fsdp2, Hsdp
 from tracekit.simulate.hosts import HostState
-from tracekit.simulate.job import Job
+from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Job
 from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel
 from tracekit.simulate.recording import Activity, RankRecord, Recording
-from tracekit.simulate.strategies import HIGH_PRIORITY, SCHEDULES
+from tracekit.simulate.schedule import Schedule
 from tracekit.simulate.topology import World
+from tracekit.simulate.yafsdp import Yafsdp, YafsdpV1
 
+SCHEDULES: Mapping[str, type[Schedule]] = {
+    DDP: Ddp,
+    FSDP1: Fsdp1,
+    FSDP2: Fsdp2,
+    HSDP: Hsdp,
+    YAFSDP: Yafsdp,
+    YAFSDP_V1: YafsdpV1,
+}
 _KERNEL_GAP_NS = 1_000  # between two kernels of a stream
 _JITTERS = 4096
 _Handler: TypeAlias = Callable[..., None]
@@ -40,8 +52,11 @@ class Engine:
         self._jitter = _jitter(job)
         self._transfers: dict[tuple[str, int], Transfer] = {}
         self._members = set(job.simulated_ranks)
+        hardware, impairments = job.hardware, job.impairments
+        high_priority = STRATEGIES[job.strategy].high_priority and not impairments.prepares_on_communication
+        give_way = hardware.give_way_high_priority if high_priority else hardware.give_way
         self.devices = {
-            rank: Device(RankRecord(rank), *self._contention(), shares_queue=job.impairments.shares_queue)
+            rank: Device(RankRecord(rank), give_way, hardware.collective_slows_compute, impairments.shares_queue)
             for rank in job.simulated_ranks
         }
         self.hosts = {rank: HostState(self, device, program) for rank, device in self.devices.items()}
@@ -224,14 +239,6 @@ class Engine:
                 if stream.running is None and stream.queue and _is_next(stream, turns):
                     self.at(max(now_ns, stream.free_ns), self._advance, stream)
         del self._transfers[transfer.group.name, transfer.number]
-
-    def _contention(self) -> tuple[dict[int, float], float]:
-        hardware, impairments = self.job.hardware, self.job.impairments
-        high = (
-            frozenset() if impairments.prepares_on_communication else HIGH_PRIORITY.get(self.job.strategy, frozenset())
-        )
-        ways = {False: hardware.give_way, True: hardware.give_way_high_priority}
-        return {stream: ways[stream in high] for stream in range(64)}, hardware.collective_slows_compute
 
 
 def _is_next(stream: Stream, turns: "deque[Transfer]") -> bool:

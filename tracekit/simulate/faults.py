@@ -1,52 +1,42 @@
-"""The faults that can be injected, each with the rule that should find it.
-
-code       rule                                     faults
-COMM001    communication that no compute hides      no-prefetch, slow-network
-COMM002    collectives too small                    small-collectives
-COMM003    gradients reduced at every micro-batch   reduce-every-microbatch
-STREAM001  give-way                                 give-way
-STREAM002  unnecessary serialization           serialized-communicators
-STREAM003  compute slowed by collectives            sm-contention
-STREAM004  collectives slowed by compute            starved-collectives
-RANK001    straggling rank                          slow-rank, straggler-from-step
-RANK002    slow link                                slow-link
-HOST001    late launch                              late-launch
-HOST002    blocking sync in the step                host-sync
-HOST003    data-loading stall                       dataloader-stall
-MEM001     allocator churn                          allocator-retry
-MEM002     recomputation that memory could spare    needless-recomputation
-CKPT001    blocking checkpoint                      checkpoint-stall
-"""
+"""The faults that can be injected into a job, each with the rule that should find it."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from tracekit.errors import InputError
-from tracekit.simulate import causes
-from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Job
+from tracekit.simulate import engine, memory
+from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, STRATEGIES, YAFSDP, YAFSDP_V1, Impairments, Job
 
-_ALL = (DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1)
+_STALL = 1.3  # times a step: the host runs ahead, so only a longer delay makes the device wait
+_LEAST_SAVE_NS = 500_000_000  # shorter ones do no harm
+
+_Inject: TypeAlias = Callable[[Job, Sequence[str]], Job]
 
 
 @dataclass(frozen=True)
 class Fault:
     """One fault: its name, the code of the rule that should find it, and how it is injected into a job.
 
-    `usage` shows its arguments. `prepare` returns a job in which the fault is possible but absent, `inject` adds it.
-    Where a machine has some of it by itself, `remove` removes all of it; else the prepared job is the one without.
+    `usage` shows its arguments. `inject` raises ValueError for invalid arguments. `prepare` returns a job in which the
+    fault is possible but absent, `inject` adds it. Where a machine has some of it by itself, `remove` removes all of
+    it; else the prepared job is the one without.
     """
 
     name: str
     code: str
     usage: str
     summary: str
-    inject: Callable[[Job, Sequence[str]], Job]
-    strategies: tuple[str, ...] = _ALL
+    inject: _Inject
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
     prepare: Callable[[Job], Job] = lambda job: job
     steps: Callable[[Job], tuple[int, ...]] = lambda job: tuple(range(job.steps))
     ranks: Callable[[Job], tuple[int, ...]] = lambda job: job.simulated_ranks
     remove: Callable[[Job], Job] | None = None
+
+
+FAULTS: dict[str, Fault] = {}
 
 
 @dataclass(frozen=True)
@@ -95,12 +85,7 @@ def without(job: Job, requests: Sequence[FaultRequest], removed: FaultRequest) -
 
 def without_give_way(job: Job) -> Job:
     """Return the job on a machine without the give-way effect."""
-    return replace(job, hardware=replace(job.hardware, give_way=0.0, give_way_high_priority=0.0))
-
-
-def without_contention(job: Job) -> Job:
-    """Return the job on a machine whose resident collectives don't slow compute."""
-    return replace(job, hardware=replace(job.hardware, collective_slows_compute=0.0))
+    return _on_hardware(job, give_way=0.0, give_way_high_priority=0.0)
 
 
 def listing() -> str:
@@ -109,143 +94,274 @@ def listing() -> str:
     return "\n".join(f"{f.name:<{width}}  {f.code:<9}  {f.usage}: {f.summary}" for f in FAULTS.values())
 
 
-_LISTED = (
-    Fault(
-        "slow-rank",
-        "RANK001",
-        "slow-rank[:RANK[:FACTOR]]",
-        "one rank's kernels take FACTOR times as long (1.3)",
-        causes.slow_rank,
-        ranks=lambda job: tuple(job.impairments.slow_ranks),
-    ),
-    Fault(
-        "straggler-from-step",
-        "RANK001",
-        "straggler-from-step[:STEP[:RANK[:FACTOR]]]",
-        "one rank is slow from a step on (the middle one)",
-        causes.straggler,
-        steps=lambda job: causes.since(job, job.impairments.slow_ranks),
-        ranks=lambda job: tuple(job.impairments.slow_ranks),
-    ),
-    Fault(
-        "slow-link",
-        "RANK002",
-        "slow-link[:RANK[:FACTOR[:STEP]]]",
-        "collectives through one rank's network link take FACTOR times as long (2.5), where all ranks share one group "
-        "from the middle step on",
-        causes.slow_link,
-        steps=lambda job: causes.since(job, job.impairments.slow_links),
-        ranks=lambda job: tuple(job.impairments.slow_links),
-    ),
-    Fault(
-        "late-launch",
-        "HOST001",
-        "late-launch[:DURATION]",
-        "the host loses DURATION in Python before each layer's forward pass (1.3 steps over all layers)",
-        causes.late_launch,
-    ),
-    Fault(
-        "host-sync",
-        "HOST002",
-        "host-sync[:DURATION]",
-        "each layer's output is read on the host (.item()), which waits for the device and then processes it for "
-        "DURATION (a tenth of a step over all layers)",
-        causes.host_sync,
-    ),
-    Fault(
-        "dataloader-stall",
-        "HOST003",
-        "dataloader-stall[:DURATION]",
-        "each batch arrives after DURATION (1.3 steps)",
-        causes.data_stall,
-        steps=lambda job: tuple(range(min(1, job.steps - 1), job.steps)),
-    ),
-    Fault(
-        "checkpoint-stall",
-        "CKPT001",
-        "checkpoint-stall[:DURATION[:STEP]]",
-        "a save blocks training for DURATION (one step, at least half a second) after a step",
-        causes.save,
-        steps=lambda job: (job.impairments.save_step,),
-    ),
-    Fault(
-        "allocator-retry",
-        "MEM001",
-        "allocator-retry[:CALLS]",
-        "in every step except the first the allocator waits for the device, frees its cache in CALLS calls, and "
-        "allocates as many segments again",
-        causes.retry,
-        steps=lambda job: job.impairments.retry_steps,
-    ),
-    Fault(
-        "give-way",
-        "STREAM001",
-        "give-way",
-        "gradients are cast and divided on the communication stream during the main compute (under fsdp1 always)",
-        causes.switch(prepares_on_communication=True),
-        strategies=(FSDP2, HSDP, YAFSDP),
-        remove=without_give_way,
-    ),
-    Fault(
-        "serialized-communicators",
-        "STREAM002",
-        "serialized-communicators",
-        "one queue feeds all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so collectives and compute are serialized",
-        causes.switch(shares_queue=True),
-        strategies=(FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1),
-    ),
-    Fault(
-        "sm-contention",
-        "STREAM003",
-        "sm-contention[:FACTOR]",
-        "compute takes FACTOR times as long (1.6) while a collective is resident",
-        causes.sm_contention,
-        remove=without_contention,
-    ),
-    Fault(
-        "starved-collectives",
-        "STREAM004",
-        "starved-collectives[:FACTOR]",
-        "collectives take FACTOR times as long (2) while compute runs",
-        causes.starved_collectives,
-    ),
-    Fault(
-        "no-prefetch",
-        "COMM001",
-        "no-prefetch",
-        "each layer is gathered only when it is about to run",
-        causes.switch(prefetches=False),
-        strategies=(FSDP1, FSDP2, HSDP, YAFSDP),
-    ),
-    Fault(
-        "slow-network",
-        "COMM001",
-        "slow-network[:FACTOR]",
-        "all links have 1/FACTOR of their bandwidth (4)",
-        causes.slow_network,
-    ),
-    Fault(
-        "small-collectives",
-        "COMM002",
-        "small-collectives[:COUNT]",
-        "each unit is gathered and reduced in COUNT collectives (32)",
-        causes.split_collectives,
-    ),
-    Fault(
-        "reduce-every-microbatch",
-        "COMM003",
-        "reduce-every-microbatch",
-        "gradients are reduced at every micro-batch (of 2, if --micro-batches is 1)",
-        causes.switch(reduces_every_micro_batch=True),
-        strategies=(DDP, FSDP1, FSDP2, HSDP),
-        prepare=causes.accumulating,
-    ),
-    Fault(
-        "needless-recomputation",
-        "MEM002",
-        "needless-recomputation[:LAYERS]",
-        "LAYERS more layers (all) recompute activations that would fit into memory",
-        causes.recompute,
-    ),
+# The faults ----------------------------------------------------------------------------------------------------------
+
+
+def _fault(name: str, code: str, arguments: str, summary: str, **fields: Any) -> Callable[[_Inject], _Inject]:
+    """Register the decorated function as what injects a fault; `fields` are further fields of `Fault`."""
+
+    def register(inject: _Inject) -> _Inject:
+        FAULTS[name] = Fault(name, code, name + arguments, summary, inject, **fields)
+        return inject
+
+    return register
+
+
+def _switch(**changes: bool) -> _Inject:
+    """Return what injects a fault without arguments: it sets these fields of `Impairments`."""
+
+    def inject(job: Job, given: Sequence[str]) -> Job:
+        if given:
+            raise ValueError("it takes no arguments")
+        return _impaired(job, **changes)
+
+    return inject
+
+
+def _impaired(job: Job, **changes: object) -> Job:
+    return replace(job, impairments=replace(job.impairments, **changes))  # type: ignore[arg-type]
+
+
+def _on_hardware(job: Job, **changes: float) -> Job:
+    return replace(job, hardware=replace(job.hardware, **changes))  # type: ignore[arg-type]
+
+
+def _steps_since(job: Job, slow: Mapping[int, tuple[float, int]]) -> tuple[int, ...]:
+    return tuple(range(min(since for _, since in slow.values()), job.steps))
+
+
+def _step_ns(job: Job) -> int:
+    """Return how long a step of the job takes without faults."""
+    healthy = replace(job, impairments=Impairments(), ranks_written=1, steps=2)
+    return engine.simulate(healthy).total_ns // 2
+
+
+@_fault(
+    "slow-rank",
+    "RANK001",
+    "[:RANK[:FACTOR]]",
+    "one rank's kernels take FACTOR times as long (1.3)",
+    ranks=lambda job: tuple(job.impairments.slow_ranks),
 )
-FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _LISTED}
+def _slow_rank(job: Job, given: Sequence[str]) -> Job:
+    rank, factor = _rank(job, given, 0), _factor(given, 1, 1.3)
+    return _impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, 0)})
+
+
+@_fault(
+    "straggler-from-step",
+    "RANK001",
+    "[:STEP[:RANK[:FACTOR]]]",
+    "one rank is slow from a step on (the middle one)",
+    steps=lambda job: _steps_since(job, job.impairments.slow_ranks),
+    ranks=lambda job: tuple(job.impairments.slow_ranks),
+)
+def _straggler_from_step(job: Job, given: Sequence[str]) -> Job:
+    since = _step(job, given, 0, job.steps // 2)
+    rank, factor = _rank(job, given, 1), _factor(given, 2, 1.3)
+    return _impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, since)})
+
+
+@_fault(
+    "slow-link",
+    "RANK002",
+    "[:RANK[:FACTOR[:STEP]]]",
+    "collectives through one rank's network link take FACTOR times as long (2.5), where all ranks share one group "
+    "from the middle step on",
+    steps=lambda job: _steps_since(job, job.impairments.slow_links),
+    ranks=lambda job: tuple(job.impairments.slow_links),
+)
+def _slow_link(job: Job, given: Sequence[str]) -> Job:
+    usual = 0 if job.strategy == HSDP else job.steps // 2
+    rank, factor, since = _rank(job, given, 0), _factor(given, 1, 2.5), _step(job, given, 2, usual)
+    return _impaired(job, slow_links={**job.impairments.slow_links, rank: (factor, since)})
+
+
+@_fault(
+    "late-launch",
+    "HOST001",
+    "[:DURATION]",
+    "the host loses DURATION in Python before each layer's forward pass (1.3 steps over all layers)",
+)
+def _late_launch(job: Job, given: Sequence[str]) -> Job:
+    passes = job.model.layers * job.micro_batches
+    return _impaired(job, launch_delay_ns=_duration(given, lambda: round(_STALL * _step_ns(job) / passes)))
+
+
+@_fault(
+    "host-sync",
+    "HOST002",
+    "[:DURATION]",
+    "each layer's output is read on the host (.item()), which waits for the device and then processes it for "
+    "DURATION (a tenth of a step over all layers)",
+)
+def _host_sync(job: Job, given: Sequence[str]) -> Job:
+    passes = job.model.layers * job.micro_batches
+    return _impaired(job, host_read_ns=_duration(given, lambda: _step_ns(job) // (10 * passes)))
+
+
+@_fault(
+    "dataloader-stall",
+    "HOST003",
+    "[:DURATION]",
+    "each batch arrives after DURATION (1.3 steps)",
+    steps=lambda job: tuple(range(min(1, job.steps - 1), job.steps)),
+)
+def _dataloader_stall(job: Job, given: Sequence[str]) -> Job:
+    return _impaired(job, data_stall_ns=_duration(given, lambda: round(_STALL * _step_ns(job))))
+
+
+@_fault(
+    "checkpoint-stall",
+    "CKPT001",
+    "[:DURATION[:STEP]]",
+    "a save blocks training for DURATION (one step, at least half a second) after a step",
+    steps=lambda job: (job.impairments.save_step,),
+)
+def _checkpoint_stall(job: Job, given: Sequence[str]) -> Job:
+    if job.steps < 2:
+        raise ValueError("it needs --steps 2 or more: a save lies between two steps")
+    took_ns = _duration(given, lambda: max(_LEAST_SAVE_NS, _step_ns(job)))
+    return _impaired(job, save_ns=took_ns, save_step=_step(job, given, 1, (job.steps - 1) // 2))
+
+
+@_fault(
+    "allocator-retry",
+    "MEM001",
+    "[:CALLS]",
+    "in every step except the first the allocator waits for the device, frees its cache in CALLS calls, and "
+    "allocates as many segments again",
+    steps=lambda job: job.impairments.retry_steps,
+)
+def _allocator_retry(job: Job, given: Sequence[str]) -> Job:
+    if job.steps < 2:
+        raise ValueError("it needs --steps 2 or more: allocation retries happen in steady state")
+    calls = _count(given, lambda: max(8, _step_ns(job) // 10_000_000))
+    return _impaired(job, retry_steps=tuple(range(1, job.steps)), retry_cuda_calls=calls)
+
+
+_fault(
+    "give-way",
+    "STREAM001",
+    "",
+    "gradients are cast and divided on the communication stream during the main compute (under fsdp1 always)",
+    strategies=(FSDP2, HSDP, YAFSDP),
+    remove=without_give_way,
+)(_switch(prepares_on_communication=True))
+
+_fault(
+    "serialized-communicators",
+    "STREAM002",
+    "",
+    "one queue feeds all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so collectives and compute are serialized",
+    strategies=(FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1),
+)(_switch(shares_queue=True))
+
+
+@_fault(
+    "sm-contention",
+    "STREAM003",
+    "[:FACTOR]",
+    "compute takes FACTOR times as long (1.6) while a collective is resident",
+    remove=lambda job: _on_hardware(job, collective_slows_compute=0.0),
+)
+def _sm_contention(job: Job, given: Sequence[str]) -> Job:
+    return _on_hardware(job, collective_slows_compute=_factor(given, 0, 1.6) - 1)
+
+
+@_fault("starved-collectives", "STREAM004", "[:FACTOR]", "collectives take FACTOR times as long (2) while compute runs")
+def _starved_collectives(job: Job, given: Sequence[str]) -> Job:
+    return _on_hardware(job, compute_slows_collective=_factor(given, 0, 2.0) - 1)
+
+
+_fault(
+    "no-prefetch",
+    "COMM001",
+    "",
+    "each layer is gathered only when it is about to run",
+    strategies=(FSDP1, FSDP2, HSDP, YAFSDP),
+)(_switch(prefetches=False))
+
+
+@_fault("slow-network", "COMM001", "[:FACTOR]", "all links have 1/FACTOR of their bandwidth (4)")
+def _slow_network(job: Job, given: Sequence[str]) -> Job:
+    factor, hardware = _factor(given, 0, 4.0), job.hardware
+    node, network = hardware.node_bytes_per_s / factor, hardware.network_bytes_per_s / factor
+    return _on_hardware(job, node_bytes_per_s=node, network_bytes_per_s=network)
+
+
+@_fault("small-collectives", "COMM002", "[:COUNT]", "each unit is gathered and reduced in COUNT collectives (32)")
+def _small_collectives(job: Job, given: Sequence[str]) -> Job:
+    return _impaired(job, collectives_per_unit=_count(given, lambda: 32))
+
+
+_fault(
+    "reduce-every-microbatch",
+    "COMM003",
+    "",
+    "gradients are reduced at every micro-batch (of 2, if --micro-batches is 1)",
+    strategies=(DDP, FSDP1, FSDP2, HSDP),
+    prepare=lambda job: replace(job, micro_batches=max(job.micro_batches, 2)),
+)(_switch(reduces_every_micro_batch=True))
+
+
+@_fault(
+    "needless-recomputation",
+    "MEM002",
+    "[:LAYERS]",
+    "LAYERS more layers (all) recompute activations that would fit into memory",
+)
+def _needless_recomputation(job: Job, given: Sequence[str]) -> Job:
+    most = job.model.layers - job.checkpoint_layers
+    if not most:
+        raise ValueError("all layers recompute already (--checkpoint-layers)")
+    if memory.peak_bytes(job) > job.hardware.memory_bytes:
+        raise ValueError("the activations do not fit into memory, so recomputation would not be needless")
+    return _impaired(job, extra_checkpointed_layers=min(most, _count(given, lambda: most)))
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+def _argument(arguments: Sequence[str], index: int, default: object) -> str:
+    return arguments[index] if len(arguments) > index and arguments[index] else str(default)
+
+
+def _rank(job: Job, arguments: Sequence[str], index: int) -> int:
+    # Not rank 0 by default: the others are compared with it.
+    text = _argument(arguments, index, 1 + job.seed % (min(job.ranks_written, job.gpus) - 1 or 1))
+    if not text.isdecimal() or int(text) >= job.gpus:
+        raise ValueError(f"{text!r} is not a rank of {job.gpus}")
+    return int(text)
+
+
+def _factor(arguments: Sequence[str], index: int, default: float) -> float:
+    text = _argument(arguments, index, default)
+    if not 1 < float(text) < 1000:
+        raise ValueError(f"{text} is not a factor above 1")
+    return float(text)
+
+
+def _step(job: Job, arguments: Sequence[str], index: int, default: int) -> int:
+    text = _argument(arguments, index, default)
+    if not text.isdecimal() or int(text) >= job.steps:
+        raise ValueError(f"{text!r} is not a step of {job.steps}")
+    return int(text)
+
+
+def _count(arguments: Sequence[str], default: Callable[[], int]) -> int:
+    if not arguments:
+        return default()
+    if not arguments[0].isdecimal() or int(arguments[0]) < 1:
+        raise ValueError(f"{arguments[0]!r} is not a positive integer")
+    return int(arguments[0])
+
+
+def _duration(arguments: Sequence[str], default: Callable[[], int]) -> int:
+    if not arguments or not arguments[0]:
+        return default()
+    for unit, ns in (("us", 1e3), ("ms", 1e6), ("s", 1e9)):
+        number = arguments[0].removesuffix(unit)
+        if number != arguments[0] and number.replace(".", "", 1).isdecimal():
+            return round(float(number) * ns)
+    raise ValueError(f"{arguments[0]!r} is not a duration such as 20ms")

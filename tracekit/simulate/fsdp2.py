@@ -1,7 +1,5 @@
 """fully_shard, and on a mesh of two axes HSDP."""
 
-from contextlib import AbstractContextManager
-
 from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES
 from tracekit.simulate import costs
 from tracekit.simulate.job import Job
@@ -15,7 +13,9 @@ from tracekit.simulate.program import (
     Allocate,
     Free,
 )
-from tracekit.simulate.sharded import ADD, CAST, DIVIDE, SPLIT, Sharded
+from tracekit.simulate.schedule import Sharded
+
+_SPLIT, _ADD = "split_with_sizes_copy", "AddFunctor<float>"
 
 
 class Fsdp2(Sharded):
@@ -33,54 +33,53 @@ class Fsdp2(Sharded):
 
     def begin_forward(self) -> None:
         """Gather the root, which stays gathered."""
-        with self._span("pre_forward", None):
+        with self.span("pre_forward", None):
             self.host.follow(COPY_IN_STREAM, MAIN_STREAM)  # for the weights that the optimizer has just written
             self._unshard(None)
             self._await(None)
 
     def enter_forward(self, layer: int) -> None:
         """Gather the layer."""
-        with self._span("pre_forward", layer):
+        with self.span("pre_forward", layer):
             self._unshard(layer)
             self._await(layer)
 
     def leave_forward(self, layer: int) -> None:
         """Free the layer's weights."""
-        with self._span("post_forward", layer):
-            self.host.add(Free(f"weights {layer}"))
+        with self.span("post_forward", layer):
+            self.free_weights(layer)
 
     def enter_backward(self, layer: int) -> None:
         """Gather the layer, if that was not done early, and the one below early."""
-        with self._span("pre_backward", layer):
+        with self.span("pre_backward", layer):
             if layer not in self.gathers:
                 self._unshard(layer)
             self._await(layer)
             if layer and self.job.impairments.prefetches:
-                with self.host.span(f"{self.prefix}backward_prefetch for layers.{layer - 1}"):
+                with self.span(f"backward_prefetch for layers.{layer - 1}"):
                     self._unshard(layer - 1)
 
     def leave_backward(self, layer: int) -> None:
         """Reduce the layer's gradients once those of the layer above are reduced."""
-        with self._span("post_backward_reshard", layer):
-            self.host.add(Free(f"weights {layer}"))
+        with self.span("post_backward_reshard", layer):
+            self.free_weights(layer)
         self._reduce(layer)
 
     def end_backward(self) -> None:
         """Reduce the root's gradients, and wait for all."""
-        with self.host.span(f"{self.prefix}root_post_backward_callback"):
+        with self.span("root_post_backward_callback"):
             self._reduce(None)
             for event in self._reduced:
                 self.host.wait(MAIN_STREAM, event)
             self._reduced = []
-            self.host.add(Free("weights -1"))
+            self.free_weights(None)
 
     def _unshard(self, layer: int | None) -> None:
         parameters = self.parameters(layer)
-        with self._span("all_gather", layer):
-            buffer = -1 if layer is None else layer
-            self.host.add(Allocate(f"weights {buffer}", 2 * GATHERED_BYTES * parameters))
+        with self.span("all_gather", layer):
+            self.host.add(Allocate(f"weights {layer}", 2 * GATHERED_BYTES * parameters))
             shard = parameters // self.job.shards
-            self.move("fsdp::all_gather_copy_in", SPLIT, costs.COPY_BYTES, shard, COPY_IN_STREAM)
+            self.move("fsdp::all_gather_copy_in", _SPLIT, costs.COPY_BYTES, shard, COPY_IN_STREAM)
             self.host.follow(GATHER_STREAM, COPY_IN_STREAM)
             self.gather(layer)
 
@@ -88,17 +87,17 @@ class Fsdp2(Sharded):
         if self._copied_out is not None:
             self.host.wait(COPY_IN_STREAM, self._copied_out)  # the gather after this one may overwrite its output
         self.await_gather(layer)
-        with self._span("all_gather_copy_out", layer):
-            self.move("fsdp::split_with_sizes_copy", SPLIT, costs.COPY_BYTES, self.parameters(layer), MAIN_STREAM)
+        with self.span("all_gather_copy_out", layer):
+            self.move("fsdp::split_with_sizes_copy", _SPLIT, costs.COPY_BYTES, self.parameters(layer), MAIN_STREAM)
         self._copied_out = self.host.record(MAIN_STREAM)
 
     def _reduce(self, layer: int | None) -> None:
         if not self.reduces:
             return
         parameters = self.parameters(layer)
-        with self._span("post_backward_reduce", layer):
+        with self.span("post_backward_reduce", layer):
             while self._reduced:  # by default one input buffer: the next reduction waits for the last
-                with self._span("post_backward_rs_wait", layer):
+                with self.span("post_backward_rs_wait", layer):
                     self.host.wait(MAIN_STREAM, self._reduced.pop(0))
             buffer = f"gradients {layer}"
             self.host.add(Allocate(buffer, REDUCED_BYTES * parameters))
@@ -114,17 +113,13 @@ class Fsdp2(Sharded):
             self.move("fsdp::chunk_cat", "chunk_cat_cuda_kernel<float>", costs.CAST_BYTES, parameters, MAIN_STREAM)
         self.host.follow(REDUCE_STREAM, MAIN_STREAM)
         if self.job.impairments.prepares_on_communication:
-            self.move("aten::_to_copy", CAST, costs.CAST_BYTES, parameters, REDUCE_STREAM)
-            self.move("aten::div_", DIVIDE, costs.DIVIDE_BYTES, parameters, REDUCE_STREAM)
+            self.cast_and_divide(parameters, REDUCE_STREAM)
 
     def _finish(self, shard: int, reduced: int) -> None:
-        self.move("aten::add_", ADD, 3 * REDUCED_BYTES, shard, REDUCE_STREAM)
+        self.move("aten::add_", _ADD, 3 * REDUCED_BYTES, shard, REDUCE_STREAM)
         self._reduced.append(reduced)
         if self.is_last_micro_batch:
             self._reduced[-1] = self.host.record(REDUCE_STREAM)
-
-    def _span(self, name: str, layer: int | None) -> AbstractContextManager[None]:
-        return self.host.span(f"{self.prefix}{name}{self.unit(layer)}")
 
 
 class Hsdp(Fsdp2):
@@ -134,7 +129,7 @@ class Hsdp(Fsdp2):
         self.host.follow(ALL_REDUCE_STREAM, REDUCE_STREAM)
         ranks = self.job.gpus // self.job.node
         self.collective("all_reduce", ALL_REDUCE_STREAM, shard, group=REPLICATE, ranks=ranks)
-        self.move("aten::add_", ADD, 3 * REDUCED_BYTES, shard, ALL_REDUCE_STREAM)
+        self.move("aten::add_", _ADD, 3 * REDUCED_BYTES, shard, ALL_REDUCE_STREAM)
         self._reduced.append(reduced)
 
     def end_backward(self) -> None:

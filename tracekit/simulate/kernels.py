@@ -7,12 +7,11 @@ from tracekit.conventions.strategies import GATHERED_BYTES
 from tracekit.simulate import costs
 from tracekit.simulate.costs import Parts
 from tracekit.simulate.job import Job
-from tracekit.simulate.program import COMPUTE, MAIN_STREAM, Collective, Kernel
+from tracekit.simulate.program import COMMUNICATION, COMPUTE, MAIN_STREAM, Collective, Kernel
 
 _ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::{}, std::array<char*, 3ul> >(int)"
 _NORM = "void at::native::(anonymous namespace)::{}<c10::BFloat16, float>(int, float)"
 _FLASH = "void pytorch_flash::flash_{}_kernel<Flash_kernel_traits<128, 128, 64, 4> >(pytorch_flash::Flash_params)"
-_SECOND_NS = 1e9
 _GEMM_TILE = (128, 256)
 
 
@@ -28,86 +27,8 @@ class Op(NamedTuple):
     dims: tuple[tuple[int, ...], ...] = ()
 
 
-def layer_forward(job: Job, parts: Parts) -> list[Op]:
-    """Return the ops of one layer's forward pass, in order."""
-    return list(_forward(job, parts))
-
-
-def layer_backward(job: Job, parts: Parts) -> list[Op]:
-    """Return the ops of one layer's backward pass, in order, recomputation left out."""
-    return list(_backward(job, parts))
-
-
-def head(job: Job, parts: Parts, *, backward: bool) -> list[Op]:
-    """Return the ops of head and loss."""
-    loss = "SoftMaxBackward" if backward else "SoftMaxForward"
-    softmax = Kernel(
-        f"void at::native::(anonymous namespace)::cunn_{loss}<4, float>(int)",
-        COMPUTE,
-        MAIN_STREAM,
-        _ns(parts.loss_s),
-        blocks=job.tokens,
-    )
-    width, vocabulary = job.model.width, job.model.vocabulary
-    logits = ((job.tokens, vocabulary),)
-    if not backward:
-        product = _product(job, parts.head_s, "", (job.tokens, width, vocabulary))
-        return [product, Op("aten::_log_softmax", "", softmax, logits)]
-    products = _gradients(job, parts.head_s, width, vocabulary)
-    return [Op("aten::_log_softmax_backward_data", "LogSoftmaxBackward0", softmax, logits), *products]
-
-
-def embedding(job: Job, *, backward: bool) -> Op:
-    """Return the look-up of the tokens' embeddings, or the sum of their gradients."""
-    moved = GATHERED_BYTES * 2 * job.tokens * job.model.width / job.hardware.memory_bytes_per_s
-    name = "embedding_backward_kernel" if backward else "indexSelectLargeIndex"
-    kernel = Kernel(f"void at::native::(anonymous namespace)::{name}<float, long>(int)", COMPUTE, MAIN_STREAM)
-    table, tokens = (job.model.vocabulary, job.model.width), (job.tokens,)
-    return Op(
-        "aten::embedding_dense_backward" if backward else "aten::embedding",
-        "EmbeddingBackward0" if backward else "",
-        _lasting(kernel, moved),
-        ((job.tokens, job.model.width), tokens) if backward else (table, tokens),
-    )
-
-
-def moving(job: Job, what: str, bytes_per_parameter: float, parameters: int, stream: int) -> list[Kernel]:
-    """Return the kernels of an op that casts, divides or copies gradients: several where its tensor is too large."""
-    count = costs.pieces(parameters)
-    seconds = bytes_per_parameter * parameters / job.hardware.memory_bytes_per_s / count
-    name = _ELEMENTWISE.format(what)
-    kernel = Kernel(name, COMPUTE, stream, pieces=count, blocks=max(1, parameters // count // 2048))
-    return [_lasting(kernel, seconds)] * count
-
-
-def optimizer(parts: Parts) -> list[Op]:
-    """Return the ops of clipping and of the optimizer's step."""
-    adam = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >(int)"
-    count = 8
-    kernel = Kernel(adam, COMPUTE, MAIN_STREAM, blocks=640)
-    return [Op("aten::_fused_adamw_", "", _lasting(kernel, parts.optimizer_s / count)) for _ in range(count)]
-
-
-def collective(op: str, group: str, stream: int, *, whole: int, ranks: int, dtype: str) -> Kernel:
-    """Return a collective on `whole` elements over `ranks`; op is all_gather, reduce_scatter or all_reduce."""
-    short = "f32" if dtype == "Float" else "bf16"
-    name = {
-        "all_gather": "ncclDevKernel_AllGather_RING_LL",
-        "reduce_scatter": f"ncclDevKernel_ReduceScatter_Sum_{short}_RING_LL",
-        "all_reduce": f"ncclDevKernel_AllReduce_Sum_{short}_RING_LL",
-    }[op]
-    part = -(-whole // ranks)
-    sent, received = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(op, (whole, whole))
-    return Kernel(
-        f"{name}(ncclDevKernelArgsStorage<4096ul>)",
-        "communication",
-        stream,
-        blocks=24,
-        collective=Collective(op, group, dtype, sent, received),
-    )
-
-
-def _forward(job: Job, parts: Parts) -> Iterator[Op]:
+def layer_forward(job: Job, parts: Parts) -> Iterator[Op]:
+    """Yield the ops of one layer's forward pass, in order."""
     model, whole, tokens = job.model, job.model.layer_parameters, job.tokens
     width, hidden = model.width, model.hidden_width
     (qkv, out), (up, down) = model.attention_parameters, model.feed_forward_parameters
@@ -127,7 +48,8 @@ def _forward(job: Job, parts: Parts) -> Iterator[Op]:
     yield product(down, hidden)
 
 
-def _backward(job: Job, parts: Parts) -> Iterator[Op]:
+def layer_backward(job: Job, parts: Parts) -> Iterator[Op]:
+    """Yield the ops of one layer's backward pass, in order, recomputation left out."""
     model, whole, tokens = job.model, job.model.layer_parameters, job.tokens
     (qkv, out), (up, down) = model.attention_parameters, model.feed_forward_parameters
     inputs, wide = ((tokens, model.width),), ((tokens, model.hidden_width), (tokens, model.hidden_width))
@@ -149,6 +71,66 @@ def _backward(job: Job, parts: Parts) -> Iterator[Op]:
     yield norm
 
 
+def head(job: Job, parts: Parts, *, backward: bool) -> list[Op]:
+    """Return the ops of head and loss."""
+    loss = "SoftMaxBackward" if backward else "SoftMaxForward"
+    name = f"void at::native::(anonymous namespace)::cunn_{loss}<4, float>(int)"
+    softmax = _compute(name, parts.loss_s, blocks=job.tokens)
+    width, vocabulary = job.model.width, job.model.vocabulary
+    logits = ((job.tokens, vocabulary),)
+    if not backward:
+        product = _product(job, parts.head_s, "", (job.tokens, width, vocabulary))
+        return [product, Op("aten::_log_softmax", "", softmax, logits)]
+    products = _gradients(job, parts.head_s, width, vocabulary)
+    return [Op("aten::_log_softmax_backward_data", "LogSoftmaxBackward0", softmax, logits), *products]
+
+
+def embedding(job: Job, *, backward: bool) -> Op:
+    """Return the look-up of the tokens' embeddings, or the sum of their gradients."""
+    moved = GATHERED_BYTES * 2 * job.tokens * job.model.width / job.hardware.memory_bytes_per_s
+    name = "embedding_backward_kernel" if backward else "indexSelectLargeIndex"
+    kernel = _compute(f"void at::native::(anonymous namespace)::{name}<float, long>(int)", moved)
+    tokens, width = job.tokens, job.model.width
+    if backward:
+        return Op("aten::embedding_dense_backward", "EmbeddingBackward0", kernel, ((tokens, width), (tokens,)))
+    return Op("aten::embedding", "", kernel, ((job.model.vocabulary, width), (tokens,)))
+
+
+def moving(job: Job, what: str, bytes_per_parameter: float, parameters: int, stream: int) -> list[Kernel]:
+    """Return the kernels of an op that casts, divides or copies gradients: several where its tensor is too large."""
+    count = costs.pieces(parameters)
+    seconds = bytes_per_parameter * parameters / job.hardware.memory_bytes_per_s / count
+    blocks = max(1, parameters // count // 2048)
+    kernel = _compute(_ELEMENTWISE.format(what), seconds, blocks=blocks)
+    return [kernel._replace(stream=stream, pieces=count)] * count
+
+
+def optimizer(parts: Parts) -> list[Op]:
+    """Return the ops of clipping and of the optimizer's step."""
+    adam = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >(int)"
+    count = 8
+    return [Op("aten::_fused_adamw_", "", _compute(adam, parts.optimizer_s / count, blocks=640))] * count
+
+
+def collective(op: str, group: str, stream: int, *, whole: int, ranks: int, dtype: str) -> Kernel:
+    """Return a collective on `whole` elements over `ranks`; op is all_gather, reduce_scatter or all_reduce."""
+    short = "f32" if dtype == "Float" else "bf16"
+    name = {
+        "all_gather": "ncclDevKernel_AllGather_RING_LL",
+        "reduce_scatter": f"ncclDevKernel_ReduceScatter_Sum_{short}_RING_LL",
+        "all_reduce": f"ncclDevKernel_AllReduce_Sum_{short}_RING_LL",
+    }[op]
+    part = -(-whole // ranks)
+    sent, received = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(op, (whole, whole))
+    return Kernel(
+        f"{name}(ncclDevKernelArgsStorage<4096ul>)",
+        COMMUNICATION,
+        stream,
+        blocks=24,
+        collective=Collective(op, group, dtype, sent, received),
+    )
+
+
 def _gradients(job: Job, seconds: float, narrow: int, wide: int) -> list[Op]:
     """Return the two products that give the gradients of a product's input and of its weight."""
     sizes = ((job.tokens, wide, narrow), (wide, job.tokens, narrow))
@@ -159,24 +141,18 @@ def _product(job: Job, seconds: float, node: str, size: tuple[int, int, int]) ->
     """Return the product of matrices of m times k and k times n elements."""
     m, k, n = size
     rows, columns = _GEMM_TILE
-    kernel = Kernel(job.hardware.gemm_name, COMPUTE, MAIN_STREAM, blocks=-(-m // rows) * -(-n // columns))
-    return Op("aten::mm", node, _lasting(kernel, seconds), ((m, k), (k, n)))
+    kernel = _compute(job.hardware.gemm_name, seconds, blocks=-(-m // rows) * -(-n // columns))
+    return Op("aten::mm", node, kernel, ((m, k), (k, n)))
 
 
 def _attention(job: Job, seconds: float, direction: str) -> Kernel:
     blocks = max(1, job.tokens // 128) * job.model.heads
-    return _lasting(Kernel(_FLASH.format(direction), COMPUTE, MAIN_STREAM, blocks=blocks), seconds)
+    return _compute(_FLASH.format(direction), seconds, blocks=blocks)
 
 
 def _elementwise(parts: Parts, ratio: float, name: str) -> Kernel:
-    return _lasting(Kernel(name, COMPUTE, MAIN_STREAM, blocks=4096), parts.elementwise_s * ratio)
+    return _compute(name, parts.elementwise_s * ratio, blocks=4096)
 
 
-def _lasting(kernel: Kernel, seconds: float) -> Kernel:
-    return Kernel(
-        kernel.name, kernel.kind, kernel.stream, _ns(seconds), kernel.pieces, kernel.blocks, kernel.bytes, None
-    )
-
-
-def _ns(seconds: float) -> int:
-    return max(1_000, round(seconds * _SECOND_NS))
+def _compute(name: str, seconds: float, *, blocks: int = 1) -> Kernel:
+    return Kernel(name, COMPUTE, MAIN_STREAM, max(1_000, round(seconds * 1e9)), blocks=blocks)

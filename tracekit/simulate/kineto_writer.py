@@ -44,14 +44,18 @@ def write(path: Path, job: Job, record: RankRecord) -> None:
     events = b",\n".join(map(msgspec.json.encode, _events(job, world, record)))
     head = msgspec.json.encode(_header(job, world, record.rank))
     data = head[:-1] + b',\n"traceEvents": [\n' + events + b'\n],\n"traceName": "simulated"}\n'
+    replace_file(path, gzip.compress(data, 6, mtime=0))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, and rename it when it is whole."""
     partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
-    partial.write_bytes(gzip.compress(data, 6, mtime=0))
+    partial.write_bytes(data)
     partial.rename(path)
 
 
 def _header(job: Job, world: World, rank: int) -> Mapping[str, Any]:
     hardware = job.hardware
-    groups = [world.group(kind, rank) for kind in world.kinds()]
     device = {
         "id": rank % job.node,
         "name": hardware.device_name,
@@ -66,7 +70,7 @@ def _header(job: Job, world: World, rank: int) -> Mapping[str, Any]:
             "pg_size": len(group.ranks),
             "ranks": list(group.ranks),
         }
-        for group in groups
+        for group in (world.group(kind, rank) for kind in world.kinds())
     ]
     return {
         "schemaVersion": 1,
@@ -203,8 +207,8 @@ def _memory(record: RankRecord, process: int, device: int) -> Iterator[_Event]:
 
 def _names(record: RankRecord, process: int, device: int) -> Iterator[_Event]:
     named = {"ph": "M", "ts": 0, "tid": 0}
-    yield {**named, "name": "process_name", "pid": process, "args": {"name": "python (simulated)"}}
-    yield {**named, "name": "process_name", "pid": device, "args": {"name": "python (simulated)"}}
+    for pid in (process, device):
+        yield {**named, "name": "process_name", "pid": pid, "args": {"name": "python (simulated)"}}
     yield {**named, "name": "process_labels", "pid": device, "args": {"labels": f"GPU {device} (simulated)"}}
     threads = {MAIN_THREAD: "thread main", AUTOGRAD_THREAD: "thread pt_autograd_0"}
     for thread, name in threads.items():

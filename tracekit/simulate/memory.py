@@ -8,7 +8,8 @@ from tracekit.simulate.recording import Allocation, RankRecord
 
 _SEGMENT_BYTES = 2 << 20
 _STATE_BYTES = 16  # per parameter and shard: fp32 weight, gradient and two moments
-_ACTIVATION_BYTES, _INPUT_BYTES = 40.5, 2  # per token and unit of width, of a stored layer and of a recomputed one
+ACTIVATION_BYTES, INPUT_BYTES = 40.5, 2
+"""Per token and unit of width, of a stored layer (16 bits, grouped heads, flash attention) and of a recomputed one."""
 _LOGIT_BYTES = 6
 
 
@@ -62,8 +63,8 @@ def peak_bytes(job: Job) -> int:
     """Return the peak bytes of a step: static memory, activations, logits, and buffers for two units."""
     model, width_tokens = job.model, job.model.width * job.tokens
     stored_layers = job.model.layers - job.recomputed_layers
-    activations = (_ACTIVATION_BYTES * stored_layers + _INPUT_BYTES * job.recomputed_layers) * width_tokens
-    recomputing = _ACTIVATION_BYTES * width_tokens if job.recomputed_layers else 0
+    activations = (ACTIVATION_BYTES * stored_layers + INPUT_BYTES * job.recomputed_layers) * width_tokens
+    recomputing = ACTIVATION_BYTES * width_tokens if job.recomputed_layers else 0
     logits = _LOGIT_BYTES * model.vocabulary * job.tokens
     buffers = 0
     if not STRATEGIES[job.strategy].buffer_bytes:

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 COMPUTE, COMMUNICATION, COPY = "compute", "communication", "copy"
 MAIN_STREAM, GATHER_STREAM, REDUCE_STREAM, COPY_IN_STREAM, ALL_REDUCE_STREAM = 7, 20, 24, 28, 32
@@ -14,8 +14,7 @@ SHARD, REPLICATE = "shard", "replicate"
 """Process groups: the ranks over which units are sharded, and those that hold the same shard."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """A collective's message: `op` as NCCL's kernels name it, elements in and out per rank."""
 
     op: str
@@ -25,8 +24,7 @@ class Collective:
     received: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """Work on a stream. `work_ns` is what it takes alone; a collective's follows from its message.
 
     `pieces` is the number of kernels that its tensor is split into; each must get multiprocessors again.
@@ -42,8 +40,7 @@ class Kernel:
     collective: Collective | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSlice:
+class OpenSlice(NamedTuple):
     """A host slice begins. `category` is Kineto's."""
 
     name: str
@@ -52,27 +49,23 @@ class OpenSlice:
     args: dict[str, object] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CloseSlice:
+class CloseSlice(NamedTuple):
     """The innermost open slice of the thread ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchThread:
+class SwitchThread(NamedTuple):
     """Another thread continues; the current one waits."""
 
     thread: int
 
 
-@dataclass(frozen=True, slots=True)
-class PassTime:
+class PassTime(NamedTuple):
     """Host time passes: Python, or waiting for data."""
 
     ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A runtime call that takes host time. `drains` makes it wait until the device has done all that was launched."""
 
     name: str
@@ -80,62 +73,54 @@ class Call:
     drains: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A kernel is launched. `key` stays the same whatever else the program holds, so that jitter does too."""
 
     kernel: Kernel
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """An event is recorded on a stream."""
 
     event: int
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A stream waits for an event."""
 
     event: int
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Synchronize:
+class Synchronize(NamedTuple):
     """The host waits for an event."""
 
     event: int
     call: str
 
 
-@dataclass(frozen=True, slots=True)
-class Allocate:
+class Allocate(NamedTuple):
     """The allocator gives memory to `buffer`."""
 
     buffer: str
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """The memory of `buffer` goes back to the allocator."""
 
     buffer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Flush:
+class Flush(NamedTuple):
     """The allocator returns its cache to the device (True), or allocates it again (False)."""
 
     empties: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """A training step begins; what is launched from here on belongs to it."""
 
     number: int
@@ -202,11 +187,6 @@ class Host:
         """Launch a kernel."""
         count = self._launched[kernel.name] = self._launched.get(kernel.name, -1) + 1
         self.program.append(Launch(kernel, zlib.crc32(f"{self._position} {kernel.name} {count}".encode())))
-
-    def run(self, op: str, kernel: Kernel, args: dict[str, object] | None = None) -> None:
-        """Run an op that launches one kernel."""
-        with self.op(op, args):
-            self.launch(kernel)
 
     def record(self, stream: int) -> int:
         """Record an event on a stream and return its number."""

@@ -1,6 +1,7 @@
 """What a simulated rank did, as the engine saw it happen."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tracekit.simulate.program import Kernel
 from tracekit.simulate.topology import Group
@@ -33,8 +34,7 @@ class HostSlice:
     args: dict[str, object] | None = None
 
 
-@dataclass(slots=True)
-class Activity:
+class Activity(NamedTuple):
     """Work that ran on a stream. A collective has its group, and its number in it."""
 
     kernel: Kernel
@@ -46,8 +46,7 @@ class Activity:
     number: int
 
 
-@dataclass(slots=True)
-class StreamWait:
+class StreamWait(NamedTuple):
     """A stream waited for an event that the call `awaited` recorded on stream `on`."""
 
     stream: int
@@ -58,8 +57,7 @@ class StreamWait:
     owner: int
 
 
-@dataclass(slots=True)
-class HostWait:
+class HostWait(NamedTuple):
     """The host waited in a runtime call, for an event that the call `awaited` recorded, or (0) for all streams."""
 
     call: str
@@ -71,8 +69,7 @@ class HostWait:
     owner: int
 
 
-@dataclass(slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Memory taken (positive) or given back, with the totals after it."""
 
     thread: int

@@ -56,13 +56,16 @@ def simulate(
         kineto_writer.write(out / conventions.rank_file(rank, kineto_writer.TRACE_SUFFIX), job, record)
         _write_lines(out / conventions.rank_file(rank, conventions.METRICS_SUFFIX), _metrics(job, recording, rank))
         if job.impairments.save_ns:
-            _write_lines(
-                out / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX), _saves(job, recording, rank)
-            )
+            log = out / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX)
+            _write_lines(log, _saves(job, recording, rank))
         if on_progress:
             on_progress(done, len(written))
-    _write(out / conventions.MANIFEST_FILE, _manifest(job, arguments))
-    _write(out / conventions.TRUTH_FILE, truth.as_json(dict(arguments), known))
+    ground_truth = {"simulated": True, "arguments": dict(arguments), "faults": [vars(each) for each in known]}
+    for name, content in (
+        (conventions.MANIFEST_FILE, _manifest(job, arguments)),
+        (conventions.TRUTH_FILE, ground_truth),
+    ):
+        kineto_writer.replace_file(out / name, f"{json.dumps(content, indent=2)}\n".encode())
     return Simulated(job, recording, known)
 
 
@@ -79,7 +82,6 @@ def _make_room(out: Path, *, force: bool) -> None:
 
 
 def _manifest(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    hardware = asdict(job.hardware)
     return {
         "schema": conventions.RUN_SCHEMA,
         "simulated": True,
@@ -90,27 +92,22 @@ def _manifest(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
         "arguments": dict(arguments),
         "device": "cuda",
         "device_name": f"{job.hardware.device_name} (simulated)",
-        "hardware": hardware,
+        "hardware": asdict(job.hardware),
     }
 
 
 def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
-    record, impairments = recording.ranks[rank], job.impairments
-    lines: list[dict[str, Any]] = []
-    retries = 0
-    for step, (start_ns, end_ns) in sorted(record.account.windows.items()):
-        retries += step in impairments.retry_steps
-        lines.append(
-            {
-                "simulated": True,
-                "step": step,
-                conventions.STEP_TIME_METRIC: end_ns - start_ns,
-                conventions.TOKENS_METRIC: 1e9 * job.tokens * job.micro_batches / max(1, end_ns - start_ns),
-                conventions.RESERVED_METRIC: memory.rounded(memory.peak_bytes(job)),
-                conventions.ALLOC_RETRIES_METRIC: retries,
-            }
-        )
-    return lines
+    return [
+        {
+            "simulated": True,
+            "step": step,
+            conventions.STEP_TIME_METRIC: end_ns - start_ns,
+            conventions.TOKENS_METRIC: 1e9 * job.tokens * job.micro_batches / max(1, end_ns - start_ns),
+            conventions.RESERVED_METRIC: memory.rounded(memory.peak_bytes(job)),
+            conventions.ALLOC_RETRIES_METRIC: sum(retry <= step for retry in job.impairments.retry_steps),
+        }
+        for step, (start_ns, end_ns) in sorted(recording.ranks[rank].account.windows.items())
+    ]
 
 
 def _saves(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
@@ -132,14 +129,4 @@ def _saves(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
 
 
 def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    _replace(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    _replace(path, json.dumps(content, indent=2) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)
+    kineto_writer.replace_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())

@@ -1,14 +1,16 @@
 """The training step that all strategies share: who runs what in which order. Strategies fill in their hooks."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 
 from tracekit import conventions
-from tracekit.simulate import costs, kernels
+from tracekit.simulate import costs, kernels, memory
 from tracekit.simulate.job import Job
 from tracekit.simulate.kernels import Op
 from tracekit.simulate.program import (
     AUTOGRAD_THREAD,
     COPY,
+    GATHER_STREAM,
     MAIN_STREAM,
     SHARD,
     Allocate,
@@ -21,14 +23,9 @@ from tracekit.simulate.program import (
     Step,
     Synchronize,
 )
-from tracekit.simulate.topology import World
 
 _READ_BYTES = 4
 _PCIE_BYTES_PER_S = 20e9
-_LAYER_ACTIVATION_BYTES = (
-    40.5  # per token and unit of width, 16 bits, grouped heads, flash attention (no softmax stored)
-)
-_INPUT_BYTES = 2  # per token and unit of width: all that a recomputing layer keeps
 _COLLECTIVE_NAMES = {
     "all_gather": ("c10d::_allgather_base_", "nccl:_all_gather_base", "_allgather_base"),
     "reduce_scatter": ("c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base", "_reduce_scatter_base"),
@@ -44,13 +41,12 @@ class Schedule:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.world = World(job)
         self.parts = costs.parts_of(job)
         self.host = Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
         self.layers = job.model.layers
         self.micro_batch = 0
-        self._forward_ops = kernels.layer_forward(job, self.parts)
-        self._backward_ops = kernels.layer_backward(job, self.parts)
+        self._forward_ops = list(kernels.layer_forward(job, self.parts))
+        self._backward_ops = list(kernels.layer_backward(job, self.parts))
 
     # Hooks -----------------------------------------------------------------------------------------------------------
     def begin_forward(self) -> None:
@@ -158,7 +154,8 @@ class Schedule:
                 host.begin(f"{place} {layer}")
                 host.add(PassTime(self.job.impairments.launch_delay_ns))
                 self.enter_forward(layer)
-                self._allocate_activations(f"activations {layer}", layer)
+                recomputes = layer < self.job.recomputed_layers
+                self._allocate(f"activations {layer}", memory.INPUT_BYTES if recomputes else memory.ACTIVATION_BYTES)
                 self._run(self._forward_ops)
                 self._read_output()
                 self.leave_forward(layer)
@@ -181,7 +178,7 @@ class Schedule:
                 self.enter_backward(layer)
                 if layer < self.job.recomputed_layers:
                     with self.host.span("CheckpointFunctionBackward", "cpu_op"):
-                        host.add(Allocate(f"recomputed {layer}", self._activation_bytes))
+                        self._allocate(f"recomputed {layer}", memory.ACTIVATION_BYTES)
                         self._run(self._forward_ops)
                 self._run(self._backward_ops)
                 host.add(Free(f"recomputed {layer}"))
@@ -193,25 +190,16 @@ class Schedule:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            if op.node:
-                with (
-                    self.host.op(f"autograd::engine::evaluate_function: {op.node}"),
-                    self.host.span(op.node, "cpu_op"),
-                ):
-                    self._run_one(op)
-            else:
-                self._run_one(op)
+            with ExitStack() as nodes:
+                if op.node:
+                    nodes.enter_context(self.host.op(f"autograd::engine::evaluate_function: {op.node}"))
+                    nodes.enter_context(self.host.span(op.node, "cpu_op"))
+                with self.host.op(op.name, {"Input Dims": op.dims} if op.dims else None):
+                    self.host.launch(op.kernel)
 
-    def _run_one(self, op: Op) -> None:
-        self.host.run(op.name, op.kernel, {"Input Dims": op.dims} if op.dims else None)
-
-    def _allocate_activations(self, buffer: str, layer: int) -> None:
-        input_bytes = round(_INPUT_BYTES * self.job.tokens * self.job.model.width)
-        self.host.add(Allocate(buffer, input_bytes if layer < self.job.recomputed_layers else self._activation_bytes))
-
-    @property
-    def _activation_bytes(self) -> int:
-        return round(_LAYER_ACTIVATION_BYTES * self.job.tokens * self.job.model.width)
+    def _allocate(self, buffer: str, bytes_per_unit: float) -> None:
+        """Allocate a buffer of so many bytes per token and unit of width."""
+        self.host.add(Allocate(buffer, round(bytes_per_unit * self.job.tokens * self.job.model.width)))
 
     def _read_output(self) -> None:
         host_read_ns = self.job.impairments.host_read_ns
@@ -238,3 +226,55 @@ class Schedule:
         with self.host.span(conventions.span_name(conventions.CHECKPOINT)):
             self.host.add(Call("cudaDeviceSynchronize", 5_000, drains=True))
             self.host.add(PassTime(self.job.impairments.save_ns))
+
+
+class Sharded(Schedule):
+    """What the sharded strategies share: units that are gathered into buffers and reduced out of them."""
+
+    prefix: str
+    """Of the spans' names."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.gathers: dict[int | None, int] = {}
+        """By layer: the event that its gather is done."""
+
+    def gather(self, layer: int | None, *, after: int | None = None) -> None:
+        """Gather a unit on the gather stream, after an event; without prefetching, after all compute so far."""
+        if after is not None:
+            self.host.wait(GATHER_STREAM, after)
+        if not self.job.impairments.prefetches:
+            self.host.follow(GATHER_STREAM, MAIN_STREAM)
+        self.collective("all_gather", GATHER_STREAM, self.parameters(layer))
+        self.gathers[layer] = self.host.record(GATHER_STREAM)
+
+    def await_gather(self, layer: int | None) -> None:
+        """Let compute wait for a unit's gather."""
+        self.host.wait(MAIN_STREAM, self.gathers.pop(layer))
+
+    def parameters(self, layer: int | None) -> int:
+        """Return the weights of a unit; the root holds embedding and head."""
+        return 2 * self.job.model.outer_parameters if layer is None else self.job.model.layer_parameters
+
+    def move(self, op: str, what: str, bytes_per_parameter: float, parameters: int, stream: int) -> None:
+        """Run an op that copies, casts or divides a unit's gradients."""
+        with self.host.op(op, {"Input Dims": ((parameters,),)}):
+            for kernel in kernels.moving(self.job, what, bytes_per_parameter, parameters, stream):
+                self.host.launch(kernel)
+
+    def cast(self, parameters: int, stream: int, *, op: str = "aten::_to_copy") -> None:
+        """Cast a unit's gradients for their reduction."""
+        self.move(op, "CastFunctor<float>", costs.CAST_BYTES, parameters, stream)
+
+    def cast_and_divide(self, parameters: int, stream: int) -> None:
+        """Cast a unit's gradients for their reduction, and divide them by the number of ranks."""
+        self.cast(parameters, stream)
+        self.move("aten::div_", "DivFunctor<float>", costs.DIVIDE_BYTES, parameters, stream)
+
+    def free_weights(self, layer: int | None) -> None:
+        """Free the buffer of a unit's gathered weights."""
+        self.host.add(Free(f"weights {layer}"))
+
+    def span(self, name: str, layer: int | None = None) -> AbstractContextManager[None]:
+        """Surround what is written meanwhile by a span of a unit."""
+        return self.host.span(f"{self.prefix}{name}{self.unit(layer)}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tracekit.simulate import engine, faults
 from tracekit.simulate.faults import FaultRequest
@@ -42,11 +41,6 @@ def known_faults(healthy: Job, requests: Sequence[FaultRequest], job: Job, recor
             if found.cost_ns * job.steps >= _LEAST_RATIO * recording.total_ns:
                 known.append(found)
     return known
-
-
-def as_json(arguments: dict[str, Any], known: Sequence[KnownFault]) -> dict[str, Any]:
-    """Return what truth.json says."""
-    return {"simulated": True, "arguments": arguments, "faults": [{**vars(each)} for each in known]}
 
 
 def _known(request: FaultRequest, job: Job, recording: Recording, without: Job) -> KnownFault:

@@ -1,11 +1,8 @@
 """YaFSDP: this project's engine, and the one published in May 2024."""
 
-from contextlib import AbstractContextManager
-
-from tracekit.simulate import costs
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import GATHER_STREAM, MAIN_STREAM
-from tracekit.simulate.sharded import CAST, DIVIDE, Sharded
+from tracekit.simulate.schedule import Sharded
 
 
 class Yafsdp(Sharded):
@@ -26,25 +23,25 @@ class Yafsdp(Sharded):
     def begin_forward(self) -> None:
         """Gather the root, which has buffers of its own."""
         self._released, self._still_gathered = {}, set()
-        with self._span("pre_forward", None):
+        with self.span("pre_forward", None):
             # For the weights that the optimizer has just written.
             self._unshard(None, after=self.host.record(MAIN_STREAM))
             self.await_gather(None)
 
     def enter_forward(self, layer: int) -> None:
         """Gather the layer if that was not done early, and the next one early."""
-        with self._span("pre_forward", layer):
+        with self.span("pre_forward", layer):
             if layer not in self.gathers:
                 self._unshard(layer, after=self._released.get(layer - 2))
-            with self._span("all_gather_wait", layer):
+            with self.span("all_gather_wait", layer):
                 self.await_gather(layer)
             if layer + 1 < self.layers and self.job.impairments.prefetches:
-                with self.host.span(f"{self.prefix}forward_prefetch for layers.{layer + 1}"):
+                with self.span(f"forward_prefetch for layers.{layer + 1}"):
                     self._unshard(layer + 1, after=self._released.get(layer - 1))
 
     def leave_forward(self, layer: int) -> None:
         """Release the layer's buffer; the last two stay."""
-        with self._span("post_forward", layer):
+        with self.span("post_forward", layer):
             if layer >= self.layers - 2:
                 self._still_gathered.add(layer)
             else:
@@ -52,7 +49,7 @@ class Yafsdp(Sharded):
 
     def enter_backward(self, layer: int) -> None:
         """Gather the layer, and the one below early."""
-        with self._span("pre_backward", layer):
+        with self.span("pre_backward", layer):
             if layer in self._still_gathered:
                 self._still_gathered.discard(layer)
             else:
@@ -61,45 +58,41 @@ class Yafsdp(Sharded):
                 self.await_gather(layer)
             below = layer - 1
             if below >= 0 and below not in self._still_gathered and self.job.impairments.prefetches:
-                with self.host.span(f"{self.prefix}backward_prefetch for layers.{below}"):
+                with self.span(f"backward_prefetch for layers.{below}"):
                     self._unshard(below, after=self._released.get(below + 2))
 
     def leave_backward(self, layer: int) -> None:
         """Release the layer's weights and reduce its gradients."""
         self._reduce(layer)
-        with self._span("post_backward_reshard", layer):
+        with self.span("post_backward_reshard", layer):
             self._released[layer] = self.host.record(MAIN_STREAM)
 
     def end_backward(self) -> None:
         """Reduce the root's gradients, and wait for all."""
-        with self.host.span(f"{self.prefix}root_post_backward_callback"):
+        with self.span("root_post_backward_callback"):
             self._reduce(None)
             self.host.follow(MAIN_STREAM, GATHER_STREAM)
             self._reduced = {}
 
     def _unshard(self, layer: int | None, *, after: int | None = None) -> None:
-        with self._span("all_gather", layer):
+        with self.span("all_gather", layer):
             self.gather(layer, after=after)
 
     def _reduce(self, layer: int | None) -> None:
         parameters = self.parameters(layer)
         if layer is not None and layer + 2 in self._reduced:
-            with self._span("grad_slot_wait", layer):
+            with self.span("grad_slot_wait", layer):
                 self.host.wait(MAIN_STREAM, self._reduced.pop(layer + 2))
         on_communication_stream = self.job.impairments.prepares_on_communication
         if not on_communication_stream:
-            self.move("aten::copy_", CAST, costs.CAST_BYTES, parameters, MAIN_STREAM)
-        with self._span("post_backward_reduce", layer):
+            self.cast(parameters, MAIN_STREAM, op="aten::copy_")
+        with self.span("post_backward_reduce", layer):
             self.host.follow(GATHER_STREAM, MAIN_STREAM)
             if on_communication_stream:
-                self.move("aten::_to_copy", CAST, costs.CAST_BYTES, parameters, GATHER_STREAM)
-                self.move("aten::div_", DIVIDE, costs.DIVIDE_BYTES, parameters, GATHER_STREAM)
+                self.cast_and_divide(parameters, GATHER_STREAM)
             self.collective("reduce_scatter", GATHER_STREAM, parameters)
             if layer is not None:
                 self._reduced[layer] = self.host.record(GATHER_STREAM)
-
-    def _span(self, name: str, layer: int | None) -> AbstractContextManager[None]:
-        return self.host.span(f"{self.prefix}{name}{self.unit(layer)}")
 
 
 class YafsdpV1(Sharded):
@@ -145,7 +138,7 @@ class YafsdpV1(Sharded):
         """Reduce the unit two above, gather the layer, wait for both."""
         if layer == self.layers - 1:
             return
-        with self.host.span(f"{self.prefix}pre_backward (layers.{layer})"):
+        with self.span("pre_backward", layer):
             self._reduce(layer + 2)
             self._gather(layer, after=self._released[layer + 2])
             self.await_gather(layer)
@@ -166,16 +159,18 @@ class YafsdpV1(Sharded):
         """Return the weights of a unit: -1 is the embedding, the number of layers is the head."""
         return self.job.model.layer_parameters if layer in range(self.layers) else self.job.model.outer_parameters
 
+    def unit(self, layer: int | None) -> str:
+        """Return how spans call a unit."""
+        names: dict[int | None, str] = {-1: " (embedding)", self.layers: " (head)"}
+        return names.get(layer, super().unit(layer))
+
     def _gather(self, unit: int, *, after: int | None = None) -> None:
-        with self.host.span(f"{self.prefix}all_gather{self._named(unit)}"):
+        with self.span("all_gather", unit):
             self.gather(unit, after=after)
 
     def _reduce(self, unit: int) -> None:
         parameters = self.parameters(unit)
-        with self.host.span(f"{self.prefix}post_backward_reduce{self._named(unit)}"):
+        with self.span("post_backward_reduce", unit):
             self.host.wait(GATHER_STREAM, self._released[unit])
-            self.move("aten::_to_copy", CAST, costs.CAST_BYTES, parameters, GATHER_STREAM)
+            self.cast(parameters, GATHER_STREAM)
             self.collective("reduce_scatter", GATHER_STREAM, parameters)
-
-    def _named(self, unit: int) -> str:
-        return {-1: " (embedding)", self.layers: " (head)"}.get(unit, self.unit(unit))

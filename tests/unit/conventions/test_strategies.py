@@ -27,10 +27,10 @@ from tracekit.conventions.strategies import (
 from tracekit.plan import memory
 from tracekit.plan.models import MODELS
 from tracekit.replay.graph import strategies as what_if
+from tracekit.simulate.engine import SCHEDULES
 from tracekit.simulate.hardware import HARDWARE
 from tracekit.simulate.job import STRATEGIES as JOB_STRATEGIES
 from tracekit.simulate.job import Job
-from tracekit.simulate.strategies import SCHEDULES
 
 
 def names(flag: str) -> set[str]:
