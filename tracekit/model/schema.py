@@ -6,8 +6,11 @@ rows is an empty table with all its columns.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import polars as pl
+
+ColumnTypes: TypeAlias = Mapping[str, type[pl.DataType] | pl.DataType]
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,29 @@ class Table:
             return self.empty()  # selecting only literals from a frame without columns would make a row
         if list(frame.schema.items()) == list(self.schema.items()):
             return frame
-        present = set(frame.columns)
-        return frame.select(
-            pl.col(c.name).cast(c.dtype) if c.name in present else pl.lit(None, c.dtype).alias(c.name)
-            for c in self.columns
-        )
+        return conform(frame, self.schema)
+
+
+def select(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:
+    """Return the columns of `frame` that `types` names, in that order, cast to these types."""
+    return frame.select(pl.col(name).cast(dtype) for name, dtype in types.items())
+
+
+def conform(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:
+    """Return `frame` with exactly the columns of `types`, in order, cast; a missing column is all null."""
+    missing = [pl.lit(None).alias(name) for name in types if name not in frame.columns]
+    return select(frame.with_columns(missing), types)
+
+
+def columns(names: str, **others: type[pl.DataType] | pl.DataType) -> dict[str, type[pl.DataType] | pl.DataType]:
+    """Return columns with their types: as in `others`, else as in a trace's tables, else by the name.
+
+    By the name: ratios and rates (_ratio, _per_s) are float64, is_… boolean, _name and _kind text; all others int64.
+
+    >>> columns("phase cause dur_ns exposed_ratio", cause=pl.String)
+    {'phase': String, 'cause': String, 'dur_ns': Int64, 'exposed_ratio': Float64}
+    """
+    return {name: others.get(name) or _type_of(name) for name in names.split()}
 
 
 _INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()
@@ -376,3 +397,19 @@ SNAPSHOT_TABLES: Mapping[str, Table] = {
     table.name: table for table in (SEGMENTS, BLOCKS, EVENTS, STACKS, FRAMES, ANNOTATIONS)
 }
 """The tables of a CUDA memory snapshot; not part of a trace."""
+
+
+_OTHER_TEXTS = ("axis", "cause", "code", "detail", "evidence", "label", "metric", "module", "save", "source", "state")
+_TYPE_BY_NAME: dict[str, type[pl.DataType]] = {
+    **{column.name: type(column.dtype) for table in TABLES.values() for column in table.columns},
+    **dict.fromkeys(_OTHER_TEXTS, pl.String),
+    "confidence": pl.Float64,
+    "slowdown": pl.Float64,
+    "ranks": pl.Int64,  # how many; in GROUPS a list
+}
+_TYPE_BY_AFFIX = {"is_": pl.Boolean, "_ratio": pl.Float64, "_per_s": pl.Float64, "_name": pl.String, "_kind": pl.String}
+
+
+def _type_of(name: str) -> type[pl.DataType]:
+    by_affix = (dtype for affix, dtype in _TYPE_BY_AFFIX.items() if name.startswith(affix) or name.endswith(affix))
+    return _TYPE_BY_NAME.get(name) or next(by_affix, pl.Int64)

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.regression import metrics
@@ -90,4 +91,4 @@ def _conform(
     keys = [metric.key for metric in own.values() if source in (metric.of_trace, metric.of_run)]
     if "metric" not in table.columns:
         table = table.with_columns(pl.lit(keys[0]).alias("metric"))
-    return table.filter(pl.col("metric").is_in(keys)).select(pl.col(name).cast(kind) for name, kind in columns.items())
+    return table.filter(pl.col("metric").is_in(keys)).pipe(schema.select, columns)

@@ -1,48 +1,22 @@
 """The slices, tracks, counters and flows of a trace: one source for the dashboard, the HTML report and Perfetto."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.intervals import Window
 from tracekit.model.trace import Trace
 from tracekit.rules.rule import Finding
 
-ARGUMENTS = {
-    "step": pl.Int64,
-    "phase": pl.String,
-    "unit": pl.String,
-    "span": pl.String,
-    "shapes": pl.String,
-    "bytes": pl.Int64,
-    "op": pl.String,
-    "group": pl.String,
-    "seq": pl.Int64,
-    "dtype": pl.String,
-    "sent_bytes": pl.Int64,
-    "received_bytes": pl.Int64,
-    "group_size": pl.Int64,
-    "checkpoint": pl.String,
-    "path": pl.String,
-    "files": pl.Int64,
-    "blocking": pl.Boolean,
-    "code": pl.String,
-    "severity": pl.String,
-    "message": pl.String,
-    "fix": pl.String,
-}
-SLICES = {
-    "track": pl.Int64,
-    "track_name": pl.String,
-    "name": pl.String,
-    "category": pl.String,
-    "start_ns": pl.Int64,
-    "dur_ns": pl.Int64,
-    "source": pl.String,
-    "id": pl.Int64,
-    **ARGUMENTS,
-}
+ARGUMENTS = schema.columns(
+    "step phase unit span shapes bytes op group seq dtype sent_bytes received_bytes group_size checkpoint path "
+    "files blocking code severity message fix",
+    severity=pl.String,
+    fix=pl.String,
+)
+SLICES = schema.columns("track track_name name category start_ns dur_ns source id", category=pl.String) | ARGUMENTS
 COUNTERS = {"track": pl.Int64, "track_name": pl.String, "at_ns": pl.Int64, "value": pl.Int64}
 FLOWS = {"launch_id": pl.Int64, "activity_id": pl.Int64}
 
@@ -51,10 +25,7 @@ _FINDINGS, _STEPS, _COMPUTE, _COMMUNICATION, _COPIES, CHECKPOINT_TRACK, _HOST, _
 _SECTIONS = {"compute": _COMPUTE, "communication": _COMMUNICATION, "memcpy": _COPIES, "memset": _COPIES}
 
 
-TRACKS = {
-    "track": pl.Int64, "track_name": pl.String, "group": pl.String, "label": pl.String, "role": pl.String,
-    "source": pl.String, "lane": pl.Int64,
-}  # fmt: skip
+TRACKS = schema.columns("track track_name group label role source lane")
 _ROLES = {"communication": "communication", "memcpy": "copy", "memset": "copy"}
 _SLICE_COLUMNS = ("track", "source", "id", "name", "kind", "start_ns", "dur_ns")
 
@@ -198,11 +169,11 @@ def _with_track(rows: pl.DataFrame, trace: Trace, source: str) -> pl.DataFrame:
     return joined.with_columns((pl.col("_section").fill_null(_COMPUTE) + lane).alias("track"))
 
 
-def _stacked(parts: Sequence[pl.DataFrame], types: Mapping[str, type[pl.DataType]]) -> pl.DataFrame:
+def _stacked(parts: Sequence[pl.DataFrame], types: schema.ColumnTypes) -> pl.DataFrame:
     empty = pl.DataFrame(schema=dict(types))
     if not parts:
         return empty
-    return pl.concat([empty, *parts], how="diagonal_relaxed").select(pl.col(name).cast(t) for name, t in types.items())
+    return pl.concat([empty, *parts], how="diagonal_relaxed").pipe(schema.select, types)
 
 
 def _steps(trace: Trace) -> pl.DataFrame:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.sync.clock_offsets import UNKNOWN, Instances, RankCalls, match_by_sequence_number, match_rank
@@ -18,21 +19,9 @@ PAIRED = "send_recv"
 """A send and its receive, where both record the peer rank."""
 SEQ, ORDER, NONE = "seq", "order", "none"
 
-CALLS = {
-    "activity_id": pl.Int64,
-    "op": pl.String,
-    "group": pl.String,
-    "members": pl.String,
-    "group_size": pl.Int64,
-    "seq": pl.Int64,
-    "dtype": pl.String,
-    "bytes": pl.Int64,
-    "start_ns": pl.Int64,
-    "end_ns": pl.Int64,
-    "step": pl.Int64,
-    "phase": pl.String,
-    "unit": pl.String,
-}
+CALLS = schema.columns(
+    "activity_id op group members group_size seq dtype bytes start_ns end_ns step phase unit", members=pl.String
+)
 
 _Ints = npt.NDArray[np.int64]
 
@@ -60,7 +49,7 @@ def calls(trace: Trace) -> pl.DataFrame:
         )
         .sort("start_ns", "activity_id")
     )
-    return _with_send_receive_pairs(found, trace.rank).select(pl.col(name).cast(dtype) for name, dtype in CALLS.items())
+    return _with_send_receive_pairs(found, trace.rank).pipe(schema.select, CALLS)
 
 
 def _with_send_receive_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.model import escaping, units
+from tracekit.model import escaping, schema, units
 from tracekit.model.intervals import Window
 from tracekit.report import charts, timeline
 from tracekit.report.timeline import lookup
@@ -292,9 +292,4 @@ def aligned_spans(of: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.Dat
     return alignment.on_run_clock(times, of.offsets, ("start_ns", "end_ns")).select(*_SPANS).cast(dict(_SPANS))
 
 
-_SPANS: Mapping[str, type[pl.DataType]] = {
-    "rank": pl.Int64,
-    "start_ns": pl.Int64,
-    "end_ns": pl.Int64,
-    "lane": pl.Int64,
-}
+_SPANS = schema.columns("rank start_ns end_ns lane")

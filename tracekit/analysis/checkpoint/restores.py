@@ -4,13 +4,12 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
+from tracekit.model import schema
 from tracekit.model.run import Run
 
-COLUMNS = {
-    "checkpoint": pl.String, "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64, "ranks": pl.Int64, "read_bytes": pl.Int64, "unique_bytes": pl.Int64,
-    "amplification": pl.Float64,
-}  # fmt: skip
+COLUMNS = schema.columns(
+    "checkpoint window rank step start_ns dur_ns ranks read_bytes unique_bytes amplification", amplification=pl.Float64
+)
 _FILE_CALLS = (conventions.TORCH_LOAD, conventions.SAFETENSORS_LOAD)
 
 
@@ -44,8 +43,4 @@ def restores(run: Run) -> pl.DataFrame:
     )
     known = pl.col("unique_bytes") > 0
     amplification = pl.when(known).then(pl.col("read_bytes") / pl.col("unique_bytes")).alias("amplification")
-    return (
-        table.with_columns(amplification)
-        .select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
-        .sort("start_ns", "checkpoint")
-    )
+    return table.with_columns(amplification).pipe(schema.select, COLUMNS).sort("start_ns", "checkpoint")

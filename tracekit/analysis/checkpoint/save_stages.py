@@ -7,7 +7,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.trace import Trace
 
@@ -15,11 +15,9 @@ COLUMNS = (
     "checkpoint", "step", "stage", "start_ns", "dur_ns", "bytes", "blocking", "files", "calls", "path", "call",
     "worker", "durable", "cpu_ns", "run_delay_ns", "whole_bytes",
 )  # fmt: skip
-SPAN_COLUMNS = {
-    "step": pl.Int64, "name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "copied_ns": pl.Int64,
-    "pageable_bytes": pl.Int64, "collective_ns": pl.Int64, "idle_ns": pl.Int64, "write_ns": pl.Int64,
-    "fsync_ns": pl.Int64,
-}  # fmt: skip
+SPAN_COLUMNS = schema.columns(
+    "step name start_ns dur_ns copied_ns pageable_bytes collective_ns idle_ns write_ns fsync_ns"
+)
 
 _OURS = "^" + conventions.span_name(conventions.CHECKPOINT) + r"(\.|$)"
 # Save annotations of other tools (Lightning, torchtitan, record_function names), and, in traces with stacks, the

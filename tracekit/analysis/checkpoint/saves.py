@@ -9,17 +9,17 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
+from tracekit.model import schema
 from tracekit.model.run import Run
 
 # One call writes one file, and a checkpoint is a folder of several.
 _FILE_CALLS = (conventions.TORCH_SAVE, conventions.SAFETENSORS_SAVE)
 _WHOLES = (conventions.TOTAL, conventions.COMPLETE)
-RANK_COLUMNS = {
-    "save": pl.String, "step": pl.Int64, "rank": pl.Int64, "window": pl.Int64, "start_ns": pl.Int64,
-    "background": pl.Boolean, "blocked_ns": pl.Int64, "stages_ns": pl.Int64, "written_ns": pl.Int64,
-    "durable": pl.Boolean, "durable_ns": pl.Int64, "bytes": pl.Int64, "storage_ns": pl.Int64,
-    "storage_bytes_per_s": pl.Float64,
-}  # fmt: skip
+RANK_COLUMNS = schema.columns(
+    "save step rank window start_ns background blocked_ns stages_ns written_ns durable durable_ns bytes "
+    "storage_ns storage_bytes_per_s",
+    background=pl.Boolean,
+)
 
 
 def stages(run: Run) -> pl.DataFrame:
@@ -82,7 +82,7 @@ def by_rank(run: Run) -> pl.DataFrame:
             pl.when("durable").then(written).alias("durable_ns"),
             pl.when(known).then(rate).alias("storage_bytes_per_s"),
         )
-        .select(pl.col(name).cast(dtype) for name, dtype in RANK_COLUMNS.items())
+        .pipe(schema.select, RANK_COLUMNS)
         .sort("start_ns", "save", "rank")
     )
 
@@ -228,16 +228,14 @@ def background_slowdown(run: Run) -> pl.DataFrame:
             (delay / wall).clip(0, 1).alias("delayed_ratio"),
             pl.col("written_ns").alias("dur_ns"),
         )
-        .select(pl.col(name).cast(dtype) for name, dtype in _SLOWDOWN_COLUMNS.items())
+        .pipe(schema.select, _SLOWDOWN_COLUMNS)
     )
 
 
 _PYTHON = (conventions.PLAN, conventions.STAGE, conventions.SERIALIZE)
-_SLOWDOWN_COLUMNS = {
-    "save": pl.String, "rank": pl.Int64, "window": pl.Int64, "step": pl.Int64, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64, "worker": pl.String, "steps": pl.Int64, "baseline_step_ns": pl.Int64, "lost_ns": pl.Int64,
-    "python_ns": pl.Int64, "waited_ratio": pl.Float64, "delayed_ratio": pl.Float64,
-}  # fmt: skip
+_SLOWDOWN_COLUMNS = schema.columns(
+    "save rank window step start_ns dur_ns worker steps baseline_step_ns lost_ns python_ns waited_ratio delayed_ratio"
+)
 
 
 _CONCURRENT_STEP_COLUMNS = {
@@ -272,9 +270,7 @@ def _concurrent_steps_of_rank(own: pl.DataFrame, times: pl.DataFrame) -> pl.Data
     median_ns, steps = float(np.median(plain_ns)), past - first
     lost_ns = np.round(begun_ns[past] - begun_ns[first] - steps * median_ns)
     found = own.select("save", "rank", steps=steps, baseline_step_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)
-    return found.filter(pl.col("steps") > 0).select(
-        pl.col(name).cast(dtype) for name, dtype in _CONCURRENT_STEP_COLUMNS.items()
-    )
+    return found.filter(pl.col("steps") > 0).pipe(schema.select, _CONCURRENT_STEP_COLUMNS)
 
 
 def _step_times(run: Run) -> pl.DataFrame:

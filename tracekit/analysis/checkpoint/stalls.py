@@ -13,6 +13,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves
+from tracekit.model import schema
 from tracekit.model.run import Run
 
 SERIALIZE, STAGING, WRITE, FSYNC, STRAGGLER, PLAN, GLOBAL_SYNC, CPU_CONTENTION = KINDS = (
@@ -26,10 +27,9 @@ SERIALIZE, STAGING, WRITE, FSYNC, STRAGGLER, PLAN, GLOBAL_SYNC, CPU_CONTENTION =
     "lack of processors",
 )
 BLOCKED, BACKGROUND = "blocked", "background"
-COLUMNS = {
-    "save": pl.String, "clock": pl.String, "kind": pl.String, "rank": pl.Int64, "stage": pl.String, "dur_ns": pl.Int64,
-    "whole_ns": pl.Int64, "ratio": pl.Float64, "envelope_ratio": pl.Float64, "bytes": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns(
+    "save clock kind rank stage dur_ns whole_ns ratio envelope_ratio bytes", clock=pl.String, ratio=pl.Float64
+)
 LEGS = {
     conventions.PLAN: 0,
     conventions.STAGE: 1,

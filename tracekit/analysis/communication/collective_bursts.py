@@ -5,16 +5,14 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import backward_passes, breakdown, launches
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
-COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64, "op": pl.String,
-    "group": pl.String, "group_size": pl.Int64, "dtype": pl.String, "bytes": pl.Int64, "burst": pl.Int64,
-    "position": pl.Int64, "count": pl.Int64, "pool": pl.Int64, "activity_id": pl.Int64, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64, "exposed_ns": pl.Int64, "burst_exposed_ns": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns(
+    "step device phase unit lane op group group_size dtype bytes burst position count pool activity_id start_ns "
+    "dur_ns exposed_ns burst_exposed_ns"
+)
 _ALIKE = ("lane", "op", "group", "dtype")
 
 
@@ -38,7 +36,7 @@ def bursts(trace: Trace) -> pl.DataFrame:
         calls = together.join(pooled, on="activity_id", how="left", maintain_order="left").sort(
             "start_ns", "activity_id"
         )
-        parts.append(_with_exposed(calls, compute).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+        parts.append(_with_exposed(calls, compute).pipe(schema.select, COLUMNS))
     return pl.concat(parts)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.schema import Column, Table
 from tracekit.sync import alignment, collective_matching
@@ -133,7 +134,7 @@ def instances(run: Run) -> pl.DataFrame:
             .alias("algorithm_bytes_per_s")
         )
         .with_columns((pl.col("algorithm_bytes_per_s") * bus_factor()).alias("bus_bytes_per_s"))
-        .select(pl.col(name).cast(dtype) for name, dtype in INSTANCES.schema.items())
+        .pipe(schema.select, INSTANCES.schema)
         .sort("window", "first_arrival_ns")
     )
 
@@ -164,7 +165,7 @@ def waits(run: Run) -> pl.DataFrame:
             (pl.col("end_ns") - pl.col("arrival_ns")).alias("dur_ns"),
             pl.when(wait_ns >= pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns"),
         )
-        .select(pl.col(name).cast(dtype) for name, dtype in WAITS.schema.items())
+        .pipe(schema.select, WAITS.schema)
         .sort("window", "instance", "rank")
     )
 

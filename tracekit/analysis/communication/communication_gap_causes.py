@@ -7,28 +7,26 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import breakdown, gaps, host_state, launches
-from tracekit.model import intervals, sweep_line
+from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, Pieces
 from tracekit.model.trace import Trace
 
 HOST, PREPARATION, CONTENTION, COMPUTE, COPY, COLLECTIVE, PEER, UNKNOWN = CAUSES = (
-    "host", "preparation", "contention", "compute", "copy", "collective", "peer", "unknown",
+    "host", "preparation", "contention", "compute", "copy", "collective", "peer", "unknown"
 )  # fmt: skip
 LAUNCH_TIME, EVENT, ADJACENT, LANE_ORDER, SPAN, RUNNING, INSTANCES, NONE = EVIDENCES = (
-    "launch_time", "event", "adjacent", "lane_order", "span", "running", "instances", "none",
+    "launch_time", "event", "adjacent", "lane_order", "span", "running", "instances", "none"
 )  # fmt: skip
 CONFIDENCES = {
     LAUNCH_TIME: 0.9, EVENT: 0.95, ADJACENT: 0.8, LANE_ORDER: 0.8, SPAN: 0.9, RUNNING: 0.6, INSTANCES: 0.9, NONE: 0.0,
 }  # fmt: skip
 """Confidence of a cause by its evidence; a convention, not a measured frequency."""
 
-COLUMNS = {
-    "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
-    "collective_id": pl.Int64, "cause": pl.String, "detail": pl.String, "activity_id": pl.Int64, "name": pl.String,
-    "evidence": pl.String, "confidence": pl.Float64, "start_ns": pl.Int64, "dur_ns": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns(
+    "gap device step phase unit collective_id cause detail activity_id name evidence confidence start_ns dur_ns"
+)
 NEAR_NS = 20_000
 """Work that starts within this time after other work is taken to have waited for it; an event wait is faster."""
 _NEVER = np.iinfo(np.int64).min // 2
@@ -268,7 +266,7 @@ class _Splitter:
         return (
             frame.join(names, on="activity_id", how="left", maintain_order="left")
             .with_columns(sure.alias("confidence"))
-            .select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+            .pipe(schema.select, COLUMNS)
         )
 
 

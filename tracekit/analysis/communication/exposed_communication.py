@@ -5,18 +5,13 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown, exposure
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
-COLUMNS = {
-    "activity_id": pl.Int64, "step": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "name": pl.String, "op": pl.String,
-    "unit": pl.String, "phase": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "exposed_ns": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns("activity_id step device lane name op unit phase start_ns dur_ns exposed_ns")
 SPAN_COLUMNS = {"device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64}
-STEP_COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, **breakdown.COLUMNS, "exposed_ns": pl.Int64, "waited_ns": pl.Int64,
-}  # fmt: skip
+STEP_COLUMNS = schema.columns("window rank") | breakdown.COLUMNS | schema.columns("exposed_ns waited_ns")
 _OF = ("window", "rank", "device")
 
 

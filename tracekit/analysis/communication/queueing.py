@@ -5,15 +5,12 @@ import polars as pl
 
 from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
 from tracekit.analysis.time import launches
-from tracekit.model import intervals, sweep_line
+from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
-ORDER_COLUMNS = {
-    "device": pl.Int64, "step": pl.Int64, "overtake_chances": pl.Int64, "overtakes": pl.Int64, "delayed": pl.Int64,
-    "delay_ns": pl.Int64,
-}  # fmt: skip
+ORDER_COLUMNS = schema.columns("device step overtake_chances overtakes delayed delay_ns")
 DELAY_COLUMNS = {
     "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64,
     "activity_id": pl.Int64, "name": pl.String, "kind": pl.String, "ready_ns": pl.Int64, "start_ns": pl.Int64,
@@ -61,7 +58,7 @@ def launch_order(trace: Trace) -> pl.DataFrame:
             pl.Series("delay_ns", queue.idle_ns(rows)[matter]),
         )
         sums = frame.group_by("device", "step", maintain_order=True).agg(pl.all().sum())
-        parts.append(sums.select(pl.col(name).cast(dtype) for name, dtype in ORDER_COLUMNS.items()))
+        parts.append(schema.select(sums, ORDER_COLUMNS))
     return pl.concat(parts)
 
 
@@ -155,7 +152,7 @@ class _Queue:
             pl.Series("delay_ns", self.spans[rows, 0] - self.ready_ns[rows]),
             *earlier.iter_columns(),
             pl.lit(by).alias("reason"),
-        ).select(pl.col(name).cast(dtype) for name, dtype in DELAY_COLUMNS.items())
+        ).pipe(schema.select, DELAY_COLUMNS)
 
 
 def _before(values: Ints) -> Ints:

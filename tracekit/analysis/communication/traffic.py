@@ -3,22 +3,19 @@
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, group_bandwidth
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.sync import collective_matching
 
 _SECOND_NS = 1_000_000_000
-SPEED_COLUMNS = {
-    "window": pl.Int64, "step": pl.Int64, "op": pl.String, "group": pl.String, "axis": pl.String,
-    "group_size": pl.Int64, "bytes": pl.Int64, "transfer_ns": pl.Int64, "algorithm_bytes_per_s": pl.Float64,
-    "bus_bytes_per_s": pl.Float64, "is_whole": pl.Boolean,
-}  # fmt: skip
-KIND_COLUMNS = {
-    "op": pl.String, "group": pl.String, "axis": pl.String, "group_size": pl.Int64, "dtype": pl.String,
-    "bytes": pl.Int64, "ranks": pl.Int64, "calls": pl.Int64, "total_ns": pl.Int64, "p50_ns": pl.Int64,
-    "waited_ns": pl.Int64, "exposed_ns": pl.Int64, "algorithm_bytes_per_s": pl.Float64, "bus_bytes_per_s": pl.Float64,
-    "is_whole": pl.Boolean,
-}  # fmt: skip
+SPEED_COLUMNS = schema.columns(
+    "window step op group axis group_size bytes transfer_ns algorithm_bytes_per_s bus_bytes_per_s is_whole"
+)
+KIND_COLUMNS = schema.columns(
+    "op group axis group_size dtype bytes ranks calls total_ns p50_ns waited_ns exposed_ns algorithm_bytes_per_s "
+    "bus_bytes_per_s is_whole"
+)
 FACTS: tuple[Fact, ...] = group_bandwidth.FACTS
 """The facts that the run tables of this module read."""
 _PLACE = ["window", "rank", "activity_id"]
@@ -52,9 +49,7 @@ def speeds(run: Run) -> pl.DataFrame:
         .drop_nulls("bus_bytes_per_s")
     )
     return pl.concat(
-        part.with_columns(is_whole=pl.lit(is_whole)).select(
-            pl.col(name).cast(dtype) for name, dtype in SPEED_COLUMNS.items()
-        )
+        part.with_columns(is_whole=pl.lit(is_whole)).pipe(schema.select, SPEED_COLUMNS)
         for part, is_whole in ((whole, True), (least, False))
     )
 
@@ -90,6 +85,6 @@ def by_kind(run: Run) -> pl.DataFrame:
     return (
         sums.join(named, on="group", how="left", maintain_order="left")
         .join(rates, on=kind, how="left", nulls_equal=True, maintain_order="left")
-        .select(pl.col(name).cast(dtype) for name, dtype in KIND_COLUMNS.items())
+        .pipe(schema.select, KIND_COLUMNS)
         .sort("total_ns", descending=True, maintain_order=True)
     )

@@ -6,16 +6,15 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes, concurrency, contention, slowdown
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
-CALL_COLUMNS = {
-    "activity_id": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "step": pl.Int64, "phase": pl.String,
-    "unit": pl.String, "name": pl.String, "op": pl.String, "group": pl.String, "group_size": pl.Int64,
-    "dtype": pl.String, "bytes": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "compute_ns": pl.Int64,
-    "others": pl.Int64, "chain": pl.Int64, "waited_ns": pl.Int64,
-}  # fmt: skip
+CALL_COLUMNS = schema.columns(
+    "activity_id device lane step phase unit name op group group_size dtype bytes start_ns dur_ns compute_ns "
+    "others chain waited_ns"
+)
 _SECOND_NS = 1_000_000_000
 _MIXED = -1
 
@@ -61,7 +60,7 @@ def calls(trace: Trace) -> pl.DataFrame:
                 pl.Series("chain", np.searchsorted(quiet, starts, side="right") - 1),
                 pl.col("waited_ns").fill_null(0),
             )
-            .select(pl.col(name).cast(dtype) for name, dtype in CALL_COLUMNS.items())
+            .pipe(schema.select, CALL_COLUMNS)
         )
     return pl.concat(parts)
 
@@ -90,7 +89,7 @@ def compared_calls(run: Run) -> pl.DataFrame:
     one = found.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
     facts = _compared(one).rename({"dur_ns": "transfer_ns"})
     joined = found.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
-    return joined.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+    return schema.select(joined, COLUMNS)
 
 
 def _compared(one: pl.DataFrame) -> pl.DataFrame:
@@ -157,7 +156,7 @@ def by_step(run: Run) -> pl.DataFrame:
             pl.col("inferred_ns", "waited_ns").sum().round(),
         )
         .with_columns(pl.lit(COMMUNICATION).alias("kind"), pl.lit(COMPUTE).alias("concurrent_kind"))
-        .select(pl.col(name).cast(dtype) for name, dtype in {**columns, "waited_ns": pl.Int64}.items())
+        .pipe(schema.select, {**columns, "waited_ns": pl.Int64})
     )
 
 

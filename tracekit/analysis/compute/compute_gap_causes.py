@@ -21,24 +21,20 @@ from tracekit.analysis.communication.communication_gap_causes import (
     ActivitySpans,
 )
 from tracekit.analysis.time import breakdown, gaps, host_state, launches
-from tracekit.model import intervals, sweep_line
+from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints, Pieces
 from tracekit.model.trace import Trace
 
-COLUMNS = {
-    "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
-    "activity_id": pl.Int64, "cause": pl.String, "detail": pl.String, "communication_gap": pl.Int64,
-    "collective_id": pl.Int64, "collective_start_ns": pl.Int64, "evidence": pl.String, "confidence": pl.Float64,
-    "start_ns": pl.Int64, "dur_ns": pl.Int64,
-}  # fmt: skip
-CHAIN_COLUMNS = {
-    "communication_gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
-    "collective_id": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "host_ns": pl.Int64,
-    "preparation_ns": pl.Int64, "contention_ns": pl.Int64, "compute_ns": pl.Int64, "copy_ns": pl.Int64,
-    "unknown_ns": pl.Int64, "waited_ns": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns(
+    "gap device step phase unit activity_id cause detail communication_gap collective_id collective_start_ns "
+    "evidence confidence start_ns dur_ns"
+)
+CHAIN_COLUMNS = schema.columns(
+    "communication_gap device step phase unit collective_id start_ns dur_ns host_ns preparation_ns contention_ns "
+    "compute_ns copy_ns unknown_ns waited_ns"
+)
 _NEVER = np.iinfo(np.int64).min // 2
 
 
@@ -131,7 +127,7 @@ def chains(trace: Trace) -> pl.DataFrame:
     return (
         by_cause.join(waited, on="communication_gap", how="left", maintain_order="left")
         .with_columns(pl.col("waited_ns").fill_null(0))
-        .select(pl.col(name).cast(dtype) for name, dtype in CHAIN_COLUMNS.items())
+        .pipe(schema.select, CHAIN_COLUMNS)
     )
 
 
@@ -253,5 +249,5 @@ def _named(labelled: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.
     return (
         frame.join(starts, on="collective_id", how="left", maintain_order="left")
         .with_columns(sure.alias("confidence"))
-        .select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+        .pipe(schema.select, COLUMNS)
     )

@@ -10,6 +10,7 @@ import polars as pl
 from tracekit.analysis.compute import compute_gap_causes, concurrency, slowdown
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, DeviceWork
 from tracekit.analysis.time import launches
+from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
@@ -26,24 +27,18 @@ PAIRS = (
 )
 """Pairs of slowed kind and concurrent kind; the slowdown of collectives is measured across ranks."""
 
-STEP_COLUMNS = {
-    "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "kind": pl.String,
-    "concurrent_kind": pl.String, "calls": pl.Int64, "overlapped_ns": pl.Int64, "judged_calls": pl.Int64,
-    "judged_ns": pl.Int64, "lost_ns": pl.Int64,
-}  # fmt: skip
-KERNEL_COLUMNS = {
-    "device": pl.Int64, "kind": pl.String, "concurrent_kind": pl.String, "name": pl.String, "grid": pl.String,
-    "block": pl.String, "calls": pl.Int64, "alone_calls": pl.Int64, "alone_ns": pl.Int64, "concurrent_calls": pl.Int64,
-    "concurrent_ns": pl.Int64,
-    "overlapped_ns": pl.Int64, "lost_ns": pl.Int64, "slowdown": pl.Float64, "step": pl.Int64, "lane": pl.Int64,
-    "start_ns": pl.Int64, "dur_ns": pl.Int64,
-}  # fmt: skip
-PREPARATION_COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64, "name": pl.String,
-    "grid": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "alone_ns": pl.Int64, "sample": pl.String,
-    "overlapped_ns": pl.Int64, "collective_id": pl.Int64, "communication_gap": pl.Int64, "gap_ns": pl.Int64,
-    "contention_ns": pl.Int64, "waited_ns": pl.Int64,
-}  # fmt: skip
+STEP_COLUMNS = schema.columns(
+    "device step phase unit kind concurrent_kind calls overlapped_ns judged_calls judged_ns lost_ns"
+)
+KERNEL_COLUMNS = schema.columns(
+    "device kind concurrent_kind name grid block calls alone_calls alone_ns concurrent_calls concurrent_ns "
+    "overlapped_ns lost_ns slowdown step lane start_ns dur_ns"
+)
+PREPARATION_COLUMNS = schema.columns(
+    "step device phase unit lane name grid start_ns dur_ns alone_ns sample overlapped_ns collective_id "
+    "communication_gap gap_ns contention_ns waited_ns",
+    sample=pl.String,
+)
 DEVICE_COLUMNS = {"devices": pl.Int64}
 NO_SAMPLE = "no sample alone"
 ALONE = "the same work alone: one rank, prefetching off, or CUDA_LAUNCH_BLOCKING=1"
@@ -96,7 +91,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     for device in trace.lanes["device"].drop_nulls().unique().sort():
         found = launches.preparation(trace, device)
         joined = found.join(chains, on="collective_id", how="left", maintain_order="left")
-        parts.append(joined.select(pl.col(name).cast(dtype) for name, dtype in PREPARATION_COLUMNS.items()))
+        parts.append(schema.select(joined, PREPARATION_COLUMNS))
     return pl.concat(parts)
 
 
@@ -202,7 +197,7 @@ def _summed(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind: str
             pl.lit(kind).alias("kind"), pl.lit(concurrent_kind).alias("concurrent_kind"), pl.col("lost_ns").round()
         )
     )
-    return sums.select(pl.col(name).cast(dtype) for name, dtype in STEP_COLUMNS.items())
+    return schema.select(sums, STEP_COLUMNS)
 
 
 def _of_kernels(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind: str) -> pl.DataFrame:
@@ -235,6 +230,4 @@ def _of_kernels(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind:
     together, lost = pl.col("overlapped_ns"), pl.col("lost_ns")
     ratio = together / pl.max_horizontal(together - lost, together / 50, 1)
     rounded = pl.col("alone_ns", "concurrent_ns").round()
-    return sums.with_columns(ratio.alias("slowdown"), rounded).select(
-        pl.col(name).cast(dtype) for name, dtype in KERNEL_COLUMNS.items()
-    )
+    return sums.with_columns(ratio.alias("slowdown"), rounded).pipe(schema.select, KERNEL_COLUMNS)

@@ -4,18 +4,12 @@ import polars as pl
 
 from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPARATION
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 
-PHASE_COLUMNS = {
-    "rank": pl.Int64, "phase": pl.String, "kind": pl.String, "concurrent_kind": pl.String, "calls": pl.Int64,
-    "overlapped_ns": pl.Int64, "judged_ns": pl.Int64, "lost_ns": pl.Int64,
-}  # fmt: skip
-CALL_COLUMNS = {
-    "kind": pl.String, "concurrent_kind": pl.String, "lost_ns": pl.Int64, "dur_ns": pl.Int64, "alone_ns": pl.Int64,
-    "name": pl.String, "unit": pl.String, "phase": pl.String, "step": pl.Int64, "window": pl.Int64, "rank": pl.Int64,
-    "start_ns": pl.Int64,
-}  # fmt: skip
+PHASE_COLUMNS = schema.columns("rank phase kind concurrent_kind calls overlapped_ns judged_ns lost_ns")
+CALL_COLUMNS = schema.columns("kind concurrent_kind lost_ns dur_ns alone_ns name unit phase step window rank start_ns")
 FACTS: tuple[Fact, ...] = (
     contention.by_step, contention.by_kernel, contention.preparation, collective_contention.calls,
 )  # fmt: skip
@@ -35,7 +29,7 @@ def by_phase(run: Run) -> pl.DataFrame:
         for part in (run.table(contention.by_step), run.run_table(collective_contention.by_step))
     )
     summed = both.group_by(key).agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
-    return summed.select(pl.col(name).cast(dtype) for name, dtype in PHASE_COLUMNS.items()).sort(key)
+    return schema.select(summed, PHASE_COLUMNS).sort(key)
 
 
 def costliest_calls(run: Run) -> pl.DataFrame:
@@ -60,15 +54,8 @@ def costliest_calls(run: Run) -> pl.DataFrame:
     lost_ns = pl.col("dur_ns") - pl.col("alone_ns")
     parts = (prepared.with_columns(lost_ns=lost_ns), kernels.with_columns(lost_ns=lost_ns), calls)
     return (
-        pl.concat(_conformed(part) for part in parts)
+        pl.concat(schema.conform(part, CALL_COLUMNS) for part in parts)
         .filter(pl.col("lost_ns") > 0)
         .sort("lost_ns", "start_ns", descending=[True, False])
         .head(MAX_CALLS)
-    )
-
-
-def _conformed(part: pl.DataFrame) -> pl.DataFrame:
-    return part.select(
-        (pl.col(name) if name in part.columns else pl.lit(None)).cast(dtype).alias(name)
-        for name, dtype in CALL_COLUMNS.items()
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from tracekit import conventions
+from tracekit.model import schema
 from tracekit.model.trace import Trace
 
 COLUMNS = {"step": pl.Int64, "phase": pl.String, "name": pl.String, "flops": pl.Float64}
@@ -41,7 +42,7 @@ def flops(trace: Trace) -> pl.DataFrame:
     known = kinds.with_columns(pl.Series("flops", each, pl.Float64))
     joined = counted.join(known, on=["name", "shapes"]).with_columns(pl.col("flops") * pl.col("len"))
     sums = joined.group_by("step", "phase", "name").agg(pl.col("flops").sum())
-    return sums.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()).sort("step", "phase", "name")
+    return schema.select(sums, COLUMNS).sort("step", "phase", "name")
 
 
 def _of_op(name: str, shapes: str) -> float:

@@ -5,14 +5,12 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import backward_passes
-from tracekit.model import nesting
+from tracekit.model import nesting, schema
 from tracekit.model.trace import Trace
 
-COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "backward": pl.Int64, "region": pl.Int64, "unit": pl.String,
-    "evidence": pl.String, "kernels": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "compute_ns": pl.Int64,
-    "activation_bytes": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns(
+    "step device backward region unit evidence kernels start_ns dur_ns compute_ns activation_bytes"
+)
 CHECKPOINT_NODE, FORWARD_OPS = "checkpoint_node", "forward_ops"
 _REENTRANT = r"^CheckpointFunctionBackward$"
 _NODE = r"^autograd::engine::evaluate_function: |Backward\d*$"
@@ -51,7 +49,7 @@ def regions(trace: Trace) -> pl.DataFrame:
         pl.col("dur_ns").sum().alias("compute_ns"),
     )
     placed = _in_passes(found, trace).with_columns(_allocated(found.sort("from_ns"), trace))
-    return placed.sort("start_ns").select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+    return placed.sort("start_ns").pipe(schema.select, COLUMNS)
 
 
 def recomputed_activities(trace: Trace) -> pl.DataFrame:

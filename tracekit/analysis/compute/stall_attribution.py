@@ -4,14 +4,12 @@ import polars as pl
 
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
 COMMUNICATION, COMPUTE = GAP_KINDS = ("communication", "compute")
-COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String,
-    "gap_kind": pl.String, "cause": pl.String, "detail": pl.String, "pieces": pl.Int64, "dur_ns": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns("window rank device step phase gap_kind cause detail pieces dur_ns")
 _PLACE = ("device", "step", "phase", "cause", "detail")
 
 
@@ -32,7 +30,7 @@ def by_cause(run: Run) -> pl.DataFrame:
     idle = _summed(run.run_table(compute_gap_causes.compute_gap_causes_across), place).with_columns(
         gap_kind=pl.lit(COMPUTE)
     )
-    both = pl.concat(part.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()) for part in (quiet, idle))
+    both = pl.concat(schema.select(part, COLUMNS) for part in (quiet, idle))
     return both.sort("gap_kind", "window", "rank", "device", "step", "phase", "dur_ns", descending=[False] * 6 + [True])
 
 

@@ -8,7 +8,7 @@ from tracekit import conventions
 from tracekit.analysis.compute import flops
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.trace import Trace
 
@@ -41,9 +41,7 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
         pl.lit("exposed_communication_ns")
     )  # fmt: skip
     samples = keys.with_columns(metric.alias("metric"), pl.Series("value", sums, pl.Float64))
-    return samples.select(pl.col(name).cast(dtype) for name, dtype in UNIT_COLUMNS.items()).sort(
-        "unit", "metric", "step"
-    )
+    return schema.select(samples, UNIT_COLUMNS).sort("unit", "metric", "step")
 
 
 def work(trace: Trace) -> pl.DataFrame:
@@ -103,7 +101,7 @@ def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
     at = [pl.when(index >= 0).then(amounts.get(index.clip(0), null_on_oob=True)).otherwise(0) for index in middle]
     found = sums.group_by(place).agg(((at[0] + at[1]) / 2).alias("amount"))
     return (
-        found.select(pl.col(name).cast(dtype) for name, dtype in WORK_COLUMNS.items())
+        schema.select(found, WORK_COLUMNS)
         .filter(pl.col("amount") > 0)
         .sort("kind", "amount", *place[1:], descending=[False, True, False, False])
     )

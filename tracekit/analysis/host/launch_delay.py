@@ -6,16 +6,11 @@ from tracekit import conventions
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.time import breakdown, host_state, launches
+from tracekit.model import schema
 from tracekit.model.trace import Trace
 
-GAP_COLUMNS = {
-    "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "name": pl.String,
-    "nth": pl.Int64, "detail": pl.String, "synced": pl.Boolean, "start_ns": pl.Int64, "dur_ns": pl.Int64,
-}  # fmt: skip
-READ_COLUMNS = {
-    "step": pl.Int64, "phase": pl.String, "unit": pl.String, "name": pl.String, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64,
-}  # fmt: skip
+GAP_COLUMNS = schema.columns("gap device step phase unit name nth detail synced start_ns dur_ns", synced=pl.Boolean)
+READ_COLUMNS = schema.columns("step phase unit name start_ns dur_ns")
 _KEY = ("gap", "detail")
 
 
@@ -45,7 +40,7 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         .join(dry, on="gap", how="left", maintain_order="left")
         .join(_places(trace), on="activity_id", how="left", maintain_order="left")
         .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
-        .select(pl.col(name).cast(dtype) for name, dtype in GAP_COLUMNS.items())
+        .pipe(schema.select, GAP_COLUMNS)
     )
 
 

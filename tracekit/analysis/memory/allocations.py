@@ -9,36 +9,25 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.memory import owners
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.trace import Trace
 
-BLOCK_COLUMNS = {
-    "device": pl.Int64, "address": pl.Int64, "bytes": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64,
-    "lifetime_ns": pl.Int64, "start_event": pl.Int64, "end_event": pl.Int64, "op": pl.String, "step": pl.Int64,
-    "phase": pl.String, "unit": pl.String, "span": pl.String, "op_id": pl.Int64, "end_step": pl.Int64,
-    "freed": pl.Boolean,
-}  # fmt: skip
-LIVE_COLUMNS = {
-    "device": pl.Int64, "event": pl.Int64, "at_ns": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
-    "live_bytes": pl.Int64, "reserved_bytes": pl.Int64, "slack_bytes": pl.Int64, "total": pl.Boolean,
-}  # fmt: skip
-PEAK_COLUMNS = {
-    "device": pl.Int64, "at_ns": pl.Int64, "peak_bytes": pl.Int64, "op": pl.String, "phase": pl.String,
-    "unit": pl.String, "module": pl.String, "stack": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64,
-    "peak_ratio": pl.Float64,
-}  # fmt: skip
-CHURN_COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_bytes": pl.Int64,
-    "churn_ratio": pl.Float64, "distinct_sizes": pl.Int64,
-}  # fmt: skip
-NEW_SIZE_COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
-    "phase": pl.String, "unit": pl.String,
-}  # fmt: skip
-DEVICE_PEAK_COLUMNS = {
-    "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
-    "headroom_bytes": pl.Int64, "slack_bytes": pl.Int64,
-}  # fmt: skip
+BLOCK_COLUMNS = schema.columns(
+    "device address bytes start_ns end_ns lifetime_ns start_event end_event op step phase unit span op_id "
+    "end_step freed",
+    freed=pl.Boolean,
+)
+LIVE_COLUMNS = schema.columns(
+    "device event at_ns step phase unit live_bytes reserved_bytes slack_bytes total", total=pl.Boolean
+)
+PEAK_COLUMNS = schema.columns(
+    "device at_ns peak_bytes op phase unit module stack step count bytes peak_ratio", stack=pl.String
+)
+CHURN_COLUMNS = schema.columns("step device count bytes peak_bytes churn_ratio distinct_sizes")
+NEW_SIZE_COLUMNS = schema.columns("step device start_ns dur_ns bytes phase unit")
+DEVICE_PEAK_COLUMNS = schema.columns(
+    "device peak_allocated_bytes peak_reserved_bytes memory_bytes headroom_bytes slack_bytes"
+)
 _OWNER = ("op", "phase", "unit", "module", "stack", "step")
 _UNSPLIT_BYTES = 1 << 20
 """A device block may exceed its request by this much: the allocator does not split off less."""
@@ -55,9 +44,7 @@ def blocks(trace: Trace) -> pl.DataFrame:
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
     found = match_blocks(events)
     found = found.join(owners.of_ops(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
-    return found.select(pl.col(name).cast(dtype) for name, dtype in BLOCK_COLUMNS.items()).sort(
-        "start_event", nulls_last=False, maintain_order=True
-    )
+    return schema.select(found, BLOCK_COLUMNS).sort("start_event", nulls_last=False, maintain_order=True)
 
 
 def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
@@ -103,7 +90,7 @@ def live(trace: Trace) -> pl.DataFrame:
     wide = events.with_columns(
         live_bytes=live_bytes, total=stated, reserved_bytes=reserved, slack_bytes=reserved - live_bytes
     )
-    return wide.select(pl.col(name).cast(dtype) for name, dtype in LIVE_COLUMNS.items())
+    return schema.select(wide, LIVE_COLUMNS)
 
 
 def at_peak(trace: Trace) -> pl.DataFrame:
@@ -147,7 +134,7 @@ def peaks(trace: Trace) -> pl.DataFrame:
     wide = top.join(memory, on="device", how="left").with_columns(
         headroom_bytes=pl.col("memory_bytes") - pl.col("peak_reserved_bytes")
     )
-    return wide.select(pl.col(name).cast(dtype) for name, dtype in DEVICE_PEAK_COLUMNS.items()).sort("device")
+    return schema.select(wide, DEVICE_PEAK_COLUMNS).sort("device")
 
 
 def churn(trace: Trace) -> pl.DataFrame:
@@ -165,7 +152,7 @@ def churn(trace: Trace) -> pl.DataFrame:
     wide = wide.with_columns(pl.col("count", "bytes", "distinct_sizes").fill_null(0)).with_columns(
         churn_ratio=pl.when(pl.col("peak_bytes") > 0).then(pl.col("bytes") / pl.col("peak_bytes"))
     )
-    return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step", "device")
+    return schema.select(wide, CHURN_COLUMNS).sort("step", "device")
 
 
 def new_sizes(trace: Trace) -> pl.DataFrame:
@@ -189,7 +176,7 @@ def new_sizes(trace: Trace) -> pl.DataFrame:
             dated.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
         )
     new = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
-    return new.select(pl.col(name).cast(dtype) for name, dtype in NEW_SIZE_COLUMNS.items())
+    return schema.select(new, NEW_SIZE_COLUMNS)
 
 
 def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
@@ -234,4 +221,4 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
         peak_ratio=pl.col("bytes") / peak_bytes,
     )  # fmt: skip
     ordered = wide.sort("bytes", *_OWNER, descending=[True, *[False] * len(_OWNER)])
-    return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())
+    return schema.select(ordered, PEAK_COLUMNS)

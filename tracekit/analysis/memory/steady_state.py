@@ -6,7 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.trace import Trace
 
@@ -14,17 +14,9 @@ _DEVICE_CALL = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMallo
 _MIB = 1 << 20
 _CALL_AGO_NS = 100_000_000
 
-CALL_COLUMNS = {
-    "step": pl.Int64, "name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "stalled_ns": pl.Int64,
-}  # fmt: skip
-STALL_COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "duration_ns": pl.Int64, "calls": pl.Int64,
-    "host_ns": pl.Int64, "stalled_ns": pl.Int64,
-}  # fmt: skip
-REGROWTH_COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
-    "idle_bytes": pl.Int64, "grown_bytes": pl.Int64, "stalled_ns": pl.Int64, "reserved_bytes": pl.Int64,
-}  # fmt: skip
+CALL_COLUMNS = schema.columns("step name start_ns dur_ns stalled_ns")
+STALL_COLUMNS = schema.columns("step device start_ns duration_ns calls host_ns stalled_ns")
+REGROWTH_COLUMNS = schema.columns("step device start_ns dur_ns bytes idle_bytes grown_bytes stalled_ns reserved_bytes")
 RETRY_COLUMNS = {"step": pl.Int64, "retries": pl.Int64, "step_time_ns": pl.Int64}
 
 
@@ -107,7 +99,7 @@ def regrowth(trace: Trace) -> pl.DataFrame:
     calls = device_calls(trace).select("stalled_ns", call_ns="start_ns").sort("call_ns")
     last = grew.sort("start_ns").join_asof(calls, left_on="start_ns", right_on="call_ns", tolerance=_CALL_AGO_NS)
     filled = last.with_columns(pl.col("stalled_ns").fill_null(0))
-    return filled.select(pl.col(name).cast(dtype) for name, dtype in REGROWTH_COLUMNS.items())
+    return schema.select(filled, REGROWTH_COLUMNS)
 
 
 def unit_buffers(trace: Trace) -> pl.DataFrame:

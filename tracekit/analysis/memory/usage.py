@@ -5,16 +5,11 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.memory import allocations
+from tracekit.model import schema
 from tracekit.model.trace import Trace
 
-OWNER_COLUMNS = {
-    "device": pl.Int64, "owner_kind": pl.String, "owner": pl.String, "at_ns": pl.Int64, "bytes": pl.Int64,
-    "live_bytes": pl.Int64, "reserved_bytes": pl.Int64,
-}  # fmt: skip
-LIFETIME_COLUMNS = {
-    "device": pl.Int64, "low_bytes": pl.Int64, "high_bytes": pl.Int64, "low_ns": pl.Int64, "high_ns": pl.Int64,
-    "count": pl.Int64, "bytes": pl.Int64, "op": pl.String,
-}  # fmt: skip
+OWNER_COLUMNS = schema.columns("device owner_kind owner at_ns bytes live_bytes reserved_bytes", owner=pl.String)
+LIFETIME_COLUMNS = schema.columns("device low_bytes high_bytes low_ns high_ns count bytes op")
 EARLIER, OTHERS = "from before", "others"
 _NO_OWNER = {"phase": "outside phases", "unit": "outside units", "op": "outside ops"}
 _ROOT = "root"
@@ -73,9 +68,7 @@ def lifetime_histogram(blocks: pl.DataFrame) -> pl.DataFrame:
     of_op = cells.group_by(*key, "op").agg(pl.len().alias("count"), pl.col("bytes").sum())
     ordered = of_op.sort("bytes", "op", descending=[True, False])
     named = ordered.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), pl.col("op").first())
-    return named.select(pl.col(name).cast(dtype) for name, dtype in LIFETIME_COLUMNS.items()).sort(
-        "device", "low_bytes", "low_ns", nulls_last=True
-    )
+    return schema.select(named, LIFETIME_COLUMNS).sort("device", "low_bytes", "low_ns", nulls_last=True)
 
 
 def _cell(values: Ints, edges: Ints) -> tuple[Ints, Ints]:
@@ -113,7 +106,7 @@ def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> p
         moments.with_columns(owner_kind=pl.lit(owner_kind), owner=pl.lit(name), bytes=pl.Series(values, dtype=pl.Int64))
         for name, values in shown.items()
     ]
-    return pl.concat(parts).select(pl.col(name).cast(dtype) for name, dtype in OWNER_COLUMNS.items())
+    return pl.concat(parts).pipe(schema.select, OWNER_COLUMNS)
 
 
 def _live_bytes_at(blocks: pl.DataFrame, events: Ints) -> Ints:

@@ -4,15 +4,12 @@ import polars as pl
 
 from tracekit.analysis.communication import collective_instances, exposed_communication
 from tracekit.analysis.time import breakdown
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.run import Run
 from tracekit.sync import alignment
 
 COMPUTE, TRANSFER, WAITING, COPY = STATES = ("compute", "transfer", "waiting", "copy")
-COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "state": pl.String, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64, "op": pl.String, "unit": pl.String, "peer_rank": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns("window rank device state start_ns dur_ns op unit peer_rank")
 _OF = ("window", "rank", "device")
 _KEY = ["window", "rank", "activity_id"]
 
@@ -32,7 +29,7 @@ def states(run: Run) -> pl.DataFrame:
         labelled = _device_states(device_spans, calls.get(place)).with_columns(
             pl.lit(value, pl.Int64).alias(name) for name, value in where
         )
-        parts.append(labelled.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+        parts.append(schema.select(labelled, COLUMNS))
     shifted = alignment.on_run_clock(pl.concat(parts), run.offsets, ("start_ns",))
     return shifted.select(*COLUMNS).sort("window", "rank", "device", "start_ns")
 

@@ -3,15 +3,15 @@
 import polars as pl
 
 from tracekit.analysis.memory import snapshot_files
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 
-COLUMNS = {
-    "on_device": pl.Boolean, "steps": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64,
-    "span_ns": pl.Int64, "activities": pl.Int64, "linked": pl.Int64, "phased": pl.Int64, "ops": pl.Int64,
-    "shaped": pl.Int64, "stacked": pl.Int64, "collectives": pl.Int64, "sized": pl.Int64, "grouped": pl.Int64,
-    "sequenced": pl.Int64, "syncs": pl.Int64, "allocations": pl.Int64, "checkpoints": pl.Int64, "metrics": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns(
+    "on_device steps first_step last_step span_ns activities linked phased ops shaped stacked collectives sized "
+    "grouped sequenced syncs allocations checkpoints metrics",
+    on_device=pl.Boolean,
+)
 MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
     "missing": pl.String, "ranks": pl.List(pl.Int64), "consequence": pl.String, "how_to_record": pl.String,
 }  # fmt: skip

@@ -4,15 +4,14 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import breakdown, exposure, launches
+from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 START_COLUMNS = {"device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "launched_ns": pl.Int64}
-REDUCTION_COLUMNS = {
-    "device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "backward_count": pl.Int64, "lane": pl.Int64,
-    "op": pl.String, "group": pl.String, "dtype": pl.String, "unit": pl.String, "bytes": pl.Int64,
-    "activity_id": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "exposed_ns": pl.Int64,
-}  # fmt: skip
+REDUCTION_COLUMNS = schema.columns(
+    "device step backward backward_count lane op group dtype unit bytes activity_id start_ns dur_ns exposed_ns"
+)
 REDUCING = ("all_reduce", "reduce_scatter")
 _KEY = ("op", "group", "bytes")
 _MIN_FORWARD_RATIO = 0.05
@@ -67,9 +66,7 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
         on="launched_ns", by=["_device", "step"], check_sortedness=False,
     )  # fmt: skip
     in_pass = placed.drop_nulls("backward").join(counts, on=["device", "step"], how="left", nulls_equal=True)
-    return exposure.with_exposure(trace, in_pass.sort("start_ns")).select(
-        pl.col(name).cast(dtype) for name, dtype in REDUCTION_COLUMNS.items()
-    )
+    return exposure.with_exposure(trace, in_pass.sort("start_ns")).pipe(schema.select, REDUCTION_COLUMNS)
 
 
 def _reducing(trace: Trace) -> pl.DataFrame:

@@ -5,26 +5,17 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.trace import Trace
 
 COPY_KINDS = ("memcpy", "memset")
 
 _INT = pl.Int64
-COLUMNS = {
-    "step": _INT,
-    "device": _INT,
-    "start_ns": _INT,
-    "duration_ns": _INT,
-    "compute_ns": _INT,
-    "communication_ns": _INT,
-    "copy_ns": _INT,
-    "overlapped_ns": _INT,
-    "exposed_communication_ns": _INT,
-    "exposed_copy_ns": _INT,
-    "idle_ns": _INT,
-}
+COLUMNS = schema.columns(
+    "step device start_ns duration_ns compute_ns communication_ns copy_ns overlapped_ns exposed_communication_ns "
+    "exposed_copy_ns idle_ns"
+)
 
 COMPUTE, EXPOSED_COMMUNICATION, EXPOSED_COPY = PARTS = ("compute", "exposed_communication", "exposed_copy")
 SPAN_COLUMNS = {"device": _INT, "part": pl.String, "start_ns": _INT, "dur_ns": _INT}

@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import inferred_dependencies
+from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.schema import Column, Table
 from tracekit.model.sweep_line import Ints
@@ -31,12 +32,10 @@ DEPENDENCIES = Table(
         Column("inferred", pl.Boolean(), "", "Whether it is inferred from order and times, not recorded."),
     ),
 )
-ITEM_COLUMNS = {
-    "item": pl.Int64, "is_wait": pl.Boolean, "ref": pl.Int64, "launch_id": pl.Int64, "device": pl.Int64,
-    "lane": pl.Int64, "kind": pl.String, "name": pl.String, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
-    "span": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64, "launched_ns": pl.Int64,
-    "launched_reach_ns": pl.Int64, "previous": pl.Int64,
-}  # fmt: skip
+ITEM_COLUMNS = schema.columns(
+    "item is_wait ref launch_id device lane kind name step phase unit span start_ns end_ns launched_ns "
+    "launched_reach_ns previous"
+)
 WAIT_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
 _NEVER = np.iinfo(np.int64).min // 2
 
@@ -108,9 +107,7 @@ def lane_items(trace: Trace) -> pl.DataFrame:
         "lane", "launched_reach_ns", "is_wait", "start_ns", "ref", maintain_order=True
     )
     numbered = both.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("item"))
-    return numbered.with_columns(_previous(numbered)).select(
-        pl.col(name).cast(dtype) for name, dtype in ITEM_COLUMNS.items()
-    )
+    return numbered.with_columns(_previous(numbered)).pipe(schema.select, ITEM_COLUMNS)
 
 
 @memoize
@@ -123,7 +120,7 @@ def item_waits(trace: Trace) -> pl.DataFrame:
     recorded = _event_waits(trace, items)
     parts = [recorded] if recorded.height else [inferred_dependencies.event_waits(trace, items)]
     parts += [inferred_dependencies.communicator_order(trace, items), inferred_dependencies.start_order(items)]
-    return pl.concat([part.select(pl.col(n).cast(t) for n, t in WAIT_COLUMNS.items()) for part in parts])
+    return pl.concat([schema.select(part, WAIT_COLUMNS) for part in parts])
 
 
 @memoize

@@ -5,19 +5,13 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import breakdown, launches
-from tracekit.model import intervals
+from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
-COMMUNICATION_COLUMNS = {
-    "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64,
-    "collective_id": pl.Int64, "name": pl.String, "op": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64,
-}  # fmt: skip
-COMPUTE_COLUMNS = {
-    "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64,
-    "activity_id": pl.Int64, "name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64,
-}  # fmt: skip
+COMMUNICATION_COLUMNS = schema.columns("gap device step phase unit lane collective_id name op start_ns dur_ns")
+COMPUTE_COLUMNS = schema.columns("gap device step phase unit lane activity_id name start_ns dur_ns")
 
 
 @memoize
@@ -93,7 +87,6 @@ def _idle(compute: pl.DataFrame, windows: pl.DataFrame, device: int | None) -> p
     )
 
 
-def _numbered(parts: list[pl.DataFrame], columns: dict[str, type[pl.DataType]]) -> pl.DataFrame:
-    named = [name for name in columns if name != "gap"]
-    found = pl.concat([part.select(pl.col(name).cast(columns[name]) for name in named) for part in parts])
-    return found.sort("device", "start_ns").select(pl.int_range(pl.len()).cast(pl.Int64).alias("gap"), *named)
+def _numbered(parts: list[pl.DataFrame], columns: schema.ColumnTypes) -> pl.DataFrame:
+    found = pl.concat([schema.conform(part, columns) for part in parts]).sort("device", "start_ns")
+    return found.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("gap"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
@@ -206,5 +207,5 @@ def _waits(waiting: Ints, awaited: Ints, how: str) -> pl.DataFrame:
             },
         )
         .with_columns(pl.lit(how).alias("kind"), pl.lit(True).alias("inferred"))
-        .select(pl.col(n).cast(t) for n, t in _COLUMNS.items())
+        .pipe(schema.select, _COLUMNS)
     )

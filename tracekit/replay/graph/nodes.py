@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph import host_time
 
@@ -34,15 +35,12 @@ def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
     with_ids = every.with_columns(
         pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing)
     )
-    return with_ids.select(
-        pl.col(name).cast(dtype) if name in with_ids.columns else pl.lit(None, dtype).alias(name)
-        for name, dtype in NODE_COLUMNS.items()
-    )
+    return schema.conform(with_ids, NODE_COLUMNS)
 
 
 def conform_edges(found: pl.DataFrame) -> pl.DataFrame:
     """Return edges with all edge columns."""
-    return found.select(pl.col(name).cast(dtype) for name, dtype in EDGE_COLUMNS.items())
+    return schema.select(found, EDGE_COLUMNS)
 
 
 def edge_table(waiting: Ints, awaited: Ints, how: str, *, inferred: bool, lag_ns: Ints | int = 0) -> pl.DataFrame:

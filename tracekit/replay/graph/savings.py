@@ -6,19 +6,14 @@ from weakref import WeakKeyDictionary
 
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, contention_update, dependency_graph, steps
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
 from tracekit.replay.graph.transforms import CONTENTION_TRANSFORMS, TRANSFORMS, in_order
 
-STEP_COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "device": pl.Int64, "duration_ns": pl.Int64,
-    "replayed_ns": pl.Int64, "without_ns": pl.Int64, "saved_ns": pl.Int64,
-}  # fmt: skip
-BY_RANK_COLUMNS = {
-    "cause": pl.String, "rank": pl.Int64, "duration_ns": pl.Int64, "replayed_ns": pl.Int64, "without_ns": pl.Int64,
-    "saved_ns": pl.Int64,
-}  # fmt: skip
+STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns without_ns saved_ns")
+BY_RANK_COLUMNS = schema.columns("cause rank duration_ns replayed_ns without_ns saved_ns")
 AND = " and "
 """Joins the names of causes that are removed together."""
 MAX_ERROR_RATIO = 0.02

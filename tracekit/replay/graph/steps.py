@@ -3,13 +3,11 @@
 import numpy as np
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.dependency_graph import Graph, Replay
 
-COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "device": pl.Int64, "duration_ns": pl.Int64,
-    "replayed_ns": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns("window rank step device duration_ns replayed_ns")
 
 
 def durations(graph: Graph, played: Replay) -> pl.DataFrame:
@@ -30,7 +28,7 @@ def durations(graph: Graph, played: Replay) -> pl.DataFrame:
         pl.lit(graph.window, pl.Int64).alias("window"),
         (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
         (pl.coalesce(until, "own_end") - pl.col("begin")).alias("replayed_ns"),
-    ).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+    ).pipe(schema.select, COLUMNS)
 
 
 def by_rank(table: pl.DataFrame) -> pl.DataFrame:

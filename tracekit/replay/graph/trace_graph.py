@@ -9,6 +9,7 @@ import polars as pl
 
 from tracekit.analysis.compute import concurrency, recomputation
 from tracekit.analysis.time import breakdown, dependencies, launches
+from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
@@ -88,14 +89,11 @@ def preparation(trace: Trace) -> pl.DataFrame:
         placed = found.join(made, left_on="id", right_on="ref", maintain_order="left").join(
             made.rename({"node": "collective"}), left_on="collective_id", right_on="ref", maintain_order="left"
         )
-        parts.append(placed.select(pl.col(name).cast(dtype) for name, dtype in _PREPARATION.items()))
+        parts.append(schema.select(placed, _PREPARATION))
     return pl.concat(parts)
 
 
-_PREPARATION = {
-    "node": pl.Int64, "collective": pl.Int64, "overlapped_ns": pl.Int64, "alone_ns": pl.Int64,
-    "message_bytes": pl.Int64,
-}  # fmt: skip
+_PREPARATION = schema.columns("node collective overlapped_ns alone_ns message_bytes")
 
 
 # A device ------------------------------------------------------------------------------------------------------------

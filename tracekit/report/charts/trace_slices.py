@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit import conventions
-from tracekit.model import escaping, units
+from tracekit.model import escaping, schema, units
 from tracekit.model.intervals import Window
 from tracekit.model.trace import Trace
 from tracekit.report import trace_tracks, track_nesting
@@ -22,11 +22,7 @@ EVIDENCE_TRACK = "findings"
 MAX_DEPTH = 7
 MAX_HOST_TRACKS = 3
 PHASE_TRACK = "phases"
-COLUMNS = {
-    "track": pl.Int64, "track_name": pl.String, "depth": pl.Int64, "kind": pl.String, "name": pl.String,
-    "start_ns": pl.Int64, "dur_ns": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
-    "bytes": pl.Int64, "count": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns("track track_name depth kind name start_ns dur_ns step phase unit bytes count")
 _HOST_KINDS = ("cpu_op", "annotation", "runtime", "overhead")
 _EVIDENCE_PX = 31
 _ROW_PX = 22
@@ -102,7 +98,7 @@ def visible_slices(trace: Trace, window: Window, *, max_depth: int = MAX_DEPTH) 
     shown = shown.with_columns(pl.lit(1, pl.Int64).alias("count"), pl.col("track").rank("dense").cast(pl.Int64) - 1)
     depth = track_nesting.rows(*(shown[name].to_numpy() for name in ("track", "start_ns", "dur_ns")))
     return (
-        _conform(shown.with_columns(pl.Series("depth", depth)))
+        schema.conform(shown.with_columns(pl.Series("depth", depth)), COLUMNS)
         .filter(pl.col("depth") < max_depth)
         .sort("track", "start_ns", "depth")
     )
@@ -151,14 +147,7 @@ def _merge(table: pl.DataFrame, quantum_ns: int) -> pl.DataFrame:
         )
         .with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns"))
     )
-    return pl.concat([table.filter(~short), _conform(merged)]).sort("track", "start_ns", "depth")
-
-
-def _conform(table: pl.DataFrame) -> pl.DataFrame:
-    present = set(table.columns)
-    return table.select(
-        (pl.col(name) if name in present else pl.lit(None)).cast(dtype).alias(name) for name, dtype in COLUMNS.items()
-    )
+    return pl.concat([table.filter(~short), schema.conform(merged, COLUMNS)]).sort("track", "start_ns", "depth")
 
 
 def _rows(table: pl.DataFrame, *, first_y: float) -> pl.DataFrame:
@@ -175,7 +164,7 @@ def _marks(evidence: pl.DataFrame | None, window: Window) -> pl.DataFrame:
     inside = evidence.filter(pl.col("start_ns") < window[1], ends_ns > window[0])
     longest = inside.sort("dur_ns", descending=True).head(MAX_MARKS)
     named = longest if "name" in longest.columns else longest.with_columns(name=pl.lit("evidence"))
-    return _conform(named.with_columns(count=pl.lit(1)))
+    return schema.conform(named.with_columns(count=pl.lit(1)), COLUMNS)
 
 
 def _placed(table: pl.DataFrame, window: Window, origin_ns: int) -> pl.DataFrame:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import polars as pl
 
 from tracekit.analysis.time import dependencies
+from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -12,10 +13,7 @@ from tracekit.report.timeline import lookup
 from tracekit.report.timeline.collective_peers import peers
 from tracekit.report.timeline.scene import Scene
 
-ARROWS = {
-    "from_track": pl.Int64, "from_row": pl.Int64, "from_id": pl.Int64, "from_ns": pl.Int64,
-    "to_track": pl.Int64, "to_row": pl.Int64, "to_id": pl.Int64, "to_ns": pl.Int64, "how": pl.String,
-}  # fmt: skip
+ARROWS = schema.columns("from_track from_row from_id from_ns to_track to_row to_id to_ns how", how=pl.String)
 LAUNCH, FORWARD, EVENT, SYNC, COLLECTIVE = ARROW_KINDS = ("launch", "forward", "event", "sync", "collective")
 """Host slice to launched work; forward op to its backward op; event to the stream that waits for it; work to the host
 call that waits for it; last rank of a collective, or sender, to the ranks that waited."""

@@ -2,15 +2,13 @@
 
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.report.timeline import lookup
 from tracekit.report.timeline.scene import Scene
 from tracekit.sync import alignment, collective_matching
 
-PEERS = {
-    "rank": pl.Int64, "track": pl.Int64, "row": pl.Int64, "id": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64,
-    "wait_ns": pl.Int64,
-}  # fmt: skip
+PEERS = schema.columns("rank track row id start_ns dur_ns wait_ns")
 MAX_PEERS = 64
 
 

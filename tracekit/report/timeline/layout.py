@@ -13,16 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import Trace
 from tracekit.report import trace_tracks, track_nesting
 
-TRACKS = {
-    "group": pl.String, "label": pl.String, "role": pl.String, "source": pl.String, "lane": pl.Int64, "rows": pl.Int64,
-}  # fmt: skip
-BANDS = {
-    "rank": pl.Int64, "kind": pl.String, "name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64,
-}  # fmt: skip
+TRACKS = schema.columns("group label role source lane rows")
+BANDS = schema.columns("rank kind name start_ns end_ns")
 STEP, UNIT = "step", "unit"
 """Kinds of bands."""
 
@@ -117,4 +114,4 @@ def _units(trace: Trace, to_run_clock: ToRunClock) -> pl.DataFrame:
 def _banded(trace: Trace, kind: str, rows: pl.DataFrame, to_run_clock: ToRunClock) -> pl.DataFrame:
     times = [pl.Series(name, to_run_clock(rows[name].to_numpy()), pl.Int64) for name in ("start_ns", "end_ns")]
     spans = rows.with_columns(*times, pl.lit(trace.rank, pl.Int64).alias("rank"), pl.lit(kind).alias("kind"))
-    return spans.select(pl.col(name).cast(dtype) for name, dtype in BANDS.items()).sort("start_ns", "end_ns")
+    return schema.select(spans, BANDS).sort("start_ns", "end_ns")

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.nesting import Ints
 from tracekit.report.timeline.scene import Scene
 from tracekit.report.timeline.trace_part import Part
 from tracekit.report.timeline.viewport import view
 
-PLACES = {
-    "track": pl.Int64, "row": pl.Int64, "id": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "name_id": pl.Int64,
-}  # fmt: skip
+PLACES = schema.columns("track row id start_ns dur_ns name_id")
 _NEAR_NS = 2  # the drift of a clock may be rounded in two ways
 
 
@@ -47,7 +46,7 @@ def slice_near(scene: Scene, rank: int, source: str, id: int, at_ns: int) -> dic
     """
     begin_ns, end_ns = at_ns - _NEAR_NS, at_ns + _NEAR_NS + 1
     slices = view(scene, (begin_ns, end_ns), end_ns - begin_ns, _tracks(scene, rank, source)).filter(pl.col("id") == id)
-    return None if slices.is_empty() else slices.select(pl.col(n).cast(t) for n, t in PLACES.items()).row(0, named=True)
+    return None if slices.is_empty() else schema.select(slices, PLACES).row(0, named=True)
 
 
 def _tracks(scene: Scene, rank: int, source: str) -> list[int]:
@@ -58,4 +57,4 @@ def _table(part: Part, places: Ints) -> pl.DataFrame:
     slices, segments = part.slices[places], part.segments_of(places)
     columns = {name: segments[name] for name in ("track", "row")}
     columns |= {name: slices[name] for name in ("id", "start_ns", "dur_ns")} | {"name_id": slices["name"]}
-    return pl.DataFrame(columns).select(pl.col(name).cast(dtype) for name, dtype in PLACES.items())
+    return pl.DataFrame(columns).pipe(schema.select, PLACES)

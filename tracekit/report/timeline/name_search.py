@@ -6,15 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.nesting import Ints
 from tracekit.report.timeline import ranges
 from tracekit.report.timeline.mapped_file import Array
 from tracekit.report.timeline.scene import Scene
 from tracekit.report.timeline.trace_part import Part
 
-MATCHES = {
-    "track": pl.Int32, "row": pl.Int32, "id": pl.Int32, "start_ns": pl.Int64, "dur_ns": pl.Int64, "name": pl.String,
-}  # fmt: skip
+MATCHES = schema.columns("track row id start_ns dur_ns name", track=pl.Int32, row=pl.Int32, id=pl.Int32)
 _FEW = 16
 
 
@@ -77,6 +76,4 @@ def _table(scene: Scene, part: Part, places: Ints) -> pl.DataFrame:
     columns = {name: segments[name] for name in ("track", "row")}
     columns |= {name: slices[name] for name in ("id", "start_ns", "dur_ns")}
     named = scene.names["name"].gather(slices["name"].astype(np.int64))
-    return pl.DataFrame(columns).with_columns(named.alias("name")).select(
-        pl.col(name).cast(dtype) for name, dtype in MATCHES.items()
-    )  # fmt: skip
+    return pl.DataFrame(columns).with_columns(named.alias("name")).pipe(schema.select, MATCHES)

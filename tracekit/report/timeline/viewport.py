@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.intervals import Window
 from tracekit.model.nesting import Flags, Ints
 from tracekit.report.timeline import ranges
@@ -120,4 +121,4 @@ def _table(scene: Scene, found: Sequence[_Columns]) -> pl.DataFrame:
     named = columns.pop("name")
     id_or_null = pl.when(pl.col("id") != _MERGED).then("id").alias("id")
     table = pl.DataFrame(columns | {"name_id": named, "kind": scene.kinds[named]}).with_columns(id_or_null)
-    return table.select(pl.col(name).cast(dtype) for name, dtype in VIEW.items())
+    return schema.select(table, VIEW)

@@ -6,14 +6,12 @@ import polars as pl
 
 from tracekit.analysis.memory import allocations
 from tracekit.errors import InputError
+from tracekit.model import schema
 from tracekit.model.trace import Trace
 from tracekit.replay.allocator import BlockState, SegmentState, playback
 from tracekit.replay.allocator.playback import History
 
-COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "kind": pl.String, "units": pl.Int64, "count": pl.Int64, "bytes": pl.Int64,
-    "held_bytes": pl.Int64, "buffer_bytes": pl.Int64, "buffers_bytes": pl.Int64,
-}  # fmt: skip
+COLUMNS = schema.columns("step device kind units count bytes held_bytes buffer_bytes buffers_bytes")
 BUFFERS = 2
 _KINDS = {"weights": "all_gather", "gradients": "reduce"}
 
@@ -39,7 +37,7 @@ def alternating(trace: Trace) -> pl.DataFrame:
     sums = found.group_by(key).agg(count=pl.len(), bytes=pl.col("bytes").sum())
     wide = wide.join(sums, on=key, nulls_equal=True).join(_peak_allocated(found, key), on=key, nulls_equal=True)
     wide = wide.filter(pl.col("units") > BUFFERS).with_columns(buffers_bytes=BUFFERS * pl.col("buffer_bytes"))
-    return wide.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()).sort("step", "device", "kind")
+    return schema.select(wide, COLUMNS).sort("step", "device", "kind")
 
 
 def with_buffers(trace: Trace) -> History:

@@ -20,10 +20,7 @@ POOL_COLUMNS = {
     "window": pl.Int64, "rank": pl.Int64, **snapshot_summary.FRAGMENTATION_COLUMNS, "waiting_bytes": pl.Int64,
     "largest_request_bytes": pl.Int64,
 }  # fmt: skip
-HISTORY_COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "events": pl.Int64, "retries": pl.Int64,
-    "device_allocations": pl.Int64, "path": pl.String,
-}  # fmt: skip
+HISTORY_COLUMNS = schema.columns("window rank device events retries device_allocations path")
 
 
 def pools(run: Run) -> pl.DataFrame:
@@ -98,7 +95,7 @@ def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:
     rows = rows.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
         pl.col("waiting_bytes").fill_null(0), window=pl.lit(place.window), rank=pl.lit(place.rank)
     )
-    return rows.select(pl.col(name).cast(dtype) for name, dtype in POOL_COLUMNS.items())
+    return schema.select(rows, POOL_COLUMNS)
 
 
 def _waiting(snapshot: MemorySnapshot) -> pl.DataFrame:

@@ -6,14 +6,14 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.memory.allocations import CHURN_COLUMNS, PEAK_COLUMNS
+from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.playback.recorded_history import ALLOC, REQUEST
 
-FRAGMENTATION_COLUMNS = {
-    "device": pl.Int64, "pool": pl.String, "kind": pl.String, "stream": pl.Int64, "segments": pl.Int64,
-    "total_bytes": pl.Int64, "allocated_bytes": pl.Int64, "free_bytes": pl.Int64, "largest_free_bytes": pl.Int64,
-}  # fmt: skip
+FRAGMENTATION_COLUMNS = schema.columns(
+    "device pool kind stream segments total_bytes allocated_bytes free_bytes largest_free_bytes", pool=pl.String
+)
 _STEP = r"ProfilerStep#(\d+)"
 _OP = re.compile(r"at::_ops::(\w+)::")
 # Of torch's own Python files, and of the interpreter's: nobody asks for memory there.
@@ -37,7 +37,7 @@ def fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
     pieces = free.group_by(key).agg(free_bytes=pl.col("bytes").sum(), largest_free_bytes=pl.col("bytes").max())
     wide = totals.join(pieces, on=key, how="left").with_columns(pl.col("free_bytes", "largest_free_bytes").fill_null(0))
     ordered = wide.sort("total_bytes", *key, descending=[True, *[False] * 4])
-    return ordered.select(pl.col(name).cast(dtype) for name, dtype in FRAGMENTATION_COLUMNS.items())
+    return schema.select(ordered, FRAGMENTATION_COLUMNS)
 
 
 def peak_allocated_bytes(history: History, played: ReplayResult) -> int:
@@ -76,7 +76,7 @@ def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) ->
     )
     wide = wide.with_columns(peak_ratio=pl.col("bytes") / pl.col("peak_bytes"))
     ordered = wide.sort("bytes", "op", descending=[True, False])
-    return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())
+    return schema.select(ordered, PEAK_COLUMNS)
 
 
 def churn(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
@@ -113,7 +113,7 @@ def churn(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> p
         device=pl.lit(history.device),
         churn_ratio=pl.when(pl.col("peak_bytes") > 0).then(pl.col("bytes") / pl.col("peak_bytes")),
     )
-    return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step")
+    return schema.select(wide, CHURN_COLUMNS).sort("step")
 
 
 def allocated_over_time(history: History, played: ReplayResult) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.memory import allocations, usage
+from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.replay.allocator.facts import snapshot_summary
 from tracekit.replay.allocator.playback import History, ReplayResult
@@ -39,7 +40,7 @@ def blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> 
     )
     absent = [name for name in allocations.BLOCK_COLUMNS if name not in found.columns]
     described = found.with_columns(pl.lit(None).alias(name) for name in absent)
-    return described.select(pl.col(name).cast(dtype) for name, dtype in allocations.BLOCK_COLUMNS.items()).sort(
+    return schema.select(described, allocations.BLOCK_COLUMNS).sort(
         "start_event", nulls_last=False, maintain_order=True
     )
 
@@ -87,7 +88,7 @@ def segment_map(snapshot: MemorySnapshot, device: int) -> pl.DataFrame:
     ordered = described.with_columns(pool_bytes=pool_bytes).sort(
         "pool_bytes", *key, "segment_bytes", "address", descending=[True, False, False, False, True, False]
     )
-    return ordered.select(pl.col(name).cast(dtype) for name, dtype in MAP_COLUMNS.items())
+    return schema.select(ordered, MAP_COLUMNS)
 
 
 def lifetimes(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
