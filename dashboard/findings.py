@@ -5,15 +5,20 @@ A rule's family is the letters of its code: COMM of COMM001.
 
 import re
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import polars as pl
 import streamlit as st
 
 from dashboard import downloads, widgets
 from dashboard.run_store import OpenRun
+from tracekit.model import escaping
 from tracekit.report import html_fragments, phrases
 from tracekit.rules import all_rules
-from tracekit.rules.rule import Finding, Report
+from tracekit.rules.rule import Finding, Report, Severity
+
+Findings: TypeAlias = dict[str, Finding]
+"""Findings by a key that is unique even where one rule reports the same thing twice."""
 
 SHOWN_FINDING = "shown_finding"
 MAX_EVIDENCE_ROWS = 1000
@@ -54,18 +59,28 @@ def show_families(run: OpenRun, *families: str) -> None:
             show(finding, run, key=key)
 
 
+def is_information(finding: Finding) -> bool:
+    """Return whether a finding is neither a warning nor an error."""
+    return finding.severity is Severity.INFO
+
+
+def label(finding: Finding) -> str:
+    """Return a finding in one line, for a list to choose from."""
+    return escaping.inert(f"{finding.id}  {phrases.cost(finding)}  {finding.message}", 120)
+
+
 def has_moment(finding: Finding) -> bool:
     """Return whether the evidence names ranks and times that the timeline can show."""
     needed = ["rank", "start_ns", "dur_ns"]
     return set(needed) <= set(finding.evidence.columns) and bool(finding.evidence.drop_nulls(needed).height)
 
 
-def by_key(findings: Sequence[Finding]) -> dict[str, Finding]:
-    """Return the findings by a key that is unique even where one rule reports the same thing twice."""
+def by_key(findings: Sequence[Finding]) -> Findings:
+    """Return findings by their keys."""
     return {f"{number}-{finding.id}": finding for number, finding in enumerate(findings)}
 
 
-def of_families(findings: Sequence[Finding], families: Sequence[str]) -> dict[str, Finding]:
+def of_families(findings: Sequence[Finding], families: Sequence[str]) -> Findings:
     """Return the findings of some families by their keys on the overview."""
     return {key: finding for key, finding in by_key(findings).items() if family(finding.code) in families}
 

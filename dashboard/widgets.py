@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import downloads, run_store, url_state
 from dashboard.run_catalog import RunEntry
@@ -106,6 +107,14 @@ def open_run(entry: RunEntry) -> OpenRun | None:
         return None
 
 
+def choose_window(windows: Sequence[int], place: DeltaGenerator | None = None) -> int:
+    """Return the profiled window to show: chosen in `place` if there are several."""
+    if len(windows) == 1:
+        return windows[0]
+    chosen: int = (place or st).selectbox("Window", windows, key=url_state.bind("window", windows), width=160)
+    return chosen
+
+
 def problem(message: str) -> None:
     """Show an error as text."""
     st.error(plain(message), icon=":material/error:")
@@ -173,6 +182,11 @@ def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any
     if key is not None:
         downloads.table(table, key=key)
     return event
+
+
+def drop_empty(table: pl.DataFrame) -> pl.DataFrame:
+    """Return a table without the columns that have no value."""
+    return table.select(column for column in table if column.null_count() < table.height)
 
 
 def _scale(series: pl.Series) -> tuple[float, str] | None:

@@ -5,9 +5,8 @@ import streamlit as st
 
 from dashboard import findings, widgets
 from dashboard.pages.page import Page
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.analysis.checkpoint import saves, stalls
 from tracekit.model import escaping
 from tracekit.report import charts, phrases
 
@@ -19,23 +18,23 @@ HOW_TO_RECORD = (
 
 def show(run: OpenRun) -> None:
     """Draw all saves of a run, and the stages of the one that a person picks."""
-    by_save = run.run_table(saves.by_save)
+    by_save = run.table(tables.SAVES)
     if by_save.is_empty():
         st.info(HOW_TO_RECORD)
         return
     for number, finding in enumerate(findings.of_families(run.report.findings, ("CKPT",)).values()):
         findings.show(finding, run, key=f"checkpoints-{number}")
-    _totals(by_save, run.run_table(saves.by_rank))
+    _totals(by_save, run.table(tables.SAVES_BY_RANK))
     st.subheader("Stages of one save")
     longest = int(str(by_save["written_ns"].arg_max()))
     names = by_save["save"].to_list()
     save = st.selectbox("Save", names, key=bind("save", names, names[longest]), format_func=escaping.inert, width=340)
-    widgets.chart(charts.save_stages(run.run_table(saves.stages).filter(save=save)), key="save_stages")
+    widgets.chart(charts.save_stages(run.table(tables.SAVE_STAGES).filter(save=save)), key="save_stages")
     st.caption("Stages alternate tensor by tensor: a bar adds up the time of each, in the order of their first entry.")
     st.subheader("Critical path of the save")
     st.caption("By clock (training blocked, or until all data was written): the stages that all ranks wait for.")
     columns = ("clock", "kind", "rank", "stage", "dur_ns", pl.col("ratio").alias("time_ratio"))
-    parts = run.run_table(stalls.parts).filter(save=save).select(columns)
+    parts = run.table(tables.SAVE_CRITICAL_PATH).filter(save=save).select(columns)
     widgets.frame(phrases.from_trace_start(parts, {}), key="save-parts")
     if st.button("Plan the checkpoint interval with these numbers", key="checkpoints-plan"):
         widgets.go_to("plan", **{"plan-measured": True})

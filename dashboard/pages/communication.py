@@ -5,20 +5,16 @@ import streamlit as st
 
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.analysis.communication import collective_instances, exposed_communication, traffic
-from tracekit.analysis.compute import compute_gap_causes, stall_attribution
-from tracekit.analysis.parallelism import rank_timelines
 from tracekit.report import charts
 
-FACTS = (stall_attribution.communication_gap_time, compute_gap_causes.compute_gap_causes, *traffic.FACTS)
 GAPS = {
-    stall_attribution.COMMUNICATION: (
+    tables.COMMUNICATION_GAPS: (
         "Why no collective runs",
         "Gaps between the collectives of a phase, split by cause; the parts of a bar add up to the gaps.",
     ),
-    stall_attribution.COMPUTE: (
+    tables.COMPUTE_GAPS: (
         "Why nothing computes",
         "Time in steps in which no kernel or operator computes, split by cause; the parts add up to all of it.",
     ),
@@ -28,10 +24,10 @@ GAPS = {
 def show(run: OpenRun) -> None:
     """Draw how the ranks communicate, and list the collectives."""
     with st.spinner("Measuring"):
-        kinds = run.run_table(traffic.by_kind, FACTS)
+        kinds = run.table(tables.COLLECTIVES)
     if kinds.is_empty():
         st.info("The traces contain no collective: the run had one rank, or was recorded without its communication.")
-        _gaps(run, stall_attribution.COMPUTE)
+        _gaps(run, tables.COMPUTE_GAPS)
         return
     findings.show_families(run, "COMM", "RANK")
     st.subheader("Exposed communication")
@@ -39,16 +35,16 @@ def show(run: OpenRun) -> None:
         "Communication in steps by rank: overlapped with compute, exposed, and waiting. Waiting ends when the last "
         "rank with a trace enters the collective."
     )
-    widgets.chart(charts.communication_parts(run.run_table(exposed_communication.by_rank)), key="communication-hidden")
-    _gaps(run, stall_attribution.COMMUNICATION)
-    _gaps(run, stall_attribution.COMPUTE)
+    widgets.chart(charts.communication_parts(run.table(tables.EXPOSED_BY_RANK)), key="communication-hidden")
+    _gaps(run, tables.COMMUNICATION_GAPS)
+    _gaps(run, tables.COMPUTE_GAPS)
     _bandwidth(run)
     _stragglers(run)
     _collectives(run, kinds)
 
 
 def _gaps(run: OpenRun, of: str) -> None:
-    rows = run.run_table(stall_attribution.by_rank).filter(gap_kind=of)
+    rows = run.table(tables.GAPS_BY_RANK).filter(gap_kind=of)
     title, about = GAPS[of]
     st.subheader(title)
     st.caption(f"{about} Hover over a part for its time and share.")
@@ -57,14 +53,14 @@ def _gaps(run: OpenRun, of: str) -> None:
         return
     widgets.chart(charts.stall_causes(rows), key=f"communication-{of}")
     with st.expander("By phase and host activity"):
-        causes = run.run_table(stall_attribution.by_cause).filter(gap_kind=of)
+        causes = run.table(tables.GAPS_BY_CAUSE).filter(gap_kind=of)
         sums = causes.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
         widgets.frame(sums.sort("dur_ns", descending=True), key=f"causes-of-{of}")
 
 
 def _bandwidth(run: OpenRun) -> None:
     st.subheader("Bandwidth by message size")
-    speeds = run.run_table(traffic.speeds)
+    speeds = run.table(tables.COLLECTIVE_SPEEDS)
     if speeds.is_empty():
         st.caption(
             "No message of known size took longer than the clock error, or the trace contains no sizes. The page Data "
@@ -91,7 +87,7 @@ def _stragglers(run: OpenRun) -> None:
             "Only one rank has a trace, so waiting cannot be measured: put the traces of all ranks into one folder."
         )
         return
-    waits = run.run_table(rank_timelines.wait_times)
+    waits = run.table(tables.WAIT_TIMES)
     if waits.is_empty():
         st.caption("No rank waited for another for longer than the clock error.")
         return
@@ -105,9 +101,8 @@ def _stragglers(run: OpenRun) -> None:
 def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
     st.subheader("Collectives")
     st.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
-    empty = [name for name in kinds.columns if kinds[name].null_count() == kinds.height]
-    widgets.frame(kinds.drop(*empty, "is_whole", strict=False), key="collectives")
-    by_rank = run.run_table(collective_instances.by_collective)
+    widgets.frame(widgets.drop_empty(kinds.drop("is_whole")), key="collectives")
+    by_rank = run.table(tables.COLLECTIVES_BY_RANK)
     if by_rank.height:
         with st.expander("By rank: waiting time and last arrivals"):
             widgets.frame(by_rank, key="collectives-by-rank")

@@ -1,29 +1,21 @@
 """Compare: several runs side by side, judged as `tracekit compare` judges them, with the cause of what is worse."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import streamlit as st
 
 from dashboard import downloads, run_store, widgets
 from dashboard.pages.page import TOOLS, Needs, Page
 from dashboard.run_catalog import RunEntry
-from dashboard.run_store import cached_per_run
+from dashboard.run_store import regression
+from dashboard.run_store.regression import Change, Comparison
 from dashboard.url_state import bind_flag
 from tracekit.errors import NotComparableError, RuleError, TracekitError
 from tracekit.model import escaping
-from tracekit.model.run import Run
-from tracekit.regression import baseline as baselines
-from tracekit.regression import gate as checks
-from tracekit.regression.change import Change
-from tracekit.regression.comparison import Comparison, RunSamples, compare
-from tracekit.regression.gate import CheckResult
-from tracekit.regression.metrics import metric_of
 from tracekit.report import charts, comparison, html_fragments
 
 MAX_NAME = 40
 """Characters of a run's name above its column."""
-MAX_COMPARISONS = 64
 
 
 def show(chosen: Sequence[RunEntry]) -> None:
@@ -35,7 +27,7 @@ def show(chosen: Sequence[RunEntry]) -> None:
     usable = [entry for entry in chosen if _opens(entry)]
     if len(usable) >= 2:
         _differences(usable[0], usable[1:])
-    steps = {entry.name: run_store.step_tables(entry)["by_step"] for entry in usable}
+    steps = {entry.name: run_store.breakdown_by_step(entry) for entry in usable}
     drawn = {name: table for name, table in steps.items() if table.height}
     st.subheader("Mean step")
     if drawn:
@@ -49,11 +41,11 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
     comparisons = []
     for entry in candidates:
         try:
-            comparisons.append(_compare(reference, entry))
+            comparisons.append(regression.compare(reference, entry))
         except NotComparableError as error:
             widgets.problem(str(error))
         else:
-            st.html(html_fragments.comparison_verdict(comparisons[-1], _check(reference, entry)))
+            st.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
     if comparisons:
         is_filtered = st.toggle("Only significant changes", key=bind_flag("changed"))
         header, rows, classes = _table(comparisons, only_significant=is_filtered)
@@ -80,34 +72,11 @@ def _opens(entry: RunEntry) -> bool:
         return False
     try:
         with st.spinner(f"Reading {widgets.plain(entry.name)}"):
-            run_store.step_tables(entry)
+            run_store.breakdown_by_step(entry)
     except (TracekitError, RuleError) as error:
         widgets.problem(f"{entry.name}: {error}")
         return False
     return True
-
-
-@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
-def _compare(reference: RunEntry, candidate: RunEntry) -> Comparison:
-    """Return the comparison; runs that differ in kind are compared too, with a note."""
-    return compare(_samples(reference), _samples(candidate), allow_different=True)
-
-
-@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
-def _check(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
-    """Return a check of the candidate against the reference, for the root causes; None where it is impossible."""
-    a, b = run_store.open_run(reference), run_store.open_run(candidate)
-    try:
-        baseline = a.compute(lambda run: baselines.of_reports([(a.report, run)]))
-        result = b.compute(lambda _: checks.judge(b.report, None, baseline=baseline, allow_different=True))
-    except TracekitError:  # the comparison has reported it
-        return None
-    # A cached result must not keep a run, and with it its traces, in memory.
-    return replace(result, report=replace(result.report, run=Run(b.run.path, ())))
-
-
-def _samples(entry: RunEntry) -> RunSamples:
-    return run_store.open_run(entry).compute(lambda run: RunSamples.of(run, entry.name))
 
 
 def _table(
@@ -122,7 +91,7 @@ def _table(
         changes = [by_name.get(metric) for by_name in by_metric]
         if only_significant and not any(change and html_fragments.is_conclusive(change) for change in changes):
             continue
-        reference = metric_of(metric).text(next(change.reference for change in changes if change))
+        reference = regression.metric_text(metric, next(change.reference for change in changes if change))
         rows.append([comparison.label(metric), reference, *(_cell(change) for change in changes)])
         classes.append(["", "", *(change.verdict.value.replace(" ", "-") if change else "" for change in changes)])
     return [escaping.inert(name, MAX_NAME) for name in names], rows, classes
@@ -131,7 +100,7 @@ def _table(
 def _cell(change: Change | None) -> str:
     if change is None:
         return widgets.MISSING
-    value = f"{metric_of(change.metric).text(change.candidate)} · {comparison.change_text(change)}"
+    value = f"{regression.metric_text(change.metric, change.candidate)} · {comparison.change_text(change)}"
     return f"{value}: {change.verdict.value}".replace("-", "−")
 
 

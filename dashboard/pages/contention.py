@@ -5,12 +5,10 @@ import streamlit as st
 
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.analysis.compute import collective_contention, concurrency, contention, contention_totals
 from tracekit.report import charts, phrases
 
-FACTS = (contention.device_count, *contention_totals.FACTS)
 ON_CPU = (
     "This run was on the CPU: a trace does not record how threads share cores. Contention is measured between device "
     "streams; record on a GPU with ProfilerActivity.CUDA."
@@ -19,11 +17,11 @@ ON_CPU = (
 
 def show(run: OpenRun) -> None:
     """Draw which work ran concurrently with which other work, and what that cost."""
-    if not run.table(contention.device_count)["devices"].sum():
+    if not run.table(tables.DEVICES)["devices"].sum():
         st.info(ON_CPU)
         return
     with st.spinner("Measuring"):
-        pairs = run.run_table(collective_contention.all_pairs, FACTS)
+        pairs = run.table(tables.CONTENTION_PAIRS)
     if pairs.is_empty():
         st.info("No two kinds of work ran at the same time on any device, so nothing was slowed down.")
         return
@@ -44,14 +42,14 @@ def _slowdowns(pairs: pl.DataFrame) -> None:
     if pairs["slowdown"].is_not_null().any():
         widgets.chart(charts.slowdowns(pairs), key="contention-slowdowns")
     else:
-        st.caption(f"Nothing ran both alone and concurrently with other work. {contention.RECORD.capitalize()}.")
+        st.caption(f"Nothing ran both alone and concurrently with other work. {tables.RECORD_CONTENTION.capitalize()}.")
     with st.expander("Slowdowns in numbers"):
         widgets.frame(pairs, key="contention-pairs")
 
 
 def _phases(run: OpenRun) -> None:
-    by_phase = run.run_table(contention_totals.by_phase)
-    kinds = [kind for kind in concurrency.KINDS if kind in by_phase["kind"]]
+    by_phase = run.table(tables.CONTENTION_BY_PHASE)
+    kinds = [kind for kind in tables.WORK_KINDS if kind in by_phase["kind"]]
     st.subheader("What shares the device, by phase")
     of = st.segmented_control("Work", kinds, key=bind("work", kinds), label_visibility="collapsed", required=True)
     st.caption("Time in which the chosen work ran concurrently with work on other streams; all ranks and steps.")
@@ -60,7 +58,7 @@ def _phases(run: OpenRun) -> None:
 
 def _give_way(run: OpenRun) -> None:
     st.subheader("Give-way effect: preparation of collectives")
-    prepared = run.table(contention.preparation)
+    prepared = run.table(tables.PREPARATION)
     if prepared.drop_nulls("alone_ns").is_empty():
         reason = "No kernel prepares a collective" if prepared.is_empty() else "No preparation ran alone"
         st.caption(f"{reason}, so the delay by the main compute stream cannot be measured.")
@@ -74,7 +72,7 @@ def _give_way(run: OpenRun) -> None:
 
 def _moments(run: OpenRun) -> None:
     st.subheader("Most delayed calls")
-    rows = run.run_table(contention_totals.costliest_calls)
+    rows = run.table(tables.MOST_DELAYED_CALLS)
     if rows.is_empty():
         st.caption("No call took longer concurrently with other work than alone.")
         return

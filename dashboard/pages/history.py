@@ -9,11 +9,10 @@ import streamlit as st
 
 from dashboard import widgets
 from dashboard.pages.page import TOOLS, Needs, Page
+from dashboard.run_store import regression
+from dashboard.run_store.regression import Group, Series
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
-from tracekit.regression.history import store, trends
-from tracekit.regression.history.trends import Group, Series
-from tracekit.regression.metrics import metric_of
 from tracekit.report import history as history_text
 from tracekit.report import history_figures
 from tracekit.report.comparison import label
@@ -25,7 +24,7 @@ def show(path: Path) -> None:
     """Show the metrics of one kind of run, what changed, and the run that a person picks."""
     widgets.title("History", path.name)
     try:
-        groups = _groups(str(path), _stamp(path))
+        groups = regression.history(path)
     except TracekitError as error:
         widgets.problem(str(error))
         return
@@ -45,16 +44,6 @@ def show(path: Path) -> None:
         st.caption(widgets.plain(history_text.verdict(by_label[name])))
         _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])
     _run(group)
-
-
-def _stamp(path: Path) -> str:
-    files = (path, path.with_name(path.name + ".wal"))
-    return "-".join(f"{file.stat().st_mtime_ns} {file.stat().st_size}" for file in files if file.exists())
-
-
-@st.cache_resource(max_entries=4, show_spinner="Reading the history")
-def _groups(path: str, stamp: str) -> tuple[Group, ...]:  # noqa: ARG001  # the stamp is part of the cache's key
-    return trends.groups(store.read(Path(path)))
 
 
 def _name(group: Group) -> str:
@@ -113,8 +102,8 @@ def _run(group: Group) -> None:
     row = group.runs.row(number if number is not None else -1, named=True)
     left, right = st.columns(2)
     with left:
-        for word in ("commit", "branch", "name"):
-            st.text(f"{word:7} {escaping.inert(row[word] or 'unknown')}")
+        about = [(word, escaping.inert(row[word] or "unknown")) for word in ("commit", "branch", "name")]
+        st.html(escaping.html_table(("", ""), about))
         if row["commit_text"]:
             st.text("\n".join(escaping.inert(line, 500) for line in row["commit_text"].splitlines()))
         if row["passed"] is not None:
@@ -128,7 +117,10 @@ def _run(group: Group) -> None:
 
 def _metrics(rows: pl.DataFrame) -> None:
     cells = [
-        [label(row["metric"]), *(metric_of(row["metric"]).text(row[name]) for name in ("median", "low", "high"))]
+        [
+            label(row["metric"]),
+            *(regression.metric_text(row["metric"], row[name]) for name in ("median", "low", "high")),
+        ]
         for row in rows.iter_rows(named=True)
     ]
     st.html(escaping.html_table(("metric", "median", "low", "high"), cells, right=[False, True, True, True]))

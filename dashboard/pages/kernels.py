@@ -5,11 +5,8 @@ import streamlit as st
 
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind, bind_several, bind_text
-from tracekit.analysis.compute import kernels
-from tracekit.analysis.host import ops
-from tracekit.model.run import Run
 from tracekit.report import charts
 
 KERNELS, OPERATORS = "kernels", "operators"
@@ -23,16 +20,16 @@ def show(run: OpenRun) -> None:
     left, middle, right = st.columns([2, 4, 3])
     levels = (KERNELS, OPERATORS)
     level = left.segmented_control("Show", levels, key=bind("what", levels), required=True)
-    keys = kernels.KEYS if level == KERNELS else ops.KEYS
+    keys = tables.KERNEL_KEYS if level == KERNELS else tables.OPERATOR_KEYS
     chosen = middle.multiselect("Group by", keys, key=bind_several("by", keys, ["name"]), format_func=_label)
     by = tuple(chosen) or ("name",)
     text = right.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
     kinds = _kinds() if level == OPERATORS else ()
     with st.spinner("Adding up"):
         if level == KERNELS:
-            table = run.cached(("kernels", by), lambda of: _with_delays(of, by))
+            table = run.cached(("kernels", by), lambda of: tables.kernels(of, by))
         else:
-            table = run.cached(("ops", by, kinds), lambda of: ops.ops(of, by, kinds))
+            table = run.cached(("ops", by, kinds), lambda of: tables.operators(of, by, kinds))
     rows = _search(table, by, text)
     if rows.is_empty():
         st.info("No name contains this text." if text else "The traces contain nothing of this kind.")
@@ -45,19 +42,10 @@ def _label(key: str) -> str:
 
 
 def _kinds() -> tuple[str, ...]:
-    chosen = st.pills(
-        "Kinds of host slices", ops.KINDS, selection_mode="multi", key=bind_several("kinds", ops.KINDS, ["cpu_op"])
-    )
+    kinds = tables.HOST_KINDS
+    key = bind_several("kinds", kinds, ["cpu_op"])
+    chosen = st.pills("Kinds of host slices", kinds, selection_mode="multi", key=key)
     return tuple(chosen) or ("cpu_op",)
-
-
-def _with_delays(run: Run, by: tuple[str, ...]) -> pl.DataFrame:
-    """Return the kernels with their launch delays, where launches are known."""
-    table, delays = kernels.kernels(run, by), kernels.launch_delays(run, by)
-    if delays.is_empty():
-        return table
-    keys = [name for name in table.columns if name in (*by, "kind")]
-    return table.join(delays.drop("launched"), on=keys, how="left", nulls_equal=True, maintain_order="left")
 
 
 def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame:

@@ -1,18 +1,19 @@
 """Memory: what is allocated over time and by whom, lifetimes of blocks, and fragmentation of the device's memory."""
 
+from collections.abc import Callable
+
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, memory_store, widgets
-from dashboard.components import allocator_replay
+from dashboard import findings, widgets
 from dashboard.pages.page import Page
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, memory
+from dashboard.run_store.memory import SnapshotFile
 from dashboard.url_state import bind
-from tracekit.analysis.memory import snapshot_files
-from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
 from tracekit.report import charts, html_fragments
+from tracekit.report import memory as memory_report
 
 TRACES = "the traces"
 OWNERS = {"phase": "by phase", "unit": "by unit", "op": "by op"}
@@ -28,11 +29,20 @@ NUMBERS = {
     "memory_bytes": "of the device",
 }
 
+UNLIMITED, AS_RECORDED = "none", "as recorded"
+SPLITS_MB = (UNLIMITED, 32, 64, 128, 256, 512, 1024)
+THRESHOLDS = (UNLIMITED, 0.6, 0.7, 0.8, 0.9)
+DIVISIONS = (AS_RECORDED, 2, 4, 8, 16)
+COUNTS = {
+    "device_allocations": "Device allocations",
+    "retries": "Allocation retries (cudaMalloc failed, cache flushed)",
+}
+
 
 def show(run: OpenRun) -> None:
     """Let a person pick a rank or a memory snapshot, and draw its memory."""
     findings.show_families(run, "MEM")
-    files = snapshot_files.files(run.run)
+    files = memory.snapshots(run)
     file = _choose_source(files)
     try:
         if file is None:
@@ -61,11 +71,9 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     ranks = sorted({source.rank for source in run.run.sources})
     rank = choices.selectbox("Rank", ranks, key=bind("rank", ranks), width=160)
     windows = sorted(source.window for source in run.run.sources if source.rank == rank)
-    window = windows[0]
-    if windows[1:]:
-        window = choices.selectbox("Window", windows, key=bind("window", windows), width=160)
+    window = widgets.choose_window(windows, choices)
     with st.spinner("Measuring"):
-        tables = memory_store.trace_tables(run, rank, window)
+        tables = memory.trace_tables(run, rank, window)
     devices = tables["peaks"].sort("device", nulls_last=True)["device"].to_list()
     if not devices:
         st.info("The traces contain no memory events; choose a snapshot above." if has_snapshots else HOW_TO_RECORD)
@@ -83,21 +91,20 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     _lifetimes(tables["lifetimes"])
     st.subheader("Allocated at the peak")
     at_peak = tables["at_peak"].drop("device", "at_ns", "peak_bytes")
-    known = [name for name in at_peak.columns if at_peak[name].null_count() < at_peak.height]
-    widgets.frame(at_peak.select(known), key="memory-at-peak")
+    widgets.frame(widgets.drop_empty(at_peak), key="memory-at-peak")
     st.subheader("Allocations of each step")
     widgets.frame(tables["churn"].drop("device"), key="memory-churn")
     if device is not None:
-        allocator_replay.show(
+        _replay_form(
             f"{run.entry.name}-{rank}-{window}",
-            lambda settings, gib: memory_store.replay_trace(run, rank, window, settings, gib),
+            lambda settings, gib: memory.replay_trace(run, rank, window, settings, gib),
         )
 
 
 def _show_snapshot(run: OpenRun, file: SnapshotFile) -> None:
     key = f"memory-snapshot-device-{run.entry.name}-{file.path}"
     with st.spinner("Reading the snapshot"):
-        tables = memory_store.snapshot_tables(file, st.session_state.get(key))
+        tables = memory.snapshot_tables(file, st.session_state.get(key))
     devices = tables["devices"]["device"].to_list()
     if devices[1:]:
         st.selectbox("Device", devices, key=key)
@@ -113,9 +120,9 @@ def _show_snapshot(run: OpenRun, file: SnapshotFile) -> None:
     st.subheader("Allocated at the peak")
     widgets.frame(tables["at_peak"].select("op", "count", "bytes", "peak_ratio"), key="snapshot-at-peak")
     device = tables["fragmentation"]["device"].first() or 0
-    allocator_replay.show(
+    _replay_form(
         f"{run.entry.name}-{file.path}-{device}",
-        lambda settings, gib: memory_store.replay_snapshot(run, file, device, settings, gib),
+        lambda settings, gib: memory.replay_snapshot(run, file, device, settings, gib),
     )
 
 
@@ -128,6 +135,67 @@ def _lifetimes(table: pl.DataFrame) -> None:
 def _numbers(peaks: pl.DataFrame) -> dict[str, tuple[str, str]]:
     row = peaks.row(0, named=True)
     return {label: (units.size(row[name]), "") for name, label in NUMBERS.items() if row[name] is not None}
+
+
+def _replay_form(key: str, replay: Callable[[str, float | None], memory_report.MemoryReport]) -> None:
+    """Show the form and, on request, the replay: `replay` takes the settings and the GiB of the device (None: any)."""
+    st.subheader("Other allocator settings")
+    st.caption(
+        "Replays all recorded allocations and frees in order through a model of the CUDA caching allocator. The result "
+        "is a prediction: run with these settings to confirm it."
+    )
+    settings, device_gib = _choose_settings(key)
+    st.code(f"PYTORCH_CUDA_ALLOC_CONF={settings}" if settings else "the recorded settings", language=None)
+    if st.button("Replay", key=f"replay-{key}", type="primary"):
+        st.session_state[f"replayed-{key}"] = (settings or memory_report.AS_RECORDED, device_gib)
+    replayed = st.session_state.get(f"replayed-{key}")
+    if replayed is None:
+        return
+    try:
+        with st.spinner("Replaying the allocations"):
+            report = replay(*replayed)
+    except TracekitError as error:
+        widgets.problem(str(error))
+        return
+    _show_replay(report)
+
+
+def _choose_settings(key: str) -> tuple[str, float | None]:
+    first, second, third, fourth, fifth = st.columns(5)
+    expandable = first.toggle("Expandable segments", key=f"expandable-{key}")
+    split = second.selectbox("max_split_size_mb", SPLITS_MB, key=f"split-{key}")
+    rounding = third.selectbox("roundup_power2_divisions", DIVISIONS, key=f"roundup-{key}")
+    threshold = fourth.selectbox(
+        "garbage_collection_threshold", THRESHOLDS, key=f"threshold-{key}",
+        help="A share of the memory available to the process, so it needs the size of the device's memory",
+    )  # fmt: skip
+    device_gib = fifth.number_input("Device memory, GiB", 0.0, 1024.0, 0.0, 8.0, key=f"gib-{key}")
+    pairs = ["expandable_segments:True"] if expandable else []
+    pairs += [f"max_split_size_mb:{split}"] if split != UNLIMITED else []
+    pairs += [f"roundup_power2_divisions:{rounding}"] if rounding != AS_RECORDED else []
+    if threshold != UNLIMITED:
+        pairs += [f"garbage_collection_threshold:{threshold}", "per_process_memory_fraction:1.0"]
+    return ",".join(pairs), device_gib or None
+
+
+def _show_replay(report: memory_report.MemoryReport) -> None:
+    recorded, replayed = report.recorded, report.replayed
+    if recorded is None or replayed is None:
+        return
+    is_same = report.settings == memory_report.AS_RECORDED
+    label = "replayed with the recorded settings" if is_same else f"predicted: {report.settings}"
+    peaks = {
+        "recorded": (recorded["peak_reserved_bytes"], False),
+        label: (replayed["peak_reserved_bytes"], not is_same),
+    }
+    widgets.chart(
+        charts.reserved_memory(peaks, peak_allocated_bytes=report.peak_allocated_bytes), key=f"replay-chart-{label}"
+    )
+    for cell, (name, title) in zip(st.columns(4), COUNTS.items(), strict=False):
+        change = replayed[name] - recorded[name]  # type: ignore[literal-required]
+        cell.metric(title, f"{replayed[name]:,}", f"{change:+,}" if change else None, delta_color="inverse")  # type: ignore[literal-required]
+    for note in report.notes:
+        st.caption(widgets.plain(note))
 
 
 PAGE = Page(

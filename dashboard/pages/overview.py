@@ -5,14 +5,12 @@ import polars as pl
 import streamlit as st
 
 from dashboard import findings, widgets
+from dashboard.findings import Findings
 from dashboard.pages.page import Page
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.analysis.time import breakdown, summary
 from tracekit.report import charts, html, html_fragments
 from tracekit.report import json as report_json
-from tracekit.rules.report_cache.summary import is_data_quality
-from tracekit.rules.rule import Finding, Severity
 
 BY_RANK, BY_STEP = "by rank", "by step"
 
@@ -20,11 +18,11 @@ BY_RANK, BY_STEP = "by rank", "by step"
 def show(run: OpenRun) -> None:
     """Show the verdict, the potential savings, the breakdown, the findings by impact, and the data quality."""
     by_key = findings.by_key(run.report.findings)
-    judged = {key: finding for key, finding in by_key.items() if not is_data_quality(finding.code)}
-    quality = {key: finding for key, finding in by_key.items() if key not in judged}
+    quality = findings.of_families(run.report.findings, ("DATA",))
+    judged = {key: finding for key, finding in by_key.items() if key not in quality}
     st.html(html_fragments.verdict(list(judged.values())) + html_fragments.data_quality(list(quality.values())))
     st.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
-    gains = html_fragments.potential_savings(list(judged.values()), summary.step_time_ns(run.run))
+    gains = html_fragments.potential_savings(list(judged.values()), run.step_time_ns)
     left, right = st.columns([3, 2]) if gains else (st.container(), None)
     with left:
         table, step_times = _breakdown(run)
@@ -41,9 +39,9 @@ def show(run: OpenRun) -> None:
     _report(run)
 
 
-def _findings(judged: dict[str, Finding], run: OpenRun) -> None:
+def _findings(judged: Findings, run: OpenRun) -> None:
     st.subheader("Findings")
-    severe = {key: finding for key, finding in judged.items() if finding.severity > Severity.INFO}
+    severe = {key: finding for key, finding in judged.items() if not findings.is_information(finding)}
     rest = {key: finding for key, finding in judged.items() if key not in severe}
     if not judged:
         st.caption("No rule found anything in this run.")
@@ -55,7 +53,7 @@ def _findings(judged: dict[str, Finding], run: OpenRun) -> None:
         _cards(rest, run)
 
 
-def _cards(shown: dict[str, Finding], run: OpenRun) -> None:
+def _cards(shown: Findings, run: OpenRun) -> None:
     for key, finding in shown.items():
         findings.show(finding, run, key=key)
 
@@ -63,7 +61,7 @@ def _cards(shown: dict[str, Finding], run: OpenRun) -> None:
 def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     """Draw where the time goes; return the table drawn, and the figure of step times if steps are shown."""
     st.subheader("Where the time goes")
-    by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
+    by_step, by_rank = run.table(tables.BREAKDOWN_BY_STEP), run.table(tables.BREAKDOWN_BY_RANK)
     if by_rank.is_empty():
         st.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None

@@ -10,7 +10,7 @@ import streamlit as st
 
 from dashboard import run_store, widgets
 from dashboard.run_catalog import Catalog, RunEntry
-from tracekit.analysis.time import breakdown
+from dashboard.run_store import tables
 
 ALL_RUNS, ONE_RUN, TOOLS = "", "Run", "Tools"
 """Sections of the sidebar, in their order."""
@@ -76,7 +76,7 @@ class Page:
         if run is None:
             return
         widgets.heading(entry, run)
-        if self.needs is Needs.WORK and run.table(breakdown.by_rank).is_empty():
+        if self.needs is Needs.WORK and run.table(tables.BREAKDOWN_BY_RANK).is_empty():
             st.info(NO_WORK)
         else:
             self.show(run)

@@ -7,8 +7,8 @@ import streamlit as st
 from dashboard import widgets
 from dashboard.pages.page import TOOLS, Needs, Page
 from dashboard.run_catalog import RunEntry
+from dashboard.run_store import tables
 from dashboard.url_state import bind, bind_flag
-from tracekit.analysis.checkpoint.planning_inputs import PlanningInputs, planning_inputs
 from tracekit.errors import TracekitError
 from tracekit.model import units
 from tracekit.plan import checkpoint, memory, models, pipeline
@@ -77,10 +77,10 @@ def _checkpoints(chosen: Chosen, entry: RunEntry) -> None:
     plan = checkpoint.checkpoint(
         chosen.model.parameters,
         chosen.layout,
-        Storage(measured.write_bytes_per_second if measured else write, read, None, burst),
+        Storage(measured[0] if measured else write, read, None, burst),
         interval_s=interval_s,
         mtbf_s=failures_s,
-        bytes_per_param=(measured and measured.bytes_per_param) or checkpoint.ADAM_BYTES_PER_PARAM,
+        bytes_per_param=(measured and measured[1]) or checkpoint.ADAM_BYTES_PER_PARAM,
     )
     with right:
         _numbers(plan)
@@ -95,14 +95,15 @@ def _checkpoints(chosen: Chosen, entry: RunEntry) -> None:
         widgets.chart(charts.lost_time(CURVE_S, lost, marks=marks), key="plan-lost")
 
 
-def _measured(entry: RunEntry) -> PlanningInputs | None:
+def _measured(entry: RunEntry) -> tuple[float, float | None] | None:
+    """Return the write rate in bytes per second, and the bytes per parameter if known; None if not asked for."""
     if not st.toggle("As measured in the chosen run", key=bind_flag("plan-measured")):
         return None
     run = widgets.open_run(entry)
     if run is None:
         return None
     try:
-        measured = run.compute(planning_inputs)
+        measured = run.compute(tables.planning_inputs)
     except TracekitError as error:
         widgets.problem(str(error))
         return None
@@ -112,7 +113,7 @@ def _measured(entry: RunEntry) -> PlanningInputs | None:
         f"{widgets.plain(entry.name)}: {units.rate(measured.write_bytes_per_second)} over {measured.ranks} ranks"
         f"{per_param}, medians of {measured.saves} saves, each blocking for {measured.blocked_seconds:.3g} s{cached}"
     )
-    return measured
+    return measured.write_bytes_per_second, measured.bytes_per_param
 
 
 def _numbers(plan: CheckpointPlan) -> None:

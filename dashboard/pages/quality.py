@@ -5,18 +5,14 @@ import streamlit as st
 
 from dashboard import findings, widgets
 from dashboard.pages.page import Page
-from dashboard.run_store import OpenRun
-from tracekit.analysis.quality import contents, trace_quality
-from tracekit.analysis.time import summary
+from dashboard.run_store import OpenRun, tables
 from tracekit.model import units
-
-FACTS = (trace_quality.data_quality, *contents.FACTS)
 
 
 def show(run: OpenRun) -> None:
     """Show how far the numbers of a run can be trusted, and what would improve them."""
     with st.spinner("Measuring"):
-        missing = run.run_table(contents.missing, FACTS)
+        missing = run.table(tables.MISSING_DATA)
     st.subheader("Data-quality issues")
     issues = findings.of_families(run.report.findings, ("DATA",))
     for key, finding in issues.items():
@@ -37,8 +33,8 @@ def _contents(run: OpenRun) -> None:
         orient="row",
     )
     keys = ["window", "rank"]
-    issues = run.table(trace_quality.data_quality).group_by(keys).agg(pl.len().cast(pl.Int64).alias("issues"))
-    table = files.join(run.table(contents.contents), on=keys, how="left", maintain_order="left")
+    issues = run.table(tables.QUALITY_ISSUES).group_by(keys).agg(pl.len().cast(pl.Int64).alias("issues"))
+    table = files.join(run.table(tables.CONTENTS), on=keys, how="left", maintain_order="left")
     table = table.join(issues, on=keys, how="left", maintain_order="left").with_columns(pl.col("issues").fill_null(0))
     work_on = pl.when("on_device").then(pl.lit("device")).otherwise(pl.lit("CPU")).alias("work_on")
     if files["window"].n_unique() == 1:
@@ -55,7 +51,7 @@ def _contents(run: OpenRun) -> None:
 
 def _clocks(run: OpenRun) -> None:
     st.subheader("Clocks")
-    table = run.run_table(summary.by_clock)
+    table = run.table(tables.CLOCKS)
     residuals = table["residual_ns"].drop_nulls()
     if residuals.is_empty():
         st.caption(

@@ -5,15 +5,11 @@ import streamlit as st
 
 from dashboard import widgets
 from dashboard.pages.page import Needs, Page
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.analysis.communication import exposed_communication
-from tracekit.analysis.parallelism import rank_timelines
-from tracekit.analysis.time import breakdown, summary
 from tracekit.model import units
 from tracekit.model.intervals import Window
 from tracekit.report import charts
-from tracekit.sync import alignment
 
 ALL_STEPS = "all"
 
@@ -21,12 +17,12 @@ ALL_STEPS = "all"
 def show(run: OpenRun) -> None:
     """Let a person pick a step and draw what each rank does in it."""
     with st.spinner("Measuring"):
-        activity, offsets = run.run_table(rank_timelines.states), run.compute(lambda of: of.offsets)
+        activity, offsets = run.table(tables.RANK_STATES), run.table(tables.CLOCK_OFFSETS)
     _heatmap(run)
     st.subheader("One step, rank by rank")
     window, step = _choose_step(run)
     rows = activity.filter(window=window)
-    span = _span(run, offsets, window, step)
+    span = run.compute(lambda of: tables.step_span(of, window, step))
     part = _choose_part(run, span, window, step)
     st.caption(
         f"{'all steps' if step is None else f'step {step}'} · {units.duration(span[1] - span[0])} from the first rank "
@@ -38,12 +34,12 @@ def show(run: OpenRun) -> None:
         "then the other ranks wait. Overlapped communication is drawn as compute."
     )
     st.subheader("Time of this part by rank, and the ranks waited for")
-    widgets.frame(rank_timelines.totals(rows, part), key="ranks-totals")
+    widgets.frame(widgets.drop_empty(tables.rank_totals(rows, part)), key="ranks-totals")
 
 
 def _heatmap(run: OpenRun) -> None:
     """Draw ranks against steps; a click on a cell chooses its step below, and offers to show it in the timeline."""
-    by_step = run.run_table(exposed_communication.spread)
+    by_step = run.table(tables.EXPOSED_BY_STEP)
     if by_step.is_empty():
         st.caption("The traces mark no steps, so ranks cannot be compared step by step.")
         return
@@ -80,25 +76,16 @@ def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) 
 
 
 def _choose_step(run: OpenRun) -> tuple[int, int | None]:
-    by_step = run.table(breakdown.by_step).drop_nulls("step")
-    windows = run.table(breakdown.by_rank)["window"].unique().sort().to_list()
-    median = summary.representative_step(by_step)
+    by_step = run.table(tables.BREAKDOWN_BY_STEP).drop_nulls("step")
+    windows = run.table(tables.BREAKDOWN_BY_RANK)["window"].unique().sort().to_list()
+    median = tables.representative_step(by_step)
     choices = st.container(horizontal=True)
-    window = windows[0]
-    if windows[1:]:
-        window = choices.selectbox("Window", windows, key=bind("window", windows), width=160)
+    window = widgets.choose_window(windows, choices)
     steps = by_step.filter(window=window)["step"].unique().sort().to_list()
     default = median["step"] if median and median["step"] in steps else ALL_STEPS
     options = [ALL_STEPS, *steps]
     chosen = choices.selectbox("Step", options, key=bind("step", options, default), width=160)
     return window, None if chosen == ALL_STEPS else chosen
-
-
-def _span(run: OpenRun, offsets: pl.DataFrame, window: int, step: int | None) -> Window:
-    rows = run.table(breakdown.by_rank) if step is None else run.table(breakdown.by_step).filter(step=step)
-    rows = rows.filter(window=window).with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-    aligned = alignment.on_run_clock(rows, offsets, ("start_ns", "end_ns"))
-    return int(aligned["start_ns"].min()), int(aligned["end_ns"].max())  # type: ignore[arg-type]  # whole ns
 
 
 def _choose_part(run: OpenRun, span: Window, window: int, step: int | None) -> Window:

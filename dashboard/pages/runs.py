@@ -1,9 +1,6 @@
 """Runs: all runs with their verdicts, listed without loading a trace."""
 
-import threading
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import streamlit as st
 
@@ -12,14 +9,12 @@ from dashboard.pages.page import ALL_RUNS, Needs, Page
 from dashboard.run_catalog import Catalog, RunEntry
 from dashboard.runs_table import RunFilter
 from dashboard.url_state import bind, bind_number, bind_several, bind_text
-from tracekit.cli.watch.run_watch import Watch
-from tracekit.errors import InputError, RuleError, TracekitError
+from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.report import charts
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
-MAX_WATCHED = 16
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", runs_table.GOOD: "#009E73"}
 
 
@@ -176,35 +171,22 @@ def _check(unchecked: Sequence[RunEntry]) -> None:
 
 def _live(recording: Sequence[RunEntry]) -> None:
     """Show the progress of runs that are being recorded."""
-    for entry in recording[:MAX_WATCHED]:
-        try:
-            run_store.refuse_links(entry)  # a log, too, may be a link to another path
-        except InputError:
+    for entry in recording[: run_store.MAX_WATCHED]:
+        state = run_store.training_state(entry)
+        if state is None:
             continue
-        st.caption(f"**{widgets.plain(entry.name)}** {widgets.plain(_progress(entry.path))}")
-
-
-def _progress(path: str) -> str:
-    watch, lock = _watch(path)
-    now_s = time.time()
-    with lock:
-        watch.poll(now_s)
-        picture = watch.state(now_s)
-    if not picture.steps_done:
-        return "is being recorded and has logged no step yet"
-    parts = [f"is at step {picture.steps_done:,}"]
-    if picture.median_step_ns:
-        parts.append(f"{units.duration(picture.median_step_ns)} per step")
-    if picture.loss is not None:
-        parts.append(f"loss {picture.loss:.4g}")
-    if picture.outlier_count:
-        parts.append(f"{picture.outlier_count} outlier steps")
-    return ", ".join(parts) + (", and has ended" if picture.is_over else "")
-
-
-@st.cache_resource(max_entries=MAX_WATCHED, show_spinner=False)
-def _watch(path: str) -> tuple[Watch, threading.Lock]:
-    return Watch(Path(path)), threading.Lock()
+        parts = [
+            f"is at step {state.steps_done:,}" if state.steps_done else "is being recorded and has logged no step yet"
+        ]
+        if state.median_step_ns:
+            parts.append(f"{units.duration(state.median_step_ns)} per step")
+        if state.loss is not None:
+            parts.append(f"loss {state.loss:.4g}")
+        if state.outlier_count:
+            parts.append(f"{state.outlier_count} outlier steps")
+        if state.steps_done and state.is_over:
+            parts.append("and has ended")
+        st.caption(f"**{widgets.plain(entry.name)}** {widgets.plain(', '.join(parts))}")
 
 
 PAGE = Page(

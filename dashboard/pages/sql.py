@@ -5,13 +5,12 @@ import streamlit as st
 
 from dashboard import downloads, widgets
 from dashboard.pages.page import Page
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, queryable_tables
 from dashboard.url_state import bind, bind_text
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
 from tracekit.model.schema import Table
 from tracekit.report import schema_pages
-from tracekit.sql import run_query
 
 SQL = "sql"
 """The query's parameter in the address."""
@@ -79,10 +78,8 @@ def _run_query(run: OpenRun, text: str) -> None:
     st.session_state[_TRUSTED] = text
     result: pl.DataFrame | str
     try:
-        query = run_query.open_query(text, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, max_rows=MAX_ROWS + 1)
-        with st.spinner("Running the query"), query as process:
-            tables = run.compute(process.collect_tables)
-            result = process.execute(tables)  # without the lock: other pages may read the run meanwhile
+        with st.spinner("Running the query"):
+            result = run.query(text, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, max_rows=MAX_ROWS + 1)
     except TracekitError as error:
         result = str(error)
     st.session_state[_RESULT] = (run.entry.path, run.entry.stamp, result)
@@ -113,7 +110,7 @@ def _flat(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _schema() -> None:
-    tables = run_query.tables()
+    tables = queryable_tables()
     name = st.selectbox("Tables", list(tables), key=bind("table", list(tables)), format_func=escaping.inert)
     table = tables[name]
     st.caption(f"One row per {widgets.plain(table.grain)}.")

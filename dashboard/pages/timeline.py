@@ -16,15 +16,13 @@ from dashboard.components.timeline import message, timeline_store
 from dashboard.components.timeline.message import View
 from dashboard.components.timeline.timeline import timeline
 from dashboard.components.timeline.timeline_store import OpenTimeline
+from dashboard.findings import Findings
 from dashboard.pages.page import Needs, Page
 from dashboard.run_catalog import RunEntry
-from dashboard.url_state import bind
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
-from tracekit.report import phrases
 from tracekit.report import timeline as tiles
-from tracekit.rules.rule import Finding
 
 FROM, TO, FINDING = "from", "to", "finding"
 SENT_ONCE = ("tracks", "kinds", "unit_ranks")
@@ -88,7 +86,7 @@ def _key(entry: RunEntry, window: int) -> str:
 def _open(entry: RunEntry) -> OpenTimeline:
     sources = run_store.load(entry).run.sources
     windows = sorted({source.window for source in sources})
-    window = st.selectbox("Window", windows, key=bind("window", windows), width=160) if windows[1:] else windows[0]
+    window = widgets.choose_window(windows)
     ranks = sum(source.window == window for source in sources)
     bar = st.empty()
 
@@ -101,7 +99,7 @@ def _open(entry: RunEntry) -> OpenTimeline:
     return opened
 
 
-def _findings(entry: RunEntry) -> dict[str, Finding]:
+def _findings(entry: RunEntry) -> Findings:
     """Return the findings of the run by key. A large run is checked on request only."""
     key = f"checked-{entry.name}-{run_store.stamp_seen(entry)}"
     is_linked = findings.SHOWN_FINDING in st.session_state or FINDING in st.query_params
@@ -121,7 +119,7 @@ def _findings(entry: RunEntry) -> dict[str, Finding]:
     return {key: finding for key, finding in all_findings.items() if findings.has_moment(finding)}
 
 
-def _choose_finding(by_key: Mapping[str, Finding], key: str) -> str:
+def _choose_finding(by_key: Findings, key: str) -> str:
     """Return the key of the finding to show: chosen here, on another page, or named by the address."""
     state = f"finding-{key}"
     wanted = st.session_state.pop(findings.SHOWN_FINDING, None)
@@ -140,17 +138,13 @@ def _choose_finding(by_key: Mapping[str, Finding], key: str) -> str:
         "Finding",
         options,
         key=state,
-        format_func=lambda option: _label(by_key[option]) if option in by_key else option,
+        format_func=lambda option: findings.label(by_key[option]) if option in by_key else option,
     )
     _write_address(finding=chosen if chosen in by_key else None)
     return chosen
 
 
-def _label(finding: Finding) -> str:
-    return escaping.inert(f"{finding.id}  {phrases.cost(finding)}  {finding.message}", 120)
-
-
-def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Mapping[str, Finding], chosen: str, key: str) -> Jump | None:
+def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, chosen: str, key: str) -> Jump | None:
     """Return where to go now: a row chosen on another page, the finding just chosen, or the part that a link names."""
     shown = st.session_state.pop(widgets.SHOWN_MOMENT, None)
     if shown and shown["run"] == entry.name and shown["window"] == opened.window:
@@ -162,7 +156,7 @@ def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Mapping[str, Finding], 
         st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = chosen
         first_time = f"address-{key}" not in st.session_state
         # A link that names both shows a part of the finding.
-        return linked if linked and is_new and first_time else _moment(opened, chosen, by_key[chosen])
+        return linked if linked and is_new and first_time else _moment(opened, by_key, chosen)
     if chosen not in by_key and st.session_state.pop(f"seen-{key}", None):
         st.session_state[f"marked-{key}"] = NO_FINDING
     return linked if is_new else None
@@ -177,9 +171,9 @@ def _linked(opened: OpenTimeline) -> Jump | None:
     return Jump(start_ns, end_ns) if 0 <= start_ns < end_ns <= span_ns else None
 
 
-def _moment(opened: OpenTimeline, key: str, finding: Finding) -> Jump | None:
+def _moment(opened: OpenTimeline, by_key: Findings, key: str) -> Jump | None:
     """Return the way to the longest moment of a finding's evidence."""
-    jump = _at(opened, message.evidence_spans(opened.scene, opened.window, finding), key)
+    jump = _at(opened, message.evidence_spans(opened.scene, opened.window, by_key[key]), key)
     if jump is None:
         st.caption(f"The evidence of this finding is outside of window {opened.window}.")
     return jump

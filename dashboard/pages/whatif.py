@@ -4,20 +4,25 @@ from collections.abc import Sequence
 
 import polars as pl
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
-from dashboard import downloads, findings, what_if, widgets
-from dashboard.components import predictions
+from dashboard import downloads, findings, widgets
 from dashboard.pages.page import Needs, Page
-from dashboard.run_store import OpenRun
-from dashboard.url_state import bind_number, bind_several
+from dashboard.run_store import OpenRun, what_if
+from dashboard.run_store.what_if import Answer, NodeSpec, Prediction, WhatIf
+from dashboard.url_state import bind, bind_number, bind_several
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
-from tracekit.replay.graph import causes, savings, steps
-from tracekit.replay.graph.what_if import MIN_SAVED_RATIO, Answer, WhatIf
 from tracekit.report import charts, html_fragments, phrases
 from tracekit.report import what_if as answer_text
 
 MAX_PRICE = 10_000.0
+NOTHING, NETWORK, FEWER = "choose one", "another network", "fewer recomputed layers"
+CHOICES = (NOTHING, NETWORK, *what_if.STRATEGIES, FEWER)
+TIMES = (0.1, 0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+GPUS_PER_NODE = (2, 4, 8, 16, 32, 64, 72)
+NODE_GB_PER_S = (10, 20, 50, 100, 150, 200, 230, 300, 400, 600, 800, 1200, 1800)
+MAX_LAYERS = 1000
 MISSING_RANKS = (
     "Ranks without a trace are assumed to arrive no later than the others: put the traces of all ranks into one folder."
 )
@@ -37,7 +42,7 @@ def show(run: OpenRun) -> None:
         answers = what_if.without(run, gpu_hour_price=price)
         _single_causes(run, answers)
         _chosen_causes(run, answers, price)
-        predictions.show(run, answers.gpus, price)
+        _predictions(run, answers.gpus, price)
     except TracekitError as error:
         widgets.problem(str(error))
 
@@ -55,13 +60,13 @@ def _accuracy(run: OpenRun, answers: WhatIf) -> None:
                 "recorded step": (units.duration(answers.step_ns), ""),
                 "replayed without changes": (units.duration(answers.replayed_ns), ""),
                 "replay error, all steps": (_signed(answers.replay_error_ratio), ""),
-                "largest error of a step": (units.share(steps.worst_error_ratio(answers.replay)), ""),
+                "largest error of a step": (units.share(what_if.worst_error_ratio(answers.replay)), ""),
             }
         )
     )
     st.caption(
-        "The replay uses durations, order, dependencies and host time between calls, but no recorded start times. Its "
-        "error on the recorded steps shows how far to trust the answers below."
+        "Times are means over steps. The replay uses durations, order, dependencies and host time between calls, but "
+        "no recorded start times. Its error on the recorded steps shows how far to trust the answers below."
     )
     caveat = answer_text.caveat(answers)
     if caveat:
@@ -114,8 +119,8 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
         for (caveat,), rows in table.filter(pl.col("caveat") != "").group_by("caveat", maintain_order=True):
             st.caption(widgets.plain(f"Less certain: {', '.join(rows['cause'])}, because {caveat}."))
         with st.expander("Savings by rank"):
-            sets = what_if.savings(run, [(name,) for name in table["cause"]])
-            by_rank = savings.by_rank(sets).with_columns(pl.format("rank {}_ns", "rank"))
+            by_rank = what_if.savings_by_rank(run, [(name,) for name in table["cause"]])
+            by_rank = by_rank.with_columns(pl.format("rank {}_ns", "rank"))
             widgets.frame(by_rank.pivot("rank", index="cause", values="saved_ns"), key="whatif-by-rank")
     _others(answers)
 
@@ -137,9 +142,9 @@ def _worth(answer: Answer) -> dict[str, str]:
 
 def _others(answers: WhatIf) -> None:
     answered = {answer.cause.name for answer in (*answers.answers, *answers.unavailable)}
-    small = [name for name in causes.CAUSES if name not in answered]
+    small = [name for name in what_if.CAUSES if name not in answered]
     if small:
-        st.caption(f"These would save less than {MIN_SAVED_RATIO:.1%} of a step: {', '.join(small)}.")
+        st.caption(f"These would save less than {what_if.MIN_SAVED_RATIO:.1%} of a step: {', '.join(small)}.")
     if answers.unavailable:
         with st.expander(f"{len(answers.unavailable)} that cannot be computed for this run, with the reason"):
             rows = [(answer.cause.name, answer.unavailable_reason) for answer in answers.unavailable]
@@ -149,7 +154,7 @@ def _others(answers: WhatIf) -> None:
 def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
     st.subheader("One change or several together, rank by rank")
     names = [answer.cause.name for answer in answers.answers]
-    names += [name for name in causes.CAUSES if name not in names]
+    names += [name for name in what_if.CAUSES if name not in names]
     chosen = st.multiselect(
         "Without", names, key=bind_several("without", names, names[:1]), placeholder="Choose causes to remove"
     )
@@ -170,11 +175,10 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
         each = ", ".join(f"{units.duration(one.saved_ns)} without {one.cause.name}" for one in alone.answers)
         st.caption(widgets.plain(f"Savings of each alone: {each}."))
     st.caption(widgets.plain(_about(answer)))
-    (saving,) = what_if.savings(run, [tuple(chosen)])
-    widgets.chart(charts.savings_by_rank(savings.by_rank([saving]), answer.cause.code), key="whatif-ranks")
+    by_rank = what_if.savings_by_rank(run, [tuple(chosen)])
+    widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code), key="whatif-ranks")
     with st.expander("Step by step"):
-        known = [column.name for column in saving.steps if column.null_count() < saving.steps.height]
-        widgets.frame(saving.steps.select(known), key="whatif-steps")
+        widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(chosen))), key="whatif-steps")
     _findings(run, chosen)
 
 
@@ -203,6 +207,61 @@ def _findings(run: OpenRun, names: Sequence[str]) -> None:
         with st.expander(f"{len(related)} related finding{'s' * (len(related) > 1)} in this run"):
             for key, found in related.items():
                 findings.show(found, run, key=f"whatif-{key}")
+
+
+def _predictions(run: OpenRun, gpus: int | None, price: float | None) -> None:
+    """Let a person choose a network, strategy or recomputation, and show the predicted step time."""
+    st.subheader("Another network or strategy, or less recomputation")
+    columns = st.columns([2, 2, 2, 4])
+    choice = columns[0].selectbox("Predict", CHOICES, key=bind("predict", CHOICES))
+    if choice == NOTHING:
+        st.caption("A prediction from the recorded kernels and transfers, with its assumptions.")
+        return
+    try:
+        prediction = _predict(run, choice, columns)
+    except TracekitError as error:
+        st.info(widgets.plain(str(error)))
+        return
+    _show_prediction(prediction, gpus, price)
+
+
+def _predict(run: OpenRun, choice: str, columns: Sequence[DeltaGenerator]) -> Prediction:
+    """Show the inputs that the choice needs, and return the prediction."""
+    if choice == NETWORK:
+        key, label = bind("network-times", TIMES, 2.0), "{:g} times the recorded".format
+        times = columns[1].select_slider("Link bandwidth", TIMES, format_func=label, key=key)
+        return what_if.other_network(run, float(times))
+    if choice == FEWER:
+        key = bind_number("layers", 1, MAX_LAYERS, 1)
+        layers = columns[1].number_input("Layers", 1, MAX_LAYERS, step=1, key=key)
+        return what_if.recomputing_less(run, int(layers))
+    return what_if.predicted(run, choice, _node(columns) if choice == what_if.HSDP else None)
+
+
+def _node(columns: Sequence[DeltaGenerator]) -> NodeSpec:
+    gpus = columns[1].select_slider("GPUs per node", GPUS_PER_NODE, key=bind("node-gpus", GPUS_PER_NODE, 8))
+    rate = columns[2].select_slider(
+        "Bus bandwidth within a node, GB/s",
+        NODE_GB_PER_S,
+        key=bind("node-bandwidth", NODE_GB_PER_S, 230),
+        help="As all_gather_perf of nccl-tests reports it on one node",
+    )
+    return NodeSpec(int(gpus), rate * 1e9)
+
+
+def _show_prediction(prediction: Prediction, gpus: int | None, price: float | None) -> None:
+    numbers = {
+        "step time": units.duration(prediction.step_ns),
+        f"predicted, {prediction.name}": units.duration(prediction.predicted_ns),
+        "of the step": f"{-prediction.saved_ratio:+.1%}".replace("-", "−"),
+    }
+    hours = what_if.hours_per_day(prediction.saved_ratio, gpus)
+    if hours is not None:
+        numbers["GPU-hours saved a day"] = f"{hours:,.1f}"
+        if price is not None:
+            numbers["worth a day"] = f"{hours * price:,.2f}"
+    st.html(html_fragments.numbers({label: (value, "") for label, value in numbers.items()}))
+    st.markdown("This prediction assumes:\n" + "\n".join("- " + widgets.plain(text) for text in prediction.assumptions))
 
 
 PAGE = Page(

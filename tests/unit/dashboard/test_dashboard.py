@@ -233,17 +233,17 @@ def test_cached_results_of_an_uploaded_run_are_freed_with_its_session(runs, tmp_
 
         import streamlit as st
 
-        from dashboard import memory_store, run_catalog, run_store
-        from dashboard.pages import compare
+        from dashboard import run_catalog, run_store
+        from dashboard.run_store import memory, regression
 
         (named,) = run_catalog.entries([path])
         private = run_catalog.entry("uploaded", Path(uploaded), (uploaded,), is_private=True)
-        result = compare._check(named, private)
-        assert compare._check(named, private) is result  # cached as long as the page is open
+        result = regression.check(named, private)
+        assert regression.check(named, private) is result  # cached as long as the page is open
         opened = run_store.open_run(private)
-        tables = memory_store.trace_tables(opened, 0, 0)
-        assert memory_store.trace_tables(run_store.open_run(private), 0, 0) is tables
-        renamed = compare._check(named, replace(named, name="again"))
+        tables = memory.trace_tables(opened, 0, 0)
+        assert memory.trace_tables(run_store.open_run(private), 0, 0) is tables
+        renamed = regression.check(named, replace(named, name="again"))
         st.session_state["references"] = [weakref.ref(one) for one in (result, opened.run, tables["peaks"])]
         st.session_state["sources"] = [one.report.run.sources for one in (result, renamed)]
 

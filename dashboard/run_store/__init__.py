@@ -8,8 +8,9 @@ complete.
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import polars as pl
@@ -17,20 +18,24 @@ import streamlit as st
 
 from dashboard import run_catalog
 from dashboard.run_catalog import RunEntry
-from tracekit.analysis.time import breakdown
+from dashboard.run_store.tables import Table
+from tracekit.analysis.time import breakdown, summary
+from tracekit.cli.watch.run_watch import Watch
+from tracekit.cli.watch.training_state import TrainingState
 from tracekit.errors import InputError
 from tracekit.ingest import loader
-from tracekit.model.run import Run, RunFact, Source
-from tracekit.model.trace import Fact
+from tracekit.model import schema
+from tracekit.model.run import Run, Source
 from tracekit.regression import baseline, samples
 from tracekit.rules import engine, report_cache
 from tracekit.rules.report_cache import keys
 from tracekit.rules.rule import Report
-from tracekit.sync import collective_matching
+from tracekit.sql import run_query
 
 MAX_OPEN_RUNS = 3
 MAX_LOADED_RUNS = 20
 MAX_RESULTS = 24
+MAX_WATCHED = 16
 _FACTS = (breakdown.by_step, breakdown.by_rank, *baseline.FACTS)
 _RUN_FACTS = (samples.samples_across,)
 _SEEN = "entries_seen"
@@ -55,19 +60,25 @@ class OpenRun(LoadedRun):
     entry: RunEntry = field(kw_only=True)
     _results: dict[Hashable, object] = field(default_factory=dict)
 
-    def table(self, fact: Fact) -> pl.DataFrame:
-        """Return a fact of all traces."""
-        return self.compute(lambda run: run.table(fact))
+    @property
+    def step_time_ns(self) -> float | None:
+        """Return the median step time of the slowest rank; None where no trace marks steps."""
+        return self.compute(summary.step_time_ns)
 
-    def run_table(self, fact: RunFact, facts: Sequence[Fact] = ()) -> pl.DataFrame:
-        """Return a fact of the run as a whole, with `facts` and the clocks measured for it in one pass."""
+    def table(self, table: Table) -> pl.DataFrame:
+        """Return a table of `run_store.tables`."""
 
         def measured(run: Run) -> pl.DataFrame:
-            if facts:
-                run.measure((collective_matching.calls, *facts))
-            return run.run_table(fact)
+            run.measure(table.facts)
+            return table.measure(run)
 
         return self.compute(measured)
+
+    def query(self, text: str, *, timeout_s: float, memory_bytes: int, max_rows: int) -> pl.DataFrame:
+        """Return the result of one SELECT over the tables of the run."""
+        with run_query.open_query(text, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as process:
+            tables = self.compute(process.collect_tables)
+            return process.execute(tables)  # without the lock: other pages may read the run meanwhile
 
     def cached(self, key: Hashable, make: Callable[[Run], _T]) -> _T:
         """Return what was made of the run by this key before, or make it; the oldest of many results is dropped."""
@@ -128,10 +139,9 @@ def load(entry: RunEntry) -> LoadedRun:
 
 
 @cached_per_run(max_entries=200)
-def step_tables(entry: RunEntry) -> dict[str, pl.DataFrame]:
-    """Return the breakdown by step and the samples per step: small, and cached longer than the open run."""
-    run = _open(entry).run  # both were measured by the check: no lock is needed to read them
-    return {fact.__name__: run.table(fact) for fact in (breakdown.by_step, samples.samples)}
+def breakdown_by_step(entry: RunEntry) -> pl.DataFrame:
+    """Return the breakdown by step: small, and cached longer than the open run."""
+    return _open(entry).run.table(breakdown.by_step)  # measured by the check: no lock is needed to read it
 
 
 def read_again(entry: RunEntry) -> None:
@@ -163,6 +173,29 @@ def refuse_links(entry: RunEntry) -> None:
         raise InputError(
             f"{linked} is a link to a path outside of those the dashboard was opened on; put the file itself there"
         )
+
+
+def queryable_tables() -> Mapping[str, schema.Table]:
+    """Return the tables that `OpenRun.query` knows, those of plug-ins included."""
+    return run_query.tables()
+
+
+def training_state(entry: RunEntry) -> TrainingState | None:
+    """Return the progress of a run that is being recorded, from its logs; None where a file is a link elsewhere."""
+    try:
+        refuse_links(entry)
+    except InputError:
+        return None
+    watch, lock = _watch(entry.path)
+    now_s = time.time()
+    with lock:
+        watch.poll(now_s)
+        return watch.state(now_s)
+
+
+@st.cache_resource(max_entries=MAX_WATCHED, show_spinner=False)
+def _watch(path: str) -> tuple[Watch, Any]:
+    return Watch(Path(path)), threading.Lock()
 
 
 @cached_per_run(max_entries=MAX_OPEN_RUNS)

@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard.run_store import OpenRun
-from tracekit.analysis.memory import allocations, usage
+from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model.memory_snapshot import MemorySnapshot
@@ -15,7 +15,13 @@ from tracekit.replay.allocator.playback import History
 from tracekit.report import memory as memory_report
 from tracekit.report.memory import MemoryReport
 
+__all__ = ["SnapshotFile", "replay_snapshot", "replay_trace", "snapshot_tables", "snapshots", "trace_tables"]
 _TRACE_FACTS = (usage.over_time, usage.lifetimes, allocations.peaks, allocations.at_peak, allocations.churn)
+
+
+def snapshots(run: OpenRun) -> tuple[SnapshotFile, ...]:
+    """Return the memory snapshots in the run's folder, by window and rank."""
+    return snapshot_files.files(run.run)
 
 
 def trace_tables(run: OpenRun, rank: int, window: int) -> dict[str, pl.DataFrame]:

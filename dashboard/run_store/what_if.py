@@ -3,14 +3,19 @@
 import itertools
 from collections.abc import Callable, Sequence
 
+import polars as pl
+
 from dashboard.run_store import OpenRun
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, dependency_graph, strategies, what_if
-from tracekit.replay.graph import savings as replay_savings
+from tracekit.replay.graph import causes, dependency_graph, savings, steps, strategies, what_if
 from tracekit.replay.graph.hsdp import NodeSpec
-from tracekit.replay.graph.savings import Saving
 from tracekit.replay.graph.strategies import Prediction
-from tracekit.replay.graph.what_if import Answer, WhatIf
+from tracekit.replay.graph.what_if import MIN_SAVED_RATIO, Answer, WhatIf
+
+__all__ = ["MIN_SAVED_RATIO", "Answer", "NodeSpec", "Prediction", "WhatIf"]
+CAUSES, STRATEGIES, HSDP = tuple(causes.CAUSES), strategies.NAMES, strategies.HSDP
+hours_per_day = what_if.hours_per_day
+worst_error_ratio = steps.worst_error_ratio
 
 
 def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
@@ -22,7 +27,7 @@ def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
         of.measure(dependency_graph.FACTS, lambda _: on_progress(next(read) / parts, "Reading the traces"))
         for done, name in enumerate(causes.CAUSES, len(of.sources)):
             on_progress(min(done / parts, 1.0), f"Replaying without {name}")
-            replay_savings.saving(of, name)
+            savings.saving(of, name)
         return True
 
     run.cached("whatif", replayed)
@@ -38,9 +43,14 @@ def together(run: OpenRun, names: tuple[str, ...], *, gpu_hour_price: float | No
     return run.compute(lambda of: what_if.answer_combined(of, names, gpu_hour_price=gpu_hour_price))
 
 
-def savings(run: OpenRun, sets: Sequence[tuple[str, ...]]) -> list[Saving]:
-    """Return what a step would save without each of these sets of causes."""
-    return run.compute(lambda of: [replay_savings.combined_saving(of, names) for names in sets])
+def savings_by_rank(run: OpenRun, sets: Sequence[tuple[str, ...]]) -> pl.DataFrame:
+    """Return the step time of each rank without each of these sets of causes, as `savings.by_rank`."""
+    return run.compute(lambda of: savings.by_rank([savings.combined_saving(of, names) for names in sets]))
+
+
+def steps_without(run: OpenRun, names: tuple[str, ...]) -> pl.DataFrame:
+    """Return each step of each rank as recorded, replayed, and replayed without these causes."""
+    return run.compute(lambda of: savings.combined_saving(of, names).steps)
 
 
 def predicted(run: OpenRun, strategy: str, node: NodeSpec | None) -> Prediction:

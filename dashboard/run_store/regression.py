@@ -1,0 +1,62 @@
+"""Comparisons of runs, and histories of checked runs, as `tracekit compare` and `tracekit history` judge them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import streamlit as st
+
+from dashboard import run_store
+from dashboard.run_catalog import RunEntry
+from dashboard.run_store import cached_per_run
+from tracekit.errors import TracekitError
+from tracekit.model.run import Run
+from tracekit.regression import baseline as baselines
+from tracekit.regression import comparison, gate
+from tracekit.regression.change import Change
+from tracekit.regression.comparison import Comparison, RunSamples
+from tracekit.regression.gate import CheckResult
+from tracekit.regression.history import store, trends
+from tracekit.regression.history.trends import Group, Series
+from tracekit.regression.metrics import metric_of
+
+__all__ = ["Change", "Comparison", "Group", "Series"]
+MAX_COMPARISONS = 64
+
+
+@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
+def compare(reference: RunEntry, candidate: RunEntry) -> Comparison:
+    """Return the comparison; runs that differ in kind are compared too, with a note. Raises NotComparableError."""
+    return comparison.compare(_samples(reference), _samples(candidate), allow_different=True)
+
+
+@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
+def check(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
+    """Return a check of the candidate against the reference, for the root causes; None where it is impossible."""
+    a, b = run_store.open_run(reference), run_store.open_run(candidate)
+    try:
+        baseline = a.compute(lambda run: baselines.of_reports([(a.report, run)]))
+        result = b.compute(lambda _: gate.judge(b.report, None, baseline=baseline, allow_different=True))
+    except TracekitError:  # the comparison has reported it
+        return None
+    # A cached result must not keep a run, and with it its traces, in memory.
+    return replace(result, report=replace(result.report, run=Run(b.run.path, ())))
+
+
+def history(path: Path) -> tuple[Group, ...]:
+    """Return the runs of a history file by kind, read again when the file changes. Raises TracekitError."""
+    files = (path, path.with_name(path.name + ".wal"))
+    return _history(str(path), "-".join(f"{f.stat().st_mtime_ns} {f.stat().st_size}" for f in files if f.exists()))
+
+
+def metric_text(metric: str, value: float | None) -> str:
+    """Return a value of a metric in a readable unit."""
+    return metric_of(metric).text(value)
+
+
+@st.cache_resource(max_entries=4, show_spinner="Reading the history")
+def _history(path: str, stamp: str) -> tuple[Group, ...]:  # noqa: ARG001  # the stamp is part of the cache's key
+    return trends.groups(store.read(Path(path)))
+
+
+def _samples(entry: RunEntry) -> RunSamples:
+    return run_store.open_run(entry).compute(lambda run: RunSamples.of(run, entry.name))

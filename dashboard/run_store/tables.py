@@ -1,0 +1,101 @@
+"""The tables that pages draw, and how each is measured: every fact that the dashboard shows is named here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import planning_inputs as planning
+from tracekit.analysis.checkpoint import saves, stalls
+from tracekit.analysis.communication import collective_instances, exposed_communication, traffic
+from tracekit.analysis.compute import (
+    collective_contention,
+    compute_gap_causes,
+    concurrency,
+    contention,
+    contention_totals,
+    stall_attribution,
+)
+from tracekit.analysis.compute import kernels as kernel_totals
+from tracekit.analysis.host import ops
+from tracekit.analysis.parallelism import rank_timelines
+from tracekit.analysis.quality import contents, trace_quality
+from tracekit.analysis.time import breakdown, summary
+from tracekit.model.intervals import Window
+from tracekit.model.run import Run, RunFact
+from tracekit.model.trace import Fact
+from tracekit.sync import alignment, collective_matching
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a run, and the facts that are measured for it, and for related tables, in one pass over the traces."""
+
+    measure: Callable[[Run], pl.DataFrame]
+    facts: tuple[Fact, ...] = ()
+
+
+def _per_trace(fact: Fact) -> Table:
+    return Table(lambda run: run.table(fact))
+
+
+def _across(fact: RunFact, *facts: Fact) -> Table:
+    """Return a table across ranks, which also needs their clocks."""
+    return Table(lambda run: run.run_table(fact), (collective_matching.calls, *facts) if facts else ())
+
+
+BREAKDOWN_BY_STEP, BREAKDOWN_BY_RANK = _per_trace(breakdown.by_step), _per_trace(breakdown.by_rank)
+
+CLOCKS = _across(summary.by_clock)
+CLOCK_OFFSETS = Table(lambda run: run.offsets)
+EXPOSED_BY_STEP = _across(exposed_communication.spread)
+RANK_STATES = _across(rank_timelines.states)
+WAIT_TIMES = _across(rank_timelines.wait_times)
+
+COLLECTIVES = _across(
+    traffic.by_kind,
+    stall_attribution.communication_gap_time,
+    compute_gap_causes.compute_gap_causes,
+    *traffic.FACTS,
+)
+COLLECTIVES_BY_RANK = _across(collective_instances.by_collective)
+COLLECTIVE_SPEEDS = _across(traffic.speeds)
+EXPOSED_BY_RANK = _across(exposed_communication.by_rank)
+GAPS_BY_RANK, GAPS_BY_CAUSE = _across(stall_attribution.by_rank), _across(stall_attribution.by_cause)
+COMMUNICATION_GAPS, COMPUTE_GAPS = stall_attribution.GAP_KINDS
+
+DEVICES = _per_trace(contention.device_count)
+CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *contention_totals.FACTS)
+CONTENTION_BY_PHASE = _across(contention_totals.by_phase)
+MOST_DELAYED_CALLS = _across(contention_totals.costliest_calls)
+PREPARATION = _per_trace(contention.preparation)
+WORK_KINDS, RECORD_CONTENTION = concurrency.KINDS, contention.RECORD
+
+MISSING_DATA = _across(contents.missing, trace_quality.data_quality, *contents.FACTS)
+CONTENTS, QUALITY_ISSUES = _per_trace(contents.contents), _per_trace(trace_quality.data_quality)
+
+SAVES, SAVES_BY_RANK, SAVE_STAGES = _across(saves.by_save), _across(saves.by_rank), _across(saves.stages)
+SAVE_CRITICAL_PATH = _across(stalls.parts)
+
+KERNEL_KEYS, OPERATOR_KEYS, HOST_KINDS = kernel_totals.KEYS, ops.KEYS, ops.KINDS
+operators = ops.ops
+planning_inputs = planning.planning_inputs
+rank_totals = rank_timelines.totals
+representative_step = summary.representative_step
+
+
+def kernels(run: Run, by: tuple[str, ...]) -> pl.DataFrame:
+    """Return the kernels added up by some of KERNEL_KEYS, with their launch delays where launches are known."""
+    table, delays = kernel_totals.kernels(run, by), kernel_totals.launch_delays(run, by)
+    if delays.is_empty():
+        return table
+    keys = [name for name in table.columns if name in (*by, "kind")]
+    return table.join(delays.drop("launched"), on=keys, how="left", nulls_equal=True, maintain_order="left")
+
+
+def step_span(run: Run, window: int, step: int | None) -> Window:
+    """Return when the first rank begins a step and the last one ends it, in ns on the run's clock (None: all steps)."""
+    rows = run.table(breakdown.by_rank) if step is None else run.table(breakdown.by_step).filter(step=step)
+    rows = rows.filter(window=window).with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    aligned = alignment.on_run_clock(rows, run.offsets, ("start_ns", "end_ns"))
+    return int(aligned["start_ns"].min()), int(aligned["end_ns"].max())  # type: ignore[arg-type]  # whole ns
