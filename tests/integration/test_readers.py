@@ -27,7 +27,7 @@ class Stopwatch(Reader):
     def sniff(self, head, name):
         return head.startswith(b"STOPWATCH")
 
-    def traces(self, path, *, is_complete=True):
+    def traces(self, path, head, *, is_complete=True):
         ranks = [line.split()[0] for line in open(path).read().splitlines()[1:]]
         return [TraceInfo(int(rank), world_size=len(ranks), shares_file=True) for rank in ranks]
 
@@ -121,7 +121,7 @@ def test_each_format_is_recognized(name):
 def test_a_file_without_a_trace_is_named_with_what_to_do(tmp_path, reader):
     path = str(tmp_path / "file")
     with pytest.raises(BadTraceError) as caught:
-        reader.traces(path)
+        reader.traces(path, b"")
     assert str(caught.value) == f"{path}: this is a {reader.name}, not a trace; {reader.usage}"
     assert reader.usage
 

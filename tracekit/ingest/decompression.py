@@ -19,15 +19,23 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Blocks:
     """The decompressed content of a file in blocks of about 256 KiB; iterate once.
 
-    Afterwards `broken` states why decompression stopped early; None if it did not. Raises BadTraceError if the file is
-    missing or cannot be read.
+    If the first block is known, the file is opened only for what follows it. Afterwards `broken` states why
+    decompression stopped early; None if it did not. Raises BadTraceError if the file is missing or cannot be read.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, first: bytes | None = None) -> None:
         self.path = path
         self.broken: str | None = None
+        self._first = first
 
     def __iter__(self) -> Iterator[bytes]:
+        blocks = self._read()
+        if self._first is not None:
+            yield self._first
+            next(blocks, None)
+        yield from blocks
+
+    def _read(self) -> Iterator[bytes]:
         try:
             with _open(self.path) as file:
                 yield from _without_mark(self._unpacked(file))

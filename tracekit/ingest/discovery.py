@@ -108,7 +108,7 @@ def _inspect(
             reader = readers.find(head, file.name)
             if reader is None:
                 raise BadTraceError(f"{file.path}: {readers.unknown_format(head)}")
-            infos = reader.traces(path, is_complete=file.system is None)
+            infos = reader.traces(path, head, is_complete=file.system is None)
     except BadTraceError as error:
         if file_count == 1:
             raise

@@ -107,6 +107,15 @@ def test_small_batches_change_nothing(tmp_path, layout, monkeypatch):
             assert getattr(found, table).equals(getattr(expected, table)), table
 
 
+@pytest.mark.parametrize("layout", WHOLE)
+def test_a_known_first_block_is_followed_by_the_same_blocks(tmp_path, layout):
+    path = tmp_path / "trace.json"
+    path.write_bytes(WHOLE[layout])
+    blocks = list(decompression.Blocks(str(path)))
+    assert list(decompression.Blocks(str(path), blocks[0])) == blocks
+    assert next(iter(decompression.Blocks("a missing file", b"first"))) == b"first"
+
+
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_bare_array_of_events_is_a_trace_without_a_header(tmp_path, indent):
     expected = read(tmp_path, json.dumps({"traceEvents": CONTENT["traceEvents"]}).encode())

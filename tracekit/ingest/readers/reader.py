@@ -43,10 +43,10 @@ class Reader(Protocol):
     def sniff(self, head: bytes, name: str) -> bool:
         """Return whether a file has this format, from its first bytes (decompressed, 256 KiB at most) and its name."""
 
-    def traces(self, path: str, *, is_complete: bool = True) -> Sequence[TraceInfo]:
-        """Return the traces in a file, in one cheap pass; if not `is_complete`, the file is only the start of another.
+    def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:
+        """Return the traces in a file, in one cheap pass; `head` is what `sniff` was given.
 
-        Raises BadTraceError if the file cannot be read or has no trace.
+        If not `is_complete`, the file is only the start of another. Raises BadTraceError if it has no trace.
         """
         raise BadTraceError(f"{path}: this is a {self.name}, not a trace; {self.usage}")
 

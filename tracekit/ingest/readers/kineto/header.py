@@ -82,13 +82,13 @@ def end_of_events(text: str) -> int | None:
     return None
 
 
-def read_header(path: str) -> Header:
-    """Return the keys before and after the events of a trace file.
+def read_header(path: str, first: bytes | None = None) -> Header:
+    """Return the keys before and after the events of a trace file, given its first block if that is known.
 
     Its end is read only if its start does not state the rank. Raises BadTraceError if the file cannot be read or has no
     events.
     """
-    blocks = Blocks(path)
+    blocks = Blocks(path, first)
     unread = iter(blocks)
     before, after, bare = find_events(blocks, unread)
     if bare:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.ingest import decompression
 from tracekit.ingest.readers.kineto import activities as work
 from tracekit.ingest.readers.kineto import (
     allocations,
@@ -45,13 +44,12 @@ class KinetoTraces(Reader):
         """Return whether the file may be JSON, by its name or its first bytes; `traces` then searches for events."""
         return name.lower().endswith(self.suffixes) or head.lstrip()[:1] in (b"{", b"[") or b'"traceEvents"' in head
 
-    def traces(self, path: str, *, is_complete: bool = True) -> Sequence[TraceInfo]:
+    def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:
         """Return the trace of a file, from its header and first event; a merged file is read to know its ranks."""
-        header = stream.read_header(path)
-        info = _distributed_info(header)
+        header = stream.read_header(path, head)
+        info, start_ns = _distributed_info(header), _start_ns(head, header)
         if not info and is_complete and stream.states_ranks(path):
             merged = read_merged(path)
-            start_ns = _start_ns(path, header)
             return [
                 TraceInfo(rank, start_ns=start_ns, shares_file=True, trace=trace)
                 for rank, trace in sorted(merged.items())
@@ -62,7 +60,7 @@ class KinetoTraces(Reader):
                 rank=_rank(info.get("rank"), lowest=0),
                 world_size=_rank(info.get("world_size"), lowest=1),
                 job_id=job_id if isinstance(job_id, str) else None,
-                start_ns=_start_ns(path, header),
+                start_ns=start_ns,
                 recording_id=None if trace_id is None else str(trace_id),
             )
         ]
@@ -123,9 +121,9 @@ def _rank(value: object, *, lowest: int) -> int | None:
     return value if lowest <= value < MOST_RANKS + lowest else None
 
 
-def _start_ns(path: str, header: Mapping[str, Any]) -> int | None:
+def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:
     """Return about when the recording began: the time of the first event in the file."""
-    first = _FIRST_TIME.search(next(iter(decompression.Blocks(path)), b""))
+    first = _FIRST_TIME.search(head)
     base_ns = header.get("baseTimeNanoseconds")
     base_ns = base_ns if isinstance(base_ns, int) and not isinstance(base_ns, bool) else 0
     return None if first is None else base_ns + round(float(first[1]) * 1000)
