@@ -1,7 +1,5 @@
 """Durations of compute and collectives without contention, and graphs that use them."""
 
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -21,9 +19,8 @@ def uncontended_compute(graph: Graph) -> Graph:
     """Return the graph with compute at its speed without collectives. Raises InsufficientDataError without samples."""
     at, slowdown = compute_slowdowns(graph)
     compute = _compute_nodes(graph)
-    own = graph.own_ns.copy()
-    own[at] -= np.round(compute["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(np.int64)
-    return replace(graph, own_ns=own)
+    lost_ns = np.round(compute["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(np.int64)
+    return graph.with_durations(at, graph.own_ns[at] - lost_ns)
 
 
 def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
@@ -81,20 +78,16 @@ def uncontended_collectives(graph: Graph) -> Graph:
     calls = found.join(by_op, on="op", how="left", maintain_order="left")
     slowdown = calls["longer"].fill_null(float(ratios["longer"].median() or 0)).to_numpy()  # type: ignore[arg-type]
     slowdown = np.where(slowdown < _LEAST, 0, slowdown)
-    own = graph.own_ns.copy()
-    own[calls["done"].to_numpy()] -= np.round(calls["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(
-        np.int64
-    )
-    return replace(graph, own_ns=own)
+    lost_ns = np.round(calls["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(np.int64)
+    done = calls["done"].to_numpy()
+    return graph.with_durations(done, graph.own_ns[done] - lost_ns)
 
 
 def without_preparation(graph: Graph) -> Graph:
     """Return the graph with zero time for preparation."""
     if graph.prepared.is_empty():
         raise InsufficientDataError("no device work prepares collectives")
-    own = graph.own_ns.copy()
-    own[graph.prepared["node"].to_numpy()] = 0
-    return replace(graph, own_ns=own)
+    return graph.with_durations(graph.prepared["node"].to_numpy(), 0)
 
 
 def without_give_way(graph: Graph) -> Graph:
@@ -102,10 +95,9 @@ def without_give_way(graph: Graph) -> Graph:
     slowed = _with_alone(graph).filter(pl.col("overlapped_ns") > 0)
     if slowed.height and slowed["alone"].null_count() == slowed.height:
         raise InsufficientDataError("no preparation ran alone: record a step without concurrent compute")
-    own = graph.own_ns.copy()
     known = slowed.drop_nulls("alone")
-    own[known["node"].to_numpy()] = np.minimum(known["took_ns"].to_numpy(), known["alone"].to_numpy())
-    return replace(graph, own_ns=own)
+    shorter_ns = np.minimum(known["took_ns"].to_numpy(), known["alone"].to_numpy())
+    return graph.with_durations(known["node"].to_numpy(), shorter_ns)
 
 
 def _with_alone(graph: Graph) -> pl.DataFrame:
@@ -136,9 +128,9 @@ def _compute_nodes(graph: Graph) -> pl.DataFrame:
 
     crowded: preparation overlapped it.
     """
-    frame = graph.frame.with_columns(
-        pl.int_range(pl.len()).cast(pl.Int64).alias("at"), pl.Series("took_ns", graph.own_ns[: graph.count])
-    ).filter(pl.col("device").is_not_null(), pl.col("kind").is_not_null())
+    frame = graph.frame.with_columns(pl.Series("took_ns", graph.own_ns[: graph.count])).filter(
+        pl.col("device").is_not_null(), pl.col("kind").is_not_null()
+    )
     if frame.is_empty():
         raise InsufficientDataError("the run was on the CPU, where concurrent compute cannot be identified")
     prepares = frame["at"].is_in(graph.prepared["node"].implode())
@@ -154,7 +146,7 @@ def _compute_nodes(graph: Graph) -> pl.DataFrame:
 
 def _collective_nodes(graph: Graph) -> pl.DataFrame:
     """Return the collectives: done (node), op, group, group_size, bytes, took_ns, overlap_ns (with compute)."""
-    if not graph.frame["device"].is_not_null().any():
+    if not graph.on_device:
         raise InsufficientDataError("the run was on the CPU, where concurrent compute cannot be identified")
     took = graph.own_ns[graph.parts["done"].to_numpy()]
     ends = graph.frame[graph.parts["at"].to_numpy()].select("end_ns", "device", "rank")

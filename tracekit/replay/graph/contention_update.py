@@ -6,6 +6,7 @@ Two concurrent streams of kernels share a device: what preparation gains, the ma
 recording never shows them together.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -54,19 +55,17 @@ def apply_contention(
         )
     first = changed.replayed
     known = _contention(graph)
-    if known is not None and not slow_preparation:
-        known = replace(known, preparation_loss=0.0, main_loss=0.0)
-    if known is not None and not slow_compute:
-        known = replace(known, compute_loss=np.zeros_like(known.compute_loss))
     if known is None:
         return changed, first
-    own = changed.own_ns.copy()
-    ranks = slice(0, graph.count)
-    before, after = _lost(graph, known, graph.replayed), _lost(graph, known, first)
-    own[ranks] = _moved(own[ranks], before, after)
-    if (own == changed.own_ns).all():
+    if not slow_preparation:
+        known = replace(known, preparation_loss=0.0, main_loss=0.0)
+    if not slow_compute:
+        known = replace(known, compute_loss=np.zeros_like(known.compute_loss))
+    ranks = np.arange(graph.count)
+    own_ns = _moved(changed.own_ns[ranks], _lost(graph, known, graph.replayed), _lost(graph, known, first))
+    if (own_ns == changed.own_ns[ranks]).all():
         return changed, first
-    again = replace(changed, own_ns=own)
+    again = changed.with_durations(ranks, own_ns)
     return again, again.replayed
 
 
@@ -86,32 +85,26 @@ _CONTENTION: WeakKeyDictionary[Graph, _Contention | None] = WeakKeyDictionary()
 
 def _contention(graph: Graph) -> _Contention | None:
     if graph not in _CONTENTION:
-        _CONTENTION[graph] = _measured(graph) if graph.frame["device"].is_not_null().any() else None
+        _CONTENTION[graph] = _measured(graph) if graph.on_device else None
     return _CONTENTION[graph]
 
 
 def _measured(graph: Graph) -> _Contention | None:
-    kind = graph.frame["kind"].fill_null("")
-    carries = (kind == "communication").to_numpy()
-    prepares = np.zeros(graph.count, bool)
-    prepares[graph.prepared["node"].to_numpy()] = True
-    is_kernel = (kind == "compute").to_numpy()
-    computes, prepares = is_kernel & ~prepares, is_kernel & prepares
+    is_kernel = graph.matches("kind", "compute")
+    prepares = is_kernel & graph.frame["at"].is_in(graph.prepared["node"].implode()).to_numpy()
     compute_loss = np.zeros(graph.count)
-    try:
+    with suppress(InsufficientDataError):
         at, longer = contention_free.compute_slowdowns(graph)
         compute_loss[at] = longer / (1 + longer)
-    except InsufficientDataError:
-        pass
     measured = contention_free.preparation_slowdown(graph)
     slowdown = measured or 0.0
     if not compute_loss.any() and not prepares.any():
         return None
     place = graph.frame["rank"].fill_null(-1).to_numpy() * 4096 + graph.frame["device"].fill_null(-1).to_numpy() + 1
     return _Contention(
-        computes,
+        is_kernel & ~prepares,
         prepares,
-        carries,
+        graph.matches("kind", "communication"),
         place,
         compute_loss,
         slowdown / (1 + slowdown),

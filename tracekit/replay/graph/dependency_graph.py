@@ -28,13 +28,13 @@ class InsufficientDataError(Exception):
 class Graph:
     """The nodes of all ranks of a window, by rank, then one join node for each collective of several ranks.
 
-    `frame` contains the ranks' nodes (columns of `trace_graph.nodes`, and rank; times on the run's clock; chain and
-    launch numbered over all ranks). Its rows come first, the join nodes follow. `join_of` is the join node of a rank's
-    part in a collective (-1: none): the part then is its arrival, the join node the end on all ranks. `own_ns` is a
-    node's duration, `chain_ns` the minimum time after the previous node of its thread or stream. `edges` are the other
-    waits. `windows` are the steps (columns of `trace_graph.windows`, and rank), `parts` the collectives (at: node,
-    done: the join node, or at; rank, op, group, members, group_size, bytes), `prepared` their preparation (columns of
-    `trace_graph.preparation`).
+    `frame` contains the ranks' nodes (columns of `trace_graph.nodes`, rank, and at, the node in this graph; times on
+    the run's clock; chain and launch as in the trace). Its rows come first, the join nodes follow. `join_of` is the
+    join node of a rank's part in a collective (-1: none): the part then is its arrival, the join node the end on all
+    ranks. `own_ns` is a node's duration, `chain_ns` the minimum time after the previous node of its thread or stream.
+    `edges` are the other waits. `windows` are the steps (columns of `trace_graph.windows`, and rank), `parts` the
+    collectives (at: node, done: the join node, or at; rank, op, group, members, group_size, bytes), `prepared` their
+    preparation (columns of `trace_graph.preparation`).
     """
 
     window: int
@@ -85,9 +85,24 @@ class Graph:
         """Return the replay of the unchanged graph, computed once."""
         return replay(self)
 
+    @property
+    def on_device(self) -> bool:
+        """Return whether the run was on devices, not on the CPU."""
+        return bool(self.frame["device"].is_not_null().any())
+
     def column(self, name: str) -> Any:
         """Return a column of the ranks' nodes as an array."""
         return self.frame[name].to_numpy()
+
+    def matches(self, column: str, value: str) -> Flags:
+        """Return which of the ranks' nodes have this value in a column."""
+        return np.asarray((self.frame[column] == value).fill_null(value=False).to_numpy())
+
+    def with_durations(self, nodes: npt.NDArray[Any], own_ns: npt.ArrayLike) -> "Graph":
+        """Return the graph with other durations of some nodes, given by number or flag."""
+        changed = self.own_ns.copy()
+        changed[nodes] = own_ns
+        return replace(self, own_ns=changed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +120,12 @@ class Edges:
 
     def select(self, which: Flags) -> "Edges":
         """Return some of the edges."""
-        return Edges(*(getattr(self, name)[which] for name in ("waiting", "awaited", "lag_ns", "kind", "inferred")))
+        return Edges(*(column[which] for column in vars(self).values()))
 
     def concat(self, other: "Edges") -> "Edges":
         """Return these edges and others."""
-        both = ("waiting", "awaited", "lag_ns", "kind", "inferred")
-        return Edges(*(np.concatenate((getattr(self, name), getattr(other, name))) for name in both))
+        both = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Edges(*(np.concatenate(columns) for columns in both))
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +275,7 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
     firsts = counts.select("rank", (pl.col("count").cum_sum() - pl.col("count")).alias("base"))
     placed = nodes.join(firsts, on="rank", how="left", maintain_order="left")
     base = placed["base"].to_numpy()
-    frame = placed.drop("base", "window")
+    frame = placed.drop("base", "window").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
     joint_of, joints = _join_nodes(run, window, placed)
     count = len(joint_of)
     done = np.where(joint_of >= 0, joint_of, np.arange(count))
@@ -321,9 +336,7 @@ def _parts(run: Run, window: int, frame: pl.DataFrame, done: Ints) -> pl.DataFra
     messages = calls.select(
         "rank", pl.col("activity_id").alias("ref"), "op", "group", "members", "group_size", "bytes"
     ).unique(["rank", "ref"])
-    communication = frame.with_columns(
-        pl.int_range(pl.len()).cast(pl.Int64).alias("at"), pl.Series("done", done)
-    ).filter(pl.col("kind") == "communication")
+    communication = frame.with_columns(pl.Series("done", done)).filter(pl.col("kind") == "communication")
     return communication.select("at", "done", "rank", "ref", "step", "phase", "unit").join(
         messages, on=["rank", "ref"], how="left", maintain_order="left"
     )

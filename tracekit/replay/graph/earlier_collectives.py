@@ -1,6 +1,6 @@
 """Earlier collectives: all-gathers prefetched one unit earlier, and independent order on communicators."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -8,13 +8,13 @@ import polars as pl
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.dependency_graph import (
     COLLECTIVE,
-    Edges,
     Graph,
     InsufficientDataError,
     edges,
     sort_topologically,
 )
 from tracekit.replay.graph.nodes import WAIT
+from tracekit.replay.graph.redundant_work import MICRO_BATCH
 
 COMMUNICATOR, EVENT = "communicator", "event"
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
@@ -36,7 +36,9 @@ def prefetch_all_gathers(graph: Graph) -> Graph:
     delayed = _delayed_all_gathers(graph, calls)
     if delayed.is_empty():
         raise InsufficientDataError("no all-gather waits for compute, as far as is known")
-    moved = replace(graph, edges=_earlier(graph.edges, delayed))
+    awaited = graph.edges.awaited.copy()
+    awaited[delayed["edge"].to_numpy()] = delayed["instead"].to_numpy()
+    moved = replace(graph, edges=replace(graph.edges, awaited=awaited))
     after = pl.concat([
         delayed.select("at", pl.Series("after", _computed(graph, delayed["instead"].to_numpy()), pl.Int64)),
         _reductions_after(graph, calls),
@@ -52,12 +54,10 @@ def all_gathers_first(graph: Graph) -> Graph:
 
 def _in_order(graph: Graph) -> pl.DataFrame:
     """Return all-gathers and reduce-scatters in topological order, by rank and group."""
-    lane = graph.column("lane")
     found = graph.parts.filter(pl.col("op").is_in([_GATHER, _REDUCE]))
     at = found["at"].to_numpy()
-    return found.with_columns(pl.Series("lane", lane[at]), pl.Series("turn", graph.position[at])).sort(
-        "rank", "group", "turn"
-    )
+    placed = found.with_columns(graph.frame["lane"].gather(at), pl.Series("turn", graph.position[at]))
+    return placed.sort("rank", "group", "turn")
 
 
 def _delayed_all_gathers(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
@@ -74,8 +74,7 @@ def _delayed_all_gathers(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     gathers = calls.filter(pl.col("op") == _GATHER)
     before = _leading(graph, gathers["at"].to_numpy())
     waits = before.join(by_waiting, on="item").sort("at", "awaited").unique("at", keep="last", maintain_order=True)
-    begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
-    numbered = calls.with_columns(begins.fill_null(value=False).cum_sum().over("rank", "step").alias("micro_batch"))
+    numbered = calls.with_columns(MICRO_BATCH)
     placed = waits.join(numbered.select("at", "rank", "step", "turn", "micro_batch"), on="at").sort("rank", "turn")
     earlier = pl.col("awaited").shift(1).over("rank", "step", "micro_batch")
     return placed.with_columns(earlier.alias("instead")).drop_nulls("instead")
@@ -123,12 +122,6 @@ def _reductions_after(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame({"at": list(found), "after": list(found.values())}, schema={"at": pl.Int64, "after": pl.Int64})
 
 
-def _earlier(every: Edges, delayed: pl.DataFrame) -> Edges:
-    awaited = every.awaited.copy()
-    awaited[delayed["edge"].to_numpy()] = delayed["instead"].to_numpy()
-    return replace(every, awaited=awaited)
-
-
 def _swapped(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the calls in their new order: a delayed all-gather moves before a directly preceding reduce-scatter.
 
@@ -144,27 +137,16 @@ def _swapped(calls: pl.DataFrame) -> pl.DataFrame:
     return jumped.with_columns(place.alias("place")).sort(*key, "place")
 
 
-@dataclass(frozen=True)
-class _Turns:
-    waiting: Ints
-    awaited: Ints
-
-
 def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
     """Return the graph with the calls in a new order on the communicator and on lanes with several ops."""
     done = graph.done
-    turns = _follow(swapped, ["rank", "group"])
-    across = edges(turns.waiting, done[turns.awaited], COMMUNICATOR)
+    turns = swapped.with_columns(before=pl.col("at").shift(1).over("rank", "group")).drop_nulls("before")
+    across = edges(turns["at"].to_numpy(), done[turns["before"].to_numpy()], COMMUNICATOR)
     had = (graph.edges.kind == COMMUNICATOR).any() or (graph.edges.kind == COLLECTIVE).any()
     every = graph.edges.select(graph.edges.kind != COMMUNICATOR)
     chain = _chained(graph, swapped.filter(pl.col("op").n_unique().over("rank", "lane") > 1))
     both = every.concat(replace(across, inferred=np.ones(len(across), bool))) if had else every
     return sort_topologically(replace(graph, edges=both, chain=chain), graph.position)
-
-
-def _follow(calls: pl.DataFrame, key: list[str]) -> _Turns:
-    pairs = calls.with_columns(pl.col("at").shift(1).over(key).alias("before")).drop_nulls("before")
-    return _Turns(pairs["at"].to_numpy(), pairs["before"].to_numpy())
 
 
 def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
@@ -175,16 +157,10 @@ def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
     done = graph.done
     heads = _heads(graph, calls["at"].to_numpy(), set(done[calls["at"].to_numpy()].tolist()))
     with_heads = calls.with_columns(pl.Series("head", heads))
-    ordered_calls = with_heads.sort("rank", "lane", "place")
-    first = (
-        with_heads.sort("rank", "lane", "turn")
-        .group_by("rank", "lane", maintain_order=True)
-        .agg(pl.col("head").first())
-    )
-    start = {(rank, lane): int(graph.chain[head]) for rank, lane, head in first.rows()}
-    last: dict[tuple[int, int], int] = {}
-    for rank, lane, at, head in ordered_calls.select("rank", "lane", "at", "head").rows():
-        chain[head] = last.get((rank, lane), start[rank, lane])
+    first = with_heads.sort("turn").group_by("rank", "lane").agg(pl.col("head").first())
+    last = {(rank, lane): int(graph.chain[head]) for rank, lane, head in first.rows()}
+    for rank, lane, at, head in with_heads.sort("rank", "lane", "place").select("rank", "lane", "at", "head").rows():
+        chain[head] = last[rank, lane]
         last[rank, lane] = int(done[at])
     return chain
 

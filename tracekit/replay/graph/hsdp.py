@@ -51,8 +51,7 @@ def to_hsdp(graph: Graph, node: NodeSpec, lines: pl.DataFrame) -> Graph:
     hops = ring_hops(ALL_GATHER, m)
     moved = hops * line.hop_ns + calls["bytes"].to_numpy() * hops / m / node.bytes_per_s * _NS
     own[calls["done"].to_numpy()] = np.round(moved)
-    updates = ((graph.frame["phase"] == "optimizer") & (graph.frame["kind"] == "compute")).fill_null(value=False)
-    own[np.flatnonzero(updates.to_numpy())] *= count
+    own[np.flatnonzero(graph.matches("phase", "optimizer") & graph.matches("kind", "compute"))] *= count
     reduced = calls.filter(pl.col("op") == REDUCE_SCATTER)
     hops = ring_hops(ALL_REDUCE, count)
     took = hops * line.hop_ns + reduced["bytes"].to_numpy() * hops / count / line.bytes_per_ns

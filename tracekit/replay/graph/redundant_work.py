@@ -1,7 +1,5 @@
 """Redundant work of a step: gradient reductions of every micro-batch, recomputed activations."""
 
-from dataclasses import replace
-
 import numpy as np
 import polars as pl
 
@@ -10,11 +8,14 @@ from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST
 
 _REDUCES = ("reduce_scatter", "all_reduce")
+_BEGINS = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
+MICRO_BATCH = _BEGINS.fill_null(value=False).cum_sum().over("rank", "step").cast(pl.Int64).alias("micro_batch")
+"""The micro-batch of each row in its step, if rows are in order: one begins where forward follows backward."""
 
 
 def recomputed_nodes(graph: Graph) -> Flags:
     """Return the nodes that recompute activations. Raises InsufficientDataError where none are known."""
-    found = np.asarray(graph.frame["recomputed"].fill_null(value=False).to_numpy())
+    found: Flags = graph.frame["recomputed"].fill_null(value=False).to_numpy()
     if not found.any():
         raise InsufficientDataError("the trace shows no recomputation")
     return found
@@ -34,23 +35,15 @@ def reduce_once_per_step(graph: Graph) -> Graph:
     )
     if early.is_empty():
         raise InsufficientDataError("no step reduces gradients before its last micro-batch")
-    own = graph.own_ns.copy()
-    own[early["done"].to_numpy()] = 0
-    own[early["at"].to_numpy()] = 0
     prepares = graph.prepared.filter(pl.col("collective").is_in(early["at"].implode()))
-    own[prepares["node"].to_numpy()] = 0
-    return replace(graph, own_ns=own)
+    return graph.with_durations(np.concatenate((early["done"], early["at"], prepares["node"])), 0)
 
 
 def _micro_batches(graph: Graph) -> pl.DataFrame:
     """Return the micro-batch of each node in its step, by its launch: node, phase, micro_batch, last."""
-    frame = graph.frame.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("at"))
-    host = frame.filter((pl.col("what") == HOST) & pl.col("phase").is_in(["forward", "backward"])).sort("rank", "at")
-    begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
-    calls = host.with_columns(
-        begins.fill_null(value=False).cum_sum().over("rank", "step").cast(pl.Int64).alias("micro_batch")
-    )
-    calls = calls.with_columns(pl.col("micro_batch").max().over("rank", "step").alias("last"))
+    on_host = (pl.col("what") == HOST) & pl.col("phase").is_in(["forward", "backward"])
+    host = graph.frame.filter(on_host).select("at", "rank", "step", "phase").sort("rank", "at")
+    calls = host.with_columns(MICRO_BATCH).with_columns(last=pl.col("micro_batch").max().over("rank", "step"))
     by_call = calls.select(pl.col("at").alias("launch"), "phase", "micro_batch", "last")
     launch = graph.launch[: graph.count]
     nodes = pl.DataFrame({"node": np.arange(graph.count), "launch": np.where(launch >= 0, launch, -1)})

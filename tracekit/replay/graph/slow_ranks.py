@@ -22,40 +22,30 @@ def equalize_ranks(graph: Graph) -> Graph:
     ranks = graph.frame["rank"].n_unique()
     if ranks < 2:
         raise InsufficientDataError("comparing ranks needs the traces of at least two")
-    own, chain = graph.own_ns.copy(), graph.chain_ns.copy()
     work = _work(graph)
-    factors = _factors(work)
-    found = work.join(factors, on=_PLACE, how="inner", nulls_equal=True)
-    at, by = found["at"].to_numpy(), found["factor"].to_numpy()
-    thinks = found["part"].to_numpy() == "host"
-    own[at[~thinks]] = np.round(own[at[~thinks]] * by[~thinks])
-    own_of_call = at[thinks & (found["kind"].is_null().to_numpy())]
-    own[own_of_call] = np.round(own[own_of_call] * by[thinks & found["kind"].is_null().to_numpy()])
-    chain[at[thinks]] = np.round(chain[at[thinks]] * by[thinks])
-    return replace(graph, own_ns=own, chain_ns=chain)
+    slow = work.join(_factors(work), on=_PLACE, how="inner", nulls_equal=True)
+    host = slow.filter(pl.col("part") == "host")
+    chain_ns, at = graph.chain_ns.copy(), host["at"].to_numpy()
+    chain_ns[at] = np.round(chain_ns[at] * host["factor"].to_numpy())
+    busy = slow.filter((pl.col("part") == "compute") | pl.col("kind").is_null())
+    at = busy["at"].to_numpy()
+    scaled_ns = np.round(graph.own_ns[at] * busy["factor"].to_numpy())
+    return replace(graph.with_durations(at, scaled_ns), chain_ns=chain_ns)
 
 
 def _work(graph: Graph) -> pl.DataFrame:
     """Return each rank's own work: at (node), rank, step, phase, kind, part (compute, host), took_ns."""
-    frame = graph.frame.select("rank", "step", "phase", "kind", "what").with_columns(
-        pl.Series("own_ns", graph.own_ns[: graph.count]),
-        pl.Series("chain_ns", graph.chain_ns[: graph.count]),
-        pl.int_range(pl.len()).cast(pl.Int64).alias("at"),
-    )
+    columns = ("at", "rank", "step", "phase", "kind")
+    own_ns, chain_ns = graph.own_ns[: graph.count], graph.chain_ns[: graph.count]
+    frame = graph.frame.select(*columns, "what", own_ns=pl.Series(own_ns), chain_ns=pl.Series(chain_ns))
     compute = frame.filter(pl.col("kind").is_not_null() & (pl.col("kind") != "communication"))
-    host = frame.filter(pl.col("what") == HOST)
     # On a CPU run a host node is also an op: its own time is compute, the time before it host time.
-    before = host.with_columns(
-        (pl.col("chain_ns") + pl.when(pl.col("kind").is_null()).then("own_ns").otherwise(0)).alias("took_ns"),
-        pl.lit("host").alias("part"),
-    )
-    columns = ["at", "rank", "step", "phase", "kind", "part", "took_ns"]
-    return pl.concat(
-        [
-            compute.with_columns(pl.col("own_ns").alias("took_ns"), pl.lit("compute").alias("part")).select(columns),
-            before.select(columns),
-        ]
-    )
+    host_ns = pl.col("chain_ns") + pl.when(pl.col("kind").is_null()).then("own_ns").otherwise(0)
+    host = frame.filter(pl.col("what") == HOST)
+    return pl.concat([
+        compute.select(*columns, part=pl.lit("compute"), took_ns="own_ns"),
+        host.select(*columns, part=pl.lit("host"), took_ns=host_ns),
+    ])  # fmt: skip
 
 
 def _factors(work: pl.DataFrame) -> pl.DataFrame:

@@ -17,7 +17,7 @@ def equalize_transfers(graph: Graph) -> Graph:
 
     Raises InsufficientDataError on a CPU run, where transfers vary with CPU load, or where nothing repeats.
     """
-    if not graph.frame["device"].is_not_null().any():
+    if not graph.on_device:
         raise InsufficientDataError("the run was on the CPU, where transfers vary with CPU load")
     calls = transfers(graph)
     place = ["op", "bytes", "group_size", "phase", "unit"]
@@ -29,10 +29,8 @@ def equalize_transfers(graph: Graph) -> Graph:
         best, on=place, nulls_equal=True
     )
     slow = with_medians.filter(pl.col("median_ns") > _MARKEDLY * pl.col("best_ns"))
-    own = graph.own_ns.copy()
     factor = slow["best_ns"].to_numpy() / np.maximum(slow["median_ns"].to_numpy(), 1)
-    own[slow["done"].to_numpy()] = np.round(slow["took_ns"].to_numpy() * factor)
-    return replace(graph, own_ns=own)
+    return graph.with_durations(slow["done"].to_numpy(), np.round(slow["took_ns"].to_numpy() * factor))
 
 
 def bucket_collectives(graph: Graph) -> Graph:

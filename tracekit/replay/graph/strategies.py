@@ -1,7 +1,7 @@
 """Predictions of other sharding strategies, networks and recomputation, from the recorded work."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -15,9 +15,9 @@ from tracekit.replay.graph import (
     contention_update,
     earlier_collectives,
     hsdp,
-    network,
     redundant_work,
     savings,
+    slow_transfers,
     steps,
     transforms,
 )
@@ -96,12 +96,8 @@ def predict_less_recomputation(run: Run, layers: int) -> Prediction:
     if layers < 1:
         raise InputError(f"--recompute-fewer is {layers}; must be 1 or more")
 
-    def fewer(graph: Graph) -> Graph:
-        return _fewer(graph, layers)
-
-    return _predicted(
-        run, f"{layers} recomputed layers fewer", fewer, ("memory for the activations that are then stored",)
-    )
+    assumed = ("memory for the activations that are then stored",)
+    return _predicted(run, f"{layers} recomputed layers fewer", lambda graph: _fewer(graph, layers), assumed)
 
 
 def predict_network(run: Run, times: float) -> Prediction:
@@ -120,9 +116,7 @@ def predict_network(run: Run, times: float) -> Prediction:
         else "latency scales too: sizes differ too little to separate it from bandwidth",
     )
     name = f"a network {times:g} times as fast"
-    return _predicted(
-        run, name, lambda graph: network.scale_bandwidth(graph, times, lines), assumed, slow_preparation=True
-    )
+    return _predicted(run, name, lambda graph: _scaled(graph, times, lines), assumed, slow_preparation=True)
 
 
 def _predicted(
@@ -153,25 +147,36 @@ def _fsdp2(graph: Graph) -> Graph:
 
 def _yafsdp(graph: Graph) -> Graph:
     copies = (graph.frame["span"].fill_null("").str.contains(_COPYING)).to_numpy()
-    own = graph.own_ns.copy()
-    own[np.flatnonzero(copies & (graph.own_ns[: graph.count] > 0) & transforms.is_compute(graph))] = 0
-    return earlier_collectives.all_gathers_first(transforms.allocator(_fsdp2(replace(graph, own_ns=own))))
+    without_copies = graph.with_durations(np.flatnonzero(copies & graph.matches("kind", "compute")), 0)
+    return earlier_collectives.all_gathers_first(transforms.allocator(_fsdp2(without_copies)))
+
+
+def _scaled(graph: Graph, times: float, lines: pl.DataFrame) -> Graph:
+    """Return the graph with every link at `times` its bandwidth; the latency of hops stays.
+
+    `lines` are latency and bandwidth by group (`latency.by_group`); where latency is unknown, the whole transfer
+    scales. Raises InsufficientDataError where nothing is transferred.
+    """
+    if not graph.matches("kind", "communication").any():
+        raise InsufficientDataError("the traces contain no collective")
+    calls = slow_transfers.transfers(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
+    fixed_ns = np.zeros(len(graph.own_ns))
+    latencies = calls.select((latency.hops() * pl.col("hop_ns")).fill_nan(None).fill_null(0.0)).to_series()
+    fixed_ns[calls["done"].to_numpy()] = np.minimum(latencies.to_numpy(), calls["took_ns"].to_numpy())
+    moves = transforms.is_transfer(graph)
+    return graph.with_durations(moves, np.round(fixed_ns + (graph.own_ns - fixed_ns) / times)[moves])
 
 
 def _fewer(graph: Graph, layers: int) -> Graph:
     """Return the graph without the first `layers` recomputed regions of each backward pass."""
     again = redundant_work.recomputed_nodes(graph)
-    rows = graph.frame.select("rank", "step", "lane").with_columns(
-        pl.Series("again", again), pl.int_range(pl.len()).cast(pl.Int64).alias("at")
-    )
-    work = rows.filter((graph.frame["kind"] == "compute").fill_null(value=False))
+    rows = graph.frame.select("at", "rank", "step", "lane", "kind", again=pl.Series(again))
+    work = rows.filter(pl.col("kind") == "compute")
     place = ["rank", "lane", "step"]
     begins = pl.col("again") & ~pl.col("again").shift(1, fill_value=False).over(place)
     region = work.with_columns(begins.cast(pl.Int64).cum_sum().over(place).alias("region"))
     first = region.filter("again", pl.col("region") <= layers)["at"].to_numpy()
-    own = graph.own_ns.copy()
-    own[first] = 0
-    return replace(graph, own_ns=np.asarray(own))
+    return graph.with_durations(first, 0)
 
 
 _CHANGES: Mapping[str, tuple[Callable[[Graph], Graph], tuple[str, ...]]] = {

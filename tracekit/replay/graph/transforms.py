@@ -14,25 +14,19 @@ from tracekit.replay.graph.nodes import HOST, WORK
 
 _PAUSE_NS = 2_000_000
 """On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
-_LATE = [
-    host_state.HOST_STATES.index(each)
-    for each in (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
-]
-_PYTHON = host_state.HOST_STATES.index(host_state.PYTHON)
 
 
 def late_launch(graph: Graph) -> Graph:
     """Remove the host's time between its calls and in launches."""
-    gap_ns = host_gap_times(graph)
-    late = gap_ns[:, _LATE].sum(axis=1)
-    if is_cpu_run(graph):
-        return _with_shorter_gaps(graph, _recurring(graph, gap_ns[:, _PYTHON]))
-    return _with_zero_time(_with_shorter_gaps(graph, late), _in_state(graph, host_state.LAUNCH))
+    if not graph.on_device:
+        return _with_shorter_gaps(graph, _recurring(graph, _gap_ns(graph, host_state.PYTHON)))
+    late_ns = _gap_ns(graph, host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
+    return _with_zero_time(_with_shorter_gaps(graph, late_ns), _in_state(graph, host_state.LAUNCH))
 
 
 def blocking_sync(graph: Graph) -> Graph:
     """Remove the host's waits for the device, except those of saves, the allocator and rate limiters."""
-    if is_cpu_run(graph):
+    if not graph.on_device:
         raise InsufficientDataError("the run was on the CPU, so the host waits for no device")
     return _without_waits(graph, _in_state(graph, host_state.SYNCHRONIZE))
 
@@ -44,26 +38,19 @@ def rate_limiter(graph: Graph) -> Graph:
 
 def data_loading(graph: Graph) -> Graph:
     """Remove the time of data loading."""
-    index = host_state.HOST_STATES.index(host_state.DATA)
-    ready = _with_shorter_gaps(graph, host_gap_times(graph)[:, index])
-    return _with_zero_time(ready, _of_phase(graph, "data") & (graph.column("what") == HOST) & is_compute(graph))
+    ready = _with_shorter_gaps(graph, _gap_ns(graph, host_state.DATA))
+    on_host = (graph.column("what") == HOST) & graph.matches("kind", "compute")
+    return _with_zero_time(ready, on_host & graph.matches("phase", "data"))
 
 
 def allocator(graph: Graph) -> Graph:
     """Remove the allocator's device calls."""
-    found = _in_state(graph, host_state.ALLOCATOR)
-    return _without_waits(
-        _with_shorter_gaps(graph, host_gap_times(graph)[:, host_state.HOST_STATES.index(host_state.ALLOCATOR)]), found
-    )
+    return _without_state(graph, host_state.ALLOCATOR)
 
 
 def checkpoint(graph: Graph) -> Graph:
     """Remove the time in which saves block training."""
-    index = host_state.HOST_STATES.index(host_state.CHECKPOINT)
-    going = _without_waits(
-        _with_shorter_gaps(graph, host_gap_times(graph)[:, index]), _in_state(graph, host_state.CHECKPOINT)
-    )
-    return _with_zero_time(going, _of_phase(graph, "checkpoint"))
+    return _with_zero_time(_without_state(graph, host_state.CHECKPOINT), graph.matches("phase", "checkpoint"))
 
 
 def shared_queue(graph: Graph) -> Graph:
@@ -73,10 +60,7 @@ def shared_queue(graph: Graph) -> Graph:
 
 def communication(graph: Graph) -> Graph:
     """Set the time of transfers to zero."""
-    own = graph.own_ns.copy()
-    own[graph.count :] = 0
-    own[np.flatnonzero(is_communication(graph))] = 0
-    return replace(graph, own_ns=own)
+    return graph.with_durations(is_transfer(graph), 0)
 
 
 def recomputation(graph: Graph) -> Graph:
@@ -129,9 +113,7 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     place = ["rank", "phase", "kind", "name", "nth"]
     steps = graph.frame.drop_nulls("step").group_by("rank").agg(pl.col("step").n_unique().alias("steps"))
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
-    rows = graph.frame.select("rank", "step", "phase", "kind", "name", "what").with_columns(
-        pl.Series("pause_ns", python_ns), nth, pl.int_range(pl.len()).cast(pl.Int64).alias("at")
-    )
+    rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
     long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
     each = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), pl.col("pause_ns").min().over(place))
     found = each.filter((pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1))
@@ -148,32 +130,24 @@ def apply_if_known(change: Callable[[Graph], Graph], graph: Graph) -> Graph:
         return graph
 
 
-def host_gap_times(graph: Graph) -> Ints:
-    """Return the host time before each node by state, shape (nodes of ranks, HOST_STATES)."""
-    return np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
+def is_transfer(graph: Graph) -> Flags:
+    """Return which nodes transfer data: collectives of the ranks, and join nodes."""
+    return np.concatenate((graph.matches("kind", "communication"), np.ones(len(graph.own_ns) - graph.count, bool)))
 
 
-def is_cpu_run(graph: Graph) -> bool:
-    """Return whether the run was on the CPU."""
-    return not graph.frame["device"].is_not_null().any()
-
-
-def is_communication(graph: Graph) -> Flags:
-    """Return which of the ranks' nodes are collectives."""
-    return np.asarray((graph.frame["kind"] == "communication").fill_null(value=False).to_numpy())
-
-
-def is_compute(graph: Graph) -> Flags:
-    """Return which of the ranks' nodes are compute."""
-    return np.asarray((graph.frame["kind"] == "compute").fill_null(value=False).to_numpy())
+def _gap_ns(graph: Graph, *states: str) -> Ints:
+    """Return the host time before each of the ranks' nodes in some states."""
+    by_state = np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
+    return np.asarray(by_state[:, [host_state.HOST_STATES.index(state) for state in states]].sum(axis=1))
 
 
 def _in_state(graph: Graph, what: str) -> Flags:
     return np.asarray(graph.column("host_state") == host_state.HOST_STATES.index(what))
 
 
-def _of_phase(graph: Graph, phase: str) -> Flags:
-    return np.asarray((graph.frame["phase"] == phase).fill_null(value=False).to_numpy())
+def _without_state(graph: Graph, state: str) -> Graph:
+    """Return the graph without the host time in a state, between calls and in calls."""
+    return _without_waits(_with_shorter_gaps(graph, _gap_ns(graph, state)), _in_state(graph, state))
 
 
 def _with_shorter_gaps(graph: Graph, by_ns: Ints) -> Graph:
@@ -185,11 +159,8 @@ def _with_shorter_gaps(graph: Graph, by_ns: Ints) -> Graph:
 
 def _with_zero_time(graph: Graph, which: Flags) -> Graph:
     """Return the graph with zero time for some of the ranks' nodes; for collectives, on all ranks."""
-    own = graph.own_ns.copy()
     at = np.flatnonzero(which)
-    own[graph.done[at]] = 0
-    own[at] = 0
-    return replace(graph, own_ns=own)
+    return graph.with_durations(np.concatenate((at, graph.done[at])), 0)
 
 
 def _without_waits(graph: Graph, which: Flags) -> Graph:
