@@ -1,6 +1,7 @@
 """Runs as people keep them: folders, lists, globs and URLs, with all that lies around in them."""
 
 import json
+import os
 import shutil
 import weakref
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.kineto_files import trace, write
 from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.loader import load
+from tracekit.ingest.scrub import scrub
 from tracekit.model.run import Run, Source
 from tracekit.rules.engine import check
 
@@ -393,3 +395,16 @@ def test_progress_is_reported_for_each_file(pair):
     calls = []
     load(pair, on_progress=lambda done, total: calls.append((done, total)))
     assert calls == [(1, 2), (2, 2)]
+
+
+def test_a_file_name_that_is_not_utf_8_is_named_in_the_run_s_issues(pair):
+    (pair / os.fsdecode(b"\xff.json")).write_text("{}")
+    run = load(pair)
+    assert kinds(run) == ["not_a_trace"]
+    assert run.data_quality["path"].item().endswith("/?.json")
+
+
+def test_a_trace_whose_name_is_not_utf_8_is_scrubbed(tmp_path):
+    name = os.fsdecode(b"\xff.pt.trace.json")
+    write(tmp_path / "run" / name, trace(0))
+    assert scrub(tmp_path / "run", tmp_path / "out").files == (name,)

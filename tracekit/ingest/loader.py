@@ -92,4 +92,10 @@ def _manifest(
 def _table(issues: Sequence[QualityIssue]) -> pl.DataFrame:
     if not issues:
         return RUN_DATA_QUALITY.empty()
-    return pl.DataFrame([vars(issue) for issue in issues], schema_overrides=RUN_DATA_QUALITY.schema)
+    rows = [{name: _printable(value) for name, value in vars(issue).items()} for issue in issues]
+    return pl.DataFrame(rows, schema_overrides=RUN_DATA_QUALITY.schema)
+
+
+def _printable(value: Any) -> Any:
+    # File names on Linux are bytes; those that are not UTF-8 fit in no table.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -152,7 +152,7 @@ def differences(baseline: Baseline, run: Run, *, allow_different: bool = False) 
     refused = [notes[field] for field in fields if field in a and field in b]
     if refused and not allow_different:
         raise NotComparableError(
-            f"{'; '.join(refused)}; hold it against a baseline of its own, or pass --allow-different"
+            f"{'; '.join(refused)}; compare it with a baseline of its own, or pass --allow-different"
         )
     return list(notes.values())
 

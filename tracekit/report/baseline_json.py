@@ -144,7 +144,7 @@ def _check_schema(path: Path, text: bytes) -> None:
         ) from None
     if named != SCHEMA:
         schema = f"of schema {named[:_START_BYTES]!r}" if named else "of no schema"
-        raise InputError(f"{path}: is {schema}, not {SCHEMA}; save one with tracekit baseline save RUN --output {path}")
+        raise InputError(f"{path}: is {schema}, not {SCHEMA}; save one with tracekit baseline save RUN --output FILE")
 
 
 # To JSON -------------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program,
         usage=f"{program} [options] -- COMMAND…\n       {program} --attach RUN [--steps N]",
-        description="Record a training without changing it: put its command after --. Its output, exit code and "
+        description="Record a training without changing it: put its command after --. Its output, exit code and\n"
         "signals stay the same, and a failure of the recorder never stops it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -100,13 +100,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         type=_size,
         default=10 * GIBIBYTE,
         metavar="SIZE",
-        help="disk space that traces may take [10GiB]",
+        help="disk space that traces may take [default: 10GiB]",
     )
     add(
         "--scratch",
         type=Path,
         metavar="DIR",
-        help="local folder for uncompressed traces [the system's temporary folder]",
+        help="local folder for uncompressed traces [default: the system's temporary folder]",
     )
     add("--signal", type=_signal, metavar="NAME", help="a signal to this command, such as USR2, that requests a window")
     add("--attach", metavar="RUN", help="request a window now from a run that is being recorded: --steps is its length")

@@ -243,7 +243,7 @@ _MISSING_OPTIONS = {
     "young": "--mtbf",
     "daly": "--mtbf",
     "buffer": "--yafsdp",
-    "activation": "--model and --sequence",
+    "activation": "--sequence, with --model",
     "stage": "--sequence, and --model or --width",
     "tensor": "--sequence, and --model or --width and --layers",
 }

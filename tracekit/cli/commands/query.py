@@ -1,5 +1,6 @@
 """``tracekit query``: one SELECT over the tables of a run."""
 
+import os
 import sys
 from enum import StrEnum
 from typing import Annotated
@@ -48,6 +49,8 @@ def query(
     """
     if row_format is RowFormat.PARQUET and result.out is None:
         raise ConfigError("--format parquet is a binary format: name a file with --output")
+    if os.path.exists(sql):  # noqa: PTH110 a long SELECT is no error
+        raise ConfigError(f"{sql} is a file or folder, not a SELECT; the run comes first: tracekit query RUN SQL")
     from tracekit.sql import run_query
 
     limit = _DEFAULT_ROWS if max_rows is None and row_format is RowFormat.TABLE else max_rows

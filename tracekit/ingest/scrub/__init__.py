@@ -1,6 +1,7 @@
 """A copy of a run that can be shared: without host names, users and paths, with all numbers unchanged."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = Fals
     for word in words:
         secrets.add(USER, json.dumps(word)[1:-1].encode())
     for source in sources:
-        secrets.add(HOST, _host_in_name(source.name).encode())
+        secrets.add(HOST, os.fsencode(_host_in_name(source.name)))
         for piece in streams.pieces(source):
             secrets.learn(piece)
     partial = out.with_name(out.name + conventions.PARTIAL_SUFFIX)

@@ -1,6 +1,7 @@
 """The confidential values of a run, and their placeholders."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -69,8 +70,8 @@ class Secrets:
 
     def hide_in_name(self, name: str) -> str:
         """Return a file name without confidential words."""
-        hidden = self._hide_words(name.encode(), patterns.words_in_name(self.words))
-        return hidden.replace(b"<", b"").replace(b">", b"").decode()
+        hidden = self._hide_words(os.fsencode(name), patterns.words_in_name(self.words))
+        return os.fsdecode(hidden.replace(b"<", b"").replace(b">", b""))
 
     def find_leaks(self, text: bytes) -> list[str]:
         """Return the kinds of confidential values left in a piece of text."""
