@@ -13,6 +13,7 @@ from tracekit.cli.options import OutputOptions
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tracekit.model.trace import Fact
     from tracekit.regression.gate import CheckResult
     from tracekit.report.code_locations import Checkout
 
@@ -50,6 +51,14 @@ class ReportOptions(OutputOptions):
         self._additional()
         if self.report_format is ReportFormat.HTML:
             output.require_output_file(self.out, "an HTML report")
+
+    def facts(self) -> "tuple[Fact, ...]":
+        """Return what the reports contain besides findings, to be measured in one pass with the facts of the rules."""
+        from tracekit.analysis.time import breakdown
+        from tracekit.regression.samples import samples
+
+        formats = {self.report_format, *(report_format for report_format, _ in self._additional())}
+        return (breakdown.by_rank, samples) if ReportFormat.JSON in formats else (breakdown.by_rank,)
 
     def write(self, results: "Sequence[CheckResult]") -> None:
         """Write the report to `out` or stdout, and the additional ones to their files."""
@@ -91,11 +100,13 @@ class ReportOptions(OutputOptions):
 
 
 def _as_document(results: "Sequence[CheckResult]", report_format: ReportFormat) -> str:
-    from tracekit.report import html, json
-
     reports = [(result.report, result.report.run) for result in results]
     if report_format is ReportFormat.HTML:
+        from tracekit.report import html
+
         return html.render_several(reports, results)
+    from tracekit.report import json  # without html, whose templates take longer to load than JSON to write
+
     return json.render(*reports[0], results[0]) if len(reports) == 1 else json.render_several(reports, results)
 
 

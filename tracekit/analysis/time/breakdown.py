@@ -7,6 +7,7 @@ import polars as pl
 
 from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
+from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 COPY_KINDS = ("memcpy", "memset")
@@ -40,6 +41,7 @@ def spans(trace: Trace) -> pl.DataFrame:
     return pl.concat([pl.DataFrame(schema=SPAN_COLUMNS), *parts])
 
 
+@memoize
 def by_step(trace: Trace) -> pl.DataFrame:
     """Return the breakdown of every step's device window.
 

@@ -2,6 +2,7 @@
 
 import datetime
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import Catalog, CheckSettings
+    from tracekit.model.trace import Fact
     from tracekit.regression.gate import CheckResult
 
 FINDINGS = 1
@@ -62,7 +64,7 @@ def check(
     from tracekit.rules import all_rules
 
     catalog = all_rules()
-    results = _results(paths, settings.resolve(catalog), catalog, baseline, repeats, cache=cache)
+    results = _results(paths, settings.resolve(catalog), catalog, baseline, repeats, reports.facts(), cache=cache)
     reports.write(results)
     if history is not None:
         from tracekit.cli.commands.history import add_results
@@ -77,6 +79,7 @@ def _results(
     catalog: "Catalog",
     options: BaselineOptions,
     repeats: list[str],
+    reported: "Sequence[Fact]",
     *,
     cache: bool,
 ) -> "list[CheckResult]":
@@ -89,7 +92,7 @@ def _results(
     today = datetime.datetime.now(datetime.UTC).date()
     reports = [
         apply_ignores(report, settings.ignore, catalog, today=today)
-        for report, _ in run_loading.check_runs(paths, rules, facts=facts, cache=cache)
+        for report, _ in run_loading.check_runs(paths, rules, facts=[*facts, *reported], cache=cache)
     ]
     recordings = [run_loading.open_measured(path, facts, cache=cache) for path in repeats]
     return [
