@@ -79,15 +79,15 @@ def test_all_pairs_are_shown_in_one_table(simulated):
     )
 
 
-def test_chains_pass_through_the_next_all_gather_and_are_summed_by_unit(simulated):
+def test_chains_pass_through_the_next_all_gather_and_their_causes_sum_to_the_gap(simulated):
     run, share = simulated("STREAM001")
     (found,) = check(run, [GiveWay()]).findings
     assert found.impact == pytest.approx(share, rel=0.15)
-    units = run.table(compute_gap_causes.chains_by_unit).filter(pl.col("rank") == 0, pl.col("step") == 1)
-    delayed = units.filter(pl.col("contention_ns") > 0)
+    chains = run.table(compute_gap_causes.chains).filter(pl.col("rank") == 0, pl.col("step") == 1)
+    delayed = chains.filter(pl.col("contention_ns") > 0)
     assert set(delayed["unit"]) == {"layers.1", "layers.2", "layers.3"}
     causes = ("host_ns", "preparation_ns", "contention_ns", "compute_ns", "copy_ns", "unknown_ns")
-    assert units.select(pl.sum_horizontal(causes)).to_series().to_list() == units["dur_ns"].to_list()
+    assert chains.select(pl.sum_horizontal(causes)).to_series().to_list() == chains["dur_ns"].to_list()
     # Compute waits for the reduce-scatter too, but most of it for the all-gather behind it.
     waits = run.trace(0).collectives.join(
         compute_gap_causes.compute_gap_causes(run.trace(0)).filter(cause="collective", step=1, phase="backward"),

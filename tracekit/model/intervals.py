@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 Spans: TypeAlias = npt.NDArray[np.int64]
 Window: TypeAlias = tuple[int, int]
@@ -19,6 +20,11 @@ def from_columns(start_ns: npt.ArrayLike, dur_ns: npt.ArrayLike) -> Spans:
     """Return the spans that columns of starts and durations describe, shape (n, 2), in the order given."""
     start = np.asarray(start_ns, np.int64)
     return np.stack((start, start + np.asarray(dur_ns, np.int64)), axis=1)
+
+
+def from_table(rows: pl.DataFrame) -> Spans:
+    """Return the span of each row of a table with columns start_ns and dur_ns, shape (n, 2), in order of the rows."""
+    return from_columns(rows["start_ns"], rows["dur_ns"])
 
 
 def union(*sets: Spans) -> Spans:

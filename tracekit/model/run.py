@@ -247,42 +247,28 @@ _DEFAULT_CONCURRENT_READS = 4
 _MAX_AHEAD_BYTES = 256 << 20
 
 
-RUN_DATA_QUALITY = schema.Table(
+RUN_DATA_QUALITY = schema.table(
     "run_data_quality",
     "data-quality issue of the run or of one of its files",
-    (
-        schema.Column("rank", pl.Int64(), "", "Rank of the issue; null for the run."),
-        schema.Column("path", pl.String(), "", "File of the issue; null for the run."),
-        *schema.DATA_QUALITY.columns,
-    ),
+    schema.column("rank", "Rank of the issue; null for the run."),
+    schema.column("path", "File of the issue; null for the run.", pl.String()),
+    *schema.DATA_QUALITY.columns,
 )
 
 
-OFFSETS = schema.Table(
+OFFSETS = schema.table(
     "offsets",
     "trace: rank and window",
-    (
-        schema.Column("window", pl.Int64(), "", "Window of the trace."),
-        schema.Column("rank", pl.Int64(), "", "Rank of the trace."),
-        schema.Column(
-            "offset_ns", pl.Int64(), "ns", "Added to a time of the trace, gives the time on the run's clock."
-        ),
-        schema.Column(
-            "residual_ns",
-            pl.Int64(),
-            "ns",
-            "Clock error: smaller differences across ranks mean nothing; null: not aligned.",
-        ),
-        schema.Column("drift", pl.Float64(), "ratio", "Added per ns since at_ns; null for spans under 10 s."),
-        schema.Column("at_ns", pl.Int64(), "ns", "Time of the trace at which offset_ns holds; null without drift."),
-        schema.Column("pairs", pl.Int64(), "", "Collectives shared with other ranks that the alignment is based on."),
-        schema.Column("clock_domain", pl.Int64(), "", "Traces of a window share a clock only within a clock domain."),
-        schema.Column(
-            "matched_by",
-            pl.String(),
-            "",
-            "seq (sequence number) or order: how collectives were matched; none: own clock.",
-        ),
+    schema.column("window", "Window of the trace."),
+    schema.column("rank", "Rank of the trace."),
+    schema.column("offset_ns", "Added to a time of the trace, gives the time on the run's clock."),
+    schema.column("residual_ns", "Clock error: smaller differences across ranks mean nothing; null: not aligned."),
+    schema.Column("drift", pl.Float64(), "ratio", "Added per ns since at_ns; null for spans under 10 s."),
+    schema.column("at_ns", "Time of the trace at which offset_ns holds; null without drift."),
+    schema.column("pairs", "Collectives shared with other ranks that the alignment is based on."),
+    schema.column("clock_domain", "Traces of a window share a clock only within a clock domain."),
+    schema.column(
+        "matched_by", "seq (sequence number) or order: how collectives were matched; none: own clock.", pl.String()
     ),
 )
 

@@ -77,325 +77,284 @@ def columns(names: str, **others: type[pl.DataType] | pl.DataType) -> dict[str, 
 _INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()
 
 
-def _column(name: str, dtype: pl.DataType, meaning: str, unit: str = "") -> Column:
+def column(name: str, meaning: str, dtype: pl.DataType = _INT) -> Column:
+    """Return a column, by default an int64, with the unit that its name ends with.
+
+    >>> column("sent_bytes", "Input message size.").unit
+    'bytes'
+    """
+    unit = next((unit for ending, unit in _UNIT_BY_ENDING.items() if f"_{name}".endswith(ending)), "")
     return Column(name, dtype, unit, meaning)
 
 
-def _ns(name: str, meaning: str) -> Column:
-    return Column(name, _INT, "ns", meaning)
+def table(name: str, grain: str, *columns: Column) -> Table:
+    """Return a table with these columns."""
+    return Table(name, grain, columns)
 
 
-def _bytes(name: str, meaning: str) -> Column:
-    return Column(name, _INT, "bytes", meaning)
+_UNIT_BY_ENDING = {"_ns": "ns", "_bytes": "bytes", "_bytes_per_s": "bytes/s"}
 
 
-_STEP = _column("step", _INT, "Training step that launched the work, as the profiler numbers it; null outside steps.")
-_PHASE = _column("phase", _TEXT, "forward, backward, clip, optimizer, data or checkpoint; null where not known.")
-_UNIT = _column("unit", _TEXT, "FSDP unit (layer) by module path, '' for the root; null outside FSDP's spans.")
-_SPAN = _column("span", _TEXT, "Innermost FSDP span around the launch without prefix and unit, such as all_gather.")
+def _by_name(*tables: Table) -> Mapping[str, Table]:
+    return {table.name: table for table in tables}
 
-LANES = Table(
+
+_STEP = column("step", "Training step that launched the work, as the profiler numbers it; null outside steps.")
+_PHASE = column("phase", "forward, backward, clip, optimizer, data or checkpoint; null where not known.", _TEXT)
+_UNIT = column("unit", "FSDP unit (layer) by module path, '' for the root; null outside FSDP's spans.", _TEXT)
+_SPAN = column("span", "Innermost FSDP span around the launch without prefix and unit, such as all_gather.", _TEXT)
+
+LANES = table(
     "lanes",
     "timeline that runs one thing at a time: a device stream or a host thread",
-    (
-        _column("lane", _INT, "Number of the lane, unique in the trace."),
-        _column("device", _INT, "Device index of a stream; null for a host thread."),
-        _column("stream", _INT, "Stream number of a device lane; null for a host thread."),
-        _column("pid", _TEXT, "Process id as the trace writes it."),
-        _column("tid", _TEXT, "Thread id as the trace writes it."),
-        _column("name", _TEXT, "Name from the trace's metadata, or made from stream or thread id."),
-        _column("role", _TEXT, "Kind of work with most busy time on it: compute, communication, memcpy, memset, host."),
-    ),
+    column("lane", "Number of the lane, unique in the trace."),
+    column("device", "Device index of a stream; null for a host thread."),
+    column("stream", "Stream number of a device lane; null for a host thread."),
+    column("pid", "Process id as the trace writes it.", _TEXT),
+    column("tid", "Thread id as the trace writes it.", _TEXT),
+    column("name", "Name from the trace's metadata, or made from stream or thread id.", _TEXT),
+    column("role", "Kind of work with most busy time on it: compute, communication, memcpy, memset, host.", _TEXT),
 )
 
-STEPS = Table(
+STEPS = table(
     "steps",
     "training step",
-    (
-        _column("step", _INT, "Number of the step; null where the trace marks no steps and is taken as one window."),
-        _ns("host_start_ns", "Start of the step on the host."),
-        _ns("host_end_ns", "End of the step on the host."),
-        _ns("start_ns", "Start of the device window: the first activity the step launched on the main compute lane."),
-        _ns("end_ns", "End of the device window: the next step's start; for the last step, its last activity."),
-        _column("device", _INT, "Device index the window belongs to; null on a CPU run."),
-    ),
+    column("step", "Number of the step; null where the trace marks no steps and is taken as one window."),
+    column("host_start_ns", "Start of the step on the host."),
+    column("host_end_ns", "End of the step on the host."),
+    column("start_ns", "Start of the device window: the first activity the step launched on the main compute lane."),
+    column("end_ns", "End of the device window: the next step's start; for the last step, its last activity."),
+    column("device", "Device index the window belongs to; null on a CPU run."),
 )
 
-OPS = Table(
+OPS = table(
     "ops",
     "slice on a host thread",
-    (
-        _column("id", _INT, "Number of the slice, unique in the trace."),
-        _column("parent_id", _INT, "Slice on the same thread that encloses this one; null at top level."),
-        _column("lane", _INT, "Host thread it ran on."),
-        _column("name", _TEXT, "Name of the slice."),
-        _column("kind", _TEXT, "cpu_op, annotation, runtime, python or overhead."),
-        _ns("start_ns", "Start."),
-        _ns("dur_ns", "Duration."),
-        _STEP,
-        _PHASE,
-        _UNIT,
-        _SPAN,
-        _column(
-            "forward_id", _INT, "ops.id of the forward op whose gradient a backward op computes; null if not known."
-        ),
-        _column("shapes", _TEXT, "Shapes of the inputs as a JSON array; null where the profiler didn't record them."),
-    ),
+    column("id", "Number of the slice, unique in the trace."),
+    column("parent_id", "Slice on the same thread that encloses this one; null at top level."),
+    column("lane", "Host thread it ran on."),
+    column("name", "Name of the slice.", _TEXT),
+    column("kind", "cpu_op, annotation, runtime, python or overhead.", _TEXT),
+    column("start_ns", "Start."),
+    column("dur_ns", "Duration."),
+    _STEP,
+    _PHASE,
+    _UNIT,
+    _SPAN,
+    column("forward_id", "ops.id of the forward op whose gradient a backward op computes; null if not known."),
+    column("shapes", "Shapes of the inputs as a JSON array; null where the profiler didn't record them.", _TEXT),
 )
 
-ACTIVITIES = Table(
+ACTIVITIES = table(
     "activities",
     "piece of work on a device stream, or on a host thread if the trace has no device activity",
-    (
-        _column("id", _INT, "Number of the activity, unique in the trace."),
-        _column("launch_id", _INT, "ops.id of the runtime call that launched it; on a CPU run, of the op itself."),
-        _column("lane", _INT, "Stream, or thread on a CPU run."),
-        _column("name", _TEXT, "Name of the kernel or op."),
-        _column("kind", _TEXT, "compute, communication, memcpy or memset."),
-        _ns("start_ns", "Start."),
-        _ns("dur_ns", "Duration."),
-        _bytes("bytes", "Bytes copied or set; null where not known."),
-        _column("grid", _TEXT, "Blocks that the kernel was launched with, such as 4096x1x1; null where not known."),
-        _column("block", _TEXT, "Threads of each block, such as 256x1x1; null where not known."),
-        _STEP,
-        _PHASE,
-        _UNIT,
-        _SPAN,
-    ),
+    column("id", "Number of the activity, unique in the trace."),
+    column("launch_id", "ops.id of the runtime call that launched it; on a CPU run, of the op itself."),
+    column("lane", "Stream, or thread on a CPU run."),
+    column("name", "Name of the kernel or op.", _TEXT),
+    column("kind", "compute, communication, memcpy or memset.", _TEXT),
+    column("start_ns", "Start."),
+    column("dur_ns", "Duration."),
+    column("bytes", "Bytes copied or set; null where not known."),
+    column("grid", "Blocks that the kernel was launched with, such as 4096x1x1; null where not known.", _TEXT),
+    column("block", "Threads of each block, such as 256x1x1; null where not known.", _TEXT),
+    _STEP,
+    _PHASE,
+    _UNIT,
+    _SPAN,
 )
 
-COLLECTIVES = Table(
+COLLECTIVES = table(
     "collectives",
     "communication activity",
-    (
-        _column("activity_id", _INT, "activities.id."),
-        _column("op", _TEXT, "all_reduce, all_gather, reduce_scatter, broadcast, send, …; null where not known."),
-        _column("group", _TEXT, "Process group, as groups.group; null where not known."),
-        _column("seq", _INT, "Sequence number within the group; null in most traces."),
-        _column("dtype", _TEXT, "Element type; null where not known."),
-        _bytes("sent_bytes", "Input message size on this rank; null where not known."),
-        _bytes("received_bytes", "Output message size on this rank; null where not known."),
-        _column("group_size", _INT, "Number of ranks in the group; null where not known."),
-        _column("peer", _INT, "Global rank at the other end of a send or receive; null for others, or if not known."),
-    ),
+    column("activity_id", "activities.id."),
+    column("op", "all_reduce, all_gather, reduce_scatter, broadcast, send, …; null where not known.", _TEXT),
+    column("group", "Process group, as groups.group; null where not known.", _TEXT),
+    column("seq", "Sequence number within the group; null in most traces."),
+    column("dtype", "Element type; null where not known.", _TEXT),
+    column("sent_bytes", "Input message size on this rank; null where not known."),
+    column("received_bytes", "Output message size on this rank; null where not known."),
+    column("group_size", "Number of ranks in the group; null where not known."),
+    column("peer", "Global rank at the other end of a send or receive; null for others, or if not known."),
 )
 
-GROUPS = Table(
+GROUPS = table(
     "groups",
     "process group",
-    (
-        _column("group", _TEXT, "Name of the group, unique in the trace."),
-        _column("description", _TEXT, "Name that the program gave it."),
-        _column("backend", _TEXT, "nccl, gloo, …; null where not known."),
-        _column("ranks", pl.List(pl.Int64()), "Global ranks in it, in order."),
-    ),
+    column("group", "Name of the group, unique in the trace.", _TEXT),
+    column("description", "Name that the program gave it.", _TEXT),
+    column("backend", "nccl, gloo, …; null where not known.", _TEXT),
+    column("ranks", "Global ranks in it, in order.", pl.List(pl.Int64())),
 )
 
-ALLOCATIONS = Table(
+ALLOCATIONS = table(
     "allocations",
     "event of a memory allocator",
-    (
-        _ns("at_ns", "Time."),
-        _column("device", _INT, "Device index; null for host memory."),
-        _column("address", _INT, "Address of the block; null in old traces."),
-        _bytes("delta_bytes", "Bytes allocated (positive) or freed (negative)."),
-        _bytes("allocated_bytes", "Total allocated after the event; null in old traces."),
-        _bytes("reserved_bytes", "Total reserved by the caching allocator after the event; null in old traces."),
-        _column("op_id", _INT, "Innermost op on the same thread at that time; null outside ops."),
-        _STEP,
-        _PHASE,
-        _UNIT,
-        _SPAN,
-    ),
+    column("at_ns", "Time."),
+    column("device", "Device index; null for host memory."),
+    column("address", "Address of the block; null in old traces."),
+    column("delta_bytes", "Bytes allocated (positive) or freed (negative)."),
+    column("allocated_bytes", "Total allocated after the event; null in old traces."),
+    column("reserved_bytes", "Total reserved by the caching allocator after the event; null in old traces."),
+    column("op_id", "Innermost op on the same thread at that time; null outside ops."),
+    _STEP,
+    _PHASE,
+    _UNIT,
+    _SPAN,
 )
 
-SYNCS = Table(
+SYNCS = table(
     "syncs",
     "wait reported by CUDA, of a stream for an event or of the host; most traces have none",
-    (
-        _column("call_id", _INT, "ops.id of the runtime call; null where not known."),
-        _column(
-            "kind",
-            _TEXT,
-            "stream_wait, or what the host waited for: event, stream, context (all streams of the device).",
-        ),
-        _ns("start_ns", "Start of the call."),
-        _ns("dur_ns", "Duration of the call: includes a wait of the host, not a wait of a stream."),
-        _column("device", _INT, "Device index."),
-        _column("stream", _INT, "Stream that waits or that the host waits for; null where not known."),
-        _column("awaited_stream", _INT, "Stream on which the event was recorded; null where not known."),
-        _column("record_id", _INT, "ops.id of the call that recorded the event; null where not known."),
+    column("call_id", "ops.id of the runtime call; null where not known."),
+    column(
+        "kind",
+        "stream_wait, or what the host waited for: event, stream, context (all streams of the device).",
+        _TEXT,
     ),
+    column("start_ns", "Start of the call."),
+    column("dur_ns", "Duration of the call: includes a wait of the host, not a wait of a stream."),
+    column("device", "Device index."),
+    column("stream", "Stream that waits or that the host waits for; null where not known."),
+    column("awaited_stream", "Stream on which the event was recorded; null where not known."),
+    column("record_id", "ops.id of the call that recorded the event; null where not known."),
 )
 
-CHECKPOINTS = Table(
+CHECKPOINTS = table(
     "checkpoints",
     "stage of a checkpoint save or load on this rank, on the clock of the trace",
-    (
-        _column("checkpoint", _TEXT, "Name of the checkpoint, the same on every rank."),
-        _column("operation", _TEXT, "save or load."),
-        _column("step", _INT, "Optimizer steps done when it began."),
-        _column(
-            "stage",
-            _TEXT,
-            "One of conventions.CHECKPOINT_STAGES, such as write; total or complete for the whole operation.",
-        ),
-        _ns("start_ns", "Time at which the stage was first entered."),
-        _ns("dur_ns", "Time spent in the stage."),
-        _bytes("bytes", "Bytes moved; null where not known."),
-        _column("files", _INT, "Files opened or synced; null where not known."),
-        _column("path", _TEXT, "Path of the checkpoint."),
-        _column("blocking", _BOOL, "Whether the training thread waited for this stage."),
-        _column("call", _TEXT, "Function that was called, such as dcp.async_save or torch.load."),
-        _column("worker", _TEXT, "main (the training thread), thread (another thread), or process (another process)."),
-        _column("process", _INT, "Process id of the worker."),
-        _column("thread", _INT, "Native thread id of the worker."),
-        _column("calls", _INT, "Calls that wrote or read; for fsync, calls of os.sync; null where none or not known."),
-        _column(
-            "durable",
-            _BOOL,
-            "Whether all files of this rank were synced after their last byte; total and complete only.",
-        ),
-        _bytes("dirty_before_bytes", "Dirty pages of the machine at the start; total and complete only."),
-        _bytes("dirty_after_bytes", "The same at the end."),
-        _bytes("writeback_before_bytes", "Pages of the machine under writeback at the start; total and complete only."),
-        _bytes("writeback_after_bytes", "The same at the end."),
-        _ns("io_some_ns", "Time in which some task of the machine stalled on I/O (PSI some); total and complete only."),
-        _ns("io_full_ns", "Time in which all tasks of the machine stalled on I/O (PSI full)."),
-        _ns("cpu_ns", "CPU time of the worker's thread; total and complete only."),
-        _ns("run_delay_ns", "Time that the worker's thread was runnable but not running; total and complete only."),
-        _bytes("storage_written_bytes", "Bytes that the process sent to storage during it; total and complete only."),
-        _bytes("storage_read_bytes", "Bytes that the process read from storage during it; total and complete only."),
-        _bytes("whole_bytes", "Bytes of all shards of the loaded checkpoint; total of a load only."),
+    column("checkpoint", "Name of the checkpoint, the same on every rank.", _TEXT),
+    column("operation", "save or load.", _TEXT),
+    column("step", "Optimizer steps done when it began."),
+    column(
+        "stage",
+        "One of conventions.CHECKPOINT_STAGES, such as write; total or complete for the whole operation.",
+        _TEXT,
     ),
+    column("start_ns", "Time at which the stage was first entered."),
+    column("dur_ns", "Time spent in the stage."),
+    column("bytes", "Bytes moved; null where not known."),
+    column("files", "Files opened or synced; null where not known."),
+    column("path", "Path of the checkpoint.", _TEXT),
+    column("blocking", "Whether the training thread waited for this stage.", _BOOL),
+    column("call", "Function that was called, such as dcp.async_save or torch.load.", _TEXT),
+    column("worker", "main (the training thread), thread (another thread), or process (another process).", _TEXT),
+    column("process", "Process id of the worker."),
+    column("thread", "Native thread id of the worker."),
+    column("calls", "Calls that wrote or read; for fsync, calls of os.sync; null where none or not known."),
+    column(
+        "durable",
+        "Whether all files of this rank were synced after their last byte; total and complete only.",
+        _BOOL,
+    ),
+    column("dirty_before_bytes", "Dirty pages of the machine at the start; total and complete only."),
+    column("dirty_after_bytes", "The same at the end."),
+    column("writeback_before_bytes", "Pages of the machine under writeback at the start; total and complete only."),
+    column("writeback_after_bytes", "The same at the end."),
+    column("io_some_ns", "Time in which some task of the machine stalled on I/O (PSI some); total and complete only."),
+    column("io_full_ns", "Time in which all tasks of the machine stalled on I/O (PSI full)."),
+    column("cpu_ns", "CPU time of the worker's thread; total and complete only."),
+    column("run_delay_ns", "Time that the worker's thread was runnable but not running; total and complete only."),
+    column("storage_written_bytes", "Bytes that the process sent to storage during it; total and complete only."),
+    column("storage_read_bytes", "Bytes that the process read from storage during it; total and complete only."),
+    column("whole_bytes", "Bytes of all shards of the loaded checkpoint; total of a load only."),
 )
 
-METRICS = Table(
+METRICS = table(
     "metrics",
     "training step and metric",
-    (
-        _column("step", _INT, "Training step."),
-        _column("name", _TEXT, "Name of the metric, with its unit, such as step_time_ns."),
-        _column("value", _FLOAT, "Value."),
-    ),
+    column("step", "Training step."),
+    column("name", "Name of the metric, with its unit, such as step_time_ns.", _TEXT),
+    column("value", "Value.", _FLOAT),
 )
 
-DATA_QUALITY = Table(
+DATA_QUALITY = table(
     "data_quality",
     "data-quality issue of this trace",
-    (
-        _column("kind", _TEXT, "Kind of issue, such as truncated, unlinked, no_steps."),
-        _column("message", _TEXT, "The issue and its effect, in one sentence."),
-        _column("affected_ratio", _FLOAT, "Share of the trace's time, or of its events, that the issue affects.", ""),
-    ),
+    column("kind", "Kind of issue, such as truncated, unlinked, no_steps.", _TEXT),
+    column("message", "The issue and its effect, in one sentence.", _TEXT),
+    column("affected_ratio", "Share of the trace's time, or of its events, that the issue affects.", _FLOAT),
 )
 
-TABLES: Mapping[str, Table] = {
-    table.name: table
-    for table in (
-        LANES,
-        STEPS,
-        OPS,
-        ACTIVITIES,
-        COLLECTIVES,
-        GROUPS,
-        ALLOCATIONS,
-        SYNCS,
-        CHECKPOINTS,
-        METRICS,
-        DATA_QUALITY,
-    )
-}
+TABLES: Mapping[str, Table] = _by_name(
+    LANES, STEPS, OPS, ACTIVITIES, COLLECTIVES, GROUPS, ALLOCATIONS, SYNCS, CHECKPOINTS, METRICS, DATA_QUALITY
+)
 
-_DEVICE = _column("device", _INT, "Device index.")
-_ADDRESS = _column("address", _INT, "Address of its first byte.")
-_STREAM = _column("stream", _INT, "Stream as the snapshot names it: 0 is the default stream, others are handles.")
-_STACK = _column("stack", _INT, "stacks.stack that requested it; null where none was recorded.")
+_DEVICE = column("device", "Device index.")
+_ADDRESS = column("address", "Address of its first byte.")
+_STREAM = column("stream", "Stream as the snapshot names it: 0 is the default stream, others are handles.")
+_STACK = column("stack", "stacks.stack that requested it; null where none was recorded.")
 
-SEGMENTS = Table(
+SEGMENTS = table(
     "segments",
     "piece of device memory that the allocator reserved",
-    (
-        _DEVICE,
-        _ADDRESS,
-        _STREAM,
-        _column("pool", _TEXT, "Private pool (CUDA graph, MemPool) as 'a:b'; '0:0' is the common one."),
-        _column("kind", _TEXT, "small (for requests up to 1 MiB) or large."),
-        _column("expandable", _BOOL, "Whether it is a mapped range of an expandable segment."),
-        _bytes("total_bytes", "Size."),
-        _bytes("allocated_bytes", "Bytes in allocated blocks."),
-        _bytes("active_bytes", "Allocated bytes, and freed bytes that another stream still uses."),
-        _bytes(
-            "requested_bytes",
-            "Bytes that the program requested in active blocks, before rounding; null in old snapshots.",
-        ),
-        _STACK,
+    _DEVICE,
+    _ADDRESS,
+    _STREAM,
+    column("pool", "Private pool (CUDA graph, MemPool) as 'a:b'; '0:0' is the common one.", _TEXT),
+    column("kind", "small (for requests up to 1 MiB) or large.", _TEXT),
+    column("expandable", "Whether it is a mapped range of an expandable segment.", _BOOL),
+    column("total_bytes", "Size."),
+    column("allocated_bytes", "Bytes in allocated blocks."),
+    column("active_bytes", "Allocated bytes, and freed bytes that another stream still uses."),
+    column(
+        "requested_bytes",
+        "Bytes that the program requested in active blocks, before rounding; null in old snapshots.",
     ),
+    _STACK,
 )
 
-BLOCKS = Table(
+BLOCKS = table(
     "blocks",
     "block of a segment, in order of address",
-    (
-        _DEVICE,
-        _column("segment_address", _INT, "segments.address."),
-        _ADDRESS,
-        _bytes("bytes", "Size, rounding included."),
-        _bytes("requested_bytes", "Bytes that the program requested; null in old snapshots."),
-        _column("state", _TEXT, "active_allocated, active_pending_free (or active_awaiting_free), inactive."),
-        _STACK,
-    ),
+    _DEVICE,
+    column("segment_address", "segments.address."),
+    _ADDRESS,
+    column("bytes", "Size, rounding included."),
+    column("requested_bytes", "Bytes that the program requested; null in old snapshots."),
+    column("state", "active_allocated, active_pending_free (or active_awaiting_free), inactive.", _TEXT),
+    _STACK,
 )
 
-EVENTS = Table(
+EVENTS = table(
     "events",
     "event in the allocator's history, in order for each device",
-    (
-        _DEVICE,
-        _ns("at_ns", "Unix time; null in old snapshots."),
-        _column("action", _TEXT, "alloc, free_requested, free_completed, segment_alloc, segment_free, oom, …."),
-        _column("address", _INT, "Address; null for events without one."),
-        _bytes("bytes", "Bytes requested by an alloc (before rounding), or size of the segment."),
-        _STREAM,
-        _STACK,
-    ),
+    _DEVICE,
+    column("at_ns", "Unix time; null in old snapshots."),
+    column("action", "alloc, free_requested, free_completed, segment_alloc, segment_free, oom, ….", _TEXT),
+    column("address", "Address; null for events without one."),
+    column("bytes", "Bytes requested by an alloc (before rounding), or size of the segment."),
+    _STREAM,
+    _STACK,
 )
 
-STACKS = Table(
+STACKS = table(
     "stacks",
     "frame of a call stack",
-    (
-        _column("stack", _INT, "Number of the stack: the same frames in the same order have one number."),
-        _column("depth", _INT, "0 for the innermost frame."),
-        _column("frame", _INT, "frames.frame."),
-    ),
+    column("stack", "Number of the stack: the same frames in the same order have one number."),
+    column("depth", "0 for the innermost frame."),
+    column("frame", "frames.frame."),
 )
 
-FRAMES = Table(
+FRAMES = table(
     "frames",
     "line of source code",
-    (
-        _column("frame", _INT, "Number of the frame."),
-        _column("name", _TEXT, "Function."),
-        _column("file", _TEXT, "File."),
-        _column("line", _INT, "Line; 0 where not known."),
-    ),
+    column("frame", "Number of the frame."),
+    column("name", "Function.", _TEXT),
+    column("file", "File.", _TEXT),
+    column("line", "Line; 0 where not known."),
 )
 
-ANNOTATIONS = Table(
+ANNOTATIONS = table(
     "annotations",
     "begin or end of a named span of the profiler's record functions",
-    (
-        _DEVICE,
-        _ns("at_ns", "Unix time."),
-        _column("stage", _TEXT, "START or END."),
-        _column("name", _TEXT, "Name of the span."),
-    ),
+    _DEVICE,
+    column("at_ns", "Unix time."),
+    column("stage", "START or END.", _TEXT),
+    column("name", "Name of the span.", _TEXT),
 )
 
-SNAPSHOT_TABLES: Mapping[str, Table] = {
-    table.name: table for table in (SEGMENTS, BLOCKS, EVENTS, STACKS, FRAMES, ANNOTATIONS)
-}
+SNAPSHOT_TABLES = _by_name(SEGMENTS, BLOCKS, EVENTS, STACKS, FRAMES, ANNOTATIONS)
 """The tables of a CUDA memory snapshot; not part of a trace."""
 
 

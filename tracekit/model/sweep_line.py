@@ -9,6 +9,8 @@ from tracekit.model.intervals import Spans
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+NEVER = np.iinfo(np.int64).min // 2
+"""A time before all others, from which differences can still be taken."""
 
 
 class Pieces(NamedTuple):
@@ -54,18 +56,12 @@ def running(spans: Spans, at_ns: Ints) -> Ints:
     return np.where(covered, order[furthest[np.maximum(last, 0)]], -1)
 
 
-def first_from(keys: Ints, at: Ints) -> Ints:
-    """Return the index of the first of the sorted `keys` at or after each of `at`; -1 if there is none."""
-    found = np.searchsorted(keys, at, side="left")
-    return np.where(found < len(keys), found, -1)
-
-
 def last_until(keys: Ints, at: Ints) -> Ints:
     """Return the index of the last of the sorted `keys` at or before each of `at`; -1 if there is none."""
     return np.searchsorted(keys, at, side="right") - 1
 
 
-def at(values: npt.NDArray[np.int64], index: Ints, otherwise: int) -> Ints:
+def at(values: Ints, index: Ints, otherwise: int) -> Ints:
     """Return `values` at `index`, or `otherwise` where the index is -1."""
     if not len(values):
         return np.full(len(index), otherwise, np.int64)

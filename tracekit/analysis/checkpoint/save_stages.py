@@ -74,7 +74,7 @@ def save_spans(trace: Trace) -> pl.DataFrame:
         | ((kind == "python") & name.str.contains(_SAVE_FUNCTION)),
         pl.col("dur_ns") > 0,
     ).sort("start_ns", "dur_ns", descending=[False, True])
-    merged = intervals.union(intervals.from_columns(found["start_ns"], found["dur_ns"]))
+    merged = intervals.union(intervals.from_table(found))
     if not len(merged):
         return pl.DataFrame(schema=SPAN_COLUMNS)
     first = np.searchsorted(found["start_ns"].to_numpy(), merged[:, 0], side="left")
@@ -112,7 +112,7 @@ def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
 
 
 def _covered(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
-    return intervals.coverage(spans, intervals.from_columns(rows["start_ns"], rows["dur_ns"]))
+    return intervals.coverage(spans, intervals.from_table(rows))
 
 
 def host_steps(trace: Trace) -> pl.DataFrame:

@@ -44,10 +44,7 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     work = launches.work(trace, device).filter(
         pl.col("kind").is_in(["compute", "communication"]), pl.col("phase").ne_missing(conventions.CHECKPOINT)
     )
-    messages = trace.collectives.select(
-        pl.col("activity_id").alias("id"), "op", "group", "group_size", "dtype",
-        pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
-    ).unique("id")  # fmt: skip
+    messages = launches.messages(trace)
     # Preparation on the collective's own lane is not compute that it waits for.
     others = work.filter((pl.col("kind") == "compute") & (pl.col("role") != "communication"))
     calls = work.filter(pl.col("kind") == "communication").join(messages, on="id", how="left", maintain_order="left")
@@ -74,14 +71,14 @@ def _pools(trace: Trace) -> pl.DataFrame:
 
 def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
     """Return the collectives with the exposed time of each, and of its burst."""
-    spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
+    spans = intervals.from_table(calls)
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     whole = calls.select(
         pl.col("start_ns").min().over("burst"), (end_ns.max() - pl.col("start_ns").min()).over("burst").alias("dur_ns")
     )
     return calls.with_columns(
         pl.Series("exposed_ns", _exposed_ns(spans, compute)),
-        pl.Series("burst_exposed_ns", _exposed_ns(intervals.from_columns(whole["start_ns"], whole["dur_ns"]), compute)),
+        pl.Series("burst_exposed_ns", _exposed_ns(intervals.from_table(whole), compute)),
     )
 
 

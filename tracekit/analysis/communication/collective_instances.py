@@ -6,7 +6,6 @@ import polars as pl
 
 from tracekit.model import schema
 from tracekit.model.run import Run
-from tracekit.model.schema import Column, Table
 from tracekit.sync import alignment, collective_matching
 
 BUS_FACTORS: Mapping[str, tuple[float, float]] = {
@@ -27,65 +26,61 @@ a broadcast and a reduce; and its sources, for sendrecv 1, for all-to-all, gathe
 of the whole: what an all-gather receives, what a reduce-scatter sends.
 """
 
+SECOND_NS = 1_000_000_000
 _KEY = ("window", "instance")
-_SECOND_NS = 1_000_000_000
 
 _INT, _TEXT, _FLOAT = pl.Int64(), pl.String(), pl.Float64()
 
 _WHICH = (
-    Column("window", _INT, "", "Profiled window of the run, from 0."),
-    Column("instance", _INT, "", "Number of the collective, unique in the window and the same on every rank."),
+    schema.column("window", "Profiled window of the run, from 0."),
+    schema.column("instance", "Number of the collective, unique in the window and the same on every rank."),
 )
 _WHAT = (
-    Column("op", _TEXT, "", "all_reduce, all_gather, reduce_scatter, broadcast or another."),
-    Column("group", _TEXT, "", "Process group; null where not known."),
-    Column("group_size", _INT, "", "Ranks in the group; where unknown, the most that ever joined one collective."),
-    Column("seq", _INT, "", "Sequence number within the group; null in most traces."),
-    Column("dtype", _TEXT, "", "Element type; null where not known."),
-    Column("bytes", _INT, "bytes", "Size as nccl-tests counts it: the whole, the larger of sent and received."),
-    Column("step", _INT, "", "Training step that launched it."),
-    Column("phase", _TEXT, "", "forward, backward, clip or optimizer; null where not known."),
-    Column("unit", _TEXT, "", "FSDP unit (layer) by its module path; null outside FSDP's spans."),
+    schema.column("op", "all_reduce, all_gather, reduce_scatter, broadcast or another.", _TEXT),
+    schema.column("group", "Process group; null where not known.", _TEXT),
+    schema.column("group_size", "Ranks in the group; where unknown, the most that ever joined one collective."),
+    schema.column("seq", "Sequence number within the group; null in most traces."),
+    schema.column("dtype", "Element type; null where not known.", _TEXT),
+    schema.column("bytes", "Size as nccl-tests counts it: the whole, the larger of sent and received."),
+    schema.column("step", "Training step that launched it."),
+    schema.column("phase", "forward, backward, clip or optimizer; null where not known.", _TEXT),
+    schema.column("unit", "FSDP unit (layer) by its module path; null outside FSDP's spans.", _TEXT),
 )
 _HOW = (
-    Column("residual_ns", _INT, "ns", "Clock error between its ranks, at worst; smaller differences are not reported."),
-    Column("matched_by", _TEXT, "", "seq (sequence number) or order: how the calls of the ranks were matched."),
+    schema.column("residual_ns", "Clock error between its ranks, at worst; smaller differences are not reported."),
+    schema.column("matched_by", "seq (sequence number) or order: how the calls of the ranks were matched.", _TEXT),
 )
 
-INSTANCES = Table(
+INSTANCES = schema.table(
     "instances",
     "collective that several ranks recorded, on the run's clock",
-    (
-        *_WHICH,
-        *_WHAT,
-        Column("ranks", pl.List(_INT), "", "Ranks whose traces have it."),
-        Column("first_arrival_ns", _INT, "ns", "Start on the rank that came first."),
-        Column("last_arrival_ns", _INT, "ns", "Start on the rank that came last."),
-        Column("end_ns", _INT, "ns", "Median end over ranks."),
-        Column("last_rank", _INT, "", "Rank that came last; null if by less than the residual or a rank has no trace."),
-        Column("last_known_rank", _INT, "", "The same of the ranks that have a trace."),
-        Column("max_wait_ns", _INT, "ns", "Longest that a rank waited for the last."),
-        Column("transfer_ns", _INT, "ns", "From the last arrival to the end; null where a rank has no trace."),
-        Column("algorithm_bytes_per_s", _FLOAT, "bytes/s", "bytes over transfer_ns; null if no longer than residual."),
-        Column("bus_bytes_per_s", _FLOAT, "bytes/s", "What nccl-tests calls bus bandwidth; null as the former."),
-        *_HOW,
-    ),
+    *_WHICH,
+    *_WHAT,
+    schema.column("ranks", "Ranks whose traces have it.", pl.List(_INT)),
+    schema.column("first_arrival_ns", "Start on the rank that came first."),
+    schema.column("last_arrival_ns", "Start on the rank that came last."),
+    schema.column("end_ns", "Median end over ranks."),
+    schema.column("last_rank", "Rank that came last; null if by less than the residual or a rank has no trace."),
+    schema.column("last_known_rank", "The same of the ranks that have a trace."),
+    schema.column("max_wait_ns", "Longest that a rank waited for the last."),
+    schema.column("transfer_ns", "From the last arrival to the end; null where a rank has no trace."),
+    schema.column("algorithm_bytes_per_s", "bytes over transfer_ns; null if no longer than residual.", _FLOAT),
+    schema.column("bus_bytes_per_s", "What nccl-tests calls bus bandwidth; null as the former.", _FLOAT),
+    *_HOW,
 )
 
-WAITS = Table(
+WAITS = schema.table(
     "waits",
     "rank's part in a collective that several ranks recorded, on the run's clock",
-    (
-        *_WHICH,
-        Column("rank", _INT, "", "Global rank of the process."),
-        Column("activity_id", _INT, "", "activities.id."),
-        *_WHAT,
-        Column("arrival_ns", _INT, "ns", "Start of the kernel, or of the gloo slice."),
-        Column("end_ns", _INT, "ns", "Its end."),
-        Column("dur_ns", _INT, "ns", "Its duration: waiting and transfer."),
-        Column("wait_ns", _INT, "ns", "From arrival to the last known arrival; 0 where less than the residual."),
-        *_HOW,
-    ),
+    *_WHICH,
+    schema.column("rank", "Global rank of the process."),
+    schema.column("activity_id", "activities.id."),
+    *_WHAT,
+    schema.column("arrival_ns", "Start of the kernel, or of the gloo slice."),
+    schema.column("end_ns", "Its end."),
+    schema.column("dur_ns", "Its duration: waiting and transfer."),
+    schema.column("wait_ns", "From arrival to the last known arrival; 0 where less than the residual."),
+    *_HOW,
 )
 
 
@@ -130,7 +125,7 @@ def instances(run: Run) -> pl.DataFrame:
         )
         .with_columns(
             pl.when(pl.col("transfer_ns") > pl.col("residual_ns"))
-            .then(pl.col("bytes") * _SECOND_NS / pl.col("transfer_ns"))
+            .then(pl.col("bytes") * SECOND_NS / pl.col("transfer_ns"))
             .alias("algorithm_bytes_per_s")
         )
         .with_columns((pl.col("algorithm_bytes_per_s") * bus_factor()).alias("bus_bytes_per_s"))
@@ -196,7 +191,7 @@ def by_collective(run: Run) -> pl.DataFrame:
             (pl.col("last_rank") == pl.col("rank")).sum().cast(pl.Int64).alias("came_last"),
             pl.col("transfer_ns").sum(),
             pl.col("sized_bytes").sum().alias("bytes"),
-            (pl.col("bus_bytes").sum() * _SECOND_NS / pl.col("transfer_ns").sum()).alias("bus_bytes_per_s"),
+            (pl.col("bus_bytes").sum() * SECOND_NS / pl.col("transfer_ns").sum()).alias("bus_bytes_per_s"),
             pl.col("residual_ns").max(),
             pl.col("transfer_ns").mean().alias("mean_ns"),
         )

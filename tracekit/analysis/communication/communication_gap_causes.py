@@ -29,7 +29,6 @@ COLUMNS = schema.columns(
 )
 NEAR_NS = 20_000
 """Work that starts within this time after other work is taken to have waited for it; an event wait is faster."""
-_NEVER = np.iinfo(np.int64).min // 2
 
 
 @memoize
@@ -93,8 +92,8 @@ class ActivitySpans:
         """Return the work as arrays; an unknown launch is taken to be long ago."""
         return cls(
             work["id"].to_numpy().astype(np.int64),
-            intervals.from_columns(work["start_ns"], work["dur_ns"]),
-            work["launched_ns"].fill_null(_NEVER).to_numpy().astype(np.int64),
+            intervals.from_table(work),
+            work["launched_ns"].fill_null(sweep_line.NEVER).to_numpy().astype(np.int64),
         )
 
     @cached_property
@@ -129,7 +128,7 @@ class _Splitter:
 
     def __init__(self, trace: Trace, device: int | None, found: pl.DataFrame) -> None:
         self.trace, self.device, self.found = trace, device, found
-        self.gaps: Spans = intervals.from_columns(found["start_ns"], found["dur_ns"])
+        self.gaps: Spans = intervals.from_table(found)
         self.work = launches.work(trace, device)
         prepared = launches.preparation(trace, device)
         self.prepared = prepared.join(
@@ -174,7 +173,7 @@ class _Splitter:
         both = pl.concat([closing, steps.select(closing.columns)]).sort("row", "start_ns", maintain_order=True)
         gap = both["row"].to_numpy().astype(np.int64)
         start = both["start_ns"].to_numpy().astype(np.int64)
-        launched = both["launched_ns"].fill_null(_NEVER).to_numpy().astype(np.int64)
+        launched = both["launched_ns"].fill_null(sweep_line.NEVER).to_numpy().astype(np.int64)
         end = self._producer_end(start, launched)
         near = (end >= launched) & (start - end <= NEAR_NS)
         return _Items(gap, start, launched, end, near, self._reduces()[gap])
@@ -183,7 +182,7 @@ class _Splitter:
         """Return the end of the work that ended last before each start, if it had been launched before it."""
         row = self.producers.ended_until(start)
         before = sweep_line.at(self.producers.launched_ns, row, 0) <= launched
-        return sweep_line.at(self.producers.spans[:, 1], np.where(before, row, -1), _NEVER)
+        return sweep_line.at(self.producers.spans[:, 1], np.where(before, row, -1), sweep_line.NEVER)
 
     def _reduces(self) -> Flags:
         op = self.found["op"].fill_null("")
@@ -205,7 +204,7 @@ class _Splitter:
         waits = (at < end) & (items.near[nxt] | items.reduces[nxt])
         if self.device is None:
             waits |= ~is_launched
-        is_known = launched != _NEVER
+        is_known = launched != sweep_line.NEVER
         cause, evidence = first_match(
             (waits & (computing >= 0), COMPUTE, ADJACENT),
             (waits & (copying >= 0), COPY, ADJACENT),
@@ -223,11 +222,11 @@ class _Splitter:
         """Return at which times the next compute had not been launched."""
         following = np.searchsorted(self.compute.spans[:, 0], at, side="right")
         known = np.where(following < len(self.compute.id), following, -1)
-        return sweep_line.at(self.compute.launched_ns, known, _NEVER) > at
+        return sweep_line.at(self.compute.launched_ns, known, sweep_line.NEVER) > at
 
     def _inflation(self) -> tuple[Spans, Ints]:
         """Return the preparation spans, and the time in each at which its solo duration is exceeded."""
-        spans = intervals.from_columns(self.prepared["start_ns"], self.prepared["dur_ns"])
+        spans = intervals.from_table(self.prepared)
         alone = pl.col("alone_ns")
         inflated = pl.when(pl.col("overlapped_ns") > 0).then((pl.col("dur_ns") - alone).clip(0)).fill_null(0)
         return spans, spans[:, 1] - self.prepared.select(inflated.alias("ns"))["ns"].to_numpy()

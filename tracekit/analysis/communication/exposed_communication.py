@@ -4,7 +4,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.time import breakdown, exposure
+from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -22,7 +22,7 @@ def exposed(trace: Trace) -> pl.DataFrame:
     Concurrent collectives each count the same exposed time, so sums over activities may exceed the breakdown's.
     """
     known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
-    calls = exposure.with_exposure(trace, _of_training(trace)).join(known, on="id", how="left", maintain_order="left")
+    calls = breakdown.with_exposure(trace, _of_training(trace)).join(known, on="id", how="left", maintain_order="left")
     return calls.rename({"id": "activity_id"}).select(*COLUMNS)
 
 
@@ -135,7 +135,7 @@ def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:
 
 def _spans(rows: pl.DataFrame | None) -> intervals.Spans:
     rows = pl.DataFrame(schema=SPAN_COLUMNS) if rows is None else rows
-    return intervals.from_columns(rows["start_ns"], rows["dur_ns"])
+    return intervals.from_table(rows)
 
 
 def _of_training(trace: Trace) -> pl.DataFrame:

@@ -4,13 +4,11 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.time import exposure
+from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 from tracekit.sync import collective_matching
 
-AXIS_COLUMNS = {"group": pl.String, "axis": pl.String, "group_ranks": pl.List(pl.Int64)}
-EXPOSED_COLUMNS = {"activity_id": pl.Int64, "exposed_ns": pl.Int64}
 _GROUP = ("window", "group", "members")
 _WHAT = ("op", "dtype", "bytes", "nth")
 _LARGE = 0.25  # of the group's largest message: smaller ones measure latency, not bandwidth
@@ -27,7 +25,7 @@ def exposed_times(trace: Trace) -> pl.DataFrame:
     """Return the exposed time of each collective. Columns activity_id, exposed_ns; one row each."""
     lanes = trace.lanes.select("lane", "device")
     calls = trace.activities.filter(pl.col("kind") == "communication").join(lanes, on="lane", maintain_order="left")
-    return exposure.with_exposure(trace, calls).select(pl.col("id").alias("activity_id"), "exposed_ns")
+    return breakdown.with_exposure(trace, calls).select(pl.col("id").alias("activity_id"), "exposed_ns")
 
 
 FACTS: tuple[Fact, ...] = (collective_matching.calls, group_axes, exposed_times)

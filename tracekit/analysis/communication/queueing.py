@@ -17,7 +17,6 @@ DELAY_COLUMNS = {
     "dur_ns": pl.Int64, "delay_ns": pl.Int64, "blocker_id": pl.Int64, "blocker_name": pl.String, "reason": pl.String,
 }  # fmt: skip
 ORDER, COMMUNICATOR = "launch order", "communicator"
-_NEVER = np.iinfo(np.int64).min // 2
 
 
 @memoize
@@ -78,21 +77,21 @@ class _Queue:
         joined = kernels.join(calls, on="launch_id", how="left", maintain_order="left")
         self.work = joined.sort("called_ns", "id")
         self.lane = self.work["lane"].to_numpy()
-        self.spans = intervals.from_columns(self.work["start_ns"], self.work["dur_ns"])
+        self.spans = intervals.from_table(self.work)
         self.computes = (self.work["kind"] == "compute").to_numpy()
         self.latest: Ints = np.full(len(self.lane), -1, np.int64)
         """Of the kernels launched earlier on other lanes, the one that began last; -1 for none."""
-        before = np.full(len(self.lane), _NEVER, np.int64)
+        before = np.full(len(self.lane), sweep_line.NEVER, np.int64)
         for lane in np.unique(self.lane):
             own = self.lane == lane
-            self.latest[own] = _latest(np.where(own, _NEVER, self.spans[:, 0]))[own]
-            before[own] = _before(np.where(own, self.spans[:, 1], _NEVER))[own]
+            self.latest[own] = _latest(np.where(own, sweep_line.NEVER, self.spans[:, 0]))[own]
+            before[own] = _before(np.where(own, self.spans[:, 1], sweep_line.NEVER))[own]
         self.ready_ns: Ints = np.maximum(self.work["launched_ns"].to_numpy(), before)
 
     @property
     def latest_ns(self) -> Ints:
         """Return when the last of the earlier-launched kernels on other lanes started."""
-        return sweep_line.at(self.spans[:, 0], self.latest, _NEVER)
+        return sweep_line.at(self.spans[:, 0], self.latest, sweep_line.NEVER)
 
     def overtakes(self) -> tuple[Flags, Flags]:
         """Return which kernels could start before an earlier-launched one on another lane, and which did."""
@@ -102,7 +101,7 @@ class _Queue:
         """Return the kernels that started together with an earlier-launched one on another lane, and that one."""
         could, _ = self.overtakes()
         after_ns = self.spans[:, 0] - self.latest_ns
-        runs_on = sweep_line.at(self.spans[:, 1], self.latest, _NEVER) > self.spans[:, 0] + NEAR_NS
+        runs_on = sweep_line.at(self.spans[:, 1], self.latest, sweep_line.NEVER) > self.spans[:, 0] + NEAR_NS
         rows = np.flatnonzero(could & (after_ns >= 0) & (after_ns <= NEAR_NS) & runs_on)
         return rows, self.latest[rows]
 
@@ -130,8 +129,8 @@ class _Queue:
         gathers = (
             op.fill_null("").str.contains("gather|broadcast") & ~op.fill_null("").str.contains("reduce")
         ).to_numpy()
-        before = _before(np.where(self.computes, self.spans[:, 1], _NEVER))
-        return np.where(gathers, _NEVER, before)
+        before = _before(np.where(self.computes, self.spans[:, 1], sweep_line.NEVER))
+        return np.where(gathers, sweep_line.NEVER, before)
 
     def idle_ns(self, rows: Ints) -> Ints:
         """Return, at each of `rows`, its delay while no work of its kind ran; 0 elsewhere."""
@@ -157,7 +156,7 @@ class _Queue:
 
 def _before(values: Ints) -> Ints:
     """Return the largest of the values before each."""
-    reached = np.maximum.accumulate(np.concatenate((np.array([_NEVER]), values)))
+    reached = np.maximum.accumulate(np.concatenate((np.array([sweep_line.NEVER]), values)))
     return np.asarray(reached[:-1], np.int64)
 
 
@@ -166,5 +165,7 @@ def _latest(values: Ints) -> Ints:
     if not len(values):
         return values
     reached = np.maximum.accumulate(values)
-    where = np.maximum.accumulate(np.where((values == reached) & (values > _NEVER), np.arange(len(values)), -1))
+    where = np.maximum.accumulate(
+        np.where((values == reached) & (values > sweep_line.NEVER), np.arange(len(values)), -1)
+    )
     return np.concatenate((np.array([-1]), where[:-1])).astype(np.int64)

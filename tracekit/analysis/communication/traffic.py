@@ -8,7 +8,6 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.sync import collective_matching
 
-_SECOND_NS = 1_000_000_000
 SPEED_COLUMNS = schema.columns(
     "window step op group axis group_size bytes transfer_ns algorithm_bytes_per_s bus_bytes_per_s is_whole"
 )
@@ -41,7 +40,7 @@ def speeds(run: Run) -> pl.DataFrame:
     lone = each.join(known, on=["window", "group"], how="anti", nulls_equal=True)
     partly = each.join(known, on=["window", "group"], how="semi", nulls_equal=True)
     partly = partly.filter(pl.col("ranks").list.len() < pl.col("group_size"))
-    rate = pl.col("bytes") * _SECOND_NS / pl.col("transfer_ns")
+    rate = pl.col("bytes") * collective_instances.SECOND_NS / pl.col("transfer_ns")
     least = (
         pl.concat([lone, partly])
         .with_columns(rate.alias("algorithm_bytes_per_s"))

@@ -6,6 +6,7 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes, concurrency, contention, slowdown
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
+from tracekit.analysis.time import launches
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
@@ -15,7 +16,6 @@ CALL_COLUMNS = schema.columns(
     "activity_id device lane step phase unit name op group group_size dtype bytes start_ns dur_ns compute_ns "
     "others chain waited_ns"
 )
-_SECOND_NS = 1_000_000_000
 _MIXED = -1
 
 
@@ -34,14 +34,7 @@ def calls(trace: Trace) -> pl.DataFrame:
         .group_by("collective_id")
         .agg(pl.col("dur_ns").sum().alias("waited_ns"))
     )
-    messages = trace.collectives.select(
-        "activity_id",
-        "op",
-        "group",
-        "group_size",
-        "dtype",
-        pl.max_horizontal("sent_bytes", "received_bytes").alias("bytes"),
-    ).unique("activity_id")
+    messages = launches.messages(trace).rename({"id": "activity_id", "message_bytes": "bytes"})
     # A delay propagates to the next collective through preparation on its lane.
     idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
     long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
@@ -197,7 +190,10 @@ def bandwidths(run: Run) -> pl.DataFrame:
         pl.col("whole").all(),
     )
     factor = collective_instances.bus_factor()
-    speed = [(pl.col("bytes") * factor * _SECOND_NS / pl.col(f"{n}_ns")).alias(f"{n}_bus_bytes_per_s") for n in _CASES]
+    speed = [
+        (pl.col("bytes") * factor * collective_instances.SECOND_NS / pl.col(f"{n}_ns")).alias(f"{n}_bus_bytes_per_s")
+        for n in _CASES
+    ]
     return sums.with_columns(speed).sort("total_ns", descending=True).drop("total_ns")
 
 

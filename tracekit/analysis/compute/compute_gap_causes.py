@@ -35,7 +35,6 @@ CHAIN_COLUMNS = schema.columns(
     "communication_gap device step phase unit collective_id start_ns dur_ns host_ns preparation_ns contention_ns "
     "compute_ns copy_ns unknown_ns waited_ns"
 )
-_NEVER = np.iinfo(np.int64).min // 2
 
 
 @memoize
@@ -131,22 +130,6 @@ def chains(trace: Trace) -> pl.DataFrame:
     )
 
 
-def chains_by_unit(trace: Trace) -> pl.DataFrame:
-    """Return the chains of each unit: the causes that delay its collectives, and the compute that waits.
-
-    Columns device, step, phase, unit, gaps, dur_ns, host_ns, preparation_ns, contention_ns, compute_ns, copy_ns,
-    unknown_ns, waited_ns (sums over the unit's communication gaps, as `chains`) and lost_ns (the sum of the smaller of
-    each gap and its wait: an upper bound of the cost). One row per device, step, phase and unit.
-    """
-    lost_ns = pl.min_horizontal("dur_ns", "waited_ns").sum().alias("lost_ns")
-    sums = [name for name in CHAIN_COLUMNS if name.endswith("_ns") and name != "start_ns"]
-    return (
-        chains(trace)
-        .group_by("device", "step", "phase", "unit", maintain_order=True)
-        .agg(pl.len().cast(pl.Int64).alias("gaps"), pl.col(sums).sum(), lost_ns)
-    )
-
-
 class _Wait(NamedTuple):
     """When the compute that ends each gap was launched, and the collective that it waited for, if any."""
 
@@ -163,8 +146,8 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     copies = intervals.from_columns(
         *work.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)).select("start_ns", "dur_ns")
     )
-    quiet = intervals.from_columns(before["start_ns"], before["dur_ns"])
-    idle = intervals.from_columns(found["start_ns"], found["dur_ns"])
+    quiet = intervals.from_table(before)
+    idle = intervals.from_table(found)
     wait = _waits(work, found, calls, idle)
     pieces = sweep_line.pieces(
         idle, wait.launched_ns, wait.until_ns, calls.spans.ravel(), calls.launched_ns, copies.ravel(), quiet.ravel(),
@@ -184,7 +167,7 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
         (waits & (call >= 0) & wait.near[pieces.of], COLLECTIVE, ADJACENT),
         (waits & (call >= 0), COLLECTIVE, RUNNING),
         (waits & (gap >= 0), UNKNOWN, communication_gap_causes.NONE),  # replaced by the cause of the communication gap
-        (waits & (at < sweep_line.at(calls.launched_ns, awaited, _NEVER)), HOST, LAUNCH_TIME),
+        (waits & (at < sweep_line.at(calls.launched_ns, awaited, sweep_line.NEVER)), HOST, LAUNCH_TIME),
         (waits, UNKNOWN, communication_gap_causes.NONE),
         (unlaunched & blocked & (call >= 0), COLLECTIVE, RUNNING),
         (unlaunched, HOST, LAUNCH_TIME),
@@ -205,12 +188,12 @@ _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
 def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: ActivitySpans, idle: intervals.Spans) -> _Wait:
     own = work.select(pl.col("id").alias("activity_id"), "launched_ns")
     launched = found.select("activity_id").join(own, on="activity_id", how="left", maintain_order="left")["launched_ns"]
-    launched_ns = launched.fill_null(_NEVER).to_numpy().astype(np.int64)
+    launched_ns = launched.fill_null(sweep_line.NEVER).to_numpy().astype(np.int64)
     call = calls.ended_until(idle[:, 1])
-    end_ns = sweep_line.at(calls.spans[:, 1], call, _NEVER)
+    end_ns = sweep_line.at(calls.spans[:, 1], call, sweep_line.NEVER)
     near = idle[:, 1] - end_ns <= NEAR_NS
     awaited = (end_ns > idle[:, 0]) & (near | (end_ns >= launched_ns))
-    return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, _NEVER), near)
+    return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, sweep_line.NEVER), near)
 
 
 def _label_table(found: pl.DataFrame, pieces: Pieces, cause: Ints, evidence: Ints, detail: Ints) -> pl.DataFrame:

@@ -49,7 +49,7 @@ def device_work(trace: Trace) -> tuple[DeviceWork, ...]:
 
 def _of_device(trace: Trace, device: int) -> DeviceWork:
     work = launches.work(trace, device)
-    spans = intervals.from_columns(work["start_ns"], work["dur_ns"])
+    spans = intervals.from_table(work)
     kind = _kinds(work, launches.preparation(trace, device)["id"])
     return DeviceWork(
         device, work, kind, spans, _concurrent(spans, kind, work["lane"].to_numpy()), _kernel_ids(trace, work)

@@ -39,7 +39,6 @@ PREPARATION_COLUMNS = schema.columns(
     "communication_gap gap_ns contention_ns waited_ns",
     sample=pl.String,
 )
-DEVICE_COLUMNS = {"devices": pl.Int64}
 NO_SAMPLE = "no sample alone"
 ALONE = "the same work alone: one rank, prefetching off, or CUDA_LAUNCH_BLOCKING=1"
 RECORD = f"record steps with {ALONE}; and record_shapes=True, to distinguish GEMMs of one grid"
@@ -128,9 +127,7 @@ PAIR_COLUMNS = {
 
 def device_count(trace: Trace) -> pl.DataFrame:
     """Return the number of devices with activity. Column devices; one row."""
-    return pl.DataFrame(
-        {"devices": [trace.lanes["device"].n_unique() if trace.on_device else 0]}, schema=DEVICE_COLUMNS
-    )
+    return pl.DataFrame({"devices": [trace.lanes["device"].n_unique() if trace.on_device else 0]})
 
 
 class _PairRows:

@@ -48,7 +48,9 @@ def regions(trace: Trace) -> pl.DataFrame:
         (end_ns.max() - pl.col("start_ns").min()).alias("dur_ns"),
         pl.col("dur_ns").sum().alias("compute_ns"),
     )
-    placed = _in_passes(found, trace).with_columns(_allocated(found.sort("from_ns"), trace))
+    placed = backward_passes.with_passes(found, trace, "from_ns").with_columns(
+        pl.col("backward").fill_null(0), _allocated(found.sort("from_ns"), trace)
+    )
     return placed.sort("start_ns").pipe(schema.select, COLUMNS)
 
 
@@ -70,7 +72,6 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
     if not checkpoint.any() and not forward.any():
         return pl.DataFrame()
     around = nesting.nearest(parent, node | checkpoint)
-    around = np.where(around >= 0, around, -1)
     in_node = forward & (around >= 0) & ~checkpoint[np.maximum(around, 0)]
     last_ns = np.full(len(parent), np.iinfo(np.int64).min)
     ends = (ops["start_ns"] + ops["dur_ns"]).to_numpy()
@@ -96,14 +97,6 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
         )
         .drop_nulls("step")
     )
-
-
-def _in_passes(found: pl.DataFrame, trace: Trace) -> pl.DataFrame:
-    begun = backward_passes.backward_starts(trace).rename({"launched_ns": "from_ns"}).sort("from_ns")
-    keyed = pl.col("device").fill_null(-1).alias("_device")
-    return found.with_columns(keyed).sort("from_ns").join_asof(
-        begun.with_columns(keyed).drop("device"), on="from_ns", by=["_device", "step"], check_sortedness=False
-    ).with_columns(pl.col("backward").fill_null(0))  # fmt: skip
 
 
 def _allocated(found: pl.DataFrame, trace: Trace) -> pl.Series:

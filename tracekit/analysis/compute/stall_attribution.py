@@ -8,7 +8,7 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
-COMMUNICATION, COMPUTE = GAP_KINDS = ("communication", "compute")
+COMMUNICATION, COMPUTE = ("communication", "compute")
 COLUMNS = schema.columns("window rank device step phase gap_kind cause detail pieces dur_ns")
 _PLACE = ("device", "step", "phase", "cause", "detail")
 

@@ -31,7 +31,7 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
     )
     keyed = work.with_columns(pl.struct("unit", "step", "kind").rank("dense").cast(pl.Int64).alias("key"))
     keys = keyed.select("key", "unit", "step", "kind").unique("key").sort("key")
-    spans, key = _union_by_key(intervals.from_columns(keyed["start_ns"], keyed["dur_ns"]), keyed["key"].to_numpy() - 1)
+    spans, key = _union_by_key(intervals.from_table(keyed), keyed["key"].to_numpy() - 1)
     hidden_ns = intervals.coverage(spans, _compute(trace))
     length_ns = spans[:, 1] - spans[:, 0]
     is_compute = (keys["kind"] == "compute").to_numpy()

@@ -25,7 +25,7 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
     spans = _on_host(trace, evidence)
     if calls.is_empty() or not len(spans):
         return empty
-    inside_ns = intervals.coverage(intervals.from_columns(calls["start_ns"], calls["dur_ns"]), spans)
+    inside_ns = intervals.coverage(intervals.from_table(calls), spans)
     return (
         calls.with_columns(pl.Series("inside_ns", inside_ns))
         .filter(pl.col("inside_ns") > 0)

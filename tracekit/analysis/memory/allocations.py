@@ -191,7 +191,7 @@ def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
     """Return which times lie inside a collective call: the backend's own allocations."""
     calls = trace.ops.filter(pl.col("name").str.starts_with("c10d::"))
     moments = np.stack((at_ns.to_numpy(), at_ns.to_numpy() + 1), axis=1)
-    return pl.Series(intervals.coverage(moments, intervals.from_columns(calls["start_ns"], calls["dur_ns"])) > 0)
+    return pl.Series(intervals.coverage(moments, intervals.from_table(calls)) > 0)
 
 
 def of_training(trace: Trace) -> pl.Expr:

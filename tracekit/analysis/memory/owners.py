@@ -1,12 +1,11 @@
 """Owners of memory: the op that requested it, and the module and code location around that op."""
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
+from tracekit.model import nesting, sweep_line
+from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
-
-Ints = npt.NDArray[np.int64]
 
 # Ops that allocate on behalf of another op, which is the owner.
 _FOR_ANOTHER = (
@@ -16,7 +15,6 @@ _FOR_ANOTHER = (
 )  # fmt: skip
 _MOST_CLIMBS = 6
 _MODULE = "nn.Module: "
-_DEEPEST = 2000
 
 
 def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
@@ -59,7 +57,8 @@ def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     forward = _row_of(ops, "forward_id")[rows]
     found = {}
     for kind in ("module", "stack"):
-        around, before = (_first_marked_ancestor(start, up, marks[kind].to_numpy()) for start in (rows, forward))
+        marked = nesting.nearest(up, marks[kind].to_numpy())
+        around, before = (sweep_line.at(marked, start, -1) for start in (rows, forward))
         row = np.where(around >= 0, around, before)
         names_of_rows = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
         found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(names_of_rows)).to_series()
@@ -71,18 +70,3 @@ def _row_of(ops: pl.DataFrame, column: str) -> Ints:
     ids, targets = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
     row = np.minimum(np.searchsorted(ids, targets), max(len(ids) - 1, 0))
     return np.where((targets >= 0) & (ids[row] == targets), row, -1) if len(ids) else row
-
-
-def _first_marked_ancestor(
-    rows: Ints,
-    up: Ints,
-    marked: np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> Ints:
-    """Return, for each row, itself or its first marked ancestor; -1 for none."""
-    at = rows.copy()
-    for _ in range(_DEEPEST):
-        climbs = (at >= 0) & ~marked[at]
-        if not climbs.any():
-            break
-        at[climbs] = up[at[climbs]]
-    return np.where((at >= 0) & marked[at], at, -1)

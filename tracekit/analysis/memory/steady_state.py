@@ -132,13 +132,13 @@ def _idle(trace: Trace) -> Spans:
     if not trace.on_device:
         return intervals.EMPTY
     work = trace.activities
-    busy = intervals.union(intervals.from_columns(work["start_ns"], work["dur_ns"]))
+    busy = intervals.union(intervals.from_table(work))
     return intervals.gaps(busy, (int(busy[0, 0]), int(busy[-1, 1]))) if len(busy) else intervals.EMPTY
 
 
 def _with_aftermath(calls: pl.DataFrame, idle: Spans) -> Spans:
     """Return the span of each call, extended over the idle time right after it that the call explains."""
-    spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
+    spans = intervals.from_table(calls)
     if not len(spans) or not len(idle):
         return spans
     starts, ends = spans[:, 0], spans[:, 1]

@@ -1,11 +1,11 @@
 """Data for memory charts: allocated bytes over time by owner, and block lifetimes by size."""
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.memory import allocations
 from tracekit.model import schema
+from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 OWNER_COLUMNS = schema.columns("device owner_kind owner at_ns bytes live_bytes reserved_bytes", owner=pl.String)
@@ -17,8 +17,6 @@ _MOST_OWNERS = 9
 _SPANS = 300
 _SIZE_EDGES = 1 << np.arange(62)
 _TIME_EDGES = np.concatenate(([0], np.outer(10 ** np.arange(3, 15), (1, 3)).ravel()))
-
-Ints = npt.NDArray[np.int64]
 
 
 def over_time(trace: Trace) -> pl.DataFrame:

@@ -109,4 +109,4 @@ def _device_states(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFr
 
 
 def _of(rows: pl.DataFrame) -> intervals.Spans:
-    return intervals.union(intervals.from_columns(rows["start_ns"], rows["dur_ns"]))
+    return intervals.union(intervals.from_table(rows))

@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import breakdown, exposure, launches
+from tracekit.analysis.time import breakdown, launches
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -60,21 +60,25 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
     elsewhere = calls.filter(~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)).select(_KEY).unique()
     gradients = calls.filter(backward).join(elsewhere, on=_KEY, how="anti", nulls_equal=True).sort("launched_ns")
     counts = starts.group_by("device", "step").agg(pl.len().cast(pl.Int64).alias("backward_count"))
-    keyed = [pl.col("device").fill_null(-1).alias("_device")]
-    placed = gradients.with_columns(keyed).join_asof(
-        starts.with_columns(keyed).drop("device").sort("launched_ns"),
-        on="launched_ns", by=["_device", "step"], check_sortedness=False,
-    )  # fmt: skip
-    in_pass = placed.drop_nulls("backward").join(counts, on=["device", "step"], how="left", nulls_equal=True)
-    return exposure.with_exposure(trace, in_pass.sort("start_ns")).pipe(schema.select, REDUCTION_COLUMNS)
+    in_pass = (
+        with_passes(gradients, trace, "launched_ns")
+        .drop_nulls("backward")
+        .join(counts, on=["device", "step"], how="left", nulls_equal=True)
+    )
+    return breakdown.with_exposure(trace, in_pass.sort("start_ns")).pipe(schema.select, REDUCTION_COLUMNS)
+
+
+def with_passes(rows: pl.DataFrame, trace: Trace, at_ns: str) -> pl.DataFrame:
+    """Return rows (columns device, step and the time `at_ns`) by that time, with the backward pass begun last."""
+    keyed = pl.col("device").fill_null(-1).alias("_device")
+    starts = backward_starts(trace).with_columns(keyed).drop("device").rename({"launched_ns": at_ns}).sort(at_ns)
+    left = rows.with_columns(keyed).sort(at_ns)
+    return left.join_asof(starts, on=at_ns, by=["_device", "step"], check_sortedness=False)
 
 
 def _reducing(trace: Trace) -> pl.DataFrame:
     """Return the all-reduces and reduce-scatters of all devices, with their messages."""
-    messages = trace.collectives.filter(pl.col("op").is_in(REDUCING)).select(
-        pl.col("activity_id").alias("id"), "op", "group", "dtype",
-        pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
-    )  # fmt: skip
+    messages = launches.messages(trace).filter(pl.col("op").is_in(REDUCING)).drop("group_size")
     work = pl.concat([launches.work(trace, device) for device in breakdown.devices(trace)])
     calls = work.drop("bytes").join(messages.rename({"message_bytes": "bytes"}), on="id", maintain_order="left")
     return calls.drop_nulls("step").with_columns(

@@ -90,13 +90,27 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     lanes = [lane for lane, its in _device_of(trace).items() if its == device]
     activities = trace.activities
     on_device = np.isin(activities["lane"].to_numpy(), lanes)
-    spans = intervals.from_columns(activities["start_ns"], activities["dur_ns"])
+    spans = intervals.from_table(activities)
     kind = {each: (activities["kind"] == each).to_numpy() for each in ("compute", "communication", *COPY_KINDS)}
     copies = np.logical_or.reduce([kind[each] for each in COPY_KINDS])
     compute, communication, copy = (
         intervals.union(spans[on_device & which]) for which in (kind["compute"], kind["communication"], copies)
     )
     return compute, communication, copy
+
+
+def with_exposure(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
+    """Return activities (columns device, start_ns, dur_ns and more) by device, with exposed_ns.
+
+    exposed_ns is the time in which no compute ran on the activity's device.
+    """
+    parts = [work.clear().with_columns(pl.lit(0, pl.Int64).alias("exposed_ns"))]
+    for device in devices(trace):
+        compute, _, _ = busy(trace, device)
+        device_work = work.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+        hidden = pl.Series("hidden", intervals.coverage(intervals.from_table(device_work), compute), pl.Int64)
+        parts.append(device_work.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns")))
+    return pl.concat(parts)
 
 
 def _device_of(trace: Trace) -> dict[int, int | None]:

@@ -6,7 +6,6 @@ import polars as pl
 from tracekit.analysis.time import inferred_dependencies
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
-from tracekit.model.schema import Column, Table
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -22,22 +21,18 @@ LAUNCH, STREAM, EVENT, SYNC, COMMUNICATOR, START_ORDER = KINDS = (
 one queue feeds all streams, so that work starts only after all earlier-launched work has started."""
 
 _INT, _TEXT = pl.Int64(), pl.String()
-DEPENDENCIES = Table(
+DEPENDENCIES = schema.table(
     "dependencies",
     "known or inferred wait",
-    (
-        Column("waiting_id", _INT, "", "Waiting work: activities.id, or ops.id of the call for kind = sync."),
-        Column("awaited_id", _INT, "", "Awaited work: activities.id, or ops.id of the call for kind = launch."),
-        Column("kind", _TEXT, "", "launch, stream, event, sync, communicator or start_order."),
-        Column("inferred", pl.Boolean(), "", "Whether it is inferred from order and times, not recorded."),
-    ),
+    schema.column("waiting_id", "Waiting work: activities.id, or ops.id of the call for kind = sync."),
+    schema.column("awaited_id", "Awaited work: activities.id, or ops.id of the call for kind = launch."),
+    schema.column("kind", "launch, stream, event, sync, communicator or start_order.", _TEXT),
+    schema.column("inferred", "Whether it is inferred from order and times, not recorded.", pl.Boolean()),
 )
 ITEM_COLUMNS = schema.columns(
     "item is_wait ref launch_id device lane kind name step phase unit span start_ns end_ns launched_ns "
     "launched_reach_ns previous"
 )
-WAIT_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
-_NEVER = np.iinfo(np.int64).min // 2
 
 
 def dependencies(trace: Trace) -> pl.DataFrame:
@@ -120,7 +115,7 @@ def item_waits(trace: Trace) -> pl.DataFrame:
     recorded = _event_waits(trace, items)
     parts = [recorded] if recorded.height else [inferred_dependencies.event_waits(trace, items)]
     parts += [inferred_dependencies.communicator_order(trace, items), inferred_dependencies.start_order(items)]
-    return pl.concat([schema.select(part, WAIT_COLUMNS) for part in parts])
+    return pl.concat([schema.select(part, inferred_dependencies.WAIT_COLUMNS) for part in parts])
 
 
 @memoize

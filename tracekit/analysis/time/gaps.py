@@ -64,7 +64,7 @@ def _closed(calls: pl.DataFrame, *, begun_ns: str) -> pl.DataFrame:
 
 def _idle(compute: pl.DataFrame, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
     """Return the spans of the windows without any of `compute`, with the compute that ends each."""
-    busy = intervals.union(intervals.from_columns(compute["start_ns"], compute["dur_ns"]))
+    busy = intervals.union(intervals.from_table(compute))
     steps: list[int | None] = []
     found: list[Spans] = [intervals.EMPTY]
     for step, start_ns, end_ns in windows.select("step", "start_ns", "end_ns").iter_rows():

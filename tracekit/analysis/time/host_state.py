@@ -95,5 +95,5 @@ def _spans(trace: Trace) -> list[Spans]:
         )
         .fill_null(value=False)
     )
-    spans = intervals.from_columns(ops["start_ns"], ops["dur_ns"])
+    spans = intervals.from_table(ops)
     return [intervals.union(spans[flags[each].to_numpy()]) for each in HOST_STATES[:-1]]

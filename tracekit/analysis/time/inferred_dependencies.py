@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import NEVER, Flags, Ints
 from tracekit.model.trace import Trace
 
 NEAR_NS = 15_000
@@ -23,8 +23,7 @@ _BROKEN = 0.01
 _BINDING = 2
 _LAUNCH_NS = 10_000
 """From the start of a launching call to the start of its kernel on an idle device."""
-_NEVER = np.iinfo(np.int64).min // 2
-_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
+WAIT_COLUMNS = schema.columns("waiting awaited lag_ns kind inferred", inferred=pl.Boolean)
 
 
 def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
@@ -37,7 +36,7 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     Other work that started late, right after work on another lane, waits for that work alone.
     """
     work = items.filter(~pl.col("is_wait"))
-    parts = [pl.DataFrame(schema=_COLUMNS)]
+    parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
     for (_,), device_work in work.group_by("device", maintain_order=True):
         if device_work["lane"].n_unique() > 1:
             parts.append(_of_device(trace, device_work.sort("lane", "item")))
@@ -58,6 +57,10 @@ class _Work:
     reduces: Flags
     carries: Flags
     classes: int
+
+    def count(self, which: Flags) -> Ints:
+        """Return how many of `which` each class has."""
+        return np.bincount(self.code[which], minlength=self.classes)
 
     def launched_before(self, lane: int, back: int) -> Ints:
         """Return the last row on a lane launched before each row, or the one `back` rows earlier; -1: none."""
@@ -80,13 +83,10 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
             known = (on >= 0) & ~(work.carries & work.carries[on])  # order between collectives: see communicator_order
             done = known & (work.end[on] <= work.start + SLACK_NS)
             binds = done & work.late & (work.start - work.end[on] <= NEAR_NS)
-            count, broken, bound = (
-                np.bincount(work.code[which], minlength=work.classes) for which in (known, known & ~done, binds)
-            )
+            count, broken, bound = (work.count(which) for which in (known, known & ~done, binds))
             waits = open_ & (count > 0) & (broken <= _BROKEN * count) & (bound >= _BINDING)
             if lane == main and back == 0:
-                reduces = np.bincount(work.code[work.reduces & known], minlength=work.classes) > 0
-                waits |= open_ & reduces & (broken == 0)
+                waits |= open_ & (work.count(work.reduces & known) > 0) & (broken == 0)
             chosen = np.flatnonzero(done & waits[work.code])
             waiting.append(work.item[chosen])
             awaited.append(work.item[on[chosen]])
@@ -97,18 +97,16 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
-    before = pl.col("name").shift(1).over("lane")
-    work_class = device_work.select(
-        pl.struct("lane", "phase", "name", before.alias("before")).rank("dense")
-    ).to_series()
+    before = pl.col("name").shift(1).over("lane").alias("before")
+    rank = device_work.select(pl.struct("lane", "phase", "name", before).rank("dense")).to_series()
+    code = rank.to_numpy().astype(np.int64) - 1
     start, end, lane = (device_work[name].to_numpy() for name in ("start_ns", "end_ns", "lane"))
     launched = device_work["launched_ns"].to_numpy()
     first = np.append(True, lane[1:] != lane[:-1])
-    previous = np.where(first, _NEVER, np.append(_NEVER, end[:-1]))
+    previous = np.where(first, NEVER, np.append(NEVER, end[:-1]))
     could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _others_start(device_work))
     late = start - could > SLACK_NS
     reducing = trace.collectives.filter(pl.col("op").is_in(["reduce_scatter", "all_reduce"]))["activity_id"]
-    code = work_class.to_numpy().astype(np.int64) - 1
     return _Work(
         device_work["item"].to_numpy(),
         lane,
@@ -125,7 +123,7 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
 
 def _others_start(device_work: pl.DataFrame) -> Ints:
     """Return when all work launched earlier had started, if one queue feeds all lanes; else a time long before."""
-    since = np.full(len(device_work), _NEVER, np.int64)
+    since = np.full(len(device_work), NEVER, np.int64)
     order = start_order(device_work)
     if order.height:
         at = np.zeros(int(device_work["item"].max() or 0) + 1, np.int64)  # type: ignore[arg-type]
@@ -135,12 +133,9 @@ def _others_start(device_work: pl.DataFrame) -> Ints:
 
 
 def _main_lane(device_work: pl.DataFrame) -> int:
-    busy = (
-        device_work.filter(pl.col("kind") == "compute")
-        .group_by("lane")
-        .agg((pl.col("end_ns") - pl.col("start_ns")).sum())
-    )
-    return int(busy.sort("end_ns", "lane")["lane"][-1]) if busy.height else -1
+    compute = device_work.filter(pl.col("kind") == "compute")
+    busy = compute.group_by("lane").agg((pl.col("end_ns") - pl.col("start_ns")).sum()).sort("end_ns", "lane")
+    return int(busy["lane"][-1]) if busy.height else -1
 
 
 def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
@@ -182,7 +177,7 @@ def start_order(items: pl.DataFrame) -> pl.DataFrame:
     One queue feeds all lanes if starts never leave the launch order, and some work launched long before starts just
     when the work launched before it on another lane starts and still runs: nothing else would delay it until then.
     """
-    parts = [pl.DataFrame(schema=_COLUMNS)]
+    parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
     for (_,), device_work in items.filter(~pl.col("is_wait")).group_by("device", maintain_order=True):
         ordered = device_work.sort("launched_ns", "start_ns", "item")
         item, lane, start, end, launched = (
@@ -198,14 +193,5 @@ def start_order(items: pl.DataFrame) -> pl.DataFrame:
 
 
 def _waits(waiting: Ints, awaited: Ints, how: str) -> pl.DataFrame:
-    return (
-        pl.DataFrame(
-            {
-                "waiting": waiting.astype(np.int64),
-                "awaited": awaited.astype(np.int64),
-                "lag_ns": np.zeros(len(waiting), np.int64),
-            },
-        )
-        .with_columns(pl.lit(how).alias("kind"), pl.lit(True).alias("inferred"))
-        .pipe(schema.select, _COLUMNS)
-    )
+    pairs = pl.DataFrame({"waiting": waiting, "awaited": awaited})
+    return pairs.with_columns(lag_ns=0, kind=pl.lit(how), inferred=True).pipe(schema.select, WAIT_COLUMNS)

@@ -37,6 +37,14 @@ def _all_work(trace: Trace) -> pl.DataFrame:
     )
 
 
+def messages(trace: Trace) -> pl.DataFrame:
+    """Return what the collectives move. Columns id (of the activity), op, group, group_size, dtype, message_bytes."""
+    size = pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes")
+    return trace.collectives.select(
+        pl.col("activity_id").alias("id"), "op", "group", "group_size", "dtype", size
+    ).unique("id")
+
+
 def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the preparation of collectives: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
 
@@ -52,20 +60,17 @@ def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
 @memoize
 def _all_preparation(trace: Trace) -> pl.DataFrame:
     whole = _all_work(trace)
-    parts = [_prepares(own, trace.collectives) for own in whole.partition_by("device", maintain_order=True)]
-    return pl.concat(parts) if parts else _prepares(whole, trace.collectives)
+    sizes = messages(trace).select(pl.col("id").alias("collective_id"), "message_bytes")
+    parts = [_prepares(own, sizes) for own in whole.partition_by("device", maintain_order=True)]
+    return pl.concat(parts) if parts else _prepares(whole, sizes)
 
 
-def _prepares(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
     others = work.filter(pl.col("kind") != "communication")
     calls = work.filter(pl.col("kind") == "communication")
     by_span = _under_span(others, calls)
     by_lane = _on_lane(others.join(by_span, on="id", how="anti"), calls)
     found = pl.concat([by_span, by_lane]).sort("start_ns", "id")
-    sizes = collectives.select(
-        pl.col("activity_id").alias("collective_id"),
-        pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
-    ).unique("collective_id")
     found = found.join(sizes, on="collective_id", how="left", maintain_order="left")
     return _with_alone(found.with_columns(_overlapped(found, work)))
 
@@ -76,19 +81,13 @@ def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     spans = named.is_in(
         names.filter(named.str.contains(_SPANS_OF_COLLECTIVES) & ~named.str.contains(_NO_PREPARATION))["span"].implode()
     )
+    key = [f"_{name}" for name in _KEY]
     keyed = [pl.col(name).cast(pl.String).fill_null("?").alias(f"_{name}") for name in _KEY]
-    left = others.filter(spans).drop_nulls("launched_ns").with_columns(keyed).sort("launched_ns")
-    right = (
-        calls.filter(spans)
-        .drop_nulls("launched_ns")
-        .with_columns(keyed)
-        .sort("launched_ns")
-        .select(*(f"_{name}" for name in _KEY), "launched_ns", pl.col("id").alias("collective_id"))
+    left, right = (
+        rows.filter(spans).drop_nulls("launched_ns").with_columns(keyed).sort("launched_ns") for rows in (others, calls)
     )
-    right = right.with_columns(pl.col("launched_ns").alias("collective_launched_ns"))
-    found = left.join_asof(
-        right, on="launched_ns", by=[f"_{name}" for name in _KEY], strategy="forward", check_sortedness=False
-    )
+    right = right.select(*key, "launched_ns", pl.col("id").alias("collective_id"))
+    found = left.join_asof(right, on="launched_ns", by=key, strategy="forward", check_sortedness=False)
     return found.drop_nulls("collective_id").select(*others.columns, "collective_id", pl.lit("span").alias("evidence"))
 
 
@@ -102,8 +101,8 @@ def _on_lane(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
 
 def _overlapped(found: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
     compute = work.filter(pl.col("kind") == "compute").join(found.select("id"), on="id", how="anti")
-    spans = intervals.from_columns(found["start_ns"], found["dur_ns"])
-    by = intervals.union(intervals.from_columns(compute["start_ns"], compute["dur_ns"]))
+    spans = intervals.from_table(found)
+    by = intervals.union(intervals.from_table(compute))
     return pl.Series("overlapped_ns", intervals.coverage(spans, by), pl.Int64)
 
 
