@@ -89,7 +89,7 @@ def timed_catalog(runs: Path) -> float:
     from dashboard import run_catalog
 
     start = time.perf_counter()
-    listed = run_catalog.entries([str(runs)])
+    listed = run_catalog.list_runs([str(runs)]).entries
     assert all(entry.summary for entry in listed)
     return time.perf_counter() - start
 

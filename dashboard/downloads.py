@@ -57,6 +57,11 @@ def as_csv(rows: pl.DataFrame) -> str:
     return header.getvalue() + shown.write_csv(include_header=False)
 
 
+def file_name(text: str) -> str:
+    """Return a text as the name of a file, without an ending."""
+    return re.sub(r"[^\w.-]+", "-", escaping.inert(text, _MAX_NAME)).strip("-.") or "tracekit"
+
+
 def _texts(nested: pl.Series) -> pl.Series:
     return pl.Series(nested.name, [None if value is None else str(value) for value in nested.to_list()], pl.String)
 
@@ -67,11 +72,10 @@ def _inert(cell: str) -> str:
 
 
 def _button(label: str, content: object, *, key: str, ending: str, mime: str) -> None:
-    name = re.sub(r"[^\w.-]+", "-", escaping.inert(key, _MAX_NAME)).strip("-.") or "tracekit"
     st.download_button(
         f"Download {label}",
         content,
-        file_name=f"{name}.{ending}",
+        file_name=f"{file_name(key)}.{ending}",
         mime=mime,
         key=f"download-{ending}-{key}",
         on_click="ignore",

@@ -48,6 +48,12 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
             downloads.table(finding.evidence, key=f"{finding.id}-evidence-{key}")
 
 
+def show_all(findings: Findings, run: OpenRun) -> None:
+    """Show findings one below the other."""
+    for key, finding in findings.items():
+        show(finding, run, key=key)
+
+
 def show_families(run: OpenRun, *families: str) -> None:
     """Show the findings of some families, folded: the overview shows their cost too."""
     findings = of_families(run.report.findings, families)
@@ -55,8 +61,7 @@ def show_families(run: OpenRun, *families: str) -> None:
         return
     codes = ", ".join(dict.fromkeys(finding.code for finding in findings.values()))
     with st.expander(f"{len(findings)} finding{'s' * (len(findings) > 1)}: {widgets.plain(codes)}"):
-        for key, finding in findings.items():
-            show(finding, run, key=key)
+        show_all(findings, run)
 
 
 def is_information(finding: Finding) -> bool:

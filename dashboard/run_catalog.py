@@ -1,6 +1,7 @@
 """The runs that the dashboard was opened on, listed from manifests, file sizes and cached reports without loading."""
 
 import hashlib
+import itertools
 import os
 import re
 import threading
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.ingest import files, readers, untrusted_json
+from tracekit.ingest import files, readers
+from tracekit.ingest.readers import manifest as manifests
 from tracekit.model.run import created_ns
 from tracekit.regression.history import store
 from tracekit.rules import report_cache
@@ -98,11 +100,6 @@ class Catalog:
         self._until_s = 0.0
 
 
-def entries(paths: Iterable[str]) -> tuple[RunEntry, ...]:
-    """Return the entries of `listed`."""
-    return list_runs(paths).entries
-
-
 def list_runs(paths: Iterable[str]) -> Listing:
     """Return the runs at `paths`: each is a run (a folder or one trace file), or a folder of runs, up to three deep.
 
@@ -110,10 +107,11 @@ def list_runs(paths: Iterable[str]) -> Listing:
     of all `paths`. Folders that are such links are not followed.
     """
     given = [Path(text) for text in paths]
-    roots = tuple({os.path.realpath(path if _is_dir(path) else path.parent): None for path in given})
+    roots = tuple({os.path.realpath(path if _is(path.is_dir) else path.parent): None for path in given})
     runs = [run for root in given for run in _runs_at(root, roots)]
+    newest = set(sorted(range(len(runs)), key=lambda number: (_changed_ns(runs[number][1]), number))[-MAX_ENTRIES:])
     by_name: dict[str, RunEntry] = {}
-    for name, path in _newest_runs(runs):
+    for name, path in (run for number, run in enumerate(runs) if number in newest):
         name = _unique_name(name, by_name)
         by_name[name] = entry(name, path, roots)
     return Listing(tuple(by_name.values()), len(runs) - len(by_name))
@@ -121,14 +119,15 @@ def list_runs(paths: Iterable[str]) -> Listing:
 
 def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = False) -> RunEntry:
     """Return the entry of one run, without reading its traces."""
-    if not _is_dir(path) and not _is_file(path):
+    is_folder = _is(path.is_dir)
+    if not is_folder and not _is(path.is_file):
         return RunEntry(name, str(path), problem=f"{path}: there is no such file, or no such folder that can be read")
     state = keys.file_states(str(path))
     run_files = state.files if state else ()
     traces = [file for file in run_files if _may_be_trace(_name_of(file))]
-    changed_ns = max((file.changed_ns for file in run_files), default=None)
-    manifest = _manifest(path / conventions.MANIFEST_FILE) if _is_dir(path) and not link_outside(state, roots) else {}
+    manifest = _manifest(path / conventions.MANIFEST_FILE) if is_folder and not link_outside(state, roots) else {}
     model = manifest.get("model")
+    world_size = manifest.get("world_size")
     is_live = not is_private and _changed_within(run_files, LIVE_S)
     problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
     return RunEntry(
@@ -139,8 +138,8 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         size_bytes=sum(file.size_bytes for file in traces),
         strategy=str(manifest.get("strategy") or ""),
         model=str(model.get("name", "")) if isinstance(model, dict) else str(model or ""),
-        world_size=_world_size(manifest),
-        created_ns=created_ns(manifest) or changed_ns,
+        world_size=world_size if type(world_size) is int and 0 < world_size < _MAX_WORLD_SIZE else None,
+        created_ns=created_ns(manifest) or max((file.changed_ns for file in run_files), default=None),
         problem=problem,
         is_live=is_live,
         traces_stamp=_traces_stamp(run_files),
@@ -152,12 +151,8 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
 
 def link_outside(state: FileStates | None, roots: Sequence[str]) -> str:
     """Return the file of a run that links to a path outside of `roots`; '' if there is none."""
-    links = [file for file in (state.files if state else ()) if file.links_to is not None]
-    for file in links:
-        real = Path(str(file.links_to))
-        if not any(real.is_relative_to(root) for root in roots):
-            return file.path
-    return ""
+    links = ((file.path, file.links_to) for file in (state.files if state else ()) if file.links_to is not None)
+    return next((path for path, real in links if not _is_inside(Path(real), roots)), "")
 
 
 def history_file(arguments: Iterable[str]) -> Path | None:
@@ -167,15 +162,7 @@ def history_file(arguments: Iterable[str]) -> Path | None:
         if argument.startswith(HISTORY):
             return Path(argument.removeprefix(HISTORY))
     candidates = (Path(argument) / store.FILE for argument in arguments)
-    return next((path for path in candidates if _is_file(path) and not path.is_symlink()), None)
-
-
-def _newest_runs(runs: Sequence[tuple[str, Path]]) -> Sequence[tuple[str, Path]]:
-    """Return the MAX_ENTRIES runs that changed last, in their original order."""
-    if len(runs) <= MAX_ENTRIES:
-        return runs
-    by_age = sorted(range(len(runs)), key=lambda number: (_changed_ns(runs[number][1]), number))
-    return [runs[number] for number in sorted(by_age[-MAX_ENTRIES:])]
+    return next((path for path in candidates if _is(path.is_file) and not path.is_symlink()), None)
 
 
 def _changed_ns(path: Path) -> int:
@@ -186,15 +173,11 @@ def _changed_ns(path: Path) -> int:
 
 
 def _runs_at(root: Path, roots: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    below = list(_runs_below(root, root, roots, depth=0))
-    if below:
-        yield from below
-    else:
-        yield root.name or str(root), root
+    yield from list(_runs_below(root, root, roots, depth=0)) or [(root.name or str(root), root)]
 
 
 def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -> Iterator[tuple[str, Path]]:
-    if _is_file(folder):
+    if _is(folder.is_file):
         yield root.resolve().name, folder
         return
     try:
@@ -206,37 +189,28 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
     if _contains_traces(children, _is_trace_by_name):
         yield name, folder
         return
-    folders = [child for child in children if _is_dir(child) and not child.name.startswith(".")] * (depth < MAX_DEPTH)
-    folders.sort(key=lambda child: files.natural_key(child.name))
-    has_runs = False
-    for child in folders:
-        if not child.is_symlink() or _is_link_inside(Path(child.path), roots):
-            for run in _runs_below(Path(child.path), root, roots, depth=depth + 1):
-                has_runs = True
-                yield run
+    inner = [child for child in children if depth < MAX_DEPTH and not child.name.startswith(".") and _is(child.is_dir)]
+    followed = [Path(child.path) for child in inner if not child.is_symlink() or _may_follow(Path(child.path), roots)]
+    followed.sort(key=lambda child: files.natural_key(child.name))
+    runs = [run for child in followed for run in _runs_below(child, root, roots, depth=depth + 1)]
+    yield from runs
     # Without runs below, any JSON file may be a trace; a training may also have written only its logs so far.
-    if not has_runs and (_contains_traces(children, _may_be_trace) or (depth and _has_logs(children))):
+    has_logs = depth > 0 and any(child.name.endswith(_LOGS) for child in children)
+    if not runs and (has_logs or _contains_traces(children, _may_be_trace)):
         yield name, folder
 
 
 def _contains_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
-    if any(is_trace(child.name) and _is_file(child) for child in children):
+    if any(is_trace(child.name) and _is(child.is_file) for child in children):
         return True
-    windows = (one for one in children if _WINDOW.fullmatch(one.name) and _is_dir(one) and not one.is_symlink())
+    windows = (one for one in children if _WINDOW.fullmatch(one.name) and _is(one.is_dir) and not one.is_symlink())
     return any(is_trace(name) for window in windows for name in _names_in(window.path))
 
 
-def _is_dir(path: Path | os.DirEntry[str]) -> bool:
+def _is(kind: Callable[[], bool]) -> bool:
     try:
-        return path.is_dir()
+        return kind()
     except OSError:  # a loop of links, or a link into a folder without permission
-        return False
-
-
-def _is_file(path: Path | os.DirEntry[str]) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
         return False
 
 
@@ -245,10 +219,6 @@ def _names_in(folder: str) -> Sequence[str]:
         return [path.name for path in Path(folder).iterdir()]
     except OSError:
         return ()
-
-
-def _has_logs(children: Sequence[os.DirEntry[str]]) -> bool:
-    return any(child.name.endswith(_LOGS) for child in children)
 
 
 def _is_trace_by_name(name: str) -> bool:
@@ -260,10 +230,14 @@ def _may_be_trace(name: str) -> bool:
     return name.lower().endswith(readers.trace_suffixes()) and not name.startswith(".") and name not in other
 
 
-def _is_link_inside(link: Path, roots: Sequence[str]) -> bool:
+def _is_inside(real: Path, roots: Sequence[str]) -> bool:
+    return any(real.is_relative_to(root) for root in roots)
+
+
+def _may_follow(link: Path, roots: Sequence[str]) -> bool:
     """Return whether a linked folder is inside of `roots` and not above the link itself."""
     real = link.resolve()
-    return any(real.is_relative_to(root) for root in roots) and not link.parent.resolve().is_relative_to(real)
+    return _is_inside(real, roots) and not link.parent.resolve().is_relative_to(real)
 
 
 def _problem(path: Path, state: FileStates | None, roots: Sequence[str], *, has_traces: bool, is_live: bool) -> str:
@@ -304,27 +278,16 @@ def _name_of(file: FileState) -> str:
     return file.path.rpartition("/")[2]
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _manifest(path: Path) -> Mapping[str, Any]:
     # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
     try:
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            return {}
-        manifest = untrusted_json.parse(path.read_bytes())
+        return {} if path.stat().st_size > _MAX_MANIFEST_BYTES else manifests.parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return manifest if isinstance(manifest, dict) else {}
 
 
-def _world_size(manifest: Mapping[str, Any]) -> int | None:
-    size = manifest.get("world_size")
-    is_count = isinstance(size, int) and not isinstance(size, bool) and 0 < size < _MAX_WORLD_SIZE
-    return size if is_count else None
-
-
-def _unique_name(name: str, taken: Iterable[str]) -> str:
+def _unique_name(name: str, taken: Mapping[str, RunEntry]) -> str:
     # A name that is not valid text (bytes in another encoding) cannot be sent to a browser.
     name = name.encode("utf-8", "replace").decode()
-    names, number, chosen = set(taken), 2, name
-    while chosen in names:
-        chosen, number = f"{name} ({number})", number + 1
-    return chosen
+    names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+    return next(chosen for chosen in names if chosen not in taken)

@@ -4,9 +4,9 @@ A widget whose choice belongs in the address takes its key from `dashboard.url_s
 """
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 import polars as pl
@@ -29,6 +29,7 @@ MAX_PRESELECTED = 4
 MAX_COMPARED = 8
 BYTES = "localized"
 """The format of whole bytes: 2,818,048. The unit is in the heading."""
+_T = TypeVar("_T")
 _LEAST = 0.001
 """The smallest value shown in a unit."""
 
@@ -93,6 +94,11 @@ def go_to(address: str, **parameters: Any) -> None:
 
 def open_run(entry: RunEntry) -> OpenRun | None:
     """Return the run, or show why it cannot be opened and return None."""
+    return try_reading(entry, run_store.open_run)
+
+
+def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "Reading and checking") -> _T | None:
+    """Return what `read` makes of a run, or show why that is impossible and return None."""
     if entry.problem:
         if entry.is_live and not entry.files:
             st.info(plain(entry.problem), icon=":material/hourglass_empty:")
@@ -100,8 +106,8 @@ def open_run(entry: RunEntry) -> OpenRun | None:
             problem(entry.problem)
         return None
     try:
-        with st.spinner(f"Reading and checking {plain(entry.name)}"):
-            return run_store.open_run(entry)
+        with st.spinner(f"{doing} {plain(entry.name)}"):
+            return read(entry)
     except (TracekitError, RuleError) as error:
         problem(f"{entry.name}: {error}")
         return None
@@ -212,30 +218,36 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str
     downloads.cells(header, rows, key=key)
 
 
-def chart(figure: go.Figure, *, key: str, **config: bool) -> None:
-    """Show a figure in the page's own colours and font, with a download; `config` adds to Plotly's configuration."""
+def numbers(values: Mapping[str, str]) -> None:
+    """Show a row of large numbers with their labels."""
+    st.html(html_fragments.numbers({label: (value, "") for label, value in values.items()}))
+
+
+def segments(label: str, name: str, options: Sequence[str] | Mapping[str, str]) -> str:
+    """Return the option chosen in a row of buttons and bound to the address; a mapping gives options their labels."""
+    text = options.get if isinstance(options, Mapping) else str
+    key = url_state.bind(name, list(options))
+    chosen: str = st.segmented_control(
+        label, list(options), format_func=text, key=key, label_visibility="collapsed", required=True
+    )
+    return chosen
+
+
+def chart(figure: go.Figure, *, key: str, **options: Any) -> Any:
+    """Show a figure in the page's own colours and font, with a download; return the event of st.plotly_chart."""
     original = go.Figure(figure)
-    figure.update_layout(font=font())
-    st.plotly_chart(figure, theme=None, config={**charts.CONFIG, **config}, key=key)
+    ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"
+    figure.update_layout(font={"color": ink, "family": '"Source Sans", "Source Sans Pro", sans-serif', "size": 13})
+    event = st.plotly_chart(figure, theme=None, key=key, **{"config": charts.CONFIG, **options})
     downloads.figure(original, key=key)
+    return event
 
 
 def clickable(figure: go.Figure, *, key: str) -> tuple[Any, ...] | None:
     """Show a figure as `chart` does and return the custom data of the clicked point, None without one."""
-    original = go.Figure(figure)
-    figure.update_layout(font=font())
-    event = st.plotly_chart(
-        figure, theme=None, config=charts.CONFIG, key=key, on_select="rerun", selection_mode="points"
-    )
-    downloads.figure(original, key=key)
+    event = chart(figure, key=key, on_select="rerun", selection_mode="points")
     points = event["selection"]["points"] if event else []
     return next((tuple(point["customdata"]) for point in points if point.get("customdata")), None)
-
-
-def font() -> dict[str, str | int]:
-    """Return the font of the page, as figures take it."""
-    ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"
-    return {"color": ink, "family": '"Source Sans", "Source Sans Pro", sans-serif', "size": 13}
 
 
 def plain(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints: how long saves block training and take, their stages, and the write rate of storage."""
+"""Checkpoints: how long saves block training, their stages, critical path over the ranks, and durable write rate."""
 
 import polars as pl
 import streamlit as st
@@ -22,8 +22,7 @@ def show(run: OpenRun) -> None:
     if by_save.is_empty():
         st.info(HOW_TO_RECORD)
         return
-    for number, finding in enumerate(findings.of_families(run.report.findings, ("CKPT",)).values()):
-        findings.show(finding, run, key=f"checkpoints-{number}")
+    findings.show_all(findings.of_families(run.report.findings, ("CKPT",)), run)
     _totals(by_save, run.table(tables.SAVES_BY_RANK))
     st.subheader("Stages of one save")
     longest = int(str(by_save["written_ns"].arg_max()))
@@ -53,9 +52,4 @@ def _totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
             st.caption("No save synced its files, so the write rate of the storage is unknown.")
 
 
-PAGE = Page(
-    "Checkpoints",
-    "checkpoints",
-    "how long each save blocks training, its stages, its critical path over the ranks, and the durable write rate",
-    show,
-)
+PAGE = Page.described_by(__doc__, "checkpoints", show)

@@ -1,4 +1,4 @@
-"""Communication: how much of it is exposed, why it stalls, its bandwidth, and which rank is waited for."""
+"""Communication: exposed communication, causes of gaps, bandwidth by message size, stragglers, and all collectives."""
 
 import polars as pl
 import streamlit as st
@@ -6,7 +6,6 @@ import streamlit as st
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
-from dashboard.url_state import bind
 from tracekit.report import charts
 
 GAPS = {
@@ -73,10 +72,7 @@ def _bandwidth(run: OpenRun) -> None:
         "that all collectives compare with the link. Latency limits small messages. "
         + ("" if speeds["is_whole"].all() else "Open marks are lower bounds: some ranks of their groups lack traces.")
     )
-    kinds = (charts.BUS, charts.ALGORITHM)
-    kind = st.segmented_control(
-        "Bandwidth", kinds, key=bind("bandwidth", kinds), label_visibility="collapsed", required=True
-    )
+    kind = widgets.segments("Bandwidth", "bandwidth", (charts.BUS, charts.ALGORITHM))
     widgets.chart(charts.bandwidth(speeds, kind), key="communication-bandwidth")
 
 
@@ -108,10 +104,4 @@ def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
             widgets.frame(by_rank, key="collectives-by-rank")
 
 
-PAGE = Page(
-    "Communication",
-    "communication",
-    "exposed and overlapped communication, causes of gaps, bandwidth by message size, stragglers, and all collectives",
-    show,
-    Needs.WORK,
-)
+PAGE = Page.described_by(__doc__, "communication", show, Needs.WORK)

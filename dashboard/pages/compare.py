@@ -1,4 +1,4 @@
-"""Compare: several runs side by side, judged as `tracekit compare` judges them, with the cause of what is worse."""
+"""Compare: several runs side by side, with verdicts as `tracekit compare` gives them and the causes of regressions."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from dashboard.run_catalog import RunEntry
 from dashboard.run_store import regression
 from dashboard.run_store.regression import Change, Comparison
 from dashboard.url_state import bind_flag
-from tracekit.errors import NotComparableError, RuleError, TracekitError
+from tracekit.errors import NotComparableError
 from tracekit.model import escaping
 from tracekit.report import charts, comparison, html_fragments
 
@@ -24,11 +24,11 @@ def show(chosen: Sequence[RunEntry]) -> None:
     if len(chosen) < 2:
         st.info("Pick one or more runs under 'Compare with' in the sidebar, or select several on the page Runs.")
         return
-    usable = [entry for entry in chosen if _opens(entry)]
+    steps = [(entry, widgets.try_reading(entry, run_store.breakdown_by_step)) for entry in chosen]
+    usable = [entry for entry, table in steps if table is not None]
     if len(usable) >= 2:
         _differences(usable[0], usable[1:])
-    steps = {entry.name: run_store.breakdown_by_step(entry) for entry in usable}
-    drawn = {name: table for name, table in steps.items() if table.height}
+    drawn = {entry.name: table for entry, table in steps if table is not None and table.height}
     st.subheader("Mean step")
     if drawn:
         widgets.chart(charts.comparison(drawn), key="comparison")
@@ -66,19 +66,6 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
                 st.markdown("- " + widgets.plain(note))
 
 
-def _opens(entry: RunEntry) -> bool:
-    if entry.problem:
-        widgets.problem(entry.problem)
-        return False
-    try:
-        with st.spinner(f"Reading {widgets.plain(entry.name)}"):
-            run_store.breakdown_by_step(entry)
-    except (TracekitError, RuleError) as error:
-        widgets.problem(f"{entry.name}: {error}")
-        return False
-    return True
-
-
 def _table(
     comparisons: Sequence[Comparison], *, only_significant: bool
 ) -> tuple[list[str], list[list[str]], list[list[str]]]:
@@ -104,11 +91,4 @@ def _cell(change: Change | None) -> str:
     return f"{value}: {change.verdict.value}".replace("-", "−")
 
 
-PAGE = Page(
-    "Compare",
-    "compare",
-    "several runs side by side, with the verdicts of `tracekit compare` and the root cause of regressions",
-    show,
-    Needs.SEVERAL,
-    TOOLS,
-)
+PAGE = Page.described_by(__doc__, "compare", show, Needs.SEVERAL, TOOLS)

@@ -1,4 +1,4 @@
-"""Contention: what shares the device, how much it slows down, and the calls that lost most."""
+"""Contention: slowdown of concurrent work, what shares the device, the give-way effect, and the most delayed calls."""
 
 import polars as pl
 import streamlit as st
@@ -6,7 +6,6 @@ import streamlit as st
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
-from dashboard.url_state import bind
 from tracekit.report import charts, phrases
 
 ON_CPU = (
@@ -51,7 +50,7 @@ def _phases(run: OpenRun) -> None:
     by_phase = run.table(tables.CONTENTION_BY_PHASE)
     kinds = [kind for kind in tables.WORK_KINDS if kind in by_phase["kind"]]
     st.subheader("What shares the device, by phase")
-    of = st.segmented_control("Work", kinds, key=bind("work", kinds), label_visibility="collapsed", required=True)
+    of = widgets.segments("Work", "work", kinds)
     st.caption("Time in which the chosen work ran concurrently with work on other streams; all ranks and steps.")
     widgets.chart(charts.concurrent_time(by_phase, of), key="contention-phases")
 
@@ -85,10 +84,4 @@ def _moments(run: OpenRun) -> None:
     )
 
 
-PAGE = Page(
-    "Contention",
-    "contention",
-    "slowdown of concurrent work, what shares the device by phase, the give-way effect, and the most delayed calls",
-    show,
-    Needs.WORK,
-)
+PAGE = Page.described_by(__doc__, "contention", show, Needs.WORK)

@@ -126,11 +126,4 @@ def _metrics(rows: pl.DataFrame) -> None:
     st.html(escaping.html_table(("metric", "median", "low", "high"), cells, right=[False, True, True, True]))
 
 
-PAGE = Page(
-    "History",
-    "history",
-    "metrics of checked runs over time, where they changed, and with which commit",
-    show,
-    Needs.HISTORY,
-    TOOLS,
-)
+PAGE = Page.described_by(__doc__, "history", show, Needs.HISTORY, TOOLS)

@@ -1,4 +1,4 @@
-"""Kernels and operators: what ran, how often, how long, and how soon after its launch."""
+"""Kernels: kernels and operators, grouped by name, phase, module, operator or shapes, with launch delays."""
 
 import polars as pl
 import streamlit as st
@@ -84,10 +84,4 @@ def _about(rows: pl.DataFrame, level: str) -> str:
     )
 
 
-PAGE = Page(
-    "Kernels",
-    "kernels",
-    "kernels and operators, grouped by name, phase, module, launching operator or shapes, with launch delays",
-    show,
-    Needs.WORK,
-)
+PAGE = Page.described_by(__doc__, "kernels", show, Needs.WORK)

@@ -1,4 +1,4 @@
-"""Memory: what is allocated over time and by whom, lifetimes of blocks, and fragmentation of the device's memory."""
+"""Memory: allocated memory over time, its owners, block lifetimes, fragmentation, and replays of the allocator."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from dashboard.run_store.memory import SnapshotFile
 from dashboard.url_state import bind
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
-from tracekit.report import charts, html_fragments
+from tracekit.report import charts
 from tracekit.report import memory as memory_report
 
 TRACES = "the traces"
@@ -82,11 +82,10 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     device = names[choices.selectbox("Memory", list(names), key=bind("device", list(names)), width=160)]
     of_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
     tables = {name: table.filter(of_device) for name, table in tables.items()}
-    st.html(html_fragments.numbers(_numbers(tables["peaks"])))
+    peaks = tables["peaks"].row(0, named=True)
+    widgets.numbers({label: units.size(peaks[name]) for name, label in NUMBERS.items() if peaks[name] is not None})
     st.subheader("Allocated over time")
-    by = st.segmented_control(
-        "Owners", list(OWNERS), format_func=OWNERS.get, key=bind("owners", list(OWNERS)), required=True
-    )
+    by = widgets.segments("Owners", "owners", OWNERS)
     widgets.chart(charts.memory_over_time(tables["over_time"].filter(owner_kind=by)), key="memory_held")
     _lifetimes(tables["lifetimes"])
     st.subheader("Allocated at the peak")
@@ -130,11 +129,6 @@ def _lifetimes(table: pl.DataFrame) -> None:
     st.subheader("Sizes and lifetimes")
     st.caption("Each cell is the blocks of one size and lifetime; darker cells allocated more bytes.")
     widgets.chart(charts.block_lifetimes(table), key="memory_lifetimes")
-
-
-def _numbers(peaks: pl.DataFrame) -> dict[str, tuple[str, str]]:
-    row = peaks.row(0, named=True)
-    return {label: (units.size(row[name]), "") for name, label in NUMBERS.items() if row[name] is not None}
 
 
 def _replay_form(key: str, replay: Callable[[str, float | None], memory_report.MemoryReport]) -> None:
@@ -198,10 +192,4 @@ def _show_replay(report: memory_report.MemoryReport) -> None:
         st.caption(widgets.plain(note))
 
 
-PAGE = Page(
-    "Memory",
-    "memory",
-    "allocated memory over time and its owners, block lifetimes, fragmentation, and replays of the allocator under "
-    "other settings",
-    show,
-)
+PAGE = Page.described_by(__doc__, "memory", show)

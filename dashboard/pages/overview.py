@@ -1,4 +1,4 @@
-"""Overview: the verdict, its cost, what to change, where the time goes, and how far to trust it."""
+"""Overview: the verdict, potential savings, the time breakdown, findings with evidence, and reports to download."""
 
 import plotly.graph_objects as go
 import polars as pl
@@ -33,7 +33,7 @@ def show(run: OpenRun) -> None:
     _findings(judged, run)
     if quality:
         st.subheader("Data quality")
-        _cards(quality, run)
+        findings.show_all(quality, run)
     _numbers(run, table, step_times)
     _notes(run)
     _report(run)
@@ -45,17 +45,12 @@ def _findings(judged: Findings, run: OpenRun) -> None:
     rest = {key: finding for key, finding in judged.items() if key not in severe}
     if not judged:
         st.caption("No rule found anything in this run.")
-    _cards(severe, run)
+    findings.show_all(severe, run)
     if severe and rest:
         with st.expander(f"{len(rest)} more for information"):
-            _cards(rest, run)
+            findings.show_all(rest, run)
     else:
-        _cards(rest, run)
-
-
-def _cards(shown: Findings, run: OpenRun) -> None:
-    for key, finding in shown.items():
-        findings.show(finding, run, key=key)
+        findings.show_all(rest, run)
 
 
 def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
@@ -65,9 +60,7 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     if by_rank.is_empty():
         st.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
-    bars = [BY_RANK, BY_STEP]
-    choice = st.segmented_control("Bars", bars, key=bind("bars", bars), label_visibility="collapsed")
-    if choice != BY_STEP or by_step.is_empty():
+    if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank), key="breakdown_by_rank")
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()
@@ -110,11 +103,4 @@ def _report(run: OpenRun) -> None:
             )
 
 
-PAGE = Page(
-    "Overview",
-    "overview",
-    "the verdict, potential savings, the time breakdown by rank or step, findings with evidence, and reports to "
-    "download",
-    show,
-    follows_recording=True,
-)
+PAGE = Page.described_by(__doc__, "overview", show, follows_recording=True)

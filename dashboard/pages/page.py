@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import streamlit as st
 
@@ -55,6 +55,12 @@ class Page:
     section: str = ONE_RUN
     follows_recording: bool = False
     """Whether the page refreshes itself while the run is being recorded."""
+
+    @classmethod
+    def described_by(cls, doc: str | None, address: str, *more: Any, **options: Any) -> Self:
+        """Return the page whose title and summary are the docstring of its module: "Title: summary."."""
+        title, _, summary = (doc or "").rstrip(".").partition(": ")
+        return cls(title, address, summary, *more, **options)
 
     def open(self, selection: Selection) -> None:
         """Show the page, or say why the selection cannot be shown. Raises TracekitError."""

@@ -1,4 +1,4 @@
-"""Plan: checkpoints, memory and pipeline of a training run before it starts, by sliders."""
+"""Plan: calculators for checkpoint intervals, memory per rank and pipeline bubbles before a training run."""
 
 from dataclasses import dataclass
 
@@ -213,11 +213,4 @@ def _duration(seconds: float) -> str:
     return f"{seconds / HOUR_S:.3g} h" if seconds < 48 * HOUR_S else f"{seconds / HOUR_S / 24:.3g} days"
 
 
-PAGE = Page(
-    "Plan",
-    "plan",
-    "calculators for checkpoint intervals, memory per rank and pipeline bubbles before a training run",
-    show,
-    Needs.ENTRY,
-    TOOLS,
-)
+PAGE = Page.described_by(__doc__, "plan", show, Needs.ENTRY, TOOLS)

@@ -1,4 +1,4 @@
-"""Data quality: issues of the data, what each rank recorded, what is missing, and how to record it."""
+"""Data quality: data-quality issues, what each rank recorded, clock error, missing data, and all rules."""
 
 import polars as pl
 import streamlit as st
@@ -15,8 +15,7 @@ def show(run: OpenRun) -> None:
         missing = run.table(tables.MISSING_DATA)
     st.subheader("Data-quality issues")
     issues = findings.of_families(run.report.findings, ("DATA",))
-    for key, finding in issues.items():
-        findings.show(finding, run, key=key)
+    findings.show_all(issues, run)
     if not issues:
         st.success("The files have no data-quality issue.", icon=":material/check:")
     _contents(run)
@@ -92,13 +91,7 @@ def _rules(run: OpenRun) -> None:
     others = findings.of_families(run.report.findings, list(families))
     if others:
         st.subheader("Findings of plug-in rules")
-    for key, finding in others.items():
-        findings.show(finding, run, key=key)
+        findings.show_all(others, run)
 
 
-PAGE = Page(
-    "Data quality",
-    "quality",
-    "data-quality issues, what each rank recorded, clock error, missing data and how to record it, and all rules",
-    show,
-)
+PAGE = Page.described_by(__doc__, "quality", show)

@@ -1,4 +1,4 @@
-"""Ranks: a heatmap of ranks and steps, one step of all ranks side by side, and which rank is waited for."""
+"""Ranks: a heatmap of ranks and steps, one step of all ranks side by side, and the ranks that are waited for."""
 
 import polars as pl
 import streamlit as st
@@ -28,7 +28,9 @@ def show(run: OpenRun) -> None:
         f"{'all steps' if step is None else f'step {step}'} · {units.duration(span[1] - span[0])} from the first rank "
         f"that begins it to the last that ends it · {_clock_error(offsets, window)}"
     )
-    widgets.chart(charts.rank_activity(rows, part, origin_ns=span[0]), key="ranks", scrollZoom=True)
+    widgets.chart(
+        charts.rank_activity(rows, part, origin_ns=span[0]), key="ranks", config={**charts.CONFIG, "scrollZoom": True}
+    )
     st.caption(
         "Drag to zoom, double-click to reset. A collective transfers data once its last rank has entered it; until "
         "then the other ranks wait. Overlapped communication is drawn as compute."
@@ -47,15 +49,7 @@ def _heatmap(run: OpenRun) -> None:
     window = st.session_state.get("window")
     table = by_step.filter(window=window if window in windows else windows[0])
     st.subheader("Ranks and steps")
-    measures = list(charts.MEASURES)
-    measure = st.segmented_control(
-        "Colour",
-        measures,
-        format_func=charts.MEASURES.get,
-        key=bind("colour", measures),
-        label_visibility="collapsed",
-        required=True,
-    )
+    measure = widgets.segments("Colour", "colour", charts.MEASURES)
     clicked = widgets.clickable(charts.step_heatmap(table, measure), key=f"ranks-map-{run.entry.name}")
     _show_cell(run, table, clicked and clicked[:2])
 
@@ -109,10 +103,4 @@ def _clock_error(offsets: pl.DataFrame, window: int) -> str:
     return f"clocks of the ranks agree within {units.duration(int(residuals.max()))}"  # type: ignore[arg-type]  # whole ns
 
 
-PAGE = Page(
-    "Ranks",
-    "ranks",
-    "a heatmap of ranks and steps, one step of all ranks side by side, and the ranks that are waited for",
-    show,
-    Needs.WORK,
-)
+PAGE = Page.described_by(__doc__, "ranks", show, Needs.WORK)

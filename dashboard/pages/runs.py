@@ -1,4 +1,4 @@
-"""Runs: all runs with their verdicts, listed without loading a trace."""
+"""Runs: all runs with verdict, step time and potential saving; search, open, compare and check them."""
 
 from collections.abc import Sequence
 
@@ -189,11 +189,4 @@ def _live(recording: Sequence[RunEntry]) -> None:
         st.caption(f"**{widgets.plain(entry.name)}** {widgets.plain(', '.join(parts))}")
 
 
-PAGE = Page(
-    "Runs",
-    "runs",
-    "all runs with verdict, step time and potential saving; search, open, compare and check them",
-    show,
-    Needs.CATALOG,
-    ALL_RUNS,
-)
+PAGE = Page.described_by(__doc__, "runs", show, Needs.CATALOG, ALL_RUNS)

@@ -1,4 +1,4 @@
-"""SQL: one SELECT over the tables of a run, next to their schema. An address can contain a query, but never run it."""
+"""SQL: one SELECT over the tables of the run, next to their schema."""
 
 import polars as pl
 import streamlit as st
@@ -45,7 +45,7 @@ _RESULT, _TRUSTED, _EXAMPLE = "sql-result", "sql-trusted", "sql-example"
 
 
 def show(run: OpenRun) -> None:
-    """Let a person write a query, run it on request, and show the result."""
+    """Let a person write a query, and run it on request: an address can contain a query, but never run it."""
     left, right = st.columns([3, 2])
     with left:
         st.pills("Examples", list(EXAMPLES), key=_EXAMPLE, on_change=_take_example)
@@ -122,4 +122,4 @@ def _columns(table: Table) -> list[tuple[str, str, str]]:
     return [(column.name, schema_pages.unit_or_type(column), column.meaning) for column in table.columns]
 
 
-PAGE = Page("SQL", "sql", "one SELECT over the tables of the run, next to their schema", show)
+PAGE = Page.described_by(__doc__, "sql", show)

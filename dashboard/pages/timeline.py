@@ -1,4 +1,4 @@
-"""Timeline: all ranks on one clock, at any zoom, with the findings on a track of their own."""
+"""Timeline: all ranks on one clock at any zoom, with search, details, arrows and findings; export to Perfetto."""
 
 import hashlib
 import math
@@ -55,13 +55,8 @@ class Jump:
 
 def show(entry: RunEntry) -> None:
     """Draw all ranks of the run, or show why that is impossible."""
-    if entry.problem:
-        widgets.problem(entry.problem)
-        return
-    try:
-        opened = _open(entry)
-    except TracekitError as error:
-        widgets.problem(f"{entry.name}: {error}")
+    opened = widgets.try_reading(entry, _open, "Opening the timeline of")
+    if opened is None:
         return
     widgets.heading(entry, opened)
     if opened.scene.tracks.is_empty():
@@ -73,7 +68,7 @@ def show(entry: RunEntry) -> None:
     jump = _jump(entry, opened, by_key, chosen, key)
     _canvas(opened, message.findings(opened.scene, opened.window, by_key), jump, key)
     if chosen in by_key:
-        findings.show(by_key[chosen], run_store.open_run(entry), key=f"{entry.name}-timeline")
+        findings.show(by_key[chosen], run_store.open_run(entry), key=chosen)
     export.show(entry.name, opened, list(by_key.values()))
 
 
@@ -84,17 +79,13 @@ def _key(entry: RunEntry, window: int) -> str:
 
 
 def _open(entry: RunEntry) -> OpenTimeline:
-    sources = run_store.load(entry).run.sources
-    windows = sorted({source.window for source in sources})
-    window = widgets.choose_window(windows)
-    ranks = sum(source.window == window for source in sources)
+    window = widgets.choose_window(sorted({source.window for source in run_store.load(entry).run.sources}))
     bar = st.empty()
 
     def on_progress(done: int, total: int) -> None:
         bar.progress(min(done / total, 1.0), f"Laying out the timeline, once for this run: {done} of {total} traces")
 
-    with bar, st.spinner(f"Opening the timeline of {ranks} rank{'s' * (ranks > 1)}"):
-        opened = timeline_store.open_timeline(entry, window, on_progress)
+    opened = timeline_store.open_timeline(entry, window, on_progress)
     bar.empty()
     return opened
 
@@ -309,30 +300,16 @@ def _table(opened: OpenTimeline, view: View) -> None:
     part = (origin_ns + view.start_ns, origin_ns + view.end_ns)
     table = tiles.view(opened.scene, part, view.pixels, view.tracks)
     longest = table.sort("dur_ns", descending=True).head(MAX_ROWS)
-    named = longest.with_columns(
-        name=pl.Series([escaping.inert(name) for name in tiles.names(opened.scene, longest["name_id"])])
-    )
-    shown = named.join(opened.scene.tracks.select("track", "rank", "group", "label"), on="track", how="left")
     st.caption(
         f"{int(table['count'].sum()):,} slices from {units.duration(view.start_ns)} to {units.duration(view.end_ns)} "
-        f"after the start. The table lists the {shown.height:,} longest rows; neighbours too short to draw share a row."
+        f"after the start. The table lists the {longest.height:,} longest rows; rows join neighbours too short to draw."
     )
-    columns = shown.select(
-        "rank",
-        pl.col("group").map_elements(escaping.inert, return_dtype=pl.String).alias("of"),
-        pl.col("label").map_elements(escaping.inert, return_dtype=pl.String).alias("lane"),
-        "name",
-        (pl.col("start_ns") - origin_ns).alias("from_start_ns"),
-        "dur_ns",
-        pl.col("count").alias("slices"),
-    )
-    widgets.frame(columns.sort("from_start_ns"))
+    tracks = pl.DataFrame(opened.header["tracks"])
+    tracks = tracks.select("rank", pl.col("track").cast(longest["track"].dtype), of="group", lane="label")
+    names = [escaping.inert(name) for name in tiles.names(opened.scene, longest["name_id"])]
+    named = longest.with_columns(pl.Series("name", names), from_start_ns=pl.col("start_ns") - origin_ns, slices="count")
+    shown = named.join(tracks, on="track", how="left")
+    widgets.frame(shown.select("rank", "of", "lane", "name", "from_start_ns", "dur_ns", "slices").sort("from_start_ns"))
 
 
-PAGE = Page(
-    "Timeline",
-    "timeline",
-    "all ranks on one clock at any zoom, with search, details, arrows and findings; export to Perfetto",
-    show,
-    Needs.ENTRY,
-)
+PAGE = Page.described_by(__doc__, "timeline", show, Needs.ENTRY)

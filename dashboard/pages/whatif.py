@@ -1,4 +1,4 @@
-"""What if: the step time without each cause of lost time, by replay, with the answers of `tracekit whatif`."""
+"""What if: the step time without one or several causes of lost time, and on another network or strategy."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from dashboard.run_store.what_if import Answer, NodeSpec, Prediction, WhatIf
 from dashboard.url_state import bind, bind_number, bind_several
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
-from tracekit.report import charts, html_fragments, phrases
+from tracekit.report import charts, phrases
 from tracekit.report import what_if as answer_text
 
 MAX_PRICE = 10_000.0
@@ -54,15 +54,13 @@ def _replay(run: OpenRun) -> None:
 
 
 def _accuracy(run: OpenRun, answers: WhatIf) -> None:
-    st.html(
-        html_fragments.numbers(
-            {
-                "recorded step": (units.duration(answers.step_ns), ""),
-                "replayed without changes": (units.duration(answers.replayed_ns), ""),
-                "replay error, all steps": (_signed(answers.replay_error_ratio), ""),
-                "largest error of a step": (units.share(what_if.worst_error_ratio(answers.replay)), ""),
-            }
-        )
+    widgets.numbers(
+        {
+            "recorded step": units.duration(answers.step_ns),
+            "replayed without changes": units.duration(answers.replayed_ns),
+            "replay error, all steps": _signed(answers.replay_error_ratio),
+            "largest error of a step": units.share(what_if.worst_error_ratio(answers.replay)),
+        }
     )
     st.caption(
         "Times are means over steps. The replay uses durations, order, dependencies and host time between calls, but "
@@ -170,7 +168,7 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
             widgets.plain(f"The step time without {answer.cause.name} cannot be computed: {answer.unavailable_reason}.")
         )
         return
-    st.html(html_fragments.numbers(_numbers(answer)))
+    widgets.numbers(_numbers(answer) | _worth(answer))
     if chosen[1:]:
         each = ", ".join(f"{units.duration(one.saved_ns)} without {one.cause.name}" for one in alone.answers)
         st.caption(widgets.plain(f"Savings of each alone: {each}."))
@@ -182,14 +180,13 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
     _findings(run, chosen)
 
 
-def _numbers(answer: Answer) -> dict[str, tuple[str, str]]:
-    numbers = {
+def _numbers(answer: Answer) -> dict[str, str]:
+    return {
         "step time": units.duration(answer.step_ns),
         f"without {answer.cause.name}": units.duration(answer.without_ns),
         "saved": units.duration(answer.saved_ns),
         "of the step": units.share(answer.saved_ratio),
     }
-    return {label: (value, "") for label, value in (numbers | _worth(answer)).items()}
 
 
 def _about(answer: Answer) -> str:
@@ -205,8 +202,7 @@ def _findings(run: OpenRun, names: Sequence[str]) -> None:
     related = {key: found for key, found in by_key.items() if found.what_if and found.what_if.cause in names}
     if related:
         with st.expander(f"{len(related)} related finding{'s' * (len(related) > 1)} in this run"):
-            for key, found in related.items():
-                findings.show(found, run, key=f"whatif-{key}")
+            findings.show_all(related, run)
 
 
 def _predictions(run: OpenRun, gpus: int | None, price: float | None) -> None:
@@ -260,15 +256,8 @@ def _show_prediction(prediction: Prediction, gpus: int | None, price: float | No
         numbers["GPU-hours saved a day"] = f"{hours:,.1f}"
         if price is not None:
             numbers["worth a day"] = f"{hours * price:,.2f}"
-    st.html(html_fragments.numbers({label: (value, "") for label, value in numbers.items()}))
+    widgets.numbers(numbers)
     st.markdown("This prediction assumes:\n" + "\n".join("- " + widgets.plain(text) for text in prediction.assumptions))
 
 
-PAGE = Page(
-    "What if",
-    "whatif",
-    "the step time without each cause of lost time, several causes together, and predictions for other networks and "
-    "strategies",
-    show,
-    Needs.WORK,
-)
+PAGE = Page.described_by(__doc__, "whatif", show, Needs.WORK)

@@ -39,7 +39,7 @@ told = {
     "beside the app": [name for name in ("app.py", ".streamlit/config.toml", "icon.svg") if (pages / name).is_file()],
 }
 if "with pages" in sys.argv:
-    from dashboard.components.perfetto import perfetto
+    from dashboard.components.perfetto import export
     from dashboard.components.timeline import timeline
 print(json.dumps(told))
 """

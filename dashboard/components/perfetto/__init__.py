@@ -1,1 +1,1 @@
-"""A button that hands a trace to ui.perfetto.dev. See `perfetto.open_in_perfetto`."""
+"""A button that hands a trace to ui.perfetto.dev. See `export.show`."""

@@ -1,21 +1,20 @@
 """Export of the aligned run to Perfetto: as a file to download, or into a tab of the person's own browser."""
 
 import io
-import re
 
 import streamlit as st
 
-from dashboard import widgets
-from dashboard.components.perfetto.perfetto import open_in_perfetto
+from dashboard import components, downloads, widgets
 from dashboard.components.timeline.timeline_store import OpenTimeline
 from tracekit.errors import InputError, TracekitError
-from tracekit.model import escaping, units
+from tracekit.model import units
 from tracekit.report.export import perfetto
 from tracekit.rules.rule import Finding
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TAB_BYTES = 64 << 20
 ALL = "all"
+_mount_button = components.register("perfetto", ("perfetto.js",))
 
 
 class _BoundedFile(io.BytesIO):
@@ -53,7 +52,7 @@ def _show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
             "opening the run."
         )
         return
-    name = f"{_file_name(run_name)}{'' if rank == ALL else f'-rank{rank}'}.pftrace"
+    name = f"{downloads.file_name(run_name)}{'' if rank == ALL else f'-rank{rank}'}.pftrace"
     st.download_button(
         f"Download {units.size(len(data))}",
         data,
@@ -68,7 +67,10 @@ def _show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
             "ui.perfetto.dev, or choose one rank."
         )
         return
-    open_in_perfetto(data, name=name, key=f"open-{key}")
+    # The trace goes to the browser now, and to a tab of ui.perfetto.dev on a click. Bytes travel as they are, after
+    # their name.
+    head = name.encode()
+    _mount_button(key=f"open-{key}", data=len(head).to_bytes(2, "little") + head + data)
 
 
 def _write(opened: OpenTimeline, findings: list[Finding], rank: int | str, key: str) -> None:
@@ -83,7 +85,3 @@ def _write(opened: OpenTimeline, findings: list[Finding], rank: int | str, key: 
         widgets.problem(str(error))
         return
     st.session_state["perfetto"] = {key: file.getvalue()}
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", escaping.inert(name, 60)).strip("-.") or "run"

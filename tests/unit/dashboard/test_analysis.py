@@ -162,7 +162,7 @@ def test_a_query_does_not_lock_the_run_while_it_executes(runs):
         from dashboard import run_catalog, run_store
         from dashboard.pages import sql
 
-        entry = run_catalog.entries([path])[0]
+        entry = run_catalog.list_runs([path]).entries[0]
         run = dataclasses.replace(run_store.open_run(entry), lock=st.session_state["lock"])
         sql._run_query(run, "SELECT 42 AS n FROM ops LIMIT 1")
         st.text(st.session_state[sql._RESULT][2]["n"].to_list())

@@ -60,7 +60,7 @@ def test_a_run_whose_files_change_shows_an_error_and_can_be_read_again(app, tmp_
     monkeypatch.setattr(run_catalog, "LISTING_TTL_S", 600.0)
     run = tmp_path / "changing"
     recorded.write_run(run, kernel="gemm")
-    run_store.check(run_catalog.entries([str(run)])[0])
+    run_store.check(run_catalog.list_runs([str(run)]).entries[0])
     shown = app(run)
     assert not shown.error
     time.sleep(0.01)  # file systems count time in ticks of some milliseconds
@@ -236,7 +236,7 @@ def test_cached_results_of_an_uploaded_run_are_freed_with_its_session(runs, tmp_
         from dashboard import run_catalog, run_store
         from dashboard.run_store import memory, regression
 
-        (named,) = run_catalog.entries([path])
+        (named,) = run_catalog.list_runs([path]).entries
         private = run_catalog.entry("uploaded", Path(uploaded), (uploaded,), is_private=True)
         result = regression.check(named, private)
         assert regression.check(named, private) is result  # cached as long as the page is open

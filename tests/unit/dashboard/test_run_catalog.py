@@ -55,7 +55,7 @@ def runs(tmp_path, a_run):
 
 
 def _names(path):
-    return [entry.name for entry in run_catalog.entries([str(path)])]
+    return [entry.name for entry in run_catalog.list_runs([str(path)]).entries]
 
 
 # What is listed -------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_what_takes_long_to_list_is_listed_less_often(runs, a_run):
 def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
     (runs / "new").mkdir()
     (runs / "new" / "rank00000.metrics.jsonl.partial").write_text('{"step": 0}\n')
-    entries = {entry.name: entry for entry in run_catalog.entries([str(runs)])}
+    entries = {entry.name: entry for entry in run_catalog.list_runs([str(runs)]).entries}
     assert entries["new"].is_live
     assert "no trace yet" in entries["new"].problem
     assert not entries["a"].is_live
@@ -120,7 +120,7 @@ def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
 
 def test_the_stamp_of_traces_changes_once_they_are_complete_and_not_with_the_logs(runs):
     def stamp():
-        return run_catalog.entries([str(runs)])[0].traces_stamp
+        return run_catalog.list_runs([str(runs)]).entries[0].traces_stamp
 
     trace, before = runs / "a" / "rank00001.pt.trace.json.gz", stamp()
     (runs / "a" / "rank00000.metrics.jsonl.partial").write_text('{"step": 0}\n')
@@ -136,7 +136,7 @@ def test_a_folder_of_any_name_is_a_run(runs, a_run, name):
     if len(name.encode()) > 255:
         name = name.encode()[:252].decode()
     shutil.copytree(a_run, runs / name)
-    (entry,) = (entry for entry in run_catalog.entries([str(runs)]) if entry.name != "a")
+    (entry,) = (entry for entry in run_catalog.list_runs([str(runs)]).entries if entry.name != "a")
     assert entry.problem == ""
     shown = runs_table.table([entry])["run"][0]
     assert "\u202e" not in shown
@@ -145,7 +145,7 @@ def test_a_folder_of_any_name_is_a_run(runs, a_run, name):
 
 def test_a_name_that_is_no_text_is_listed_under_one_that_is(runs, a_run):
     shutil.copytree(a_run, runs / os.fsdecode(b"\xff\xfe"))
-    (entry,) = (entry for entry in run_catalog.entries([str(runs)]) if entry.name != "a")
+    (entry,) = (entry for entry in run_catalog.list_runs([str(runs)]).entries if entry.name != "a")
     assert entry.name == "??"
     assert run_store.open_run(entry).report.findings
 
@@ -163,12 +163,12 @@ def test_a_run_with_a_link_that_leads_out_is_refused_and_says_which(runs, outsid
     target = outside if name == "window001" else outside / "rank00001.pt.trace.json.gz"
     (runs / "a" / name).unlink(missing_ok=True)
     (runs / "a" / name).symlink_to(target)
-    (entry,) = run_catalog.entries([str(runs)])
+    (entry,) = run_catalog.list_runs([str(runs)]).entries
     assert f"{name} is a link" in entry.problem
     assert str(outside) not in entry.problem
     with pytest.raises(InputError, match="is a link"):
         run_store.check(replace(entry, problem=""))
-    (entry, _) = run_catalog.entries([str(runs), str(outside)])
+    (entry, _) = run_catalog.list_runs([str(runs), str(outside)]).entries
     assert entry.problem == ""
 
 
@@ -181,7 +181,7 @@ def test_a_folder_that_leads_out_is_not_followed_and_one_inside_is(runs, outside
 
 
 def test_a_run_that_becomes_a_link_after_it_was_listed_is_refused(runs, outside):
-    (entry,) = run_catalog.entries([str(runs)])
+    (entry,) = run_catalog.list_runs([str(runs)]).entries
     trace = runs / "a" / "rank00000.pt.trace.json.gz"
     trace.unlink()
     trace.symlink_to(outside / trace.name)
@@ -223,7 +223,7 @@ def test_what_cannot_be_looked_into_costs_nothing_but_itself(open_folder, a_run)
     try:
         with _without_rights():
             assert _names(runs) == ["good"]
-            (entry,) = run_catalog.entries([str(closed / "run")])
+            (entry,) = run_catalog.list_runs([str(closed / "run")]).entries
             assert "no such file, or no such folder that can be read" in entry.problem
             assert run_catalog.history_file([str(closed / "run")]) is None
     finally:
@@ -292,7 +292,7 @@ def test_a_verdict_is_the_gravest_of_what_is_not_of_the_data():
 
 def test_the_table_of_a_checked_run_contains_its_steps(runs):
     report_cache.report(str(runs / "a"))
-    row = runs_table.table(run_catalog.entries([str(runs)])).row(0, named=True)
+    row = runs_table.table(run_catalog.list_runs([str(runs)]).entries).row(0, named=True)
     assert (row["run"], row["strategy"], row["model"], row["ranks"]) == ("a", "ddp", "tiny", 2)
     assert row["step_ms"] == 10.0
     assert len(row["steps"]) == len(recorded.STEPS)
@@ -301,17 +301,17 @@ def test_the_table_of_a_checked_run_contains_its_steps(runs):
 
 def test_a_manifest_can_say_anything(runs):
     (runs / "a" / "run.json").write_text('{"created_ns": 1e300, "world_size": "x", "model": [1], "strategy": {"a": 1}}')
-    assert runs_table.table(run_catalog.entries([str(runs)])).height == 1
+    assert runs_table.table(run_catalog.list_runs([str(runs)]).entries).height == 1
     changed_ns = max(file.stat().st_mtime_ns for file in (runs / "a").iterdir())
     for time_ns in (-99999999999999999999, 10**400, True):
         manifest = {"created_ns": time_ns, "world_size": 10**30, "model": "m" * 5000}
         (runs / "a" / "run.json").write_text(json.dumps(manifest))
-        listed = run_catalog.entries([str(runs)])
+        listed = run_catalog.list_runs([str(runs)]).entries
         assert runs_table.table(listed).row(0, named=True)["ranks"] is None
         assert listed[0].created_ns >= changed_ns  # that of the newest file
         assert runs_table.filter_runs(listed, RunFilter(since_s=runs_table.DAY_S)) == list(listed)
     (runs / "a" / "run.json").write_text("[" * 100_000)
-    assert len(run_catalog.entries([str(runs)])) == 1
+    assert len(run_catalog.list_runs([str(runs)]).entries) == 1
 
 
 # Uploaded traces -----------------------------------------------------------------------------------------------------

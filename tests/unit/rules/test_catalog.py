@@ -18,7 +18,7 @@ def test_a_folder_of_runs_is_listed_by_manifest_and_sizes_without_reading_a_trac
     _run(tmp_path / "demo" / "fsdp2", strategy="fsdp2", world_size=2, model={"name": "tiny"}, created_ns=5)
     _run(tmp_path / "old")
     (tmp_path / "notes").mkdir()
-    listed = run_catalog.entries([str(tmp_path)])  # the traces are no JSON at all: reading one would fail
+    listed = run_catalog.list_runs([str(tmp_path)]).entries  # the traces are no JSON at all: reading one would fail
     assert [entry.name for entry in listed] == ["demo/fsdp2", "old"]
     first = listed[0]
     assert (first.strategy, first.world_size, first.model, first.created_ns) == ("fsdp2", 2, "tiny", 5)
@@ -27,12 +27,12 @@ def test_a_folder_of_runs_is_listed_by_manifest_and_sizes_without_reading_a_trac
 
 def test_a_run_and_a_single_trace_file_are_entries_of_their_own(tmp_path):
     run = _run(tmp_path / "today")
-    listed = run_catalog.entries([str(run), str(run / "rank00000.pt.trace.json.gz")])
+    listed = run_catalog.list_runs([str(run), str(run / "rank00000.pt.trace.json.gz")]).entries
     assert [entry.name for entry in listed] == ["today", "rank00000.pt.trace.json.gz"]
 
 
 def test_entries_of_one_name_are_told_apart(tmp_path):
-    listed = run_catalog.entries([str(_run(tmp_path / "a" / "run")), str(_run(tmp_path / "b" / "run"))])
+    listed = run_catalog.list_runs([str(_run(tmp_path / "a" / "run")), str(_run(tmp_path / "b" / "run"))]).entries
     assert [entry.name for entry in listed] == ["run", "run (2)"]
 
 
@@ -41,7 +41,7 @@ def test_what_is_no_run_is_listed_with_its_problem(tmp_path, what):
     path = tmp_path / what
     if what == "empty":
         path.mkdir()
-    (entry,) = run_catalog.entries([str(path)])
+    (entry,) = run_catalog.list_runs([str(path)]).entries
     assert str(path) in entry.problem
 
 
@@ -49,7 +49,7 @@ def test_what_is_no_run_is_listed_with_its_problem(tmp_path, what):
 def test_a_strange_manifest_costs_the_list_cells_not_the_run(tmp_path, content):
     run = _run(tmp_path / "run")
     (run / "run.json").write_text(content)
-    (entry,) = run_catalog.entries([str(tmp_path)])
+    (entry,) = run_catalog.list_runs([str(tmp_path)]).entries
     assert entry.world_size is None
     assert not entry.problem
 
@@ -59,23 +59,23 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
     inside = tmp_path / "inside"
     _run(inside / "mine")
     (inside / "link").symlink_to(outside, target_is_directory=True)
-    assert [entry.name for entry in run_catalog.entries([str(inside)])] == ["mine"]
+    assert [entry.name for entry in run_catalog.list_runs([str(inside)]).entries] == ["mine"]
 
 
 def test_the_stamp_changes_with_the_files(tmp_path):
     run = _run(tmp_path / "run")
-    (before,) = run_catalog.entries([str(run)])
+    (before,) = run_catalog.list_runs([str(run)]).entries
     file = run / "rank00000.pt.trace.json.gz"
     os.utime(file, ns=(1, 1))
-    (touched,) = run_catalog.entries([str(run)])
+    (touched,) = run_catalog.list_runs([str(run)]).entries
     file.write_bytes(b"y" * 101)
     os.utime(file, ns=(1, 1))
-    (grown,) = run_catalog.entries([str(run)])
+    (grown,) = run_catalog.list_runs([str(run)]).entries
     assert len({before.stamp, touched.stamp, grown.stamp}) == 3
 
 
 def test_files_of_further_windows_belong_to_the_run(tmp_path):
     run = _run(tmp_path / "run")
     _run(run / "window001")
-    (entry,) = run_catalog.entries([str(tmp_path)])
+    (entry,) = run_catalog.list_runs([str(tmp_path)]).entries
     assert (entry.name, entry.files) == ("run", 2)
