@@ -88,15 +88,14 @@ def instances(run: Run) -> pl.DataFrame:
     """Return the collectives that several ranks recorded; use ``run.run_table(instances)``.
 
     Columns as INSTANCES; one row per window and instance. Times are on the run's clock. An arrival is the start of the
-    kernel, or of the gloo slice. last_rank is null where the last two arrivals differ by less than residual_ns (the
-    largest of its ranks'). transfer_ns is from the last arrival to the median end; it, last_rank and the bandwidths are
-    null where a rank of the group has no trace, and a bandwidth also where the transfer is not longer than the
-    residual. bytes is the size as nccl-tests counts it.
+    kernel, or of the gloo slice. transfer_ns, last_rank and the bandwidths are null where a rank of the group has no
+    trace, last_rank also where the last two arrivals, and a bandwidth where the transfer, are within residual_ns.
     """
     found = run.run_table(waits)
     if found.is_empty():
         return INSTANCES.empty()
     arrival, end = pl.col("arrival_ns"), pl.col("end_ns")
+    median_end_ns = end.min() + (end - end.min()).median().round().cast(pl.Int64)  # a float cannot represent Unix ns
     table = found.group_by(*_KEY, maintain_order=True).agg(
         pl.col("op", "group").first(),
         pl.col("seq", "dtype", "step", "phase", "unit").drop_nulls().first(),
@@ -107,9 +106,7 @@ def instances(run: Run) -> pl.DataFrame:
         arrival.max().alias("last_arrival_ns"),
         (arrival.max() - arrival.sort().get(-2, null_on_oob=True)).alias("lead_ns"),
         pl.col("rank").sort_by(arrival).last().alias("latest"),
-        (end.min() + (end - end.min()).median().round().cast(pl.Int64)).alias(
-            "end_ns"
-        ),  # a float cannot represent Unix ns
+        median_end_ns.alias("end_ns"),
         pl.col("wait_ns").max().alias("max_wait_ns"),
         pl.col("residual_ns").max(),
         pl.col("matched_by").first(),

@@ -35,14 +35,13 @@ NEAR_NS = 20_000
 def gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each communication gap with their causes; the pieces of a gap sum to it.
 
-    Columns gap, device, step, phase, unit, collective_id (as `gaps.communication_gaps`), cause, detail, activity_id and
-    name (of the preparation, or of the awaited compute; null where none), evidence, confidence, start_ns, dur_ns; one
-    row per piece. Causes: `host` (the next work had not been launched; detail: the host's state,
-    `host_state.HOST_STATES`), `preparation` (kernels that prepare the collective) and `contention` (their slowdown by
-    concurrent compute; detail no_sample_alone where the two cannot be separated), `compute`, `copy` (launched, but the
-    awaited work still ran), `unknown`. Another collective or a peer cannot cause such a gap: while they are awaited, a
-    collective runs. Evidence: launch_time, adjacent (started within 20 µs of the end of the awaited work), lane_order,
-    span, running (the work ran, and the collective reduces computed data).
+    Columns COLUMNS: the first six as `gaps.communication_gaps`, activity_id and name of the preparation or the awaited
+    compute (null where none); one row per piece. Causes: `host` (the next work had not been launched; detail: the
+    host's state, `host_state.HOST_STATES`), `preparation` (kernels that prepare the collective) and `contention` (their
+    slowdown by concurrent compute; detail no_sample_alone where the two cannot be separated), `compute`, `copy`
+    (launched, but the awaited work still ran), `unknown`. Another collective or a peer cannot cause such a gap: while
+    they are awaited, a collective runs. Evidence: launch_time, adjacent (started within 20 µs of the end of the awaited
+    work), lane_order, span, running (the work ran, and the collective reduces computed data).
     """
     found = gaps.communication_gaps(trace)
     parts = [
@@ -67,16 +66,23 @@ def label_column(cause: Ints, of: tuple[str, ...], name: str) -> pl.Series:
     return pl.Series(name, of, pl.String).gather(index.set(index < 0, None))
 
 
-def merge_adjacent(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    """Return pieces with adjacent ones merged that agree in `by`."""
-    if frame.is_empty():
-        return frame
-    run = pl.struct(by).rle_id().alias("_run")
-    rest = [name for name in frame.columns if name not in ("start_ns", "dur_ns")]
-    joined = frame.group_by(run, maintain_order=True).agg(
-        *(pl.col(name).first() for name in rest), pl.col("start_ns").first(), pl.col("dur_ns").sum()
+def label_pieces(gaps: pl.DataFrame, pieces: Pieces, cause: Ints, detail: Ints, evidence: Ints) -> pl.DataFrame:
+    """Return the pieces of `gaps` with their columns, cause, detail, evidence (from indices), start_ns and dur_ns."""
+    return gaps[pieces.of].with_columns(
+        label_column(cause, CAUSES, "cause"),
+        label_column(detail, DETAILS, "detail"),
+        label_column(evidence, EVIDENCES, "evidence"),
+        pl.Series("start_ns", pieces.start_ns),
+        pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
     )
-    return joined.select(frame.columns)
+
+
+def merge_adjacent(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    """Return pieces with adjacent ones merged that agree in `by`, with the confidence of their evidence."""
+    run = pl.struct(by).rle_id().alias("_run")
+    merged = frame.group_by(run, maintain_order=True).agg(pl.all().exclude("dur_ns").first(), pl.col("dur_ns").sum())
+    sure = pl.col("evidence").replace_strict(CONFIDENCES, return_dtype=pl.Float64)
+    return merged.drop("_run").with_columns(sure.alias("confidence"))
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class _Splitter:
 
     def _items(self) -> _Items:
         """Return the preparation and collectives that follow within each gap."""
-        own = self.work.select("id", pl.col("launched_ns"))
+        own = self.work.select("id", "launched_ns")
         closing = self.found.select(
             pl.int_range(pl.len()).alias("row"),
             pl.col("collective_id").alias("id"),
@@ -252,21 +258,9 @@ class _Splitter:
         place = self.found.select("gap", "device", "step", "phase", "unit", "collective_id")
         names = self.work.select(pl.col("id").alias("activity_id"), "name").unique("activity_id")
         index = pl.Series("activity_id", which, pl.Int64)
-        frame = place[pieces.of].with_columns(
-            label_column(cause, CAUSES, "cause"),
-            label_column(detail, DETAILS, "detail"),
-            label_column(evidence, EVIDENCES, "evidence"),
-            index.set(index < 0, None),
-            pl.Series("start_ns", pieces.start_ns),
-            pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
-        )
-        frame = merge_adjacent(frame, ["gap", "cause", "detail", "evidence", "activity_id"])
-        sure = pl.col("evidence").replace_strict(CONFIDENCES, return_dtype=pl.Float64)
-        return (
-            frame.join(names, on="activity_id", how="left", maintain_order="left")
-            .with_columns(sure.alias("confidence"))
-            .pipe(schema.select, COLUMNS)
-        )
+        frame = label_pieces(place, pieces, cause, detail, evidence).with_columns(index.set(index < 0, None))
+        merged = merge_adjacent(frame, ["gap", "cause", "detail", "evidence", "activity_id"])
+        return merged.join(names, on="activity_id", how="left", maintain_order="left").pipe(schema.select, COLUMNS)
 
 
 DETAILS = (*host_state.HOST_STATES, "no_sample_alone")

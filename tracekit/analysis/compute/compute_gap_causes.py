@@ -24,7 +24,7 @@ from tracekit.analysis.time import breakdown, gaps, host_state, launches
 from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.sweep_line import Flags, Ints, Pieces
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 COLUMNS = schema.columns(
@@ -41,13 +41,13 @@ CHAIN_COLUMNS = schema.columns(
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each compute gap with their causes; the pieces of a gap sum to it.
 
-    Columns gap, device, step, phase, unit, activity_id (as `gaps.compute_gaps`), cause, detail, communication_gap
-    (number of the communication gap whose cause the piece inherits), collective_id and collective_start_ns (the
-    collective that ran, or that ends that gap), evidence, confidence, start_ns, dur_ns; one row per piece. Until the
-    last collective within a gap ends, the next compute is taken to wait for it, if it had been launched by then or
-    starts within 20 µs: `collective` while one runs, else the cause of the communication gap. The rest is `host` while
-    the next compute is not launched (detail: the host's state), `copy` while one runs, else `unknown`. Where the host
-    synchronizes with the device while a collective runs, the cause is that collective (detail synchronize).
+    Columns COLUMNS: the first six as `gaps.compute_gaps`, communication_gap the number of the one whose cause the piece
+    inherits, collective_id and collective_start_ns of the collective that ran or ends that gap; one row per piece.
+    Until the last collective within a gap ends, the next compute is taken to wait for it, if it had been launched by
+    then or starts within 20 µs: `collective` while one runs, else the cause of the communication gap. The rest is
+    `host` while the next compute is not launched (detail: the host's state), `copy` while one runs, else `unknown`.
+    Where the host synchronizes with the device while a collective runs, the cause is that collective (detail
+    synchronize).
     """
     found, before = gaps.compute_gaps(trace), communication_gap_causes.gap_causes(trace)
     parts = [pl.DataFrame(schema=COLUMNS)]
@@ -93,11 +93,10 @@ def compute_gap_causes_across(run: Run) -> pl.DataFrame:
 def chains(trace: Trace) -> pl.DataFrame:
     """Return each communication gap by cause, and how long compute then waited: preparation, gap, compute gap.
 
-    Columns communication_gap, device, step, phase, unit, collective_id, start_ns, dur_ns, host_ns, preparation_ns,
-    contention_ns, compute_ns, copy_ns, unknown_ns (its causes; they sum to dur_ns), waited_ns; one row per gap.
-    waited_ns is the idle time of compute that waited for the gap's collective, for those that follow without a further
-    gap (such as the next all-gather on the communicator; up to 20 µs between them is launch latency of the device), and
-    within the gap itself. Removing the gap saves at most the smaller of dur_ns and waited_ns.
+    Columns CHAIN_COLUMNS; host_ns to unknown_ns are the causes, which sum to dur_ns; one row per gap. waited_ns is the
+    idle time of compute that waited for the gap's collective, for those that follow without a further gap (such as the
+    next all-gather on the communicator; up to 20 µs between them is launch latency of the device), and within the gap
+    itself. Removing the gap saves at most the smaller of dur_ns and waited_ns.
     """
     pieces = communication_gap_causes.gap_causes(trace)
     place = ["device", "step", "phase", "unit", "collective_id"]
@@ -110,18 +109,11 @@ def chains(trace: Trace) -> pl.DataFrame:
     )
     if by_cause.is_empty():
         return pl.DataFrame(schema=CHAIN_COLUMNS)
-    waits = compute_gap_causes(trace).filter(
-        (pl.col("cause") == COLLECTIVE) | pl.col("communication_gap").is_not_null()
-    )
-    closed = (
-        by_cause.filter(pl.col("dur_ns") > NEAR_NS).select("device", "communication_gap", "start_ns").sort("start_ns")
-    )
+    is_wait = (pl.col("cause") == COLLECTIVE) | pl.col("communication_gap").is_not_null()
     keyed = pl.col("device").fill_null(-1).alias("_device")
-    tied = (
-        waits.select(keyed, "start_ns", "dur_ns")
-        .sort("start_ns")
-        .join_asof(closed.with_columns(keyed).drop("device"), on="start_ns", by="_device", check_sortedness=False)
-    )
+    waits = compute_gap_causes(trace).filter(is_wait).select(keyed, "start_ns", "dur_ns").sort("start_ns")
+    closed = by_cause.filter(pl.col("dur_ns") > NEAR_NS).select(keyed, "communication_gap", "start_ns")
+    tied = waits.join_asof(closed.sort("start_ns"), on="start_ns", by="_device", check_sortedness=False)
     waited = tied.group_by("communication_gap").agg(pl.col("dur_ns").sum().alias("waited_ns"))
     return (
         by_cause.join(waited, on="communication_gap", how="left", maintain_order="left")
@@ -143,9 +135,7 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
     work = launches.work(trace, device)
     calls = ActivitySpans.of(work.filter(pl.col("kind") == "communication"))
-    copies = intervals.from_columns(
-        *work.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)).select("start_ns", "dur_ns")
-    )
+    copies = intervals.from_table(work.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)))
     quiet = intervals.from_table(before)
     idle = intervals.from_table(found)
     wait = _waits(work, found, calls, idle)
@@ -154,11 +144,8 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
         host_state.state_changes(trace),
     )  # fmt: skip
     at = pieces.start_ns
-    call, gap, state = (
-        sweep_line.running(calls.spans, at),
-        sweep_line.running(quiet, at),
-        host_state.state_at(trace, at),
-    )
+    call, gap = sweep_line.running(calls.spans, at), sweep_line.running(quiet, at)
+    state = host_state.state_at(trace, at)
     waits = at < wait.until_ns[pieces.of]
     awaited = wait.call[pieces.of]
     unlaunched = at < wait.launched_ns[pieces.of]
@@ -176,7 +163,9 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     inherits = waits & (call < 0) & (gap >= 0)
     is_host = cause == CAUSES.index(HOST)
     synced = ~waits & (cause == CAUSES.index(COLLECTIVE)) & host_state.is_synchronizing(state)
-    labelled = _label_table(found, pieces, cause, evidence, np.where(is_host | synced, state, -1))
+    place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
+    detail = np.where(is_host | synced, state, -1)
+    labelled = communication_gap_causes.label_pieces(place, pieces, cause, detail, evidence)
     own = np.where(cause == CAUSES.index(COLLECTIVE), call, -1)
     return _named(labelled, calls, own, before, np.where(inherits, gap, -1))
 
@@ -194,17 +183,6 @@ def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: ActivitySpans, idle: 
     near = idle[:, 1] - end_ns <= NEAR_NS
     awaited = (end_ns > idle[:, 0]) & (near | (end_ns >= launched_ns))
     return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, sweep_line.NEVER), near)
-
-
-def _label_table(found: pl.DataFrame, pieces: Pieces, cause: Ints, evidence: Ints, detail: Ints) -> pl.DataFrame:
-    place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
-    return place[pieces.of].with_columns(
-        communication_gap_causes.label_column(cause, CAUSES, "cause"),
-        communication_gap_causes.label_column(detail, communication_gap_causes.DETAILS, "detail"),
-        communication_gap_causes.label_column(evidence, communication_gap_causes.EVIDENCES, "evidence"),
-        pl.Series("start_ns", pieces.start_ns),
-        pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
-    )
 
 
 def _named(labelled: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.DataFrame, gap: Ints) -> pl.DataFrame:
@@ -228,9 +206,4 @@ def _named(labelled: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.
         ),
         ["gap", "cause", "detail", "evidence", "communication_gap", "collective_id"],
     )
-    sure = pl.col("evidence").replace_strict(communication_gap_causes.CONFIDENCES, return_dtype=pl.Float64)
-    return (
-        frame.join(starts, on="collective_id", how="left", maintain_order="left")
-        .with_columns(sure.alias("confidence"))
-        .pipe(schema.select, COLUMNS)
-    )
+    return frame.join(starts, on="collective_id", how="left", maintain_order="left").pipe(schema.select, COLUMNS)

@@ -4,6 +4,8 @@ A kernel is compared with itself, alone and with concurrent work, within one ste
 nor changing clock rates affect the result. For collectives see `collective_contention`.
 """
 
+import itertools
+
 import numpy as np
 import polars as pl
 
@@ -54,10 +56,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
     other overlap than the sample's), lost_ns (its extra time over running alone; below 0 where it was faster). One row
     per step, phase, unit and pair of `PAIRS` that overlapped; empty on a CPU run.
     """
-    parts = [pl.DataFrame(schema=STEP_COLUMNS)]
-    for rows, device, kind, concurrent_kind in _all_compared(trace):
-        parts.append(_summed(rows, device, kind, concurrent_kind))
-    return pl.concat(parts)
+    return pl.concat([pl.DataFrame(schema=STEP_COLUMNS), *(_summed(*compared) for compared in _all_compared(trace))])
 
 
 @memoize
@@ -69,10 +68,8 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
     (overlapped time over the time the same work takes alone), and step, lane, start_ns, dur_ns of the call that lost
     most. One row per kernel and pair with both samples, the largest loss first.
     """
-    parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
-    for rows, device, kind, concurrent_kind in _all_compared(trace):
-        parts.append(_of_kernels(rows, device, kind, concurrent_kind))
-    return pl.concat(parts).sort("lost_ns", descending=True)
+    parts = [_of_kernels(*compared) for compared in _all_compared(trace)]
+    return pl.concat([pl.DataFrame(schema=KERNEL_COLUMNS), *parts]).sort("lost_ns", descending=True)
 
 
 def preparation(trace: Trace) -> pl.DataFrame:
@@ -109,12 +106,10 @@ def pool_pairs(steps: pl.DataFrame) -> pl.DataFrame:
     rows = []
     for place, own in steps.group_by("rank", "device", "kind", "concurrent_kind", maintain_order=True):
         judged = own.filter(pl.col("judged_ns") > 0)
-        estimate = (
-            slowdown.pooled_slowdown(judged["judged_ns"], judged["lost_ns"]) if judged.height else (None, None, None)
-        )
-        sums = [int(own[name].sum()) for name in ("overlapped_ns", "judged_ns", "lost_ns")]
-        unknown = (None, None) if judged.height else (NO_SAMPLE, ALONE)
-        rows.append((*place, *sums, *estimate, *unknown))
+        result: tuple[object, ...] = (None, None, None, NO_SAMPLE, ALONE)
+        if judged.height:
+            result = (*slowdown.pooled_slowdown(judged["judged_ns"], judged["lost_ns"]), None, None)
+        rows.append((*place, *own.select(pl.col("overlapped_ns", "judged_ns", "lost_ns").sum()).row(0), *result))
     return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "kind", "concurrent_kind")
 
 
@@ -141,12 +136,7 @@ class _PairRows:
         plain = (overlaps_others | (other_ns <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
         pattern = overlaps_others @ (1 << np.arange(len(others)))
         _, kernel = np.unique(device.kernel[row], return_inverse=True)
-        self.row, self.dur_ns, self.concurrent_ns, self.plain = (
-            row,
-            dur_ns,
-            device.concurrent_ns[row, concurrent_kind],
-            plain,
-        )
+        self.row, self.concurrent_ns = row, device.concurrent_ns[row, concurrent_kind]
         self.key: Ints = (kernel * (1 << len(others)) + pattern).astype(np.int64)
         self.alone: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
         self.concurrent: Flags = plain & (self.concurrent_ns >= concurrency.CONCURRENT_RATIO * dur_ns)
@@ -159,12 +149,8 @@ class _PairRows:
 
 @memoize
 def _all_compared(trace: Trace) -> list[tuple[_PairRows, DeviceWork, str, str]]:
-    compared = [
-        (device, *pair, _compared(device, *pair)) for device in concurrency.device_work(trace) for pair in PAIRS
-    ]
-    return [
-        (rows, device, kind, concurrent_kind) for device, kind, concurrent_kind, rows in compared if rows is not None
-    ]
+    every = itertools.product(concurrency.device_work(trace), PAIRS)
+    return [(rows, device, *pair) for device, pair in every if (rows := _compared(device, *pair)) is not None]
 
 
 def _compared(device: DeviceWork, kind: str, concurrent_kind: str) -> _PairRows | None:

@@ -102,13 +102,9 @@ def _described(trace: Trace, keys: Sequence[str]) -> pl.DataFrame:
 
 def launching_op_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
     """Return, for each activity, columns of the innermost op around its launch, named op_…; null where unknown."""
-    ops = trace.ops
-    found = innermost_op(trace)
-    picked = ops[pl.Series(np.maximum(found, 0))] if ops.height else ops.clear()
-    if picked.is_empty():
-        return [pl.Series(f"op_{name}", [None] * len(found), ops.schema[name]) for name in columns]
-    known = pl.Series(found >= 0)
-    return [pl.select(pl.when(known).then(picked[name]).alias(f"op_{name}")).to_series() for name in columns]
+    row = pl.Series(innermost_op(trace))
+    row = row.set(row < 0, None)
+    return [trace.ops[name].gather(row).alias(f"op_{name}") for name in columns]
 
 
 def innermost_op(trace: Trace) -> nesting.Ints:

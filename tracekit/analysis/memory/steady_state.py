@@ -48,17 +48,8 @@ def stalls(trace: Trace) -> pl.DataFrame:
             pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step
         )
         stalled = intervals.intersect(_with_aftermath(step_calls, idle), idle)
-        rows.append(
-            (
-                step,
-                device,
-                start_ns,
-                duration_ns,
-                step_calls.height,
-                step_calls["dur_ns"].sum(),
-                intervals.length(stalled),
-            )
-        )
+        place, host_ns = (step, device, start_ns, duration_ns), step_calls["dur_ns"].sum()
+        rows.append((*place, step_calls.height, host_ns, intervals.length(stalled)))
     return pl.DataFrame(rows, schema=STALL_COLUMNS, orient="row")
 
 

@@ -47,10 +47,9 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
 def gradient_reductions(trace: Trace) -> pl.DataFrame:
     """Return the collectives that reduce gradients, each with its backward pass.
 
-    Columns device, step, backward, backward_count (passes of the step), lane, op, group, dtype, unit, bytes,
-    activity_id, start_ns, dur_ns, exposed_ns; one row per collective. These are the all-reduces and reduce-scatters
-    launched in backward passes. A collective with the same op, group and size outside backward reduces activations
-    (tensor parallelism), so that kind is left out.
+    Columns REDUCTION_COLUMNS (backward_count: passes of the step); one row per collective. These are the all-reduces
+    and reduce-scatters launched in backward passes. A collective with the same op, group and size outside backward
+    reduces activations (tensor parallelism), so that kind is left out.
     """
     starts = backward_starts(trace)
     if starts.is_empty():

@@ -13,10 +13,8 @@ from tracekit.model.trace import Trace
 COPY_KINDS = ("memcpy", "memset")
 
 _INT = pl.Int64
-COLUMNS = schema.columns(
-    "step device start_ns duration_ns compute_ns communication_ns copy_ns overlapped_ns exposed_communication_ns "
-    "exposed_copy_ns idle_ns"
-)
+TERMS = ("compute_ns", "communication_ns", "copy_ns", "overlapped_ns", "exposed_communication_ns", "exposed_copy_ns")
+COLUMNS = schema.columns(f"step device start_ns duration_ns {' '.join(TERMS)} idle_ns")
 
 COMPUTE, EXPOSED_COMMUNICATION, EXPOSED_COPY = PARTS = ("compute", "exposed_communication", "exposed_copy")
 SPAN_COLUMNS = {"device": _INT, "part": pl.String, "start_ns": _INT, "dur_ns": _INT}
@@ -45,15 +43,14 @@ def spans(trace: Trace) -> pl.DataFrame:
 def by_step(trace: Trace) -> pl.DataFrame:
     """Return the breakdown of every step's device window.
 
-    Columns step, device, start_ns, duration_ns, compute_ns, communication_ns, copy_ns, overlapped_ns,
-    exposed_communication_ns, exposed_copy_ns, idle_ns; one row per step and device (device null on a CPU run).
+    Columns COLUMNS; one row per step and device (device null on a CPU run).
     Each term is an interval union over the device's lanes: compute; exposed communication = communication minus
     compute; exposed copy = copies and sets minus both; idle = the rest. compute + exposed communication + exposed
     copy + idle = duration, exactly. overlapped = communication ∩ compute.
     """
     steps = trace.steps.drop_nulls(["start_ns", "end_ns"])
     device, windows = steps["device"].to_list(), steps.select("start_ns", "end_ns").to_numpy()
-    terms = np.zeros((len(windows), len(_TERMS)), np.int64)
+    terms = np.zeros((len(windows), len(TERMS)), np.int64)
     for each in dict.fromkeys(device):
         on_device = np.array([other == each for other in device], np.bool_)
         terms[on_device] = _split(busy(trace, each), windows[on_device])
@@ -117,11 +114,8 @@ def _device_of(trace: Trace) -> dict[int, int | None]:
     return dict(zip(trace.lanes["lane"].to_list(), trace.lanes["device"].to_list(), strict=True))
 
 
-_TERMS = ("compute_ns", "communication_ns", "copy_ns", "overlapped_ns", "exposed_communication_ns", "exposed_copy_ns")
-
-
 def _split(sets: tuple[Spans, Spans, Spans], windows: Spans) -> Spans:
-    """Return the breakdown of each window, shape (windows, _TERMS)."""
+    """Return the breakdown of each window, shape (windows, TERMS)."""
     compute, communication, copy = sets
     terms = (
         compute,
@@ -135,7 +129,7 @@ def _split(sets: tuple[Spans, Spans, Spans], windows: Spans) -> Spans:
 
 
 def _table(step: list[int | None], device: list[int | None], windows: Spans, terms: Spans) -> pl.DataFrame:
-    part = {name: terms[:, index] for index, name in enumerate(_TERMS)}
+    part = {name: terms[:, index] for index, name in enumerate(TERMS)}
     duration_ns = windows[:, 1] - windows[:, 0]
     idle_ns = duration_ns - part["compute_ns"] - part["exposed_communication_ns"] - part["exposed_copy_ns"]
     place = {"step": step, "device": device, "start_ns": windows[:, 0], "duration_ns": duration_ns}

@@ -44,38 +44,22 @@ def dependencies(trace: Trace) -> pl.DataFrame:
     items = lane_items(trace)
     if items.is_empty():
         return DEPENDENCIES.empty()
-    launches = (
-        items.filter(~pl.col("is_wait"))
-        .drop_nulls("launch_id")
-        .select(
-            pl.col("ref").alias("waiting_id"),
-            pl.col("launch_id").alias("awaited_id"),
-            kind=pl.lit(LAUNCH),
-            inferred=False,
-        )
-    )
+    launched = items.filter(~pl.col("is_wait")).drop_nulls("launch_id")
+    launches = launched.select(waiting_id="ref", awaited_id="launch_id", kind=pl.lit(LAUNCH), inferred=False)
     work = _work_of(items)
-    order = items.select(pl.col("item").alias("waiting"), pl.col("previous").alias("awaited")).filter(
-        pl.col("awaited") >= 0
+    order = items.filter(pl.col("previous") >= 0).select(
+        waiting="item", awaited="previous", kind=pl.lit(STREAM), inferred=False
     )
-    order = order.with_columns(kind=pl.lit(STREAM), inferred=pl.lit(False))
     waits = item_waits(trace).select("waiting", "awaited", "kind", "inferred")
     between = _between_work(pl.concat([order, waits]), items, work)
     synced = host_waits(trace, items)
     calls = pl.DataFrame(
-        {
-            "waiting_id": [call for call, found in synced.items() for _ in found],
-            "awaited": [each for found in synced.values() for each in found],
-        },
-        schema={"waiting_id": pl.Int64, "awaited": pl.Int64},
+        [(call, work[item]) for call, found in synced.items() for item in found],
+        schema=schema.columns("waiting_id awaited_id"),
+        orient="row",
     )
-    host_sync = calls.with_columns(
-        pl.Series("awaited_id", work[calls["awaited"].to_numpy()], pl.Int64),
-        kind=pl.lit(SYNC),
-        inferred=pl.lit(False),
-    ).filter(pl.col("awaited_id") >= 0)
-    columns = list(DEPENDENCIES.schema)
-    every = pl.concat([launches.select(columns), between.select(columns), host_sync.select(columns)])
+    host_sync = calls.filter(pl.col("awaited_id") >= 0).with_columns(kind=pl.lit(SYNC), inferred=False)
+    every = pl.concat([table.select(DEPENDENCIES.schema.names()) for table in (launches, between, host_sync)])
     return DEPENDENCIES.conform(every.unique(maintain_order=True))
 
 
@@ -83,10 +67,9 @@ def dependencies(trace: Trace) -> pl.DataFrame:
 def lane_items(trace: Trace) -> pl.DataFrame:
     """Return the items on each device stream in order: activities, and recorded waits for events.
 
-    Columns item (number), is_wait, ref (activities.id, or ops.id of the wait call), launch_id, device, lane, kind,
-    name, step, phase, unit, span, start_ns, end_ns (of a wait: of the call), launched_ns (start of the launching call;
-    the item's own start where unknown), launched_reach_ns (the latest launched_ns on the lane so far), previous (the
-    previous item on the lane; -1: none). Empty on a CPU run.
+    Columns ITEM_COLUMNS: item is a number, ref activities.id or ops.id of the wait call, end_ns of a wait that of the
+    call, launched_ns the start of the launching call (else of the item itself), launched_reach_ns the latest
+    launched_ns on the lane so far, previous the item before on the lane (-1: none). Empty on a CPU run.
     """
     lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
     calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
@@ -127,9 +110,8 @@ def completion_ns(trace: Trace) -> Ints:
     on_lane = np.flatnonzero(is_wait & (previous >= 0))
     waiting, awaited = waits["waiting"].to_numpy(), waits["awaited"].to_numpy()
     from_wait = is_wait[waiting]
-    waiting, awaited = (
-        np.concatenate(each) for each in ((waiting[from_wait], on_lane), (awaited[from_wait], previous[on_lane]))
-    )
+    waiting = np.concatenate((waiting[from_wait], on_lane))
+    awaited = np.concatenate((awaited[from_wait], previous[on_lane]))
     while (late := end[waiting] < end[awaited]).any():  # once per level of chained waits
         np.maximum.at(end, waiting[late], end[awaited[late]])
     return np.asarray(end, np.int64)
@@ -164,16 +146,13 @@ def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
 
 def _stream_waits(trace: Trace, lanes: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "stream", "record_id"])
+    times = ("start_ns", "end_ns", "launched_ns", "launched_reach_ns")
     return (
         waits.select("device", "stream", pl.col("call_id").alias("ref"))
         .join(lanes, on=["device", "stream"])
         .join(calls, left_on="ref", right_on="launch_id")
-        .select(
-            "ref", "lane", "device", pl.col("called_ns").alias("start_ns"), pl.col("called_ns").alias("end_ns"),
-            pl.col("called_ns").alias("launched_ns"), pl.col("called_ns").alias("launched_reach_ns"),
-            is_wait=pl.lit(True),
-        )
-    )  # fmt: skip
+        .select("ref", "lane", "device", *(pl.col("called_ns").alias(name) for name in times), is_wait=True)
+    )
 
 
 def _previous(items: pl.DataFrame) -> pl.Series:
@@ -183,9 +162,8 @@ def _previous(items: pl.DataFrame) -> pl.Series:
     count = len(items)
     before = np.arange(count, dtype=np.int64) - 1
     before[1:][lane[1:] != lane[:-1]] = -1
-    overlaps = (
-        (before >= 0) & ~is_wait & ~is_wait[np.maximum(before, 0)] & (end[np.maximum(before, 0)] > start + _SLACK_NS)
-    )
+    safe = np.maximum(before, 0)
+    overlaps = (before >= 0) & ~is_wait & ~is_wait[safe] & (end[safe] > start + _SLACK_NS)
     for at in np.flatnonzero(overlaps).tolist():  # rare: parallel branches of a graph, rounded clocks
         earlier = before[at]
         while earlier >= 0 and end[earlier] > start[at] + _SLACK_NS:
@@ -204,11 +182,10 @@ def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     own = items.filter("is_wait").select("lane", "item", pl.col("ref").alias("call_id"))
     found = waits.join(own, on="call_id").join(lanes, on=["device", "awaited_stream"]).join(starts, on="record_id")
     awaited = last_before(items, found["awaited_lane"].to_numpy(), found["recorded_ns"].to_numpy())
-    return (
-        found.select(pl.col("item").alias("waiting"), pl.Series("awaited", awaited, pl.Int64), lag_ns=pl.lit(0))
-        .with_columns(kind=pl.lit(EVENT), inferred=pl.lit(False))
-        .filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
+    waits = found.select(
+        pl.Series("awaited", awaited, pl.Int64), waiting="item", lag_ns=0, kind=pl.lit(EVENT), inferred=False
     )
+    return waits.filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
 
 
 def _work_of(items: pl.DataFrame) -> Ints:

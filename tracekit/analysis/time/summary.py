@@ -5,18 +5,7 @@ import polars as pl
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 
-COLUMNS = (
-    "rank",
-    "step",
-    "duration_ns",
-    "compute_ns",
-    "communication_ns",
-    "copy_ns",
-    "overlapped_ns",
-    "exposed_communication_ns",
-    "exposed_copy_ns",
-    "idle_ns",
-)
+COLUMNS = ("rank", "step", "duration_ns", *breakdown.TERMS, "idle_ns")
 
 
 def by_step(run: Run) -> pl.DataFrame:
