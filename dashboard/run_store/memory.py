@@ -10,7 +10,7 @@ from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
 from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import snapshot_summary, snapshot_timeline
+from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback import History
 from tracekit.report import memory as memory_report
 from tracekit.report.memory import MemoryReport
@@ -46,11 +46,11 @@ def snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.Data
     history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
     return {
         "devices": pl.DataFrame({"device": list(snapshot.devices)}),
-        "over_time": snapshot_timeline.over_time(snapshot, history, outcome),
-        "lifetimes": snapshot_timeline.lifetimes(snapshot, history, outcome),
-        "segment_map": snapshot_timeline.segment_map(snapshot, history.device),
-        "at_peak": snapshot_summary.at_peak(snapshot, history, outcome),
-        "fragmentation": snapshot_summary.fragmentation(snapshot).filter(device=history.device),
+        "over_time": snapshot_facts.over_time(snapshot, history, outcome),
+        "lifetimes": snapshot_facts.lifetimes(snapshot, history, outcome),
+        "segment_map": snapshot_facts.segment_map(snapshot, history.device),
+        "at_peak": snapshot_facts.at_peak(snapshot, history, outcome),
+        "fragmentation": snapshot_facts.fragmentation(snapshot).filter(device=history.device),
     }
 
 

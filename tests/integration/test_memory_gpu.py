@@ -15,7 +15,7 @@ import tracekit
 from tracekit.analysis.memory import allocations
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.replay.allocator import Settings, playback
-from tracekit.replay.allocator.facts import snapshot_summary
+from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback.recorded_history import ALLOC, REQUEST
 
 pytestmark = [
@@ -57,7 +57,7 @@ def test_the_trace_tells_the_very_blocks_and_times_that_the_snapshot_tells(train
     blocks = list(zip(history.address[mine].tolist(), played.moved_bytes[mine].tolist(), strict=True))
     traced = list(told.select("address", "delta_bytes").iter_rows())
     begin = next(i for i in range(len(blocks)) if blocks[i : i + len(traced)] == traced)
-    held = snapshot_summary.allocated_over_time(history, played)[1:][mine][begin : begin + len(traced)]
+    held = snapshot_facts.allocated_over_time(history, played)[1:][mine][begin : begin + len(traced)]
     live = allocations.live(trace).filter(pl.col("device") == 0)
     assert live["live_bytes"].to_list() == held.tolist()
     apart_ns = told["at_ns"].to_numpy() - history.at_ns[mine][begin : begin + len(traced)]

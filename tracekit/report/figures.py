@@ -17,7 +17,7 @@ from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import snapshot_timeline
+from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.report import charts, trace_tracks
 from tracekit.report import memory as memory_report
 from tracekit.rules.rule import Report
@@ -165,7 +165,7 @@ def _snapshot(file: snapshot_files.SnapshotFile) -> Iterator[ReportFigure]:
     events = snapshot.events["device"]
     device = max(snapshot.devices, default=0, key=lambda device: int((events == device).sum()))
     history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
-    over_time = snapshot_timeline.over_time(snapshot, history, outcome)
+    over_time = snapshot_facts.over_time(snapshot, history, outcome)
     if over_time.height:
         caption = f"Memory of device {device} on rank {file.rank}, by the op and source line that allocated it."
         figure = charts.memory_over_time(over_time)
@@ -174,5 +174,5 @@ def _snapshot(file: snapshot_files.SnapshotFile) -> Iterator[ReportFigure]:
         f"Memory that the allocator of rank {file.rank} has reserved on device {device} at the snapshot, in address "
         "order. Each pool starts on its own line; a tick marks the end of a segment."
     )
-    figure = charts.segment_map(snapshot_timeline.segment_map(snapshot, device))
+    figure = charts.segment_map(snapshot_facts.segment_map(snapshot, device))
     yield ReportFigure("segments", "Device memory at the snapshot", caption, figure)

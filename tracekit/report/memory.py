@@ -15,7 +15,7 @@ from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
-from tracekit.replay.allocator.facts import double_buffering, snapshot_summary
+from tracekit.replay.allocator.facts import double_buffering, snapshot_facts
 from tracekit.replay.allocator.playback import History, ReplayResult
 
 FACTS: tuple[Fact, ...] = (
@@ -100,11 +100,11 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
             f"{int((history.action == 0).sum()):,} requests."
         )
     return MemoryReport(
-        snapshot_summary.peak_allocated_bytes(history, outcome),
+        snapshot_facts.peak_allocated_bytes(history, outcome),
         history.peak_reserved_bytes,
-        snapshot_summary.at_peak(snapshot, history, outcome),
-        snapshot_summary.churn(snapshot, history, outcome),
-        {"Free memory at the snapshot": snapshot_summary.fragmentation(snapshot).filter(pl.col("device") == device)},
+        snapshot_facts.at_peak(snapshot, history, outcome),
+        snapshot_facts.churn(snapshot, history, outcome),
+        {"Free memory at the snapshot": snapshot_facts.fragmentation(snapshot).filter(pl.col("device") == device)},
         tuple(notes),
     )
 

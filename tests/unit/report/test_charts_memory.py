@@ -13,7 +13,7 @@ from tracekit.analysis.memory import snapshot_files, usage
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
 from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import run_snapshots, snapshot_timeline
+from tracekit.replay.allocator.facts import run_snapshots, snapshot_facts
 from tracekit.report import charts, memory
 
 # time      0    1    2    3    4
@@ -107,7 +107,7 @@ def test_lifetimes_are_grouped_by_size_and_time_and_blocks_that_outlive_the_wind
 
 
 def test_the_map_of_a_snapshot_draws_every_byte_of_every_state_once(snapshot):
-    table = snapshot_timeline.segment_map(snapshot, 0)
+    table = snapshot_facts.segment_map(snapshot, 0)
     assert table["bytes"].sum() == snapshot.segments["total_bytes"].sum()
     figure = charts.segment_map(table)
     drawn_bytes = {bar.name.split(":")[0]: sum(bar.x) * MIB for bar in figure.data if bar.type == "bar"}
@@ -125,7 +125,7 @@ def test_a_map_of_many_small_blocks_keeps_their_bytes(tmp_path):
     for block in blocks[::3]:
         program.free(block)
     read = reader.read(write(tmp_path / "rank00000.memory.pickle", program.document()))
-    table = snapshot_timeline.segment_map(read, 0)
+    table = snapshot_facts.segment_map(read, 0)
     figure = charts.segment_map(table)
     bars = [bar for bar in figure.data if bar.type == "bar"]
     assert sum(len(bar.x) for bar in bars) < 2 * table.height
@@ -134,12 +134,12 @@ def test_a_map_of_many_small_blocks_keeps_their_bytes(tmp_path):
 
 def test_a_snapshots_history_is_drawn_by_the_place_in_code(snapshot):
     history, played = memory.play_history(playback.from_snapshot(snapshot, 0))
-    table = snapshot_timeline.over_time(snapshot, history, played)
+    table = snapshot_facts.over_time(snapshot, history, played)
     assert set(table["owner"]) == {"forward (simulated.py:12)", "outside ops"}
     assert table["live_bytes"].max() == 80 * MIB
     assert table["reserved_bytes"].to_list()[-1] == snapshot.segments["total_bytes"].sum()
     # One of 30 MiB stays, one of 50 was freed, and so was the one that waits, as far as the program is concerned.
-    lived = snapshot_timeline.lifetimes(snapshot, history, played)
+    lived = snapshot_facts.lifetimes(snapshot, history, played)
     assert lived.filter(pl.col("low_ns").is_null())["bytes"].to_list() == [30 * MIB]
 
 
@@ -148,7 +148,7 @@ def test_nothing_recorded_is_an_empty_figure_each():
     bare = drawn_traces.trace("compute aa", allocations=empty)
     for figure in (charts.memory_over_time(usage.over_time(bare)), charts.block_lifetimes(usage.lifetimes(bare))):
         assert not figure.data
-    assert not charts.segment_map(pl.DataFrame(schema=snapshot_timeline.MAP_COLUMNS)).data
+    assert not charts.segment_map(pl.DataFrame(schema=snapshot_facts.MAP_COLUMNS)).data
 
 
 def test_names_reach_pictures_of_memory_as_text_only(tmp_path):
@@ -162,9 +162,9 @@ def test_names_reach_pictures_of_memory_as_text_only(tmp_path):
     history, played = memory.play_history(playback.from_snapshot(read, 0))
     figures = [
         charts.memory_over_time(usage.over_time(events).filter(pl.col("owner_kind") == "phase")),
-        charts.memory_over_time(snapshot_timeline.over_time(read, history, played)),
-        charts.block_lifetimes(snapshot_timeline.lifetimes(read, history, played)),
-        charts.segment_map(snapshot_timeline.segment_map(read, 0)),
+        charts.memory_over_time(snapshot_facts.over_time(read, history, played)),
+        charts.block_lifetimes(snapshot_facts.lifetimes(read, history, played)),
+        charts.segment_map(snapshot_facts.segment_map(read, 0)),
     ]
     for figure in figures:
         text = json.dumps(figure.to_dict(), ensure_ascii=False, default=str)

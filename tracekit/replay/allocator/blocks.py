@@ -15,19 +15,8 @@ class Block:
     """A part of a segment, allocated or free; or address space without physical memory."""
 
     __slots__ = (
-        "active",
-        "address",
-        "allocated",
-        "base",
-        "bytes",
-        "free_since",
-        "key",
-        "mapped",
-        "next",
-        "pool",
-        "previous",
-        "requested_bytes",
-        "shared",
+        "active", "address", "allocated", "base", "bytes", "free_since", "key", "mapped", "next", "pool", "previous",
+        "requested_bytes", "shared",
     )  # fmt: skip
     requested_bytes: int
     """Set while the block is allocated."""

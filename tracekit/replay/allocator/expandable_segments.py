@@ -91,6 +91,12 @@ def space_after(block: Block, end: int) -> Block:
     return space
 
 
+def space_bytes(allocator: DeviceMemory, pool: Pool) -> int:
+    """Return the size of a segment's address space: whole pages."""
+    page = _page_bytes(pool)
+    return -(-allocator.address_space_bytes // page) * page
+
+
 def _page_bytes(pool: Pool) -> int:
     return SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
 
@@ -118,8 +124,7 @@ def _candidate(pool: Pool, size: int) -> Block | None:
 
 
 def _new_space(allocator: DeviceMemory, pool: Pool) -> Block:
-    page = _page_bytes(pool)
-    size = -(-allocator.address_space_bytes // page) * page
+    size = space_bytes(allocator, pool)
     address = allocator.place(size, pool)
     space = Block(address, size, pool, address)
     space.mapped = False

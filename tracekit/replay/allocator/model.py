@@ -16,7 +16,7 @@ from tracekit.replay.allocator.settings import (
     segment_bytes,
 )
 
-ALLOC, FREE, MAP, UNMAP = "segment_alloc", "segment_free", "segment_map", "segment_unmap"
+ALLOC, FREE = "segment_alloc", "segment_free"
 COMMON_POOL = 0
 ADDRESS_SPACE_BYTES = 90 << 30
 """Of an expandable segment: the device's memory and an eighth, on a device of 80 GiB."""
@@ -241,13 +241,13 @@ class Allocator:
         for block in [b for b in self.active.values() if not b.allocated]:
             self.complete_free(block)  # the allocator waits for the streams that use them
         for small in (False, True):
-            self._release_of(lambda pool, small=small: pool.number == COMMON_POOL and pool.small is small)  # type: ignore[misc]
+            self._release_free_blocks(COMMON_POOL, small=small)
         for number in sorted(self.freeable_pools):
             for small in (True, False):
-                self._release_of(lambda pool, n=number, small=small: pool.number == n and pool.small is small)  # type: ignore[misc]
+                self._release_free_blocks(number, small=small)
 
-    def _release_of(self, wanted: Callable[[Pool], bool]) -> None:
-        blocks = [block for pool in self._in_order(wanted) for block in pool.blocks()]
+    def _release_free_blocks(self, number: int, *, small: bool) -> None:
+        blocks = self._free_blocks(number, small=small)
         for block in blocks:
             if block.base is None and block.whole:
                 self.release(block)
@@ -255,8 +255,10 @@ class Allocator:
             if block.base is not None:
                 expandable_segments.unmap(self, block)
 
-    def _in_order(self, wanted: Callable[[Pool], bool]) -> list[Pool]:
-        return sorted(filter(wanted, self._pools.values()), key=lambda pool: pool.stream)
+    def _free_blocks(self, number: int, *, small: bool) -> list[Block]:
+        """Return the free blocks of a private pool (or the common one) and size class, by stream."""
+        pools = sorted((stream, pool) for (n, s, stream), pool in self._pools.items() if (n, s) == (number, small))
+        return [block for _, pool in pools for block in pool.blocks()]
 
     def _release_oversized(self, pool: Pool, size: int) -> bool:
         """Release blocks too large to split: one of sufficient size, otherwise the largest until the sum suffices."""
@@ -280,8 +282,7 @@ class Allocator:
         """Release unused large segments, the least recently used first (garbage_collection_threshold)."""
         threshold = int(self.settings.gc_threshold * self.allowed_bytes)
         target, released_bytes = self.reserved_bytes - threshold, 0
-        pools = self._in_order(lambda pool: pool.number == COMMON_POOL and not pool.small)
-        idle = [block for pool in pools for block in pool.blocks() if block.whole]
+        idle = [block for block in self._free_blocks(COMMON_POOL, small=False) if block.whole]
         age = sum(block.pool.request_count - block.free_since for block in idle)
         while released_bytes < target and idle:
             mean = age / len(idle)
@@ -327,8 +328,7 @@ class Allocator:
             for state in segment.blocks:
                 previous = self._adopt_block(state, pool, base, previous)
             if base is not None and previous is not None:
-                page = SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
-                end = base + -(-self.address_space_bytes // page) * page
+                end = base + expandable_segments.space_bytes(self, pool)
                 last[key] = expandable_segments.space_after(previous, end)
             self.next_address = max(self.next_address, -(-end // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES)
             self.reserved_bytes += segment.bytes

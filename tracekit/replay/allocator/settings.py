@@ -124,7 +124,9 @@ def _one(key: str, value: str) -> dict[str, object]:
         return {}
     if key not in _KEYS:
         near = difflib.get_close_matches(key, _KEYS, 1)
-        raise InputError(f"{key}: no allocator setting{f', did you mean {near[0]}?' if near else ''} (of {_listed()})")
+        raise InputError(
+            f"{key}: no allocator setting{f', did you mean {near[0]}?' if near else ''} (of {', '.join(_KEYS)})"
+        )
     if key == "expandable_segments":
         if value not in ("True", "False"):
             raise InputError(f"{key}:{value}: must be True or False")
@@ -141,10 +143,6 @@ def _one(key: str, value: str) -> dict[str, object]:
     if not 0 < number < 1 and not (key == "per_process_memory_fraction" and number == 1):
         raise InputError(f"{key}:{value}: must lie between 0 and 1")
     return {"gc_threshold" if key == "garbage_collection_threshold" else "memory_fraction": number}
-
-
-def _listed() -> str:
-    return ", ".join(_KEYS)
 
 
 def _number(key: str, value: str) -> float:

@@ -121,7 +121,7 @@ def block_lifetimes(table: pl.DataFrame) -> go.Figure:
 def segment_map(table: pl.DataFrame) -> go.Figure:
     """Return the memory that the allocator reserved on a device, in address order like lines of text: area is bytes.
 
-    `table` is `snapshot_timeline.segment_map`. Each pool starts on a new line; a tick marks the end of a segment.
+    `table` is `snapshot_facts.segment_map`. Each pool starts on a new line; a tick marks the end of a segment.
     Adjacent blocks of the same state that are too narrow to see are merged.
     """
     figure = go.Figure()

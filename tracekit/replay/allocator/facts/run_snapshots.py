@@ -13,11 +13,11 @@ from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import snapshot_summary
+from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.settings import SMALL_BYTES
 
 POOL_COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, **snapshot_summary.FRAGMENTATION_COLUMNS, "waiting_bytes": pl.Int64,
+    "window": pl.Int64, "rank": pl.Int64, **snapshot_facts.FRAGMENTATION_COLUMNS, "waiting_bytes": pl.Int64,
     "largest_request_bytes": pl.Int64,
 }  # fmt: skip
 HISTORY_COLUMNS = schema.columns("window rank device events retries device_allocations path")
@@ -91,7 +91,7 @@ def _looked_at(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
 
 
 def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:
-    rows = snapshot_summary.fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
+    rows = snapshot_facts.fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
     rows = rows.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
         pl.col("waiting_bytes").fill_null(0), window=pl.lit(place.window), rank=pl.lit(place.rank)
     )

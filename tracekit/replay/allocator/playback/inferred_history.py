@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 from tracekit.replay.allocator import BlockState, SegmentEvent, SegmentState, Settings
 from tracekit.replay.allocator.playback.recorded_history import (
@@ -14,7 +15,6 @@ from tracekit.replay.allocator.playback.recorded_history import (
     RELEASE,
     REQUEST,
     History,
-    Ints,
 )
 from tracekit.replay.allocator.settings import SEGMENT_STEP_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
 
@@ -40,11 +40,9 @@ def from_trace(trace: Trace) -> History:
         for change, address, _ in changes.filter(pl.col("change") != 0).iter_rows()
     ]
     start = _start(events)
-    initial_total_bytes = sum(
-        block.bytes for segment in start for block in segment.blocks if block.state == "allocated"
-    )
-    first = events.select(pl.col("allocated_bytes") - pl.col("delta_bytes"), "reserved_bytes").head(1).rows()
-    allocated_bytes, reserved = first[0] if first else (None, None)
+    initial_total_bytes = sum(block.bytes for segment in start for block in segment.blocks if block.state != "free")
+    first = events.select(pl.col("allocated_bytes") - pl.col("delta_bytes"), "reserved_bytes").head(1).fill_null(0)
+    allocated_bytes, reserved_bytes = first.row(0) if first.height else (0, 0)
     releases = played.filter(pl.col("code") == RELEASE).height
     columns = {name: played[name].to_numpy() for name in ("address", "bytes", "at_ns")}
     return History(
@@ -61,8 +59,8 @@ def from_trace(trace: Trace) -> History:
         peak_reserved_bytes=int(str(events["reserved_bytes"].max() or 0)),
         start=start,
         final=(),
-        start_reserved_bytes=reserved or 0,
-        static_bytes=max((allocated_bytes or 0) - initial_total_bytes, 0),
+        start_reserved_bytes=reserved_bytes,
+        static_bytes=max(allocated_bytes - initial_total_bytes, 0),
         inferred=True,
         not_replayable=reason,
     )
@@ -124,8 +122,8 @@ def _joined(address: Ints, size: Ints) -> Iterator[tuple[int, int]]:
     """Yield the contiguous ranges that blocks cover, rounded outwards to multiples of 2 MiB."""
     if not len(address):
         return
-    step = SEGMENT_STEP_BYTES
-    begin, end = address // step * step, -(-(address + size) // step) * step
+    begin = address // SEGMENT_STEP_BYTES * SEGMENT_STEP_BYTES
+    end = -(-(address + size) // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
     reach = np.maximum.accumulate(end)
     first = np.flatnonzero(np.concatenate(([True], begin[1:] >= reach[:-1])))
     last = np.concatenate((first[1:] - 1, [len(begin) - 1]))

@@ -32,15 +32,12 @@ def initial_segments(
     A block allocated at the start is freed without being allocated before, or is untouched until the end. If the final
     snapshot does not contain it, its size follows from the request and from the block behind it.
     """
-    segments = _segments_before(events, final)
-    if not segments:
-        return ()
     initial = _initial_blocks(events, final)
     addresses = [block.address for block in initial]
     taken = events.filter(pl.col("action") == "alloc").group_by("address").agg(pl.col("index").min()).sort("address")
     hints = _Hints(taken["address"].to_list(), taken["index"].to_list())
     segments_at_start = []
-    for segment in segments:
+    for segment in _segments_before(events, final):
         first = bisect_left(addresses, segment.address)
         past = bisect_left(addresses, segment.address + segment.bytes)
         segments_at_start.append(segment._replace(blocks=tuple(_blocks(segment, initial[first:past], hints, settings))))
@@ -143,11 +140,11 @@ def _like_neighbour(address: int, size: int, stream: int, others: Sequence[Segme
 
 
 def _joined(ranges: Sequence[SegmentState]) -> list[SegmentState]:
-    segments_at_start: list[SegmentState] = []
+    joined: list[SegmentState] = []
     for segment in sorted(ranges):
-        last = segments_at_start[-1] if segments_at_start else None
+        last = joined[-1] if joined else None
         if last is not None and last.address + last.bytes == segment.address and last[2:5] == segment[2:5]:
-            segments_at_start[-1] = last._replace(bytes=last.bytes + segment.bytes)
+            joined[-1] = last._replace(bytes=last.bytes + segment.bytes)
         else:
-            segments_at_start.append(segment)
-    return segments_at_start
+            joined.append(segment)
+    return joined

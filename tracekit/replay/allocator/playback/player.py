@@ -8,6 +8,7 @@ import numpy as np
 
 from tracekit.errors import InputError
 from tracekit.model.gc_pause import gc_paused
+from tracekit.model.sweep_line import Ints
 from tracekit.replay.allocator import Allocator, OutOfMemory, Overlap, SegmentEvent, SegmentState, Settings
 from tracekit.replay.allocator.blocks import Block, Pool
 from tracekit.replay.allocator.playback.recorded_history import (
@@ -19,7 +20,6 @@ from tracekit.replay.allocator.playback.recorded_history import (
     SEGMENT_ALLOCATIONS,
     SEGMENT_FREES,
     History,
-    Ints,
 )
 from tracekit.replay.allocator.settings import UNLIMITED
 
@@ -56,9 +56,7 @@ def replay_as_recorded(history: History, *, at_recorded_addresses: bool = True) 
     """
     allocator = Allocator(history.settings)
     if at_recorded_addresses:
-        recorded = _RecordedAddresses(allocator, history.segment_allocations)
-        recorded.reserve_ranges(history.start)
-        allocator.place = recorded
+        allocator.place = _RecordedAddresses(allocator, history)
     player = _Player(history, allocator, as_recorded=True)
     try:
         allocator.adopt(history.start)
@@ -81,14 +79,13 @@ def predict(history: History, settings: Settings, *, capacity_bytes: int | None 
     if capacity_bytes is None:
         capacity_bytes = history.peak_reserved_bytes if history.retries else UNLIMITED
     allocator = Allocator(settings, capacity_bytes=capacity_bytes - history.static_bytes)
+    warm_up = _Player(history, allocator, as_recorded=False)
     if history.start:
-        warming = _Player(history, allocator, as_recorded=False)
-        warming.allocate_initial_blocks()
-        warming.run(_WARM_UP_EVENTS)
-        warming.rewind()
+        warm_up.allocate_initial_blocks()
+        warm_up.run(_WARM_UP_EVENTS)
+        warm_up.rewind()
     player = _Player(history, allocator, as_recorded=False)
-    if history.start:
-        player.live = warming.live
+    player.live = warm_up.live
     retries = allocator.retries
     player.run()
     return player.result(history.static_bytes, retries=allocator.retries - retries)
@@ -97,19 +94,16 @@ def predict(history: History, settings: Settings, *, capacity_bytes: int | None 
 class _RecordedAddresses:
     """Places new segments at their recorded addresses, in order, unless these are occupied."""
 
-    def __init__(self, allocator: Allocator, recorded: tuple[SegmentEvent, ...]) -> None:
+    def __init__(self, allocator: Allocator, history: History) -> None:
         self.allocator = allocator
-        self.recorded = recorded
+        self.recorded = history.segment_allocations
         self.follow = allocator.place
-        beyond = max((event.address + event.bytes for event in recorded), default=0)
+        beyond = max((event.address + event.bytes for event in self.recorded), default=0)
         allocator.next_address = max(allocator.next_address, -(-beyond // _APART_BYTES) * _APART_BYTES)
         self._ends: dict[int, int] = {}
         self._starts: list[int] = []
         self._seen = 0
-
-    def reserve_ranges(self, segments: tuple[SegmentState, ...]) -> None:
-        """Mark the initial segments as occupied."""
-        for segment in segments:
+        for segment in history.start:
             self._add(segment.address, segment.bytes)
 
     def __call__(self, size_bytes: int, pool: Pool) -> int:
@@ -151,12 +145,9 @@ class _Player:
         self.begun = len(allocator.events)
         self._releases = iter(history.releases)
 
+    @gc_paused()
     def run(self, max_events: int | None = None) -> None:
         """Replay all events, or the first `max_events`."""
-        with gc_paused():
-            self._run(max_events)
-
-    def _run(self, max_events: int | None) -> None:
         live, moved, allocator = self.live, self.moved, self.allocator
         malloc, free = allocator.malloc, allocator.free
         mismatches = 0

@@ -3,16 +3,15 @@
 from bisect import insort
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.sweep_line import Ints
 from tracekit.replay.allocator import BlockState, SegmentEvent, SegmentState, Settings
 from tracekit.replay.allocator.playback import initial_state
-
-Ints = npt.NDArray[np.int64]
 
 ALLOC, REQUEST, COMPLETE, RELEASE = range(4)
 CODES = {"alloc": ALLOC, "free_requested": REQUEST, "free_completed": COMPLETE}
@@ -79,10 +78,11 @@ def from_snapshot(snapshot: MemorySnapshot, device: int) -> History:
     final = _final(segments, blocks, pools)
     initial = initial_state.initial_segments(events, final, settings)
     memory = events.filter(pl.col("action").is_in([*SEGMENT_ALLOCATIONS, *SEGMENT_FREES]))
-    taken, is_release = (
-        _segment_events(memory.filter(pl.col("action").is_in(kinds))) for kinds in (SEGMENT_ALLOCATIONS, SEGMENT_FREES)
-    )
+    segment_events = [SegmentEvent(*row) for row in memory.select("action", "address", "bytes", "stream").iter_rows()]
     played, releases = _played(snapshot, events)
+    columns: dict[str, Any] = {
+        name: played[name].fill_null(0).to_numpy() for name in ("address", "bytes", "stream", "at_ns")
+    }
     reserved = sum(segment.bytes for segment in initial)
     change = pl.when(pl.col("action").is_in(SEGMENT_ALLOCATIONS)).then("bytes").otherwise(-pl.col("bytes"))
     grown = memory.select(change.cum_sum().max()).item() or 0
@@ -90,15 +90,12 @@ def from_snapshot(snapshot: MemorySnapshot, device: int) -> History:
         device,
         settings,
         action=played["code"].to_numpy(),
-        address=played["address"].fill_null(0).to_numpy(),
-        bytes=played["bytes"].fill_null(0).to_numpy(),
-        stream=played["stream"].fill_null(0).to_numpy(),
+        **columns,
         pool=_pools(events, played, final),
-        at_ns=played["at_ns"].fill_null(0).to_numpy(),
         stack=played["stack"].fill_null(-1).to_numpy(),
         releases=releases,
-        segment_allocations=taken,
-        segment_frees=is_release,
+        segment_allocations=tuple(event for event in segment_events if event.action in SEGMENT_ALLOCATIONS),
+        segment_frees=tuple(event for event in segment_events if event.action in SEGMENT_FREES),
         peak_reserved_bytes=reserved + max(grown, 0),
         start=initial,
         final=final,
@@ -127,10 +124,6 @@ def _final(segments: pl.DataFrame, blocks: pl.DataFrame, pools: dict[str, int]) 
     )
 
 
-def _segment_events(memory: pl.DataFrame) -> tuple[SegmentEvent, ...]:
-    return tuple(SegmentEvent(*row) for row in memory.select("action", "address", "bytes", "stream").iter_rows())
-
-
 def _played(
     snapshot: MemorySnapshot, events: pl.DataFrame
 ) -> tuple[pl.DataFrame, tuple[tuple[str, tuple[int, ...]], ...]]:
@@ -148,7 +141,7 @@ def _played(
 
 def _causes(snapshot: MemorySnapshot, runs: pl.DataFrame) -> list[str]:
     """Return the reason of each release: from the functions on its stack, otherwise from the next event."""
-    stacks = snapshot.stacks.filter(pl.col("stack").is_in(runs["stack"].drop_nulls().unique().to_list()))
+    stacks = snapshot.stacks.filter(pl.col("stack").is_in(runs["stack"].drop_nulls().unique().implode()))
     names = stacks.join(snapshot.frames, on="frame").group_by("stack").agg(pl.col("name").str.join(" ").alias("names"))
     rows = runs.join(names, on="stack", how="left", maintain_order="left")
     by_stack = pl.col("names")
@@ -177,11 +170,9 @@ def _pools(events: pl.DataFrame, played: pl.DataFrame, final: tuple[SegmentState
     starts = sorted(at)
     index, address = played["index"].to_numpy(), played["address"].fill_null(0).to_numpy()
     begin = 0
-    for number, action, where, size in [
-        *moves.select("index", "action", "address", "bytes").iter_rows(),
-        (None, "", 0, 0),
-    ]:
-        end = len(index) if number is None else int(np.searchsorted(index, number))
+    last = (int(index[-1]) + 1 if len(index) else 0, "", 0, 0)
+    for number, action, where, size in [*moves.select("index", "action", "address", "bytes").iter_rows(), last]:
+        end = int(np.searchsorted(index, number))
         if end > begin and starts:
             found[begin:end] = _within(address[begin:end], starts, at)
         begin = end

@@ -1,0 +1,231 @@
+"""Tables of a memory snapshot: fragmentation, owners at the peak, churn, usage over time, lifetimes, segment map."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.memory import allocations, usage
+from tracekit.model import schema
+from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.sweep_line import Ints
+from tracekit.replay.allocator.playback import History, ReplayResult
+from tracekit.replay.allocator.playback.recorded_history import (
+    ALLOC,
+    CODES,
+    REQUEST,
+    SEGMENT_ALLOCATIONS,
+    SEGMENT_FREES,
+)
+
+FRAGMENTATION_COLUMNS = schema.columns(
+    "device pool kind stream segments total_bytes allocated_bytes free_bytes largest_free_bytes", pool=pl.String
+)
+MAP_COLUMNS = {
+    "device": pl.Int64, "pool": pl.String, "kind": pl.String, "stream": pl.Int64, "expandable": pl.Boolean,
+    "segment_address": pl.Int64, "segment_bytes": pl.Int64, "address": pl.Int64, "bytes": pl.Int64, "state": pl.String,
+    "op": pl.String,
+}  # fmt: skip
+_STEP = r"ProfilerStep#(\d+)"
+_OP = r"at::_ops::(\w+)::"
+# Of torch's own Python files, and of the interpreter's: nobody asks for memory there.
+_NOT_THE_USERS = r"site-packages|dist-packages|/torch/|<frozen|<string>"
+
+
+def fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
+    """Return how much is free in each pool at the snapshot, and in how large a piece at most.
+
+    Columns device, pool, kind, stream, segments, total_bytes, allocated_bytes, free_bytes, largest_free_bytes; one row
+    per pool of free blocks: what is free in one serves no other.
+    """
+    key = ["device", "pool", "kind", "stream"]
+    of_segment = snapshot.segments.select("device", "address", *key[1:], "total_bytes", "allocated_bytes")
+    totals = of_segment.group_by(key).agg(
+        segments=pl.len(), total_bytes=pl.col("total_bytes").sum(), allocated_bytes=pl.col("allocated_bytes").sum()
+    )
+    free = snapshot.blocks.filter(pl.col("state") == "inactive").join(
+        of_segment, left_on=["device", "segment_address"], right_on=["device", "address"]
+    )
+    pieces = free.group_by(key).agg(free_bytes=pl.col("bytes").sum(), largest_free_bytes=pl.col("bytes").max())
+    wide = totals.join(pieces, on=key, how="left").with_columns(pl.col("free_bytes", "largest_free_bytes").fill_null(0))
+    ordered = wide.sort("total_bytes", *key, descending=[True, *[False] * 4])
+    return schema.select(ordered, FRAGMENTATION_COLUMNS)
+
+
+def peak_allocated_bytes(history: History, played: ReplayResult) -> int:
+    """Return the peak of allocated bytes."""
+    return int(allocated_over_time(history, played).max())
+
+
+def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the owners of memory at the peak: columns and order as `allocations.at_peak`; an owner is a place in code.
+
+    The place is the innermost frame in the program's own Python code, with the op that it called; otherwise the
+    innermost known frame. It is null for blocks older than the history that are not in the snapshot. Without a history
+    the peak is the moment of the snapshot.
+    """
+    allocated = allocated_over_time(history, played)
+    peak = int(allocated.argmax()) - 1
+    blocks = _alive(history, played, peak)
+    stacks = snapshot.blocks.filter(pl.col("device") == history.device).select("address", last="stack")
+    described = blocks.join(stacks, on="address", how="left").with_columns(
+        stack=pl.when("earlier").then("last").otherwise("stack")
+    )
+    described = described.join(owners(snapshot), on="stack", how="left")
+    by = described.group_by("op").agg(count=pl.len(), bytes=pl.col("bytes").sum())
+    at_ns = int(history.at_ns[peak]) if peak >= 0 else None
+    wide = by.with_columns(
+        device=pl.lit(history.device), at_ns=pl.lit(at_ns), peak_bytes=pl.lit(int(allocated.max()))
+    ).with_columns(peak_ratio=pl.col("bytes") / pl.col("peak_bytes"))
+    return schema.conform(wide.sort("bytes", "op", descending=[True, False]), allocations.PEAK_COLUMNS)
+
+
+def churn(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the allocation churn, columns as `allocations.churn`.
+
+    One row per step, where the profiler marked steps in the snapshot, else one for the whole history.
+    """
+    taken = played.moved_bytes > 0
+    events = pl.DataFrame(
+        {
+            "at_ns": history.at_ns,
+            "moved": played.moved_bytes,
+            "allocated_bytes": allocated_over_time(history, played)[1:],
+        }
+    )
+    marks = snapshot.annotations.filter(pl.col("stage") == "START", pl.col("device") == history.device)
+    marks = marks.with_columns(step=pl.col("name").str.extract(_STEP).cast(pl.Int64)).drop_nulls("step").sort("at_ns")
+    step = pl.lit(None, pl.Int64)
+    if marks.height:
+        place = np.searchsorted(marks["at_ns"].to_numpy(), history.at_ns, side="right") - 1
+        known = marks["step"].gather(np.maximum(place, 0).astype(np.uint32))
+        step = pl.when(pl.Series(place >= 0)).then(known)
+    sums = (
+        events.with_columns(step=step, taken=pl.Series(taken))
+        .group_by("step")
+        .agg(
+            count=pl.col("taken").sum(),
+            bytes=pl.col("moved").filter("taken").sum(),
+            peak_bytes=pl.col("allocated_bytes").max(),
+            distinct_sizes=pl.col("moved").filter("taken").n_unique(),
+        )
+    )
+    wide = sums.with_columns(
+        device=pl.lit(history.device),
+        churn_ratio=pl.when(pl.col("peak_bytes") > 0).then(pl.col("bytes") / pl.col("peak_bytes")),
+    )
+    return schema.select(wide, allocations.CHURN_COLUMNS).sort("step")
+
+
+def allocated_over_time(history: History, played: ReplayResult) -> Ints:
+    """Return the allocated bytes at the start and after each event."""
+    begun_bytes = sum(size for _, size in _allocated_at_start(history))
+    return np.cumsum(np.concatenate(([begun_bytes], played.moved_bytes)), dtype=np.int64)
+
+
+def owners(snapshot: MemorySnapshot) -> pl.DataFrame:
+    """Return the place in code that represents each stack: columns stack, op."""
+    frames = snapshot.stacks.join(snapshot.frames, on="frame").sort("stack", "depth")
+    python = pl.col("file").str.ends_with(".py")
+    own = python & ~pl.col("file").str.contains(_NOT_THE_USERS)
+    place = pl.format("{} ({}:{})", "name", pl.col("file").str.split("/").list.last(), "line")
+    of_stack = frames.group_by("stack", maintain_order=True).agg(
+        place=pl.coalesce(
+            place.filter(own).first(),
+            place.filter(python).first(),
+            pl.col("name")
+            .filter(~pl.col("name").str.contains("unwind|CapturedTraceback|gather_with_cpp|CachingAllocator"))
+            .first(),
+        ),
+        op=pl.col("name").str.extract(_OP).drop_nulls().first(),
+    )
+    # Stacks have the innermost frame first, so the first op is the one that allocated.
+    return of_stack.select(
+        "stack",
+        op=pl.when(pl.col("op").is_not_null()).then(pl.format("aten::{} in {}", "op", "place")).otherwise("place"),
+    )
+
+
+def over_time(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the memory usage over the history by op with its place in code: columns as `usage.usage_by_owner`.
+
+    Empty if the snapshot has no history, or one without times.
+    """
+    if not len(history.at_ns) or not history.at_ns.any():
+        return pl.DataFrame(schema=usage.OWNER_COLUMNS)
+    return usage.usage_by_owner(blocks(snapshot, history, played), live(snapshot, history, played), by=("op",))
+
+
+def blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the blocks in the history, columns as `allocations.blocks`."""
+    events = pl.DataFrame(
+        {"at_ns": history.at_ns, "address": history.address, "delta_bytes": played.moved_bytes, "op_id": history.stack}
+    ).with_row_index("event")
+    moves = events.filter(pl.col("delta_bytes") != 0).with_columns(
+        device=pl.lit(history.device, pl.Int64), step=pl.lit(None, pl.Int64)
+    )
+    found = allocations.match_blocks(moves).join(owners(snapshot), left_on="op_id", right_on="stack", how="left")
+    return schema.conform(found, allocations.BLOCK_COLUMNS).sort("start_event", nulls_last=False, maintain_order=True)
+
+
+def live(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return memory usage after each event: columns device, event, at_ns, live_bytes, reserved_bytes."""
+    events = snapshot.events.filter(pl.col("device") == history.device)
+    action = pl.col("action")
+    grows, shrinks = action.is_in(SEGMENT_ALLOCATIONS), action.is_in(SEGMENT_FREES)
+    change = pl.when(grows).then("bytes").when(shrinks).then(-pl.col("bytes")).otherwise(0)
+    is_replayed = action.is_in(list(CODES)) | (shrinks & ~shrinks.shift(1, fill_value=False))
+    begun_bytes = sum(segment.bytes for segment in history.start)
+    reserved = events.with_columns(reserved_bytes=change.cum_sum() + begun_bytes).filter(is_replayed)["reserved_bytes"]
+    usage_table = pl.DataFrame({"at_ns": history.at_ns, "live_bytes": allocated_over_time(history, played)[1:]})
+    return usage_table.with_row_index("event").with_columns(
+        device=pl.lit(history.device, pl.Int64), reserved_bytes=reserved
+    )
+
+
+def segment_map(snapshot: MemorySnapshot, device: int) -> pl.DataFrame:
+    """Return all memory that the allocator holds of a device, block by block.
+
+    Columns device, pool, kind, stream, expandable, segment_address, segment_bytes, address, bytes, state, op (who
+    requested it); one row per block, those of one pool together, the largest pools and segments first.
+    """
+    key = ["pool", "kind", "stream"]
+    segments = snapshot.segments.filter(pl.col("device") == device).select(
+        "device", *key, "expandable", segment_address="address", segment_bytes="total_bytes"
+    )
+    listed = snapshot.blocks.filter(pl.col("device") == device).select(
+        "segment_address", "address", "bytes", "state", "stack"
+    )
+    described = listed.join(segments, on="segment_address").join(owners(snapshot), on="stack", how="left")
+    pool_bytes = pl.col("bytes").sum().over(key)
+    ordered = described.with_columns(pool_bytes=pool_bytes).sort(
+        "pool_bytes", *key, "segment_bytes", "address", descending=[True, False, False, False, True, False]
+    )
+    return schema.select(ordered, MAP_COLUMNS)
+
+
+def lifetimes(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return block lifetimes by size: columns as `usage.lifetimes`."""
+    if not np.any(history.at_ns):
+        return pl.DataFrame(schema=usage.LIFETIME_COLUMNS)
+    return usage.lifetime_histogram(blocks(snapshot, history, played))
+
+
+def _alive(history: History, played: ReplayResult, peak: int) -> pl.DataFrame:
+    """Return the blocks allocated after event `peak`: columns address, bytes, stack, earlier (than the history)."""
+    events = pl.DataFrame(
+        {"address": history.address, "moved": played.moved_bytes, "code": history.action, "stack": history.stack}
+    ).with_row_index("event")
+    earlier = pl.DataFrame(_allocated_at_start(history), schema={"address": pl.Int64, "bytes": pl.Int64}, orient="row")
+    moves = events.filter(pl.col("code").is_in([ALLOC, REQUEST]), pl.col("event") <= peak, pl.col("moved") != 0)
+    last = moves.group_by("address").agg(pl.all().sort_by("event").last())
+    alive = last.filter(pl.col("code") == ALLOC)
+    from_history = alive.select("address", pl.col("moved").alias("bytes"), "stack", earlier=pl.lit(value=False))
+    untouched = earlier.join(last, on="address", how="anti").select(
+        "address", "bytes", pl.lit(-1, pl.Int64).alias("stack"), earlier=pl.lit(value=True)
+    )
+    return pl.concat([from_history, untouched])
+
+
+def _allocated_at_start(history: History) -> list[tuple[int, int]]:
+    """Return address and size of each block that is allocated before the first event."""
+    blocks = (block for segment in history.start for block in segment.blocks)
+    return [(block.address, block.bytes) for block in blocks if block.state == "allocated"]
