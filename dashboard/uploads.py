@@ -123,11 +123,7 @@ def choose() -> RunEntry | None:
     return run_catalog.entry(name, folder.folder, (str(folder.folder.resolve()),), is_private=True)
 
 
-def _remove(uploaded: UploadFolder) -> None:
-    shutil.rmtree(uploaded.folder, ignore_errors=True)
-
-
-@st.cache_resource(scope="session", on_release=_remove, show_spinner=False)
+@st.cache_resource(scope="session", on_release=lambda own: shutil.rmtree(own.folder, True), show_spinner=False)
 def _session_folder() -> UploadFolder:
     uploaded = UploadFolder(Path(tempfile.mkdtemp(prefix=_PREFIX)))
     # In case the server stops before the session ends.

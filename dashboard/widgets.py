@@ -62,18 +62,12 @@ def choose_runs(entries: Sequence[RunEntry]) -> tuple[RunEntry, ...]:
     others = [other for other in names if other != name]
     preselected = [other for other in others if not by_name[other].problem] if len(names) <= MAX_PRESELECTED else ()
     key = url_state.bind_several(OTHERS, others, preselected, at_most=MAX_COMPARED)
-    compared = (
-        st.multiselect(
-            "Compare with",
-            others,
-            key=key,
-            format_func=escaping.inert,
-            placeholder="Choose runs",
+    compared = []
+    if others:
+        compared = st.multiselect(
+            "Compare with", others, key=key, format_func=escaping.inert, placeholder="Choose runs",
             max_selections=MAX_COMPARED,
-        )
-        if others
-        else []
-    )
+        )  # fmt: skip
     if len(names) > 1 and RUN not in st.query_params:
         st.query_params[RUN] = name  # a link must not depend on which run comes first
     return tuple(by_name[chosen] for chosen in (name, *compared))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
-import polars as pl
 import streamlit as st
 
 from dashboard import widgets
@@ -109,21 +108,15 @@ def _run(group: Group) -> None:
         if row["passed"] is not None:
             st.caption(widgets.plain("passed" if row["passed"] else f"failed: {', '.join(row['failures'] or ())}"))
     with right:
-        _metrics(group.metrics.filter(pl.col("run") == row["run"]))
-    found = group.findings.filter(pl.col("run") == row["run"])
+        metrics = group.metrics.filter(run=row["run"]).select("metric", "median", "low", "high")
+        cells = [
+            [label(key), *(regression.metric_text(key, value) for value in values)]
+            for key, *values in metrics.iter_rows()
+        ]
+        st.html(escaping.html_table(metrics.columns, cells, right=[False, True, True, True]))
+    found = group.findings.filter(run=row["run"])
     if found.height:
         widgets.frame(found.select("finding", "name", "severity", "impact_ratio", "cost_ns", "message"))
-
-
-def _metrics(rows: pl.DataFrame) -> None:
-    cells = [
-        [
-            label(row["metric"]),
-            *(regression.metric_text(row["metric"], row[name]) for name in ("median", "low", "high")),
-        ]
-        for row in rows.iter_rows(named=True)
-    ]
-    st.html(escaping.html_table(("metric", "median", "low", "high"), cells, right=[False, True, True, True]))
 
 
 PAGE = Page.described_by(__doc__, "history", show, Needs.HISTORY, TOOLS)

@@ -24,12 +24,16 @@ def show(run: OpenRun) -> None:
     chosen = middle.multiselect("Group by", keys, key=bind_several("by", keys, ["name"]), format_func=_label)
     by = tuple(chosen) or ("name",)
     text = right.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
-    kinds = _kinds() if level == OPERATORS else ()
+    kinds = ()
+    if level == OPERATORS:
+        key = bind_several("kinds", tables.HOST_KINDS, ["cpu_op"])
+        chosen = st.pills("Kinds of host slices", tables.HOST_KINDS, selection_mode="multi", key=key)
+        kinds = tuple(chosen) or ("cpu_op",)
     with st.spinner("Adding up"):
-        if level == KERNELS:
-            table = run.cached(("kernels", by), lambda of: tables.kernels(of, by))
-        else:
-            table = run.cached(("ops", by, kinds), lambda of: tables.operators(of, by, kinds))
+        table = run.cached(
+            (level, by, kinds),
+            lambda of: tables.kernels(of, by) if level == KERNELS else tables.operators(of, by, kinds),
+        )
     rows = _search(table, by, text)
     if rows.is_empty():
         st.info("No name contains this text." if text else "The traces contain nothing of this kind.")
@@ -39,13 +43,6 @@ def show(run: OpenRun) -> None:
 
 def _label(key: str) -> str:
     return LABELS.get(key, key)
-
-
-def _kinds() -> tuple[str, ...]:
-    kinds = tables.HOST_KINDS
-    key = bind_several("kinds", kinds, ["cpu_op"])
-    chosen = st.pills("Kinds of host slices", kinds, selection_mode="multi", key=key)
-    return tuple(chosen) or ("cpu_op",)
 
 
 def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame:

@@ -1,6 +1,6 @@
 """Plan: calculators for checkpoint intervals, memory per rank and pipeline bubbles before a training run."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import streamlit as st
 
@@ -23,36 +23,28 @@ RATES = sorted((*(base * 10.0**power for power in range(8, 13) for base in (1, 2
 POWERS = tuple(2**power for power in range(13))
 CURVE_S = tuple(30 * 1.12**n for n in range(72))
 TOKENS = (*POWERS[9:], 8192, 16_384, 32_768)
-CHUNKS = (2, 3, 4, 6, 8)
+CHUNKS, COUNTS = (2, 3, 4, 6, 8), POWERS[:11]
 STRATEGIES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP (ZeRO-3)": 3}
 NOT_SYNCED = "Not all of their files were synced, so this is the rate of the page cache; the storage may be slower."
 DEVICE_GIB = (16, 24, 40, 48, 80, 96, 141, 192, 288)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The model and layout that all three sections use."""
-
-    model: Model
-    layout: Layout
 
 
 def show(entry: RunEntry) -> None:
     """Let a person choose model and layout, and show the cost of checkpoints, memory and pipeline."""
     widgets.title("Plan", "computed by formulas before anything runs; docs/plan.md lists them")
     try:
-        chosen = _choose()
+        model, layout = _choose()
         st.subheader("Checkpoints")
-        _checkpoints(chosen, entry)
+        _checkpoints(model, layout, entry)
         st.subheader("Memory per rank")
-        _memory(chosen)
+        _memory(model, layout)
         st.subheader("Pipeline")
-        _pipeline(chosen)
+        _pipeline(layout.pp)
     except TracekitError as error:
         widgets.problem(str(error))
 
 
-def _choose() -> Chosen:
+def _choose() -> tuple[Model, Layout]:
     cells = st.columns(6)
     names, strategies = list(models.MODELS), list(STRATEGIES)
     model = models.find(cells[0].selectbox("Model", names, key=bind("plan-model", names, "70b")))
@@ -61,22 +53,22 @@ def _choose() -> Chosen:
     dp = cells[3].select_slider("Data parallel", POWERS, key=bind("plan-dp", POWERS, 8))
     zero = STRATEGIES[cells[4].selectbox("Sharding", strategies, key=bind("plan-zero", strategies, "ZeRO-1"))]
     cells[5].metric("GPUs", f"{tp * pp * dp:,}")
-    return Chosen(model, Layout(tp, pp, dp, zero))
+    return model, Layout(tp, pp, dp, zero)
 
 
-def _checkpoints(chosen: Chosen, entry: RunEntry) -> None:
+def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> None:
     left, right = st.columns([1, 2])
     with left:
         measured = _measured(entry)
-        write = _rate("Storage writes", 273e9, key="plan-write", disabled=measured is not None)
-        read = _rate("Storage reads", 1e12, key="plan-read")
+        write = _slider("Storage writes", RATES, 273e9, units.rate, key="plan-write", disabled=measured is not None)
+        read = _slider("Storage reads", RATES, 1e12, units.rate, key="plan-read")
         with_buffer = st.toggle("Burst buffer before storage", key=bind_flag("plan-buffered"))
-        burst = _rate("Burst buffer writes", 2e12, key="plan-burst") if with_buffer else None
-        interval_s = _time("Checkpoint interval", INTERVALS_S, HOUR_S, key="plan-interval")
-        failures_s = _time("Mean time between failures", FAILURES_S, 3.093 * HOUR_S, key="plan-failures")
+        burst = _slider("Burst buffer writes", RATES, 2e12, units.rate, key="plan-burst") if with_buffer else None
+        interval_s = _slider("Checkpoint interval", INTERVALS_S, HOUR_S, _duration, key="plan-interval")
+        failures_s = _slider("Mean time between failures", FAILURES_S, 3.093 * HOUR_S, _duration, key="plan-failures")
     plan = checkpoint.checkpoint(
-        chosen.model.parameters,
-        chosen.layout,
+        model.parameters,
+        layout,
         Storage(measured[0] if measured else write, read, None, burst),
         interval_s=interval_s,
         mtbf_s=failures_s,
@@ -140,7 +132,7 @@ def _numbers(plan: CheckpointPlan) -> None:
     )
 
 
-def _memory(chosen: Chosen) -> None:
+def _memory(model: Model, layout: Layout) -> None:
     left, right = st.columns([1, 2])
     with left:
         sequence = st.select_slider("Sequence length, tokens", TOKENS, key=bind("plan-seq", TOKENS, 4096))
@@ -149,15 +141,10 @@ def _memory(chosen: Chosen) -> None:
         recomputation = st.selectbox("Recomputation", recomputed, key=bind("plan-recomputed", recomputed))
         with_sequence = st.toggle("Sequence parallel", key=bind_flag("plan-sp", default=True))
         device_gib = st.select_slider("Device memory, GiB", DEVICE_GIB, key=bind("plan-device", DEVICE_GIB, 80))
-    layout = chosen.layout
     work = memory.Workload(sequence, batch, layout.pp, recomputation, with_sequence)
-    plans = {
-        name: memory.plan(
-            chosen.model.parameters, Layout(layout.tp, layout.pp, layout.dp, zero), model=chosen.model, work=work
-        )
-        for name, zero in STRATEGIES.items()
-    }
-    plans["YaFSDP"] = memory.plan(chosen.model.parameters, layout, model=chosen.model, work=work, with_yafsdp=True)
+    layouts = {name: Layout(layout.tp, layout.pp, layout.dp, zero) for name, zero in STRATEGIES.items()}
+    plans = {name: memory.plan(model.parameters, each, model=model, work=work) for name, each in layouts.items()}
+    plans["YaFSDP"] = memory.plan(model.parameters, layout, model=model, work=work, with_yafsdp=True)
     with right:
         widgets.chart(charts.memory_by_strategy(plans, device_bytes=device_gib * 2**30), key="plan-memory")
         st.caption(
@@ -166,38 +153,33 @@ def _memory(chosen: Chosen) -> None:
         )
 
 
-def _pipeline(chosen: Chosen) -> None:
+def _pipeline(stages: int) -> None:
     left, right = st.columns([1, 2])
-    stages = chosen.layout.pp
     with left:
-        micro_key, chunks_key = bind("plan-micro", POWERS[:11], 32), bind("plan-chunks", CHUNKS, 2)
-        micro_batches = st.select_slider("Micro-batches per step", POWERS[:11], key=micro_key)
-        chunks = st.select_slider("Chunks per rank, interleaved", CHUNKS, key=chunks_key)
+        micro_batches = st.select_slider("Micro-batches per step", COUNTS, key=bind("plan-micro", COUNTS, 32))
+        chunks = st.select_slider("Chunks per rank, interleaved", CHUNKS, key=bind("plan-chunks", CHUNKS, 2))
     schedules = {
         "1F1B": (pipeline.PLAIN, 1),
         f"interleaved, {chunks} chunks": (pipeline.INTERLEAVED, chunks),
         "ZB-H1": (pipeline.ZB_H1, 1),
         "ZB-H2": (pipeline.ZB_H2, 1),
     }
-    plans = {name: pipeline.plan(stages, micro_batches, schedule=of, chunks=v) for name, (of, v) in schedules.items()}
     with left:
-        for name, plan in plans.items():
+        for name, (of, v) in schedules.items():
+            plan = pipeline.plan(stages, micro_batches, schedule=of, chunks=v)
             st.caption(f"{name}: idle {units.share(plan.bubble_ratio)}, activations × {plan.activation_ratio:.3g}")
     ratios = {
-        name: [pipeline.plan(stages, count, schedule=of, chunks=v).bubble_ratio for count in POWERS[:11]]
+        name: [pipeline.plan(stages, count, schedule=of, chunks=v).bubble_ratio for count in COUNTS]
         for name, (of, v) in schedules.items()
     }
     with right:
-        widgets.chart(charts.bubbles(POWERS[:11], ratios, chosen=micro_batches), key="plan-bubbles")
+        widgets.chart(charts.bubbles(COUNTS, ratios, chosen=micro_batches), key="plan-bubbles")
 
 
-def _rate(label: str, value: float, *, key: str, disabled: bool = False) -> float:
-    bound = bind(key, RATES, value)
-    return float(st.select_slider(label, RATES, format_func=units.rate, key=bound, disabled=disabled))
-
-
-def _time(label: str, values: tuple[float, ...], value: float, *, key: str) -> float:
-    return float(st.select_slider(label, values, format_func=_duration, key=bind(key, values, value)))
+def _slider(
+    label: str, values: Sequence[float], value: float, text: Callable[[float], str], *, key: str, disabled: bool = False
+) -> float:
+    return float(st.select_slider(label, values, format_func=text, key=bind(key, values, value), disabled=disabled))
 
 
 def _duration(seconds: float) -> str:

@@ -9,7 +9,6 @@ from dashboard.run_store import OpenRun, queryable_tables
 from dashboard.url_state import bind, bind_text
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
-from tracekit.model.schema import Table
 from tracekit.report import schema_pages
 
 SQL = "sql"
@@ -111,15 +110,11 @@ def _flat(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _schema() -> None:
     tables = queryable_tables()
-    name = st.selectbox("Tables", list(tables), key=bind("table", list(tables)), format_func=escaping.inert)
-    table = tables[name]
+    table = tables[st.selectbox("Tables", list(tables), key=bind("table", list(tables)), format_func=escaping.inert)]
     st.caption(f"One row per {widgets.plain(table.grain)}.")
-    shown = escaping.html_table(("column", "type", "meaning"), _columns(table))
+    rows = [(column.name, schema_pages.unit_or_type(column), column.meaning) for column in table.columns]
+    shown = escaping.html_table(("column", "type", "meaning"), rows)
     st.html(f'<div class="tk-schema">{shown}</div>')
-
-
-def _columns(table: Table) -> list[tuple[str, str, str]]:
-    return [(column.name, schema_pages.unit_or_type(column), column.meaning) for column in table.columns]
 
 
 PAGE = Page.described_by(__doc__, "sql", show)

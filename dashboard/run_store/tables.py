@@ -62,7 +62,7 @@ COLLECTIVES_BY_RANK = _across(collective_instances.by_collective)
 COLLECTIVE_SPEEDS = _across(traffic.speeds)
 EXPOSED_BY_RANK = _across(exposed_communication.by_rank)
 GAPS_BY_RANK, GAPS_BY_CAUSE = _across(stall_attribution.by_rank), _across(stall_attribution.by_cause)
-COMMUNICATION_GAPS, COMPUTE_GAPS = stall_attribution.GAP_KINDS
+COMMUNICATION_GAPS, COMPUTE_GAPS = stall_attribution.COMMUNICATION, stall_attribution.COMPUTE
 
 DEVICES = _per_trace(contention.device_count)
 CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *contention_totals.FACTS)

@@ -47,13 +47,7 @@ TYPES = {
 _LIKE = {"python": "idle", "checkpoint": "phase", "?": "idle"}
 """Kinds that only the timeline has, with the kind whose colour they use."""
 _LABELS = {"python": "Python frame", "checkpoint": "checkpoint", "?": "other"}
-_ROLES = {
-    "compute": "compute",
-    "communication": "communication",
-    "memcpy": "copy",
-    "cpu_op": "host",
-    "checkpoint": "checkpoint",
-}
+_ROLES = {"memcpy": "copy", "cpu_op": "host"} | {kind: kind for kind in ("compute", "communication", "checkpoint")}
 _SHOWN_ABOVE = ("rank", "on", "start", "duration")
 """What the panel shows of every slice before the server has answered."""
 _INKS = {"evidence": "evidence", "match": "waiting"}
