@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tracekit import conventions
 from tracekit.ingest import files, readers
 from tracekit.ingest.readers import manifest as manifests
-from tracekit.model.run import created_ns
+from tracekit.model.manifest import Manifest
 from tracekit.regression.history import store
 from tracekit.rules import report_cache
 from tracekit.rules.report_cache import Summary, keys
@@ -29,9 +28,7 @@ LIVE_S = 20.0
 """A run is being recorded if one of its files changed within this time."""
 SETTLED_S = 2.0
 """A trace is complete if it has not changed for this long."""
-_MAX_MANIFEST_BYTES = 1 << 20
 _TTL_FACTOR = 20
-_MAX_WORLD_SIZE = 1 << 31
 _WINDOW = re.compile(r"window\d+")
 _LOGS = (conventions.METRICS_SUFFIX, conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX)
 
@@ -125,9 +122,9 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     state = keys.file_states(str(path))
     run_files = state.files if state else ()
     traces = [file for file in run_files if _may_be_trace(_name_of(file))]
-    manifest = _manifest(path / conventions.MANIFEST_FILE) if is_folder and not link_outside(state, roots) else {}
-    model = manifest.get("model")
-    world_size = manifest.get("world_size")
+    # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
+    is_readable = is_folder and not link_outside(state, roots)
+    manifest = (manifests.read(path / conventions.MANIFEST_FILE) if is_readable else None) or Manifest()
     is_live = not is_private and _changed_within(run_files, LIVE_S)
     problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
     return RunEntry(
@@ -136,10 +133,10 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         stamp=_stamp(path, state),
         files=len(traces),
         size_bytes=sum(file.size_bytes for file in traces),
-        strategy=str(manifest.get("strategy") or ""),
-        model=str(model.get("name", "")) if isinstance(model, dict) else str(model or ""),
-        world_size=world_size if type(world_size) is int and 0 < world_size < _MAX_WORLD_SIZE else None,
-        created_ns=created_ns(manifest) or max((file.changed_ns for file in run_files), default=None),
+        strategy=manifest.strategy or "",
+        model=manifest.model.name,
+        world_size=manifest.world_size,
+        created_ns=manifest.created_ns or max((file.changed_ns for file in run_files), default=None),
         problem=problem,
         is_live=is_live,
         traces_stamp=_traces_stamp(run_files),
@@ -276,14 +273,6 @@ def _changed_within(run_files: Iterable[FileState], seconds: float) -> bool:
 
 def _name_of(file: FileState) -> str:
     return file.path.rpartition("/")[2]
-
-
-def _manifest(path: Path) -> Mapping[str, Any]:
-    # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
-    try:
-        return {} if path.stat().st_size > _MAX_MANIFEST_BYTES else manifests.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def _unique_name(name: str, taken: Mapping[str, RunEntry]) -> str:

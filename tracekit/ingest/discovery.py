@@ -11,9 +11,7 @@ from tracekit.errors import BadTraceError
 from tracekit.ingest import decompression, readers
 from tracekit.ingest.files import File, natural_key
 from tracekit.ingest.readers.reader import Reader, TraceInfo
-
-MAX_RANKS = 1 << 20
-"""No job has more ranks: a larger number is damage, and a list of so many ranks would fill the memory."""
+from tracekit.model.manifest import MAX_RANKS
 
 _RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)(?=[._-]|$)")
@@ -73,13 +71,11 @@ def identify(
 
 
 def missing_ranks(
-    traces: Sequence[TraceFile], manifest_world_size: object, reported_ranks: set[int | None]
+    traces: Sequence[TraceFile], manifest_world_size: int | None, reported_ranks: set[int | None]
 ) -> list[QualityIssue]:
     """Return an issue for each window without some ranks; `reported_ranks` already have an issue of their own."""
-    is_size = isinstance(manifest_world_size, int) and not isinstance(manifest_world_size, bool)
-    stated = manifest_world_size if is_size and 0 < cast("int", manifest_world_size) <= MAX_RANKS else 0
     sizes = [size for t in traces if (size := t.info.world_size) is not None]
-    world_size = max(cast("int", stated), max((t.rank for t in traces), default=-1) + 1, *sizes, 0)
+    world_size = max(manifest_world_size or 0, max((t.rank for t in traces), default=-1) + 1, *sizes, 0)
     by_window: dict[int, set[int]] = defaultdict(set)
     for t in traces:
         by_window[t.window].add(t.rank)

@@ -14,6 +14,7 @@ from tracekit.ingest.files import File, RunLocation
 from tracekit.ingest.readers import manifest
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import RUN_DATA_QUALITY, Run, Source
 from tracekit.model.trace import Trace
 from tracekit.sync import alignment
@@ -42,7 +43,7 @@ def load(where: RunLocation, *, on_progress: Progress | None = None, cache: bool
     if len(sources) == 1 and not read_traces:
         read_traces = {sources[0]: sources[0].read()}  # it is read in any case, and its errors are raised at once
     unreadable_ranks = {issue.rank for issue in issues if issue.kind == "unreadable"}
-    issues += discovery.missing_ranks(traces, fields.get("world_size"), unreadable_ranks)
+    issues += discovery.missing_ranks(traces, Manifest.of(fields).world_size, unreadable_ranks)
     run = Run(found.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets)
     run.cache_traces(read_traces)
     return run

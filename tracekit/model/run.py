@@ -231,17 +231,6 @@ class Run:
         return f"<b>{escaping.escape(repr(self))}</b>{table}" + (f"<p>and {more:,} more</p>" if more else "")
 
 
-def created_ns(manifest: Mapping[str, Any]) -> int | None:
-    """Return the Unix time in ns at which a run was recorded, by its manifest; None if it states no valid time.
-
-    A valid time is an integer between 1970 and 2100.
-    """
-    created = manifest.get("created_ns")
-    is_time = isinstance(created, int) and not isinstance(created, bool) and 0 < created < _YEAR_2100_NS
-    return created if is_time else None
-
-
-_YEAR_2100_NS = 4_102_444_800 * 10**9
 _MAX_SHOWN = 16
 _DEFAULT_CONCURRENT_READS = 4
 _MAX_AHEAD_BYTES = 256 << 20

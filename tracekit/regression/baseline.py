@@ -10,7 +10,8 @@ import polars as pl
 
 from tracekit.analysis.compute import unit_work
 from tracekit.errors import InputError, NotComparableError
-from tracekit.model.run import Run, created_ns
+from tracekit.model.manifest import Manifest
+from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.regression.samples import run_samples, samples
 from tracekit.rules.rule import Finding, Report, Severity
@@ -73,7 +74,7 @@ class Recording:
         findings = tuple(KnownFinding.of(found) for found in report.findings) if report else ()
         return cls(
             run.name,
-            created_ns(run.manifest),
+            Manifest.of(run.manifest).created_ns,
             run_samples(run),
             run.table(unit_work.unit_samples).select(*UNIT_COLUMNS),
             _over_ranks(run),

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import polars as pl
 
 from tracekit.analysis.host import stacks
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.rules.rule import Finding
 
@@ -99,7 +100,7 @@ class Checkout:
         return candidates[-1] if candidates else None
 
     def _script(self, manifest: Mapping[str, object]) -> Location | None:
-        for name in _scripts(manifest.get("command")):
+        for name in _scripts(Manifest.of(manifest).command):
             path = self._file(name)
             if path is not None:
                 return self._location(LocationKind.SCRIPT, path, 1)
@@ -170,9 +171,9 @@ def _main_evidence(evidence: pl.DataFrame) -> tuple[int, int | None, pl.DataFram
     return int(first["rank"]), first.get("window"), chosen
 
 
-def _scripts(command: object) -> Iterator[str]:
+def _scripts(command: Sequence[object]) -> Iterator[str]:
     """Yield the script files that a command line may start, the most likely first."""
-    words = [str(word) for word in command] if isinstance(command, (list, tuple)) else []
+    words = [str(word) for word in command]
     if "-m" in words[:-1]:
         module = words[words.index("-m") + 1].replace(".", "/")
         yield from (f"{module}/__main__.py", f"{module}.py")

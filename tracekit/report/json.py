@@ -17,7 +17,8 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.time import summary
 from tracekit.errors import InputError
-from tracekit.model.run import Run, created_ns
+from tracekit.model.manifest import Manifest
+from tracekit.model.run import Run
 from tracekit.regression.comparison import RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.samples import SAMPLE_COLUMNS, run_samples
@@ -194,7 +195,7 @@ def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
 
 def _run(run: Run) -> dict[str, Any]:
     manifest = {key: to_json_value(run.manifest.get(key)) for key in _MANIFEST_KEYS} | {
-        "created_ns": created_ns(run.manifest)
+        "created_ns": Manifest.of(run.manifest).created_ns
     }
     simulated = bool(run.manifest.get("simulated", False))
     return {"name": run.name, "path": run.path, "ranks": list(run.ranks), **manifest, "simulated": simulated}

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
 from tracekit.model import escaping
-from tracekit.model.run import created_ns
+from tracekit.model.manifest import Manifest
 from tracekit.regression.budgets import BudgetOutcome
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.gate import CheckResult, JudgedFinding
@@ -48,7 +48,7 @@ def _suite(name: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     suite.set("failures", str(sum(case.find("failure") is not None for case in cases)))
     suite.set("errors", "0")
     suite.set("skipped", str(sum(case.find("skipped") is not None for case in cases)))
-    began_ns = created_ns(gate.report.run.manifest)
+    began_ns = Manifest.of(gate.report.run.manifest).created_ns
     if began_ns is not None:
         when = datetime.datetime.fromtimestamp(began_ns / 1e9, datetime.UTC)
         suite.set("timestamp", when.isoformat(timespec="seconds").removesuffix("+00:00"))

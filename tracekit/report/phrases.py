@@ -7,6 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, units
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.rules import all_rules
 from tracekit.rules.rule import Finding, Severity
@@ -29,15 +30,11 @@ def severity_counts(findings: Sequence[Finding]) -> str:
 
 def subtitle(run: Run) -> str:
     """Return a short description of a run from its manifest: strategy, ranks, model, size of its traces."""
-    model = run.manifest.get("model")
-    parts = [escaping.inert(str(run.manifest.get("strategy") or ""), _MAX_WORD), _plural(len(run.ranks), "rank")]
-    parts += (
-        [f"model {escaping.inert(str(model['name']), _MAX_WORD)}"]
-        if isinstance(model, Mapping) and "name" in model
-        else []
-    )
+    manifest = Manifest.of(run.manifest)
+    parts = [escaping.inert(manifest.strategy or "", _MAX_WORD), _plural(len(run.ranks), "rank")]
+    parts += [f"model {escaping.inert(manifest.model.name, _MAX_WORD)}"] if manifest.model.name else []
     size_bytes = sum(source.size_bytes for source in run.sources)
-    parts += [units.size(size_bytes) if size_bytes else "", "simulated" if run.manifest.get("simulated") else ""]
+    parts += [units.size(size_bytes) if size_bytes else "", "simulated" if manifest.simulated else ""]
     return " · ".join(part for part in parts if part)
 
 

@@ -9,6 +9,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import restores, save_stages, saves
 from tracekit.model import units
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.plan import checkpoint as plan
@@ -184,8 +185,7 @@ class UnverifiedShards(Rule):
         """Yield one finding for all saves."""
         by_dcp = pl.col("call").is_in((conventions.DCP_SAVE, conventions.DCP_ASYNC_SAVE))
         lines = run.run_table(saves.stages).filter(by_dcp & (pl.col("stage") == conventions.TOTAL))
-        arguments = run.manifest.get("arguments")
-        sealed = isinstance(arguments, dict) and "checkpoint_every" in arguments
+        sealed = "checkpoint_every" in Manifest.of(run.manifest).arguments
         if sealed or lines.is_empty():
             return
         number = lines["save"].n_unique()

@@ -8,6 +8,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves as of_saves
 from tracekit.errors import InputError
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -43,20 +44,19 @@ def planning_inputs(run: Run) -> PlanningInputs:
     saves = _by_save(run.run_table(of_saves.stages).with_columns(of_saves.save_without_step("save")))
     if saves.is_empty():
         raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
-    model = run.manifest.get("model")
-    params = model.get("parameters") if isinstance(model, dict) else None
+    manifest = Manifest.of(run.manifest)
+    params = manifest.model.parameters
     size = float(_median(saves, "bytes") or 0)
     starts = saves["start_ns"].sort().diff().drop_nulls()
-    world_size = run.manifest.get("world_size")
     ranks = int(str(saves["ranks"].max()))
     return PlanningInputs(
         saves=saves.height,
         ranks=ranks,
-        world_size=world_size if isinstance(world_size, int) else ranks,
-        strategy=str(run.manifest.get("strategy") or ""),
-        params=float(params) if isinstance(params, int | float) else None,
+        world_size=manifest.world_size or ranks,
+        strategy=manifest.strategy or "",
+        params=params,
         checkpoint_bytes=size,
-        bytes_per_param=size / params if isinstance(params, int | float) and params > 0 else None,
+        bytes_per_param=size / params if params is not None and params > 0 else None,
         write_bytes_per_second=float(_median(saves, "rate") or 0),
         write_bytes_per_second_per_rank=float(_median(saves, "slowest_rate") or 0),
         blocked_seconds=float(_median(saves, "blocked_ns") or 0) / 1e9,

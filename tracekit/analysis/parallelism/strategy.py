@@ -3,6 +3,7 @@
 import polars as pl
 
 from tracekit.conventions import strategies
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -29,7 +30,7 @@ def marks(trace: Trace) -> pl.DataFrame:
 
 def of_run(run: Run) -> str | None:
     """Return the strategy in the manifest, else the one whose wrapper left most annotations; None where neither."""
-    stated = run.manifest.get("strategy")
+    stated = Manifest.of(run.manifest).strategy
     if stated in _PREFIXES:
         return str(stated)
     totals = run.table(marks).group_by("strategy").agg(pl.col("marks").sum())

@@ -7,59 +7,40 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.cli.watch.training_state import EventKind, ProfiledWindow, Save, StepEvent
-from tracekit.ingest import untrusted_json
+from tracekit.cli.watch.training_state import EventKind, Save, StepEvent
+from tracekit.ingest.readers import manifest
+from tracekit.model.manifest import Manifest
 
-_MAX_MANIFEST_BYTES = 16 << 20
 _MAX_SAVES = 64
-_MAX_WORLD_SIZE = 200_000
 _WRITING_STEPS = 2  # steps after a window during which its trace is written
 
 
-class Manifest:
+class ManifestFile:
     """``run.json``, reloaded when it changes."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / conventions.MANIFEST_FILE
         self._last_stat: tuple[int, int, int] | None = None
-        self.strategy: str | None = None
-        self.world_size: int | None = None
-        self.windows: tuple[ProfiledWindow, ...] = ()
+        self.content = Manifest()
 
     def read(self) -> None:
         """Reload the file if it changed. An unreadable or invalid file changes nothing."""
         try:
             status = self._path.stat()
-            mark = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if mark == self._last_stat or status.st_size > _MAX_MANIFEST_BYTES:
-                return
-            manifest = untrusted_json.parse(self._path.read_bytes())
-        except (OSError, ValueError):
+        except OSError:
             return
-        self._last_stat = mark
-        if isinstance(manifest, dict):
-            self.strategy = manifest["strategy"] if isinstance(manifest.get("strategy"), str) else None
-            world_size = _whole(manifest.get("world_size"))
-            self.world_size = world_size if world_size and world_size <= _MAX_WORLD_SIZE else None
-            windows = manifest.get("windows")
-            self.windows = tuple(_windows(windows)) if isinstance(windows, list) else ()
+        mark = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if mark != self._last_stat and (content := manifest.read(self._path)) is not None:
+            self._last_stat, self.content = mark, content
 
     def events_at(self, step: int) -> Iterator[StepEvent]:
         """Yield the windows that contain a step, or whose trace is being written during it."""
-        for window in self.windows:
+        for window in self.content.windows:
             end = window.first_step + window.steps
             if window.first_step <= step < end:
                 yield StepEvent(EventKind.PROFILED, count=window.window)
             elif end <= step < end + _WRITING_STEPS:
                 yield StepEvent(EventKind.TRACE_WRITTEN, count=window.window)
-
-
-def _windows(rows: list[Any]) -> Iterator[ProfiledWindow]:
-    for window in rows:
-        if isinstance(window, dict):
-            numbers = [_whole(window.get(name)) for name in ("window", "first_step", "steps")]
-            if None not in numbers:
-                yield ProfiledWindow(*(number for number in numbers if number is not None))
 
 
 class Saves:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tracekit import conventions
 from tracekit.cli.watch.log_tail import LogTail
 from tracekit.cli.watch.rank_log import RankLog
-from tracekit.cli.watch.recorded_files import Manifest, Saves
+from tracekit.cli.watch.recorded_files import ManifestFile, Saves
 from tracekit.cli.watch.steps import GRACE_S, StepMonitor
 from tracekit.cli.watch.training_state import OutlierStep, StepEvent, TrainingState
 
@@ -78,8 +78,8 @@ class Watch:
         steps = self._steps
         return TrainingState(
             name=self.folder.name or str(self.folder),
-            strategy=self._manifest.strategy,
-            world_size=self._manifest.world_size,
+            strategy=self._manifest.content.strategy,
+            world_size=self._manifest.content.world_size,
             is_over=self.is_over,
             quiet_s=None if quiet_s is None else max(0.0, quiet_s),
             steps_done=front[1] + 1 if front else 0,
@@ -105,7 +105,7 @@ class Watch:
             missing_ranks=self._missing_ranks(),
             saves=self._saves.count,
             last_save=self._saves.last,
-            windows=self._manifest.windows,
+            windows=self._manifest.content.windows,
             outlier_count=steps.outlier_count,
             outliers=tuple(self._with_windows(outlier) for outlier in tuple(steps.outliers)[-_MAX_OUTLIERS:]),
             bad_lines=sum(log.tail.bad_lines + log.bad_rows for log in logs),
@@ -115,7 +115,7 @@ class Watch:
         self.starts += 1
         self._ranks: dict[int, RankLog] = {}
         self._checkpoints: dict[int, LogTail] = {}
-        self._manifest = Manifest(self.folder)
+        self._manifest = ManifestFile(self.folder)
         self._saves = Saves()
         self._steps = StepMonitor(self._recorded_events)
         self.is_over = False
@@ -129,7 +129,7 @@ class Watch:
         return not self._missing_ranks() or now_s - max(log.grew_s for log in logs) > GRACE_S
 
     def _missing_ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(set(range(self._manifest.world_size or 0)) - set(self._ranks)))
+        return tuple(sorted(set(range(self._manifest.content.world_size or 0)) - set(self._ranks)))
 
     def _recorded_events(self, step: int, median_ns: float | None) -> Iterator[StepEvent]:
         yield from self._saves.events_at(step, median_ns)

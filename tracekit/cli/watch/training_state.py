@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tracekit.model.manifest import ProfiledWindow
+
 
 class Symptom(StrEnum):
     """How a step is an outlier."""
@@ -65,15 +67,6 @@ class Save:
     blocked_ns: int
     background_ns: int
     bytes: int
-
-
-@dataclass(frozen=True)
-class ProfiledWindow:
-    """A profiled window whose trace is on disk."""
-
-    window: int
-    first_step: int
-    steps: int
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """The manifest of a run: run.json, as the recorder writes it."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.reader import Reader
+from tracekit.model.manifest import Manifest
+
+_MAX_BYTES = 4 << 20
 
 
 class Manifests(Reader):
@@ -22,7 +26,15 @@ class Manifests(Reader):
         return name == conventions.MANIFEST_FILE or f'"{conventions.RUN_SCHEMA}"'.encode() in head[:200]
 
 
-def parse(text: str) -> Mapping[str, Any]:
+def read(path: Path) -> Manifest | None:
+    """Return what a manifest states, for programs that load no run; None if it is no JSON object of at most 4 MiB."""
+    try:
+        return Manifest.of(parse(path.read_bytes())) if path.stat().st_size <= _MAX_BYTES else None
+    except (OSError, ValueError):
+        return None
+
+
+def parse(text: str | bytes) -> Mapping[str, Any]:
     """Return the fields of a manifest. Raises ValueError if it is not a JSON object."""
     fields = untrusted_json.parse(text)
     if not isinstance(fields, dict):

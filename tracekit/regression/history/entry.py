@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tracekit.model.run import Run, created_ns
+from tracekit.model.manifest import Manifest
+from tracekit.model.run import Run
 from tracekit.regression import baseline
 from tracekit.regression.comparison import RunSamples
 from tracekit.regression.history.commits import Commit
@@ -106,7 +107,7 @@ def history_entry(
     return HistoryEntry(
         run=_content(document, side),
         name=str(run["name"]),
-        at_ns=created_ns(run),
+        at_ns=Manifest.of(run).created_ns,
         commit=commit or Commit(),
         identity=identity(run),
         facts=facts(run),

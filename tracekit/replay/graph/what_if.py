@@ -6,6 +6,7 @@ import polars as pl
 
 from tracekit.analysis.compute import contention
 from tracekit.errors import InputError
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, savings, steps
 from tracekit.replay.graph.causes import Cause
@@ -126,8 +127,7 @@ def gpus_of(run: Run) -> int:
     """
     if not run.table(contention.device_count)["devices"].sum():
         return 0
-    world_size = run.manifest.get("world_size")
-    if isinstance(world_size, int) and world_size > 0:
+    if world_size := Manifest.of(run.manifest).world_size:
         return world_size
     sizes = run.table(collective_matching.calls)["group_size"].drop_nulls().to_list()
     return int(max(max(run.ranks, default=0) + 1, *sizes, 0))

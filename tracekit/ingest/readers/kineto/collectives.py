@@ -11,9 +11,9 @@ import polars as pl
 from tracekit.ingest.readers.kineto import message_sizes
 from tracekit.ingest.readers.kineto.activities import CommunicationActivity
 from tracekit.ingest.readers.kineto.events import Args
-from tracekit.ingest.readers.kineto.header import MOST_RANKS
 from tracekit.ingest.readers.kineto.host_slices import Host
 from tracekit.model import schema
+from tracekit.model.manifest import MAX_RANKS
 
 _OPS = (
     ("reduce_scatter", "reduce_scatter"),
@@ -78,7 +78,7 @@ def groups(header: Mapping[str, Any], collective_args: Iterable[Args]) -> pl.Dat
 def _ranks(group: Mapping[str, Any], world_size: object) -> list[int] | None:
     known = _believable(group.get("ranks"))
     # PyTorch lists no ranks for the group of all.
-    if not known and type(world_size) is int and 0 < world_size <= MOST_RANKS and group.get("pg_size") == world_size:
+    if not known and type(world_size) is int and 0 < world_size <= MAX_RANKS and group.get("pg_size") == world_size:
         return list(range(world_size))
     return known or None
 
@@ -93,7 +93,7 @@ def _listed(ranks: object) -> list[int] | None:
 
 
 def _believable(ranks: object) -> list[int] | None:
-    if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in ranks):
+    if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < MAX_RANKS for rank in ranks):
         return None
     return ranks
 
@@ -143,7 +143,7 @@ def _peer_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | Non
         place = _whole(json.loads(bytes(described.inputs))[2])
     except (ValueError, IndexError, TypeError, KeyError):
         return None
-    return place if place is not None and 0 <= place < MOST_RANKS else None
+    return place if place is not None and 0 <= place < MAX_RANKS else None
 
 
 _NO_ARGS = Args()

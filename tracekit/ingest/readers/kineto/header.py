@@ -12,9 +12,6 @@ from tracekit.ingest.readers import foreign_formats
 
 Header: TypeAlias = dict[str, Any]
 
-MOST_RANKS = 1 << 20
-"""No job has more: a number beyond is damage, and a list of so many ranks would take all memory."""
-
 _SEARCH_BYTES = 256 << 20  # a file that holds no events so far in is no trace
 _TAIL_BYTES = 1 << 20
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')

@@ -23,10 +23,10 @@ from tracekit.ingest.readers.kineto import (
 )
 from tracekit.ingest.readers.kineto.columns import CollectiveArgs
 from tracekit.ingest.readers.kineto.events import Args
-from tracekit.ingest.readers.kineto.header import MOST_RANKS
 from tracekit.ingest.readers.kineto.stream import Events
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
+from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
 
@@ -118,7 +118,7 @@ def _rank(value: object, *, lowest: int) -> int | None:
     """Return a rank, or a number of ranks, that a header states; None if it is not plausible."""
     if not isinstance(value, int) or isinstance(value, bool):
         return None
-    return value if lowest <= value < MOST_RANKS + lowest else None
+    return value if lowest <= value < MAX_RANKS + lowest else None
 
 
 def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,74 @@
+"""The manifest of a run: what ``run.json`` states about it, as far as it is valid."""
+
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAX_RANKS = 1 << 20
+"""No job has more ranks: a larger number is damage, and a list of so many ranks would fill the memory."""
+_YEAR_2100_NS = 4_102_444_800 * 10**9
+
+_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The trained model."""
+
+    name: str = ""
+    parameters: float | None = None
+
+
+class ProfiledWindow(msgspec.Struct, frozen=True):
+    """A profiled window whose trace is on disk."""
+
+    window: _Number
+    first_step: _Number
+    steps: _Number
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a manifest states. A field that is absent, or has a value of another type or range, has its default.
+
+    The recorder writes more (`tracekit.capture.manifest`): `Run.manifest` has the whole document.
+    """
+
+    created_ns: Annotated[int, Meta(gt=0, lt=_YEAR_2100_NS)] | None = None
+    """Unix time at which the run was recorded."""
+    strategy: str | None = None
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] | None = None
+    model: Model = Model()
+    arguments: dict[str, Any] = {}
+    command: list[Any] = []
+    simulated: bool = False
+    windows: tuple[ProfiledWindow, ...] = ()
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> "Manifest":
+        """Return what a JSON object of any content states. A model may be an object or a name."""
+        model, windows = document.get("model"), document.get("windows")
+        fields = _valid_fields(cls, document)
+        fields["model"] = Model(**_valid_fields(Model, {"name": model} if isinstance(model, str) else model))
+        known = [_converted(row, ProfiledWindow) for row in windows] if isinstance(windows, list) else []
+        fields["windows"] = tuple(window for window in known if window is not None)
+        return cls(**fields)
+
+
+def _valid_fields(kind: type[msgspec.Struct], document: object) -> dict[str, Any]:
+    given = document if isinstance(document, Mapping) else {}
+    converted = {name: _converted(given[name], field_type) for name, field_type in _types(kind) if name in given}
+    return {name: value for name, value in converted.items() if value is not None}
+
+
+@functools.cache
+def _types(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    return [(field.name, field.type) for field in msgspec.structs.fields(kind)]
+
+
+def _converted(value: object, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError):
+        return None
