@@ -55,16 +55,10 @@ class Run:
         self.path = path
         self.sources = tuple(sorted(sources, key=lambda s: (s.window, s.rank)))
         self.manifest: Mapping[str, Any] = manifest or {}
-        self._data_quality = (
-            RUN_DATA_QUALITY.empty() if data_quality is None else RUN_DATA_QUALITY.conform(data_quality)
-        )
+        self._data_quality = RUN_DATA_QUALITY.conform(pl.DataFrame() if data_quality is None else data_quality)
         self._align = align
         self._cache_bytes = cache_bytes
-        self._max_concurrent_reads = (
-            min(os.cpu_count() or 1, _DEFAULT_CONCURRENT_READS)
-            if max_concurrent_reads is None
-            else max_concurrent_reads
-        )
+        self._max_concurrent_reads = max_concurrent_reads or min(os.cpu_count() or 1, _DEFAULT_CONCURRENT_READS)
         self._cached_traces: dict[Source, Trace] = {}
         self._facts: dict[Fact, pl.DataFrame] = {}
         self._run_facts: dict[RunFact, pl.DataFrame] = {}

@@ -26,10 +26,7 @@ _NEVER_NS = 1 << 62
 
 
 @dataclass(frozen=True)
-class RankCalls:
-    """The calls of one rank in one group, by their ends."""
-
-    row: _Ints
+class _Calls:
     start: _Ints
     end: _Ints
     kind: _Ints
@@ -38,63 +35,50 @@ class RankCalls:
     seq: _Ints
     step: _Ints
     synchronizing: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class RankCalls(_Calls):
+    """The calls of one rank in one group, by their ends."""
+
+    row: _Ints
 
     @classmethod
     def of(cls, rows: pl.DataFrame) -> "RankCalls":
         """Return the calls in `rows`, which has a column for each field (start_ns, end_ns, op_code)."""
         rows = rows.sort("end_ns", "start_ns")
-        names = ("row", "start_ns", "end_ns", "token", "op_code", "bytes", "seq", "step")
-        row, start, end, token, op, size, seq, step = (
-            rows[name].fill_null(UNKNOWN).to_numpy().astype(np.int64) for name in names
-        )
-        return cls(row, start, end, token, op, size, seq, step, rows["together"].to_numpy())
+        names = {name: name for name in ("bytes", "seq", "step", "row")}
+        names |= {"start": "start_ns", "end": "end_ns", "kind": "token", "op": "op_code"}
+        fields = {name: rows[of].fill_null(UNKNOWN).to_numpy().astype(np.int64) for name, of in names.items()}
+        return cls(**fields, synchronizing=rows["together"].to_numpy())
 
 
 @dataclass(frozen=True)
-class Instances:
+class Instances(_Calls):
     """Collective instances, by the end that the first rank recorded. All ranks were inside from `start` to `end`."""
 
     instance: _Ints
     end_time: _Ints
-    start: _Ints
-    end: _Ints
-    kind: _Ints
-    op: _Ints
-    bytes: _Ints
-    seq: _Ints
-    step: _Ints
-    synchronizing: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, first: RankCalls, offset_ns: int) -> "Instances":
-        """Return the calls of the first rank as instances, one instance per call."""
-        end = first.end + offset_ns
-        numbers = np.arange(len(end), dtype=np.int64)
-        facts = (first.kind, first.op, first.bytes, first.seq, first.step, first.synchronizing)
-        return cls(numbers, end, first.start + offset_ns, end, *facts)
+    def of(cls, calls: RankCalls, offset_ns: int, instance: _Ints | None = None) -> "Instances":
+        """Return the calls of one rank as instances, one instance per call, by default numbered from 0."""
+        end = calls.end + offset_ns
+        numbers = np.arange(len(end), dtype=np.int64) if instance is None else instance
+        facts = (calls.kind, calls.op, calls.bytes, calls.seq, calls.step, calls.synchronizing)
+        return cls(calls.start + offset_ns, end, *facts, numbers, end)
 
     def with_rank(self, calls: RankCalls, fit: "RankMatch") -> "Instances":
         """Return the instances with a rank's calls: matched calls narrow an instance, others become new instances."""
+        is_new = fit.instance_rows < 0
+        own, rows = Instances.of(calls, fit.offset_ns, fit.instance), fit.instance_rows[~is_new]
         start, end = self.start.copy(), self.end.copy()
-        at = fit.instance_rows >= 0
-        start[fit.instance_rows[at]] = np.maximum(start[fit.instance_rows[at]], calls.start[at] + fit.offset_ns)
-        end[fit.instance_rows[at]] = np.minimum(end[fit.instance_rows[at]], calls.end[at] + fit.offset_ns)
-        new = ~at
-        times = calls.end[new] + fit.offset_ns
-        parts = (
-            (self.instance, fit.instance[new]),
-            (self.end_time, times),
-            (start, calls.start[new] + fit.offset_ns),
-            (end, times),
-            (self.kind, calls.kind[new]),
-            (self.op, calls.op[new]),
-            (self.bytes, calls.bytes[new]),
-            (self.seq, calls.seq[new]),
-            (self.step, calls.step[new]),
-            (self.synchronizing, calls.synchronizing[new]),
-        )
-        by_time = np.argsort(np.concatenate(parts[1]), kind="stable")
-        return Instances(*(np.concatenate(part)[by_time] for part in parts))  # type: ignore[arg-type]
+        start[rows] = np.maximum(start[rows], own.start[~is_new])
+        end[rows] = np.minimum(end[rows], own.end[~is_new])
+        known = vars(self) | {"start": start, "end": end}
+        every = {name: np.concatenate((known[name], values[is_new])) for name, values in vars(own).items()}
+        by_time = np.argsort(every["end_time"], kind="stable")
+        return Instances(**{name: values[by_time] for name, values in every.items()})
 
 
 @dataclass(frozen=True)
@@ -135,16 +119,8 @@ def _instance_ids(instances: Instances, pairs: _Ints) -> _Ints:
 def match_by_sequence_number(calls: RankCalls, instances: Instances) -> _Ints:
     """Return for each call the instance row with the same op and sequence number, -1 if there is none."""
     order = np.lexsort((instances.op, instances.seq))
-    return _lookup(
-        _combined_key(instances.seq, instances.op)[order], order, _combined_key(calls.seq, calls.op), calls, instances
-    )
-
-
-def _combined_key(number: _Ints, code: _Ints) -> _Ints:
-    return number * 64 + code  # fewer than 64 kinds of collectives
-
-
-def _lookup(keys: _Ints, order: _Ints, wanted: _Ints, calls: RankCalls, instances: Instances) -> _Ints:
+    keys = (instances.seq * 64 + instances.op)[order]  # fewer than 64 kinds of collectives
+    wanted = calls.seq * 64 + calls.op
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     rows = order[at]
     return np.where((keys[at] == wanted) & _compatible(calls.bytes, instances.bytes[rows]), rows, UNKNOWN)
@@ -244,12 +220,9 @@ def _match_by_time(calls: RankCalls, instances: Instances, offset_ns: int) -> _I
     tolerance_ns = _tolerance(calls, instances, offset_ns)
     pairs = _nearest(calls, instances, offset_ns, tolerance_ns, min_lead=_MIN_LEAD)
     pairs = _match_by_order(calls, instances, offset_ns, pairs, calls.kind, instances.kind)
-    pairs = _fill_unmatched(pairs, _nearest(calls, instances, offset_ns, tolerance_ns))
+    near = _nearest(calls, instances, offset_ns, tolerance_ns)
+    pairs = np.where((pairs < 0) & ~np.isin(near, pairs), near, pairs)
     return _match_by_order(calls, instances, offset_ns, pairs, calls.op, instances.op)
-
-
-def _fill_unmatched(pairs: _Ints, more: _Ints) -> _Ints:
-    return np.where((pairs < 0) & ~np.isin(more, pairs), more, pairs)
 
 
 def _nearest(calls: RankCalls, instances: Instances, offset_ns: int, tolerance_ns: int, min_lead: float = 1.0) -> _Ints:
@@ -318,12 +291,9 @@ def _match_by_order(
 
 def _in_order(pairs: _Ints, kind: _Ints) -> npt.NDArray[np.bool_]:
     """Return which pairs are in the same order on both sides, within their kind."""
-    frame = pl.DataFrame({"pair": pairs, "kind": kind})
-    return (
-        frame.select((pl.col("pair") >= 0) & (pl.col("pair") >= pl.col("pair").cum_max().over("kind")))
-        .to_series()
-        .to_numpy()
-    )
+    pair = pl.col("pair")
+    is_in_order = (pair >= 0) & (pair >= pair.cum_max().over("kind"))
+    return pl.DataFrame({"pair": pairs, "kind": kind}).select(is_in_order).to_series().to_numpy()
 
 
 def _number_unmatched(

@@ -19,9 +19,8 @@ _ALIKE = ("lane", "op", "group", "dtype")
 def bursts(trace: Trace) -> pl.DataFrame:
     """Return the collectives of training, each with the burst and pool that it belongs to.
 
-    Columns step, device, phase, unit, lane, op, group, group_size, dtype, bytes, burst, position and count (in the
-    burst), pool, activity_id, start_ns, dur_ns, exposed_ns (of the collective), burst_exposed_ns (of the burst, from
-    its first start to its last end); one row per collective. A burst: collectives of one lane, op, group and type that
+    Columns COLUMNS: position and count in the burst, exposed_ns of the collective, burst_exposed_ns of the burst from
+    its first start to its last end; one row per collective. A burst: collectives of one lane, op, group and type that
     the host launched without other compute or collectives in between, so that all data was ready at the first launch. A
     pool: the gradient reductions of one backward pass, op, group and type, which a larger bucket would merge; null for
     other collectives.
@@ -33,9 +32,7 @@ def bursts(trace: Trace) -> pl.DataFrame:
         if together.is_empty():
             continue
         compute, _, _ = breakdown.busy(trace, device)
-        calls = together.join(pooled, on="activity_id", how="left", maintain_order="left").sort(
-            "start_ns", "activity_id"
-        )
+        calls = together.join(pooled, on="activity_id", how="left").sort("start_ns", "activity_id")
         parts.append(_with_exposed(calls, compute).pipe(schema.select, COLUMNS))
     return pl.concat(parts)
 

@@ -18,11 +18,12 @@ _OF = ("window", "rank", "device")
 def exposed(trace: Trace) -> pl.DataFrame:
     """Return every communication activity of training with its exposed time.
 
-    Columns activity_id, step, device, lane, name, op, unit, phase, start_ns, dur_ns, exposed_ns; one row per activity.
+    Columns COLUMNS; one row per activity.
     Concurrent collectives each count the same exposed time, so sums over activities may exceed the breakdown's.
     """
+    training = breakdown.communication(trace).filter(pl.col("phase").ne_missing(conventions.CHECKPOINT))
     known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
-    calls = breakdown.with_exposure(trace, _of_training(trace)).join(known, on="id", how="left", maintain_order="left")
+    calls = breakdown.with_exposure(trace, training).join(known, on="id", how="left", maintain_order="left")
     return calls.rename({"id": "activity_id"}).select(*COLUMNS)
 
 
@@ -32,15 +33,9 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
     Columns window, rank, those of `exposed`, waited_ns (from its start to the last known arrival, hidden or not);
     exposed_ns is that of the rest.
     """
-    waits = run.run_table(collective_instances.waits).select(
-        "window", "rank", "activity_id", pl.col("wait_ns").alias("waited_ns")
-    )
-    calls = run.table(exposed).join(
-        waits.unique(["window", "rank", "activity_id"]),
-        on=["window", "rank", "activity_id"],
-        how="left",
-        maintain_order="left",
-    )
+    key = ["window", "rank", "activity_id"]
+    waits = run.run_table(collective_instances.waits).select(*key, pl.col("wait_ns").alias("waited_ns")).unique(key)
+    calls = run.table(exposed).join(waits, on=key, how="left", maintain_order="left")
     calls = calls.with_columns(pl.min_horizontal(pl.col("waited_ns").fill_null(0), "dur_ns").alias("waited_ns"))
     alone = _exposed_spans(run)
     parts = []
@@ -120,7 +115,7 @@ SPREAD_COLUMNS = (
 
 def save_collectives(trace: Trace) -> pl.DataFrame:
     """Return the collectives of checkpoint saves: columns device, start_ns, dur_ns."""
-    return _with_device(trace.activities.filter(pl.col("phase") == conventions.CHECKPOINT), trace).select(*SPAN_COLUMNS)
+    return breakdown.communication(trace).filter(pl.col("phase") == conventions.CHECKPOINT).select(*SPAN_COLUMNS)
 
 
 def _exposed_spans(run: Run) -> dict[tuple[object, ...], pl.DataFrame]:
@@ -136,14 +131,3 @@ def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:
 def _spans(rows: pl.DataFrame | None) -> intervals.Spans:
     rows = pl.DataFrame(schema=SPAN_COLUMNS) if rows is None else rows
     return intervals.from_table(rows)
-
-
-def _of_training(trace: Trace) -> pl.DataFrame:
-    """Return the communication activities but those of checkpoint saves, with their device."""
-    return _with_device(trace.activities.filter(pl.col("phase").ne_missing(conventions.CHECKPOINT)), trace)
-
-
-def _with_device(activities: pl.DataFrame, trace: Trace) -> pl.DataFrame:
-    """Return the communication among the activities, with its device."""
-    communication = activities.filter(pl.col("kind") == "communication")
-    return communication.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")

@@ -23,9 +23,8 @@ def group_axes(trace: Trace) -> pl.DataFrame:
 
 def exposed_times(trace: Trace) -> pl.DataFrame:
     """Return the exposed time of each collective. Columns activity_id, exposed_ns; one row each."""
-    lanes = trace.lanes.select("lane", "device")
-    calls = trace.activities.filter(pl.col("kind") == "communication").join(lanes, on="lane", maintain_order="left")
-    return breakdown.with_exposure(trace, calls).select(pl.col("id").alias("activity_id"), "exposed_ns")
+    calls = breakdown.with_exposure(trace, breakdown.communication(trace))
+    return calls.select(pl.col("id").alias("activity_id"), "exposed_ns")
 
 
 FACTS: tuple[Fact, ...] = (collective_matching.calls, group_axes, exposed_times)
@@ -40,17 +39,15 @@ def transfers(run: Run) -> pl.DataFrame:
     activity_id (of the rank that waited least); one row per collective of a step. transfer_ns is the shortest time over
     ranks from the last known arrival to the end: a rank without a trace may have arrived later.
     """
-    waits = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
-    one = [*_GROUP, "step", *_WHAT]
+    key = ["window", "rank", "activity_id"]
+    waits = run.run_table(collective_instances.waits).select(*key, "wait_ns")
+    one, measured = [*_GROUP, "step", *_WHAT], list(collective_instances.BUS_FACTORS)
     calls = (
         run.table(collective_matching.calls)
-        .filter(
-            pl.col("phase").ne_missing(conventions.CHECKPOINT),
-            pl.col("op").is_in(list(collective_instances.BUS_FACTORS)),
-        )
+        .filter(pl.col("phase").ne_missing(conventions.CHECKPOINT), pl.col("op").is_in(measured))
         .drop_nulls(["step", "bytes"])
-        .join(waits.unique(["window", "rank", "activity_id"]), on=["window", "rank", "activity_id"], how="left")
-        .join(run.table(exposed_times), on=["window", "rank", "activity_id"], how="left")
+        .join(waits.unique(key), on=key, how="left")
+        .join(run.table(exposed_times), on=key, how="left")
         .join(run.table(group_axes).unique(["window", "rank", "group"]), on=["window", "rank", "group"], how="left")
         .sort("window", "rank", "start_ns", "activity_id")
     )
@@ -66,10 +63,8 @@ def transfers(run: Run) -> pl.DataFrame:
         .sort("transfer_ns")
         .group_by(one, maintain_order=True)
         .agg(
-            pl.col(
-                "axis", "group_size", "group_ranks", "transfer_ns", "start_ns", "dur_ns", "activity_id", "unit"
-            ).first(),
-            pl.col("rank").first(),
+            pl.col("axis", "group_size", "group_ranks", "transfer_ns", "start_ns", "dur_ns").first(),
+            pl.col("activity_id", "unit", "rank").first(),
             pl.col("rank").sort().alias("ranks"),
             pl.col("exposed_ns").max(),
         )

@@ -23,10 +23,9 @@ ORDER, COMMUNICATOR = "launch order", "communicator"
 def delayed_kernels(trace: Trace) -> pl.DataFrame:
     """Return the kernels that started late although they were launched and their lane was free.
 
-    Columns device, step, phase, unit, lane, activity_id, name, kind, ready_ns (launched, and all earlier work of its
-    lane done), start_ns, dur_ns, delay_ns, blocker_id, blocker_name, reason: `launch order` where it starts within 20
-    µs of the start of earlier-launched work on another lane and overlaps it, `communicator` where a collective starts
-    right when another of its group on another lane ends. One row per delayed kernel.
+    Columns DELAY_COLUMNS: ready_ns (launched, and all earlier work of its lane done), reason: `launch order` where it
+    starts within 20 µs of the start of earlier-launched work on another lane and overlaps it, `communicator` where a
+    collective starts right when another of its group on another lane ends. One row per delayed kernel.
     """
     parts = [pl.DataFrame(schema=DELAY_COLUMNS)]
     for queue in _queues(trace):
@@ -126,9 +125,8 @@ class _Queue:
 
     def _produced_ns(self, op: pl.Series) -> Ints:
         """Return the end of the compute launched before each reducing collective."""
-        gathers = (
-            op.fill_null("").str.contains("gather|broadcast") & ~op.fill_null("").str.contains("reduce")
-        ).to_numpy()
+        op = op.fill_null("")
+        gathers = (op.str.contains("gather|broadcast") & ~op.str.contains("reduce")).to_numpy()
         before = _before(np.where(self.computes, self.spans[:, 1], sweep_line.NEVER))
         return np.where(gathers, sweep_line.NEVER, before)
 

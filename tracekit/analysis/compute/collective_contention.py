@@ -22,11 +22,10 @@ _MIXED = -1
 def calls(trace: Trace) -> pl.DataFrame:
     """Return the collectives on devices with their concurrent work, and how long compute waited for each.
 
-    Columns activity_id, device, lane, step, phase, unit, name, op, group, group_size, dtype, bytes (the larger of sent
-    and received), start_ns, dur_ns, compute_ns (overlapped by compute), others (other kinds that overlapped it most of
-    the time, as bits of `concurrency.KINDS`; -1 where one did in part), chain (number of the last communication gap
-    before it, not counting preparation and gaps up to 20 µs; -1 before the first), waited_ns (how long compute was idle
-    because of it). One row per collective; empty on a CPU run.
+    Columns CALL_COLUMNS: bytes (the larger of sent and received), compute_ns (overlapped by compute), others (other
+    kinds that overlapped it most of the time, as bits of `concurrency.KINDS`; -1 where one did in part), chain (number
+    of the last communication gap before it, not counting preparation and gaps up to 20 µs; -1 before the first),
+    waited_ns (how long compute was idle because of it). One row per collective; empty on a CPU run.
     """
     waits = (
         compute_gap_causes.compute_gap_causes(trace)
@@ -124,6 +123,7 @@ def by_step(run: Run) -> pl.DataFrame:
     found = _inferred(run.run_table(compared_calls)).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
+    bound = pl.col("so_far_ns") + pl.col("later_ns")
     columns = {"window": pl.Int64, "rank": pl.Int64, **contention.STEP_COLUMNS, "inferred_ns": pl.Int64}
     return (
         found.with_columns(
@@ -132,11 +132,7 @@ def by_step(run: Run) -> pl.DataFrame:
             (pl.col("waited_ns").sum().over(chain) - pl.col("waited_ns").cum_sum().over(chain)).alias("later_ns"),
         )
         # Savings up to a collective are at most the loss so far, and at most the loss before it plus its wait.
-        .with_columns(
-            pl.min_horizontal((pl.col("so_far_ns") + pl.col("later_ns")).min().over(chain), "whole_ns").alias(
-                "saved_ns"
-            )
-        )
+        .with_columns(pl.min_horizontal(bound.min().over(chain), "whole_ns").alias("saved_ns"))
         .with_columns((pl.col("saved_ns") * lost / pl.max_horizontal(lost.sum().over(chain), 1)).alias("waited_ns"))
         .filter(pl.col("compute_ns") > 0)
         .group_by(place, maintain_order=True)
@@ -202,9 +198,9 @@ _CASES = ("alone", "concurrent")
 
 def _with_transfer(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with their instance; a call known on one rank only is its own instance."""
-    known = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "instance")
-    known = known.unique(["window", "rank", "activity_id"])
-    found = run.table(calls).join(known, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
+    key = ["window", "rank", "activity_id"]
+    known = run.run_table(collective_instances.waits).select(*key, "instance").unique(key)
+    found = run.table(calls).join(known, on=key, how="left", maintain_order="left")
     own = -1 - pl.int_range(pl.len()).cast(pl.Int64)
     together = found.with_columns(pl.coalesce("instance", own).alias("instance"))
     return together.with_columns(

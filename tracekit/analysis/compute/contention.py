@@ -63,10 +63,9 @@ def by_step(trace: Trace) -> pl.DataFrame:
 def by_kernel(trace: Trace) -> pl.DataFrame:
     """Return the slowdown of each kernel by each concurrent kind of work.
 
-    Columns device, kind, concurrent_kind, name, grid, block, calls, alone_calls, alone_ns (median), concurrent_calls,
-    concurrent_ns (median of calls overlapped for at least half of their time), overlapped_ns, lost_ns, slowdown
-    (overlapped time over the time the same work takes alone), and step, lane, start_ns, dur_ns of the call that lost
-    most. One row per kernel and pair with both samples, the largest loss first.
+    Columns KERNEL_COLUMNS: alone_ns and concurrent_ns are medians, the latter of calls overlapped for at least half of
+    their time; slowdown is overlapped time over that of the same work alone; step, lane, start_ns and dur_ns are of the
+    call that lost most. One row per kernel and pair with both samples, the largest loss first.
     """
     parts = [_of_kernels(*compared) for compared in _all_compared(trace)]
     return pl.concat([pl.DataFrame(schema=KERNEL_COLUMNS), *parts]).sort("lost_ns", descending=True)
@@ -75,10 +74,10 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
 def preparation(trace: Trace) -> pl.DataFrame:
     """Return the preparation of collectives on devices, its slowdown by compute, and the compute that waited.
 
-    Columns step, device, phase, unit, lane, name, grid, start_ns, dur_ns, alone_ns (solo duration of the same kernel),
-    sample (alone; scaled from another grid; null: none), overlapped_ns, collective_id (which it prepares),
-    communication_gap (that contains it, null where none), gap_ns, contention_ns (of that gap) and waited_ns (how long
-    compute was idle because of the gap). One row per activity; those of a gap share the last three.
+    Columns PREPARATION_COLUMNS: alone_ns (solo duration of the same kernel), sample (alone; scaled from another grid;
+    null: none), collective_id (which it prepares), communication_gap (that contains it, null where none), gap_ns,
+    contention_ns (of that gap) and waited_ns (how long compute was idle because of the gap). One row per activity;
+    those of a gap share the last three.
     """
     chains = compute_gap_causes.chains(trace).select(
         "collective_id", "communication_gap", pl.col("dur_ns").alias("gap_ns"), "contention_ns", "waited_ns"

@@ -27,12 +27,12 @@ _GATHERS = r"gather|unshard|pre_forward|pre_backward"
 def regions(trace: Trace) -> pl.DataFrame:
     """Return each part of a backward pass in which a checkpointed part of the model runs forward again.
 
-    Columns step, device, backward (pass of the step), region (ops.id of the enclosing slice), unit, evidence
-    (checkpoint_node: under CheckpointFunctionBackward; forward_ops: ops that no derivative calls, under an autograd
-    node, as in the non-reentrant variant), kernels, start_ns and dur_ns (from its first to its last kernel), compute_ns
-    (sum over its kernels), activation_bytes (allocated and not freed by the host thread in the region, without
-    all-gather buffers: about the activations that the part would keep from forward to backward; null without memory
-    events); one row per region. Empty on a CPU run, which has no kernels.
+    Columns COLUMNS: backward (pass of the step), region (ops.id of the enclosing slice), evidence (checkpoint_node:
+    under CheckpointFunctionBackward; forward_ops: ops that no derivative calls, under an autograd node, as in the
+    non-reentrant variant), kernels, start_ns and dur_ns (from its first to its last kernel), compute_ns (sum over its
+    kernels), activation_bytes (allocated and not freed by the host thread in the region, without all-gather buffers:
+    about the activations that the part would keep from forward to backward; null without memory events); one row per
+    region. Empty on a CPU run, which has no kernels.
     """
     if not trace.on_device or trace.ops.is_empty():
         return pl.DataFrame(schema=COLUMNS)

@@ -36,10 +36,9 @@ _UNSPLIT_BYTES = 1 << 20
 def blocks(trace: Trace) -> pl.DataFrame:
     """Return the blocks that were allocated or freed, each allocation matched with its free by address.
 
-    Columns device, address, bytes, start_ns, end_ns, lifetime_ns, start_event, end_event (rows of the allocations
-    table), op (that requested it), step, phase, unit, span, op_id, end_step, freed; one row per block. The start is
-    null for a block from before the window, the end for one that outlives it. A block that ends unfreed was followed by
-    another at its address: its free was not recorded. Old traces without addresses have none.
+    Columns BLOCK_COLUMNS: start_event and end_event are rows of the allocations table, op requested it; one row per
+    block. The start is null for a block from before the window, the end for one that outlives it. A block that ends
+    unfreed was followed by another at its address: its free was not recorded. Old traces without addresses have none.
     """
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
     found = match_blocks(events)
@@ -74,9 +73,9 @@ def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
 def live(trace: Trace) -> pl.DataFrame:
     """Return how many bytes are allocated after each event.
 
-    Columns device, event, at_ns, step, phase, unit, live_bytes, reserved_bytes, slack_bytes (reserved but not
-    allocated) and total; one row per event. Where the trace states totals (`total`), the first one is the base, and
-    deltas reproduce the later ones; elsewhere memory from before the window is only known as far as it is freed in it.
+    Columns LIVE_COLUMNS: slack_bytes is reserved but not allocated; one row per event. Where the trace states totals
+    (`total`), the first one is the base, and deltas reproduce the later ones; elsewhere memory from before the window
+    is only known as far as it is freed in it.
     """
     events = trace.allocations.with_row_index("event")
     device = pl.col("device")

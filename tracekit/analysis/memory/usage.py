@@ -22,10 +22,10 @@ _TIME_EDGES = np.concatenate(([0], np.outer(10 ** np.arange(3, 15), (1, 3)).rave
 def over_time(trace: Trace) -> pl.DataFrame:
     """Return the allocated bytes of each owner over the window.
 
-    Columns device, owner_kind (phase, unit or op), owner, at_ns, bytes, live_bytes (of all owners), reserved_bytes; one
-    row per device, kind of owner, time and owner. There are at most 600 times, the maximum and minimum of each time
-    span, so that no peak is lost. The owner is the allocating phase, unit or op; owners beyond the nine largest are
-    merged, and so is memory from before the window. At each time the owners of one kind add up to live_bytes.
+    Columns OWNER_COLUMNS: owner_kind is phase, unit or op, live_bytes that of all owners; one row per device, kind of
+    owner, time and owner. There are at most 600 times, the maximum and minimum of each time span, so that no peak is
+    lost. The owner is the allocating phase, unit or op; owners beyond the nine largest are merged, and so is memory
+    from before the window. At each time the owners of one kind add up to live_bytes.
     """
     return usage_by_owner(allocations.blocks(trace), allocations.live(trace), by=("phase", "unit", "op"))
 

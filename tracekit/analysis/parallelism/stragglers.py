@@ -54,11 +54,9 @@ def straggler_costs(run: Run) -> pl.DataFrame:
     lost_ns = (
         pl.max_horizontal(pl.min_horizontal("waited_ns", "extra_idle_ns"), "idle_ns") - pl.col("own_transfer_excess_ns")
     ).clip(0)
-    counts = pl.col("waited_ns", "idle_ns", "extra_idle_ns", "own_transfer_excess_ns", "late_calls", "calls").fill_null(
-        0
-    )
+    counts = pl.col("waited_ns", "idle_ns", "extra_idle_ns", "own_transfer_excess_ns", "late_calls", "calls")
     return (
-        late.with_columns(counts, pl.col("share").fill_null(0.0))
+        late.with_columns(counts.fill_null(0), pl.col("share").fill_null(0.0))
         .with_columns(lost_ns.alias("lost_ns"))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
         .select(

@@ -96,6 +96,12 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     return compute, communication, copy
 
 
+def communication(trace: Trace) -> pl.DataFrame:
+    """Return the communication activities with their device, columns as the activities table and device."""
+    calls = trace.activities.filter(pl.col("kind") == "communication")
+    return calls.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+
+
 def with_exposure(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
     """Return activities (columns device, start_ns, dur_ns and more) by device, with exposed_ns.
 

@@ -18,8 +18,8 @@ COMPUTE_COLUMNS = schema.columns("gap device step phase unit lane activity_id na
 def communication_gaps(trace: Trace) -> pl.DataFrame:
     """Return the spans of a phase in which no collective runs although more of the phase follow.
 
-    Columns gap (number in the trace), device, step, phase, unit, lane, collective_id, name, op (of the next collective,
-    which ends the gap), start_ns, dur_ns; one row per gap. A phase begins with the first activity launched in it;
+    Columns COMMUNICATION_COLUMNS: gap (number in the trace), collective_id, name and op of the next collective, which
+    ends the gap; one row per gap. A phase begins with the first activity launched in it;
     unknown phases and steps count as one each. Collectives of saves end no gap.
     """
     parts = [pl.DataFrame(schema=COMMUNICATION_COLUMNS)]
@@ -39,8 +39,8 @@ def communication_gaps(trace: Trace) -> pl.DataFrame:
 def compute_gaps(trace: Trace) -> pl.DataFrame:
     """Return the spans of each step's device window without compute.
 
-    Columns gap (number in the trace), device, step (of the window), phase, unit, lane, activity_id, name (of the
-    compute that ends the gap; null at the end of the trace), start_ns, dur_ns; one row per gap.
+    Columns COMPUTE_COLUMNS: gap (number in the trace), step of the window, phase to name of the compute that ends the
+    gap (null at the end of the trace); one row per gap.
     """
     parts = [pl.DataFrame(schema=COMPUTE_COLUMNS)]
     windows = trace.steps.drop_nulls(["start_ns", "end_ns"])

@@ -27,11 +27,11 @@ def _all_work(trace: Trace) -> pl.DataFrame:
     lanes = trace.lanes.select("lane", "role", "device")
     calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("at_ns"), pl.col("dur_ns"))
     taken_ns = pl.when(pl.col("device").is_not_null()).then("dur_ns_right").otherwise(0)
+    launched_ns = pl.min_horizontal(pl.col("at_ns") + taken_ns, "start_ns")
     return (
         trace.activities.join(lanes, on="lane", maintain_order="left")
         .join(calls, on="launch_id", how="left", maintain_order="left")
-        .with_columns(pl.min_horizontal(pl.col("at_ns") + taken_ns, "start_ns").alias("launched_ns"))
-        .with_columns(pl.when(pl.col("at_ns").is_not_null()).then("launched_ns").alias("launched_ns"))
+        .with_columns(pl.when(pl.col("at_ns").is_not_null()).then(launched_ns).alias("launched_ns"))
         .drop("at_ns", "dur_ns_right")
         .sort("start_ns", "id")
     )
