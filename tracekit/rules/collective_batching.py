@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import polars as pl
 
@@ -14,13 +14,12 @@ from tracekit.analysis.time import backward_passes
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
+from tracekit.rules import representative_step, step_losses
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 from tracekit.sync import collective_matching
 
-_EVIDENCE_ROWS = 40
-_BURST = ("window", "rank", "device", "burst")
-_POOL = ("window", "rank", "device", "pool")
+_BURST = (*representative_step.DEVICE, "burst")
+_POOL = (*representative_step.DEVICE, "pool")
 _MIN_SIZE_SPREAD = 4.0  # largest over smallest size; below it, latency cannot be separated from transfer time
 _TRANSFER_PER_LATENCY = 4.0  # transfer time over latency of a large enough collective: latency is a fifth of its time
 
@@ -61,28 +60,23 @@ class SmallCollectives(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         small = self._lost(run)
-        steps = steps_without_saves.losses(run, small, "lost_ns")
-        worst = representative_step.worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
+        loss = step_losses.worst(steps_without_saves.losses(run, small, "lost_ns"), self.min_lost_ratio)
+        if loss is None:
             return
-        own = representative_step.rows_of(small, worst).filter(pl.col("lost_ns") > 0)
-        most = own.sort("lost_ns", "start_ns", descending=[True, False]).row(0, named=True)
+        own = largest_first(loss.rows(small).filter(pl.col("lost_ns") > 0), "lost_ns", "start_ns")
+        most = own.row(0, named=True)
         assumed = "" if most["is_fitted"] else " (assumed: the sizes in this run are too similar to measure it)"
-        yield Finding(
-            self.code,
+        yield loss.finding(
+            self,
             Severity.WARNING,
             f"{int(own['count'].sum()):,} small collectives, such as {most['op'].replace('_', '-')} of "
-            f"{units.size(int(most['bytes']))}, lose {representative_step.describe_loss(worst)} to latency, about "
+            f"{units.size(int(most['bytes']))}, lose {loss} to latency, about "
             f"{units.duration(int(most['latency_ns']))} each{assumed}. Batching them into "
             f"{int(own['joined'].sum()):,} saves that time.",
-            _LARGER_FIXES[strategy.of_run(run)] if strategy.of_run(run) in _LARGER_FIXES else _LARGER_FIXES[None],
-            impact=min(1.0, worst["lost_ratio"]),
-            cost_ns=worst["lost_ns"],
+            _LARGER_FIXES.get(strategy.of_run(run) or "", _BATCH_FIX),
             confidence=0.7 if most["is_fitted"] else 0.5,
             what_if=WhatIf("small-collectives"),
-            ranks=distinct(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio), "rank"),
-            steps=distinct(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio), "step"),
-            evidence=_evidence(own, small, "lost_ns").select(
+            evidence=representative_step.evidence(small, loss.row, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
             ),
         )
@@ -115,11 +109,11 @@ _LARGER_FIXES = {
         "matrices. Batch your own collectives with torch.distributed._coalescing_manager or a flat buffer."
     ),
     YAFSDP: "Shard larger units: whole layers, not single matrices.",
-    None: (
-        "Batch them: a flat buffer, torch.distributed._coalescing_manager, or larger buckets (bucket_cap_mb, larger "
-        "FSDP units)."
-    ),
 }
+_BATCH_FIX = (
+    "Batch them: a flat buffer, torch.distributed._coalescing_manager, or larger buckets (bucket_cap_mb, larger FSDP "
+    "units)."
+)
 _EVIDENCE_COLUMNS = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
 
 
@@ -191,26 +185,20 @@ class ReducedEveryMicroBatch(Rule):
         if strategy.of_run(run) == YAFSDP:
             return
         repeated = _repeated(run.table(backward_passes.gradient_reductions))
-        steps = steps_without_saves.losses(run, repeated, "exposed_ns")
-        worst = representative_step.worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
+        loss = step_losses.worst(steps_without_saves.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
+        if loss is None:
             return
-        own = representative_step.rows_of(repeated, worst)
+        own = loss.rows(repeated)
         passes = int(own["backward_count"].max())  # type: ignore[arg-type]
-        lost = steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)
-        yield Finding(
-            self.code,
+        yield loss.finding(
+            self,
             Severity.WARNING,
             f"Gradients are reduced in each of {passes} backward passes per step, and the last pass repeats "
-            f"{own.height} earlier reductions. Their exposed time is {representative_step.describe_loss(worst)}.",
+            f"{own.height} earlier reductions. Their exposed time is {loss}.",
             _sync_once_fix(run, int(own.filter(pl.col("backward") == 0)["bytes"].sum())),
-            impact=min(1.0, worst["lost_ratio"]),
-            cost_ns=worst["lost_ns"],
             confidence=0.8,
             what_if=WhatIf("micro-batch-reductions"),
-            ranks=distinct(lost, "rank"),
-            steps=distinct(lost, "step"),
-            evidence=_evidence(own, repeated, "exposed_ns").select(
+            evidence=representative_step.evidence(repeated, loss.row, "exposed_ns").select(
                 *("window", "rank", "step", "device", "backward", "backward_count", "unit", "op", "group", "bytes"),
                 *("start_ns", "dur_ns", "exposed_ns"),
             ),
@@ -241,10 +229,3 @@ def _sync_once_fix(run: Run, unsharded_bytes: int) -> str:
             "saves only the all-reduce and needs no extra memory."
         )
     return f"Reduce in the last micro-batch only (no_sync(), set_requires_gradient_sync(False)){memory}."
-
-
-def _evidence(own: pl.DataFrame, table: pl.DataFrame, by: str) -> pl.DataFrame:
-    """Return the rows of the quoted step, then those of other steps, the costliest first."""
-    order: dict[str, Any] = {"by": [by, "start_ns"], "descending": [True, False]}
-    others = table.join(own, on=["window", "rank", "device", "start_ns"], how="anti", nulls_equal=True)
-    return pl.concat([own.sort(**order).head(_EVIDENCE_ROWS), others.sort(**order).head(_EVIDENCE_ROWS)])

@@ -14,8 +14,8 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import communication_fixes, representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
+from tracekit.rules import communication_fixes, representative_step, step_losses
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 20
@@ -132,27 +132,20 @@ class PreparationGap(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's representative step exceeds the threshold."""
         chains = _preparation_chains(run)
-        steps = steps_without_saves.losses(run, chains, "lost_ns")
-        worst = representative_step.worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
+        loss = step_losses.worst(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
+        if loss is None:
             return
-        lost = steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)
-        own = representative_step.rows_of(chains, worst).sort("lost_ns", "start_ns", descending=[True, False])
-        others = chains.join(own, on=["window", "rank", "communication_gap"], how="anti")
-        yield Finding(
-            self.code,
+        preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())
+        yield loss.finding(
+            self,
             Severity.INFO,
-            f"Compute waits {representative_step.describe_loss(worst)} for copies and casts that prepare collectives, "
-            f"which take {units.duration(int(own['preparation_ns'].sum()))}.",
+            f"Compute waits {loss} for copies and casts that prepare collectives, which take "
+            f"{units.duration(preparation_ns)}.",
             "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
             "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
             "set_modules_to_backward_prefetch.",
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
             confidence=0.7,
-            ranks=distinct(lost, "rank"),
-            steps=distinct(lost, "step"),
-            evidence=pl.concat([own, others.sort("lost_ns", descending=True).head(_EVIDENCE_ROWS)]),
+            evidence=representative_step.evidence(chains, loss.row, "lost_ns", _EVIDENCE_ROWS),
         )
 
 
@@ -180,7 +173,7 @@ def _collectives(run: Run) -> pl.DataFrame:
         .filter(pl.col("exposed_ns") > 0)
         .drop("activity_id", "waited_ns")
         .join(judged, on=judged.columns, how="semi", nulls_equal=True)
-        .sort("exposed_ns", "rank", "start_ns", descending=[True, False, False])
+        .pipe(largest_first, "exposed_ns", "rank", "start_ns")
     )
 
 
@@ -217,7 +210,7 @@ def _overlapped_ratio(worst: dict[str, Any]) -> float:
 
 
 def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame) -> str:
-    time = own.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns", "op", descending=[True, False])
+    time = largest_first(own.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
     op = time["op"][0] if time.height else None
     gloo = bool(own["name"].str.starts_with("gloo:").any())
     return communication_fixes.fix_for(

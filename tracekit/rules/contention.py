@@ -13,6 +13,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.step_losses import StepLoss
 from tracekit.sync.collective_matching import calls
 
 _MIN_OVERLAP_RATIO = 0.2  # share of a step from which an unknown slowdown is reported as a blind spot
@@ -69,28 +70,20 @@ class ContendedCompute(Rule):
             *representative_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns"
         )
         steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("communication_ns"))
-        worst = step_losses.worst_step(steps, self.min_cost_ratio)
-        if worst is None:
+        loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
+        if loss is None:
             return
-        slowdown = _slowdown_on(slow, worst)
-        ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        kernels = run.table(contention.by_kernel).filter(
-            pl.col("kind") == concurrency.COMPUTE,
-            pl.col("concurrent_kind") == concurrency.COMMUNICATION,
-            pl.col("rank").is_in(ranks),
-        )
-        yield Finding(
-            self.code,
+        slowdown = _slowdown_on(slow, loss)
+        kernels = run.table(contention.by_kernel).filter(_DURING_COLLECTIVES, pl.col("rank").is_in(loss.steps["rank"]))
+        quoted_first = kernels.sort(pl.col("rank") == loss.row["rank"], "lost_ns", descending=True)
+        yield loss.finding(
+            self,
             Severity.WARNING,
-            f"Kernels take {_interval(slowdown)} as long during collectives as alone. {_cost(worst)}.",
+            f"Kernels take {_interval(slowdown)} as long during collectives as alone. {_cost(loss)}.",
             "Let collectives use fewer SMs (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or matrix products leave SMs free "
             "(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes (fully_shard on a mesh of two axes).",
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
             confidence=_confidence(slowdown),
-            ranks=ranks,
-            steps=of_steps,
-            evidence=kernels.sort((pl.col("rank") == worst["rank"]), "lost_ns", descending=True).head(40),
+            evidence=quoted_first.head(40),
             what_if=WhatIf("slowed-compute", self.min_cost_ratio),
         )
 
@@ -146,27 +139,20 @@ class StarvedCollectives(Rule):
             *representative_step.KEY, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
         )
         steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("compute_ns"))
-        worst = step_losses.worst_step(steps, self.min_cost_ratio)
-        if worst is None:
+        loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
+        if loss is None:
             return
-        slowdown = _slowdown_on(slow, worst)
-        ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        collectives = run.run_table(collective_contention.compared_calls).with_columns(
-            pl.col("excess_ns").alias("lost_ns")
-        )
-        all_ranks_known = bool(collectives.filter("judged")["whole"].all())
-        yield Finding(
-            self.code,
+        slowdown = _slowdown_on(slow, loss)
+        collectives = run.run_table(collective_contention.compared_calls).filter("judged")
+        collectives = collectives.with_columns(pl.col("excess_ns").alias("lost_ns"))
+        yield loss.finding(
+            self,
             Severity.WARNING,
-            f"Collectives take {_interval(slowdown)} as long during compute as alone{_bandwidth(run)}. {_cost(worst)}.",
+            f"Collectives take {_interval(slowdown)} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}.",
             "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
             "or start them earlier (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
-            confidence=_confidence(slowdown) * (1.0 if all_ranks_known else 0.8),
-            ranks=ranks,
-            steps=of_steps,
-            evidence=step_losses.evidence(worst, collectives.filter("judged").select(*_EVIDENCE_COLUMNS)),
+            confidence=_confidence(slowdown) * (1.0 if collectives["whole"].all() else 0.8),
+            evidence=representative_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
             what_if=WhatIf("slowed-collectives", self.min_cost_ratio),
         )
 
@@ -177,10 +163,11 @@ _EVIDENCE_COLUMNS = (
 )
 
 
+_DURING_COLLECTIVES = (pl.col("kind") == concurrency.COMPUTE) & (pl.col("concurrent_kind") == concurrency.COMMUNICATION)
+
+
 def _compute(run: Run) -> pl.DataFrame:
-    return run.table(contention.by_step).filter(
-        pl.col("kind") == concurrency.COMPUTE, pl.col("concurrent_kind") == concurrency.COMMUNICATION
-    )
+    return run.table(contention.by_step).filter(_DURING_COLLECTIVES)
 
 
 def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
@@ -189,8 +176,8 @@ def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
     return slowed.select("rank", "device", "slowdown", "low", "high")
 
 
-def _slowdown_on(slow: pl.DataFrame, worst: dict[str, Any]) -> dict[str, Any]:
-    return slow.filter(pl.col("rank") == worst["rank"], pl.col("device") == worst["device"]).row(0, named=True)
+def _slowdown_on(slow: pl.DataFrame, loss: StepLoss) -> dict[str, Any]:
+    return slow.filter(pl.col("rank") == loss.row["rank"], pl.col("device") == loss.row["device"]).row(0, named=True)
 
 
 def _interval(slowdown: dict[str, Any]) -> str:
@@ -203,11 +190,8 @@ def _confidence(slowdown: dict[str, Any]) -> float:
     return 0.5 if slowdown["low"] is None else 0.8
 
 
-def _cost(worst: dict[str, Any]) -> str:
-    return (
-        f"That costs {representative_step.describe_loss(worst)}, out of {units.duration(worst['overlapped_ns'])} of "
-        "overlap"
-    )
+def _cost(loss: StepLoss) -> str:
+    return f"That costs {loss}, out of {units.duration(loss.row['overlapped_ns'])} of overlap"
 
 
 def _bandwidth(run: Run) -> str:
@@ -222,16 +206,13 @@ def _bandwidth(run: Run) -> str:
 
 
 def _why_unjudged(run: Run, found: pl.DataFrame, what: str) -> str | None:
-    unknown = found.with_columns(
-        (pl.col("judged_ns").sum() == 0).over("rank", "device").alias("_unknown"),
-        pl.col("overlapped_ns").alias("lost_ns"),
-    ).filter("_unknown")
-    worst = representative_step.worst(
-        step_losses.by_step(run, unknown.select(*representative_step.KEY, "lost_ns")), "lost_ratio"
-    )
-    if worst is None or worst["lost_ratio"] < _MIN_OVERLAP_RATIO:
+    unknown = found.filter((pl.col("judged_ns").sum() == 0).over("rank", "device"))
+    unknown = unknown.with_columns(pl.col("overlapped_ns").alias("lost_ns"))
+    steps = step_losses.by_step(run, unknown.select(*representative_step.KEY, "lost_ns"))
+    loss = step_losses.worst(steps, _MIN_OVERLAP_RATIO)
+    if loss is None:
         return None
     return (
-        f"{what} for {units.duration(worst['lost_ns'])} in {representative_step.describe(worst)}, but never ran alone, "
-        f"so the slowdown is unknown: {contention.RECORD}."
+        f"{what} for {units.duration(loss.row['lost_ns'])} in {representative_step.describe(loss.row)}, but never ran "
+        f"alone, so the slowdown is unknown: {contention.RECORD}."
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import polars as pl
 
@@ -13,8 +13,9 @@ from tracekit.analysis.time import host_state
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
+from tracekit.rules import representative_step, step_losses
+from tracekit.rules.representative_step import DEVICE, KEY
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
 _FACTS: tuple[Fact, ...] = (
@@ -29,7 +30,7 @@ _ACTIVITIES = {
     host_state.LAUNCH: "inside kernel launches",
     host_state.LOCK: "waiting for a lock",
 }
-_PLACE = ["window", "rank", "device", "phase", "name", "nth"]
+_PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
 @dataclass(frozen=True)
@@ -67,36 +68,30 @@ class LateLaunch(Rule):
         on_device = _on_device(run)
         late = run.table(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE))
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
-        steps = steps_without_saves.losses(run, late, "dur_ns")
-        worst = representative_step.worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_late_ratio:
+        loss = step_losses.worst(steps_without_saves.losses(run, late, "dur_ns"), self.min_late_ratio)
+        if loss is None:
             return
-        own = representative_step.rows_of(late, worst)
-        doing = own.group_by("detail").agg(pl.col("dur_ns").sum()).sort("dur_ns", "detail", descending=[True, False])
-        most = doing.row(0, named=True)
-        yield _finding(
+        doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
+        most = largest_first(doing, "dur_ns", "detail").row(0, named=True)
+        yield loss.finding(
             self,
-            worst,
-            steps.filter(pl.col("lost_ratio") >= self.min_late_ratio),
-            _evidence(worst, late),
-            f"The step is launch-bound: compute is idle {representative_step.describe_loss(worst)} because no kernel "
-            f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
-            f"{_ACTIVITIES[most['detail']]}.",
+            Severity.WARNING,
+            f"The step is launch-bound: compute is idle {loss} because no kernel has been launched. During "
+            f"{units.duration(most['dur_ns'])} of that, the host is {_ACTIVITIES[most['detail']]}.",
             "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: torch.compile, "
             'mode="reduce-overhead" (CUDA graphs), fused optimizers (fused=True), larger micro-batches.',
-            0.8 if on_device else 0.6,
-            WhatIf("late-launch"),
+            confidence=0.8 if on_device else 0.6,
+            evidence=_evidence(loss, late),
+            what_if=WhatIf("late-launch"),
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long Python pauses that occur at the same place in every step, with the shortest duration."""
         judged = steps_without_saves.steps(run).drop_nulls("step")
-        every = judged.group_by("window", "rank", "device").agg(pl.len().alias("steps"))
+        every = judged.group_by(DEVICE).agg(pl.len().alias("steps"))
         pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
-        pauses = pauses.join(
-            judged.select(steps_without_saves.PLACE), on=steps_without_saves.PLACE, how="semi", nulls_equal=True
-        )
-        counted = pauses.join(every, on=["window", "rank", "device"], nulls_equal=True, maintain_order="left")
+        pauses = pauses.join(judged, on=KEY, how="semi", nulls_equal=True)
+        counted = pauses.join(every, on=DEVICE, nulls_equal=True, maintain_order="left")
         at_place = counted.with_columns(
             pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
         )
@@ -140,20 +135,18 @@ class BlockingSync(Rule):
         late = run.table(launch_delay.host_gaps).filter(
             pl.col("synced") & pl.col("detail").is_in([*_LATE, host_state.SYNCHRONIZE])
         )
-        steps = steps_without_saves.losses(run, late, "dur_ns")
-        worst = representative_step.worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_idle_ratio:
+        loss = step_losses.worst(steps_without_saves.losses(run, late, "dur_ns"), self.min_idle_ratio)
+        if loss is None:
             return
-        yield _finding(
+        yield loss.finding(
             self,
-            worst,
-            steps.filter(pl.col("lost_ratio") >= self.min_idle_ratio),
-            _evidence(worst, late),
-            f"The host synchronizes with the device: compute is idle {representative_step.describe_loss(worst)} after "
-            f"{representative_step.rows_of(late, worst)['gap'].n_unique()} such waits.",
+            Severity.WARNING,
+            f"The host synchronizes with the device: compute is idle {loss} after "
+            f"{loss.rows(late)['gap'].n_unique()} such waits.",
             _READ_LATER,
-            0.8,
-            WhatIf("blocking-sync"),
+            confidence=0.8,
+            evidence=_evidence(loss, late),
+            what_if=WhatIf("blocking-sync"),
         )
 
     def _reads(self, run: Run) -> Iterator[Finding]:
@@ -166,6 +159,7 @@ class BlockingSync(Rule):
         worst = representative_step.worst(counted, "reads")
         if worst is None or not worst["reads"]:
             return
+        reading = counted.filter(pl.col("reads") > 0)
         yield Finding(
             self.code,
             Severity.INFO,
@@ -173,8 +167,8 @@ class BlockingSync(Rule):
             "On the CPU that costs nothing; on a GPU, each read waits for all queued work.",
             _READ_LATER,
             confidence=0.9,
-            ranks=distinct(counted.filter(pl.col("reads") > 0), "rank"),
-            steps=distinct(counted.filter(pl.col("reads") > 0), "step"),
+            ranks=distinct(reading, "rank"),
+            steps=distinct(reading, "step"),
             evidence=representative_step.rows_of(reads, worst).head(_EVIDENCE_ROWS),
         )
 
@@ -213,23 +207,20 @@ class DataStall(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's representative step exceeds the threshold."""
         late = run.table(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA)
-        place = ["window", "rank", "device"]
-        last = (pl.col("step") == pl.col("step").max().over(place)) & (pl.len().over(place) > 1)
+        last = (pl.col("step") == pl.col("step").max().over(DEVICE)) & (pl.len().over(DEVICE) > 1)
         steps = steps_without_saves.losses(run, late, "dur_ns").filter(~last)
-        worst = representative_step.worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_stall_ratio:
+        loss = step_losses.worst(steps, self.min_stall_ratio)
+        if loss is None:
             return
-        yield _finding(
+        yield loss.finding(
             self,
-            worst,
-            steps.filter(pl.col("lost_ratio") >= self.min_stall_ratio),
-            _evidence(worst, late),
-            f"Data loading stalls the step: compute is idle {representative_step.describe_loss(worst)} while the host "
-            "waits for a batch.",
+            Severity.WARNING,
+            f"Data loading stalls the step: compute is idle {loss} while the host waits for a batch.",
             "Prefetch batches: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True). "
             "Or make decoding and augmentation cheaper, or use faster storage.",
-            0.9,
-            WhatIf("data-loading"),
+            confidence=0.9,
+            evidence=_evidence(loss, late),
+            what_if=WhatIf("data-loading"),
         )
 
 
@@ -237,35 +228,6 @@ def _on_device(run: Run) -> bool:
     return bool(run.table(contention.device_count)["devices"].sum())
 
 
-def _evidence(worst: dict[str, Any], late: pl.DataFrame) -> pl.DataFrame:
-    """Return the gaps of the quoted step, then those of other steps, the longest first."""
-    order = {"by": ["dur_ns", "start_ns"], "descending": [True, False]}
-    own = representative_step.rows_of(late, worst).sort(**order)  # type: ignore[arg-type]
-    others = late.join(own, on=["window", "rank", "gap", "detail"], how="anti").sort(**order)  # type: ignore[arg-type]
-    columns = ("window", "rank", "step", "device", "phase", "unit", "name", "detail", "start_ns", "dur_ns")
-    return pl.concat([own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]).select(columns)
-
-
-def _finding(
-    rule: Rule,
-    worst: dict[str, Any],
-    lost: pl.DataFrame,
-    evidence: pl.DataFrame,
-    message: str,
-    fix: str,
-    confidence: float,
-    without: WhatIf,
-) -> Finding:
-    return Finding(
-        rule.code,
-        Severity.WARNING,
-        message,
-        fix,
-        impact=worst["lost_ratio"],
-        cost_ns=worst["lost_ns"],
-        confidence=confidence,
-        ranks=distinct(lost, "rank"),
-        steps=distinct(lost, "step"),
-        evidence=evidence,
-        what_if=without,
-    )
+def _evidence(loss: step_losses.StepLoss, late: pl.DataFrame) -> pl.DataFrame:
+    rows = representative_step.evidence(late, loss.row, "dur_ns")
+    return rows.select("window", "rank", "step", "device", "phase", "unit", "name", "detail", "start_ns", "dur_ns")

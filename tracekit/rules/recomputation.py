@@ -1,7 +1,7 @@
 """The rule on activation checkpointing."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import polars as pl
@@ -12,8 +12,8 @@ from tracekit.analysis.memory import allocations
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
+from tracekit.rules import representative_step, step_losses
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
 _EVIDENCE_ROWS = 80
 
@@ -67,27 +67,22 @@ class NeedlessRecomputation(Rule):
             return
         affordable = _affordable(parts, free_bytes)
         steps = steps_without_saves.losses(run, affordable, "compute_ns")
-        worst = representative_step.worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_saved_ratio:
+        loss = step_losses.worst(steps, self.min_saved_ratio)
+        if loss is None:
             return
-        own = representative_step.rows_of(parts, worst)
+        own = loss.rows(parts)
         passes = int(own["backward"].n_unique())
-        layers, count = own.height // passes, representative_step.rows_of(affordable, worst).height // passes
-        yield Finding(
-            self.code,
+        layers, count = own.height // passes, loss.rows(affordable).height // passes
+        yield replace(loss, steps=steps.filter(pl.col("lost_ns") > 0)).finding(
+            self,
             Severity.WARNING,
             f"Backward recomputes {layers} parts of the model, although memory could store the activations of {count} "
             f"({units.size(int(own['activation_bytes'].max()))} each; {units.size(free_bytes)} are free with "  # type: ignore[arg-type]
-            f"{units.share(self.keep_free_ratio)} in reserve). Recomputing those takes "
-            f"{representative_step.describe_loss(worst)}.",
+            f"{units.share(self.keep_free_ratio)} in reserve). Recomputing those takes {loss}.",
             f"Checkpoint only {layers - count} of the {layers} parts (torch.utils.checkpoint on the first layers, or a "
             "check_fn for apply_activation_checkpointing), or save costly outputs with "
             "create_selective_checkpoint_contexts.",
-            impact=min(1.0, worst["lost_ratio"]),
-            cost_ns=worst["lost_ns"],
             confidence=0.8 if own["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
-            ranks=distinct(affordable, "rank"),
-            steps=distinct(steps.filter(pl.col("lost_ns") > 0), "step"),
             what_if=WhatIf("recomputation", is_partial=True),
             evidence=own.sort("start_ns").head(_EVIDENCE_ROWS),
         )
@@ -98,17 +93,15 @@ class NeedlessRecomputation(Rule):
         known = run.table(allocations.peaks).drop_nulls(["headroom_bytes"]).filter(pl.col("memory_bytes") > 0)
         if known.is_empty() or regions.is_empty():
             return None
-        free_bytes = known.select(
-            (pl.col("headroom_bytes") - self.keep_free_ratio * pl.col("memory_bytes")).min()
-        ).item()
-        return max(0, int(free_bytes))
+        free_bytes = pl.col("headroom_bytes") - self.keep_free_ratio * pl.col("memory_bytes")
+        return max(0, int(known.select(free_bytes.min()).item()))
 
 
 def _affordable(parts: pl.DataFrame, free_bytes: int) -> pl.DataFrame:
     """Return the parts of each pass whose activations fit in memory, the costliest first."""
     by = [*representative_step.KEY, "backward"]
     needed = pl.col("activation_bytes").fill_null(0).clip(1)
-    ordered = parts.drop_nulls("activation_bytes").sort("compute_ns", "start_ns", descending=[True, False])
+    ordered = largest_first(parts.drop_nulls("activation_bytes"), "compute_ns", "start_ns")
     return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(
         pl.col("needed_bytes") <= free_bytes
     )

@@ -5,7 +5,9 @@ from typing import Any
 import polars as pl
 
 from tracekit.model import units
+from tracekit.rules.rule import largest_first
 
+DEVICE = ("window", "rank", "device")
 KEY = ("window", "rank", "step", "device")
 
 
@@ -31,13 +33,23 @@ def describe(row: dict[str, Any]) -> str:
     return f"the trace of {rank}" if row["step"] is None else f"the representative step ({row['step']}) of {rank}"
 
 
-def describe_loss(row: dict[str, Any]) -> str:
-    """Return "12 ms of 80 ms (15.0%) in the representative step (7) of rank 0", of lost_ns, lost_ratio, duration_ns."""
-    lost, step = (units.duration(row[name]) for name in ("lost_ns", "duration_ns"))
-    return f"{lost} of {step} ({units.share(row['lost_ratio'])}) in {describe(row)}"
+def describe_loss(row: dict[str, Any], name: str = "lost_ns") -> str:
+    """Return "12 ms of 80 ms (15.0%)": the time in column `name` and its share of the step, duration_ns."""
+    lost_ns, step_ns = row[name], row["duration_ns"]
+    return f"{units.duration(lost_ns)} of {units.duration(step_ns)} ({units.share(lost_ns / step_ns)})"
 
 
 def rows_of(table: pl.DataFrame, row: dict[str, Any]) -> pl.DataFrame:
     """Return the rows of a table in the window, rank, step and (if the table has it) device of `row`."""
+    return table.filter(_is_in_step(table, row))
+
+
+def evidence(table: pl.DataFrame, row: dict[str, Any], by: str, count: int = 40) -> pl.DataFrame:
+    """Return the rows of the step `row`, then those of other steps, the largest `by` first, at most `count` of each."""
+    ordered, own = largest_first(table, by, "start_ns"), _is_in_step(table, row)
+    return pl.concat([ordered.filter(own).head(count), ordered.filter(~own).head(count)])
+
+
+def _is_in_step(table: pl.DataFrame, row: dict[str, Any]) -> pl.Expr:
     keys = [name for name in KEY if name in table.columns]
-    return table.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in keys))
+    return pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in keys)

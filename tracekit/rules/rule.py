@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import polars as pl
 
@@ -94,6 +94,16 @@ def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def distinct(table: pl.DataFrame, column: str) -> tuple[int, ...]:
     """Return the distinct values of an integer column, such as the ranks or steps of a finding; nulls are left out."""
     return tuple(table[column].drop_nulls().unique().sort().to_list())
+
+
+def largest_first(table: pl.DataFrame, by: str, *ties: str) -> pl.DataFrame:
+    """Return a table sorted by column `by` in descending order, then by `ties` in ascending order."""
+    return table.sort(by, *ties, descending=[True, *[False] * len(ties)])
+
+
+def median_row(table: pl.DataFrame, *by: str) -> dict[str, Any]:
+    """Return the lower median row of a table with one row or more, by columns `by`."""
+    return table.sort(by).row((table.height - 1) // 2, named=True)
 
 
 _MAX_EVIDENCE_ROWS = 10

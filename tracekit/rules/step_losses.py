@@ -1,5 +1,6 @@
 """The time lost in each step, and the worst device's representative step: shared by the rules on streams."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -7,7 +8,7 @@ import polars as pl
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 from tracekit.rules import representative_step
-from tracekit.rules.rule import distinct
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 
 
 def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) -> pl.DataFrame:
@@ -30,26 +31,66 @@ def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) ->
     )
 
 
-def worst_step(steps: pl.DataFrame, min_cost_ratio: float) -> dict[str, Any] | None:
-    """Return the representative step of the worst device, if it loses enough for a replay."""
-    worst = representative_step.worst(steps, "lost_ratio")
-    return None if worst is None or worst["lost_ratio"] < min_cost_ratio * _REPLAY_FROM else worst
+@dataclass(frozen=True, eq=False)
+class StepLoss:
+    """The loss that a finding quotes: that of the representative step of the worst device."""
+
+    row: dict[str, Any]
+    """The step, with columns KEY, duration_ns, lost_ns and lost_ratio."""
+    steps: pl.DataFrame
+    """All steps that lose enough for the finding."""
+
+    def __str__(self) -> str:
+        return f"{representative_step.describe_loss(self.row)} in {representative_step.describe(self.row)}"
+
+    def rows(self, table: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows of a table in the quoted step."""
+        return representative_step.rows_of(table, self.row)
+
+    def finding(
+        self,
+        rule: Rule,
+        severity: Severity,
+        message: str,
+        fix: str,
+        *,
+        confidence: float,
+        evidence: pl.DataFrame,
+        what_if: WhatIf | None = None,
+        subject: str = "",
+    ) -> Finding:
+        """Return a finding with the impact and cost of the quoted step, and the ranks and steps that lose enough."""
+        return Finding(
+            rule.code,
+            severity,
+            message,
+            fix,
+            impact=min(1.0, self.row["lost_ratio"]),
+            cost_ns=self.row["lost_ns"],
+            confidence=confidence,
+            ranks=distinct(self.steps, "rank"),
+            steps=distinct(self.steps, "step"),
+            evidence=evidence,
+            what_if=what_if,
+            subject=subject,
+        )
+
+
+def worst(steps: pl.DataFrame, min_lost_ratio: float) -> StepLoss | None:
+    """Return the loss of the worst device; None if its representative step loses less than `min_lost_ratio`.
+
+    `steps` is a table of `by_step` or `steps_without_saves.losses`.
+    """
+    row = representative_step.worst(steps, "lost_ratio")
+    if row is None or row["lost_ratio"] < min_lost_ratio:
+        return None
+    return StepLoss(row, steps.filter(pl.col("lost_ratio") >= min_lost_ratio))
+
+
+def worst_for_replay(steps: pl.DataFrame, min_cost_ratio: float) -> StepLoss | None:
+    """Return the loss of the worst device if it is enough for a replay, with the steps that lose half as much."""
+    loss = worst(steps, min_cost_ratio * _REPLAY_FROM)
+    return loss and StepLoss(loss.row, steps.filter(pl.col("lost_ratio") >= loss.row["lost_ratio"] / 2))
 
 
 _REPLAY_FROM = 0.25  # facts can underestimate a loss where delays propagate
-
-
-def ranks_and_steps(steps: pl.DataFrame, min_lost_ratio: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks and steps that lose at least `min_lost_ratio`."""
-    lost = steps.filter(pl.col("lost_ratio") >= min_lost_ratio)
-    return distinct(lost, "rank"), distinct(lost, "step")
-
-
-def evidence(worst: dict[str, Any], rows: pl.DataFrame, count: int = 40) -> pl.DataFrame:
-    """Return the rows of the quoted step, then those of other steps, the costliest first, `count` of each."""
-    ordered = rows.sort("lost_ns", "start_ns", descending=[True, False])
-    own = representative_step.rows_of(ordered, worst)
-    others = ordered.join(
-        own.select("window", "rank", "step"), on=["window", "rank", "step"], how="anti", nulls_equal=True
-    )
-    return pl.concat([own.head(count), others.head(count)])

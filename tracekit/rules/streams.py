@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import polars as pl
 
@@ -14,6 +14,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.step_losses import StepLoss
 
 _GAP = ("window", "rank", "communication_gap")
 
@@ -64,35 +65,30 @@ class GiveWay(Rule):
             pl.col("alone_ns").is_null(), pl.col("overlapped_ns") * 2 > pl.col("dur_ns"), pl.col("waited_ns") > 0
         )
         steps = step_losses.by_step(run, unknown.select(*representative_step.KEY, pl.col("dur_ns").alias("lost_ns")))
-        worst = representative_step.worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
+        loss = step_losses.worst(steps, self.min_cost_ratio)
+        if loss is None:
             return None
         return (
-            f"{units.duration(worst['lost_ns'])} of preparation ran only concurrently with compute in "
-            f"{representative_step.describe(worst)}, so its slowdown is unknown: {contention.RECORD}."
+            f"{units.duration(loss.row['lost_ns'])} of preparation ran only concurrently with compute in "
+            f"{representative_step.describe(loss.row)}, so its slowdown is unknown: {contention.RECORD}."
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if compute waits for slowed preparation."""
         chains = self._chains(run.table(contention.preparation).drop_nulls("step"))
         steps = step_losses.by_step(run, chains.select(*representative_step.KEY, "lost_ns", "delay_ns"))
-        worst = step_losses.worst_step(steps, self.min_cost_ratio)
-        if worst is None:
+        loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
+        if loss is None:
             return
-        own = representative_step.rows_of(chains, worst)
-        ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        yield Finding(
-            self.code,
+        own = loss.rows(chains)
+        yield loss.finding(
+            self,
             Severity.WARNING,
-            _give_way_message(worst, own),
+            _give_way_message(loss, own),
             "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or avoid "
             "casts and divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
             confidence=0.8 if (own["sample"] == "alone").any() else 0.6,
-            ranks=ranks,
-            steps=of_steps,
-            evidence=step_losses.evidence(worst, chains),
+            evidence=representative_step.evidence(chains, loss.row, "lost_ns"),
             what_if=WhatIf("give-way", self.min_cost_ratio),
         )
 
@@ -173,28 +169,18 @@ class NeedlessOrder(Rule):
         return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi").drop_nulls("step")
 
     def _finding(self, steps: pl.DataFrame, delayed: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
-        worst = step_losses.worst_step(steps, self.min_cost_ratio)
+        loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
         # A finding that is information at most is not worth a replay below the threshold.
-        if worst is None or (order is None and worst["lost_ratio"] < self.min_cost_ratio):
+        if loss is None or (order is None and loss.row["lost_ratio"] < self.min_cost_ratio):
             return
-        own, queue = representative_step.rows_of(delayed, worst), order is not None
-        ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        message = (
-            _queue_message(worst, representative_step.rows_of(order, worst))
-            if order is not None
-            else _communicator_message(worst, own)
-        )
-        yield Finding(
-            self.code,
+        queue = order is not None
+        yield loss.finding(
+            self,
             Severity.WARNING if queue else Severity.INFO,
-            message,
+            _communicator_message(loss, delayed) if order is None else _queue_message(loss, order),
             _QUEUE_FIX if queue else _COMMUNICATOR_FIX,
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
             confidence=0.8 if queue else 0.5,
-            ranks=ranks,
-            steps=of_steps,
-            evidence=step_losses.evidence(worst, delayed),
+            evidence=representative_step.evidence(delayed, loss.row, "lost_ns"),
             what_if=WhatIf("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
         )
@@ -210,7 +196,7 @@ _COMMUNICATOR_FIX = (
 )
 
 
-def _give_way_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
+def _give_way_message(loss: StepLoss, own: pl.DataFrame) -> str:
     slowdown = own.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
     by_unit = (
         own.drop_nulls("unit").group_by("unit").agg(pl.col("lost_ns").sum()).sort("lost_ns", "unit", descending=True)
@@ -218,23 +204,22 @@ def _give_way_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
     unit = f", most for unit {by_unit['unit'][0] or 'the root'}" if by_unit.height > 1 else ""
     return (
         f"Kernels that prepare collectives take {slowdown:.1f} times as long during compute as alone, "
-        f"{units.duration(worst['delay_ns'])} longer in total. Compute then waits for them: "
-        f"{representative_step.describe_loss(worst)}{unit}."
+        f"{units.duration(loss.row['delay_ns'])} longer in total. Compute then waits for them: {loss}{unit}."
     )
 
 
-def _queue_message(worst: dict[str, Any], order: pl.DataFrame) -> str:
-    chances, overtaken, blocked = (int(order[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
+def _queue_message(loss: StepLoss, order: pl.DataFrame) -> str:
+    own = loss.rows(order)
+    chances, overtaken, blocked = (int(own[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
     return (
-        f"All streams appear to share one hardware queue. It delays up to "
-        f"{representative_step.describe_loss(worst)}. "
-        f"{overtaken} of {chances} kernels overtook an earlier launch on another stream, and {blocked} started only "
-        "with it."
+        f"All streams appear to share one hardware queue. It delays up to {loss}. {overtaken} of {chances} kernels "
+        f"overtook an earlier launch on another stream, and {blocked} started only with it."
     )
 
 
-def _communicator_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
+def _communicator_message(loss: StepLoss, delayed: pl.DataFrame) -> str:
+    own = loss.rows(delayed)
     return (
         f"{own.height} collectives wait {units.duration(int(own['delay_ns'].sum()))} for another one of the same "
-        f"process group on another stream. Exposed is up to {representative_step.describe_loss(worst)}."
+        f"process group on another stream. Exposed is up to {loss}."
     )
