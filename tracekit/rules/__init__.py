@@ -24,8 +24,9 @@ from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.rule import Rule
-from tracekit.rules.save_interference import CrowdedSave, GlobalSync
 from tracekit.rules.save_stalls import (
+    CrowdedSave,
+    GlobalSync,
     PlannedSave,
     SerializedSave,
     SlowStorage,

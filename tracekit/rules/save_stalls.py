@@ -10,7 +10,7 @@ from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, distinct
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_row
 
 _EVIDENCE_ROWS = 60
 
@@ -20,6 +20,10 @@ class StalledSave(Rule):
     """A class of stall that is the largest part of saves that block training; each subclass is one class."""
 
     kind: ClassVar[str]
+    subject: ClassVar[str]
+    """The start of the message, such as "Writing takes", before the cost."""
+    detail: ClassVar[str]
+    """The end of the message: where and why. In braces, as in `subject` and `fix`: columns of `stalls.dominant`."""
     fix: ClassVar[str]
     facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
     max_overhead_ratio: float = 0.05
@@ -33,16 +37,17 @@ class StalledSave(Rule):
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
         judged = run.run_table(saves.by_save).filter(~pl.col("background"), long, costly)
-        stalled = parts.join(judged.drop("bytes"), on="save").sort("blocked_ns", "save")
+        stalled = parts.join(judged.drop("bytes"), on="save")
         if stalled.is_empty():
             return
-        row = stalled.row((stalled.height - 1) // 2, named=True)
+        row = median_row(stalled, "blocked_ns", "save")
         overhead = row["overhead_ratio"]
         yield Finding(
             self.code,
             Severity.INFO if overhead is None else Severity.WARNING,
-            f"{self._subject(row)} {_of_save(row, stalled.height)}{self._detail(row)}.",
-            self.fix.replace("RANK", str(row["rank"])),
+            f"{self._cause(row)} {units.duration(row['dur_ns'])} ({units.share(row['ratio'])}) "
+            f"{_of_save(row, stalled.height)}{self._detail(row)}.",
+            self.fix.format_map(row),
             impact=(overhead or 0.0) * row["ratio"],
             cost_ns=round(row["dur_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=(0.9 if overhead is not None else 0.6) * min(1.0, 0.5 + row["ratio"]),
@@ -51,13 +56,11 @@ class StalledSave(Rule):
             evidence=_evidence(run, row),
         )
 
-    def _subject(self, row: dict[str, Any]) -> str:
-        """Return the start of the message: what takes how long."""
-        raise NotImplementedError
+    def _cause(self, row: dict[str, Any]) -> str:
+        return self.subject.format_map(row)
 
     def _detail(self, row: dict[str, Any]) -> str:
-        """Return the end of the message: where and why."""
-        raise NotImplementedError
+        return self.detail.format_map(row)
 
 
 def _of_save(row: dict[str, Any], count: int) -> str:
@@ -65,19 +68,16 @@ def _of_save(row: dict[str, Any], count: int) -> str:
     return f"of the {units.duration(row['blocked_ns'])} for which a checkpoint blocks training {which}"
 
 
-def cost(row: dict[str, Any]) -> str:
-    """Return the duration and share of a row of `stalls.parts`."""
-    return f"{units.duration(row['dur_ns'])} ({units.share(row['ratio'])})"
+def _rate(before: str, row: dict[str, Any]) -> str:
+    return before + units.rate(row["bytes"] / (row["dur_ns"] / 1e9)) if row["bytes"] else ""
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
     """Return the rows of that save, those of the longest stage and its rank first."""
     own = run.run_table(saves.stages).filter(pl.col("save") == row["save"], "blocking")
     slowest = (pl.col("rank") == row["rank"]) & (pl.col("stage") == row["stage"])
-    shown = own.sort(~slowest, "rank", "start_ns", "stage")
-    return shown.select("save", *(name for name in own.columns if name not in ("save", "whole_bytes"))).head(
-        _EVIDENCE_ROWS
-    )
+    shown = own.sort(~slowest, "rank", "start_ns", "stage").head(_EVIDENCE_ROWS)
+    return shown.select("save", pl.exclude("save", "whole_bytes"))
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class SerializedSave(StalledSave):
         "HuggingFaceStorageWriter (safetensors). DefaultSavePlanner(enable_plan_caching=True) plans only once."
     )
 
-    def _subject(self, row: dict[str, Any]) -> str:
+    def _cause(self, row: dict[str, Any]) -> str:
         small = row["envelope_ratio"] > stalls.SMALL_TENSORS_RATIO
-        return f"{'Planning and serializing take' if small else 'Serializing takes'} {cost(row)}"
+        return "Planning and serializing take" if small else "Serializing takes"
 
     def _detail(self, row: dict[str, Any]) -> str:
         if row["envelope_ratio"] <= stalls.SMALL_TENSORS_RATIO:
@@ -138,17 +138,14 @@ class StagedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT003"
     kind: ClassVar[str] = stalls.STAGING
+    subject: ClassVar[str] = "Copying tensors to the host takes"
     fix: ClassVar[str] = (
         "Reuse pinned staging memory: dcp.async_save(…, async_stager=DefaultStager(StagingOptions("
         "use_pinned_memory=True, use_async_staging=True))), with one stager for all saves."
     )
 
-    def _subject(self, row: dict[str, Any]) -> str:
-        return f"Copying tensors to the host takes {cost(row)}"
-
     def _detail(self, row: dict[str, Any]) -> str:
-        rate = f": {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
-        return f"{rate}, on rank {row['rank']}"
+        return f"{_rate(': ', row)}, on rank {row['rank']}"
 
 
 @dataclass(frozen=True)
@@ -170,18 +167,15 @@ class SlowStorage(StalledSave):
 
     code: ClassVar[str] = "CKPT004"
     kind: ClassVar[str] = stalls.WRITE
+    subject: ClassVar[str] = "Writing takes"
     fix: ClassVar[str] = (
         "Write to local disk first, or spread the shards over more writers and threads "
         "(FileSystemWriter(thread_count=…)). Or overlap the write with training: dcp.async_save. tracekit plan "
         "checkpoint computes the bandwidth needed."
     )
 
-    def _subject(self, row: dict[str, Any]) -> str:
-        return f"Writing takes {cost(row)}"
-
     def _detail(self, row: dict[str, Any]) -> str:
-        rate = f" at {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
-        return f", where rank {row['rank']} writes {units.size(row['bytes'] or 0)}{rate}"
+        return f", where rank {row['rank']} writes {units.size(row['bytes'] or 0)}{_rate(' at ', row)}"
 
 
 @dataclass(frozen=True)
@@ -203,16 +197,12 @@ class SlowSync(StalledSave):
 
     code: ClassVar[str] = "CKPT005"
     kind: ClassVar[str] = stalls.FSYNC
+    subject: ClassVar[str] = "fsync and metadata take"
+    detail: ClassVar[str] = ", most of it the stage {stage} on rank {rank}"
     fix: ClassVar[str] = (
         "Sync fewer files: FileSystemWriter(single_file_per_rank=True), or fewer writers. Or overlap the sync with "
         "training: dcp.async_save. FileSystemWriter(sync_files=False) gives up durability."
     )
-
-    def _subject(self, row: dict[str, Any]) -> str:
-        return f"fsync and metadata take {cost(row)}"
-
-    def _detail(self, row: dict[str, Any]) -> str:
-        return f", most of it the stage {row['stage']} on rank {row['rank']}"
 
 
 @dataclass(frozen=True)
@@ -236,16 +226,14 @@ class StragglingWriter(StalledSave):
 
     code: ClassVar[str] = "CKPT006"
     kind: ClassVar[str] = stalls.STRAGGLER
+    subject: ClassVar[str] = "Waiting for rank {rank} to write takes"
+    detail: ClassVar[str] = (
+        ", beyond the time that its bytes and files take on other ranks, mostly in the stage {stage}"
+    )
     fix: ClassVar[str] = (
-        "Check the storage of rank RANK's node (disk health, mount, quota, other jobs), or let other ranks write: "
+        "Check the storage of rank {rank}'s node (disk health, mount, quota, other jobs), or let other ranks write: "
         "DefaultSavePlanner(dedup_save_to_lowest_rank=False) spreads replicated tensors."
     )
-
-    def _subject(self, row: dict[str, Any]) -> str:
-        return f"Waiting for rank {row['rank']} to write takes {cost(row)}"
-
-    def _detail(self, row: dict[str, Any]) -> str:
-        return f", beyond the time that its bytes and files take on other ranks, mostly in the stage {row['stage']}"
 
 
 @dataclass(frozen=True)
@@ -267,13 +255,62 @@ class PlannedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT007"
     kind: ClassVar[str] = stalls.PLAN
+    subject: ClassVar[str] = "Planning and barriers take"
+    detail: ClassVar[str] = ", most of it the stage {stage} on rank {rank}"
     fix: ClassVar[str] = (
         "Cache plans across saves: DefaultSavePlanner(enable_plan_caching=True). Save a sharded state dict "
         "(get_model_state_dict without full_state_dict), and synchronize ranks before saving."
     )
 
-    def _subject(self, row: dict[str, Any]) -> str:
-        return f"Planning and barriers take {cost(row)}"
 
-    def _detail(self, row: dict[str, Any]) -> str:
-        return f", most of it the stage {row['stage']} on rank {row['rank']}"
+@dataclass(frozen=True)
+class GlobalSync(StalledSave):
+    """Saves that sync the whole machine.
+
+    What it does: reports saves whose largest part is `os.sync`. Not reported below `min_blocked_ms` or
+    `max_overhead_ratio` of the time.
+
+    Why it costs: it waits for the dirty pages of every process on the machine, not only for those of the checkpoint.
+
+    How it is measured: sync calls without a file, counted by the recorder.
+
+    How to fix: torch calls os.sync if a stream has no file descriptor, as with fsspec: disable syncing there.
+
+    Blind spots: needs a checkpoint log of this version; older ones do not distinguish `os.sync` from `os.fsync`.
+    """
+
+    code: ClassVar[str] = "CKPT008"
+    kind: ClassVar[str] = stalls.GLOBAL_SYNC
+    subject: ClassVar[str] = "os.sync, which syncs the whole machine, takes"
+    detail: ClassVar[str] = ", on rank {rank}, whose stream has no file descriptor to sync"
+    fix: ClassVar[str] = (
+        "Use FsspecWriter(…, sync_files=False) if the store makes writes durable itself, as object stores do."
+    )
+
+
+@dataclass(frozen=True)
+class CrowdedSave(StalledSave):
+    """Saves that wait for CPU cores.
+
+    What it does: reports saves whose largest part is waiting that no rank's work explains but a lack of CPU cores does.
+    Not reported below `min_blocked_ms` or `max_overhead_ratio` of the time.
+
+    Why it costs: ranks meet several times in a save, and each time they wait for the rank that gets no core.
+
+    How it is measured: the time of the save that is not on its critical path, as far as the rank with the largest run
+    delay, measured by the system's scheduler, was ready to run but did not run.
+
+    How to fix: leave CPU cores free for the ranks.
+
+    Blind spots: needs a checkpoint log with counters, which Linux provides. Run delay inside stages counts as those
+    stages.
+    """
+
+    code: ClassVar[str] = "CKPT016"
+    kind: ClassVar[str] = stalls.CPU_CONTENTION
+    subject: ClassVar[str] = "Waiting for a CPU core takes"
+    detail: ClassVar[str] = ", most of it on rank {rank}"
+    fix: ClassVar[str] = (
+        "Give each rank more CPU cores (--cpus-per-task), or run fewer DataLoader workers and threads "
+        "(OMP_NUM_THREADS). Check for other processes on the node of rank {rank}."
+    )

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support import rule_examples
 from tests.support.rule_examples import PROOFS, stalling, writing
-from tracekit.rules import background_save, checkpoint_policy, save_interference, save_stalls
+from tracekit.rules import background_save, checkpoint_policy, save_stalls
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 
@@ -15,8 +15,8 @@ CLASSES = (
     save_stalls.SlowSync,
     save_stalls.StragglingWriter,
     save_stalls.PlannedSave,
-    save_interference.GlobalSync,
-    save_interference.CrowdedSave,
+    save_stalls.GlobalSync,
+    save_stalls.CrowdedSave,
 )
 
 
