@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import polars as pl
 
@@ -11,7 +11,7 @@ from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, distinct
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 60
 # Run delay, as a share of the save, below which the scheduler is no cause.
@@ -19,7 +19,11 @@ _DELAYED_RATIO = 0.1
 
 
 def _slowed(run: Run) -> pl.DataFrame:
-    """Return `saves.background_slowdown` with the loss as a share of the steps during the save, and of the interval."""
+    """Return `saves.background_slowdown`, the largest loss first.
+
+    More columns: the loss as a share of the steps during the save (slowdown_ratio) and of the interval (impact), and
+    whether run delay explains it (delayed).
+    """
     intervals = run.run_table(saves.by_save).select("save", "interval_ns", "interval_steps")
     lost, undisturbed = pl.col("lost_ns"), pl.col("steps") * pl.col("baseline_step_ns")
     return (
@@ -32,28 +36,25 @@ def _slowed(run: Run) -> pl.DataFrame:
             .fill_null(value=False)
             .alias("delayed"),
         )
+        .pipe(largest_first, "lost_ns", "rank")
     )
 
 
 def _finding(rule: Rule, found: pl.DataFrame, reason: str, fix: str, *, confidence: float) -> Finding:
     """Return a finding on the rank that lost most; `reason` is the end of the message."""
-    row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
-    message = (
-        f"A background save slows concurrent steps by {units.share(row['slowdown_ratio'])} "
-        f"({row['save']}, {units.duration(row['lost_ns'])} in {row['steps']} steps of rank {row['rank']}). {reason}"
-    )
-    steps = row["interval_steps"]
+    row = found.row(0, named=True)
     return Finding(
         rule.code,
         Severity.WARNING,
-        message,
+        f"A background save slows concurrent steps by {units.share(row['slowdown_ratio'])} "
+        f"({row['save']}, {units.duration(row['lost_ns'])} in {row['steps']} steps of rank {row['rank']}). {reason}",
         fix,
         impact=row["impact"],
-        cost_ns=round(row["lost_ns"] / steps) if steps else 0,
+        cost_ns=round(row["lost_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
         confidence=confidence,
         ranks=distinct(found, "rank"),
         steps=distinct(found, "step"),
-        evidence=found.sort("lost_ns", "rank", descending=[True, False]).head(_EVIDENCE_ROWS),
+        evidence=found.head(_EVIDENCE_ROWS),
     )
 
 
@@ -96,23 +97,18 @@ class LockedOut(Rule):
         )
         if found.is_empty():
             return
-        row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
+        row = found.row(0, named=True)
         waited = row["waited_ratio"]
         share = "" if waited is None else f"; the training thread is blocked for {units.share(waited)} of it"
-        reason = (
-            f"{units.share(python_ratio(row))} of its {units.duration(row['dur_ns'])} is Python code in the training "
-            f"process, which needs the GIL{share}."
-        )
-        fix = (
+        yield _finding(
+            self,
+            found,
+            f"{units.share(row['python_ns'] / row['dur_ns'])} of its {units.duration(row['dur_ns'])} is Python code in "
+            f"the training process, which needs the GIL{share}.",
             "Save in a separate process: dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS). "
-            "Fewer, larger tensors also need the GIL for less time."
+            "Fewer, larger tensors also need the GIL for less time.",
+            confidence=0.5 if waited is None or row["delayed"] else 0.8,
         )
-        yield _finding(self, found, reason, fix, confidence=0.5 if waited is None or row["delayed"] else 0.8)
-
-
-def python_ratio(row: dict[str, Any]) -> float:
-    """Return the share of a save that runs Python code."""
-    return float(row["python_ns"] / row["dur_ns"])
 
 
 @dataclass(frozen=True)
@@ -147,16 +143,15 @@ class CrowdedOut(Rule):
         )
         if found.is_empty():
             return
-        row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
-        reason = (
-            f"The training thread was ready to run but got no CPU core for {units.share(row['delayed_ratio'])} of the "
-            "save."
-        )
-        fix = (
+        yield _finding(
+            self,
+            found,
+            f"The training thread was ready to run but got no CPU core for {units.share(found['delayed_ratio'][0])} of "
+            "the save.",
             "Give each rank more CPU cores (--cpus-per-task), or use fewer DataLoader workers and a lower "
-            "OMP_NUM_THREADS. Pin the save to separate cores with os.sched_setaffinity."
+            "OMP_NUM_THREADS. Pin the save to separate cores with os.sched_setaffinity.",
+            confidence=0.8,
         )
-        yield _finding(self, found, reason, fix, confidence=0.8)
 
 
 @dataclass(frozen=True)
@@ -187,27 +182,25 @@ class BlockingBackgroundSave(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for calls that block, and one for uploads that end too late."""
-        each = run.run_table(saves.by_save).filter("background")
+        background = run.run_table(saves.by_save).filter("background")
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
-        blocking = each.filter(long, costly).sort("blocked_ns", "save")
+        blocking = background.filter(long, costly)
         if blocking.height:
             yield self._blocking_call(run, blocking)
-        late = each.filter(
+        late = background.filter(
             # Several saves of one step are not too frequent saves.
             pl.col("step").diff().ne(0).fill_null(value=True),
             pl.col("slack_ns") < self.max_slack_ratio * pl.col("previous_written_ns"),
             pl.col("previous_written_ns") >= self.min_blocked_ms * 1_000_000,
         )
         if late.height:
-            yield self._unfinished_upload(run, late.sort("previous_written_ns", "save"))
+            yield self._unfinished_upload(run, late)
 
     def _blocking_call(self, run: Run, found: pl.DataFrame) -> Finding:
-        row = found.row((found.height - 1) // 2, named=True)
-        parts = run.run_table(stalls.parts).filter(
-            (pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED)
-        )
-        part = parts.row(0, named=True) if parts.height else None
+        row = median_row(found, "blocked_ns", "save")
+        of_save = (pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED)
+        part = next(run.run_table(stalls.parts).filter(of_save).iter_rows(named=True), None)
         longest = (
             f", most of it {part['kind']}, {units.duration(part['dur_ns'])} on rank {part['rank']}" if part else ""
         )
@@ -228,16 +221,15 @@ class BlockingBackgroundSave(Rule):
         )
 
     def _unfinished_upload(self, run: Run, found: pl.DataFrame) -> Finding:
-        row = found.row((found.height - 1) // 2, named=True)
+        row = median_row(found, "previous_written_ns", "save")
         between, plain = row["start_interval_ns"], row["interval_ns"]
         lost_ns = max(0, between - plain) if row["interval_steps"] and plain else 0
-        upload = units.duration(row["previous_written_ns"])
         return Finding(
             self.code,
             Severity.WARNING,
             f"{found.height} {'saves start' if found.height > 1 else 'save starts'} while the previous upload runs or "
-            f"has just ended: the upload takes {upload}, and saves come every {units.duration(between)} "
-            f"({row['save']}).",
+            f"has just ended: the upload takes {units.duration(row['previous_written_ns'])}, and saves come every "
+            f"{units.duration(between)} ({row['save']}).",
             "Save at longer intervals than an upload takes, or make the upload faster (local disk first, more "
             "writers). Wait for the future of dcp.async_save only before the next save.",
             impact=min(1.0, lost_ns / between) if between > 0 else 0.0,

@@ -11,7 +11,7 @@ from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, distinct
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 60
 _FIXES = {
@@ -84,7 +84,7 @@ class BlockingCheckpoint(Rule):
         longest = _longest(stages)
         blocking = run.run_table(saves.by_save).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
         after_steps = saves.by_training_step(blocking, run.run_table(saves.by_rank))
-        median_save = after_steps.sort("blocked_ns", "start_ns").row((after_steps.height - 1) // 2, named=True)
+        median_save = median_row(after_steps, "blocked_ns", "start_ns")
         (quoted,) = longest.filter(pl.col("checkpoint") == median_save["save"]).iter_rows(named=True)
         own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
         path = stalls.critical_path(own)
@@ -97,8 +97,7 @@ class BlockingCheckpoint(Rule):
             self.code,
             Severity.WARNING if costly else Severity.INFO,
             f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
-            f"({_quoted_save(median_save, after_steps)})"
-            f"{_slowest_stage(critical, own)}",
+            f"({_quoted_save(median_save, after_steps.height)}){_slowest_stage(critical, own)}",
             f"{_BACKGROUND_FIX} {_FIXES[critical['stage']]}" if critical else _BACKGROUND_FIX,
             impact=overhead,
             cost_ns=int(blocked_ns / steps) if steps else 0,
@@ -110,14 +109,14 @@ class BlockingCheckpoint(Rule):
 
     def _by_spans(self, run: Run) -> Finding:
         spans = run.table(save_stages.save_spans)
-        rank = spans.group_by("rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "rank", descending=[True, False])
-        own = spans.filter(pl.col("rank") == rank["rank"][0]).sort("start_ns")
-        longest = own.sort("dur_ns", descending=True).row(0, named=True)
-        steps = run.table(save_stages.host_steps).filter(pl.col("rank") == rank["rank"][0])
-        inside = own.drop_nulls("step")
-        share = int(inside["dur_ns"].sum()) / int(steps["dur_ns"].sum()) if steps.height else 0.0
+        by_rank = largest_first(spans.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
+        of_rank = pl.col("rank") == by_rank["rank"][0]
+        own, steps = spans.filter(of_rank).sort("start_ns"), run.table(save_stages.host_steps).filter(of_rank)
+        longest = largest_first(own, "dur_ns").row(0, named=True)
+        inside_ns = int(own.drop_nulls("step")["dur_ns"].sum())
+        share = inside_ns / int(steps["dur_ns"].sum()) if steps.height else 0.0
         # One save does not show how often the run saves: the window may have been placed around it.
-        often = inside.height > 1
+        often = own["step"].count() > 1
         of_steps = f", {units.share(share)} of the {steps.height} profiled steps" if share else ""
         return Finding(
             self.code,
@@ -128,11 +127,11 @@ class BlockingCheckpoint(Rule):
             f"{_inside_spans(own)}" + ("." if often else "; the trace does not show how often the run saves."),
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
             impact=share if often else 0.0,
-            cost_ns=int(inside["dur_ns"].sum()) // steps.height if often and steps.height else 0,
+            cost_ns=inside_ns // steps.height if often and steps.height else 0,
             confidence=0.6 if often else 0.4,
             ranks=distinct(spans, "rank"),
             steps=distinct(spans, "step"),
-            evidence=pl.concat([own, spans.filter(pl.col("rank") != rank["rank"][0])]).head(_EVIDENCE_ROWS),
+            evidence=pl.concat([own, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
         )
 
 
@@ -148,22 +147,20 @@ def _stages(run: Run) -> pl.DataFrame:
 def _longest(stages: pl.DataFrame) -> pl.DataFrame:
     """Return, for each save, its longest total over the ranks, in order of time."""
     totals = stages.filter(pl.col("stage") == conventions.TOTAL)
-    by_length = totals.sort("dur_ns", "rank", descending=[True, False])
-    return by_length.unique("checkpoint", keep="first", maintain_order=True).sort("start_ns")
+    longest = largest_first(totals, "dur_ns", "rank").unique("checkpoint", keep="first", maintain_order=True)
+    return longest.sort("start_ns")
 
 
-def _quoted_save(median_save: dict[str, Any], after_steps: pl.DataFrame) -> str:
-    name, others = str(median_save["save"]), median_save["saves"] - 1
+def _quoted_save(median_save: dict[str, Any], count: int) -> str:
+    others = median_save["saves"] - 1
     more = f" and {others} more after that step" if others else ""
-    return f"{name}{more}, the median of {after_steps.height} saves" if after_steps.height > 1 else f"{name}{more}"
+    return f"{median_save['save']}{more}" + (f", the median of {count} saves" if count > 1 else "")
 
 
 def _inside_spans(spans: pl.DataFrame) -> str:
     """Return the parts of the spans that the trace contains, and those that it does not."""
-    known = {
-        name: int(spans[column].sum()) for name, column in _SPAN_PARTS.items() if spans[column].is_not_null().any()
-    }
-    shown = [f"{units.duration(ns)} {name}" for name, ns in known.items() if ns]
+    parts = {name: int(spans[column].sum()) for name, column in _SPAN_PARTS.items()}  # 0 if the trace has none
+    shown = [f"{units.duration(ns)} {name}" for name, ns in parts.items() if ns]
     stacks = spans["fsync_ns"].is_not_null().any()
     hidden = "serializing is" if stacks else "serializing, writing and syncing are"
     inside = f", of which {', '.join(shown)}" if shown else ""
@@ -184,7 +181,7 @@ def _slowest_stage(critical: dict[str, Any], own: pl.DataFrame) -> str:
     stage_ns, leg_ns = critical["dur_ns"], critical["leg_ns"]
     of = f" ({units.share(stage_ns / leg_ns)} of its work)" if leg_ns > stage_ns else ""
     waits = own.filter(pl.col("stage") == conventions.WAIT, pl.col("rank") != critical["rank"])
-    longest = waits.sort("dur_ns", "rank", descending=[True, False]).head(1)
+    longest = largest_first(waits, "dur_ns", "rank").head(1)
     waiting = [f"; rank {r} waits {units.duration(ns)} in total" for r, ns in longest.select("rank", "dur_ns").rows()]
     return (
         f". The longest stage is {critical['stage']} on rank {critical['rank']}, "

@@ -13,7 +13,7 @@ from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.plan import checkpoint as plan
-from tracekit.rules.rule import Finding, Rule, Severity, distinct
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 60
 
@@ -45,7 +45,8 @@ class AmplifiedRestore(Rule):
         found = run.run_table(restores.restores).filter(pl.col("amplification") > self.max_amplification)
         if found.is_empty():
             return
-        row = found.sort("dur_ns", "checkpoint", descending=[True, False]).row(0, named=True)
+        slowest = largest_first(found, "dur_ns", "checkpoint")
+        row = slowest.row(0, named=True)
         yield Finding(
             self.code,
             Severity.WARNING if row["dur_ns"] >= self.max_load_s * 1e9 else Severity.INFO,
@@ -58,7 +59,7 @@ class AmplifiedRestore(Rule):
             confidence=0.9,
             ranks=run.ranks,
             steps=distinct(found, "step"),
-            evidence=found.sort("dur_ns", "checkpoint", descending=[True, False]).head(_EVIDENCE_ROWS),
+            evidence=slowest.head(_EVIDENCE_ROWS),
         )
 
 
@@ -89,10 +90,10 @@ class UnwiseInterval(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the median save's interval is far from the optimum."""
         blocking = run.run_table(saves.by_save).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
-        all_saves = saves.by_training_step(blocking, run.run_table(saves.by_rank)).sort("blocked_ns", "start_ns")
+        all_saves = saves.by_training_step(blocking, run.run_table(saves.by_rank))
         if self.mtbf_s <= 0 or all_saves.is_empty():
             return
-        row = all_saves.row((all_saves.height - 1) // 2, named=True)
+        row = median_row(all_saves, "blocked_ns", "start_ns")
         blocked_s, interval_s = row["blocked_ns"] / 1e9, row["interval_ns"] / 1e9
         best_s = plan.daly_s(blocked_s, self.mtbf_s)
         if interval_s <= 0 or 1 / self.max_interval_ratio <= interval_s / best_s <= self.max_interval_ratio:
@@ -138,18 +139,18 @@ class LostOnPowerFailure(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such saves."""
-        found = run.run_table(saves.by_rank).filter(~pl.col("durable"))
+        by_rank = run.run_table(saves.by_rank)
+        found = by_rank.filter(~pl.col("durable"))
         if found.is_empty():
             return
-        number = found["save"].n_unique()
         first = found.row(0, named=True)
         synced = first["storage_bytes_per_s"] is not None
         reason = "the metadata file is synced before it is flushed" if synced else "no file is synced"
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{number} of {run.run_table(saves.by_rank)['save'].n_unique()} saves may be lost on a power failure, "
-            f"because {reason} ({first['save']}, rank {first['rank']}).",
+            f"{found['save'].n_unique()} of {by_rank['save'].n_unique()} saves may be lost on a power failure, because "
+            f"{reason} ({first['save']}, rank {first['rank']}).",
             "After the save, os.fsync the metadata file and the folder."
             if synced
             else "Write to an open file, flush and os.fsync it, then os.replace it and os.fsync the folder. dcp.save "
@@ -198,8 +199,8 @@ class UnverifiedShards(Rule):
             confidence=0.6,
             ranks=distinct(lines, "rank"),
             steps=distinct(lines, "step"),
-            evidence=lines.select("save", "window", "rank", "step", "start_ns", "dur_ns", "call", "bytes").head(
-                _EVIDENCE_ROWS
+            evidence=lines.head(_EVIDENCE_ROWS).select(
+                "save", "window", "rank", "step", "start_ns", "dur_ns", "call", "bytes"
             ),
         )
 
@@ -229,7 +230,7 @@ class SeveralWriters(Rule):
         found = run.run_table(saves.duplicate_files)
         if found.is_empty():
             return
-        row = found.sort("repeated_bytes", "path", descending=[True, False]).row(0, named=True)
+        row = largest_first(found, "repeated_bytes", "path").row(0, named=True)
         yield Finding(
             self.code,
             Severity.WARNING,
