@@ -16,7 +16,7 @@ from tracekit.ingest.loader import load
 from tracekit.model import units
 from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
-from tracekit.rules.alternating_stragglers import UnevenRanks
+from tracekit.rules.stragglers import UnevenRanks
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives

@@ -4,7 +4,6 @@ from importlib.metadata import entry_points
 
 from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
-from tracekit.rules.alternating_stragglers import UnevenRanks
 from tracekit.rules.background_save import BlockingBackgroundSave, CrowdedOut, LockedOut
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.checkpoint_policy import (
@@ -34,7 +33,7 @@ from tracekit.rules.save_stalls import (
     StagedSave,
     StragglingWriter,
 )
-from tracekit.rules.stragglers import Straggler
+from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.rules.streams import GiveWay, NeedlessOrder
 
 RULES: tuple[type[Rule], ...] = (

@@ -13,9 +13,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import double_buffering
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, distinct
-
-_DEVICE = ["window", "rank", "device"]
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,19 @@ class ChangingSizes(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the rank whose representative step allocates most in new sizes."""
         fresh = run.table(allocations.new_sizes)
-        key = [*_DEVICE, "step"]
-        sums = fresh.group_by(key).agg(fresh_count=pl.len(), fresh_bytes=pl.col("bytes").sum())
+        sums = fresh.group_by(representative_step.KEY).agg(fresh_count=pl.len(), fresh_bytes=pl.col("bytes").sum())
         steps = run.table(allocations.churn).filter(pl.col("peak_bytes") > 0)
-        number = pl.col("step").rank("dense").over(_DEVICE)
-        steps = steps.filter(number > self.warmup_steps).join(sums, on=key, how="left", nulls_equal=True)
+        number = pl.col("step").rank("dense").over(representative_step.DEVICE)
+        steps = steps.filter(number > self.warmup_steps).join(
+            sums, on=representative_step.KEY, how="left", nulls_equal=True
+        )
         steps = steps.with_columns(pl.col("fresh_count", "fresh_bytes").fill_null(0)).with_columns(
             fresh_ratio=pl.col("fresh_bytes") / pl.col("peak_bytes")
         )
         worst = representative_step.worst(steps, "fresh_ratio")
         if worst is None or worst["fresh_ratio"] < self.min_new_size_ratio or not worst["fresh_count"]:
             return
-        rank_rows = representative_step.rows_of(fresh, worst).sort("bytes", "start_ns", descending=[True, False])
+        own = largest_first(representative_step.rows_of(fresh, worst), "bytes", "start_ns")
         kind = "" if worst["device"] is not None else " of the host's memory"
         yield Finding(
             self.code,
@@ -75,7 +74,7 @@ class ChangingSizes(Rule):
             confidence=0.8,
             ranks=distinct(fresh, "rank"),
             steps=distinct(fresh, "step"),
-            evidence=rank_rows,
+            evidence=own,
         )
 
 
@@ -115,7 +114,7 @@ class AlternatingBuffers(Rule):
         worst = representative_step.worst(steps, "bytes")
         if worst is None or not worst["count"] or buffers["step"].n_unique() < self.min_steps:
             return
-        own = representative_step.rows_of(buffers, worst).sort("bytes", "start_ns", descending=[True, False])
+        own = largest_first(representative_step.rows_of(buffers, worst), "bytes", "start_ns")
         reusable = representative_step.rows_of(run.table(double_buffering.alternating).drop("device"), worst)
         yield Finding(
             self.code,

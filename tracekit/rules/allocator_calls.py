@@ -13,9 +13,10 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
+_RETRIES = "Allocation retries (cudaMalloc failed, cache flushed)"
 _RETRY_FIX = (
     "Lower the peak (smaller batch, activation checkpointing). If much of the reserved memory is unused, set "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
@@ -60,24 +61,21 @@ class SteadyDeviceAllocation(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the representative step of the rank that stalls most."""
-        yield from self._device_calls(run)
-
-    def _device_calls(self, run: Run) -> Iterator[Finding]:
-        steps = self._steady(
-            steps_without_saves.without_saves(run, run.table(steady_state.stalls).filter(pl.col("duration_ns") > 0))
-        )
+        stalls = run.table(steady_state.stalls).filter(pl.col("duration_ns") > 0)
+        steps = self._steady(steps_without_saves.without_saves(run, stalls))
         stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")
         steps = steps.with_columns(stalled.alias("stall_ratio"), blocked.alias("host_ratio"))
         worst = representative_step.worst(steps, "stall_ratio")
         if worst is None or (worst["stall_ratio"] < self.min_stall_ratio and worst["host_ratio"] < self.min_host_ratio):
             return
         judged = steps.filter(pl.col("calls") > 0)
+        half = "the second half of " if worst["step"] is None else ""
         yield Finding(
             self.code,
             Severity.WARNING if worst["stall_ratio"] >= self.min_stall_ratio else Severity.INFO,
-            f"{worst['calls']:,} device malloc and free calls in {_where(worst)} leave the device idle for "
-            f"{units.duration(worst['stalled_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(worst['stall_ratio'])}) and take {units.duration(worst['host_ns'])} on the host.",
+            f"{worst['calls']:,} device malloc and free calls in {half}{representative_step.describe(worst)} leave the "
+            f"device idle for {representative_step.describe_loss(worst, 'stalled_ns')} and take "
+            f"{units.duration(worst['host_ns'])} on the host.",
             _DEVICE_CALLS_FIX,
             impact=worst["stall_ratio"],
             cost_ns=worst["stalled_ns"] if worst["step"] is not None else 0,
@@ -92,9 +90,8 @@ class SteadyDeviceAllocation(Rule):
 
     def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:
         """Return the steps without the first ones of each window, where there are more than those."""
-        place = ["window", "rank", "device"]
-        number = pl.col("step").rank("dense").over(place)
-        enough = pl.col("step").n_unique().over(place) > self.warmup_steps
+        number = pl.col("step").rank("dense").over(representative_step.DEVICE)
+        enough = pl.col("step").n_unique().over(representative_step.DEVICE) > self.warmup_steps
         return steps.filter(pl.col("step").is_null() | ~enough | (number > self.warmup_steps))
 
 
@@ -137,23 +134,21 @@ class AllocatorRetry(Rule):
         if retried.is_empty():
             return
         counts = retried.group_by("rank").agg(pl.col("retries").sum(), pl.len().alias("steps"))
-        worst = counts.sort("retries", "rank", descending=[True, False]).row(0, named=True)
+        worst = largest_first(counts, "retries", "rank").row(0, named=True)
         own = rows.filter(pl.col("rank") == worst["rank"])
-        slowdown_ns = _slowdown_ns(own)
-        share = worst["steps"] / own.height
+        slowdown_ns = max(0.0, _slowdown_ns(own))
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Allocation retries (cudaMalloc failed, cache flushed): {worst['retries']} in {worst['steps']} of "
-            f"{own.height} steps on rank {worst['rank']}"
-            + (f"; those steps take {units.duration(slowdown_ns)} longer than the others." if slowdown_ns > 0 else "."),
+            f"{_RETRIES}: {worst['retries']} in {worst['steps']} of {own.height} steps on rank {worst['rank']}"
+            + (f"; those steps take {units.duration(slowdown_ns)} longer than the others." if slowdown_ns else "."),
             _RETRY_FIX,
-            impact=min(1.0, slowdown_ns * worst["steps"] / own["step_time_ns"].sum()) if slowdown_ns > 0 else 0.0,
-            cost_ns=int(slowdown_ns * share) if slowdown_ns > 0 else 0,
+            impact=min(1.0, slowdown_ns * worst["steps"] / own["step_time_ns"].sum()) if slowdown_ns else 0.0,
+            cost_ns=int(slowdown_ns * (worst["steps"] / own.height)),
             confidence=0.9,
             ranks=distinct(counts, "rank"),
             steps=distinct(retried, "step"),
-            evidence=pl.concat([own.filter(pl.col("retries") > 0), own.filter(pl.col("retries") == 0)]).select(
+            evidence=own.sort(pl.col("retries") == 0, maintain_order=True).select(
                 "window", "rank", "step", "retries", "step_time_ns"
             ),
         )
@@ -162,25 +157,17 @@ class AllocatorRetry(Rule):
         retried = run.run_table(run_snapshots.histories).filter(pl.col("retries") >= self.min_retries)
         if retried.is_empty():
             return
-        worst = retried.sort("retries", "rank", descending=[True, False]).row(0, named=True)
+        worst = largest_first(retried, "retries", "rank").row(0, named=True)
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Allocation retries (cudaMalloc failed, cache flushed): {worst['retries']} in the "
-            f"{worst['events']:,} events of the memory snapshot of rank {worst['rank']}.",
+            f"{_RETRIES}: {worst['retries']} in the {worst['events']:,} events of the memory snapshot of rank "
+            f"{worst['rank']}.",
             _RETRY_FIX,
             confidence=0.8,
             ranks=distinct(retried, "rank"),
             evidence=retried,
         )
-
-
-def _where(worst: dict[str, Any]) -> str:
-    return (
-        representative_step.describe(worst)
-        if worst["step"] is not None
-        else f"the second half of {representative_step.describe(worst)}"
-    )
 
 
 def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
@@ -197,7 +184,7 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
         ],
         schema_overrides={"step": pl.Int64},
     )
-    own = own.sort("stalled_ns", "start_ns", descending=[True, False]).head(_EVIDENCE_ROWS)
+    own = largest_first(own, "stalled_ns", "start_ns").head(_EVIDENCE_ROWS)
     shown = pl.concat([own.with_columns(pl.col("dur_ns").alias("host_ns")), totals], how="diagonal")
     return shown.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns", "step_ns")
 

@@ -22,6 +22,10 @@ class _Kind(NamedTuple):
     """Whether it becomes an error if more than `error_affected_ratio` of the data is affected."""
 
 
+def _degrading(fix: str) -> _Kind:
+    return _Kind(Severity.WARNING, fix, can_be_error=True)
+
+
 _INFO, _WARNING, _ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
 _RECORD_AGAIN = "Record that rank again, or copy its file again. "
 _STEP = "Call profiler.step() once per training step, or record with tracekit.capture.Recorder."
@@ -31,23 +35,15 @@ _WARM_UP = (
 )
 _KINDS = {
     # Damaged or incomplete files.
-    "unreadable": _Kind(_WARNING, _RECORD_AGAIN + "The other ranks were judged without it.", can_be_error=True),
-    "truncated": _Kind(_WARNING, _RECORD_AGAIN + "The events before the cut were judged.", can_be_error=True),
-    "bad_times": _Kind(
-        _WARNING, "Record again with a newer PyTorch: events with invalid times were left out.", can_be_error=True
-    ),
-    "damaged_events": _Kind(_WARNING, _RECORD_AGAIN + "The readable events were judged.", can_be_error=True),
-    "repeated_events": _Kind(
-        _WARNING, "Write each trace to its own file: only the first one was judged.", can_be_error=True
-    ),
-    "rankless_events": _Kind(
-        _WARNING, "Merge the ranks' files again so that each event names its rank.", can_be_error=True
-    ),
+    "unreadable": _degrading(_RECORD_AGAIN + "The other ranks were judged without it."),
+    "truncated": _degrading(_RECORD_AGAIN + "The events before the cut were judged."),
+    "bad_times": _degrading("Record again with a newer PyTorch: events with invalid times were left out."),
+    "damaged_events": _degrading(_RECORD_AGAIN + "The readable events were judged."),
+    "repeated_events": _degrading("Write each trace to its own file: only the first one was judged."),
+    "rankless_events": _degrading("Merge the ranks' files again so that each event names its rank."),
     "several_ranks": _Kind(_ERROR, "Pass one trace file per rank, or a folder with all of them."),
-    "unmatched_pairs": _Kind(_WARNING, "Stop the profiler after the profiled work has ended.", can_be_error=True),
-    "unknown_kinds": _Kind(
-        _WARNING, "Report this trace to tracekit's authors: the profiler that wrote it is unknown.", can_be_error=True
-    ),
+    "unmatched_pairs": _degrading("Stop the profiler after the profiled work has ended."),
+    "unknown_kinds": _degrading("Report this trace to tracekit's authors: the profiler that wrote it is unknown."),
     "damaged_header": _Kind(_WARNING, _RECORD_AGAIN + "The rank was taken from the file name."),
     "stray_bytes": _Kind(_INFO, "No action needed: only the marked characters of names are lost."),
     "bad_manifest": _Kind(_WARNING, "Write run.json again, or remove it: the traces alone are enough."),
@@ -58,30 +54,22 @@ _KINDS = {
     "duplicate_rank": _Kind(_WARNING, "Keep one trace per rank and window, or put each window into its own folder."),
     "rank_guessed": _Kind(_INFO, "Record with torch.distributed initialized, so that the trace states its rank."),
     "mixed_jobs": _Kind(
-        _ERROR,
-        "Pass the folder of one run, or several folders: check RUNS/*. Give each job its own folder.",
+        _ERROR, "Pass the folder of one run, or several folders: check RUNS/*. Give each job its own folder."
     ),
     "windows_assumed": _Kind(_INFO, "No action needed if these are windows of one job; else load each job separately."),
     "mixed_versions": _Kind(_WARNING, "Run all ranks with the same software on the same kind of device."),
     # What the profiler did not record.
     "no_work": _Kind(_ERROR, "Record with ProfilerActivity.CPU, and ProfilerActivity.CUDA where there is a device."),
     "no_device_activity": _Kind(
-        _ERROR,
-        "Record with ProfilerActivity.CUDA (on AMD too), with no other profiler using CUPTI on the device.",
+        _ERROR, "Record with ProfilerActivity.CUDA (on AMD too), with no other profiler using CUPTI on the device."
     ),
     "no_steps": _Kind(_INFO, _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),
-    "unlinked": _Kind(
-        _WARNING,
-        "Start the profiler a step earlier (warmup=1 or more): work queued before the start has no recorded launch.",
-        can_be_error=True,
+    "unlinked": _degrading(
+        "Start the profiler a step earlier (warmup=1 or more): work queued before the start has no recorded launch."
     ),
-    "outside_steps": _Kind(_WARNING, "Start and stop the profiler at step boundaries. " + _STEP, can_be_error=True),
-    "dropped_events": _Kind(
-        _WARNING,
-        "Profile fewer steps or without stacks and shapes, and synchronize before stopping.",
-        can_be_error=True,
-    ),
+    "outside_steps": _degrading("Start and stop the profiler at step boundaries. " + _STEP),
+    "dropped_events": _degrading("Profile fewer steps or without stacks and shapes, and synchronize before stopping."),
     "warm_up_inside": _Kind(_WARNING, _WARM_UP),
     "unreadable_snapshot": _Kind(_WARNING, "Dump the snapshot again: torch.cuda.memory._dump_snapshot."),
     # Clocks and times.
@@ -92,9 +80,9 @@ _KINDS = {
         _INFO, "Ignore differences between ranks below the clock error; synchronize clocks with PTP or chrony."
     ),
     "clock_unaligned": _Kind(_WARNING, "Profile the same steps on all ranks, with at least three shared collectives."),
-    "overlapping_slices": _Kind(_WARNING, "No action needed: overlapping time is counted once.", can_be_error=True),
+    "overlapping_slices": _degrading("No action needed: overlapping time is counted once."),
 }
-_OTHER = _Kind(_WARNING, "Check the evidence, and record again if it matters.", can_be_error=True)
+_OTHER = _degrading("Check the evidence, and record again if it matters.")
 _MEASURED = ("unlinked", "outside_steps", "dropped_events", "overlapping_slices")
 
 
@@ -126,17 +114,13 @@ class DoubtfulTrace(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per kind of data-quality issue."""
-        measured = RUN_DATA_QUALITY.conform(run.table(trace_quality.data_quality))
-        versions = _mixed_versions(run.table(trace_quality.versions))
-        issues = pl.concat(
-            [
-                RUN_DATA_QUALITY.conform(run.data_quality),
-                measured,
-                versions,
-                alignment.data_quality(run),
-                run_snapshots.data_quality(run),
-            ]
-        )
+        issues = pl.concat([
+            RUN_DATA_QUALITY.conform(run.data_quality),
+            RUN_DATA_QUALITY.conform(run.table(trace_quality.data_quality)),
+            _mixed_versions(run.table(trace_quality.versions)),
+            alignment.data_quality(run),
+            run_snapshots.data_quality(run),
+        ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
         for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):
             yield self._finding(str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))

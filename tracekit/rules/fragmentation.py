@@ -11,9 +11,9 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.rule import Finding, Rule, Severity, distinct
+from tracekit.rules.representative_step import DEVICE
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
-_DEVICE = ["window", "rank", "device"]
 _EVIDENCE_ROWS = 60
 
 
@@ -58,29 +58,25 @@ class FragmentedMemory(Rule):
         grown = run.table(steady_state.regrowth)
         if grown.is_empty():
             return
-        known = (
-            run.table(allocations.churn)
-            .group_by("window", "rank")
-            .agg(first_step=pl.col("step").min(), steps=pl.col("step").n_unique())
-        )
+        by_rank = run.table(allocations.churn).group_by("window", "rank")
+        known = by_rank.agg(first_step=pl.col("step").min(), steps=pl.col("step").n_unique())
         grown = grown.join(known, on=["window", "rank"], how="left")
         warm = pl.col("step") >= pl.col("first_step") + self.warmup_steps
         steady = grown.filter(pl.col("step").is_null() | (pl.col("steps") <= self.warmup_steps) | warm)
-        reserved = run.table(allocations.peaks).select(*_DEVICE, "peak_reserved_bytes")
-        sums = steady.group_by(_DEVICE).agg(
+        reserved = run.table(allocations.peaks).select(*DEVICE, "peak_reserved_bytes")
+        sums = steady.group_by(DEVICE).agg(
             requests=pl.len(), grown_bytes=pl.col("grown_bytes").sum(), stalled_ns=pl.col("stalled_ns").sum(),
             least_idle_bytes=pl.col("idle_bytes").min(), steps=pl.col("steps").first(),
         )  # fmt: skip
-        sums = sums.join(reserved, on=_DEVICE, nulls_equal=True)
+        sums = sums.join(reserved, on=DEVICE, nulls_equal=True)
         bad = sums.filter(
             pl.col("grown_bytes") >= self.min_bytes,
             pl.col("grown_bytes") >= self.min_grown_ratio * pl.col("peak_reserved_bytes"),
         )
         if bad.is_empty():
             return
-        worst = bad.sort("grown_bytes", "window", "rank", descending=[True, False, False]).row(0, named=True)
-        stalls = worst["stalled_ns"] > 0
-        rank_rows = steady.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _DEVICE))
+        worst = largest_first(bad, "grown_bytes", "window", "rank").row(0, named=True)
+        rank_rows = steady.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in DEVICE))
         shown = rank_rows.drop("first_step", "steps").sort("grown_bytes", descending=True, maintain_order=True)
         yield Finding(
             self.code,
@@ -88,7 +84,11 @@ class FragmentedMemory(Rule):
             f"Fragmentation on rank {worst['rank']}: {worst['requests']:,} "
             f"request{'s' * (worst['requests'] > 1)} reserved another {units.size(worst['grown_bytes'])} although at "
             f"least as much was reserved and free. The peak is {units.size(worst['peak_reserved_bytes'])} reserved"
-            + (f", and the device is idle for {units.duration(worst['stalled_ns'])}." if stalls else "."),
+            + (
+                f", and the device is idle for {units.duration(worst['stalled_ns'])}."
+                if worst["stalled_ns"] > 0
+                else "."
+            ),
             "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or max_split_size_mb to leave large blocks unsplit. "
             "Allocate long-lived tensors before temporary ones.",
             cost_ns=worst["stalled_ns"] // max(worst["steps"] or 1, 1),
@@ -110,7 +110,7 @@ class FragmentedMemory(Rule):
         )
         if cut.is_empty():
             return
-        worst = cut.sort("free_bytes", "window", "rank", descending=[True, False, False]).row(0, named=True)
+        worst = largest_first(cut, "free_bytes", "window", "rank").row(0, named=True)
         yield Finding(
             self.code,
             Severity.INFO,
@@ -157,17 +157,17 @@ class CrossStreamSlack(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the device with the most such memory."""
         pools = run.run_table(run_snapshots.pools)
-        of_stream = pools.group_by(*_DEVICE, "stream").agg(pl.col("total_bytes", "free_bytes", "waiting_bytes").sum())
-        main = pl.col("total_bytes") == pl.col("total_bytes").max().over(_DEVICE)
+        of_stream = pools.group_by(*DEVICE, "stream").agg(pl.col("total_bytes", "free_bytes", "waiting_bytes").sum())
+        main = pl.col("total_bytes") == pl.col("total_bytes").max().over(DEVICE)
         sides = of_stream.with_columns(side_bytes=pl.when(main).then(0).otherwise("free_bytes"))
-        sums = sides.group_by(_DEVICE).agg(pl.col("side_bytes", "waiting_bytes", "total_bytes").sum(), streams=pl.len())
+        sums = sides.group_by(DEVICE).agg(pl.col("side_bytes", "waiting_bytes", "total_bytes").sum(), streams=pl.len())
         idle = sums.with_columns(idle_bytes=pl.col("side_bytes") + pl.col("waiting_bytes")).filter(
             pl.col("idle_bytes") >= self.min_idle_bytes,
             pl.col("idle_bytes") >= self.min_idle_ratio * pl.col("total_bytes"),
         )
         if idle.is_empty():
             return
-        worst = idle.sort("idle_bytes", "window", "rank", descending=[True, False, False]).row(0, named=True)
+        worst = largest_first(idle, "idle_bytes", "window", "rank").row(0, named=True)
         yield Finding(
             self.code,
             Severity.INFO,
@@ -179,5 +179,5 @@ class CrossStreamSlack(Rule):
             cost_bytes=worst["idle_bytes"],
             confidence=0.8,
             ranks=distinct(idle, "rank"),
-            evidence=of_stream.sort(*_DEVICE, "stream"),
+            evidence=of_stream.sort(*DEVICE, "stream"),
         )

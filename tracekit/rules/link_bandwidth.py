@@ -1,6 +1,6 @@
 """The rule on slow links: process groups that move data more slowly than their peers, or than before."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,8 @@ from tracekit.analysis.communication import group_bandwidth
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
+from tracekit.rules.representative_step import describe_loss
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, median_row
 
 _EVIDENCE_ROWS = 40
 _GROUP = ("window", "group", "members")
@@ -57,15 +58,11 @@ class SlowLink(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
         durations = self._durations(run)
-        to_peers = _with_durations(run.run_table(group_bandwidth.group_comparison), durations)
-        slow = _slow_groups(
-            self._slower_than_peers(group) for _, group in to_peers.group_by(_GROUP, maintain_order=True)
-        )
+        to_peers = _by_group(run.run_table(group_bandwidth.group_comparison), durations)
+        slow = [row for group in to_peers if (row := self._slower_than_peers(group))]
         if not slow:
-            to_steps = _with_durations(run.run_table(group_bandwidth.step_comparison), durations)
-            slow = _slow_groups(
-                self._slower_than_before(group) for _, group in to_steps.group_by(_GROUP, maintain_order=True)
-            )
+            to_steps = _by_group(run.run_table(group_bandwidth.step_comparison), durations)
+            slow = [row for group in to_steps if (row := self._slower_than_before(group))]
             slow = [max(slow, key=lambda row: row["extra_ns"])] if slow else []
         for row in slow:
             yield self._finding(run, row)
@@ -90,7 +87,7 @@ class SlowLink(Rule):
         since = steps.filter(pl.col("order") >= slow["order"][0])
         if slow.height < self.min_steps_ratio * since.height or since.height * 3 < steps.height:
             return None
-        return _median_step(slow) | {"slow": slow, "reference": "peers", "since": since.height}
+        return median_row(slow, "extra_ns", "step") | {"slow": slow, "reference": "peers", "since": since.height}
 
     def _slower_than_before(self, group: pl.DataFrame) -> dict[str, Any] | None:
         """Return the median slow step of a group that became slow and stays slow; else None."""
@@ -109,7 +106,11 @@ class SlowLink(Rule):
             pl.min_horizontal(rest_ns, "exposed_ns").alias("extra_ns"),
         )
         slow = after.filter(pl.col("ratio") >= self.min_slowdown)
-        return _median_step(slow) | {"slow": slow, "reference": "earlier steps", "since": after.height}
+        return median_row(slow, "extra_ns", "step") | {
+            "slow": slow,
+            "reference": "earlier steps",
+            "since": after.height,
+        }
 
     def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         slow: pl.DataFrame = worst["slow"]
@@ -122,8 +123,7 @@ class SlowLink(Rule):
             f"The group {worst['axis'] or worst['group'] or 'of all ranks'} of {ranks} takes {worst['ratio']:.1f} "
             f"times as long as {reference} for the same collectives: {_speed(worst, 'transfer_ns')} instead of "
             f"{_speed(worst, 'usual_ns')}, in {slow.height} of {worst['since']} steps since step {first}. The exposed "
-            f"part is {units.duration(worst['extra_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(lost_ratio)}) in step {worst['step']}."
+            f"part is {describe_loss(worst, 'extra_ns')} in step {worst['step']}."
         )
         ring = " All members of a ring see its slowest link, so one group does not identify the rank."
         untraced = " Or ranks without a trace arrive late."
@@ -145,22 +145,13 @@ class SlowLink(Rule):
         )
 
 
-def _slow_groups(groups: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    return [group for group in groups if group is not None]
-
-
-def _with_durations(table: pl.DataFrame, durations: pl.DataFrame) -> pl.DataFrame:
-    return table.join(durations, on=[*_GROUP, "step"], nulls_equal=True, maintain_order="left")
-
-
-def _median_step(slow: pl.DataFrame) -> dict[str, Any]:
-    return slow.sort("extra_ns", "step").row((slow.height - 1) // 2, named=True)
+def _by_group(table: pl.DataFrame, durations: pl.DataFrame) -> list[pl.DataFrame]:
+    known = table.join(durations, on=[*_GROUP, "step"], nulls_equal=True, maintain_order="left")
+    return known.partition_by(_GROUP, maintain_order=True)
 
 
 def _ranks(worst: dict[str, Any]) -> str:
-    ranks = worst["group_ranks"]
-    if ranks is None:
-        ranks = worst["ranks"]
+    ranks = worst["ranks"] if worst["group_ranks"] is None else worst["group_ranks"]
     shown = ", ".join(map(str, ranks)) if len(ranks) <= _MAX_NAMED else units.ranges(ranks)
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 

@@ -10,7 +10,7 @@ from tracekit.analysis.memory import allocations, growth
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, distinct
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 _WHERE = ("window", "rank")
 # Ops with an alternative that needs less memory.
@@ -55,7 +55,7 @@ class GrowingMemory(Rule):
         )
         if grown.is_empty():
             return
-        worst = grown.sort("slope_bytes", *_WHERE, descending=[True, False, False]).row(0, named=True)
+        worst = largest_first(grown, "slope_bytes", *_WHERE).row(0, named=True)
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -150,7 +150,7 @@ class IdleReserve(Rule):
         )
         if unused.is_empty():
             return
-        worst = unused.sort("slack_bytes", *_WHERE, descending=[True, False, False]).row(0, named=True)
+        worst = largest_first(unused, "slack_bytes", *_WHERE).row(0, named=True)
         yield Finding(
             self.code,
             Severity.INFO,
@@ -201,7 +201,7 @@ class PeakOwner(Rule):
         )
         if owned.is_empty():
             return
-        owned = owned.sort("bytes", *_WHERE, "op", "phase", descending=[True, *[False] * 4])
+        owned = largest_first(owned, "bytes", *_WHERE, "op", "phase")
         worst = owned.row(0, named=True)
         phase = f" of {worst['phase']}" if worst["phase"] else ""
         yield Finding(

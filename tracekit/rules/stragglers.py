@@ -1,4 +1,4 @@
-"""The rule on stragglers."""
+"""Rules on late ranks: a straggler, and ranks that straggle in turn."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,16 +7,21 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import stragglers
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
+from tracekit.rules.representative_step import describe_loss
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 40
+_STEP = ("window", "step")
+_MOST = 0.5
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -76,24 +81,24 @@ class Straggler(Rule):
         low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in (0.25, 0.5, 0.75))
         if high - low > self.max_spread_ratio * middle:
             return None
-        ordered = since.sort("lost_ratio", "order")
-        median_step = ordered.row((ordered.height - 1) // 2, named=True)
-        return median_step | {"late": late, "since": since.height, "first": since["step"][0]}
+        return median_row(since, "lost_ratio", "order") | {
+            "late": late,
+            "since": since.height,
+            "first": since["step"][0],
+        }
 
     def _finding(self, run: Run, rank: int, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
         waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == rank)
-        quoted = waits.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])
-        others = waits.filter((pl.col("window") != worst["window"]) | (pl.col("step") != worst["step"]))
-        shown = [rows.sort("wait_ns", "start_ns", descending=[True, False]) for rows in (quoted, others)]
+        in_step = _in_step(worst)
+        shown = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         return Finding(
             self.code,
             Severity.WARNING,
-            f"Rank {rank} is a straggler: the other ranks wait {units.duration(worst['lost_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) for it in the "
-            f"representative step ({worst['step']}), and in {late.height} of {worst['since']} steps since step "
-            f"{worst['first']}. It arrives last at {worst['late_calls']} of {worst['calls']} collectives, with the "
-            f"longest waits at {_worst_collective(quoted)}.",
+            f"Rank {rank} is a straggler: the other ranks wait {describe_loss(worst)} for it in the representative "
+            f"step ({worst['step']}), and in {late.height} of {worst['since']} steps since step {worst['first']}. It "
+            f"arrives last at {worst['late_calls']} of {worst['calls']} collectives, with the longest waits at "
+            f"{_worst_collective(shown[0])}.",
             f"Check what rank {rank} does before its collectives: GPU clocks and temperature, uneven work, a busy host "
             "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data.",
             impact=min(1.0, worst["lost_ratio"]),
@@ -102,21 +107,114 @@ class Straggler(Rule):
             ranks=(rank,),
             steps=distinct(late, "step"),
             what_if=WhatIf("straggler"),
-            evidence=pl.concat([shown[0].head(_EVIDENCE_ROWS), shown[1].head(_EVIDENCE_ROWS)]).select(
+            evidence=pl.concat(rows.head(_EVIDENCE_ROWS) for rows in shown).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),
             subject=f"rank {rank}",
         )
 
 
-_MOST = 0.5
-
-
 def _worst_collective(quoted: pl.DataFrame) -> str:
     """Return the collective with the longest waits: its op, and unit or phase."""
     sums = quoted.group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
-    most = sums.sort("wait_ns", "op", "unit", "phase", descending=[True, False, False, False]).row(0, named=True)
+    most = largest_first(sums, "wait_ns", "op", "unit", "phase").row(0, named=True)
     what = f"the {(most['op'] or 'collective').replace('_', '-')}"
     if most["unit"]:
         return f"{what} of {most['unit']}" + (f" in {most['phase']}" if most["phase"] else "")
     return f"{what} in {most['phase']}" if most["phase"] else what
+
+
+@dataclass(frozen=True)
+class UnevenRanks(Rule):
+    """Ranks that wait for each other, without a single straggler.
+
+    What it does: reports runs in which ranks are idle in collectives for more than `min_wait_ratio` of the step on
+    average because other ranks arrive late, and no single rank causes most of it.
+
+    Why it costs: every collective waits for the rank that is slowest at that moment, and the slowest rank changes.
+
+    How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
+    representative step. Not reported if more than half of the waiting in most steps is for the same rank: that is
+    RANK001. In a run of one step RANK001 cannot judge, so this rule does. Steps that save are left out.
+
+    How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
+    equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
+    HOST003 name the ranks. Fewer collectives per step are less exposed to delays.
+
+    Blind spots: needs traces of all ranks of a group and three shared collectives. Waits below the clock error are
+    ignored. The reported time is the upper bound of the saving.
+    """
+
+    code: ClassVar[str] = "RANK003"
+    facts: ClassVar[tuple[Fact, ...]] = Straggler.facts
+    min_wait_ratio: float = 0.1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the representative step exceeds the threshold and there is no single straggler."""
+        pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
+            pl.col("cause") == communication_gap_causes.PEER
+        )
+        steps = stragglers.steps(run)
+        means = _waits(steps, pieces)
+        if means.is_empty() or _is_one_straggler(run.run_table(stragglers.straggler_costs)):
+            return
+        worst = median_row(means, "wait_ratio", "order")
+        if worst["wait_ratio"] <= self.min_wait_ratio:
+            return
+        quoted = largest_first(pieces.filter(_in_step(worst)), "dur_ns", "start_ns")
+        late_ranks = _late_ranks(quoted)
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
+            f"in the representative step ({worst['step']}), {_describe(late_ranks)}.",
+            f"Check why {_suspects(late_ranks)} arrive late: uneven work (sequence lengths, experts), or temporary "
+            "host delays (HOST001, HOST003, gc, other jobs on the node).",
+            impact=min(1.0, worst["wait_ratio"]),
+            cost_ns=worst["waited_ns"],
+            confidence=0.7,
+            ranks=distinct(quoted, "rank"),
+            steps=distinct(means.filter(pl.col("wait_ratio") > self.min_wait_ratio), "step"),
+            evidence=quoted.head(_EVIDENCE_ROWS).select(
+                "window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns"
+            ),
+        )
+
+
+def _is_one_straggler(accounts: pl.DataFrame) -> bool:
+    """Return whether most of the waiting is for the same rank in most steps, with at least two steps."""
+    most = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
+    steps = accounts["order"].n_unique()
+    return steps > 1 and bool((most["len"] * 2 > steps).any())
+
+
+def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
+    """Return the mean wait of the ranks in each step: columns of `stragglers.steps`, waited_ns, wait_ratio."""
+    total = pieces.group_by(_STEP).agg(pl.col("dur_ns").sum())
+    return (
+        steps.join(total, on=_STEP, how="left", maintain_order="left")
+        .with_columns((pl.col("dur_ns").fill_null(0) // pl.col("ranks")).cast(pl.Int64).alias("waited_ns"))
+        .with_columns((pl.col("waited_ns") / pl.col("duration_ns")).alias("wait_ratio"))
+    )
+
+
+def _late_ranks(pieces: pl.DataFrame) -> list[tuple[int, float]]:
+    """Return the ranks waited for most, with their share of the waiting, highest first."""
+    total = int(pieces["dur_ns"].sum())
+    by_peer = pieces.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
+    most = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
+    return [(rank, waited_ns / total) for rank, waited_ns in most.select("peer_rank", "dur_ns").iter_rows()]
+
+
+def _describe(shares: list[tuple[int, float]]) -> str:
+    if not shares:
+        return "for which ranks is within clock error"
+    return "most for " + ", ".join(f"rank {rank} ({units.share(share)})" for rank, share in shares)
+
+
+def _suspects(shares: list[tuple[int, float]]) -> str:
+    return "ranks " + ", ".join(str(rank) for rank, _ in shares) if len(shares) > 1 else "single ranks"
+
+
+def _in_step(row: dict[str, Any]) -> pl.Expr:
+    return pl.all_horizontal(pl.col(name) == row[name] for name in _STEP)
