@@ -91,6 +91,11 @@ def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject)))
 
 
+def is_data_quality(code: str) -> bool:
+    """Return whether a rule judges the recording rather than the training."""
+    return code.rstrip("0123456789") == "DATA"
+
+
 def distinct(table: pl.DataFrame, column: str) -> tuple[int, ...]:
     """Return the distinct values of an integer column, such as the ranks or steps of a finding; nulls are left out."""
     return tuple(table[column].drop_nulls().unique().sort().to_list())

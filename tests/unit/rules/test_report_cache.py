@@ -26,7 +26,7 @@ from tracekit.report import html
 from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
 from tracekit.rules.communication import ExposedCommunication
-from tracekit.rules.report_cache import entry, keys, store
+from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
 
 FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
@@ -95,8 +95,8 @@ def test_a_kept_report_is_the_report_that_was_made_in_every_format(name):
 def test_a_kept_report_asks_for_no_trace_until_a_new_fact_is_asked_for(run, monkeypatch):
     report_cache.report(str(run), facts=FACTS)
     reads = []
-    read = store._LazyRun._read
-    monkeypatch.setattr(store._LazyRun, "_read", lambda *asked: reads.append(asked[1:3]) or read(*asked))
+    read = report_cache._LazyRun._read
+    monkeypatch.setattr(report_cache._LazyRun, "_read", lambda *asked: reads.append(asked[1:3]) or read(*asked))
     kept = report_cache.report(str(run), facts=FACTS).run
     made = loader.load(str(run))
     for fact in (*FACTS, *ExposedCommunication.facts):
@@ -296,7 +296,7 @@ def test_a_damaged_entry_is_made_anew(run, reports):
             path.write_bytes(_damaged(raw, at, how))
             assert report_cache.summary(str(run)) in (told, None)
             path.write_bytes(_damaged(raw, at, how))  # if it was dropped
-            found = store.get(path.stem, str(run))
+            found = report_cache.get(path.stem, str(run))
             if found is None:
                 assert not path.exists()
                 continue
@@ -338,7 +338,7 @@ def test_the_shelf_has_a_bound_and_a_bound_of_nothing_keeps_nothing(run, reports
 def test_a_manifest_that_json_cannot_say_costs_the_keeping_only(run, reports):
     odd = engine.check(loader.load(str(run)), facts=FACTS)
     odd.run.manifest = {"odd": object()}
-    store.put("key", odd)
+    report_cache.put("key", odd)
     assert _entries(reports) == []
 
 

@@ -27,12 +27,12 @@ def cache(action: Annotated[Action, typer.Argument(help="Show its size or path, 
     from tracekit.ingest.trace_cache import TraceCache
     from tracekit.model import units
     from tracekit.report import timeline
-    from tracekit.rules.report_cache import store
+    from tracekit.rules import report_cache
 
     traces = TraceCache.of_user()
     if traces is None:
         raise InputError("there is no home directory for a cache; set TRACEKIT_CACHE_DIR to a folder")
-    caches = {"traces": traces.disk, "timelines": timeline.scene_cache(), "reports": store.report_cache()}
+    caches = {"traces": traces.disk, "timelines": timeline.scene_cache(), "reports": report_cache.user_cache()}
     if action is Action.PATH:
         output.emit(f"{traces.disk.folder}\n")
     elif action is Action.CLEAR:

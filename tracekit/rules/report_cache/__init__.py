@@ -7,17 +7,27 @@ Only the dashboard uses this cache. `tracekit check` always judges again: its re
 does, and a failed build must depend on the files themselves, not on a cache.
 """
 
+import os
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from threading import Lock
 
+import polars as pl
+
+from tracekit.errors import InputError
 from tracekit.ingest import loader
-from tracekit.model.run import RunFact, Source
-from tracekit.model.trace import Fact
+from tracekit.ingest.disk_cache import DiskCache
+from tracekit.model.run import Run, RunFact, Source
+from tracekit.model.trace import Fact, Trace
 from tracekit.rules import engine
-from tracekit.rules.report_cache import entry, keys, store
-from tracekit.rules.report_cache.summary import Summary
+from tracekit.rules.report_cache import entry, keys
+from tracekit.rules.report_cache.entry import Summary
 from tracekit.rules.rule import Report
 
-__all__ = ["Summary", "report", "summary"]
+__all__ = ["Summary", "get", "put", "report", "summary", "user_cache"]
+_SUFFIX = ".report"
+_SHARE_OF_CACHE = 0.1
 
 
 def report(
@@ -33,7 +43,7 @@ def report(
     `engine.check`.
     """
     key = keys.run_key(path)
-    cached = store.get(key, path) if key is not None else None
+    cached = get(key, path) if key is not None else None
     if cached is not None:
         return cached
     run = loader.load(path)
@@ -41,7 +51,7 @@ def report(
     for survey in surveys:
         run.run_table(survey)
     if key is not None and keys.run_key(path) == key:  # else the run changed while it was read
-        store.put(key, made)
+        put(key, made)
     return made
 
 
@@ -51,4 +61,49 @@ def summary(path: str, state: keys.FileStates | None = None) -> Summary | None:
     `state` is the state of its files, if the caller has it already.
     """
     key = keys.run_key(path, state)
-    return None if key is None else store.report_cache().get(key, entry.read_summary)
+    return None if key is None else user_cache().get(key, entry.read_summary)
+
+
+def user_cache() -> DiskCache:
+    """Return the cache of reports, next to the parsed traces; without a home directory, one that stores nothing."""
+    cache = DiskCache.of_user("reports", _SUFFIX, share=_SHARE_OF_CACHE)
+    return DiskCache(Path(os.devnull), _SUFFIX, 0) if cache is None else cache
+
+
+def get(key: str, path: str) -> Report | None:
+    """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
+    cache, run = user_cache(), _LazyRun(path, key)
+
+    def read_cached(number: int) -> pl.DataFrame | None:
+        return cache.get(key, partial(entry.read_fact, number))
+
+    return cache.get(key, lambda file: entry.read(file, run.reader, read_cached))
+
+
+def put(key: str, report: Report) -> None:
+    """Store a report; one that cannot be serialized is not stored."""
+    user_cache().put(key, partial(entry.write, report), unless=entry.UNSERIALIZABLE)
+
+
+class _LazyRun:
+    """A run that is loaded when one of its traces is needed."""
+
+    def __init__(self, path: str, key: str) -> None:
+        self._path, self._key = path, key
+        self._run: Run | None = None
+        self._lock = Lock()
+
+    def reader(self, window: int, rank: int, path: str) -> Callable[[], Trace]:
+        return partial(self._read, window, rank, path)
+
+    def _read(self, window: int, rank: int, path: str) -> Trace:
+        with self._lock:
+            if self._run is None:
+                if keys.run_key(self._path) != self._key:
+                    # Not BadTraceError: a run would continue without that rank.
+                    raise InputError(f"{self._path}: changed since it was checked; open it again")
+                self._run = loader.load(self._path)
+        for source in self._run.sources:
+            if (source.window, source.rank, source.path) == (window, rank, path):
+                return source.read()
+        raise InputError(f"{path}: is no longer part of the run; open it again")

@@ -9,14 +9,16 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import msgspec
 import polars as pl
 
+from tracekit.analysis.time import summary as facts
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Trace
-from tracekit.rules.report_cache.summary import Summary, summarize
-from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
+from tracekit.rules.rule import Finding, Input, Report, Severity, is_data_quality
 from tracekit.sync import alignment
 
 MAX_TABLE_BYTES = 16 << 20
@@ -27,27 +29,58 @@ UNSERIALIZABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
 _REPORT, _DATA_QUALITY = "report.json", "data_quality.arrow"
 _MAX_LINE_BYTES = 1 << 16
 
+MAX_STEPS = 60
 Reader = Callable[[int, int, str], Callable[[], Trace]]
 """Returns the function that reads a trace, by window, rank and path."""
 
 
+@dataclass(frozen=True)
+class Summary:
+    """The summary of a report."""
+
+    findings: Mapping[str, int]
+    """How many there are of each severity, by label; without those of doubtful data."""
+    quality_issues: int
+    """How many findings of doubtful data there are that are more than information."""
+    ranks: int
+    step_time_ns: float | None
+    steps_ns: tuple[int, ...]
+    """The slowest rank's time of each step, in order; at most the last `MAX_STEPS`."""
+    exposed_communication_ratio: float | None
+    impact: float
+    """The largest share of the step that one finding costs."""
+
+
+def summarize(report: Report) -> Summary:
+    """Return the summary of a report; its run's facts have been measured."""
+    judged = [found for found in report.findings if not is_data_quality(found.code)]
+    issues = [found for found in report.findings if is_data_quality(found.code) and found.severity > Severity.INFO]
+    steps = facts.step_times(report.run)
+    return Summary(
+        {severity.label: sum(found.severity is severity for found in judged) for severity in Severity},
+        len(issues),
+        len(report.run.ranks),
+        facts.step_time_ns(report.run),
+        tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
+        facts.exposed_communication_ratio(report.run),
+        max((found.impact for found in judged), default=0.0),
+    )
+
+
 def write(report: Report, file: BinaryIO) -> None:
     """Write a report, its summary, and the facts of its run."""
-    facts = dict(_cacheable(report.run.measured_tables))
-    run = {
+    tables = dict(_cacheable(report.run.measured_tables))
+    content = {
         "path": report.run.path,
         "manifest": report.run.manifest,
         "sources": [[each.rank, each.window, each.path, each.size_bytes] for each in report.run.sources],
-    }
-    content = {
-        "run": run,
         "findings": [_as_dict(found) for found in report.findings],
         "notes": report.notes,
         "inputs": [dataclasses.asdict(each) for each in report.inputs],
         "tool_version": report.tool_version,
         "rules": report.rules,
         "blind_spots": dict(report.blind_spots),
-        "facts": list(facts),
+        "facts": list(tables),
     }
     line = json.dumps(dataclasses.asdict(summarize(report))).encode()
     file.write(b"%08x %s\n" % (zlib.crc32(line), line))
@@ -56,7 +89,7 @@ def write(report: Report, file: BinaryIO) -> None:
         archive.writestr(_DATA_QUALITY, _packed(report.run.data_quality))
         for number, found in enumerate(report.findings):
             archive.writestr(f"evidence{number}.arrow", _packed(found.evidence))
-        for number, table in enumerate(facts.values()):
+        for number, table in enumerate(tables.values()):
             archive.writestr(f"fact{number}.arrow", _packed(table))
 
 
@@ -65,8 +98,7 @@ def read_summary(file: BinaryIO) -> Summary:
     checksum, _, line = file.readline(_MAX_LINE_BYTES).rstrip(b"\n").partition(b" ")
     if int(checksum, 16) != zlib.crc32(line):
         raise ValueError("the summary is damaged")
-    content = json.loads(line)
-    return Summary(**content | {"steps_ns": tuple(content["steps_ns"])})
+    return msgspec.convert(json.loads(line), Summary)
 
 
 def read(file: BinaryIO, reader: Reader, read_cached: Callable[[int], pl.DataFrame | None]) -> Report:
@@ -78,13 +110,9 @@ def read(file: BinaryIO, reader: Reader, read_cached: Callable[[int], pl.DataFra
         content = json.loads(archive.read(_REPORT))
         data_quality = _table(archive, _DATA_QUALITY)
         evidence = [_table(archive, f"evidence{number}.arrow") for number in range(len(content["findings"]))]
-    sources = [Source(r, w, path, size, reader(w, r, path)) for r, w, path, size in content["run"]["sources"]]
+    sources = [Source(r, w, path, size, reader(w, r, path)) for r, w, path, size in content["sources"]]
     run = Run(
-        content["run"]["path"],
-        sources,
-        manifest=content["run"]["manifest"],
-        data_quality=data_quality,
-        align=alignment.offsets,
+        content["path"], sources, manifest=content["manifest"], data_quality=data_quality, align=alignment.offsets
     )
     numbers = {name: number for number, name in enumerate(content["facts"])}
     run.use_cached_tables(lambda name: read_cached(numbers[name]) if name in numbers else None)
@@ -117,16 +145,12 @@ def _cacheable(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, pl.D
 
 def _as_dict(finding: Finding) -> dict[str, Any]:
     fields = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
-    what_if = None if finding.what_if is None else dataclasses.asdict(finding.what_if)
     del fields["evidence"]
-    return fields | {"severity": finding.severity.label, "what_if": what_if}
+    return fields | {"what_if": finding.what_if and dataclasses.asdict(finding.what_if)}
 
 
 def _finding(fields: Mapping[str, Any], evidence: pl.DataFrame) -> Finding:
-    what_if = None if fields["what_if"] is None else WhatIf(**fields["what_if"])
-    parsed: dict[str, Any] = {name: tuple(fields[name]) for name in ("ranks", "steps")}
-    parsed |= {"severity": Severity[fields["severity"].upper()], "what_if": what_if, "evidence": evidence}
-    return Finding(**{**fields, **parsed})
+    return msgspec.convert({**fields, "evidence": evidence}, Finding, dec_hook=lambda _, table: table)
 
 
 def _packed(table: pl.DataFrame) -> memoryview:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -59,18 +60,13 @@ def file_states(path: str) -> FileStates | None:
     next to it.
     """
     root = Path(path)
-    found: list[FileState] = []
     walk = _in_folder(path, "", 0) if root.is_dir() else _single_file(root)
-    for file in walk:
-        found.append(file)
-        if len(found) > MAX_FILES:
-            return None
-    if not found:
+    found = list(itertools.islice(walk, MAX_FILES + 1))
+    if not 0 < len(found) <= MAX_FILES:
         return None
     above = root.parent if root.is_dir() else root.parent.parent
     # The logs of a window are in its parent folder, so the run's own logs may be there too.
-    logs = (_file_state(above / name, f"../{name}") for name in _logs_in(above))
-    found += [log for log in logs if log is not None]
+    found += filter(None, (_file_state(above / name, f"../{name}") for name in _logs_in(above)))
     return FileStates(tuple(sorted(found, key=lambda file: file.path)))
 
 
@@ -99,25 +95,20 @@ def _in_folder(folder: str, above: str, depth: int) -> Iterator[FileState]:
             if depth < _MAX_DEPTH and not file.name.startswith("."):
                 yield from _in_folder(file.path, f"{relative}/", depth + 1)
             continue
-        try:
-            status, is_link = file.stat(), file.is_symlink()
-        except OSError:
-            continue
-        real = os.path.realpath(file.path) if is_link else None
-        yield FileState(relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns, real)
-
-
-def _single_file(file: Path) -> Iterator[FileState]:
-    names = [file.name, conventions.MANIFEST_FILE, *_logs_in(file.parent)]
-    for name in dict.fromkeys(names):
-        if state := _file_state(file.parent / name, name):
+        if state := _file_state(file, relative):
             yield state
 
 
-def _file_state(path: Path, relative: str) -> FileState | None:
+def _single_file(file: Path) -> Iterator[FileState]:
+    names = (file.name, conventions.MANIFEST_FILE, *_logs_in(file.parent))
+    states = (_file_state(file.parent / name, name) for name in dict.fromkeys(names))
+    yield from filter(None, states)
+
+
+def _file_state(file: Path | os.DirEntry[str], relative: str) -> FileState | None:
     try:
-        real = os.path.realpath(path) if path.is_symlink() else None
-        status = path.stat()
+        real = os.path.realpath(file) if file.is_symlink() else None
+        status = file.stat()
     except OSError:
         return None
     return FileState(relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns, real)
