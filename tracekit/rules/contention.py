@@ -12,7 +12,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step, step_losses
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 from tracekit.rules.step_losses import StepLoss
 from tracekit.sync.collective_matching import calls
 
@@ -74,7 +74,8 @@ class ContendedCompute(Rule):
         if loss is None:
             return
         slowdown = _slowdown_on(slow, loss)
-        kernels = run.table(contention.by_kernel).filter(_DURING_COLLECTIVES, pl.col("rank").is_in(loss.steps["rank"]))
+        on_ranks = pl.col("rank").is_in(distinct(loss.steps, "rank"))
+        kernels = run.table(contention.by_kernel).filter(_DURING_COLLECTIVES, on_ranks)
         quoted_first = kernels.sort(pl.col("rank") == loss.row["rank"], "lost_ns", descending=True)
         yield loss.finding(
             self,
