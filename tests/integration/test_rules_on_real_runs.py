@@ -16,13 +16,13 @@ from tracekit.ingest.loader import load
 from tracekit.model import units
 from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
-from tracekit.rules.stragglers import UnevenRanks
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.fragmentation import FragmentedMemory
+from tracekit.rules.stragglers import UnevenRanks
 from tracekit.rules.streams import GiveWay, NeedlessOrder
 
 ROOT = Path(__file__).parents[2]
