@@ -36,7 +36,7 @@ def step_s(strategy: str, of: Setting, rates: Rates) -> Quantity:
 
 def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     layer, root, layers = of.model.layer_parameters, 2 * of.model.outer_parameters, of.model.layers
-    ring = partial(_ring_s, of, rates)
+    ring = partial(costs.ring_s, of=rates, ranks=of.gpus)
     gather, reduce = ring(GATHERED_BYTES * layer), ring(REDUCED_BYTES * layer)
     prepare = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, layer, rates)
     slowdown = rates.give_way * costs.pieces(layer)
@@ -66,7 +66,7 @@ def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
 
 def _yafsdp_v1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     layer, outer, layers = of.model.layer_parameters, of.model.outer_parameters, of.model.layers
-    ring = partial(_ring_s, of, rates)
+    ring = partial(costs.ring_s, of=rates, ranks=of.gpus)
     gather, gather_outer = ring(GATHERED_BYTES * layer), ring(GATHERED_BYTES * outer)
     carried = gather_outer
     end, before = carried, 0.0 * carried
@@ -97,7 +97,8 @@ def _cast_and_reduce(
     start = np.maximum(carried, whole)
     concurrent = np.maximum(end - start, 0.0)
     reduced = start + cast + np.minimum(slowdown * cast, concurrent)
-    return reduced + _ring_s(of, rates, REDUCED_BYTES * parameters), end + _compute_delay(cast, concurrent, slowdown)
+    end = end + _compute_delay(cast, concurrent, slowdown)
+    return reduced + costs.ring_s(REDUCED_BYTES * parameters, rates, of.gpus), end
 
 
 def _compute_delay(work: Quantity, concurrent: Quantity, slowdown: Quantity) -> Quantity:
@@ -108,10 +109,6 @@ def _compute_delay(work: Quantity, concurrent: Quantity, slowdown: Quantity) -> 
 def _backward_s(of: Setting, parts: Parts, layer: int) -> Quantity:
     recomputed = parts.layer_forward_s if layer < of.checkpoint_layers else 0.0
     return parts.layer_backward_s + recomputed
-
-
-def _ring_s(of: Setting, rates: Rates, size_bytes: float) -> Quantity:
-    return costs.ring_s(size_bytes, rates, of.gpus)
 
 
 _STEPS: Mapping[str, Callable[[Setting, Rates, Parts], Quantity]] = {FSDP1: _fsdp1, YAFSDP_V1: _yafsdp_v1}

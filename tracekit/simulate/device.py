@@ -1,8 +1,9 @@
 """Simulated GPUs: streams that run one kernel at a time, contention between kernels, collectives between ranks."""
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tracekit.simulate.program import COMMUNICATION, COMPUTE, COPY, MAIN_STREAM, Collective, Kernel
 from tracekit.simulate.recording import RankRecord
@@ -21,37 +22,44 @@ class Event:
     waiters: list["Stream"] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Progress:
+    """What takes time at a rate that changes: `remaining_ns` at rate 1, as of `since_ns`."""
+
+    remaining_ns: float
+    rate: float = 0.0
+    since_ns: int = 0
+    version: int = 0
+    """Counts the changes, so that an end that was scheduled before one can be ignored."""
+
+    def change_rate(self, now_ns: int, rate: float) -> int:
+        """Continue at another rate, and return when it then ends."""
+        self.remaining_ns -= (now_ns - self.since_ns) * self.rate
+        self.rate, self.since_ns = rate, now_ns
+        self.version += 1
+        return now_ns + max(1, math.ceil(self.remaining_ns / rate - 1e-6))
+
+
 @dataclass(slots=True, eq=False)
-class Work:
+class Work(Progress):
     """A kernel: launched, resident (with its remaining time alone), done."""
 
     kernel: Kernel
     step: int
     correlation: int
     owner: int
-    remaining_ns: float
     transfer: "Transfer | None" = None
     start_ns: int = 0
-    rate: float = 0.0
-    since_ns: int = 0
-    version: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class EventRecord:
-    """A stream reaches an event."""
-
-    event: Event
-
-
-@dataclass(slots=True, eq=False)
-class EventWait:
+class EventWait(NamedTuple):
     """A stream may go on once an event is reached."""
 
     event: Event
 
 
-Item: TypeAlias = Work | EventRecord | EventWait
+Item: TypeAlias = Work | Event | EventWait
+"""What a stream does: run a kernel, reach an event, wait for an event."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,18 +156,14 @@ class Device:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class Transfer(Progress):
     """One collective of one group: the simulated ranks that have arrived, and the remaining transfer time."""
 
     group: Group
     number: int
     collective: Collective
     expected: int
-    remaining_ns: float
     arrived: list[tuple[Device, Work]] = field(default_factory=list)
-    rate: float = 0.0
-    since_ns: int = 0
-    version: int = 0
 
     @property
     def has_all_ranks(self) -> bool:

@@ -1,7 +1,6 @@
 """The discrete-event simulation of hosts that run ahead, streams, events and collectives."""
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -9,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tracekit.conventions.strategies import STRATEGIES
-from tracekit.simulate.device import Device, Event, EventRecord, EventWait, Stream, Transfer, Work
+from tracekit.simulate.device import Device, Event, Item, Stream, Transfer, Work
 from tracekit.simulate.fsdp1 import Ddp, Fsdp1
 from tracekit.simulate.fsdp2 import Fsdp2, Hsdp
 from tracekit.simulate.hosts import HostState
@@ -78,7 +77,7 @@ class Engine:
         self._count += 1
         heapq.heappush(self._heap, (time_ns, self._count, handler, arguments))
 
-    def enqueue(self, stream: Stream, item: Work | EventRecord | EventWait, ready_ns: int) -> None:
+    def enqueue(self, stream: Stream, item: Item, ready_ns: int) -> None:
         """Put an item at the end of a stream; it can be reached from `ready_ns` on."""
         stream.queue.append((item, ready_ns))
         if len(stream.queue) == 1 and stream.running is None:
@@ -104,7 +103,8 @@ class Engine:
         if transfer is None:
             expected = len(self._members.intersection(group.ranks))
             transfer_ns = self.world.transfer_ns(kernel.collective, group) * self.world.slowed(group, step)
-            transfer = Transfer(group, number, kernel.collective, expected, transfer_ns * self.jitter(key + 104_729))
+            transfer_ns *= self.jitter(key + 104_729)
+            transfer = Transfer(group, number, kernel.collective, expected, remaining_ns=transfer_ns)
             self._transfers[group.name, number] = transfer
         turns.append(transfer)
         return transfer
@@ -116,13 +116,13 @@ class Engine:
             if max(ready_ns, stream.free_ns) > now_ns:
                 self.at(max(ready_ns, stream.free_ns), self._advance, stream)
                 return
-            if isinstance(item, EventRecord):
-                self._complete_event(now_ns, item.event, stream.device)
-            elif isinstance(item, EventWait):
-                if item.event.done_ns is None:
-                    item.event.waiters.append(stream)
+            if isinstance(item, Event):
+                self._complete_event(now_ns, item, stream.device)
+            elif isinstance(item, Work):
+                if not self._begin(now_ns, stream, item):
                     return
-            elif not self._begin(now_ns, stream, item):
+            elif item.event.done_ns is None:
+                item.event.waiters.append(stream)
                 return
             stream.queue.popleft()
 
@@ -165,13 +165,11 @@ class Engine:
         """Update the rate of every resident kernel, and its end where the rate changed."""
         for work, rate in device.rates():
             if rate != work.rate:
-                work.remaining_ns -= (now_ns - work.since_ns) * work.rate
-                work.rate, work.since_ns = rate, now_ns
-                work.version += 1
-                ends_ns = now_ns + max(1, math.ceil(work.remaining_ns / rate - 1e-6))
-                self.at(ends_ns, self._end, device, work, work.version)
+                self.at(work.change_rate(now_ns, rate), self._end, device, work, work.version)
         if self.job.hardware.compute_slows_collective:
-            self._update_link_rates(now_ns, device)
+            for transfers in device.transferring.values():
+                for transfer in transfers:
+                    self._set_rate(now_ns, transfer)
 
     def _end(self, now_ns: int, device: Device, work: Work, version: int) -> None:
         if version == work.version:
@@ -188,8 +186,9 @@ class Engine:
             Activity(work.kernel, work.start_ns, now_ns, work.correlation, work.owner, group, number)
         )
         # An event right after the kernel completes with it; the next kernel must be started first.
-        while stream.queue and isinstance(stream.queue[0][0], EventRecord) and stream.queue[0][1] <= now_ns:
-            self._complete_event(now_ns, stream.queue.popleft()[0].event, device)  # type: ignore[union-attr]
+        while stream.queue and isinstance(event := stream.queue[0][0], Event) and stream.queue[0][1] <= now_ns:
+            stream.queue.popleft()
+            self._complete_event(now_ns, event, device)
         if stream.queue:
             self.at(stream.free_ns, self._advance, stream)
         self._update_rates(now_ns, device)
@@ -208,20 +207,10 @@ class Engine:
         for transfer in {id(t): t for device, _ in changed.arrived for t in device.transferring[link]}.values():
             self._set_rate(now_ns, transfer)
 
-    def _update_link_rates(self, now_ns: int, device: Device) -> None:
-        for transfers in device.transferring.values():
-            for transfer in transfers:
-                self._set_rate(now_ns, transfer)
-
     def _set_rate(self, now_ns: int, transfer: Transfer) -> None:
         rate = transfer.current_rate(self.job.hardware.compute_slows_collective)
-        if rate == transfer.rate:
-            return
-        transfer.remaining_ns -= (now_ns - transfer.since_ns) * transfer.rate
-        transfer.rate, transfer.since_ns = rate, now_ns
-        transfer.version += 1
-        ends_ns = now_ns + max(1, math.ceil(transfer.remaining_ns / rate - 1e-6))
-        self.at(ends_ns, self._end_transfer, transfer, transfer.version)
+        if rate != transfer.rate:
+            self.at(transfer.change_rate(now_ns, rate), self._end_transfer, transfer, transfer.version)
 
     def _end_transfer(self, now_ns: int, transfer: Transfer, version: int) -> None:
         """Let all ranks leave a collective together."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tracekit.simulate.device import Device, Event, EventRecord, EventWait, Stream, Transfer, Work
+from tracekit.simulate.device import Device, Event, EventWait, Item, Stream, Transfer, Work
 from tracekit.simulate.job import Job
 from tracekit.simulate.memory import Memory
 from tracekit.simulate.program import (
@@ -40,7 +40,7 @@ class Scheduler(Protocol):
     def at(self, time_ns: int, handler: Callable[..., None], *arguments: object) -> None:
         """Call a handler at a time."""
 
-    def enqueue(self, stream: Stream, item: Work | EventRecord | EventWait, ready_ns: int) -> None:
+    def enqueue(self, stream: Stream, item: Item, ready_ns: int) -> None:
         """Put an item at the end of a stream; it can be reached from `ready_ns` on."""
 
     def duration_ns(self, device: Device, kernel: Kernel, key: int, step: int) -> float:
@@ -180,7 +180,7 @@ class HostState:
         call = _LAUNCH_CALLS.get(kernel.kind, "cudaLaunchKernelExC" if kernel.collective else "cudaLaunchKernel")
         correlation = self._runtime(call, self._clock_ns, start_ns + took_ns)  # a full queue blocks the call itself
         remaining_ns = self._engine.duration_ns(device, kernel, what.key, self._step)
-        work = Work(kernel, self._step, correlation, self._owner, remaining_ns)
+        work = Work(kernel, self._step, correlation, self._owner, remaining_ns=remaining_ns)
         if kernel.collective is not None:
             work.transfer = self._engine.issue(device, kernel, what.key, self._step)
         device.launched += 1
@@ -192,7 +192,7 @@ class HostState:
     def _record_event(self, what: Record) -> bool:
         correlation = self._runtime("cudaEventRecord", self._clock_ns, self._clock_ns + self._call_ns)
         event = self._events[what.event] = Event(what.stream, correlation)
-        self._engine.enqueue(self._device.stream(what.stream), EventRecord(event), self._clock_ns)
+        self._engine.enqueue(self._device.stream(what.stream), event, self._clock_ns)
         return True
 
     def _wait(self, what: Wait) -> bool:

@@ -32,7 +32,7 @@ def build(trace: Trace) -> TraceGraph:
     gap_ns = host_time.time_by_state(trace, reach, paused)
     awaited, until = _awaited(calls, reach, paused)
     waited = _waited(trace, reach, awaited, until)
-    gap_ns = _without(gap_ns, waited)
+    gap_ns = np.maximum(gap_ns - waited, 0)
     waits = np.flatnonzero(awaited >= 0)
     lag = (paused - until)[waits]
     own = np.maximum(end - paused, 0)
@@ -103,12 +103,11 @@ def _awaited(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tuple[Ints, Int
     ends = calls["end_ns"].to_numpy()
     order = np.argsort(ends, kind="stable")
     last = np.searchsorted(ends[order], to_ns, side="right") - 1
-    row = order[np.maximum(last, 0)] if len(order) else np.zeros(len(to_ns), np.int64)
-    found = (last >= 0) & (to_ns > from_ns)
-    if len(order):
-        found &= ends[row] > from_ns
-    until = np.where(found, ends[row] if len(order) else 0, to_ns)
-    return np.where(found, row, -1), until
+    if not len(order):
+        return np.full(len(to_ns), -1, np.int64), to_ns
+    row = order[np.maximum(last, 0)]
+    found = (last >= 0) & (to_ns > from_ns) & (ends[row] > from_ns)
+    return np.where(found, row, -1), np.where(found, ends[row], to_ns)
 
 
 def _woken(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
@@ -130,7 +129,3 @@ def _waited(trace: Trace, from_ns: Ints, awaited: Ints, until: Ints) -> Ints:
     waiting[found] = host_time.time_by_state(trace, from_ns[found], until[found])
     waiting[:, _BUSY] = 0
     return waiting
-
-
-def _without(gap_ns: Ints, waited: Ints) -> Ints:
-    return np.asarray(np.maximum(gap_ns - waited, 0), np.int64)

@@ -271,14 +271,13 @@ def _pairs(graph: Graph) -> tuple[Ints, Ints]:
 
 
 def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, windows: pl.DataFrame) -> Graph:
-    counts = nodes.group_by("rank", maintain_order=True).agg(pl.len().cast(pl.Int64).alias("count"))
-    firsts = counts.select("rank", (pl.col("count").cum_sum() - pl.col("count")).alias("base"))
-    placed = nodes.join(firsts, on="rank", how="left", maintain_order="left")
+    placed = nodes.with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
+    placed = placed.with_columns(base=pl.col("at").first().over("rank"))
     base = placed["base"].to_numpy()
-    frame = placed.drop("base", "window").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
+    frame = placed.drop("base", "window")
+    firsts = placed.select("rank", "base").unique()
     joint_of, joints = _join_nodes(run, window, placed)
-    count = len(joint_of)
-    done = np.where(joint_of >= 0, joint_of, np.arange(count))
+    done = np.where(joint_of >= 0, joint_of, np.arange(len(joint_of)))
     nothing = np.full(len(joints), -1, np.int64)
     chain, launch = (
         np.concatenate((_graph_nodes(placed[name].to_numpy(), base, done), nothing)) for name in ("chain", "launch")
@@ -318,7 +317,7 @@ def _join_nodes(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.D
     calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == window).drop_nulls("instance")
     calls = calls.join(aligned.select("rank"), on="rank", how="semi")
     several = calls.filter(pl.len().over("instance") > 1).select("rank", pl.col("activity_id").alias("ref"), "instance")
-    work = placed.with_row_index("at").filter(pl.col("what") == WORK).select("at", "rank", "ref", "own_ns")
+    work = placed.filter(pl.col("what") == WORK).select("at", "rank", "ref", "own_ns")
     parts = several.unique(["rank", "ref"], keep="first", maintain_order=True).join(work, on=["rank", "ref"])
     joints = (
         parts.group_by("instance", maintain_order=True)

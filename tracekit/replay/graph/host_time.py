@@ -40,14 +40,6 @@ class Calls:
     step: pl.Series
     phase: pl.Series
 
-    def row_of_launch(self) -> dict[int, int]:
-        """Return the launching row of each call, by ops.id: its first row."""
-        return {each: at for at, each in reversed(list(enumerate(self.id.tolist())))}
-
-    def row_of_wait(self) -> dict[int, int]:
-        """Return the waiting row of each call, by ops.id: its last row."""
-        return {each: at for at, each in enumerate(self.id.tolist())}
-
 
 def calls(trace: Trace) -> Calls:
     """Return the host calls of a trace with device activity; none where its launches are unknown.
@@ -75,13 +67,10 @@ def calls(trace: Trace) -> Calls:
     state = np.where(state > LAUNCH, LAUNCH, state)
     state[_with_allocator(found) & (state == SYNCHRONIZE)] = ALLOCATOR
     own = np.maximum(end - np.maximum(start, reach), 0)
-    drains, blocks, launches, waits_itself = (
-        found[each].fill_null(value=False).to_numpy() for each in ("drains", "blocks", "launches", "waits_itself")
-    )
+    names = ("drains", "blocks", "launches", "waits_itself")
+    flags = {name: found[name].fill_null(value=False).to_numpy() for name in names}
     ids = found["id"].to_numpy().astype(np.int64)
-    return Calls(
-        ids, start, end, gap_ns, own, state, drains, blocks, launches, waits_itself, found["step"], found["phase"]
-    )
+    return Calls(ids, start, end, gap_ns, own, state, **flags, step=found["step"], phase=found["phase"])
 
 
 def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:

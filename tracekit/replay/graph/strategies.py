@@ -126,18 +126,17 @@ def _predicted(
     if before.is_empty():
         raise InputError(f"{run.path}: no step can be replayed")
     try:
-        tables = [_changed(each, change, slow_preparation=slow_preparation) for each in savings.graphs_of(run)]
+        changed = [
+            contention_update.apply_contention(graph, change(graph), slow_preparation=slow_preparation)
+            for graph in savings.graphs_of(run)
+        ]
     except InsufficientDataError as error:
         raise InputError(f"{run.path}: {name} cannot be predicted: {error}") from error
     per = before.select("window", "step").n_unique()
-    saved_ns = steps.total_ns(before, "replayed_ns") - steps.total_ns(pl.concat(tables), "replayed_ns")
+    after = pl.concat(steps.durations(*replayed) for replayed in changed)
+    saved_ns = steps.total_ns(before, "replayed_ns") - steps.total_ns(after, "replayed_ns")
     step_ns = steps.total_ns(before, "duration_ns") // per
     return Prediction(name, step_ns, step_ns - saved_ns // per, assumed)
-
-
-def _changed(graph: Graph, change: Callable[[Graph], Graph], *, slow_preparation: bool) -> pl.DataFrame:
-    changed = change(graph)
-    return steps.durations(*contention_update.apply_contention(graph, changed, slow_preparation=slow_preparation))
 
 
 def _fsdp2(graph: Graph) -> Graph:

@@ -103,7 +103,7 @@ def _on_device(trace: Trace) -> TraceGraph:
     calls = host_time.calls(trace)
     items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.completion_ns(trace)))
     first_item = len(calls.id)
-    launch_of = calls.row_of_launch()
+    launch_of = {call: row for row, call in reversed(list(enumerate(calls.id.tolist())))}  # the first row of a call
     launch = np.array([launch_of.get(each, -1) for each in items["launch_id"].fill_null(-1).to_list()], np.int64)
     last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
     launch = np.where(items["is_wait"].to_numpy(), last_call, launch)
@@ -183,20 +183,17 @@ _LONG_NS = 100_000
 
 def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
     """Return the work that blocking host calls waited for, as CUDA records it or as end times show."""
-    recorded = dependencies.host_waits(trace, items)
-    rows = calls.row_of_wait()
-    known = {call: found for call, found in recorded.items() if call in rows}
-    waiting: list[int] = []
-    awaited: list[int] = []
-    for call, found in known.items():
-        waiting += [rows[call]] * len(found)
-        awaited += found
-    parts = [edge_table(np.array(waiting, np.int64), np.array(awaited, np.int64) + first_item, "sync", inferred=False)]
-    unknown = np.array([each not in known for each in calls.id.tolist()], bool)
-    parts.append(_own_work(calls, items, first_item))
-    parts.append(_drained(calls, items, unknown, first_item))
-    parts.append(_ended_with(calls, items, unknown, first_item))
-    return pl.concat(parts)
+    rows = {call: row for row, call in enumerate(calls.id.tolist())}  # the last row of a call: the one that waits
+    known = {call: found for call, found in dependencies.host_waits(trace, items).items() if call in rows}
+    waiting = np.array([rows[call] for call, found in known.items() for _ in found], np.int64)
+    awaited = np.array([item for found in known.values() for item in found], np.int64)
+    unknown = np.array([call not in known for call in calls.id.tolist()], bool)
+    return pl.concat([
+        edge_table(waiting, awaited + first_item, "sync", inferred=False),
+        _own_work(calls, items, first_item),
+        _drained(calls, items, unknown, first_item),
+        _ended_with(calls, items, unknown, first_item),
+    ])  # fmt: skip
 
 
 def _own_work(calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:

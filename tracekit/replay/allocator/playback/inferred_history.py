@@ -95,7 +95,7 @@ def _played(events: pl.DataFrame) -> pl.DataFrame:
 def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
     """Return segments that cover all blocks, with the blocks allocated at the start."""
     first = events.group_by("address").agg(pl.col("delta_bytes").first()).filter(pl.col("delta_bytes") < 0)
-    initial_bytes = {address: -delta for address, delta in first.iter_rows()}
+    sizes = {address: -delta for address, delta in first.iter_rows()}
     blocks = events.select("address", size=pl.col("delta_bytes").abs()).unique()
     # A small block lies in an aligned segment of 2 MiB.
     small = blocks.filter(pl.col("size") <= SMALL_BYTES)["address"].to_numpy() // SMALL_SEGMENT_BYTES
@@ -103,7 +103,7 @@ def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
     ranges = [(int(page), int(page) + SMALL_SEGMENT_BYTES, True) for page in pages]
     large = blocks.filter(pl.col("size") > SMALL_BYTES).sort("address")
     ranges += [(begin, end, False) for begin, end in _joined(large["address"].to_numpy(), large["size"].to_numpy())]
-    addresses = sorted(initial_bytes)
+    addresses = sorted(sizes)
     return tuple(
         SegmentState(
             begin,
@@ -112,7 +112,7 @@ def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
             small,
             0,
             expandable=False,
-            blocks=tuple(_blocks(begin, end, addresses, initial_bytes)),
+            blocks=tuple(_blocks(begin, end, addresses, sizes)),
         )
         for begin, end, small in sorted(ranges)
     )
@@ -130,13 +130,13 @@ def _joined(address: Ints, size: Ints) -> Iterator[tuple[int, int]]:
     yield from zip(begin[first].tolist(), reach[last].tolist(), strict=True)
 
 
-def _blocks(begin: int, end: int, addresses: list[int], initial_bytes: dict[int, int]) -> Iterator[BlockState]:
+def _blocks(begin: int, end: int, addresses: list[int], sizes: dict[int, int]) -> Iterator[BlockState]:
     first, past = np.searchsorted(addresses, [begin, end])
     at = begin
     for address in addresses[first:past]:
         if address > at:
             yield BlockState(at, address - at, "free")
-        yield BlockState(address, initial_bytes[address], "allocated", initial_bytes[address])
-        at = address + initial_bytes[address]
+        yield BlockState(address, sizes[address], "allocated", sizes[address])
+        at = address + sizes[address]
     if at < end:
         yield BlockState(at, end - at, "free")
