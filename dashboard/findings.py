@@ -15,7 +15,7 @@ from dashboard.run_store import OpenRun
 from tracekit.model import escaping
 from tracekit.report import html_fragments, phrases
 from tracekit.rules import all_rules
-from tracekit.rules.rule import Finding, Report, Severity
+from tracekit.rules.rule import Finding, Report
 
 Findings: TypeAlias = dict[str, Finding]
 """Findings by a key that is unique even where one rule reports the same thing twice."""
@@ -62,11 +62,6 @@ def show_families(run: OpenRun, *families: str) -> None:
     codes = ", ".join(dict.fromkeys(finding.code for finding in findings.values()))
     with st.expander(f"{len(findings)} finding{'s' * (len(findings) > 1)}: {widgets.plain(codes)}"):
         show_all(findings, run)
-
-
-def is_information(finding: Finding) -> bool:
-    """Return whether a finding is neither a warning nor an error."""
-    return finding.severity is Severity.INFO
 
 
 def label(finding: Finding) -> str:

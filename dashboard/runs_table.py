@@ -14,14 +14,8 @@ from tracekit.rules.rule import Severity
 
 UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data-quality issues"
 NO_TRACE_YET = "no trace yet"
-VERDICTS = (
-    *(severity.label for severity in sorted(Severity)[::-1]),
-    GOOD,
-    QUALITY_ISSUES,
-    UNCHECKED,
-    NO_TRACE_YET,
-    BROKEN,
-)
+SEVERITIES = tuple(severity.label for severity in sorted(Severity)[::-1])
+VERDICTS = (*SEVERITIES, GOOD, QUALITY_ISSUES, UNCHECKED, NO_TRACE_YET, BROKEN)
 """The verdict of a run: the severity of its worst finding, data quality aside, or why there is none."""
 UNKNOWN = "unknown"
 DAY_S = 86_400
@@ -37,10 +31,7 @@ ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
     "slowest step first": (lambda entry: entry.summary and entry.summary.step_time_ns, True),
     "worst verdict first": (lambda entry: _weight(entry), True),
     "largest potential saving first": (lambda entry: entry.summary and entry.summary.impact, True),
-    "most exposed communication first": (
-        lambda entry: entry.summary and entry.summary.exposed_communication_ratio,
-        True,
-    ),
+    "most exposed communication first": (lambda run: run.summary and run.summary.exposed_communication_ratio, True),
     "strategy": (lambda entry: entry.strategy or None, False),
     "model": (lambda entry: entry.model or None, False),
     "largest first": (lambda entry: entry.size_bytes, True),
@@ -67,7 +58,7 @@ def verdict(entry: RunEntry) -> str:
         return NO_TRACE_YET if entry.is_live and not entry.files else BROKEN
     if entry.summary is None:
         return UNCHECKED
-    worst = next((label for label in VERDICTS[: len(Severity)] if entry.summary.findings.get(label)), None)
+    worst = next((label for label in SEVERITIES if entry.summary.findings.get(label)), None)
     if worst in (None, Severity.INFO.label) and entry.summary.quality_issues:
         return QUALITY_ISSUES
     return worst or GOOD
@@ -78,7 +69,7 @@ def chips(entry: RunEntry) -> list[str]:
     summary = entry.summary
     if entry.problem or summary is None:
         return [verdict(entry)]
-    counts = {label: number for label in VERDICTS[: len(Severity)] if (number := summary.findings.get(label, 0))}
+    counts = {label: number for label in SEVERITIES if (number := summary.findings.get(label, 0))}
     texts = [f"{number} {label}{'s' * (number > 1 and label != 'info')}" for label, number in counts.items()]
     if not counts.get("error") and not counts.get("warning"):
         texts = [GOOD, *texts]
@@ -110,8 +101,8 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
         "live" if entry.is_live else None,
         summary.step_time_ns / 1e6 if summary and summary.step_time_ns else None,
         [ns / 1e6 for ns in summary.steps_ns] if summary and summary.steps_ns else None,
-        summary and summary.exposed_communication_ratio,
-        summary and summary.impact,
+        _percent(summary and summary.exposed_communication_ratio),
+        _percent(summary and summary.impact),
         datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
         _text(entry.strategy),
         _text(entry.model),
@@ -139,11 +130,15 @@ def _matches(entry: RunEntry, run_filter: RunFilter) -> bool:
 def _weight(entry: RunEntry) -> tuple[int, ...] | None:
     if entry.summary is None:
         return None
-    return tuple(entry.summary.findings.get(label, 0) for label in VERDICTS[: len(Severity)])
+    return tuple(entry.summary.findings.get(label, 0) for label in SEVERITIES)
 
 
 def _ranks(entry: RunEntry) -> int | None:
     return entry.world_size if entry.world_size is not None else (entry.summary.ranks if entry.summary else None)
+
+
+def _percent(ratio: float | None) -> float | None:
+    return None if ratio is None else 100 * ratio
 
 
 def _text(text: str, limit: int = escaping.MAX_TEXT) -> str | None:

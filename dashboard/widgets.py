@@ -46,13 +46,6 @@ STYLE = f"""<style>{html_fragments.style()}
 </style>"""
 
 
-def no_runs() -> None:
-    """Explain how to open the dashboard on a run."""
-    st.title("tracekit")
-    st.info("No run was given. Open the dashboard on a run, or on a folder of runs:")
-    st.code("tracekit dashboard runs/", language=None)
-
-
 def choose_runs(entries: Sequence[RunEntry]) -> tuple[RunEntry, ...]:
     """Let a person choose a run and those to compare it with; return them in this order. The address names them."""
     by_name = {entry.name: entry for entry in entries}

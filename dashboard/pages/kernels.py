@@ -21,8 +21,10 @@ def show(run: OpenRun) -> None:
     levels = (KERNELS, OPERATORS)
     level = left.segmented_control("Show", levels, key=bind("what", levels), required=True)
     keys = tables.KERNEL_KEYS if level == KERNELS else tables.OPERATOR_KEYS
-    chosen = middle.multiselect("Group by", keys, key=bind_several("by", keys, ["name"]), format_func=_label)
-    by = tuple(chosen) or ("name",)
+    shown = middle.multiselect(
+        "Group by", keys, key=bind_several("by", keys, ["name"]), format_func=lambda key: LABELS.get(key, key)
+    )
+    by = tuple(shown) or ("name",)
     text = right.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
     kinds = ()
     if level == OPERATORS:
@@ -41,10 +43,6 @@ def show(run: OpenRun) -> None:
     _show_rows(rows, by, level)
 
 
-def _label(key: str) -> str:
-    return LABELS.get(key, key)
-
-
 def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame:
     if not text.strip():
         return table
@@ -61,7 +59,7 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     first = [*by, "kind", "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
     known = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
     ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))
-    widths = {name: st.column_config.Column(_label(name), width=NAME_PX) for name in by if name in WIDE}
+    widths = {name: st.column_config.Column(LABELS.get(name, name), width=NAME_PX) for name in by if name in WIDE}
     widgets.frame(rows.select(ordered), key=level, column_config=widths)
 
 

@@ -41,7 +41,7 @@ def show(run: OpenRun) -> None:
 
 def _findings(judged: Findings, run: OpenRun) -> None:
     st.subheader("Findings")
-    severe = {key: finding for key, finding in judged.items() if not findings.is_information(finding)}
+    severe = {key: finding for key, finding in judged.items() if finding.severity.label != "info"}
     rest = {key: finding for key, finding in judged.items() if key not in severe}
     if not judged:
         st.caption("No rule found anything in this run.")

@@ -15,6 +15,7 @@ from tracekit.report import charts
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
+VERDICT_PX = 190
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", runs_table.GOOD: "#009E73"}
 
 
@@ -44,10 +45,12 @@ def _list(catalog: Catalog) -> None:
 
 
 def _choose_filter(entries: Sequence[RunEntry]) -> RunFilter:
-    strategies, models = (
-        sorted({getattr(entry, name) or runs_table.UNKNOWN for entry in entries}) for name in ("strategy", "model")
-    )
-    verdicts = [name for name in runs_table.VERDICTS if any(runs_table.verdict(entry) == name for entry in entries)]
+    verdicts = {runs_table.verdict(entry) for entry in entries}
+    choices = {
+        "strategy": sorted({entry.strategy or runs_table.UNKNOWN for entry in entries}),
+        "model": sorted({entry.model or runs_table.UNKNOWN for entry in entries}),
+        "verdict": [name for name in runs_table.VERDICTS if name in verdicts],
+    }
     first, second = st.columns([3, 1]), st.columns([1, 1, 1, 1, 1])
     text = first[0].text_input(
         "Search", key=bind_text("find"), placeholder="Search name, strategy, model, verdict", max_chars=200,
@@ -57,28 +60,17 @@ def _choose_filter(entries: Sequence[RunEntry]) -> RunFilter:
     order = first[1].selectbox(
         "Order", orders, key=bind("order", orders), format_func="Order: {}".format, label_visibility="collapsed"
     )
-    several = {
-        name: second[place].multiselect(
-            name.capitalize(), options, key=bind_several(name, options), placeholder="All",
-            format_func=escaping.inert,
+    several = [
+        cell.multiselect(
+            name.capitalize(), options, key=bind_several(name, options), placeholder="All", format_func=escaping.inert
         )
-        for place, (name, options) in enumerate(
-            {"strategy": strategies, "model": models, "verdict": verdicts}.items()
-        )
-    }  # fmt: skip
+        for cell, (name, options) in zip(second, choices.items(), strict=False)
+    ]
     periods = list(runs_table.PERIODS)
     since = second[3].selectbox("Recorded", periods, key=bind("recorded", periods))
     with second[4]:
         step_ms = _step_range(entries)
-    return RunFilter(
-        text,
-        several["strategy"],
-        several["model"],
-        several["verdict"],
-        runs_table.PERIODS[since],
-        step_ms,
-        order,
-    )
+    return RunFilter(text, *several, runs_table.PERIODS[since], step_ms, order)
 
 
 def _step_range(entries: Sequence[RunEntry]) -> tuple[float, float] | None:
@@ -105,14 +97,12 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
         selection_mode="multi-row",
         column_config={
             "run": config.TextColumn(width="medium"),  # pinned, Streamlit would write it in grey
-            "verdict": config.MultiselectColumn(options=chips, color=[_colour(chip) for chip in chips]),
+            "verdict": config.MultiselectColumn(width=VERDICT_PX, options=chips, color=[_colour(c) for c in chips]),
             "step_ms": config.NumberColumn("step time", format="%.4g ms"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
-            "exposed": config.NumberColumn(
-                "exposed", format="percent", help="Share of the time in exposed communication"
-            ),
+            "exposed": config.NumberColumn(format="%.1f%%", help="Share of the time in exposed communication"),
             "saving": config.NumberColumn(
-                "potential saving", format="percent", help="Cost of the most expensive finding, as a share of the step"
+                "potential saving", format="%.1f%%", help="Cost of the most expensive finding, as a share of the step"
             ),
             "recorded": config.DatetimeColumn("recorded", format="YYYY-MM-DD HH:mm", timezone="UTC"),
             "size": config.NumberColumn(format="%.2f MiB"),
@@ -175,9 +165,7 @@ def _live(recording: Sequence[RunEntry]) -> None:
         state = run_store.training_state(entry)
         if state is None:
             continue
-        parts = [
-            f"is at step {state.steps_done:,}" if state.steps_done else "is being recorded and has logged no step yet"
-        ]
+        parts = [f"is at step {state.steps_done:,}" if state.steps_done else "has logged no step yet"]
         if state.median_step_ns:
             parts.append(f"{units.duration(state.median_step_ns)} per step")
         if state.loss is not None:

@@ -69,7 +69,8 @@ def show(entry: RunEntry) -> None:
     _canvas(opened, message.findings(opened.scene, opened.window, by_key), jump, key)
     if chosen in by_key:
         findings.show(by_key[chosen], run_store.open_run(entry), key=chosen)
-    export.show(entry.name, opened, list(by_key.values()))
+    with st.expander("Perfetto and offline use"):
+        export.show(entry.name, opened, list(by_key.values()))
 
 
 def _key(entry: RunEntry, window: int) -> str:
@@ -238,15 +239,13 @@ def _view(opened: OpenTimeline, shown: Any, jump: Jump | None, key: str) -> View
             seq, start_ns, end_ns, pixels = map(int, numbers)  # type: ignore[arg-type]
             start_ns = min(max(start_ns, 0), max(span_ns - 1, 0))
             end_ns = min(max(end_ns, start_ns + 1), span_ns)
-            return View(seq, start_ns, end_ns, min(max(pixels, 1), MAX_PIXELS), _tracks(shown.get("tracks")))
+            tracks = shown.get("tracks")
+            known = tuple(track for track in tracks if isinstance(track, int)) if isinstance(tracks, list) else ()
+            return View(seq, start_ns, end_ns, min(max(pixels, 1), MAX_PIXELS), known)
     part = (
         (jump.start_ns, jump.end_ns) if jump else st.session_state.get(f"address-{key}") or _initial_part(opened.scene)
     )
     return View(0, *part, FIRST_PIXELS, message.initial_tracks(opened.scene))
-
-
-def _tracks(numbers: Any) -> tuple[int, ...]:
-    return tuple(track for track in numbers if isinstance(track, int)) if isinstance(numbers, list) else ()
 
 
 def _initial_part(scene: tiles.Scene) -> Window:

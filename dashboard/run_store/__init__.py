@@ -8,7 +8,7 @@ complete.
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,8 +24,7 @@ from tracekit.cli.watch.run_watch import Watch
 from tracekit.cli.watch.training_state import TrainingState
 from tracekit.errors import InputError
 from tracekit.ingest import loader
-from tracekit.model import schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
 from tracekit.regression import baseline, samples
 from tracekit.rules import engine, report_cache
 from tracekit.rules.report_cache import keys
@@ -40,6 +39,7 @@ _FACTS = (breakdown.by_step, breakdown.by_rank, *baseline.FACTS)
 _RUN_FACTS = (samples.samples_across,)
 _SEEN = "entries_seen"
 _T = TypeVar("_T")
+queryable_tables = run_query.tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +67,9 @@ class OpenRun(LoadedRun):
 
     def table(self, table: Table) -> pl.DataFrame:
         """Return a table of `run_store.tables`."""
-
-        def measured(run: Run) -> pl.DataFrame:
-            run.measure(table.facts)
-            return table.measure(run)
-
-        return self.compute(measured)
+        with self.lock:
+            self.run.measure(table.facts)
+            return table.measure(self.run)
 
     def query(self, text: str, *, timeout_s: float, memory_bytes: int, max_rows: int) -> pl.DataFrame:
         """Return the result of one SELECT over the tables of the run."""
@@ -123,10 +120,10 @@ def open_run(entry: RunEntry) -> OpenRun:
     return replace(_open(entry), entry=entry)
 
 
-def check(entry: RunEntry, on_progress: Callable[[Source], None] | None = None) -> None:
+def check(entry: RunEntry) -> None:
     """Check a run and cache its report without keeping the run open. Raises TracekitError."""
     refuse_links(entry)
-    report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, on_progress=on_progress)
+    report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS)
 
 
 @cached_per_run(max_entries=MAX_LOADED_RUNS)
@@ -173,11 +170,6 @@ def refuse_links(entry: RunEntry) -> None:
         raise InputError(
             f"{linked} is a link to a path outside of those the dashboard was opened on; put the file itself there"
         )
-
-
-def queryable_tables() -> Mapping[str, schema.Table]:
-    """Return the tables that `OpenRun.query` knows, those of plug-ins included."""
-    return run_query.tables()
 
 
 def training_state(entry: RunEntry) -> TrainingState | None:

@@ -37,7 +37,9 @@ def main() -> None:
     entries = catalog.listing().entries
     history = run_catalog.history_file(arguments)
     if not entries:
-        widgets.no_runs()
+        st.title("tracekit")
+        st.info("No run was given. Open the dashboard on a run, or on a folder of runs:")
+        st.code("tracekit dashboard runs/", language=None)
         return
     listed = {page.address: page for page in all_pages() if page.needs is not Needs.HISTORY or history is not None}
     # A page shows the selection that is made below: the sidebar's widgets must know the page that they are on.

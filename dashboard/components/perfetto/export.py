@@ -29,14 +29,9 @@ class _BoundedFile(io.BytesIO):
         return super().write(data)
 
 
-def show(name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
-    """Offer the run for Perfetto. The file is made on request."""
-    with st.expander("Perfetto and offline use"):
-        _show(name, opened, findings)
-
-
 @st.fragment
-def _show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
+def show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
+    """Offer the run for Perfetto. The file is made on request."""
     ranks = opened.run.ranks
     columns = st.columns([1, 1, 3], vertical_alignment="bottom")
     with columns[0]:

@@ -1,5 +1,6 @@
 """Timelines: laid out once per run and window, then shared by everyone who looks at the run."""
 
+import contextlib
 import tempfile
 import threading
 from collections import OrderedDict
@@ -16,7 +17,6 @@ from dashboard import run_store
 from dashboard.components.timeline import message
 from dashboard.run_catalog import RunEntry
 from dashboard.run_store import LoadedRun
-from tracekit.model.run import Run
 from tracekit.report import timeline
 
 MAX_SCENES = 6
@@ -101,21 +101,16 @@ def open_timeline(entry: RunEntry, window: int, on_progress: Callable[[int, int]
 
     def laid_out() -> OpenTimeline:
         loaded = run_store.load(entry)
-        with loaded.lock:
-            scene = _scene(loaded.run, window, on_progress, is_private=entry.is_private)
+        # The mapped file of a private run lasts as long as the scene, under no name that anyone could open.
+        temporary = tempfile.TemporaryDirectory() if entry.is_private else contextlib.nullcontext()
+        with loaded.lock, temporary as name:
+            folder = Path(name) if name else None
+            scene = timeline.open_scene(loaded.run, window, folder=folder, on_progress=on_progress)
         return OpenTimeline(loaded.run, loaded.lock, scene=scene, window=window)
 
     scenes = st.session_state.setdefault("own_scenes", _LruCache(MAX_SCENES)) if entry.is_private else _shared_scenes()
     opened: OpenTimeline = scenes.get((entry.path, run_store.stamp_seen(entry), window), laid_out)
     return opened
-
-
-def _scene(run: Run, window: int, on_progress: Callable[[int, int], None], *, is_private: bool) -> timeline.Scene:
-    if not is_private:
-        return timeline.open_scene(run, window, on_progress=on_progress)
-    # The mapped file lasts as long as the scene, under no name that anyone could open.
-    with tempfile.TemporaryDirectory() as folder:
-        return timeline.open_scene(run, window, folder=Path(folder), on_progress=on_progress)
 
 
 @st.cache_resource(show_spinner=False)
