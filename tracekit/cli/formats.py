@@ -38,13 +38,11 @@ class ReportOptions(OutputOptions):
     report_format: Annotated[ReportFormat, typer.Option("--format", help="Format of the report.")] = ReportFormat.TEXT
     also: Annotated[
         list[str] | None,
-        typer.Option(
-            "--also", metavar="FORMAT=FILE", help="Write an additional report, e.g. sarif=out.sarif. Repeatable."
-        ),
+        typer.Option(metavar="FORMAT=FILE", help="Write an additional report, e.g. sarif=out.sarif. Repeatable."),
     ] = None
-    comment_key: Annotated[
-        str, typer.Option("--comment-key", metavar="NAME", help="Markdown: update the CI comment of this name.")
-    ] = "check"
+    comment_key: Annotated[str, typer.Option(metavar="NAME", help="Markdown: update the CI comment of this name.")] = (
+        "check"
+    )
 
     def require_valid(self) -> None:
         """Raise ConfigError if an option cannot be used, before a run is read."""

@@ -137,7 +137,7 @@ class TotalsOptions(OutputOptions):
 
     top: Annotated[
         int | None,
-        typer.Option("--top", metavar="N", min=1, help="Show the N rows with most time.  [default: text 20, else all]"),
+        typer.Option(metavar="N", min=1, help="Show the N rows with most time.  [default: text 20, else all]"),
     ] = None
     totals_format: Annotated[TotalsFormat, typer.Option("--format", help="Output format.")] = TotalsFormat.TEXT
 
@@ -159,11 +159,10 @@ class SettingsOptions:
 
     fail_on: Annotated[
         FailOn | None,
-        typer.Option("--fail-on", help="Exit with 1 if a finding has this severity or a higher one.  [default: error]"),
+        typer.Option(help="Exit with 1 if a finding has this severity or a higher one.  [default: error]"),
     ] = None
     select: Annotated[
-        list[str] | None,
-        typer.Option("--select", metavar="RULE,…", help="Run only these rules: code, name or family. Repeatable."),
+        list[str] | None, typer.Option(metavar="RULE,…", help="Run only these rules: code, name or family. Repeatable.")
     ] = None
     assignments: Annotated[
         list[str] | None,
@@ -190,17 +189,13 @@ class BaselineOptions:
 
     baseline: Annotated[
         str | None,
-        typer.Option(
-            "--baseline", metavar="FILE|RUN", help="Fail only on findings and metrics that are worse than in this one."
-        ),
+        typer.Option(metavar="FILE|RUN", help="Fail only on findings and metrics that are worse than in this one."),
     ] = None
     repeat: Annotated[
         list[str] | None,
-        typer.Option(
-            "--repeat", metavar="RUN", help="Another recording of the same training; narrows intervals. Repeatable."
-        ),
+        typer.Option(metavar="RUN", help="Another recording of the same training; narrows intervals. Repeatable."),
     ] = None
-    again: Annotated[list[str] | None, typer.Option("--again", hidden=True)] = None
+    again: Annotated[list[str] | None, typer.Option(hidden=True)] = None
     allow_different: AllowDifferent = False
 
     @property

@@ -61,9 +61,7 @@ def update(
     *,
     accept: Annotated[
         list[str] | None,
-        typer.Option(
-            "--accept", metavar="CODE,…", help="Accept these regressions: rules, finding ids or metrics. Repeatable."
-        ),
+        typer.Option(metavar="CODE,…", help="Accept these regressions: rules, finding ids or metrics. Repeatable."),
     ] = None,
     config: ConfigFile = None,
     allow_different: AllowDifferent = False,

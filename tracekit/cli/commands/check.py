@@ -31,9 +31,7 @@ def check(
     settings: SettingsOptions,
     baseline: BaselineOptions,
     reports: ReportOptions,
-    history: Annotated[
-        Path | None, typer.Option("--history", metavar="FILE", help="Add the results to this history.")
-    ] = None,
+    history: Annotated[Path | None, typer.Option(metavar="FILE", help="Add the results to this history.")] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
     print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
     cache: UseCache = True,

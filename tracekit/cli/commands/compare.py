@@ -34,9 +34,7 @@ def compare(
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
-            "--fail-if",
-            metavar="LIMIT",
-            help="Exit with 1 if B is worse by more than this: 'step_time>3%', 'idle>5ms'. Repeatable.",
+            metavar="LIMIT", help="Exit with 1 if B is worse by more than this: 'step_time>3%', 'idle>5ms'. Repeatable."
         ),
     ] = None,
     comparison_format: Annotated[

@@ -24,17 +24,13 @@ def dashboard(
     *,
     history: Annotated[
         Path | None,
-        typer.Option(
-            "--history", metavar="FILE", help="History to show.  [default: history.duckdb in one of the folders]"
-        ),
+        typer.Option(metavar="FILE", help="History to show.  [default: history.duckdb in one of the folders]"),
     ] = None,
     host: Annotated[
         str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="Address to listen on; any other than localhost is open to the network."
-        ),
+        typer.Option(metavar="ADDRESS", help="Address to listen on; any other than localhost is open to the network."),
     ] = LOCALHOST,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = DEFAULT_PORT,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:
     """Open runs, or folders of runs, in the dashboard.

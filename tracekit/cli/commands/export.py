@@ -34,8 +34,8 @@ def export(
             help="Trace file to write, such as run.pftrace; compressed if the name ends in .gz.",
         ),
     ],
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only work in this step.")] = None,
-    ranks: Annotated[str | None, typer.Option("--ranks", metavar="0,2-5", help="Only these ranks.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only work in this step.")] = None,
+    ranks: Annotated[str | None, typer.Option(metavar="0,2-5", help="Only these ranks.")] = None,
     findings: Annotated[
         bool, typer.Option("--findings/--no-findings", help="Add a track with the findings of tracekit check.")
     ] = True,

@@ -65,13 +65,10 @@ def show(
     *,
     db: Database,
     metric: Annotated[
-        list[str] | None,
-        typer.Option("--metric", metavar="NAME,…", help="Only these metrics, such as step_time. Repeatable."),
+        list[str] | None, typer.Option(metavar="NAME,…", help="Only these metrics, such as step_time. Repeatable.")
     ] = None,
-    last: Annotated[
-        int | None, typer.Option("--last", metavar="N", min=1, help="Only the N latest runs of each group.")
-    ] = None,
-    branch: Annotated[str | None, typer.Option("--branch", metavar="NAME", help="Only runs of this branch.")] = None,
+    last: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the N latest runs of each group.")] = None,
+    branch: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this branch.")] = None,
     table: TableOptions,
 ) -> None:
     """Show each metric over runs with the same hardware, model, strategy and world size, and where it changed.

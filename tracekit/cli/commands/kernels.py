@@ -14,7 +14,6 @@ def kernels(
     by: Annotated[
         str,
         typer.Option(
-            "--by",
             metavar="KEY,…",
             help="Group by name, op, shapes, unit, phase, span, step, device, stream or rank; separate keys by commas.",
         ),

@@ -30,15 +30,14 @@ def memory(
     replay: Annotated[
         str | None,
         typer.Option(
-            "--replay",
             metavar="SETTINGS",
             help="Replay the allocator's history with these settings, in the syntax of PYTORCH_CUDA_ALLOC_CONF; "
             "'default' uses the recorded ones; unit_buffers:2 uses two buffers for all FSDP units.",
         ),
     ] = None,
-    device: Annotated[int | None, typer.Option("--device", help="Device of the snapshot.")] = None,
+    device: Annotated[int | None, typer.Option(help="Device of the snapshot.")] = None,
     device_memory_gib: Annotated[
-        float | None, typer.Option("--device-memory-gib", min=0.0, help="Device memory available to the replay.")
+        float | None, typer.Option(min=0.0, help="Device memory available to the replay.")
     ] = None,
     cache: UseCache = True,
     table: TableOptions,

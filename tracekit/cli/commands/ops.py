@@ -14,7 +14,6 @@ def ops(
     by: Annotated[
         str,
         typer.Option(
-            "--by",
             metavar="KEY,…",
             help="Group by name, shapes, unit, phase, span, step, thread or rank; separate keys by commas.",
         ),

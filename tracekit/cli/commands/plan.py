@@ -50,8 +50,8 @@ def checkpoint(
     ] = None,
     tp: Tp = 1,
     pp: Pp = 1,
-    dp: Annotated[int | None, typer.Option("--dp", help="Data-parallel ranks.  [default: 1]")] = None,
-    zero: Annotated[int | None, typer.Option("--zero", help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.  [default: 1]")] = None,
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None,
     gpus_per_node: GpusPerNode = 8,
     write_bandwidth: Annotated[
         float | None, typer.Option(help="Write bandwidth of storage in bytes/s, such as 273e9.")
@@ -115,8 +115,8 @@ def memory(
     model: ModelName = None,
     tp: Tp = 1,
     pp: Pp = 1,
-    dp: Annotated[int, typer.Option("--dp", help="Ranks that shard the state.")] = 1,
-    zero: Annotated[int, typer.Option("--zero", help="ZeRO stage; 0 for DDP, 3 for FSDP.")] = 0,
+    dp: Annotated[int, typer.Option(help="Ranks that shard the state.")] = 1,
+    zero: Annotated[int, typer.Option(help="ZeRO stage; 0 for DDP, 3 for FSDP.")] = 0,
     yafsdp: Annotated[bool, typer.Option("--yafsdp", help="YaFSDP instead of a ZeRO stage.")] = False,
     largest_layer: Annotated[
         float | None, typer.Option(help="Parameters of the largest layer, for YaFSDP's buffers.")

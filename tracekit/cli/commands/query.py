@@ -37,8 +37,7 @@ def query(
         float, typer.Option("--memory", metavar="GIB", min=0.01, help="Stop the query if it needs more memory.")
     ] = 4,
     max_rows: Annotated[
-        int | None,
-        typer.Option("--max-rows", metavar="N", min=0, help="Write at most N rows.  [default: table 100, else all]"),
+        int | None, typer.Option(metavar="N", min=0, help="Write at most N rows.  [default: table 100, else all]")
     ] = None,
     result: OutputOptions,
 ) -> None:

@@ -16,36 +16,28 @@ if TYPE_CHECKING:
 def simulate(
     *,
     strategy: Annotated[
-        str, typer.Option("--strategy", metavar="NAME", help="ddp, fsdp1, fsdp2, hsdp, yafsdp or yafsdp-v1.")
+        str, typer.Option(metavar="NAME", help="ddp, fsdp1, fsdp2, hsdp, yafsdp or yafsdp-v1.")
     ] = "fsdp2",
-    model: Annotated[str, typer.Option("--model", metavar="NAME", help="Such as llama2-7b, llama3-70b, 125m.")] = (
-        "llama2-7b"
-    ),
+    model: Annotated[str, typer.Option(metavar="NAME", help="Such as llama2-7b, llama3-70b, 125m.")] = ("llama2-7b"),
     layers: Annotated[
-        int | None, typer.Option("--layers", metavar="N", min=1, help="Simulate only N of the model's layers.")
+        int | None, typer.Option(metavar="N", min=1, help="Simulate only N of the model's layers.")
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Ranks of the job.")] = 64,
-    seq: Annotated[int, typer.Option("--seq", metavar="N", help="Tokens per sequence.")] = 2048,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Sequences per GPU and micro-batch.")] = 1,
-    micro_batches: Annotated[int, typer.Option("--micro-batches", metavar="N", help="Micro-batches per step.")] = 1,
-    checkpoint_layers: Annotated[
-        int, typer.Option("--checkpoint-layers", metavar="N", help="Layers that recompute their activations.")
-    ] = 0,
-    hardware: Annotated[
-        str, typer.Option("--hardware", metavar="NAME", help="a100-80, h100-80 or v100-32.")
-    ] = "a100-80",
-    ranks_written: Annotated[
-        int, typer.Option("--ranks-written", metavar="N", help="Write traces of the first N ranks.")
-    ] = 8,
+    gpus: Annotated[int, typer.Option(metavar="N", help="Ranks of the job.")] = 64,
+    seq: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 2048,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences per GPU and micro-batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option(metavar="N", help="Micro-batches per step.")] = 1,
+    checkpoint_layers: Annotated[int, typer.Option(metavar="N", help="Layers that recompute their activations.")] = 0,
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="a100-80, h100-80 or v100-32.")] = "a100-80",
+    ranks_written: Annotated[int, typer.Option(metavar="N", help="Write traces of the first N ranks.")] = 8,
     fault: Annotated[
         list[str] | None,
-        typer.Option("--fault", metavar="NAME[:ARG…]", help="Add this fault; --list-faults shows all. Repeatable."),
+        typer.Option(metavar="NAME[:ARG…]", help="Add this fault; --list-faults shows all. Repeatable."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps to record.")] = 4,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps to record.")] = 4,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Random seed of the jitter; the same seed gives the same bytes.")
+        int, typer.Option(metavar="N", help="Random seed of the jitter; the same seed gives the same bytes.")
     ] = 0,
-    out: Annotated[Path | None, typer.Option("--out", metavar="RUN", help="Folder to write the run to.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder to write the run to.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing simulated run.")] = False,
     list_faults: Annotated[bool, typer.Option("--list-faults", help="List the faults, one per line.")] = False,
 ) -> None:

@@ -22,8 +22,7 @@ class By(StrEnum):
 def summary(
     *,
     by: Annotated[
-        By,
-        typer.Option("--by", help="One row per rank; rank and step; collective and rank; clock; or pair of kinds."),
+        By, typer.Option(help="One row per rank; rank and step; collective and rank; clock; or pair of kinds.")
     ] = By.RANK,
     source: RunOptions,
     table: TableOptions,

@@ -16,31 +16,26 @@ def whatif(
     *,
     without: Annotated[
         list[str] | None,
-        typer.Option(
-            "--without", metavar="CAUSE", help="Remove this cause. Repeatable.  [default: each cause with a saving]"
-        ),
+        typer.Option(metavar="CAUSE", help="Remove this cause. Repeatable.  [default: each cause with a saving]"),
     ] = None,
     together: Annotated[
         bool, typer.Option("--together", help="Also remove all causes of --without at the same time.")
     ] = False,
     strategy: Annotated[
-        str | None, typer.Option("--strategy", metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")
+        str | None, typer.Option(metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="N", help="For hsdp: GPUs per node.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="For hsdp: GPUs per node.")] = 8,
     node_bandwidth: Annotated[
-        float | None,
-        typer.Option("--node-bandwidth", metavar="B", help="For hsdp: bus bandwidth within a node, in bytes/s."),
+        float | None, typer.Option(metavar="B", help="For hsdp: bus bandwidth within a node, in bytes/s.")
     ] = None,
     recompute_fewer: Annotated[
-        int | None,
-        typer.Option("--recompute-fewer", metavar="N", help="Predict the effect of recomputing N layers fewer."),
+        int | None, typer.Option(metavar="N", help="Predict the effect of recomputing N layers fewer.")
     ] = None,
     network_times: Annotated[
-        float | None, typer.Option("--network-times", metavar="X", help="Predict links with X times the bandwidth.")
+        float | None, typer.Option(metavar="X", help="Predict links with X times the bandwidth.")
     ] = None,
     gpu_hour_price: Annotated[
-        float | None,
-        typer.Option("--gpu-hour-price", metavar="X", help="Price of one GPU hour; adds the saving per day."),
+        float | None, typer.Option(metavar="X", help="Price of one GPU hour; adds the saving per day.")
     ] = None,
     source: RunOptions,
     table: TableOptions,
