@@ -4,10 +4,10 @@ Exit codes: 0 success, 1 a finding or a metric fails the check, 2 input or optio
 4 runs cannot be compared.
 """
 
-import errno
 import logging
 import os
 import sys
+from errno import EACCES, EDQUOT, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENOSPC, EPERM, EROFS
 from typing import Annotated
 
 import typer
@@ -40,17 +40,7 @@ from tracekit.errors import TracekitError
 DEBUG = "TRACEKIT_DEBUG"
 INTERNAL_ERROR, INTERRUPTED = 3, 130
 # Errors of the operating system that only the user can fix.
-_SYSTEM_ERRORS = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.EMFILE,
-)
+_SYSTEM_ERRORS = (EACCES, EPERM, EROFS, ENOSPC, EDQUOT, EIO, ENAMETOOLONG, ELOOP, EMFILE)
 
 app = typer.Typer(
     help="Find out why a distributed PyTorch training is slow, what it costs and what to change.",
@@ -103,16 +93,11 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 any other exception is a bug
         if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
             location = f"{error.filename}: " if error.filename else ""
-            _exit(
-                f"{location}{error.strerror}; check path, permissions and free space",
-                TracekitError.exit_code,
-            )
+            _exit(f"{location}{error.strerror}; check path, permissions and free space", TracekitError.exit_code)
         cause = f": {error.__cause__!r}" if error.__cause__ else ""
         details = " ".join(f"{type(error).__name__}: {error}{cause}".split())
-        _exit(
-            f"internal error of tracekit: {details}; please report it with the output of {DEBUG}=1",
-            INTERNAL_ERROR,
-        )
+        report = f"please report it with the output of {DEBUG}=1"
+        _exit(f"internal error of tracekit: {details}; {report}", INTERNAL_ERROR)
 
 
 def _exit(message: str, code: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from tracekit.model import units
 
 if TYPE_CHECKING:
     from tracekit.analysis.checkpoint.planning_inputs import PlanningInputs
+    from tracekit.plan.checkpoint import Layout
     from tracekit.plan.models import Model
 
 plan = typer.Typer(help="Estimate checkpoints, memory and pipelines before a training runs.", no_args_is_help=True)
@@ -25,13 +27,59 @@ _EXAMPLES = {
 }
 _ZERO_OF_STRATEGY = {"ddp": 0, "zero1": 1}
 
-Params = Annotated[float | None, typer.Option("--params", help="Parameters of the model, such as 1.008e12.")]
-ModelName = Annotated[str | None, typer.Option("--model", help="A model by name, such as llama3-70b or 405b.")]
-Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
-Pp = Annotated[int, typer.Option("--pp", help="Pipeline stages.")]
-GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs per node.")]
-Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens per sequence.")]
-Batch = Annotated[int, typer.Option("--batch", help="Sequences per micro-batch.")]
+ModelName = Annotated[str | None, typer.Option(help="A model by name, such as llama3-70b or 405b.")]
+Tp = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
+Sequence = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")]
+Batch = Annotated[int, typer.Option(help="Sequences per micro-batch.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """The size of the model, as a number or by its name."""
+
+    params: Annotated[float | None, typer.Option(help="Parameters of the model, such as 1.008e12.")] = None
+    model: ModelName = None
+
+    def parameters(self) -> float | None:
+        """Return the number of parameters; None if no option states it."""
+        known = None if self.params is not None else _model(self.model)
+        return self.params if known is None else float(known.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """How the training is distributed; a recorded run has the values that no option states."""
+
+    tp: Tp = 1
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.  [default: 1]")] = None
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8
+
+    def layout(self, recorded: "PlanningInputs | None") -> "Layout":
+        """Return the layout; its default is one data-parallel rank without ZeRO."""
+        from tracekit.plan.checkpoint import Layout
+
+        dp = _first_known(self.dp, recorded and recorded.world_size, 1)
+        zero = _first_known(self.zero, recorded and _ZERO_OF_STRATEGY.get(recorded.strategy, 3), 0)
+        return Layout(self.tp, self.pp, dp, zero, self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """The bandwidths of the storage that checkpoints are written to, in bytes/s."""
+
+    write_bandwidth: Annotated[
+        float | None, typer.Option(help="Write bandwidth of storage in bytes/s, such as 273e9.")
+    ] = None
+    read_bandwidth: Annotated[float | None, typer.Option(help="Read bandwidth of storage in bytes/s.")] = None
+    node_write_limit: Annotated[float | None, typer.Option(help="Maximum write bandwidth of one node, in bytes/s.")] = (
+        None
+    )
+    burst_buffer: Annotated[
+        float | None,
+        typer.Option(help="Bandwidth in bytes/s of a faster tier: saves block for it, and it drains to storage."),
+    ] = None
 
 
 @plan.callback()
@@ -43,27 +91,12 @@ def _plans() -> None:
 @expand_options
 def checkpoint(
     *,
-    params: Params = None,
-    model: ModelName = None,
+    size: SizeOptions,
     bytes_per_param: Annotated[
         float | None, typer.Option(help="Bytes saved per parameter.  [default: 14, mixed-precision Adam]")
     ] = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.  [default: 1]")] = None,
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None,
-    gpus_per_node: GpusPerNode = 8,
-    write_bandwidth: Annotated[
-        float | None, typer.Option(help="Write bandwidth of storage in bytes/s, such as 273e9.")
-    ] = None,
-    read_bandwidth: Annotated[float | None, typer.Option(help="Read bandwidth of storage in bytes/s.")] = None,
-    node_write_limit: Annotated[
-        float | None, typer.Option(help="Maximum write bandwidth of one node, in bytes/s.")
-    ] = None,
-    burst_buffer: Annotated[
-        float | None,
-        typer.Option(help="Bandwidth in bytes/s of a faster tier: saves block for it, and it drains to storage."),
-    ] = None,
+    layout: LayoutOptions,
+    storage: StorageOptions,
     interval: Annotated[str | None, typer.Option(help="Time between checkpoints: 4h, 30m, 900s.")] = None,
     mtbf: Annotated[str | None, typer.Option(help="Mean time between failures: 3.093h.")] = None,
     measured: Annotated[
@@ -76,32 +109,22 @@ def checkpoint(
 
     Restore time needs --read-bandwidth, the best interval needs --mtbf, goodput needs both; otherwise they are null.
     """
+    from tracekit.analysis.checkpoint.planning_inputs import planning_inputs
     from tracekit.plan import checkpoint as planned
 
-    recorded = _measured(measured, cache=cache)
+    recorded = None if measured is None else planning_inputs(run_loading.open_run(measured, cache=cache))
     constants = {} if recorded is None else dataclasses.asdict(recorded)
-    given_params = None if params is None and model is None else _parameters(params, model)
     result = planned.checkpoint(
-        _required("--params or --model", given_params, constants.get("params")),
-        planned.Layout(
-            tp,
-            pp,
-            _first_known(dp, constants.get("world_size"), 1),
-            _first_known(zero, recorded and _ZERO_OF_STRATEGY.get(recorded.strategy, 3), 0),
-            gpus_per_node,
-        ),
+        _required("--params or --model", size.parameters(), constants.get("params")),
+        layout.layout(recorded),
         planned.Storage(
-            _required("--write-bandwidth", write_bandwidth, constants.get("write_bytes_per_second")),
-            read_bandwidth,
-            node_write_limit,
-            burst_buffer,
+            _required("--write-bandwidth", storage.write_bandwidth, constants.get("write_bytes_per_second")),
+            storage.read_bandwidth,
+            storage.node_write_limit,
+            storage.burst_buffer,
         ),
-        interval_s=_required(
-            "--interval",
-            None if interval is None else _seconds("--interval", interval),
-            constants.get("interval_seconds"),
-        ),
-        mtbf_s=None if mtbf is None else _seconds("--mtbf", mtbf),
+        interval_s=_required("--interval", _seconds("--interval", interval), constants.get("interval_seconds")),
+        mtbf_s=_seconds("--mtbf", mtbf),
         bytes_per_param=_first_known(bytes_per_param, constants.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM),
     )
     _emit(dataclasses.asdict(result), table, measured=constants or None)
@@ -111,10 +134,9 @@ def checkpoint(
 @expand_options
 def memory(
     *,
-    params: Params = None,
-    model: ModelName = None,
+    size: SizeOptions,
     tp: Tp = 1,
-    pp: Pp = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Ranks that shard the state.")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage; 0 for DDP, 3 for FSDP.")] = 0,
     yafsdp: Annotated[bool, typer.Option("--yafsdp", help="YaFSDP instead of a ZeRO stage.")] = False,
@@ -137,12 +159,11 @@ def memory(
     from tracekit.plan import memory as planned
     from tracekit.plan.checkpoint import Layout
 
-    of = _model(model)
     work = planned.Workload(sequence, batch, micro_batches, recomputation, sequence_parallel) if sequence else None
     result = planned.plan(
-        _required("--params or --model", _parameters(params, model)),
+        _required("--params or --model", size.parameters()),
         Layout(tp, pp, dp, zero),
-        model=of,
+        model=_model(size.model),
         work=work,
         with_yafsdp=yafsdp,
         largest_layer=largest_layer,
@@ -184,33 +205,18 @@ def pipeline(
     _emit(dataclasses.asdict(result), table)
 
 
-def _measured(run: str | None, *, cache: bool) -> "PlanningInputs | None":
-    if run is None:
-        return None
-    from tracekit.analysis.checkpoint.planning_inputs import planning_inputs
-
-    return planning_inputs(run_loading.open_run(run, cache=cache))
-
-
 def _model(name: str | None) -> "Model | None":
     from tracekit.plan import models
 
     return None if name is None else models.find(name)
 
 
-def _parameters(params: float | None, model: str | None) -> float | None:
-    if params is not None:
-        return params
-    known = _model(model)
-    return None if known is None else float(known.parameters)
-
-
-def _first_known(given: Any, measured: Any, otherwise: Any) -> Any:
-    return next(value for value in (given, measured, otherwise) if value is not None)
+def _first_known(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
 
 
 def _required(option: str, *values: float | None) -> float:
-    known = next((value for value in values if value is not None), None)
+    known: float | None = _first_known(*values)
     if known is None:
         recorded = "; or take it from a recorded run by --measured RUN" if len(values) > 1 else ""
         raise ConfigError(f"{option} is needed, such as {_EXAMPLES[option]}{recorded}")
@@ -229,7 +235,9 @@ def _emit(values: Mapping[str, Any], table: TableOptions, *, measured: Mapping[s
     table.emit("".join(f"{name:<{width}}  {_value_text(name, value)}\n" for name, value in rows))
 
 
-def _seconds(option: str, text: str) -> float:
+def _seconds(option: str, text: str | None) -> float | None:
+    if text is None:
+        return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([smhd]?)", text.strip())
     if not match:
         raise ConfigError(f"{option}: {text!r} is not a time; write 4h, 30m or 900s")

@@ -1,5 +1,6 @@
 """``tracekit whatif``: the predicted step time without one cause of lost time."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,7 +9,52 @@ from tracekit.cli.options import RunOptions, TableOptions, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
+    from tracekit.model.run import Run
     from tracekit.replay.graph.hsdp import NodeSpec
+    from tracekit.replay.graph.strategies import Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeOptions:
+    """What to change in the replay besides removing causes."""
+
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")
+    ] = None
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="For hsdp: GPUs per node.")] = 8
+    node_bandwidth: Annotated[
+        float | None, typer.Option(metavar="B", help="For hsdp: bus bandwidth within a node, in bytes/s.")
+    ] = None
+    recompute_fewer: Annotated[
+        int | None, typer.Option(metavar="N", help="Predict the effect of recomputing N layers fewer.")
+    ] = None
+    network_times: Annotated[
+        float | None, typer.Option(metavar="X", help="Predict links with X times the bandwidth.")
+    ] = None
+
+    def predict(self, run: "Run") -> "list[Prediction]":
+        """Return the step time with each change. Raises InputError if one cannot be predicted."""
+        from tracekit.replay.graph import strategies
+
+        predictions = []
+        if self.strategy is not None:
+            predictions.append(strategies.predict_strategy(run, self.strategy, self._node()))
+        if self.recompute_fewer is not None:
+            predictions.append(strategies.predict_less_recomputation(run, self.recompute_fewer))
+        if self.network_times is not None:
+            predictions.append(strategies.predict_network(run, self.network_times))
+        return predictions
+
+    def _node(self) -> "NodeSpec | None":
+        from tracekit.replay.graph.hsdp import NodeSpec
+
+        if self.gpus_per_node < 1:
+            raise InputError(f"--gpus-per-node is {self.gpus_per_node}; it must be 1 or more")
+        if self.node_bandwidth is None:
+            return None
+        if not 0 < self.node_bandwidth < float("inf"):
+            raise InputError(f"--node-bandwidth is {self.node_bandwidth}; it must be above 0")
+        return NodeSpec(self.gpus_per_node, self.node_bandwidth)
 
 
 @expand_options
@@ -21,19 +67,7 @@ def whatif(
     together: Annotated[
         bool, typer.Option("--together", help="Also remove all causes of --without at the same time.")
     ] = False,
-    strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")
-    ] = None,
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="For hsdp: GPUs per node.")] = 8,
-    node_bandwidth: Annotated[
-        float | None, typer.Option(metavar="B", help="For hsdp: bus bandwidth within a node, in bytes/s.")
-    ] = None,
-    recompute_fewer: Annotated[
-        int | None, typer.Option(metavar="N", help="Predict the effect of recomputing N layers fewer.")
-    ] = None,
-    network_times: Annotated[
-        float | None, typer.Option(metavar="X", help="Predict links with X times the bandwidth.")
-    ] = None,
+    change: ChangeOptions,
     gpu_hour_price: Annotated[
         float | None, typer.Option(metavar="X", help="Price of one GPU hour; adds the saving per day.")
     ] = None,
@@ -45,32 +79,14 @@ def whatif(
     The replay uses durations, order, waits and host time between calls, but no recorded start times. The first line of
     the result shows how closely it reproduces the recorded steps without a change. Savings of several causes overlap.
     """
-    from tracekit.replay.graph import causes, dependency_graph, strategies, what_if
+    from tracekit.replay.graph import causes, dependency_graph, what_if
     from tracekit.report import what_if as report
 
     names = tuple(causes.find(name).name for name in without or ())
     run = source.measure(dependency_graph.FACTS)
-    predictions = []
-    if strategy is not None:
-        predictions.append(strategies.predict_strategy(run, strategy, _node(gpus_per_node, node_bandwidth)))
-    if recompute_fewer is not None:
-        predictions.append(strategies.predict_less_recomputation(run, recompute_fewer))
-    if network_times is not None:
-        predictions.append(strategies.predict_network(run, network_times))
+    predictions = change.predict(run)
     asks = bool(names) or not predictions
     savings = what_if.answer(run, names, gpu_hour_price=gpu_hour_price, with_causes=asks)
     combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
     render = report.as_json if table.is_json else report.as_text
     table.emit(render(savings, predictions, combined, run=run.name, price=gpu_hour_price))
-
-
-def _node(gpus: int, bytes_per_s: float | None) -> "NodeSpec | None":
-    from tracekit.replay.graph.hsdp import NodeSpec
-
-    if gpus < 1:
-        raise InputError(f"--gpus-per-node is {gpus}; it must be 1 or more")
-    if bytes_per_s is None:
-        return None
-    if not 0 < bytes_per_s < float("inf"):
-        raise InputError(f"--node-bandwidth is {bytes_per_s}; it must be above 0")
-    return NodeSpec(gpus, bytes_per_s)
