@@ -105,6 +105,22 @@ class Metric:
         return difference > 0 if self.lower_is_better else difference < 0
 
 
+_of_steps = functools.partial(
+    Metric, unit=NS, of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME
+)
+_of_transfers = functools.partial(
+    Metric, unit=NS, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03, fails_check=True,
+    cause="communication",
+)  # fmt: skip
+_of_memory = functools.partial(
+    Metric, unit=BYTES, of_trace=sources.allocation_samples, fails_check=True, cause="memory", if_missing=_RECORD_MEMORY
+)
+_of_saves = functools.partial(
+    Metric, of_trace=sources.checkpoint_samples, scope=Scope.SAVE, fails_check=True, cause="checkpointing",
+    if_missing=_RECORD_SAVES,
+)  # fmt: skip
+_of_saving_time = functools.partial(_of_saves, unit=NS, over_ranks=Aggregation.WORST, least_change_ratio=0.1)
+
 METRICS = (
     Metric(
         STEP_TIME, "step time", NS, "Length of the step's window on the device.",
@@ -121,20 +137,17 @@ METRICS = (
         "flops", "FLOPs per step", FLOP, "Floating-point operations of products and attention, from recorded shapes.",
         of_trace=sources.flop_samples, fails_check=True, cause="compute", phrase="a step computes",
     ),
-    Metric(
-        "compute_ns", "compute", NS, "Time of the step in which any compute ran.",
-        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.015,
-        is_drawn=True, cause="compute", phrase="compute takes",
+    _of_steps(
+        "compute_ns", "compute", meaning="Time of the step in which any compute ran.",
+        usual_spread=0.015, is_drawn=True, cause="compute", phrase="compute takes",
     ),
-    Metric(
-        "communication_ns", "communication", NS, "Time of the step in which any collective ran.",
-        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03,
-        cause="communication", phrase="communication takes",
+    _of_steps(
+        "communication_ns", "communication", meaning="Time of the step in which any collective ran.",
+        usual_spread=0.03, cause="communication", phrase="communication takes",
     ),
-    Metric(
-        "exposed_communication_ns", "exposed communication", NS, "Communication that no compute overlaps.",
-        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03,
-        is_drawn=True, cause="communication", phrase="exposed communication takes",
+    _of_steps(
+        "exposed_communication_ns", "exposed communication", meaning="Communication that no compute overlaps.",
+        usual_spread=0.03, is_drawn=True, cause="communication", phrase="exposed communication takes",
     ),
     Metric(
         "exposed_communication_ratio", "exposed share of step", SHARE, "Exposed communication over step time.",
@@ -144,24 +157,21 @@ METRICS = (
         "overlap_ratio", "communication overlap", SHARE, "Share of communication that compute overlaps.",
         of_trace=sources.breakdown_samples, lower_is_better=False, usual_spread=0.01,
     ),
-    Metric(
-        "exposed_transfer_ns", "exposed transfer", NS, "Exposed communication in which no rank is waited for.",
-        of_run=sources.exposed_transfer_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03,
-        fails_check=True, cause="communication", phrase="exposed transfers take",
+    _of_transfers(
+        "exposed_transfer_ns", "exposed transfer", meaning="Exposed communication in which no rank is waited for.",
+        of_run=sources.exposed_transfer_samples, phrase="exposed transfers take",
     ),
-    Metric(
-        "transfer_ns", "transfer", NS, "Time of collectives from the last rank's arrival to the end, saves left out.",
-        of_run=sources.transfer_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03,
-        has_rank_values=False, fails_check=True, cause="communication", phrase="transfers take",
+    _of_transfers(
+        "transfer_ns", "transfer", has_rank_values=False, of_run=sources.transfer_samples, phrase="transfers take",
+        meaning="Time of collectives from the last rank's arrival to the end, saves left out.",
     ),
     Metric(
         "sent_bytes", "sent per step", BYTES, "Bytes that the step's collectives send, saves left out.",
         of_trace=sources.sent_samples, fails_check=True, cause="communication", phrase="a step sends",
     ),
-    Metric(
-        "idle_ns", "idle", NS, "Time of the step in which neither compute nor communication ran.",
-        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.05,
-        is_drawn=True, cause="host", phrase="the device is idle for",
+    _of_steps(
+        "idle_ns", "idle", meaning="Time of the step in which neither compute nor communication ran.",
+        usual_spread=0.05, is_drawn=True, cause="host", phrase="the device is idle for",
     ),
     Metric(
         conventions.DATA_WAIT_METRIC, "data wait", NS, "Time in which training waited for a batch, by the metrics log.",
@@ -173,42 +183,33 @@ METRICS = (
         "allocations", "allocations per step", COUNT, "Allocations of the step, by the allocator's events.",
         of_trace=sources.allocation_samples, if_missing=_RECORD_MEMORY,
     ),
-    Metric(
-        "allocated_bytes", "allocated per step", BYTES, "Bytes that these allocations request.",
-        of_trace=sources.allocation_samples, fails_check=True, cause="memory", phrase="a step allocates",
-        if_missing=_RECORD_MEMORY,
+    _of_memory(
+        "allocated_bytes", "allocated per step", meaning="Bytes that these allocations request.",
+        phrase="a step allocates",
     ),
-    Metric(
-        "peak_allocated_bytes", "peak allocated", BYTES, "Most memory allocated at once during the step.",
-        of_trace=sources.allocation_samples, fails_check=True, is_peak=True, cause="memory",
-        phrase="peak allocated memory is", if_missing=_RECORD_MEMORY,
+    _of_memory(
+        "peak_allocated_bytes", "peak allocated", meaning="Most memory allocated at once during the step.",
+        is_peak=True, phrase="peak allocated memory is",
     ),
-    Metric(
-        "peak_reserved_bytes", "peak reserved", BYTES, "Most memory reserved by the caching allocator.",
-        of_trace=sources.allocation_samples, fails_check=True, is_peak=True, cause="memory",
-        phrase="peak reserved memory is", if_missing=_RECORD_MEMORY,
+    _of_memory(
+        "peak_reserved_bytes", "peak reserved", meaning="Most memory reserved by the caching allocator.",
+        is_peak=True, phrase="peak reserved memory is",
     ),
-    Metric(
-        "checkpoint_blocked_ns", "checkpoint blocked", NS, "Time that saving blocks the training thread.",
-        of_trace=sources.checkpoint_samples, scope=Scope.SAVE, over_ranks=Aggregation.WORST, least_change_ratio=0.1,
-        usual_spread=0.1, fails_check=True, is_drawn=True, cause="checkpointing", phrase="a save blocks training for",
-        if_missing=_RECORD_SAVES,
+    _of_saving_time(
+        "checkpoint_blocked_ns", "checkpoint blocked", meaning="Time that saving blocks the training thread.",
+        usual_spread=0.1, is_drawn=True, phrase="a save blocks training for",
     ),
-    Metric(
-        "checkpoint_cpu_ns", "checkpoint CPU time", NS, "Part of that time in which the training thread ran.",
-        of_trace=sources.checkpoint_samples, scope=Scope.SAVE, over_ranks=Aggregation.WORST, least_change_ratio=0.1,
-        usual_spread=0.03, is_cpu_time=True, fails_check=True, cause="checkpointing", phrase="a save takes CPU time of",
-        if_missing=_RECORD_SAVES,
+    _of_saving_time(
+        "checkpoint_cpu_ns", "checkpoint CPU time", meaning="Part of that time in which the training thread ran.",
+        usual_spread=0.03, is_cpu_time=True, phrase="a save takes CPU time of",
     ),
-    Metric(
-        "checkpoint_written_bytes", "checkpoint written", BYTES, "Bytes that a rank writes in a blocking save.",
-        of_trace=sources.checkpoint_samples, scope=Scope.SAVE, fails_check=True, cause="checkpointing",
-        phrase="a rank writes", if_missing=_RECORD_SAVES,
+    _of_saves(
+        "checkpoint_written_bytes", "checkpoint written", unit=BYTES, phrase="a rank writes",
+        meaning="Bytes that a rank writes in a blocking save.",
     ),
-    Metric(
-        "checkpoint_calls", "checkpoint calls", COUNT, "Write calls of a blocking save.",
-        of_trace=sources.checkpoint_samples, scope=Scope.SAVE, fails_check=True, cause="checkpointing",
-        phrase="the number of write calls is", if_missing=_RECORD_SAVES,
+    _of_saves(
+        "checkpoint_calls", "checkpoint calls", unit=COUNT, meaning="Write calls of a blocking save.",
+        phrase="the number of write calls is",
     ),
     Metric(
         conventions.TOKENS_METRIC, "tokens per second", PER_SECOND, "Throughput by the metrics log.",
