@@ -56,6 +56,14 @@ class TotalsFormat(StrEnum):
     JSON = "json"
 
 
+class DocumentFormat(StrEnum):
+    """Formats of a table that may become part of a document."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
 class FailOn(StrEnum):
     """The severities from which findings fail a check."""
 
@@ -65,6 +73,7 @@ class FailOn(StrEnum):
     ERROR = "error"
 
 
+DocumentFormatOption = Annotated[DocumentFormat, typer.Option("--format", help="Output format.")]
 TextOrJson = Annotated[Format, typer.Option("--format", help="Text for people, JSON for programs.")]
 
 
@@ -76,6 +85,13 @@ class Renderer(Protocol):
 
     def as_text(self, value: Any, /, *, width: int, color: bool) -> str:
         """Return a value for people, at most `width` columns wide."""
+
+
+class DocumentRenderer(Renderer, Protocol):
+    """One that also writes Markdown."""
+
+    def as_markdown(self, value: Any, /) -> str:
+        """Return a value for a document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +129,13 @@ class OutputOptions:
     def emit(self, text: str) -> None:
         """Write a text result."""
         output.emit(text, self.out)
+
+    def write_as(self, chosen: DocumentFormat, renderer: DocumentRenderer, value: Any) -> None:
+        """Write a value in one of a document's formats."""
+        if chosen is DocumentFormat.TEXT:
+            self.emit(renderer.as_text(value, **self.style))
+        else:
+            self.emit((renderer.as_json if chosen is DocumentFormat.JSON else renderer.as_markdown)(value))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,4 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
         return json.read(Path(path))
     if baseline_json.is_baseline(Path(path)):
         return RunSamples.of_baseline(baseline_json.read(Path(path)))
-    run = open_run(path, cache=cache)
-    with output.progress() as bar:
-        run.measure((samples,), bar.trace_callback(len(run.sources)))
-    return RunSamples.of(run)
+    return RunSamples.of(open_measured(path, (samples,), cache=cache))

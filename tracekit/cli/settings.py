@@ -24,7 +24,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
@@ -176,11 +176,12 @@ def find_rule(name: str, catalog: Catalog) -> type[Rule]:
     return _rule(code if any(code == rule.code for rule in catalog) else name, catalog)
 
 
-def apply_ignores(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, today: date) -> Report:
+def apply_ignores(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, today: date | None = None) -> Report:
     """Return the report with ignored findings moved to `ignored`, and a note for each.
 
     An expired ignore has no effect; a note reports it.
     """
+    today = today or datetime.now(UTC).date()
     pairs = [(each, ignore_for(each, ignores, catalog, today=today)) for each in report.findings]
     aside = [IgnoredFinding(each, ignore.reason, ignore.until) for each, ignore in pairs if ignore]
     notes = [f"{each.finding.id} is ignored{_until(each.until)}: {each.reason}" for each in aside]

@@ -67,20 +67,16 @@ class CheckResult:
     fail_on: Severity | None
     """The severity from which a finding fails; None where none does."""
     findings: tuple[JudgedFinding, ...]
-    """Those of the report, in its order."""
     comparison: Comparison | None = None
-    """The metrics compared with the baseline's, where there is one."""
     regressions: tuple[Change, ...] = ()
     """The changes of `comparison` that fail the check."""
     budgets: tuple[BudgetResult, ...] = ()
     fixed: tuple[FixedFinding, ...] = ()
-    """The findings that only the baseline has."""
     causes: tuple[Cause, ...] = ()
     """Why metrics regressed, the likeliest first; empty where none did."""
     baseline: str = ""
     """The name of the baseline; empty where there is none."""
     is_strict: bool = False
-    """Whether an inconclusive budget fails too."""
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -52,7 +52,6 @@ class Metric:
     label: str
     unit: Unit
     meaning: str
-    """One sentence for the documentation."""
     of_trace: Fact | None = None
     """Measures its samples on one rank; several metrics may share it."""
     of_run: RunFact | None = None

@@ -20,13 +20,8 @@ from tracekit.regression.change import Change
 from tracekit.regression.metrics import all_metrics, metric_of
 from tracekit.regression.samples import Values
 
-COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES = (
-    "compute",
-    "communication",
-    "checkpointing",
-    "memory",
-    "host",
-)
+NAMES = ("compute", "communication", "checkpointing", "memory", "host")
+COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES
 # Ops and kernels that make, fill or copy memory and compute nothing.
 _MOVES = re.compile(
     r"(?i)(^aten::(empty|zeros|ones|full|new_|clone|copy_?$|zero_?$|fill_?|contiguous|cat$|stack$|to$|_to_copy|resize|"
@@ -47,7 +42,6 @@ class Cause:
     name: str
     """compute, communication, checkpointing, memory or host."""
     message: str
-    """One sentence with the numbers and the place."""
     metrics: tuple[str, ...]
     """The changes that show it."""
 

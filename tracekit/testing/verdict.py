@@ -1,6 +1,5 @@
 """A recorded test judged: what failed it in a few lines, and its row of the summary."""
 
-import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +70,7 @@ def _check(run: Run, budget: TraceBudget, folder: Path) -> CheckResult:
     settled = settings.read(file, catalog) if file else settings.CheckSettings()
     facts = (samples, *checks.facts(budget.budgets, with_baseline=False))
     report = engine.check(run, settings.configured_rules(settled, catalog), facts=facts)
-    today = datetime.datetime.now(datetime.UTC).date()
-    report = settings.apply_ignores(report, settled.ignore, catalog, today=today)
+    report = settings.apply_ignores(report, settled.ignore, catalog)
     return checks.judge(report, budget.fail_on, budgets=budget.budgets)
 
 

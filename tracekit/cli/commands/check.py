@@ -1,6 +1,5 @@
 """``tracekit check``: judge runs, report, and exit with 1 if a finding or a metric fails the check."""
 
-import datetime
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,9 +86,8 @@ def _results(
     rules = configured_rules(settings, catalog)
     facts = checks.facts(settings.budget, with_baseline=options.baseline is not None)
     baseline = None if options.baseline is None else run_loading.open_baseline(options.baseline, rules, cache=cache)
-    today = datetime.datetime.now(datetime.UTC).date()
     reports = [
-        apply_ignores(report, settings.ignore, catalog, today=today)
+        apply_ignores(report, settings.ignore, catalog)
         for report, _ in run_loading.check_runs(paths, rules, facts=[*facts, *reported], cache=cache)
     ]
     recordings = [run_loading.open_measured(path, facts, cache=cache) for path in repeats]

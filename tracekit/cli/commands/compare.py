@@ -1,12 +1,18 @@
 """``tracekit compare``: whether a run is better or worse than another, or the difference is inconclusive."""
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import AllowDifferent, OutputOptions, UseCache, expand_options
+from tracekit.cli.options import (
+    AllowDifferent,
+    DocumentFormat,
+    DocumentFormatOption,
+    OutputOptions,
+    UseCache,
+    expand_options,
+)
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -14,14 +20,6 @@ if TYPE_CHECKING:
     from tracekit.regression.thresholds import Limit
 
 LIMIT_CROSSED = 1
-
-
-class ComparisonFormat(StrEnum):
-    """Formats of a comparison."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
 
 
 @expand_options
@@ -37,9 +35,7 @@ def compare(
             metavar="LIMIT", help="Exit with 1 if B is worse by more than this: 'step_time>3%', 'idle>5ms'. Repeatable."
         ),
     ] = None,
-    comparison_format: Annotated[
-        ComparisonFormat, typer.Option("--format", help="Output format.")
-    ] = ComparisonFormat.TEXT,
+    document_format: DocumentFormatOption = DocumentFormat.TEXT,
     allow_different: AllowDifferent = False,
     cache: UseCache = True,
     output_options: OutputOptions,
@@ -56,12 +52,7 @@ def compare(
     parsed = [thresholds.parse_limit(text) for text in fail_if or []]
     sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
     comparison = comparing.compare(*sides, allow_different=allow_different)
-    if comparison_format is ComparisonFormat.JSON:
-        output_options.emit(report.as_json(comparison))
-    elif comparison_format is ComparisonFormat.MARKDOWN:
-        output_options.emit(report.as_markdown(comparison))
-    else:
-        output_options.emit(report.as_text(comparison, **output_options.style))
+    output_options.write_as(document_format, report, comparison)
     _judge(parsed, comparison)
 
 

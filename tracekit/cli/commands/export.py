@@ -2,19 +2,15 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
+from typing import Annotated, BinaryIO, cast
 
 import typer
 
 from tracekit.cli import output
 from tracekit.cli.options import RunOptions, expand_options
 from tracekit.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tracekit.model.run import Run, Source
-    from tracekit.rules.rule import Finding
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _ZIP_LEVEL = 2
@@ -51,6 +47,7 @@ def export(
 
     from tracekit.model import units
     from tracekit.report.export import perfetto
+    from tracekit.rules import engine
 
     selected = None if ranks is None else sorted(set(_parse_ranks(ranks)))
     if selected == []:
@@ -58,7 +55,7 @@ def export(
     run = source.open()
     with output.progress() as bar:
         callback = bar.trace_callback((1 + findings) * len(run.sources))
-        shown = _findings(run, callback) if findings else ()
+        shown = engine.check(run, on_progress=callback).findings if findings else ()
         with output.atomic_file(out) as file, _compressed(file, out) as packed:
             written = perfetto.write(run, packed, findings=shown, step=step, ranks=selected, on_progress=callback)
     extra = f"; {_count(written.own_tracks, 'track')} added for overlapping slices" if written.own_tracks else ""
@@ -85,12 +82,6 @@ def _parse_ranks(text: str) -> Iterator[int]:
         if not 0 <= last - first < _MAX_RANKS:
             raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
         yield from range(first, last + 1)
-
-
-def _findings(run: "Run", on_progress: "Callable[[Source], None]") -> "tuple[Finding, ...]":
-    from tracekit.rules import engine
-
-    return engine.check(run, on_progress=on_progress).findings
 
 
 @contextlib.contextmanager

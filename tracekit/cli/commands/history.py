@@ -126,17 +126,14 @@ def _report_added(db: Path, added: "AddedRuns") -> None:
 
 
 def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
-    import datetime
-
     from tracekit.cli import settings
     from tracekit.regression import gate as checks
     from tracekit.rules import all_rules
 
     catalog = all_rules()
     resolved = settings.resolve(None, catalog)
-    today = datetime.datetime.now(datetime.UTC).date()
     ((report, _),) = run_loading.check_runs([path], settings.configured_rules(resolved, catalog), cache=cache)
-    report = settings.apply_ignores(report, resolved.ignore, catalog, today=today)
+    report = settings.apply_ignores(report, resolved.ignore, catalog)
     return _entries([checks.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
 
 

@@ -1,5 +1,6 @@
 """``tracekit memory``: who uses memory, and the effect of other allocator settings."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,12 +22,10 @@ _PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 _GIB = 1 << 30
 
 
-@expand_options
-def memory(
-    path: Annotated[
-        str, typer.Argument(metavar="RUN|SNAPSHOT", help="A run, or a file by torch.cuda.memory._dump_snapshot.")
-    ],
-    *,
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """How to replay the allocator, if at all."""
+
     replay: Annotated[
         str | None,
         typer.Option(
@@ -34,11 +33,28 @@ def memory(
             help="Replay the allocator's history with these settings, in the syntax of PYTORCH_CUDA_ALLOC_CONF; "
             "'default' uses the recorded ones; unit_buffers:2 uses two buffers for all FSDP units.",
         ),
-    ] = None,
-    device: Annotated[int | None, typer.Option(help="Device of the snapshot.")] = None,
-    device_memory_gib: Annotated[
-        float | None, typer.Option(min=0.0, help="Device memory available to the replay.")
-    ] = None,
+    ] = None
+    device: Annotated[int | None, typer.Option(help="Device of the snapshot.")] = None
+    device_memory_gib: Annotated[float | None, typer.Option(min=0.0, help="Device memory available to the replay.")] = (
+        None
+    )
+
+    def apply(self, usage: "MemoryReport", history: "History") -> "MemoryReport":
+        """Return the report with the replay of a history."""
+        from tracekit.report import memory as report
+
+        assert self.replay is not None
+        capacity_bytes = None if self.device_memory_gib is None else int(self.device_memory_gib * _GIB)
+        return report.with_replay(usage, history, self.replay, capacity_bytes=capacity_bytes)
+
+
+@expand_options
+def memory(
+    path: Annotated[
+        str, typer.Argument(metavar="RUN|SNAPSHOT", help="A run, or a file by torch.cuda.memory._dump_snapshot.")
+    ],
+    *,
+    options: ReplayOptions,
     cache: UseCache = True,
     table: TableOptions,
 ) -> None:
@@ -50,11 +66,7 @@ def memory(
     """
     from tracekit.report import memory as report
 
-    usage = (
-        _of_snapshot(Path(path), replay, device, device_memory_gib)
-        if _is_snapshot(path)
-        else _of_run(path, replay, device_memory_gib, cache=cache)
-    )
+    usage = _of_snapshot(Path(path), options) if _is_snapshot(path) else _of_run(path, options, cache=cache)
     for note in usage.notes if table.is_json else ():
         output.notify(note)
     table.write(report, usage)
@@ -71,42 +83,29 @@ def _is_snapshot(path: str) -> bool:
     return start[:1] == b"\x80" and start[1:] in _PROTOCOLS
 
 
-def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memory_gib: float | None) -> "MemoryReport":
+def _of_snapshot(path: Path, options: ReplayOptions) -> "MemoryReport":
     from tracekit.ingest.readers.memory_snapshot import reader
     from tracekit.replay.allocator import playback as replaying
     from tracekit.report import memory as report
 
-    if replay is not None and report.uses_unit_buffers(replay):
+    if options.replay is not None and report.uses_unit_buffers(options.replay):
         raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
     snapshot = reader.read(path)
-    chosen = _device(snapshot, device)
+    chosen = _device(snapshot, options.device)
     usage = report.of_snapshot(snapshot, chosen)
-    return (
-        usage
-        if replay is None
-        else _with_replay(usage, replaying.from_snapshot(snapshot, chosen), replay, device_memory_gib)
-    )
+    return usage if options.replay is None else options.apply(usage, replaying.from_snapshot(snapshot, chosen))
 
 
-def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, cache: bool) -> "MemoryReport":
+def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
     from tracekit.replay.allocator.facts import double_buffering
     from tracekit.report import memory as report
 
     run = run_loading.open_measured(path, report.FACTS, cache=cache)
     usage = report.of_run(run)
-    if replay is None:
+    if options.replay is None:
         return usage
-    history = double_buffering.with_buffers(next(run.traces())) if report.uses_unit_buffers(replay) else _history(run)
-    return _with_replay(usage, history, replay, device_memory_gib)
-
-
-def _with_replay(
-    usage: "MemoryReport", history: "History", text: str, device_memory_gib: float | None
-) -> "MemoryReport":
-    from tracekit.report import memory as report
-
-    capacity_bytes = None if device_memory_gib is None else int(device_memory_gib * _GIB)
-    return report.with_replay(usage, history, text, capacity_bytes=capacity_bytes)
+    with_buffers = report.uses_unit_buffers(options.replay)
+    return options.apply(usage, double_buffering.with_buffers(next(run.traces())) if with_buffers else _history(run))
 
 
 def _history(run: "Run") -> "History":

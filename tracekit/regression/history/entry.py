@@ -73,20 +73,8 @@ class HistoryEntry:
     def digest(self) -> str:
         """Return the hash of all that is stored."""
         facts = [sorted(fields.items()) for fields in (self.identity, self.facts)]
-        return _hash(
-            [
-                self.run,
-                self.name,
-                self.at_ns,
-                vars(self.commit),
-                facts,
-                self.tool_version,
-                self.passed,
-                self.failures,
-                *map(vars, self.metrics),
-                *map(vars, self.findings),
-            ]
-        )
+        about = [self.run, self.name, self.at_ns, vars(self.commit), facts, self.tool_version]
+        return _hash([*about, self.passed, self.failures, *map(vars, self.metrics), *map(vars, self.findings)])
 
 
 def history_entry(
