@@ -68,7 +68,7 @@ def compress(source: Path, target: Path) -> None:
 def uncompressed_name(rank: int, window: int) -> str:
     """Return the name of an uncompressed trace in a scratch folder.
 
-    >>> plain_name(3, 1)
+    >>> uncompressed_name(3, 1)
     'rank00003.window001.json'
     """
     return conventions.rank_file(rank, f".{conventions.window_folder(window)}.json")

@@ -11,10 +11,10 @@ class StepCounter:
     matrices, then AdamW for the rest, is one step); in the first round those are the others that were made. All ranks
     that run the same script count alike.
 
-    >>> rounds = Rounds()
-    >>> rounds.made(0, 90), rounds.made(1, 10)
+    >>> counter = StepCounter()
+    >>> counter.add_optimizer(0, 90), counter.add_optimizer(1, 10)
     (None, None)
-    >>> [rounds.stepped(optimizer) for optimizer in (0, 1, 0, 1)]
+    >>> [counter.step(optimizer) for optimizer in (0, 1, 0, 1)]
     [0, 1, 0, 1]
     """
 

@@ -112,7 +112,8 @@ class BackgroundSave:
             window.enter_context(
                 _replaced_main(functools.partial(self._serve, str(self.entry.folder.absolute()), self.entry.rank))
             )
-        _listen_on_this_thread(window, function, callback)
+        own = threading.get_ident()
+        dcp.on_log(window, {function}, lambda *_: callback() if threading.get_ident() == own else None)
 
     def _staged(self, _: "Future[None]") -> None:
         self._staging_ns.append(time.time_ns())
@@ -149,16 +150,6 @@ class BackgroundSave:
         )
         durable = saved.files.durable() if saved else None
         return with_counters({**line, "worker": self._worker}, durable, before, io_counters.read(before.thread))
-
-
-def _listen_on_this_thread(window: contextlib.ExitStack, function: str, callback: Callable[[], None]) -> None:
-    """Call `callback` for torch's log messages about `function` on this thread, until `window` closes."""
-    from torch.distributed.checkpoint.logger import _dcp_logger
-
-    own = threading.get_ident()
-    handler = dcp.LogListener({function}, lambda *_: callback() if threading.get_ident() == own else None)
-    _dcp_logger.addHandler(handler)
-    window.callback(_dcp_logger.removeHandler, handler)
 
 
 def current_background_save() -> BackgroundSave | None:

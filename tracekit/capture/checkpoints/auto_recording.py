@@ -15,10 +15,9 @@ from typing import Any
 from tracekit import conventions
 from tracekit.capture.checkpoints import dcp, operation, recording, single_file
 from tracekit.capture.checkpoints.async_save import BackgroundSave, current_background_save, in_daemon
-from tracekit.capture.checkpoints.log_entry import Entry, checkpoint_name
+from tracekit.capture.checkpoints.log_entry import Entry, RunContext
 from tracekit.capture.checkpoints.operation import Operation
 from tracekit.capture.checkpoints.recording import Endable, RecordedCall, Recording, guarded
-from tracekit.capture.checkpoints.single_file import RunContext
 
 Begin = Callable[[RunContext, Path, tuple[Any, ...], dict[str, Any]], Endable | None]
 
@@ -38,8 +37,8 @@ def watch_torch_files(
     import torch.serialization
 
     _contexts["files"] = RunContext(folder, rank, step)
-    _replace("torch", torch.serialization, "save", _recording(single_file.begin_torch_save, "files"))
-    _replace("torch", torch.serialization, "load", _recording(single_file.begin_torch_load, "files"))
+    _replace("torch", torch.serialization, "save", _recording_file(single_file.TORCH_SAVE))
+    _replace("torch", torch.serialization, "load", _recording_file(single_file.TORCH_LOAD))
 
 
 @guarded
@@ -51,8 +50,8 @@ def watch_safetensors(
     if module is None:
         return
     _contexts["files"] = RunContext(folder, rank, step)
-    _replace("safetensors", module, "save_file", _recording(single_file.begin_safetensors_save, "files"))
-    _replace("safetensors", module, "load_file", _recording(single_file.begin_safetensors_load, "files"))
+    _replace("safetensors", module, "save_file", _recording_file(single_file.SAFETENSORS_SAVE))
+    _replace("safetensors", module, "load_file", _recording_file(single_file.SAFETENSORS_LOAD))
 
 
 @guarded
@@ -96,15 +95,20 @@ def _recording(begin: Begin, library: str) -> Callable[..., Any]:
     return wrap
 
 
+def _recording_file(call: single_file.Call) -> Callable[..., Any]:
+    return _recording(functools.partial(single_file.begin, call), "files")
+
+
 def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]:
     def async_save(*args: Any, **kwargs: Any) -> Any:
         folder = _folder("dcp")
-        if folder is None:
+        background = None if folder is None else _background_save(_contexts["dcp"], folder, args, kwargs)
+        if background is None:
             return original(*args, **kwargs)
-        with RecordedCall(lambda: _begin_async_save(_contexts["dcp"], folder, args, kwargs)) as recorded:
+        with RecordedCall(lambda: _begin_async_save(_contexts["dcp"], background)) as recorded:
             response = original(*args, **kwargs)
-            if isinstance(recorded.recording, _AsyncRecording):
-                guarded(recorded.recording.background.watch_futures)(response)
+            if recorded.recording is not None:
+                guarded(background.watch_futures)(response)
             return response
 
     return async_save
@@ -123,62 +127,47 @@ def _folder(library: str) -> Path | None:
         return None
 
 
-def _begin_dcp_save(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+def _begin_dcp_save(context: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     background = current_background_save()
     if background is not None:
-        return _begin_background_save(watch, background)
+        return _begin_background_save(context, background)
     daemon = in_daemon()
     call = conventions.DCP_ASYNC_SAVE if daemon else conventions.DCP_SAVE
-    entry = _entry(watch, folder, conventions.SAVE, call, _path(args, kwargs, "storage_writer"))
+    entry = context.entry(folder, conventions.SAVE, call, _path(args, kwargs, "storage_writer"))
     if daemon:
         entry = entry.on_worker(conventions.PROCESS)
-    return recording.begin(
-        operation.SAVE,
-        dcp.attach_save,
-        lambda _: entry,
-        step=watch.step,
-        blocking=False if daemon else None,
-    )
+    blocking = False if daemon else None
+    return recording.begin(operation.SAVE, dcp.attach_save, lambda _: entry, step=context.step, blocking=blocking)
 
 
-def _begin_background_save(watch: RunContext, background: BackgroundSave) -> Recording:
+def _begin_background_save(context: RunContext, background: BackgroundSave) -> Recording:
     def conclude(saved: Operation) -> Entry:
         background.operation = saved
         return entry
 
     entry = background.entry.on_worker(conventions.THREAD)
-    return recording.begin(operation.SAVE, dcp.attach_save, conclude, step=watch.step)
+    return recording.begin(operation.SAVE, dcp.attach_save, conclude, step=context.step)
 
 
-def _begin_dcp_load(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+def _begin_dcp_load(context: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     path = _path(args, kwargs, "storage_reader")
-    entry = _entry(watch, folder, conventions.LOAD, conventions.DCP_LOAD, path)
-    return recording.begin(operation.LOAD, dcp.attach_load, lambda _: entry, step=watch.step)
+    entry = context.entry(folder, conventions.LOAD, conventions.DCP_LOAD, path)
+    return recording.begin(operation.LOAD, dcp.attach_load, lambda _: entry, step=context.step)
 
 
-class _AsyncRecording:
-    """The recording of an async_save on the calling thread, and its background part."""
-
-    def __init__(self, recording: Recording, background: BackgroundSave) -> None:
-        self.background = background
-        self._recording = recording
-
-    def end(self, *, failed: bool) -> None:
-        """End the blocking part."""
-        self._recording.end(failed=failed)
-
-
-def _begin_async_save(
-    watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _AsyncRecording:
+@guarded
+def _background_save(
+    context: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BackgroundSave:
     path = _path(args, kwargs, "storage_writer")
-    entry = _entry(watch, folder, conventions.SAVE, conventions.DCP_ASYNC_SAVE, path)
+    entry = context.entry(folder, conventions.SAVE, conventions.DCP_ASYNC_SAVE, path)
     kind = str(getattr(kwargs.get("async_checkpointer_type"), "name", "THREAD"))
-    background = BackgroundSave(entry, serve=_serve_recorded if kind == "PROCESS" else None)
-    begun = recording.begin(
-        operation.ASYNC_SAVE, background.attach, lambda _: entry, step=watch.step, hand_over=background.hand_over
-    )
-    return _AsyncRecording(begun, background)
+    return BackgroundSave(entry, serve=_serve_recorded if kind == "PROCESS" else None)
+
+
+def _begin_async_save(context: RunContext, save: BackgroundSave) -> Recording:
+    kind = operation.ASYNC_SAVE
+    return recording.begin(kind, save.attach, lambda _: save.entry, step=context.step, hand_over=save.hand_over)
 
 
 def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
@@ -187,19 +176,6 @@ def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
 
     watch_distributed_checkpoints(lambda: Path(folder), lambda: rank, lambda: None)
     _AsyncCheckpointProcess._checkpointing_subprocess(*args)
-
-
-def _entry(watch: RunContext, folder: Path, kind: str, call: str, path: str | None) -> Entry:
-    return Entry(
-        folder=folder,
-        rank=watch.rank(),
-        checkpoint=checkpoint_name(path, kind),
-        operation=kind,
-        step=watch.step(),
-        path=path,
-        call=call,
-        worker=single_file.current_worker(),
-    )
 
 
 def _path(args: tuple[Any, ...], kwargs: dict[str, Any], storage: str) -> str | None:

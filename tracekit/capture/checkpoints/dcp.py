@@ -101,18 +101,20 @@ def record_load(
 
 def listen(running: Operation, window: contextlib.ExitStack) -> None:
     """Listen to torch's log of a save or load, until `window` closes."""
-    from torch.distributed.checkpoint.logger import (
-        _dcp_logger,
-    )  # a slow import, but a saving process has done it already
+    on_log(window, {function for function, _ in running.kind.transitions}, running.on_log_event)
 
-    handler = LogListener({function for function, _ in running.transitions}, running.on_log_event)
+
+def on_log(window: contextlib.ExitStack, functions: Container[str], callback: Callable[[str, str], None]) -> None:
+    """Call `callback` with function and event of torch's log messages about `functions`, until `window` closes."""
+    # A slow import, but a saving process has done it already.
+    from torch.distributed.checkpoint.logger import _dcp_logger
+
+    handler = _LogListener(functions, callback)
     _dcp_logger.addHandler(handler)
     window.callback(_dcp_logger.removeHandler, handler)
 
 
-class LogListener(logging.Handler):
-    """Calls `callback` with function and event of each message about `functions` in torch's checkpoint log."""
-
+class _LogListener(logging.Handler):
     def __init__(self, functions: Container[str], callback: Callable[[str, str], None]) -> None:
         super().__init__(logging.DEBUG)
         self._functions = functions

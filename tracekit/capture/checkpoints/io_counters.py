@@ -14,6 +14,7 @@ _DIRTY = re.compile(rb"^(Dirty|Writeback): +(\d+) kB$", re.MULTILINE)
 _PRESSURE = re.compile(rb"^(some|full) .*total=(\d+)$", re.MULTILINE)
 _OWN_IO = re.compile(rb"^(read_bytes|write_bytes): (\d+)$", re.MULTILINE)
 _MOST_BYTES = 8192
+_INCREASING = ("io_some_ns", "io_full_ns", "cpu_ns", "run_delay_ns", "storage_written_bytes", "storage_read_bytes")
 
 Change = dict[str, int | None]
 
@@ -34,18 +35,13 @@ class Counters:
 
     def until(self, later: "Counters") -> Change:
         """Return the fields of the log: levels before and after, and the increase of the counters."""
-        return {
+        levels = {
             "dirty_before_bytes": self.dirty_bytes,
             "dirty_after_bytes": later.dirty_bytes,
             "writeback_before_bytes": self.writeback_bytes,
             "writeback_after_bytes": later.writeback_bytes,
-            "io_some_ns": _difference(self.io_some_ns, later.io_some_ns),
-            "io_full_ns": _difference(self.io_full_ns, later.io_full_ns),
-            "cpu_ns": _difference(self.cpu_ns, later.cpu_ns),
-            "run_delay_ns": _difference(self.run_delay_ns, later.run_delay_ns),
-            "storage_written_bytes": _difference(self.storage_written_bytes, later.storage_written_bytes),
-            "storage_read_bytes": _difference(self.storage_read_bytes, later.storage_read_bytes),
         }
+        return levels | {name: _difference(getattr(self, name), getattr(later, name)) for name in _INCREASING}
 
 
 def read(thread: int, proc: str = _PROC) -> Counters:

@@ -4,7 +4,7 @@ import collections
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tracekit.capture import atomic_files
 from tracekit.capture.checkpoints.io_counters import Counters
 from tracekit.capture.checkpoints.operation import Row
 
-_PLAIN = {"bytes": None, "files": None, "calls": None}
+_LEADING_FIELDS = ("stage", "start_ns", "dur_ns", "bytes", "files")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entry:
 
     def line(self, stage: str, start_ns: int, dur_ns: int, *, blocking: bool, **more: Any) -> Row:
         """Return one line. All fields but times and stage default to null."""
-        row = {"stage": stage, "start_ns": start_ns, "dur_ns": max(0, dur_ns), **_PLAIN, **more}
+        row = {"stage": stage, "start_ns": start_ns, "dur_ns": max(0, dur_ns), "calls": None, **more}
         return self.lines([row], blocking=blocking)[0]
 
     def lines(self, rows: list[Row], *, blocking: bool) -> list[Row]:
@@ -46,7 +46,7 @@ class Entry:
         caller = {"rank": self.rank, "call": self.call, "worker": self.worker}
         ids = {"process": os.getpid(), "thread": self.thread}
         target = {"path": self.path, "blocking": blocking, **caller, **ids}
-        return [{**operation, **_leading_fields(row), **target, **_other_fields(row)} for row in rows]
+        return [{**operation, **dict.fromkeys(_LEADING_FIELDS), **target, **row} for row in rows]
 
     def write(self, lines: list[Row]) -> None:
         """Add lines to the rank's log. Raises OSError."""
@@ -55,15 +55,27 @@ class Entry:
         )
 
 
-_FIRST = ("stage", "start_ns", "dur_ns", "bytes", "files")
+@dataclass(frozen=True)
+class RunContext:
+    """Callables that return the run's folder (None: not recorded), the rank, and the optimizer steps done or None."""
 
+    folder: Callable[[], Path | None]
+    rank: Callable[[], int]
+    step: Callable[[], int | None]
 
-def _leading_fields(row: Row) -> Row:
-    return {name: row.get(name) for name in _FIRST}
-
-
-def _other_fields(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name not in _FIRST}
+    def entry(self, folder: Path, operation: str, call: str, path: str | None) -> Entry:
+        """Return the entry of an operation on `path` that the calling thread begins."""
+        is_main = threading.get_ident() == threading.main_thread().ident
+        return Entry(
+            folder=folder,
+            rank=self.rank(),
+            checkpoint=checkpoint_name(path, operation),
+            operation=operation,
+            step=self.step(),
+            path=path,
+            call=call,
+            worker=conventions.MAIN if is_main else conventions.THREAD,
+        )
 
 
 def with_counters(row: Row, durable: bool | None, before: Counters, after: Counters) -> Row:

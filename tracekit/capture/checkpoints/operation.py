@@ -1,14 +1,16 @@
 """One save or load on one rank: the stage of each of its threads at any moment, and the bytes moved."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tracekit import conventions
 from tracekit.capture.checkpoints.durability import WrittenFiles
-from tracekit.capture.checkpoints.spans import span
 from tracekit.capture.checkpoints.stages import Stage, StageClock, apportion
 from tracekit.capture.checkpoints.thread_sampling import ThreadSampler
 
@@ -64,6 +66,7 @@ ASYNC_SAVE = OperationKind(
 )
 FILE_SAVE = OperationKind(conventions.SERIALIZE, {}, conventions.FINISH)
 FILE_LOAD = OperationKind(conventions.DESERIALIZE, {}, conventions.PLAN)
+_ON_DEMAND = "KINETO_USE_DAEMON" in os.environ  # a profile may begin without Python's knowledge
 _COUNTED_IN_TOTAL = (conventions.WRITE, conventions.READ, conventions.FINISH, conventions.PLAN)
 
 
@@ -78,7 +81,7 @@ class Operation:
         self.files = WrittenFiles()
         self.sampler = ThreadSampler(step)
         self.whole_bytes: int | None = None  # of the checkpoint that is loaded from, by its metadata
-        self._kind = kind
+        self.kind = kind
         self._thread = threading.get_ident()
         self._clock = StageClock(kind.first_stage)
         self._workers: dict[int, StageClock] = {}
@@ -89,27 +92,12 @@ class Operation:
     @property
     def start_ns(self) -> int:
         """Return the Unix time at which it began."""
-        return self._clock.first_ns[self._kind.first_stage]
-
-    @property
-    def end_ns(self) -> int:
-        """Return the Unix time at which it was stopped."""
-        return self._end_ns
-
-    @property
-    def transitions(self) -> Transitions:
-        """Return the relevant events of torch's log, and the stage that each begins."""
-        return self._kind.transitions
-
-    @property
-    def metadata_stage(self) -> str:
-        """Return the stage that metadata files count in."""
-        return self._kind.metadata_stage
+        return self._clock.first_ns[self.kind.first_stage]
 
     def on_log_event(self, function: str, event: str) -> None:
         """Handle an event of torch's log; other threads' events belong to other operations."""
-        if self._on_own_thread() and (function, event) in self._kind.transitions:
-            self.switch(self._kind.transitions[function, event])
+        if self._on_own_thread() and (function, event) in self.kind.transitions:
+            self.switch(self.kind.transitions[function, event])
 
     def switch(self, stage: Stage) -> None:
         """Go on with `stage` on the operation's own thread."""
@@ -166,24 +154,17 @@ class Operation:
 
     def counted_bytes(self, stage: str) -> int | None:
         """Return the bytes that `stage` has moved so far; None where not known."""
-        return self._counts.bytes.get(stage)
+        return self._counts.of(stage)["bytes"]
 
     def counted_files(self, stage: str) -> int | None:
         """Return the files of `stage` so far; None where not known."""
-        return self._counts.files.get(stage)
+        return self._counts.of(stage)["files"]
 
     def rows(self) -> list[Row]:
         """Return a row for each stage that was entered, and the total: stage, start_ns, dur_ns, bytes, files, calls."""
         times = self._times()
         return [
-            {
-                "stage": stage,
-                "start_ns": times[stage][0],
-                "dur_ns": times[stage][1],
-                "bytes": self._counts.bytes.get(stage),
-                "files": self._counts.files.get(stage),
-                "calls": self._counts.calls.get(stage),
-            }
+            {"stage": stage, "start_ns": times[stage][0], "dur_ns": times[stage][1], **self._counts.of(stage)}
             for stage in conventions.CHECKPOINT_STAGES
             if stage in times
         ]
@@ -210,15 +191,16 @@ class _Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.bytes: dict[str, int] = {}
-        self.files: dict[str, int] = {}
-        self.calls: dict[str, int] = {}
+        self._counts: dict[str, dict[str, int]] = {"bytes": {}, "files": {}, "calls": {}}
 
-    def add(self, stage: str, size_bytes: int | None, files: int | None, calls: int | None) -> None:
+    def add(self, stage: str, *more: int | None) -> None:
         with self._lock:
-            for counts, more in ((self.bytes, size_bytes), (self.files, files), (self.calls, calls)):
-                if more is not None:
-                    counts[stage] = counts.get(stage, 0) + more
+            for counts, added in zip(self._counts.values(), more, strict=True):
+                if added is not None:
+                    counts[stage] = counts.get(stage, 0) + added
+
+    def of(self, stage: str) -> dict[str, int | None]:
+        return {name: counts.get(stage) for name, counts in self._counts.items()}
 
 
 _here = threading.local()
@@ -259,6 +241,18 @@ def timed_sync(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args)
 
     return sync
+
+
+def span(stage: str = "") -> contextlib.AbstractContextManager[Any]:
+    """Return the span of a stage, "" being the whole, around a block; nothing where no profile is recorded.
+
+    A span takes tens of microseconds and releases the GIL, for which a saving thread may be waiting.
+    """
+    if not (torch.autograd.profiler._is_profiler_enabled or _ON_DEMAND):
+        return contextlib.nullcontext()
+    name = ".".join((conventions.CHECKPOINT, stage)) if stage else conventions.CHECKPOINT
+    recorded: contextlib.AbstractContextManager[Any] = torch.profiler.record_function(conventions.span_name(name))
+    return recorded
 
 
 def _descriptor(args: tuple[Any, ...]) -> int | None:

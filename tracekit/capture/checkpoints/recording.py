@@ -15,7 +15,6 @@ from tracekit.capture.checkpoints.io_counters import Counters
 from tracekit.capture.checkpoints.log_entry import Entry, with_counters
 from tracekit.capture.checkpoints.operation import Operation, OperationKind, Row
 from tracekit.capture.checkpoints.patching import replaced_for_all
-from tracekit.capture.checkpoints.spans import span
 
 Attach = Callable[[Operation, contextlib.ExitStack], None]
 MakeEntry = Callable[[Operation], Entry | None]
@@ -67,7 +66,7 @@ def begin(
     """Begin to record the calling thread. No patch stays if this raises."""
     before = io_counters.read(threading.get_native_id())
     with contextlib.ExitStack() as window:
-        window.enter_context(span())
+        window.enter_context(operation.span())
         running = Operation(kind, step)
         window.callback(running.close_span)
         window.enter_context(operation.running(running))

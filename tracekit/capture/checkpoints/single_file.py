@@ -7,7 +7,6 @@ calls that look smaller in advance only the time is measured, so they have one s
 import io
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from typing import Any
 from tracekit import conventions
 from tracekit.capture.checkpoints import operation, recording, torch_zip
 from tracekit.capture.checkpoints.async_save import tensor_bytes
-from tracekit.capture.checkpoints.log_entry import Entry, checkpoint_name
+from tracekit.capture.checkpoints.log_entry import Entry, RunContext
 from tracekit.capture.checkpoints.operation import Operation, OperationKind
 from tracekit.capture.checkpoints.patching import replaced_for_all
 from tracekit.capture.checkpoints.recording import Attach, Endable
@@ -31,88 +30,59 @@ _SAFE_LOAD = OperationKind(conventions.READ, {}, conventions.PLAN)
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """Callables that return the run's folder (None: not recorded), the rank, and the optimizer steps done or None."""
+class Call:
+    """A function that saves or loads one file: how it is logged, and its arguments, by position and name."""
 
-    folder: Callable[[], Path | None]
-    rank: Callable[[], int]
-    step: Callable[[], int | None]
-
-
-@dataclass(frozen=True)
-class _Call:
     operation: str
     call: str
     kind: OperationKind
-    transfer_stage: str  # the stage whose bytes are the file's
     attach: Attach
+    file: tuple[int, str]
+    value: tuple[int, str] | None = None
+    """What is saved; None for a load."""
 
 
-def begin_torch_save(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
-    """Begin to record a call of ``torch.save``."""
-    return _begin_save(_TORCH_SAVE, watch, folder, _argument(args, kwargs, 0, "obj"), _argument(args, kwargs, 1, "f"))
+def begin(call: Call, context: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
+    """Begin to record a call."""
+    file = _argument(args, kwargs, *call.file)
+    if call.value is None:
+        return _begin_load(call, context, folder, file)
+    return _begin_save(call, context, folder, _argument(args, kwargs, *call.value), file)
 
 
-def begin_torch_load(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
-    """Begin to record a call of ``torch.load``."""
-    return _begin_load(_TORCH_LOAD, watch, folder, _argument(args, kwargs, 0, "f"))
-
-
-def begin_safetensors_save(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
-    """Begin to record a call of ``safetensors.torch.save_file``."""
-    tensors, target = _argument(args, kwargs, 0, "tensors"), _argument(args, kwargs, 1, "filename")
-    return _begin_save(_SAFETENSORS_SAVE, watch, folder, tensors, target)
-
-
-def begin_safetensors_load(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
-    """Begin to record a call of ``safetensors.torch.load_file``."""
-    return _begin_load(_SAFETENSORS_LOAD, watch, folder, _argument(args, kwargs, 0, "filename"))
-
-
-def current_worker() -> str:
-    """Return which of `conventions.WORKERS` the calling thread is."""
-    is_main = threading.get_ident() == threading.main_thread().ident
-    return conventions.MAIN if is_main else conventions.THREAD
-
-
-def _begin_save(call: _Call, watch: RunContext, folder: Path, value: Any, target: Any) -> Endable:
+def _begin_save(call: Call, context: RunContext, folder: Path, value: Any, target: Any) -> Endable:
     before = target.tell() if type(target) is io.BytesIO else 0
 
     def conclude(saved: Operation) -> Entry:
         size_bytes = _size_bytes(target)
         in_memory = isinstance(target, io.BytesIO)
-        saved.count(call.transfer_stage, None if size_bytes is None else size_bytes - before, 0 if in_memory else 1)
+        saved.count(conventions.WRITE, None if size_bytes is None else size_bytes - before, 0 if in_memory else 1)
         if not in_memory:
             saved.files.add_unsynced()
-        return _entry(call, watch, folder, target)
+        return context.entry(folder, call.operation, call.call, _path(target))
 
     if tensor_bytes(value, MIN_BYTES, _MOST_ITEMS) < MIN_BYTES:
-        return _SmallTransfer(call, watch, folder, target, before)
-    return _begin(call, watch, conclude)
+        return _SmallTransfer(call, context, folder, target, before)
+    return recording.begin(call.kind, call.attach, conclude, step=context.step)
 
 
-def _begin_load(call: _Call, watch: RunContext, folder: Path, source: Any) -> Endable:
-
+def _begin_load(call: Call, context: RunContext, folder: Path, source: Any) -> Endable:
     def conclude(loaded: Operation) -> Entry:
         known = loaded.counted_bytes(conventions.TOTAL) is not None
         loaded.count(conventions.READ, None if known else _size_bytes(source), 0 if type(source) is io.BytesIO else 1)
-        return _entry(call, watch, folder, source)
+        return context.entry(folder, call.operation, call.call, _path(source))
 
     if (_size_bytes(source) or 0) < MIN_BYTES:
-        return _SmallTransfer(call, watch, folder, source, 0)
-    return _begin(call, watch, conclude)
-
-
-def _begin(call: _Call, watch: RunContext, make_entry: Callable[[Operation], Entry]) -> Endable:
-    return recording.begin(call.kind, call.attach, make_entry, step=watch.step)
+        return _SmallTransfer(call, context, folder, source, 0)
+    return recording.begin(call.kind, call.attach, conclude, step=context.step)
 
 
 class _SmallTransfer:
     """A save or load that looks too small for the log; it gets lines only if it turns out large or slow."""
 
-    def __init__(self, kind: _Call, watch: RunContext, folder: Path, target: Any, before_bytes: int) -> None:
-        self._kind = kind
-        self._watch = watch
+    def __init__(self, call: Call, context: RunContext, folder: Path, target: Any, before_bytes: int) -> None:
+        self._call = call
+        self._context = context
         self._folder = folder
         self._target = target
         self._before_bytes = before_bytes
@@ -125,29 +95,15 @@ class _SmallTransfer:
         size_bytes = None if found is None else found - self._before_bytes
         if failed or (elapsed_ns < MIN_NS and (size_bytes or 0) < MIN_BYTES):
             return
-        entry = _entry(self._kind, self._watch, self._folder, self._target)
+        entry = self._context.entry(self._folder, self._call.operation, self._call.call, _path(self._target))
         moved = {"bytes": size_bytes, "files": 0 if isinstance(self._target, io.BytesIO) else 1}
         # Without sampling, only the thread it ran on shows whether training waited.
         entry.write(
             [
                 entry.line(stage, self._start_ns, elapsed_ns, blocking=entry.worker == conventions.MAIN, **moved)
-                for stage in (self._kind.kind.first_stage, conventions.TOTAL)
+                for stage in (self._call.kind.first_stage, conventions.TOTAL)
             ]
         )
-
-
-def _entry(call: _Call, watch: RunContext, folder: Path, target: Any) -> Entry:
-    path = _path(target)
-    return Entry(
-        folder=folder,
-        rank=watch.rank(),
-        checkpoint=checkpoint_name(path, call.operation),
-        operation=call.operation,
-        step=watch.step(),
-        path=path,
-        call=call.call,
-        worker=current_worker(),
-    )
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str) -> Any:
@@ -190,9 +146,16 @@ def _attach_nothing(_: Operation, window: ExitStack) -> None:
     """Time nothing: C++ does all the work in one stage."""
 
 
-_TORCH_SAVE = _Call(conventions.SAVE, conventions.TORCH_SAVE, operation.FILE_SAVE, conventions.WRITE, torch_zip.attach)
-_TORCH_LOAD = _Call(conventions.LOAD, conventions.TORCH_LOAD, operation.FILE_LOAD, conventions.READ, torch_zip.attach)
-_SAFETENSORS_SAVE = _Call(
-    conventions.SAVE, conventions.SAFETENSORS_SAVE, operation.FILE_SAVE, conventions.WRITE, _attach_safetensors
+TORCH_SAVE = Call(
+    conventions.SAVE, conventions.TORCH_SAVE, operation.FILE_SAVE, torch_zip.attach, (1, "f"), value=(0, "obj")
 )
-_SAFETENSORS_LOAD = _Call(conventions.LOAD, conventions.SAFETENSORS_LOAD, _SAFE_LOAD, conventions.READ, _attach_nothing)
+TORCH_LOAD = Call(conventions.LOAD, conventions.TORCH_LOAD, operation.FILE_LOAD, torch_zip.attach, (0, "f"))
+SAFETENSORS_SAVE = Call(
+    conventions.SAVE,
+    conventions.SAFETENSORS_SAVE,
+    operation.FILE_SAVE,
+    _attach_safetensors,
+    (1, "filename"),
+    value=(0, "tensors"),
+)
+SAFETENSORS_LOAD = Call(conventions.LOAD, conventions.SAFETENSORS_LOAD, _SAFE_LOAD, _attach_nothing, (0, "filename"))

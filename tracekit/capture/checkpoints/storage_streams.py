@@ -78,7 +78,7 @@ def _timed_create_stream(
     def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
         clock = operation.thread_clock()
         # The metadata file counts in finish as a whole; shards are split into stages.
-        stage = operation.metadata_stage if clock.stage == operation.metadata_stage else conventions.WRITE
+        stage = operation.kind.metadata_stage if clock.stage == operation.kind.metadata_stage else conventions.WRITE
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
@@ -126,8 +126,8 @@ def _timed_read_stream(operation: Operation, create_stream: Callable[..., Any]) 
     @contextlib.contextmanager
     def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
         clock = operation.thread_clock()
-        aside = clock.stage == operation.metadata_stage
-        stage, between = (operation.metadata_stage,) * 2 if aside else (conventions.READ, conventions.DESERIALIZE)
+        aside = clock.stage == operation.kind.metadata_stage
+        stage, between = (operation.kind.metadata_stage,) * 2 if aside else (conventions.READ, conventions.DESERIALIZE)
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
