@@ -6,6 +6,7 @@ It wraps the few torch functions that every training calls (optimizer step, back
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -19,7 +20,6 @@ import torch
 
 from tracekit.capture import atomic_files, folder_claim, launch_settings, rank_info
 from tracekit.capture.checkpoints import auto_recording
-from tracekit.capture.method_wrapping import wrap
 from tracekit.capture.step_inference import StepCounter
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ class AutoRecorder:
         before, after = self._safe(self._before_step), self._safe(self._after_step)
         register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: after(optimizer))
-        wrap(Optimizer, "__init__", after=self._safe(self._optimizer_made))
-        wrap(torch.Tensor, "backward", around=self._around_backward)
-        wrap(GradScaler, "scale", result=self._safe(self._scaled))
-        wrap(GradScaler, "step", around=self._around_scaled_step)
-        wrap(_BaseDataLoaderIter, "__next__", around=self._around_batch)
+        _wrap(Optimizer, "__init__", after=self._safe(self._optimizer_made))
+        _wrap(torch.Tensor, "backward", around=self._around_backward)
+        _wrap(GradScaler, "scale", result=self._safe(self._scaled))
+        _wrap(GradScaler, "step", around=self._around_scaled_step)
+        _wrap(_BaseDataLoaderIter, "__next__", around=self._around_batch)
         before_foreign_profiler(self._safe(self._end_window))
         os.register_at_fork(after_in_child=self._reset)
         atexit.register(self._close)
@@ -223,19 +223,11 @@ class AutoRecorder:
             raise OSError(f"--out {settings.out} cannot be written ({error.strerror or error})") from error
         self._recorder = Recorder(
             folder,
-            steps=settings.steps,
-            every=settings.every,
-            warmup=settings.warmup,
             leads=rank == (0 if ranks is None else min(ranks)),
             device=self._device(),
-            memory=settings.memory,
-            stacks=settings.stacks,
-            shapes=settings.shapes,
-            snapshot=settings.snapshot,
-            scratch=settings.scratch,
-            disk_budget_bytes=settings.disk_budget_bytes,
             mid_step=True,
             manifest={"recorded_by": "tracekit record"},
+            **settings.recorder_options(),
         )
         self._write_status(ended=False)
         self._recorder.__enter__()
@@ -334,3 +326,30 @@ def _sum(losses: list[Any]) -> "PendingScalar":
     from tracekit.capture.metrics import PendingScalar
 
     return PendingScalar(losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum())
+
+
+def _wrap(
+    owner: type,
+    name: str,
+    *,
+    after: Callable[..., None] | None = None,
+    result: Callable[..., None] | None = None,
+    around: Callable[..., Any] | None = None,
+) -> None:
+    """Wrap a method of a class so that its calls are observed.
+
+    `after` gets the arguments, `result` the value and the arguments; `around` gets the method and the arguments, calls
+    it and returns its value. Name, signature and documentation stay those of the method.
+    """
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value = method(*args, **kwargs) if around is None else around(method, *args, **kwargs)
+        if after is not None:
+            after(*args)
+        if result is not None:
+            result(value, *args)
+        return value
+
+    setattr(owner, name, wrapped)

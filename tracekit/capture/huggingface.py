@@ -60,18 +60,12 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.recorder.enter_phase(None)
 
-    @never_raises
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.recorder.enter_phase(None)
+    on_substep_end = on_optimizer_step = on_step_begin
 
     @never_raises
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self._learning_rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else None
         self.recorder.enter_phase(conventions.OPTIMIZER)
-
-    @never_raises
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.recorder.enter_phase(None)
 
     @never_raises
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from tracekit import conventions
 
@@ -33,6 +34,11 @@ class Settings:
     disk_budget_bytes: int = 10 * GIBIBYTE
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step; only the training knows them."""
+
+    def recorder_options(self) -> dict[str, Any]:
+        """Return the fields that are options of `Recorder`."""
+        others = ("out", "launch", "notes", "ranks", "tokens_per_step")
+        return {name: value for name, value in vars(self).items() if name not in others}
 
     def as_variable(self) -> str:
         """Return the value of the environment variable."""

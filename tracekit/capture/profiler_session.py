@@ -4,6 +4,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,32 @@ class ProfilerBusyError(RuntimeError):
     """The training's own profiler is running, and torch has only one per process."""
 
 
+@dataclass(frozen=True)
+class ProfilingOptions:
+    """The device, cuda or cpu, what a trace contains in addition to times, and the folder before compression."""
+
+    device: str
+    memory: bool
+    stacks: bool
+    shapes: bool
+    snapshot: bool
+    warmup: int
+    scratch: Path | None
+
+
 class ProfilerSession:
     """The profiler of one window of steps on the calling thread: `prepare`, `start`, `mark` each step, `stop`, `save`.
 
-    `device` is cuda or cpu. The methods raise OccupiedError where the training's own profiler runs.
+    The methods raise ProfilerBusyError where the training's own profiler runs.
     """
 
-    def __init__(self, *, device: str, memory: bool, stacks: bool, shapes: bool) -> None:
-        cuda = device == "cuda"
+    def __init__(self, options: ProfilingOptions) -> None:
+        cuda = options.device == "cuda"
         self._profiler = _KinetoProfile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
-            profile_memory=memory,
-            with_stack=stacks,
-            record_shapes=shapes or stacks,
+            profile_memory=options.memory,
+            with_stack=options.stacks,
+            record_shapes=options.shapes or options.stacks,
             # Waits between streams, which only CUDA has.
             experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True) if cuda else None,
         )

@@ -17,8 +17,9 @@ from tracekit.capture.checkpoints.dcp import record_save
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
 from tracekit.capture.on_demand_windows import WindowRequests
+from tracekit.capture.profiler_session import ProfilingOptions
 from tracekit.capture.rank_info import this_rank
-from tracekit.capture.window_profiler import ProfilingOptions, WindowProfiler
+from tracekit.capture.window_profiler import WindowProfiler
 from tracekit.capture.window_schedule import Window, WindowSchedule, parse_steps
 
 DEFAULT_STEPS = "10:15"

@@ -4,32 +4,21 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tracekit import conventions
-from tracekit.capture import atomic_files, memory_snapshot
-from tracekit.capture.profiler_session import ProfilerSession
+from tracekit.capture import atomic_files
+from tracekit.capture.profiler_session import ProfilerSession, ProfilingOptions
 from tracekit.capture.trace_writer import BackgroundWriter
 from tracekit.capture.window_schedule import Window, WindowSchedule
 
+_MOST_EVENTS = 1_000_000  # of the allocator, in a memory snapshot
 _MIN_FREE_BYTES = 1 << 30  # in scratch, for a trace that is not compressed yet
 
 OnWritten = Callable[[Window, int], None]
 """Called on any thread with a written window and the number of its recorded steps."""
-
-
-@dataclass(frozen=True)
-class ProfilingOptions:
-    """What a window's trace contains in addition to times, the device, and the folder before compression."""
-
-    device: str
-    memory: bool
-    stacks: bool
-    shapes: bool
-    snapshot: bool
-    warmup: int
-    scratch: Path | None
 
 
 class WindowProfiler:
@@ -95,15 +84,12 @@ class WindowProfiler:
         if self._session is None:
             if self._writer.busy:
                 raise RuntimeError("earlier windows are still being written; record windows farther apart")
-            options = self._options
-            self._session = ProfilerSession(
-                device=options.device, memory=options.memory, stacks=options.stacks, shapes=options.shapes
-            )
+            self._session = ProfilerSession(self._options)
             self._session.prepare()
         if step == window.first:
             if self._options.snapshot:
                 with self._guard("there is no memory snapshot"):
-                    memory_snapshot.begin(self._options.device)
+                    _begin_snapshot(self._options.device)
             self._session.start()
         if self._session.started:
             self._session.mark(step)
@@ -112,7 +98,7 @@ class WindowProfiler:
         """Write the trace of a window; it is compressed and moved into the run while the training continues."""
         folder = self._folder / conventions.window_folder(window.number) if window.number else self._folder
         if self._options.snapshot and self._options.device == "cuda":
-            memory_snapshot.end(folder / conventions.rank_file(self._rank, conventions.MEMORY_SNAPSHOT_SUFFIX))
+            _end_snapshot(folder / conventions.rank_file(self._rank, conventions.MEMORY_SNAPSHOT_SUFFIX))
         plain = self._write_trace(session, window, folder)
         trace = folder / conventions.rank_file(self._rank, conventions.TRACE_SUFFIX)
 
@@ -151,6 +137,23 @@ class WindowProfiler:
         if session is not None:
             with contextlib.suppress(Exception):
                 session.stop()
+
+
+def _begin_snapshot(device: str) -> None:
+    """Start the allocator's history. Raises RuntimeError where there is no CUDA allocator."""
+    if device != "cuda":
+        raise RuntimeError("memory snapshots need the CUDA allocator, but this training runs on the CPU")
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+
+
+def _end_snapshot(path: Path) -> None:
+    """Write the allocator's history, and stop it."""
+    try:
+        with atomic_files.atomic_write(path) as partial:
+            torch.cuda.memory._dump_snapshot(str(partial))
+    finally:
+        with contextlib.suppress(Exception):
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _has_room(scratch: Path) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tracekit.capture.checkpoints import io_counters
 from tracekit.capture.checkpoints.durability import WrittenFiles
-from tracekit.capture.checkpoints.thread_sampling import ThreadSampler
+from tracekit.capture.checkpoints.operation import ThreadSampler
 
 
 def proc(folder: Path, *, dirty_kb: int, some_us: int, written: int, run_ns: int) -> str:

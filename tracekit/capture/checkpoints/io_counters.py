@@ -46,18 +46,18 @@ class Counters:
 
 def read(thread: int, proc: str = _PROC) -> Counters:
     """Read all counters; `thread` is the native id of the thread of this process whose processor time is meant."""
-    pages = _values(_DIRTY, _text(f"{proc}/meminfo"))
-    pressure = _values(_PRESSURE, _text(f"{proc}/pressure/io"))
+    pages = _values(_DIRTY, _text(f"{proc}/meminfo"), 1024)
+    pressure = _values(_PRESSURE, _text(f"{proc}/pressure/io"), 1000)
     own = _values(_OWN_IO, _text(f"{proc}/self/io"))
     cpu_ns, run_delay_ns = _schedule(_text(f"{proc}/self/task/{thread}/schedstat"))
     if thread == threading.get_native_id():
         cpu_ns = time.thread_time_ns()  # the same clock, but exact: Linux updates the other once per tick
     return Counters(
         thread=thread,
-        dirty_bytes=_scaled(pages.get("Dirty"), 1024),
-        writeback_bytes=_scaled(pages.get("Writeback"), 1024),
-        io_some_ns=_scaled(pressure.get("some"), 1000),
-        io_full_ns=_scaled(pressure.get("full"), 1000),
+        dirty_bytes=pages.get("Dirty"),
+        writeback_bytes=pages.get("Writeback"),
+        io_some_ns=pressure.get("some"),
+        io_full_ns=pressure.get("full"),
         cpu_ns=cpu_ns,
         run_delay_ns=run_delay_ns,
         storage_written_bytes=own.get("write_bytes"),
@@ -85,17 +85,13 @@ def _text(path: str) -> bytes:
         os.close(descriptor)
 
 
-def _values(pattern: re.Pattern[bytes], text: bytes) -> dict[str, int]:
-    return {name.decode(): int(value) for name, value in pattern.findall(text)}
+def _values(pattern: re.Pattern[bytes], text: bytes, unit: int = 1) -> dict[str, int]:
+    return {name.decode(): int(value) * unit for name, value in pattern.findall(text)}
 
 
 def _schedule(text: bytes) -> tuple[int | None, int | None]:
     fields = text.split()
     return (int(fields[0]), int(fields[1])) if len(fields) == 3 else (None, None)
-
-
-def _scaled(value: int | None, factor: int) -> int | None:
-    return None if value is None else value * factor
 
 
 def _difference(before: int | None, after: int | None) -> int | None:

@@ -45,11 +45,11 @@ def attach_reader(operation: Operation, window: contextlib.ExitStack, reader: An
 
     def with_timed_planner(read_data: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
-            copies, planner = _CopyTimer(operation), _planner(args, kwargs)
+            planner = _planner(args, kwargs)
             with (
-                replaced(planner, "load_bytes", copies.timed_load_bytes),
-                replaced(planner, "resolve_tensor", copies.timed_resolve_tensor),
-                replaced(planner, "commit_tensor", copies.timed_commit_tensor),
+                replaced(planner, "load_bytes", functools.partial(_timed_load_bytes, operation)),
+                replaced(planner, "resolve_tensor", functools.partial(_timed_resolve_tensor, operation)),
+                replaced(planner, "commit_tensor", functools.partial(_timed_commit_tensor, operation)),
             ):
                 operation.whole_bytes = _checkpoint_bytes(reader)
                 return read_data(*args, **kwargs)
@@ -141,42 +141,41 @@ def _timed_read_stream(operation: Operation, create_stream: Callable[..., Any]) 
     return create
 
 
-class _CopyTimer:
-    """Times a load planner: from handing out a target to its commit counts as copy; one per call of read_data."""
+# From handing out a target to its commit counts as copy.
 
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
 
-    def timed_load_bytes(self, load_bytes: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load_bytes)
-        def load(read_item: Any, value: Any) -> Any:
-            with self._operation.thread_clock().inside(conventions.DESERIALIZE):
-                return load_bytes(read_item, value)
+def _timed_load_bytes(operation: Operation, load_bytes: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load_bytes)
+    def load(read_item: Any, value: Any) -> Any:
+        with operation.thread_clock().inside(conventions.DESERIALIZE):
+            return load_bytes(read_item, value)
 
-        return load
+    return load
 
-    def timed_resolve_tensor(self, resolve_tensor: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(resolve_tensor)
-        def resolve(read_item: Any) -> Any:
-            target = resolve_tensor(read_item)
-            clock = self._operation.thread_clock()
-            clock.previous_stage = clock.stage
-            clock.switch(conventions.COPY)
-            return target
 
-        return resolve
+def _timed_resolve_tensor(operation: Operation, resolve_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(resolve_tensor)
+    def resolve(read_item: Any) -> Any:
+        target = resolve_tensor(read_item)
+        clock = operation.thread_clock()
+        clock.previous_stage = clock.stage
+        clock.switch(conventions.COPY)
+        return target
 
-    def timed_commit_tensor(self, commit_tensor: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(commit_tensor)
-        def commit(read_item: Any, tensor: Any) -> Any:
-            clock = self._operation.thread_clock()
-            committed = commit_tensor(read_item, tensor)
-            if clock.stage == conventions.COPY:
-                clock.switch(clock.previous_stage)
-                self._operation.count(conventions.COPY, _size_bytes(tensor), None, 1)
-            return committed
+    return resolve
 
-        return commit
+
+def _timed_commit_tensor(operation: Operation, commit_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(commit_tensor)
+    def commit(read_item: Any, tensor: Any) -> Any:
+        clock = operation.thread_clock()
+        committed = commit_tensor(read_item, tensor)
+        if clock.stage == conventions.COPY:
+            clock.switch(clock.previous_stage)
+            operation.count(conventions.COPY, _size_bytes(tensor), None, 1)
+        return committed
+
+    return commit
 
 
 def _size_bytes(data: Any) -> int | None:

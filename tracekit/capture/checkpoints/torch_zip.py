@@ -1,6 +1,7 @@
 """Files of `torch.save` and `torch.load`: separate reading and writing, which C++ does, from pickling."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ def attach(running: Operation, window: contextlib.ExitStack) -> None:
     _attached.add(running)
     window.callback(_attached.discard, running)
     for name, wrap in (
-        ("_open_zipfile_writer", _timed_open(lambda raw, operation: _ZipWriter(raw, operation), conventions.WRITE)),
-        ("_open_zipfile_reader", _timed_open(lambda raw, operation: _ZipReader(raw, operation), conventions.READ)),
+        ("_open_zipfile_writer", functools.partial(_timed_open, _ZipWriter, conventions.WRITE)),
+        ("_open_zipfile_reader", functools.partial(_timed_open, _ZipReader, conventions.READ)),
         ("_get_restore_location", _timed_restoring),
     ):
         window.enter_context(replaced_for_all(torch.serialization, name, wrap))
@@ -33,29 +34,32 @@ def _current() -> Operation | None:
     return running if running in _attached else None
 
 
-def _timed_open(
-    timed: Callable[[Any, Operation], Any], stage: str
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def open_zip(*args: Any, **kwargs: Any) -> Any:
-            operation = _current()
-            if operation is None:
-                return original(*args, **kwargs)
-            with operation.thread_clock().inside(stage):
-                opener = original(*args, **kwargs)
-            return _Opener(opener, operation, stage, timed)
+def _timed_open(timed: "type[_Proxy]", stage: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def open_zip(*args: Any, **kwargs: Any) -> Any:
+        operation = _current()
+        if operation is None:
+            return original(*args, **kwargs)
+        with operation.thread_clock().inside(stage):
+            opener = original(*args, **kwargs)
+        return _Opener(opener, operation, stage, timed)
 
-        return open_zip
-
-    return wrap
+    return open_zip
 
 
-class _Opener:
-    """Wraps one of torch's context managers that open and close the file."""
-
-    def __init__(self, raw: Any, operation: Operation, stage: str, timed: Callable[[Any, Operation], Any]) -> None:
+class _Proxy:
+    def __init__(self, raw: Any, operation: Operation) -> None:
         self._raw = raw
         self._operation = operation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+class _Opener(_Proxy):
+    """Wraps one of torch's context managers that open and close the file."""
+
+    def __init__(self, raw: Any, operation: Operation, stage: str, timed: type[_Proxy]) -> None:
+        super().__init__(raw, operation)
         self._stage = stage
         self._timed = timed
 
@@ -66,20 +70,8 @@ class _Opener:
         with self._operation.thread_clock().inside(self._stage):
             return self._raw.__exit__(*failure)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._raw, name)
 
-
-class _Zip:
-    def __init__(self, raw: Any, operation: Operation) -> None:
-        self._raw = raw
-        self._operation = operation
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._raw, name)
-
-
-class _ZipWriter(_Zip):
+class _ZipWriter(_Proxy):
     def write_record(self, name: str, data: Any, size_bytes: int) -> Any:
         clock = self._operation.thread_clock()
         with clock.inside(conventions.WRITE):
@@ -91,7 +83,7 @@ class _ZipWriter(_Zip):
         return written
 
 
-class _ZipReader(_Zip):
+class _ZipReader(_Proxy):
     def get_record(self, name: str) -> Any:
         with self._operation.thread_clock().inside(conventions.READ):
             record = self._raw.get_record(name)

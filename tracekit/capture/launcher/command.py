@@ -1,22 +1,28 @@
 """``tracekit record`` and ``tracekit merge``: their options, for both ways of calling them."""
 
 import argparse
+import json
 import os
 import re
 import signal
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
+from tracekit import conventions
 from tracekit.capture.launch_settings import GIBIBYTE, Settings
-from tracekit.capture.launcher import attach, launch, merge
+from tracekit.capture.launcher import exit_report, launch, merge
 from tracekit.capture.window_schedule import WindowSchedule, parse_steps
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIBIBYTE, "T": 1 << 40}
 NONE = "none"
+_MOST_STEPS = 1000  # of a requested window
+_POLL_EVERY_S = 0.5
+_ANSWER_S = 60.0
 
 _EXAMPLES = """
 examples:
@@ -41,7 +47,7 @@ def record(words: list[str], *, program: str) -> int:
     if options.attach is not None:
         if command:
             parser.error("--attach requests a window from a running training: it takes no command")
-        return attach.attach(Path(options.attach), steps=_count(parser, options.steps), quiet=options.quiet)
+        return attach(Path(options.attach), steps=_count(parser, options.steps), quiet=options.quiet)
     if not command:
         parser.error(f"no command to record: {program} -- torchrun … train.py")
     return launch.run(command, _settings(parser, options), on_signal=options.signal, quiet=options.quiet)
@@ -63,6 +69,56 @@ def merge_run(words: list[str], *, program: str) -> int:
         return 2
     sys.stderr.write(f"tracekit: {moved} files moved to {options.run}; next: tracekit check {options.run}\n")
     return 0
+
+
+def attach(run: Path, *, steps: "int | None", quiet: bool) -> int:
+    """Request a window of so many steps, wait until it is written, and report it; return the exit code.
+
+    2 where the run is not being recorded, 1 where the training ended before the window was recorded.
+    """
+    if not _is_live(run):
+        sys.stderr.write(f"tracekit: {run}: no training is being recorded there; start one with tracekit record\n")
+        return 2
+    before = _windows(run)
+    now = run / conventions.NOW_FILE
+    try:
+        now.write_text("" if steps is None else json.dumps({"steps": steps}), encoding="utf-8")
+    except OSError as error:
+        sys.stderr.write(f"tracekit: {now} cannot be written: {error.strerror}\n")
+        return 2
+    while _is_live(run):
+        if now.exists() and time.time() - now.stat().st_mtime > _ANSWER_S:
+            sys.stderr.write(
+                f"tracekit: no rank has answered for {_ANSWER_S:.0f} s; the window follows with its next steps\n"
+            )
+            return 1
+        if not now.exists() and len(_windows(run)) > len(before):
+            break
+        time.sleep(_POLL_EVERY_S)
+    new = [window for window in _windows(run) if window not in before]
+    if not new:
+        sys.stderr.write("tracekit: the training ended before the window was recorded\n")
+        return 1
+    if not quiet:
+        first, count = new[-1]
+        sys.stderr.write(f"tracekit: recorded steps {first} to {first + count - 1}; next: tracekit check {run}\n")
+        if exit_report.has_analysis():
+            exit_report.print_check(run)
+    return 0
+
+
+def _is_live(run: Path) -> bool:
+    """Return whether a rank's metrics log is open: it gets its final name when the training ends."""
+    suffix = conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX
+    return any(run.glob(f"rank*{suffix}"))
+
+
+def _windows(run: Path) -> "list[tuple[int, int]]":
+    try:
+        windows = json.loads((run / conventions.MANIFEST_FILE).read_text(encoding="utf-8"))["windows"]
+        return [(int(window["first_step"]), int(window["steps"])) for window in windows]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -88,7 +144,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--stacks", action="store_true", help="record Python stacks: traces grow tenfold, and steps take longer")
     add("--shapes", action="store_true", default=None, help="record operator shapes, the default on the CPU")
     add("--no-memory", action="store_false", dest="memory", help="record no allocator events")
-    add("--memory-snapshot", action="store_true", help="record the CUDA allocator's history of each window")
+    add(
+        "--memory-snapshot",
+        dest="snapshot",
+        action="store_true",
+        help="record the CUDA allocator's history of each window",
+    )
     add(
         "--tokens-per-step",
         type=_positive,
@@ -97,6 +158,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     add(
         "--disk-budget",
+        dest="disk_budget_bytes",
         type=_size,
         default=10 * GIBIBYTE,
         metavar="SIZE",
@@ -127,21 +189,14 @@ def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> S
     out = options.out or Path("runs", _name())
     if out.is_file():
         parser.error(f"--out {out}: is a file; name a folder for the run")
+    recorded = vars(options).keys() & {field.name for field in fields(Settings)}
     return Settings(
+        **{name: getattr(options, name) for name in recorded - {"out", "scratch", "steps"}},
         out=os.path.abspath(out),  # noqa: PTH100 a link stays what the user named
         launch=launch.new_name(),
         notes="",
         scratch=os.path.abspath(options.scratch) if options.scratch else "",  # noqa: PTH100
         steps=None if steps == NONE else steps,
-        every=options.every,
-        warmup=options.warmup,
-        ranks=options.ranks,
-        memory=options.memory,
-        stacks=options.stacks,
-        shapes=options.shapes,
-        snapshot=options.memory_snapshot,
-        disk_budget_bytes=options.disk_budget,
-        tokens_per_step=options.tokens_per_step,
     )
 
 
@@ -154,8 +209,8 @@ def _name() -> str:
 
 
 def _count(parser: argparse.ArgumentParser, steps: "str | None") -> "int | None":
-    if steps is not None and not (steps.isdigit() and 0 < int(steps) <= attach.MOST_STEPS):
-        parser.error(f"--attach takes --steps N, a number of steps up to {attach.MOST_STEPS}, not {steps!r}")
+    if steps is not None and not (steps.isdigit() and 0 < int(steps) <= _MOST_STEPS):
+        parser.error(f"--attach takes --steps N, a number of steps up to {_MOST_STEPS}, not {steps!r}")
     return int(steps) if steps is not None else None
 
 

@@ -1,7 +1,4 @@
-"""Run a command so that each of its Python processes records itself; nothing else about it changes.
-
-Needs the standard library only.
-"""
+"""Run a command so that each of its Python processes records itself; nothing else about it changes."""
 
 import contextlib
 import ctypes
