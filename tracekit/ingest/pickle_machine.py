@@ -117,16 +117,13 @@ class Machine:
 
         return refused
 
-    def nothing(self) -> None:
-        """Do nothing."""
+    def skip(self, count: int) -> Callable[[], None]:
+        """Return a handler that skips `count` bytes."""
 
-    def protocol(self) -> None:
-        """Skip the protocol's number: opcodes do not depend on it."""
-        self._take(1)
+        def skip() -> None:
+            self._take(count)
 
-    def frame(self) -> None:
-        """Skip the length of a frame: it only states how much to read ahead."""
-        self._take(8)
+        return skip
 
     def mark(self) -> None:
         """Begin the items of a list, dict or tuple."""
@@ -134,9 +131,9 @@ class Machine:
             raise self.fail(f"nests containers more than {self.max_depth} deep")
         self._marks.append(len(self._stack))
 
-    def constant(self, value: object) -> Callable[[], None]:
-        """Return a handler that pushes a constant."""
-        return lambda: self._stack.append(value)
+    def push(self, make: Callable[[], Any]) -> Callable[[], None]:
+        """Return a handler that pushes what `make` returns."""
+        return lambda: self._stack.append(make())
 
     def integer(self, count: int, *, signed: bool) -> Callable[[], None]:
         """Return a handler that pushes an integer of `count` bytes."""
@@ -148,24 +145,15 @@ class Machine:
 
         return push
 
-    def long(self, count: int) -> Callable[[], None]:
-        """Return a handler that pushes an integer whose length is in the next `count` bytes."""
-
-        def push() -> None:
-            size = int.from_bytes(self._take(count), "little")
-            if size > _MAX_INT_BYTES:
-                raise self.fail(f"declares an integer of {size:,} bytes")
-            self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
-
-        return push
+    def _long(self, count: int) -> int:
+        size = int.from_bytes(self._take(count), "little")
+        if size > _MAX_INT_BYTES:
+            raise self.fail(f"declares an integer of {size:,} bytes")
+        return int.from_bytes(self._take(size), "little", signed=True)
 
     def text(self, count: int) -> Callable[[], None]:
         """Return a handler that pushes a text whose length is in the next `count` bytes."""
         return lambda: self._stack.append(self._interned(self._sized(count)))
-
-    def raw_bytes(self, count: int) -> Callable[[], None]:
-        """Return a handler that pushes bytes whose number is in the next `count` bytes."""
-        return lambda: self._stack.append(self._sized(count))
 
     def _sized(self, count: int) -> bytes:
         size = int.from_bytes(self._take(count), "little")
@@ -181,40 +169,7 @@ class Machine:
                 self._texts[raw] = known
         return known
 
-    def double(self) -> None:
-        """Push a float."""
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
-
-    def written_int(self) -> None:
-        """Push a decimal integer or a boolean (protocol 0)."""
-        line = self._line()
-        self._stack.append(line == b"01" if line in (b"00", b"01") else _digits(line))
-
-    def written_long(self) -> None:
-        """Push a decimal integer that ends in L (protocol 0)."""
-        self._stack.append(_digits(self._line().rstrip(b"L")))
-
-    def written_float(self) -> None:
-        """Push a decimal float (protocol 0)."""
-        self._stack.append(float(self._line()))
-
-    def written_text(self) -> None:
-        """Push an escaped text (protocol 0)."""
-        self._stack.append(self._line().decode("raw-unicode-escape", "replace"))
-
     # Containers -------------------------------------------------------------------------------------------------------
-    def empty_list(self) -> None:
-        """Push a list."""
-        self._stack.append([])
-
-    def empty_dict(self) -> None:
-        """Push a dict."""
-        self._stack.append({})
-
-    def empty_tuple(self) -> None:
-        """Push a tuple without items."""
-        self._stack.append(())
-
     def tuple_of(self, count: int) -> Callable[[], None]:
         """Return a handler that pushes a tuple of the last `count` items."""
 
@@ -222,10 +177,6 @@ class Machine:
             self._stack[-count:] = [tuple(self._stack[-count:])]
 
         return push
-
-    def marked_tuple(self) -> None:
-        """Push a tuple of the items since the mark."""
-        self._stack.append(tuple(self._marked()))
 
     def marked_list(self) -> None:
         """Push a list of the items since the mark."""
@@ -241,8 +192,7 @@ class Machine:
 
     def append(self) -> None:
         """Append the last item to the list before it."""
-        item = self._stack.pop()
-        self._extend(self._stack[-1], [item])
+        self._extend(self._stack[-2], [self._stack.pop()])
 
     def appends(self) -> None:
         """Append the items since the mark to the list before it."""
@@ -300,10 +250,6 @@ class Machine:
         """Memoize the last item under a decimal number (protocol 0)."""
         self._put(_digits(self._line()), self._stack[-1])
 
-    def written_get(self) -> None:
-        """Push the memoized item with a decimal number (protocol 0)."""
-        self._stack.append(self._get(_digits(self._line())))
-
     def _put(self, number: int, item: Any) -> None:
         # Picklers count up from 0. With a number far ahead, a small file would make the reader reserve gigabytes.
         if number != len(self._memo):
@@ -321,20 +267,25 @@ class Machine:
     def opcodes(self) -> dict[str, Callable[[], None]]:
         """Return the handler of each opcode that is not refused, by name."""
         return {
-            "PROTO": self.protocol, "FRAME": self.frame, "MARK": self.mark,
-            "NONE": self.constant(None), "NEWTRUE": self.constant(True), "NEWFALSE": self.constant(False),
+            "PROTO": self.skip(1), "FRAME": self.skip(8), "MARK": self.mark,
+            "NONE": self.push(lambda: None), "NEWTRUE": self.push(lambda: True), "NEWFALSE": self.push(lambda: False),
             "BININT": self.integer(4, signed=True), "BININT1": self.integer(1, signed=False),
-            "BININT2": self.integer(2, signed=False), "LONG1": self.long(1), "LONG4": self.long(4),
-            "BINFLOAT": self.double, "SHORT_BINUNICODE": self.text(1), "BINUNICODE": self.text(4),
-            "BINUNICODE8": self.text(8), "INT": self.written_int, "LONG": self.written_long,
-            "FLOAT": self.written_float, "UNICODE": self.written_text,
-            "EMPTY_LIST": self.empty_list, "EMPTY_DICT": self.empty_dict, "EMPTY_TUPLE": self.empty_tuple,
-            "LIST": self.marked_list, "DICT": self.marked_dict, "TUPLE": self.marked_tuple,
+            "BININT2": self.integer(2, signed=False), "LONG1": self.push(lambda: self._long(1)),
+            "LONG4": self.push(lambda: self._long(4)),
+            "BINFLOAT": self.push(lambda: struct.unpack(">d", self._take(8))[0]),
+            "SHORT_BINUNICODE": self.text(1), "BINUNICODE": self.text(4), "BINUNICODE8": self.text(8),
+            # Protocol 0 writes numbers in decimal, booleans as 00 and 01.
+            "INT": self.push(lambda: _digits_or_boolean(self._line())),
+            "LONG": self.push(lambda: _digits(self._line().rstrip(b"L"))),
+            "FLOAT": self.push(lambda: float(self._line())),
+            "UNICODE": self.push(lambda: self._line().decode("raw-unicode-escape", "replace")),
+            "EMPTY_LIST": self.push(list), "EMPTY_DICT": self.push(dict), "EMPTY_TUPLE": self.push(tuple),
+            "LIST": self.marked_list, "DICT": self.marked_dict, "TUPLE": self.push(lambda: tuple(self._marked())),
             "TUPLE1": self.tuple_of(1), "TUPLE2": self.tuple_of(2), "TUPLE3": self.tuple_of(3),
             "APPEND": self.append, "APPENDS": self.appends, "SETITEM": self.set_item,
             "SETITEMS": self.set_items, "MEMOIZE": self.memoize, "PUT": self.written_put,
-            "BINPUT": self.put(1), "LONG_BINPUT": self.put(4), "GET": self.written_get,
-            "BINGET": self.get(1), "LONG_BINGET": self.get(4),
+            "BINPUT": self.put(1), "LONG_BINPUT": self.put(4), "BINGET": self.get(1), "LONG_BINGET": self.get(4),
+            "GET": self.push(lambda: self._get(_digits(self._line()))),
         }  # fmt: skip
 
 
@@ -342,6 +293,10 @@ def _digits(line: bytes) -> int:
     if len(line) > 20:
         raise ValueError("a number of more than 20 digits")
     return int(line)
+
+
+def _digits_or_boolean(line: bytes) -> int:
+    return line == b"01" if line in (b"00", b"01") else _digits(line)
 
 
 def checked_key(key: Any) -> Any:

@@ -50,11 +50,10 @@ class MetadataUnpickler(Machine):
     def opcodes(self) -> dict[str, Callable[[], None]]:
         """Return the handlers of plain data, and those that note classes and objects by name."""
         return super().opcodes() | {
-            "SHORT_BINBYTES": self.raw_bytes(1), "BINBYTES": self.raw_bytes(4), "BINBYTES8": self.raw_bytes(8),
-            "EMPTY_SET": lambda: self._stack.append(set()),
-            "ADDITEMS": self._add_items,
-            "GLOBAL": lambda: self._stack.append(_class_name(self._line().decode(), self._line().decode())),
-            "STACK_GLOBAL": lambda: self._stack.append(_class_name(*self._last(2))),
+            "SHORT_BINBYTES": self.push(lambda: self._sized(1)), "BINBYTES": self.push(lambda: self._sized(4)),
+            "BINBYTES8": self.push(lambda: self._sized(8)), "EMPTY_SET": self.push(set), "ADDITEMS": self._add_items,
+            "GLOBAL": self.push(lambda: _class_name(self._line().decode(), self._line().decode())),
+            "STACK_GLOBAL": self.push(lambda: _class_name(*self._last(2))),
             "REDUCE": self._make, "NEWOBJ": self._make, "BUILD": self._build,
         }  # fmt: skip
 

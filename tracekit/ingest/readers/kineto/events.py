@@ -3,9 +3,12 @@
 Every value is accepted (`Any`) and checked where it is used: one invalid value must not lose a file.
 """
 
+import functools
 import json
+import operator
 from collections.abc import Mapping
-from typing import Any, TypeAlias, cast
+from types import GenericAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Raw, field
@@ -64,26 +67,6 @@ class Slice(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     args: Args | None = None
 
 
-class Begin(Slice, gc=False, tag="B"):
-    """The start of a slice that an End event ends."""
-
-
-class End(Slice, gc=False, tag="E"):
-    """The end of the last slice begun on its thread."""
-
-
-class Instant(Slice, gc=False, tag="i"):
-    """A moment, such as a `[memory]` event."""
-
-
-class OldInstant(Instant, gc=False, tag="I"):
-    """A moment as older writers mark it."""
-
-
-class Metadata(Slice, gc=False, tag="M"):
-    """The name of a process or thread."""
-
-
 class Exact(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     """A complete event with times as text, for files whose times float64 cannot represent to the ns."""
 
@@ -96,36 +79,8 @@ class Exact(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     args: Args | None = None
 
 
-class ExactBegin(Exact, gc=False, tag="B"):
-    """The start of a slice, its time as text."""
-
-
-class ExactEnd(Exact, gc=False, tag="E"):
-    """The end of a slice, its time as text."""
-
-
-class ExactInstant(Exact, gc=False, tag="i"):
-    """A moment, its time as text."""
-
-
-class ExactOldInstant(ExactInstant, gc=False, tag="I"):
-    """A moment as older writers mark it, its time as text."""
-
-
-class FlowStart(msgspec.Struct, gc=False, tag_field="ph", tag="s"):
-    """Where an arrow starts: only counted."""
-
-    cat: Any = None
-
-
-class FlowEnd(msgspec.Struct, gc=False, tag_field="ph", tag="f"):
-    """Where an arrow ends: only counted."""
-
-    cat: Any = None
-
-
-class Counter(msgspec.Struct, gc=False, tag_field="ph", tag="C"):
-    """A counter's value: only counted."""
+class Counted(msgspec.Struct, gc=False):
+    """An event that is only counted."""
 
     cat: Any = None
 
@@ -137,26 +92,35 @@ class Other(msgspec.Struct, gc=False):
     cat: Any = None
 
 
-AnySlice: TypeAlias = Slice | Exact
-Event: TypeAlias = AnySlice | FlowStart | FlowEnd | Counter | Other
+Event: TypeAlias = Slice | Exact | Counted | Other
 
-_KINDS: tuple[type[Any], ...] = (Slice, Begin, End, Instant, OldInstant, Metadata)
-_EXACT: tuple[type[Any], ...] = (Exact, ExactBegin, ExactEnd, ExactInstant, ExactOldInstant)
+
+def _of_phases(base: type[Any], phases: str) -> dict[str, type[Any]]:
+    """Return a kind of event for each phase, with the fields of `base`."""
+    return {
+        phase: msgspec.defstruct(f"{base.__name__}_{phase}", [], bases=(base,), tag_field="ph", tag=phase, gc=False)
+        for phase in phases
+    }
+
+
+def _decoder(kinds: Mapping[str, type[Any]]) -> "msgspec.json.Decoder[list[Event]]":
+    return msgspec.json.Decoder(GenericAlias(list, (functools.reduce(operator.or_, kinds.values()),)))
+
+
+# B and E begin and end a slice; i, or I of older writers, is a moment; M names a process or thread.
+_KINDS = {"X": Slice} | _of_phases(Slice, "BEiIM")
+_EXACT = {"X": Exact} | _of_phases(Exact, "BEiI")
+_COUNTED = _of_phases(Counted, "sfC")  # arrows and counters
+Metadata = _KINDS["M"]
 SLICES = frozenset({Slice, Exact})
-COUNTED = frozenset({FlowStart, FlowEnd, Counter, Other})
-BEGINS = frozenset({Begin, ExactBegin})
-ENDS = frozenset({End, ExactEnd})
-INSTANTS = frozenset({Instant, OldInstant, ExactInstant, ExactOldInstant})
-_COUNTED: tuple[type[Any], ...] = (FlowStart, FlowEnd, Counter)
-PHASES: Mapping[type[Any], str] = {kind: str(kind.__struct_config__.tag) for kind in (*_KINDS, *_EXACT, *_COUNTED)}
+COUNTED = frozenset({*_COUNTED.values(), Other})
+BEGINS = frozenset({_KINDS["B"], _EXACT["B"]})
+ENDS = frozenset({_KINDS["E"], _EXACT["E"]})
+INSTANTS = frozenset(kinds[phase] for kinds in (_KINDS, _EXACT) for phase in "iI")
+PHASES = {kind: phase for kinds in (_KINDS, _EXACT, _COUNTED) for phase, kind in kinds.items()}
 
-_DECODER = msgspec.json.Decoder(
-    list[Slice | Begin | End | Instant | OldInstant | Metadata | FlowStart | FlowEnd | Counter]
-)
-_EXACT_DECODER = msgspec.json.Decoder(
-    list[Exact | ExactBegin | ExactEnd | ExactInstant | ExactOldInstant | Metadata | FlowStart | FlowEnd | Counter]
-)
-_BY_PHASE: Mapping[str, type[Any]] = {PHASES[kind]: kind for kind in (*_KINDS, *_COUNTED)}
+_DECODER = _decoder(_KINDS | _COUNTED)
+_EXACT_DECODER = _decoder(_EXACT | _COUNTED | {"M": Metadata})
 _SLICE_FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
 _ARG_FIELDS = tuple((f.name, f.encode_name) for f in msgspec.structs.fields(Args))
 _RAW_ARGS = ("grid", "block", "input_dims", "input_type", "inputs")
@@ -165,8 +129,7 @@ _RAW_ARGS = ("grid", "block", "input_dims", "input_type", "inputs")
 def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:
     """Return the events of a JSON array; None where it is not valid JSON or holds anything unusual."""
     try:
-        decoder = cast("msgspec.json.Decoder[list[Event]]", _EXACT_DECODER if exact else _DECODER)
-        return decoder.decode(array)
+        return (_EXACT_DECODER if exact else _DECODER).decode(array)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -179,16 +142,16 @@ def from_text(text: str, event: Mapping[str, Any]) -> Event:
 
 def from_object(event: Mapping[str, Any]) -> Event:
     """Return the event of a plain JSON object; lone surrogates in strings are replaced."""
-    kind = _BY_PHASE.get(event["ph"]) if isinstance(event.get("ph"), str) else None
-    if kind is None:
-        return Other(_clean(event.get("ph")), _clean(event.get("cat")))
-    if kind not in _KINDS:
-        return kind(cat=_clean(event.get("cat")))  # type: ignore[no-any-return]
+    phase = event.get("ph")
+    if not isinstance(phase, str) or phase not in _KINDS | _COUNTED:
+        return Other(_clean(phase), _clean(event.get("cat")))
+    if phase in _COUNTED:
+        return _COUNTED[phase](cat=_clean(event.get("cat")))  # type: ignore[no-any-return]
     given = event.get("args")
     args = None
     if isinstance(given, dict):
         args = Args(**{name: _arg(name, given[key]) for name, key in _ARG_FIELDS if key in given})
-    return kind(*(_clean(event.get(name)) for name in _SLICE_FIELDS), args)  # type: ignore[no-any-return]
+    return _KINDS[phase](*(_clean(event.get(name)) for name in _SLICE_FIELDS), args)  # type: ignore[no-any-return]
 
 
 def _arg(name: str, value: Any) -> Any:

@@ -58,7 +58,11 @@ class Unpickler(Machine):
         """Return the error for a problem, with file and byte."""
         return BadTraceError(f"{self.path}: byte {self.read_bytes:,}: the snapshot {problem}; take another snapshot")
 
-    def empty_list(self) -> None:
+    def opcodes(self) -> dict[str, Callable[[], None]]:
+        """Return the handlers of plain data; lists and dicts begin where a stack or an event may."""
+        return super().opcodes() | {"EMPTY_LIST": self._empty_list, "EMPTY_DICT": self._empty_dict}
+
+    def _empty_list(self) -> None:
         """Push a list; if it is a stack of known frames, its number."""
         found = opcode_patterns.KNOWN_STACK.match(self._data, self._pos - 1)
         stack = self._stack_of_references(found[2]) if found else None
@@ -82,7 +86,7 @@ class Unpickler(Machine):
             known = self._stacks_by_references[run] = self.frames.stack(array("i", (each[_FRAME] for each in frames)))
         return known
 
-    def empty_dict(self) -> None:
+    def _empty_dict(self) -> None:
         """Push a dict; or, if events of a known layout follow, all of them."""
         if self._shape is not None and self._add_events(self._shape):
             return
