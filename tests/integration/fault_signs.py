@@ -1,4 +1,4 @@
-"""What each fault leaves in a run, read from its files by plain means, not by the analysis. Not a test."""
+"""Signs of each fault in a run's files, read in plain Python without tracekit's analysis. Not a test."""
 
 import functools
 import gzip
@@ -19,7 +19,7 @@ def events(run: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def named(run: Path, rank: int, start: str) -> list[dict[str, Any]]:
-    """Return the slices of a rank whose name starts so, by time."""
+    """Return the slices of a rank whose name starts with a prefix, by time."""
     found = [event for event in events(run, rank) if event["name"].startswith(start) and "dur" in event]
     return sorted(found, key=lambda event: event["ts"])
 
@@ -46,7 +46,7 @@ def extra_compute_ms(run: Path, rank: int) -> list[float]:
 
 
 def quiet_before_layers_ms(run: Path, rank: int = 0) -> Iterator[float]:
-    """Yield how long the host did nothing that shows before each layer's forward."""
+    """Yield how long the host recorded nothing before each layer's forward."""
     forwards = phase(run, rank, conventions.FORWARD)
     slices = named(run, rank, "")
     for layer in named(run, rank, "FSDP::pre_forward (layers."):
@@ -70,7 +70,7 @@ def gaps_in_forward_ms(run: Path) -> list[list[float]]:
 
 
 def gathered_ahead(run: Path, spans: str = "FSDP") -> list[bool]:
-    """Return, for each forward pass, whether the second layer was sent for before the first had run."""
+    """Return, for each forward pass, whether the second layer's all-gather was launched before the first layer ran."""
     forwards = phase(run, 0, conventions.FORWARD)
     gathers, ends = (
         [e for e in named(run, 0, f"{spans}::{name}") if any(within(e, forward) for forward in forwards)]
@@ -81,7 +81,7 @@ def gathered_ahead(run: Path, spans: str = "FSDP") -> list[bool]:
 
 
 def blocks_bytes(run: Path, at_least: int) -> list[int]:
-    """Return the sizes of the blocks taken that are so large, by time."""
+    """Return the sizes of allocated blocks of at least a size, by time."""
     memory = sorted((e for e in events(run, 0) if e["name"] == "[memory]"), key=lambda event: event["ts"])
     return [event["args"]["Bytes"] for event in memory if event["args"]["Bytes"] >= at_least]
 

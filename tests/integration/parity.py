@@ -28,7 +28,7 @@ class Case:
     path: str = "plain"
     tied: bool = False
     prepare: Callable[[Toy], None] | None = None
-    """Done to the model before it is sharded."""
+    """Applied to the model before it is sharded."""
     units: str = "layers"
     """What is sharded by itself: layers, root (nothing), all (every child), nested (feed-forwards in layers, too)."""
     norms_once: bool = False
@@ -76,7 +76,7 @@ class Difference:
 
 
 def compare(case: Case) -> Difference:
-    """Train both, return how far they are apart. Raises AssertionError if only one of them has some gradient."""
+    """Train both and return their differences. Raises AssertionError if only one of them has some gradient."""
     sharded, reference = _models(case)
     optimizers = [_optimizer(case, model) for model in (sharded, reference)]
     losses, gradients, norms = [0.0], [0.0], [0.0]

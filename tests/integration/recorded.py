@@ -22,7 +22,7 @@ LEFT_OUT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TRACEKIT_RECORD"}
 
 @dataclass(frozen=True)
 class Done:
-    """What a command came to."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -30,13 +30,13 @@ class Done:
 
     @property
     def said(self) -> list[str]:
-        """What we said, line by line, without the verdict."""
+        """The lines that tracekit printed, without the verdict."""
         return [line for line in self.err.splitlines() if line.startswith("tracekit: ")]
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **more}
+    inherited = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **more}
 
 
 def command(*options: str, program: tuple[str, ...] = ("-m", "tracekit", "record")) -> list[str]:

@@ -1,4 +1,4 @@
-"""What tests ask of a recorded run, and how they start an example on two ranks. Not a test."""
+"""Read facts of a recorded run, and start an example on two ranks. Not a test."""
 
 import json
 import subprocess

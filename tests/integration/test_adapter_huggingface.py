@@ -94,7 +94,7 @@ def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Pat
     }
 
 
-def test_steps_are_optimizer_steps_whatever_comes_between_and_evaluation_is_none_of_their_time(tmp_path: Path) -> None:
+def test_steps_are_optimizer_steps_and_exclude_evaluation_time(tmp_path: Path) -> None:
     # 24 pieces, 2 a batch, 2 batches a step: 6 steps an epoch. It is evaluated after steps 3 and 6, and stops after 8.
     recording = TracekitCallback(tmp_path / "run", steps=(2, 8), warmup=1, device="cpu")
     trainer = fit(tmp_path, recording, Stop(after=8), num_train_epochs=3, eval_strategy="steps", eval_steps=3)
@@ -119,7 +119,7 @@ def test_steps_are_optimizer_steps_whatever_comes_between_and_evaluation_is_none
         assert speed == pytest.approx(ACCUMULATED * BATCH * TOKENS * 1e9 / own_ns)
 
 
-def test_a_resumed_training_goes_on_counting(tmp_path: Path) -> None:
+def test_a_resumed_training_continues_the_step_count(tmp_path: Path) -> None:
     first = TracekitCallback(tmp_path / "run", steps=None)
     fit(tmp_path, first, max_steps=3, save_strategy="steps", save_steps=3)
     second = TracekitCallback(tmp_path / "run", steps="1:2", warmup=1, device="cpu")
@@ -128,16 +128,16 @@ def test_a_resumed_training_goes_on_counting(tmp_path: Path) -> None:
     assert recordings.steps(tracekit.load(tmp_path / "run")) == {0: [4]}
 
 
-def test_the_training_goes_on_where_nothing_can_be_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_continues_when_recording_is_impossible(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").write_text("a file is in the way")
     recorded = fit(tmp_path, TracekitCallback(tmp_path / "run"), max_steps=2)
     alone = fit(tmp_path, max_steps=2)
-    for mine, theirs in zip(recorded.model.parameters(), alone.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    for with_callback, without_callback in zip(recorded.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(with_callback, without_callback)
     assert "training continues" in capfd.readouterr().err
 
 
-def test_what_fails_in_the_callback_ends_the_recording_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_in_the_callback_stops_only_the_recording(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Strange(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             state.num_input_tokens_seen = None  # no number to take another from
@@ -150,7 +150,7 @@ def test_what_fails_in_the_callback_ends_the_recording_alone(tmp_path: Path, cap
     assert not recording.recorder.recording
 
 
-def test_options_that_make_no_sense_are_refused_before_the_training() -> None:
+def test_invalid_options_are_rejected_before_training() -> None:
     with pytest.raises(TypeError, match="stepz"):
         TracekitCallback("run", stepz="10:15")
     with pytest.raises(ValueError, match="15:10"):

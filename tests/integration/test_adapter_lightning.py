@@ -57,7 +57,7 @@ class Pair(lit.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         if index == self.fail_at:
-            raise RuntimeError("as asked")
+            raise RuntimeError("deliberate failure")
         x = batch["input_ids"].float()
         for layer, optimizer in zip(self.layers, self.optimizers(), strict=True):
             loss = layer(x).pow(2).mean()
@@ -118,7 +118,7 @@ def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Pat
     }
 
 
-def test_steps_are_optimizer_steps_whatever_comes_between_and_validation_is_none_of_their_time(tmp_path: Path) -> None:
+def test_steps_are_optimizer_steps_and_exclude_validation_time(tmp_path: Path) -> None:
     # 24 rows, 2 a batch, 2 batches a step: 6 steps an epoch. It is validated after steps 3, 6 and 9.
     model = Model()
     recording = TracekitCallback(tmp_path / "run", steps=(2, 9), warmup=1, device="cpu")
@@ -142,7 +142,7 @@ def test_steps_are_optimizer_steps_whatever_comes_between_and_validation_is_none
         assert lines[step][conventions.TOKENS_METRIC] == pytest.approx(2 * BATCH * WIDTH * 1e9 / own_ns)
 
 
-def test_a_resumed_training_goes_on_counting(tmp_path: Path) -> None:
+def test_a_resumed_training_continues_the_step_count(tmp_path: Path) -> None:
     trainer = fit(tmp_path, Model(), TracekitCallback(tmp_path / "run", steps=None), max_steps=3)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     recording = TracekitCallback(tmp_path / "run", steps="1:2", warmup=1, device="cpu")
@@ -151,7 +151,7 @@ def test_a_resumed_training_goes_on_counting(tmp_path: Path) -> None:
     assert recordings.steps(tracekit.load(tmp_path / "run")) == {0: [4]}
 
 
-def test_steps_of_several_optimizers_with_one_batch_are_one(tmp_path: Path) -> None:
+def test_steps_of_several_optimizers_on_one_batch_count_as_one(tmp_path: Path) -> None:
     recording = TracekitCallback(tmp_path / "run", steps="2:4", warmup=1, device="cpu")
     trainer = fit(tmp_path, Pair(), recording, max_epochs=1)
     assert trainer.global_step == 24
@@ -164,15 +164,15 @@ def test_steps_of_several_optimizers_with_one_batch_are_one(tmp_path: Path) -> N
     assert [line["step"] for line in recordings.metrics(tmp_path / "run")] == list(range(24))
 
 
-def test_a_training_that_raises_does_so_and_keeps_what_was_recorded(tmp_path: Path) -> None:
+def test_an_exception_in_training_propagates_and_the_recording_is_written(tmp_path: Path) -> None:
     recording = TracekitCallback(tmp_path / "run", steps="2:8", warmup=1, device="cpu")
-    with pytest.raises(RuntimeError, match="as asked"):
+    with pytest.raises(RuntimeError, match="deliberate failure"):
         fit(tmp_path, Pair(fail_at=5), recording, max_epochs=1)
     assert [line["step"] for line in recordings.metrics(tmp_path / "run")] == list(range(5))
     assert {2, 3, 4} <= set(recordings.steps(tracekit.load(tmp_path / "run"))[0])
 
 
-def test_what_fails_in_the_callback_ends_the_recording_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_in_the_callback_stops_only_the_recording(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recording = TracekitCallback(tmp_path / "run", tokens=lambda batch: batch["no such column"], steps=None)
     recorded, alone = Model(), Model()
     alone.load_state_dict(recorded.state_dict())

@@ -14,14 +14,14 @@ def turns(*, alone: list[list[int]], recorded: list[list[int]]) -> recording.Tur
     return {name: {"cpu_ns": times[name], "wall_ns": doubled[name]} for name in times}
 
 
-def test_steps_are_compared_with_those_alone_in_the_same_turn() -> None:
+def test_recorded_steps_are_compared_with_plain_steps_of_the_same_round() -> None:
     start = turns(alone=[[100], [1000]], recorded=[[110], [1010]])  # a busy machine slows both
     assert recording.ratios([start], recording.RECORD, "cpu_ns") == [1.1, 1.01]
     assert recording.ratios([start], recording.AGAIN, "wall_ns") == [1.0, 1.0]
     assert recording.added_us([start], recording.RECORD) == [0.01, 0.01]
 
 
-def test_the_table_has_intervals_where_there_are_turns_enough() -> None:
+def test_the_table_has_intervals_given_enough_rounds() -> None:
     start = turns(alone=[[100_000_000]] * 10, recorded=[[101_000_000 + n * 10_000] for n in range(10)])
     rows = recording.outside_tables({"model": [start]})
     assert "| tracekit record | 101 ms | +1.04% (+1.01% to +1.08%) | +1.04% (+1.01% to +1.08%) | — |" in rows
@@ -30,7 +30,7 @@ def test_the_table_has_intervals_where_there_are_turns_enough() -> None:
     assert "| tracekit record | 101 ms | +1.00% | +1.00% | — |" in few
 
 
-def test_what_a_window_costs_is_taken_against_the_steps_before_it() -> None:
+def test_the_cost_of_a_window_is_relative_to_the_steps_before_it() -> None:
     window = {
         "before_ns": 10.0,
         "inside_ns": 15.0,
@@ -44,7 +44,7 @@ def test_what_a_window_costs_is_taken_against_the_steps_before_it() -> None:
     assert "`Recorder.step` itself takes 90 µs of CPU" in rows[-1]
 
 
-def test_a_training_takes_turns_alone_and_under_tracekit_record(tmp_path: Path) -> None:
+def test_training_alternates_between_plain_and_recorded(tmp_path: Path) -> None:
     subjects = (recording.ALONE, recording.RECORD)
     found = recording.take_turns("empty", tmp_path, turns=3, steps=2, subjects=subjects)
     for name in subjects:
@@ -55,11 +55,11 @@ def test_a_training_takes_turns_alone_and_under_tracekit_record(tmp_path: Path) 
     assert len(lines) >= 6
 
 
-def test_windows_are_recorded_and_each_told_with_its_cost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_windows_are_recorded_and_reported_with_their_cost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recording_training.windows(recording_training.empty_step(), "all", str(tmp_path), 2)
-    told = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert len(told) == 2
-    for number, window in enumerate(told):
+    windows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert len(windows) == 2
+    for number, window in enumerate(windows):
         folder = tmp_path / "window001" if number else tmp_path
         assert window["trace_bytes"] == (folder / "rank00000.pt.trace.json.gz").stat().st_size
         assert window["inside_ns"] > 0

@@ -1,4 +1,4 @@
-"""The benchmark's own code: that it measures what it says, and works its ratios out right. No times are judged."""
+"""The benchmark's own code: that it measures what it reports and computes its ratios correctly. No times are judged."""
 
 import re
 
@@ -16,8 +16,8 @@ def _sample(*, cpu_s, peak_mib=100.0):
 
 def test_one_command_measures_a_recorded_run_and_writes_the_results(tmp_path, capsys):
     out = tmp_path / "results.md"
-    asked = ["--cases", "sample", "--rounds", "1", "--subjects", "tracekit", "tracekit summary", "json"]
-    assert __main__.main([*asked, "--work", str(tmp_path / "work"), "--out", str(out)]) == 0
+    arguments = ["--cases", "sample", "--rounds", "1", "--subjects", "tracekit", "tracekit summary", "json"]
+    assert __main__.main([*arguments, "--work", str(tmp_path / "work"), "--out", str(out)]) == 0
     text = out.read_text()
     size_mb = measure.size_bytes(tmp_path / "work" / "sample") / 1e6
     assert f"{size_mb:,.1f} MB of JSON" in text
@@ -28,22 +28,22 @@ def test_one_command_measures_a_recorded_run_and_writes_the_results(tmp_path, ca
 
 
 def test_recording_saves_is_measured_call_by_call(tmp_path, capsys):
-    asked = ["--rounds", "1", "--mib", "2", "--tensors", "3", "--calls", "2", "--folder", str(tmp_path)]
-    assert saves.main(asked) == 0
-    told = capsys.readouterr().out
+    arguments = ["--rounds", "1", "--mib", "2", "--tensors", "3", "--calls", "2", "--folder", str(tmp_path)]
+    assert saves.main(arguments) == 0
+    output = capsys.readouterr().out
     for name in ("dcp.save, 2 MiB", "dcp.save, 3 tensors", "dcp.async_save", "dcp.load", "torch.save", "torch.load"):
-        assert re.search(rf"\| {name}.* \| [\d.]+ ms \| [+-][\d.]+ ms \| [\d.]+ \| [\d.]+ \|", told), name
-    assert re.search(r"\| to memory \| [\d.]+ µs \| [\d.]+ µs \| [\d.]+ µs \|", told)
+        assert re.search(rf"\| {name}.* \| [\d.]+ ms \| [+-][\d.]+ ms \| [\d.]+ \| [\d.]+ \|", output), name
+    assert re.search(r"\| to memory \| [\d.]+ µs \| [\d.]+ µs \| [\d.]+ µs \|", output)
     assert not list(tmp_path.iterdir())
 
 
-def test_traces_that_are_absent_are_skipped_with_a_word(tmp_path, capsys):
-    asked = ["--cases", "nanogpt_h100_8ranks", "--traces", str(tmp_path), "--work", str(tmp_path / "work")]
-    assert __main__.main(asked) == 1
+def test_missing_traces_are_skipped_with_a_message(tmp_path, capsys):
+    arguments = ["--cases", "nanogpt_h100_8ranks", "--traces", str(tmp_path), "--work", str(tmp_path / "work")]
+    assert __main__.main(arguments) == 1
     assert "nanogpt_h100_8ranks: skipped: no folder nanogpt_h100_8ranks" in capsys.readouterr().err
 
 
-def test_a_subject_that_fails_is_said_to_have_failed_and_does_not_end_the_benchmark(tmp_path):
+def test_a_failing_subject_is_reported_and_the_benchmark_continues(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     said = []
@@ -67,7 +67,7 @@ def test_a_ratio_is_taken_within_a_round_before_the_median_over_rounds():
     assert "15.0x (10.0 to 20.0)" in results.markdown([found])
 
 
-def test_the_copies_of_a_rank_are_ranks_of_their_own(tmp_path):
+def test_copies_of_a_rank_have_rank_numbers_of_their_own(tmp_path):
     from tracekit.ingest import loader
 
     folder = cases.copies_of_rank(

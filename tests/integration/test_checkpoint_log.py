@@ -126,7 +126,7 @@ def run_of(logs: list[Log]) -> Run:
     ("fault", "kind"),
     [("slow plan", stalls.PLAN), ("slow fsync", stalls.STRAGGLER), ("slow write", stalls.STRAGGLER)],
 )
-def test_the_class_of_the_stall_is_named_with_the_rank(logs: dict[str, list[Log]], fault: str, kind: str) -> None:
+def test_the_stall_class_is_reported_with_the_rank(logs: dict[str, list[Log]], fault: str, kind: str) -> None:
     run = run_of(logs[fault])
     (row,) = run.run_table(stalls.dominant).iter_rows(named=True)
     assert (row["kind"], row["rank"]) == (kind, SLOW_RANK)
@@ -135,7 +135,7 @@ def test_the_class_of_the_stall_is_named_with_the_rank(logs: dict[str, list[Log]
     assert parts["dur_ns"].sum() == pytest.approx(row["whole_ns"], rel=0.03)
 
 
-def test_the_two_clocks_of_a_blocking_save_are_one(logs: dict[str, list[Log]]) -> None:
+def test_a_blocking_save_has_equal_blocked_and_written_time(logs: dict[str, list[Log]]) -> None:
     for clocks in run_of(logs["no fault"]).run_table(saves.by_rank).iter_rows(named=True):
         assert clocks["blocked_ns"] == clocks["written_ns"]
         assert 0.97 * clocks["blocked_ns"] <= clocks["stages_ns"] <= clocks["blocked_ns"]

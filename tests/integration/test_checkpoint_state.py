@@ -99,13 +99,13 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "saved"), [("load", "save"), ("load into a trained model", "save"), ("load zero1", "save zero1")]
 )
-def test_a_loaded_run_goes_on_exactly_as_the_saved_one(
+def test_a_resumed_run_continues_exactly_like_the_saved_one(
     on_two_ranks: dict[str, process_group.Outcome], name: str, saved: str
 ) -> None:
     assert on_two_ranks[name].results() == on_two_ranks[saved].results()
 
 
-def test_saving_in_the_background_saves_the_moment_it_began(
+def test_a_background_save_contains_the_state_at_its_start(
     folder: Path, on_two_ranks: dict[str, process_group.Outcome]
 ) -> None:
     on_two_ranks["save in the background"].results()

@@ -105,13 +105,13 @@ def test_a_build_is_green_and_red_after_a_regression(
     assert "<!doctype html>" in (clone / "report.html").read_text()[:20]
 
 
-def test_what_cannot_be_judged_fails_and_says_why(act: Act) -> None:
+def test_a_build_that_cannot_be_judged_fails_with_the_reason(act: Act) -> None:
     done = act(run="runs/nowhere")
     assert (done.code, done.outputs["verdict"], done.outputs["comment-file"]) == (2, "unusable", "")
     assert "runs/nowhere" in done.log
 
 
-def test_further_words_are_given_to_the_check_as_they_are(act: Act, clone: Path) -> None:
+def test_extra_arguments_are_passed_to_the_check_unchanged(act: Act, clone: Path) -> None:
     record("red", clone)
     done = act(arguments="--select\nMEM003\n--fail-on\nnever", baseline="", run="runs/today\nruns/today\n")
     assert done.code == 0

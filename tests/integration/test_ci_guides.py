@@ -65,7 +65,7 @@ def test_the_pipeline_is_valid() -> None:
     Draft7Validator(get_builtin_schema("vendor.gitlab-ci")).validate(yaml.safe_load(YAML[".gitlab-ci.yml"]))
 
 
-def test_what_recipes_run_on_a_recorded_run_runs(tmp_path: Path) -> None:
+def test_commands_of_the_recipes_run_on_a_recorded_run(tmp_path: Path) -> None:
     clone = doc_snippets.repository(tmp_path)
     doc_snippets.write(doc_snippets.files(changed=True), clone)
     for place in ("today", "1", "2", "3"):

@@ -51,7 +51,7 @@ def test_importing_tracekit_loads_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_version_is_the_packages() -> None:
+def test_version_prints_the_package_version() -> None:
     assert in_a_process("--version").stdout == f"tracekit {__version__}\n"
 
 
@@ -65,7 +65,7 @@ def test_the_version_is_the_packages() -> None:
     ],
     ids=str,
 )
-def test_a_process_says_and_exits_as_the_command_does_in_this_one(
+def test_a_subprocess_prints_and_exits_like_the_command_in_process(
     runs: Path, tmp_path: Path, code: int, arguments: list[str]
 ) -> None:
     recorded.write_run(tmp_path / "small", kernel="gemm", ranks=(0,))
@@ -78,7 +78,7 @@ def test_a_process_says_and_exits_as_the_command_does_in_this_one(
 # Exit codes ----------------------------------------------------------------------------------------------------------
 
 
-def test_findings_fail_from_the_bar_on_and_are_named(runs: Path) -> None:
+def test_findings_at_the_threshold_fail_the_check_and_are_listed(runs: Path) -> None:
     never = tracekit("check", runs / "good", "--fail-on", "never")
     assert (never.returncode, never.stderr) == (0, "")
     assert "exposed-communication" in never.stdout
@@ -122,7 +122,7 @@ BAD = ("absent", "nothing", "empty.json", "cut", "cut/rank00000.pt.trace.json.gz
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_input_that_cannot_be_used_exits_with_2_and_one_line_that_names_it(tmp_path: Path, name: str) -> None:
+def test_unusable_input_exits_with_2_and_one_line_that_names_it(tmp_path: Path, name: str) -> None:
     path = bad_inputs(tmp_path)[name]
     done = tracekit("check", path)
     assert done.returncode == 2
@@ -172,13 +172,13 @@ def test_one_bad_rank_among_good_ones_is_a_finding_and_the_rest_is_analysed(tmp_
         (["scrub", "RUN", "RUN"], "name another path"),
     ],
 )
-def test_options_that_cannot_be_used_exit_with_2_and_one_line(runs: Path, arguments: list[str], expected: str) -> None:
+def test_unusable_options_exit_with_2_and_one_line(runs: Path, arguments: list[str], expected: str) -> None:
     done = tracekit(*[each.replace("RUN", str(runs / "good")) for each in arguments])
     assert done.returncode == 2
     assert expected in only_line(done)
 
 
-def test_a_port_that_is_taken_is_said_to_be_with_one_that_is_free(runs: Path) -> None:
+def test_an_occupied_port_is_reported_with_a_free_one(runs: Path) -> None:
     pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -191,7 +191,7 @@ def test_a_port_that_is_taken_is_said_to_be_with_one_that_is_free(runs: Path) ->
         pass
 
 
-def test_an_option_that_is_not_there_exits_with_2() -> None:
+def test_an_unknown_option_exits_with_2() -> None:
     done = tracekit("check", "--fale-on", "never")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--fail-on" in done.stderr
@@ -221,7 +221,7 @@ class AlwaysCrashes(Rule):
 """
 
 
-def test_a_rule_that_crashes_exits_with_3_and_a_traceback_only_for_those_who_ask(runs: Path, tmp_path: Path) -> None:
+def test_a_crashing_rule_exits_with_3_and_shows_a_traceback_only_on_request(runs: Path, tmp_path: Path) -> None:
     # A rule from outside, as another distribution would install it.
     (tmp_path / "crashing.py").write_text(CRASHING_RULE)
     metadata = tmp_path / "crashing-1.0.dist-info"
@@ -236,33 +236,33 @@ def test_a_rule_that_crashes_exits_with_3_and_a_traceback_only_for_those_who_ask
     assert "of all things" in done.stderr
     assert "please report it" in done.stderr
 
-    for asked in (
+    for done in (
         in_a_process("--debug", "check", runs / "good", PYTHONPATH=path),
         in_a_process("check", runs / "good", PYTHONPATH=path, TRACEKIT_DEBUG="1"),
     ):
-        assert asked.returncode == 3
-        assert "ZeroDivisionError" in asked.stderr
-        assert "Traceback" in asked.stderr
+        assert done.returncode == 3
+        assert "ZeroDivisionError" in done.stderr
+        assert "Traceback" in done.stderr
 
 
-def test_a_reader_that_has_gone_is_no_trouble(runs: Path) -> None:
-    asked = command("summary", runs / "good", "--by", "step", "--format", "json")
+def test_a_closed_output_pipe_is_no_error(runs: Path) -> None:
+    arguments = command("summary", runs / "good", "--by", "step", "--format", "json")
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        asked, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
+        arguments, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_an_interrupt_is_quiet(tmp_path: Path) -> None:
-    # Scrubbing a log that is a pipe waits for its writer: us.
+    # Scrubbing a log that is a pipe waits for its writer: this test.
     (tmp_path / "run").mkdir()
     log = tmp_path / "run" / "rank00000.metrics.jsonl"
     os.mkfifo(log)
-    asked = command("scrub", tmp_path / "run", tmp_path / "out")
-    with subprocess.Popen(asked, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+    arguments = command("scrub", tmp_path / "run", tmp_path / "out")
+    with subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         with log.open("w"):  # opens once the command has
             process.send_signal(signal.SIGINT)
             assert process.wait(TIMEOUT_S) == 130
@@ -270,10 +270,10 @@ def test_an_interrupt_is_quiet(tmp_path: Path) -> None:
         assert process.stderr.read() == ""
 
 
-# What goes where -----------------------------------------------------------------------------------------------------
+# Output and files -----------------------------------------------------------------------------------------------------
 
 
-def test_settings_of_the_nearest_file_count_and_options_win(runs: Path, tmp_path: Path) -> None:
+def test_the_nearest_settings_file_applies_and_options_override_it(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.tracekit]\nfail_on = "info"\nselect = ["COMM001"]\n')
     below = tmp_path / "below"
     below.mkdir()
@@ -285,7 +285,7 @@ def test_settings_of_the_nearest_file_count_and_options_win(runs: Path, tmp_path
     assert only_line(done).endswith("unknown key 'fail_in': did you mean fail_on?")
 
 
-def test_what_is_ignored_does_not_fail_and_is_told(runs: Path, tmp_path: Path) -> None:
+def test_ignored_findings_do_not_fail_the_check_and_are_reported(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "tracekit.toml").write_text(
         'fail_on = "info"\nselect = ["COMM001"]\nignore = [{code = "COMM001", reason = "waiting for the new switch"}]\n'
     )
@@ -294,7 +294,7 @@ def test_what_is_ignored_does_not_fail_and_is_told(runs: Path, tmp_path: Path) -
     assert "COMM001 is ignored: waiting for the new switch" in done.stdout
 
 
-def test_output_goes_to_a_file_that_appears_whole(runs: Path, tmp_path: Path) -> None:
+def test_output_files_are_written_atomically(runs: Path, tmp_path: Path) -> None:
     done = tracekit(
         "check", runs / "good", "--format", "json", "--fail-on", "never", "--output", tmp_path / "report.json"
     )
@@ -303,14 +303,14 @@ def test_output_goes_to_a_file_that_appears_whole(runs: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-def test_several_runs_are_told_together(runs: Path) -> None:
+def test_several_runs_are_reported_together(runs: Path) -> None:
     done = tracekit("check", runs / "good", runs / "better", "--fail-on", "never", "--format", "json")
     assert [report["run"]["name"] for report in json.loads(done.stdout)["reports"]] == ["good", "better"]
     text = tracekit("check", runs / "good", runs / "better", "--fail-on", "never").stdout
     assert text.splitlines()[0].split() == ["finding", "good", "better"]
 
 
-def test_a_page_for_the_browser_holds_every_run(runs: Path, tmp_path: Path) -> None:
+def test_an_html_report_contains_every_run(runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     done = tracekit("check", runs / "good", runs / "better", "--fail-on", "never", "--format", "html", "-o", page)
     assert done.returncode == 0
@@ -327,23 +327,23 @@ def test_summary_is_by_rank_and_by_step(runs: Path) -> None:
     assert tracekit("summary", runs / "good").stdout.count("\n") == 4
 
 
-def test_a_bar_fails_only_past_it_and_says_how_it_went(runs: Path) -> None:
+def test_a_budget_fails_only_when_exceeded_and_its_result_is_printed(runs: Path) -> None:
     done = tracekit("compare", runs / "good", runs / "better", "--fail-if", "step_time>3%", "--format", "json")
     changes = {change["metric"]: change for change in json.loads(done.stdout)["changes"]}
     assert done.returncode == 0
     assert done.stderr.startswith("tracekit: step_time>3%: ")
-    # Three steps are too few, and both ways are told.
+    # Three steps are too few: both commands report it.
     assert changes["exposed_communication_ns"]["verdict"] == "inconclusive"
     assert changes["exposed_communication_ns"]["more_samples"] == 2
 
 
-def test_a_bar_on_what_was_not_measured_exits_with_2(runs: Path) -> None:
+def test_a_budget_for_an_unmeasured_metric_exits_with_2(runs: Path) -> None:
     done = tracekit("compare", runs / "good", runs / "better", "--fail-if", "checkpoint_blocked>3%")
     assert done.returncode == 2
     assert "checkpoint_blocked>3%: not measured in both runs" in done.stderr
 
 
-def test_a_saved_report_stands_for_its_run(runs: Path, tmp_path: Path) -> None:
+def test_a_saved_report_can_replace_its_run(runs: Path, tmp_path: Path) -> None:
     saved = tmp_path / "good.json"
     tracekit("check", runs / "good", "--format", "json", "--fail-on", "never", "--output", saved)
     of_report = tracekit("compare", saved, runs / "better", "--format", "markdown")
@@ -364,7 +364,7 @@ def test_the_schema_is_printed() -> None:
     assert json.loads(tracekit("check", "--print-schema").stdout)["$id"] == "tracekit.report/2"
 
 
-def test_scrubbing_lists_what_it_removed_but_not_the_words(runs: Path, tmp_path: Path) -> None:
+def test_scrubbing_lists_what_it_removed_without_the_removed_text(runs: Path, tmp_path: Path) -> None:
     manifest = json.loads((runs / "good" / "run.json").read_text()) | {"host": "node-of-alice"}
     recorded.write_run(tmp_path / "run", kernel="gemm")
     (tmp_path / "run" / "run.json").write_text(json.dumps(manifest))
@@ -389,7 +389,7 @@ def process_on_a_terminal(*arguments: object, **variables: str) -> tuple[int, st
 
 
 @pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_colours_are_for_terminals_that_want_them(extra: dict[str, str], *, coloured: bool) -> None:
+def test_colours_are_printed_only_to_terminals_that_allow_them(extra: dict[str, str], *, coloured: bool) -> None:
     code, shown = process_on_a_terminal("rules", **extra)
     assert code == 0
     assert ("\x1b[" in shown) is coloured
@@ -401,8 +401,8 @@ def test_colours_are_for_terminals_that_want_them(extra: dict[str, str], *, colo
 
 def test_the_dashboard_is_served_on_this_machine_only(runs: Path, free_port: int) -> None:
     pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
-    asked = command("dashboard", runs, "--no-browser", "--port", free_port)
-    process = subprocess.Popen(asked, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = command("dashboard", runs, "--no-browser", "--port", free_port)
+    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         assert answer_of(f"http://127.0.0.1:{free_port}/_stcore/health", process) == b"ok"
         assert listening_addresses(free_port) == {"0100007F"}  # 127.0.0.1, as the kernel writes it
@@ -412,7 +412,7 @@ def test_the_dashboard_is_served_on_this_machine_only(runs: Path, free_port: int
 
 
 def answer_of(url: str, process: subprocess.Popen[bytes]) -> bytes:
-    """Return what a server answers, once it does; fail where its process ends or a minute passes."""
+    """Return the first answer of a server; fail where its process ends or a minute passes."""
     until_s = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < until_s:
         try:
@@ -443,7 +443,7 @@ def free_port() -> int:
 
 
 def test_without_streamlit_the_message_says_how_to_get_it(runs: Path) -> None:
-    # Python is told that Streamlit is not installed; tracekit itself is as it is.
+    # Only Streamlit is hidden from Python; tracekit itself is unchanged.
     code = (
         "import importlib.util as util, sys; find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name == 'streamlit' else find(name, *rest)\n"

@@ -16,21 +16,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", [("summary", 1), ("check", 1), ("compare", 2)], ids=lambda c: c[0])
-def test_a_command_keeps_what_it_parsed_unless_told_not_to(command, run, tmp_path):
+def test_a_command_caches_parsed_traces_unless_disabled(command, run, tmp_path):
     name, runs = command
     own = {"TRACEKIT_CACHE_DIR": str(tmp_path)}
     without = tracekit(name, *[run] * runs, "--no-cache", **own)
     assert list(tmp_path.iterdir()) == []
     first = tracekit(name, *[run] * runs, **own)
-    kept = {entry.name: entry.read_bytes() for entry in (tmp_path / "traces").iterdir()}
-    assert kept
+    cached = {entry.name: entry.read_bytes() for entry in (tmp_path / "traces").iterdir()}
+    assert cached
     again = tracekit(name, *[run] * runs, **own)
-    assert {entry.name: entry.read_bytes() for entry in (tmp_path / "traces").iterdir()} == kept
+    assert {entry.name: entry.read_bytes() for entry in (tmp_path / "traces").iterdir()} == cached
     assert (without.stdout, without.returncode) == (first.stdout, first.returncode) == (again.stdout, again.returncode)
     assert without.stderr == first.stderr == again.stderr
 
 
-def test_the_cache_tells_where_it_is_and_what_it_holds_and_can_be_cleared(run, tmp_path):
+def test_the_cache_command_shows_location_and_contents_and_clears_it(run, tmp_path):
     own = {"TRACEKIT_CACHE_DIR": str(tmp_path)}
     assert tracekit("cache", **own).stdout == f"0 B of 10 GiB in {tmp_path}/traces; timelines 0 B; reports 0 B\n"
     tracekit("summary", run, **own)
@@ -40,7 +40,7 @@ def test_the_cache_tells_where_it_is_and_what_it_holds_and_can_be_cleared(run, t
     assert list((tmp_path / "traces").glob("[!.]*")) == []
 
 
-def test_a_cache_that_cannot_be_written_changes_nothing_but_a_debug_note(run, tmp_path):
+def test_an_unwritable_cache_only_causes_a_debug_message(run, tmp_path):
     (tmp_path / "file").write_text("in the way")
     done = tracekit("summary", run, TRACEKIT_CACHE_DIR=str(tmp_path / "file"))
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,10 +19,10 @@ def simulated(folder: Path) -> Path:
     """Write the snapshot of a simulated program whose growing requests don't fit the segments before."""
     made = Simulation()
     made.free(made.malloc(30 * MIB))
-    kept = made.malloc(50 * MIB)
+    retained = made.malloc(50 * MIB)
     made.events[-1]["frames"] = [frame("at::_ops::mm::call(at::Tensor)") | {"filename": "??"}, frame("forward", 12)]
     made.free(made.malloc(70 * MIB))
-    assert kept.allocated
+    assert retained.allocated
     return write(folder / "rank00000.memory.pickle", made.document())
 
 
@@ -33,33 +33,33 @@ def memory(*arguments: object) -> dict:
 
 
 def test_a_snapshot_with_a_replay_in_json_has_these_keys_and_numbers(tmp_path):
-    told = memory(simulated(tmp_path), "--replay", "expandable_segments:True")
-    assert list(told) == [*KEYS, "recorded", "replayed"]
-    assert list(told["recorded"]) == list(told["replayed"]) == REPLAY_KEYS
-    assert told["peak_allocated_bytes"] == 120 * MIB
-    assert told["peak_reserved_bytes"] == 150 * MIB
-    assert told["recorded"] == {
+    output = memory(simulated(tmp_path), "--replay", "expandable_segments:True")
+    assert list(output) == [*KEYS, "recorded", "replayed"]
+    assert list(output["recorded"]) == list(output["replayed"]) == REPLAY_KEYS
+    assert output["peak_allocated_bytes"] == 120 * MIB
+    assert output["peak_reserved_bytes"] == 150 * MIB
+    assert output["recorded"] == {
         "segment_allocs": [30 * MIB, 50 * MIB, 70 * MIB],
         "segment_frees": [],
         "peak_reserved_bytes": 150 * MIB,
         "device_allocations": 3,
         "retries": 0,
     }
-    assert told["replayed"]["segment_allocs"] == [40 * MIB, 20 * MIB, 60 * MIB]
-    assert told["replayed"]["peak_reserved_bytes"] == 120 * MIB
-    (churn,) = told["churn"]
+    assert output["replayed"]["segment_allocs"] == [40 * MIB, 20 * MIB, 60 * MIB]
+    assert output["replayed"]["peak_reserved_bytes"] == 120 * MIB
+    (churn,) = output["churn"]
     assert (churn["count"], churn["bytes"], churn["peak_bytes"]) == (3, 150 * MIB, 120 * MIB)
-    by_stack, without = sorted(told["live_at_peak"], key=lambda row: row["bytes"])
+    by_stack, without = sorted(output["live_at_peak"], key=lambda row: row["bytes"])
     assert (by_stack["op"], by_stack["bytes"]) == ("aten::mm in forward (simulated.py:12)", 50 * MIB)
     assert (without["op"], without["bytes"]) == (None, 70 * MIB)
 
 
-def test_a_recorded_snapshot_replayed_as_recorded_comes_to_the_record():
-    told = memory(recorded("from_empty_init_model_rank1.pickle"), "--replay", "default")
-    assert told["replayed"] == told["recorded"]
+def test_a_snapshot_replayed_with_its_own_settings_reproduces_the_record():
+    output = memory(recorded("from_empty_init_model_rank1.pickle"), "--replay", "default")
+    assert output["replayed"] == output["recorded"]
 
 
-def test_people_read_one_line_of_the_replay_and_that_it_is_a_prediction(tmp_path):
+def test_text_output_has_one_line_for_the_replay_marked_as_prediction(tmp_path):
     done = tracekit("memory", simulated(tmp_path), "--replay", "expandable_segments:True")
     assert done.stdout.splitlines()[:3] == [
         "120 MiB allocated at the peak, 150 MiB reserved",
@@ -72,21 +72,21 @@ def test_people_read_one_line_of_the_replay_and_that_it_is_a_prediction(tmp_path
     assert "reserves and frees the recorded segments, all of them in order." in as_recorded
 
 
-def test_a_run_on_cpus_tells_of_host_memory_and_that_it_cannot_be_replayed():
+def test_a_cpu_run_reports_host_memory_and_that_replay_is_impossible():
     done = tracekit("memory", ROOT / "sample_traces" / "demo-fsdp2", "--format", "json")
     assert done.stderr == "tracekit: Host memory is shown: the traces have no memory events of a device.\n"
-    told = json.loads(done.stdout)
-    assert list(told) == KEYS
-    assert told["peak_reserved_bytes"] is None
-    assert {row["rank"] for row in told["churn"]} == {0, 1}
+    output = json.loads(done.stdout)
+    assert list(output) == KEYS
+    assert output["peak_reserved_bytes"] is None
+    assert {row["rank"] for row in output["churn"]} == {0, 1}
     refused = tracekit("memory", ROOT / "sample_traces" / "demo-fsdp2", "--replay", "default")
     assert refused.returncode == 2
     assert "the host's" in only_line(refused)
 
 
 def on_device(address: int, delta: int, at: int, total: int, reserved: int = 100 * MIB) -> dict:
-    told = {"Device Type": 1, "Device Id": 0, "Addr": address, "Bytes": delta}
-    told |= {"Total Allocated": total, "Total Reserved": reserved}
+    output = {"Device Type": 1, "Device Id": 0, "Addr": address, "Bytes": delta}
+    output |= {"Total Allocated": total, "Total Reserved": reserved}
     return {
         "ph": "i",
         "cat": "cpu_instant_event",
@@ -95,12 +95,12 @@ def on_device(address: int, delta: int, at: int, total: int, reserved: int = 100
         "pid": 1,
         "tid": 1,
         "ts": at,
-        "args": told,
+        "args": output,
     }
 
 
 def run_on_a_device(folder: Path) -> Path:
-    """Write a simulated trace: 10 MiB held throughout unseen, 20 from before and freed, 30 that come and go."""
+    """Write a simulated trace: 10 MiB allocated throughout, without events; 20 freed in it; 30 allocated and freed."""
     base = 2 << 40
     memory_events = [
         on_device(base, -20 * MIB, 12, 10 * MIB),
@@ -113,21 +113,23 @@ def run_on_a_device(folder: Path) -> Path:
     return folder
 
 
-def test_a_trace_is_replayed_with_what_was_cached_inferred_and_says_so(tmp_path):
+def test_a_trace_is_replayed_with_inferred_cached_memory_and_reports_so(tmp_path):
     run = run_on_a_device(tmp_path)
     done = tracekit("memory", run, "--replay", "default")
     assert "reserved 100 MiB → 100 MiB, 0 → 0 device allocations" in done.stdout
     assert "inferred from the addresses in the trace" in " ".join(done.stdout.split())
-    told = memory(run, "--replay", "expandable_segments:True")
-    assert told["peak_allocated_bytes"] == 40 * MIB
-    assert told["replayed"]["peak_reserved_bytes"] == 10 * MIB + 40 * MIB  # unseen, and 30 in pages of 20
+    output = memory(run, "--replay", "expandable_segments:True")
+    assert output["peak_allocated_bytes"] == 40 * MIB
+    assert output["replayed"]["peak_reserved_bytes"] == 10 * MIB + 40 * MIB  # 10 without events, and 30 in pages of 20
 
 
-def test_a_run_with_a_snapshot_beside_its_traces_is_replayed_by_that(tmp_path):
+def test_a_run_with_a_snapshot_is_replayed_from_the_snapshot(tmp_path):
     run = run_on_a_device(tmp_path)
     simulated(run)
-    told = memory(run, "--replay", "default")
-    assert told["recorded"]["segment_allocs"] == told["replayed"]["segment_allocs"] == [30 * MIB, 50 * MIB, 70 * MIB]
+    output = memory(run, "--replay", "default")
+    assert (
+        output["recorded"]["segment_allocs"] == output["replayed"]["segment_allocs"] == [30 * MIB, 50 * MIB, 70 * MIB]
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,12 +140,12 @@ def test_a_run_with_a_snapshot_beside_its_traces_is_replayed_by_that(tmp_path):
         (("--device", 3), "has no data of device 3; it has data of: 0"),
     ],
 )
-def test_wrong_options_are_refused_on_one_line(arguments, why, tmp_path):
+def test_invalid_options_are_rejected_in_one_line(arguments, why, tmp_path):
     done = tracekit("memory", simulated(tmp_path), *arguments)
     assert (done.returncode, why in only_line(done)) == (2, True)
 
 
-def test_a_malicious_snapshot_is_refused_by_name(tmp_path):
+def test_a_malicious_snapshot_is_rejected_by_name(tmp_path):
     path = tmp_path / "a.pickle"
     path.write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
     done = tracekit("memory", path)

@@ -67,7 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda arguments: " ".join(arguments[:1] + arguments[2:])[:50].encode("ascii", "replace").decode(),
 )
-def test_no_control_character_of_a_trace_reaches_a_terminal(nasty, tmp_path, monkeypatch, arguments):
+def test_control_characters_of_a_trace_never_reach_a_terminal(nasty, tmp_path, monkeypatch, arguments):
     # On a busy machine there is time for the progress bar, whose own control characters are no trace's.
     monkeypatch.setattr(output, "_DELAY_S", math.inf)
     places = {"RUN": nasty, "OUT": tmp_path / "o\x1b[31m"}
@@ -77,20 +77,20 @@ def test_no_control_character_of_a_trace_reaches_a_terminal(nasty, tmp_path, mon
     assert "internal error of tracekit" not in shown
 
 
-def test_programs_get_names_as_they_are(nasty, tmp_path):
+def test_machine_readable_output_has_names_unchanged(nasty, tmp_path):
     sql = "SELECT name FROM ops WHERE kind = 'cpu_op' ORDER BY start_ns"
     names = list(NASTY.values())
-    told = tracekit("query", nasty, sql, "--format", "json")
-    assert [row["name"] for row in json.loads(told.stdout)] == names
+    output = tracekit("query", nasty, sql, "--format", "json")
+    assert [row["name"] for row in json.loads(output.stdout)] == names
     as_csv = tracekit("query", nasty, sql, "--format", "csv").stdout
     assert [row["name"] for row in csv.DictReader(io.StringIO(as_csv))] == names
     tracekit("query", nasty, sql, "--format", "parquet", "--output", tmp_path / "names.parquet")
     assert pl.read_parquet(tmp_path / "names.parquet")["name"].to_list() == names
 
 
-def test_a_query_can_come_by_stdin_and_begin_with_a_comment(pair):
-    asked = "-- how many\nSELECT count(*) AS n FROM activities;\n"
-    done = tracekit("query", pair, "-", "--format", "csv", stdin=asked)
+def test_a_query_can_be_read_from_stdin_and_begin_with_a_comment(pair):
+    query = "-- how many\nSELECT count(*) AS n FROM activities;\n"
+    done = tracekit("query", pair, "-", "--format", "csv", stdin=query)
     assert (done.stdout, done.stderr) == ("n\n16\n", "")
 
 
@@ -98,8 +98,8 @@ def test_a_query_can_come_by_stdin_and_begin_with_a_comment(pair):
 
 
 def test_offsets_residuals_and_instances_are_shown_by_rank(pair):
-    told = json.loads(tracekit("summary", pair, "--by", "clock", "--format", "json").stdout)
-    assert [(row["rank"], row["offset_ns"], row["residual_ns"], row["pairs"]) for row in told] == [
+    output = json.loads(tracekit("summary", pair, "--by", "clock", "--format", "json").stdout)
+    assert [(row["rank"], row["offset_ns"], row["residual_ns"], row["pairs"]) for row in output] == [
         (0, 0, 0, 4),
         (1, -40_000, 0, 4),
     ]
@@ -111,7 +111,7 @@ def test_offsets_residuals_and_instances_are_shown_by_rank(pair):
     assert [(row["op"], row["ranks"], row["transfer_ns"]) for row in rows] == [("all_reduce", [0, 1], 200_000)] * 4
 
 
-def test_a_clock_that_was_off_is_said_and_one_within_the_residual_is_not(pair, tmp_path):
+def test_clock_skew_is_reported_only_beyond_the_residual(pair, tmp_path):
     report = json.loads(tracekit("check", pair, "--format", "json", "--fail-on", "never").stdout)
     (said,) = [found["message"] for found in report["findings"] if "clock of rank" in found["message"]]
     assert "40.0 µs off" in said
@@ -141,7 +141,7 @@ def test_a_clock_that_was_off_is_said_and_one_within_the_residual_is_not(pair, t
         (["export", "RUN", "--out", "no/such/folder/x"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_said_on_one_line_and_leaves_no_file(pair, tmp_path, arguments, expected):
+def test_an_impossible_export_prints_one_line_and_leaves_no_file(pair, tmp_path, arguments, expected):
     places = {"RUN": str(pair), "OUT": str(tmp_path / "out")}
     done = tracekit(*[places.get(each, each) for each in arguments])
     assert done.returncode == 2
@@ -149,7 +149,7 @@ def test_what_cannot_be_done_is_said_on_one_line_and_leaves_no_file(pair, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_that_share_no_clock_are_said_when_they_are_exported(tmp_path):
+def test_exporting_ranks_without_a_common_clock_prints_a_warning(tmp_path):
     for rank in (0, 1):
         write(tmp_path / f"rank{rank}.json", trace(rank, start_us=100.0, steps=1))
     done = tracekit("export", tmp_path, "--out", tmp_path / "run.pftrace")
@@ -158,7 +158,7 @@ def test_ranks_that_share_no_clock_are_said_when_they_are_exported(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["query", "kernels", "ops", "export"])
-def test_without_cache_nothing_is_kept(pair, tmp_path, command):
+def test_without_cache_no_file_is_written(pair, tmp_path, command):
     more = {"query": ["SELECT 1 FROM ops"], "export": ["--out", str(tmp_path / "out")]}.get(command, [])
     done = tracekit(command, pair, *more, "--no-cache", TRACEKIT_CACHE_DIR=str(tmp_path / "cache"))
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""One clock on recorded runs: shifts that were put in are found again, and pairs are the same collective."""
+"""One clock on recorded runs: artificial shifts are recovered, and matched calls are the same collective."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def shifted(run):
     return Run(run.path, sources, align=alignment.offsets)
 
 
-def test_shifts_of_eight_recorded_ranks_are_found_again(eight):
+def test_artificial_clock_shifts_of_eight_recorded_ranks_are_recovered(eight):
     before, after = eight.offsets, shifted(eight).offsets
     assert before["residual_ns"].null_count() == 0
     found = (after["offset_ns"] - before["offset_ns"]).to_list()
@@ -56,7 +56,7 @@ def test_shifts_of_eight_recorded_ranks_are_found_again(eight):
         assert abs(found[rank] - shift_ns) <= max(5 * US, after["residual_ns"][rank])
 
 
-def test_ranks_of_one_host_were_on_one_clock_already(eight):
+def test_ranks_of_one_host_need_no_offset(eight):
     # These ranks share one host's clock, so any offset is an error of the alignment.
     rows = eight.offsets
     assert rows["offset_ns"].abs().max() <= rows["residual_ns"].max() < 50 * US
@@ -95,7 +95,7 @@ def kernels(path):
 
 
 @needs_traces
-def test_kernels_that_name_their_size_agree_with_plain_python_and_nothing_is_left_over():
+def test_sizes_in_kernel_names_equal_a_plain_python_count():
     run = recorded("nanogpt_h100_8ranks")
     rows = run.run_table(collective_matching.matched_calls)
     raw = {s.rank: kernels(s.path) for s in run.sources}

@@ -1,4 +1,4 @@
-"""What `tracekit --help` costs."""
+"""The start-up time of `tracekit --help`."""
 
 import resource
 import subprocess
@@ -19,11 +19,11 @@ def test_help_loads_nothing_heavy():
     assert done.stderr.strip() == "[]"
 
 
-def test_help_answers_in_a_third_of_a_second():
+def test_help_takes_less_than_a_third_of_a_second():
     used_s = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "tracekit", "--help"], stdout=subprocess.DEVNULL, check=True, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(used_s) < 0.3  # of processor time, which other work on the machine does not lengthen
+    assert min(used_s) < 0.3  # CPU time: other processes do not affect it

@@ -1,4 +1,4 @@
-"""The rules of streams on simulated runs with each fault: found with the slowdown that was put in, and only that."""
+"""The rules of streams on simulated runs with each fault: each found with its simulated slowdown, and nothing else."""
 
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ RULES = (GiveWay, NeedlessOrder, ContendedCompute, StarvedCollectives)
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
-    """Return what gives the run with a fault and what it truly costs, as a share of the run."""
+    """Return a function that gives the run with a fault and its true cost as a share of the run."""
 
     @cache
     def of(code: str) -> tuple[Run, float]:
@@ -43,7 +43,7 @@ def simulated(tmp_path_factory):
 
 
 @pytest.mark.parametrize("code", FAULTS)
-def test_a_fault_is_found_by_its_rule_and_by_no_other(simulated, code):
+def test_each_fault_fires_exactly_its_rule(simulated, code):
     run, share = simulated(code)
     found = {f.code: f for f in check(run, [rule() for rule in RULES]).findings if f.severity >= Severity.WARNING}
     assert set(found) == ({code} if code else set())
@@ -56,7 +56,7 @@ def between(table, kind, concurrent_kind):
     return table.filter(pl.col("kind") == kind, pl.col("concurrent_kind") == concurrent_kind).row(0, named=True)
 
 
-def test_the_slowdowns_are_those_that_were_simulated(simulated):
+def test_slowdowns_equal_the_simulated_ones(simulated):
     crawling = between(simulated("STREAM001")[0].run_table(contention.pairs), PREPARATION, COMPUTE)
     assert crawling["slowdown"] == pytest.approx(1 + 1.74, rel=0.02)
     contended = between(simulated("STREAM003")[0].run_table(contention.pairs), COMPUTE, COMMUNICATION)

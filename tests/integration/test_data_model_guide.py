@@ -1,4 +1,4 @@
-"""docs/data_model.md shows what the commands print, and lists every doubt there is."""
+"""docs/data_model.md shows what the commands print, and lists every data-quality issue."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ def test_the_outputs_on_the_page_are_what_the_commands_print():
         assert (done.stdout, done.stderr) == (shown, ""), command
 
 
-def test_every_doubt_is_on_the_page_with_its_severity():
+def test_every_data_quality_issue_is_on_the_page_with_its_severity():
     rows = dict(re.findall(r"^\| ([a-z_]+) \| ((?:info|warning|error)[a-z, ]*) \|", PAGE, re.M))
     assert rows == {
         name: known.severity.label + (", grows" if known.can_be_error else "")

@@ -1,4 +1,4 @@
-"""Where memory goes: small histories by hand, simulated growth, and traces that others and we recorded."""
+"""Memory allocations: small histories by hand, simulated growth, and recorded traces."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -61,7 +61,7 @@ COME_AND_GO = memory(
 )  # fmt: skip
 
 
-def test_each_allocation_is_matched_with_the_free_of_its_address():
+def test_an_allocation_is_matched_with_the_next_free_at_its_address():
     found = allocations.blocks(traced(COME_AND_GO))
     rows = found.select("address", "bytes", "start_ns", "end_ns", "lifetime_ns", "step", "end_step", "freed").rows()
     assert rows == [
@@ -72,18 +72,18 @@ def test_each_allocation_is_matched_with_the_free_of_its_address():
     ]
 
 
-def test_a_block_whose_free_went_unseen_ends_where_its_address_is_taken_again():
+def test_a_block_without_a_recorded_free_ends_when_its_address_is_reused():
     found = allocations.blocks(traced(memory((0, 100, 4, 0), (3, 100, 6, 0), (4, 100, -6, 0))))
     assert found.select("bytes", "start_ns", "end_ns", "freed").rows() == [(4, 0, 3, False), (6, 3, 4, True)]
 
 
-def test_the_same_address_on_two_devices_and_the_host_is_three_blocks():
+def test_equal_addresses_on_different_devices_are_different_blocks():
     parts = [memory((at, 100, 4, 0), (at + 5, 100, -4, 0), device=device) for at, device in ((0, 0), (1, 1), (2, None))]
     found = allocations.blocks(traced(pl.concat(parts).sort("at_ns")))
     assert found.select("device", "start_ns", "end_ns").rows() == [(0, 0, 5), (1, 1, 6), (None, 2, 7)]
 
 
-def test_without_addresses_nothing_is_claimed_of_blocks():
+def test_events_without_addresses_yield_no_blocks():
     old = COME_AND_GO.with_columns(address=pl.lit(None, pl.Int64), allocated_bytes=pl.lit(None, pl.Int64))
     trace = traced(old)
     assert allocations.blocks(trace).is_empty()
@@ -113,13 +113,13 @@ def test_the_peak_is_split_by_requesting_op():
     events = COME_AND_GO.with_columns(op_id=pl.Series([1, 0, 1, 1, 1, 1]))
     found = allocations.at_peak(traced(events, ops=slices))
     assert found.select("at_ns", "peak_bytes", "op", "count", "bytes").rows() == [
-        (1, 15, None, None, 9),  # of which 1 is never seen
+        (1, 15, None, None, 9),  # of which 1 has no event
         (1, 15, "aten::mm", 2, 6),
     ]
     assert found["peak_ratio"].to_list() == [9 / 15, 6 / 15]
 
 
-def test_module_and_place_in_code_are_the_innermost_around_the_op_or_around_its_forward_op():
+def test_module_and_code_location_are_the_innermost_around_the_op_or_its_forward_op():
     slices = ops(
         ("train.py(9): main", "python", 0, 99),
         ("nn.Module: Block_3", "python", 1, 50),
@@ -144,7 +144,7 @@ def test_module_and_place_in_code_are_the_innermost_around_the_op_or_around_its_
     ]
 
 
-def test_churn_is_what_a_step_takes_over_the_most_it_holds():
+def test_churn_is_allocated_bytes_over_the_peak_of_the_step():
     assert allocations.churn(traced(COME_AND_GO)).rows() == [(0, 0, 2, 6, 15, 6 / 15, 2), (1, 0, 1, 4, 7, 4 / 7, 1)]
 
 
@@ -187,7 +187,7 @@ def test_two_buffers_of_the_largest_unit_would_replace_the_allocations_of_all_un
     assert (gradients["kind"], gradients["count"], gradients["buffers_bytes"]) == ("gradients", 8, 200)
 
 
-def test_a_replay_with_two_buffers_holds_them_throughout_instead_of_what_they_serve():
+def test_a_double_buffering_replay_replaces_unit_allocations_by_two_permanent_buffers():
     mib = 1 << 20
     trace = gathered(4, unit_bytes=20 * mib)
     recorded, served = playback.from_trace(trace), double_buffering.with_buffers(trace)
@@ -197,17 +197,17 @@ def test_a_replay_with_two_buffers_holds_them_throughout_instead_of_what_they_se
     assert playback.predict(served, Settings()).peak_allocated_bytes == 80 * mib
 
 
-def test_without_unit_buffers_there_is_nothing_to_serve():
+def test_without_unit_buffers_double_buffering_has_no_rows():
     with pytest.raises(InputError, match="double buffering would change nothing"):
         double_buffering.with_buffers(gathered(2))
 
 
 @pytest.mark.parametrize("trace", [gathered(2), gathered(4, freed=False), gathered(4, in_backend=True)])
-def test_two_units_blocks_that_stay_and_the_backends_own_could_not_alternate(trace):
+def test_double_buffering_ignores_concurrent_units_permanent_blocks_and_backend_memory(trace):
     assert double_buffering.alternating(trace).is_empty()
 
 
-def test_what_fsdp2_was_predicted_to_need_is_what_yafsdp_has():
+def test_double_buffering_predicted_for_fsdp2_equals_the_buffers_of_yafsdp():
     fsdp2, yafsdp = (sample(name).trace(0) for name in SAMPLES)
     predicted = double_buffering.alternating(fsdp2).unique("kind").sort("kind")["buffer_bytes"].to_list()
     calls = yafsdp.collectives.join(yafsdp.activities, left_on="activity_id", right_on="id")
@@ -222,7 +222,7 @@ def test_what_fsdp2_was_predicted_to_need_is_what_yafsdp_has():
 
 # Growth ---------------------------------------------------------------------------------------------------------------
 def grown(per_step: np.ndarray) -> Trace:
-    """Simulate a step for each item, that leaves so many more bytes allocated; the rest is freed again."""
+    """Simulate a step for each item, which leaves that many more bytes allocated; the rest is freed."""
     rows = []
     for step, more in enumerate(per_step.tolist()):
         rows += [(10 * step, 1, 50_000_000, step), (10 * step + 1, 1, -50_000_000, step)]
@@ -237,7 +237,7 @@ def test_simulated_leaks_are_distinguished_from_healthy_runs():
     for number in range(80):
         steps = int(rng.integers(6, 60))
         leaks = number % 2 == 0
-        # Buffers that stay a while make memory wander: what comes in a step goes in a later one.
+        # Buffers that live for some steps make memory vary: they are freed in a later step.
         wander = rng.integers(-(1 << 20), 1 << 20, steps)
         leak = rng.integers(3 << 20, 9 << 20) if leaks else 0
         (row,) = growth.growth(grown(np.diff(wander, prepend=0) + leak)).rows(named=True)
@@ -248,7 +248,7 @@ def test_simulated_leaks_are_distinguished_from_healthy_runs():
     assert found / (found + false) >= 0.95
 
 
-def test_steady_growth_is_found_despite_an_outlier_step():
+def test_steady_growth_is_detected_despite_an_outlier_step():
     more = np.full(12, 4096)
     more[5] = 1 << 24
     more[6] = 4096 * 2 - (1 << 24)
@@ -257,11 +257,11 @@ def test_steady_growth_is_found_despite_an_outlier_step():
     assert (row["source"], row["steps"], row["first_step"], row["last_step"]) == ("events", 12, 0, 11)
 
 
-def test_few_steps_say_nothing_of_growth():
+def test_growth_needs_at_least_five_steps():
     assert growth.growth(grown(np.full(4, 4096))).is_empty()
 
 
-def test_the_metrics_log_shows_growth_that_the_window_is_too_short_for():
+def test_the_metrics_log_shows_growth_when_the_window_is_too_short():
     logged = metrics("allocated_bytes", *(1000 + 10 * step for step in range(40)))
     (row,) = growth.growth(traced(COME_AND_GO, metrics=logged)).rows(named=True)
     assert (row["source"], row["steps"], row["slope_bytes"], row["low_bytes"]) == ("metrics", 39, 10, 10)
@@ -303,7 +303,7 @@ def _check_totals(trace: Trace, events: int) -> None:
     assert peaks["peak_bytes"].max() == trace.allocations["allocated_bytes"].max()
 
 
-def test_the_tables_have_their_columns_also_where_nothing_was_recorded():
+def test_empty_tables_have_all_columns():
     empty = Trace(0, 0, "empty", lanes=schema.LANES.empty())
     for fact, columns in (
         (allocations.blocks, allocations.BLOCK_COLUMNS),
@@ -317,7 +317,7 @@ def test_the_tables_have_their_columns_also_where_nothing_was_recorded():
             assert dict(fact(trace).schema) == columns, fact.__name__
 
 
-def test_the_slope_is_that_of_scipy():
+def test_the_slope_equals_scipys_theil_sen_slope():
     random = np.random.default_rng(20261122)
     for count in (5, 8, 40, 200):
         x = np.arange(count)

@@ -17,7 +17,7 @@ from tracekit.sync import alignment, collective_matching
 GIB = 1 << 30
 
 
-def test_ranks_wait_for_the_last_and_the_transfer_begins_with_it():
+def test_ranks_wait_for_the_last_arrival_and_the_transfer_starts_there():
     # time (ms)  0 1 2 3 4 5 6 7
     # rank 0     # # # # # # # .      waits 3
     # rank 1     . . # # # # # .      waits 1
@@ -49,7 +49,7 @@ def test_ranks_wait_for_the_last_and_the_transfer_begins_with_it():
         ("reduce", 2, GIB / 0.01),
     ],
 )
-def test_bus_bandwidth_is_that_of_nccl_tests(op, ranks, bus_bytes_per_s):
+def test_bus_bandwidth_follows_nccl_tests(op, ranks, bus_bytes_per_s):
     job = Job({"world": range(ranks)})
     for _ in range(4):
         job.run("world", "barrier", None)
@@ -60,7 +60,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(op, ranks, bus_bytes_per_s):
     assert op in BUS_FACTORS
 
 
-def test_sizes_are_of_the_whole():
+def test_message_sizes_are_those_of_the_whole_collective():
     # An all-gather of 4 ranks: each sends 100 bytes and receives 400; its size is 400.
     job = Job({"world": range(4)}).steps(3, (("world", "all_gather", 400),))
     traces = [job.trace(rank) for rank in job.ranks]
@@ -82,7 +82,7 @@ def test_differences_below_the_residual_are_not_reported():
     assert table.filter(pl.col("transfer_ns") <= pl.col("residual_ns"))["bus_bytes_per_s"].null_count() >= 18
 
 
-def test_a_rank_without_a_trace_leaves_the_last_unknown_and_the_wait_a_lower_bound():
+def test_without_a_ranks_trace_the_last_rank_is_unknown_and_waits_are_lower_bounds():
     job = Job({"world": (0, 1, 2)})
     for _ in range(4):
         job.now_ns += 20 * MS
@@ -110,7 +110,7 @@ def test_a_run_without_collectives_has_empty_tables():
     assert by_collective(run).is_empty()
 
 
-def test_by_collective_adds_up_what_each_rank_waited():
+def test_by_collective_sums_the_waits_of_each_rank():
     job = Job({"world": (0, 1, 2)}, seed=3).steps(
         5, (("world", "all_reduce", 1 << 20), ("world", "all_gather", 1 << 20))
     )
@@ -126,7 +126,7 @@ def test_by_collective_adds_up_what_each_rank_waited():
     assert rows.filter(pl.col("op") == "all_reduce")["bus_bytes_per_s"].to_list() == pytest.approx([bus] * 3)
 
 
-def test_a_mean_bandwidth_covers_all_collectives_or_is_null():
+def test_mean_bandwidth_is_null_unless_the_mean_transfer_exceeds_the_residual():
     # Nine transfers of 10 µs and one of 3 ms: where clocks agree to 100 µs, the slow one alone would mislead.
     job = Job({"world": (0, 1)}, seed=1)
     for i in range(10):
@@ -212,7 +212,7 @@ def pipeline(rank, pictures, peers):
     return drawn_traces.trace(pictures, rank=rank, scale_ns=MS, collectives=calls, groups=groups)
 
 
-def test_a_send_and_its_receive_are_split_into_waiting_and_transfer_by_who_comes_last():
+def test_a_send_and_its_receive_are_split_into_waiting_and_transfer_at_the_last_arrival():
     # time (ms)  0123456789abcdefgh
     # rank 0     xx.ssss..sss..rr..     its first send waits 2 for the receive; its second comes last, and its receive
     # rank 1     xx...rr.rrrr.sss..     the second receive waits 1 for the send, and so does the send
@@ -230,7 +230,7 @@ def test_a_send_and_its_receive_are_split_into_waiting_and_transfer_by_who_comes
     assert pairs["bus_bytes_per_s"].to_list() == pytest.approx([(1 << 20) / ms * 1000 for ms in (2, 3, 2)] * 3)
 
 
-def test_sends_to_no_known_rank_are_not_matched():
+def test_sends_without_a_known_peer_are_not_matched():
     picture = f"step {'0' * 20}\ncomm xx.ss.xx.ss.xx.ss.xx"
     run = drawn_traces.run(*(pipeline(rank, picture, None) for rank in (0, 1)))
     assert set(run.run_table(instances)["op"]) == {"all_reduce"}

@@ -1,4 +1,4 @@
-"""Why nothing computes, on timelines drawn by hand and on random ones; the chain from preparation to compute gap."""
+"""Causes of compute gaps, on timelines drawn by hand and random ones; chains from preparation to compute gap."""
 
 import polars as pl
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ def test_compute_that_waits_for_a_collective():
     assert drawn_hosts.gap_rows(compute_gap_causes(trace), "evidence") == [("collective", None, 2, 5, "adjacent")]
 
 
-def test_compute_that_is_launched_late_is_the_hosts():
+def test_the_host_causes_gaps_before_late_launches():
     trace = drawn_hosts.trace(
         """
         step     0000000000
@@ -37,7 +37,7 @@ def test_compute_that_is_launched_late_is_the_hosts():
     ]
 
 
-def test_a_host_that_waits_for_a_collective_is_not_what_is_late():
+def test_a_host_that_waits_for_a_collective_does_not_cause_the_gap():
     trace = drawn_hosts.trace(
         """
         step     0000000000
@@ -65,7 +65,7 @@ def test_compute_that_waits_for_a_copy():
     assert drawn_hosts.gap_rows(compute_gap_causes(trace)) == [("copy", None, 2, 5)]
 
 
-def test_a_gap_in_compute_inherits_the_cause_of_the_gap_in_communication():
+def test_a_compute_gap_inherits_the_cause_of_its_communication_gap():
     # The host launches y late; nothing runs until then, and b waits for y.
     trace = drawn_hosts.trace(
         """
@@ -81,7 +81,7 @@ def test_a_gap_in_compute_inherits_the_cause_of_the_gap_in_communication():
     assert causes["collective_id"].n_unique() == 1
 
 
-def test_preparation_that_crawls_opens_a_gap_and_then_the_same_gap_in_compute():
+def test_slow_preparation_causes_a_communication_gap_and_the_same_compute_gap():
     # p takes 2 alone and 6 during a: y starts 4 late, and b waits all of y.
     trace = drawn_hosts.trace(
         """
@@ -100,7 +100,7 @@ def test_preparation_that_crawls_opens_a_gap_and_then_the_same_gap_in_compute():
 
 @settings(max_examples=20, deadline=None)
 @given(random_traces)
-def test_causes_tile_the_gaps_in_compute_and_chains_keep_all_time(trace):
+def test_causes_sum_to_the_compute_gaps_and_chains_to_the_communication_gaps(trace):
     tiles(compute_gaps(trace), compute_gap_causes(trace))
     found = chains(trace)
     parts = [name for name in found.columns if name.endswith("_ns") and name not in ("start_ns", "dur_ns", "waited_ns")]
@@ -108,7 +108,7 @@ def test_causes_tile_the_gaps_in_compute_and_chains_keep_all_time(trace):
 
 
 def test_waiting_for_a_peer_is_separated_from_the_transfer():
-    # Rank 1 comes to each y three later than rank 0.
+    # Rank 1 arrives at each y 3 later than rank 0.
     groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
     picture = "step 000000000000000000000000000000\n"
     early = picture + "compute aa....bbaa....bbaa....bbaa....\ncomm ..yyyy....yyyy....yyyy....yyyy"

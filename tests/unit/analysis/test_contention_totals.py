@@ -1,4 +1,4 @@
-"""Contention of all kinds added up by phase, its worst moments, and their figures; what takes most, as bars."""
+"""Contention summed by phase, its costliest calls, and the charts; kernels and ops as bars."""
 
 import json
 
@@ -16,7 +16,7 @@ UNIT = drawn_hosts.UNIT_NS
 GIVING_WAY = rule_examples.giving_way(rule_examples.GIVE_WAY)
 
 
-def test_the_worst_moment_is_the_call_that_took_most_longer_than_alone():
+def test_the_costliest_call_has_the_largest_excess_over_its_solo_duration():
     row = (
         GIVING_WAY.run_table(contention_totals.costliest_calls)
         .filter(pl.col("kind") == "preparation")
@@ -26,7 +26,7 @@ def test_the_worst_moment_is_the_call_that_took_most_longer_than_alone():
     assert (row["dur_ns"], row["alone_ns"], row["lost_ns"]) == (6 * UNIT, 2 * UNIT, 4 * UNIT)
 
 
-def test_time_together_is_added_up_by_phase_and_pair():
+def test_overlapped_time_is_summed_by_phase_and_pair():
     # compute  a a a a a a a a .        overlaps p for 6 and x for 2
     # comm     p p p p p p x x x
     rows = GIVING_WAY.run_table(contention_totals.by_phase)
@@ -42,14 +42,14 @@ def test_time_together_is_added_up_by_phase_and_pair():
     assert bars["during communication"].marker.color == charts.COLOURS["communication"]
 
 
-def test_preparation_is_drawn_where_it_lies_against_the_same_alone():
+def test_preparation_is_drawn_by_its_slowdown_over_its_solo_duration():
     figure = charts.delayed_preparation(GIVING_WAY.table(contention.preparation))
     points = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
     assert points["during compute"] == [(2 * UNIT, 6 * UNIT)]
     assert points["alone"] == [(2 * UNIT, 2 * UNIT)]
 
 
-def test_slowdowns_have_a_mark_per_rank_with_its_interval_and_a_line_at_one():
+def test_slowdown_chart_has_a_mark_with_interval_per_rank_and_a_line_at_one():
     pairs = pl.DataFrame(
         [
             (0, 0, "compute", "communication", 10, 10, 2, 1.25, 1.2, 1.3, None, None),
@@ -69,7 +69,7 @@ def test_slowdowns_have_a_mark_per_rank_with_its_interval_and_a_line_at_one():
     assert not charts.slowdowns(GIVING_WAY.run_table(collective_contention.all_pairs).clear()).data
 
 
-def test_a_kernel_waits_from_the_end_of_its_launch():
+def test_launch_delay_starts_at_the_end_of_the_launching_call():
     # launches   a b
     # compute    . . . a a a b b
     trace = drawn_hosts.trace("step 00000000\ncompute ...aaabb", {"a": 0, "b": 1})
@@ -81,7 +81,7 @@ def test_a_kernel_waits_from_the_end_of_its_launch():
     assert kernels.launch_delays(drawn_traces.run(drawn_hosts.trace("compute aaa", on_device=False))).is_empty()
 
 
-def test_what_takes_most_is_drawn_first_in_the_colour_of_its_kind_and_as_text():
+def test_the_longest_kernel_is_drawn_first_in_the_colour_of_its_kind_and_as_text():
     picture = "compute aabbbb..\ncomm ......xx"
     trace = drawn_traces.trace(picture, columns={"b": {"name": HOSTILE}}, scale_ns=1_000_000)
     figure = charts.top_bars(kernels.kernels(drawn_traces.run(trace)), ["name"], max_rows=2)
@@ -95,7 +95,7 @@ def test_what_takes_most_is_drawn_first_in_the_colour_of_its_kind_and_as_text():
     assert "<script" not in text
 
 
-def test_rows_of_several_keys_are_named_by_all_of_them():
+def test_rows_with_several_keys_are_labelled_with_all_of_them():
     trace = drawn_traces.trace("compute aabb", columns={"a": {"phase": "forward", "unit": ""}})
     figure = charts.top_bars(
         kernels.kernels(drawn_traces.run(trace), ["name", "unit", "phase"]), ["name", "unit", "phase"]
@@ -103,14 +103,14 @@ def test_rows_of_several_keys_are_named_by_all_of_them():
     assert figure.layout.yaxis.ticktext == ("a · root · forward", "b · unknown · unknown")
 
 
-def test_operators_are_drawn_by_the_time_in_no_slice_inside():
+def test_ops_are_drawn_by_self_time():
     trace = drawn_hosts.trace("compute aaaa", doing=(("aten::mm", "cpu_op", 0, 3), ("aten::t", "cpu_op", 4, 5)))
     figure = charts.top_bars(ops.ops(drawn_traces.run(trace)), ["name"], measure="self_ns")
     assert list(figure.layout.yaxis.ticktext) == ["aten::mm", "aten::t"]
     assert list(figure.data[0].x) == pytest.approx([3 * UNIT / 1e6, UNIT / 1e6])
 
 
-def test_predictions_differ_from_recordings_and_allocated_memory_is_marked():
+def test_predicted_bars_differ_from_recorded_ones_and_allocated_memory_is_marked():
     figure = charts.reserved_memory(
         {"recorded": (3 << 30, False), "predicted": (2 << 30, True)}, peak_allocated_bytes=1 << 30
     )

@@ -1,4 +1,4 @@
-"""What traces hold and what was not recorded."""
+"""Contents of traces, and what was not recorded."""
 
 import polars as pl
 
@@ -7,7 +7,7 @@ from tracekit.analysis.quality import contents
 from tracekit.model.trace import Trace
 
 
-def test_a_trace_is_counted_by_what_each_row_knows():
+def test_contents_count_the_rows_with_each_attribute():
     columns = {"a": {"phase": "forward"}, "b": {"launch_id": None}}
     # Counted by hand: a, b, x and y; a alone is of a known phase, b alone has no launch.
     trace = drawn_traces.trace(
@@ -19,7 +19,7 @@ def test_a_trace_is_counted_by_what_each_row_knows():
     assert (row["collectives"], row["metrics"], row["syncs"]) == (0, 1, 0)
 
 
-def test_what_no_row_knows_is_missing_with_what_to_record():
+def test_missing_data_is_listed_with_how_to_record_it():
     full = drawn_hosts.trace("step 00\ncompute aa", columns={"a": {"phase": "forward"}})
     bare = drawn_traces.trace("compute aa", rank=1)
     table = drawn_traces.run(full, bare).run_table(contents.missing)
@@ -30,11 +30,11 @@ def test_what_no_row_knows_is_missing_with_what_to_record():
     assert table.filter(pl.col("missing") == "memory events")["how_to_record"].to_list() == ["profile_memory=True"]
 
 
-def test_only_what_applies_to_a_device_is_missed_there():
+def test_missing_data_is_listed_only_where_it_applies():
     table = drawn_traces.run(drawn_traces.trace("compute aa", on_device=False)).run_table(contents.missing)
     assert not {"synchronization events", "memory snapshot"} & set(table["missing"])
 
 
-def test_a_trace_without_work_is_counted_too():
+def test_contents_of_a_trace_without_work():
     row = contents.contents(Trace(0, 0, "empty")).row(0, named=True)
     assert (row["on_device"], row["activities"], row["span_ns"], row["first_step"]) == (False, 0, None, None)

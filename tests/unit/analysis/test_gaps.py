@@ -1,4 +1,4 @@
-"""Gaps, and why no collective runs in them, on timelines drawn by hand and on random ones."""
+"""Communication gaps and their causes, on timelines drawn by hand and random ones."""
 
 import numpy as np
 import polars as pl
@@ -31,7 +31,7 @@ def test_a_communication_gap_lies_between_collectives_of_a_phase():
     assert gaps["name"].to_list() == ["x", "x", "y"]
 
 
-def test_collectives_on_several_lanes_leave_a_gap_only_where_none_runs():
+def test_a_communication_gap_needs_all_lanes_to_be_without_collectives():
     trace = drawn_traces.trace("""
         step     0000000000
         compute  a.........
@@ -53,7 +53,7 @@ def test_a_compute_gap_lies_in_the_window_of_its_step():
     assert gaps["name"].to_list() == ["a", "b", "c", None]
 
 
-def test_a_collective_that_is_launched_late_leaves_a_gap_that_is_the_hosts():
+def test_the_host_causes_the_gap_before_a_collective_launched_late():
     trace = drawn_hosts.trace(
         """
         step     0000000000
@@ -83,7 +83,7 @@ def test_a_collective_that_is_launched_late_leaves_a_gap_that_is_the_hosts():
         ("acquire lock", "annotation", "lock"),
     ],
 )
-def test_what_the_host_did_instead_of_launching(name, kind, detail):
+def test_the_detail_of_a_host_gap_is_the_state_of_the_host(name, kind, detail):
     picture = """
         step     0000000000
         compute  aaaaaaaaaa
@@ -107,8 +107,8 @@ def test_a_collective_that_waits_for_the_compute_before_it():
     assert drawn_hosts.gap_rows(gap_causes(trace), "name", "evidence") == [("compute", None, 1, 5, "a", "adjacent")]
 
 
-def test_a_reduction_that_is_launched_after_what_it_reduces_waits_for_both():
-    # While a ran nothing could be reduced; then the host took three more to launch it.
+def test_a_reduction_launched_late_waits_for_its_data_and_then_for_the_host():
+    # While a ran there was nothing to reduce; then the host took 3 more to launch x.
     trace = drawn_hosts.trace(
         """
         step     0000000000
@@ -124,7 +124,7 @@ def test_a_reduction_that_is_launched_after_what_it_reduces_waits_for_both():
     ]
 
 
-def test_a_gather_that_is_launched_late_is_the_hosts_also_while_compute_runs():
+def test_the_host_causes_the_gap_before_a_late_gather_even_during_compute():
     trace = drawn_hosts.trace(
         """
         step     0000000000
@@ -149,7 +149,7 @@ def test_a_collective_that_waits_for_a_copy():
     assert drawn_hosts.gap_rows(gap_causes(trace)) == [("compute", None, 1, 2), ("copy", None, 3, 3)]
 
 
-def test_what_nothing_explains_is_unknown():
+def test_unexplained_gaps_are_unknown():
     trace = drawn_hosts.trace(
         """
         step     0000000000
@@ -161,7 +161,7 @@ def test_what_nothing_explains_is_unknown():
     assert drawn_hosts.gap_rows(gap_causes(trace), "confidence") == [("unknown", None, 1, 6, 0.0)]
 
 
-def test_preparation_is_split_into_its_own_time_and_what_contention_adds():
+def test_preparation_is_split_into_solo_time_and_contention():
     # p takes 2 alone (before z), 6 during a.
     trace = drawn_hosts.trace(
         """
@@ -180,7 +180,7 @@ def test_preparation_is_split_into_its_own_time_and_what_contention_adds():
     ]
 
 
-def test_preparation_without_a_sample_alone_is_not_split():
+def test_preparation_without_a_solo_sample_is_not_split():
     trace = drawn_hosts.trace(
         """
         step     0000000000
@@ -192,7 +192,7 @@ def test_preparation_without_a_sample_alone_is_not_split():
     assert drawn_hosts.gap_rows(gap_causes(trace)) == [("preparation", "no_sample_alone", 1, 4)]
 
 
-def test_preparation_on_another_lane_is_known_by_its_span():
+def test_preparation_on_another_lane_is_recognized_by_its_span():
     under = {"span": "all_gather", "unit": "layers.1"}
     trace = drawn_hosts.trace(
         """
@@ -207,7 +207,7 @@ def test_preparation_on_another_lane_is_known_by_its_span():
     assert drawn_hosts.gap_rows(gap_causes(trace), "evidence")[0] == ("preparation", "no_sample_alone", 1, 3, "span")
 
 
-def test_on_the_host_what_computes_is_waited_for():
+def test_collectives_of_a_cpu_run_wait_for_compute():
     trace = drawn_hosts.trace(
         """
         step     0000000000
@@ -282,7 +282,7 @@ def by_hand(trace):
 
 @settings(max_examples=25, deadline=None)
 @given(random_traces)
-def test_gaps_are_those_of_a_mask_and_causes_tile_them(trace):
+def test_communication_gaps_equal_a_mask_and_causes_sum_to_them(trace):
     gaps, causes = communication_gaps(trace), gap_causes(trace)
     mask: list[int | None] = [None] * 24
     for row in gaps.iter_rows(named=True):
@@ -308,7 +308,7 @@ def tiles(gaps, causes):
 
 @settings(max_examples=25, deadline=None)
 @given(random_traces)
-def test_compute_gaps_are_those_of_a_mask(trace):
+def test_compute_gaps_equal_a_mask(trace):
     compute = trace.activities.filter(pl.col("kind") == "compute")
     busy = {
         t

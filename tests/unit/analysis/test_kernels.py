@@ -26,7 +26,7 @@ def trace(*rows: tuple[str, str, int], rank: int = 0, **tables: pl.DataFrame):
     return drawn_traces.trace("compute a", rank=rank, activities=work(*rows), **tables)
 
 
-def test_a_row_adds_up_all_ranks_and_says_how_they_differ():
+def test_a_row_sums_all_ranks_and_shows_their_spread():
     # rank 0: a 2 + 4, b 6       rank 1: a 10 + 8, no b
     run = drawn_traces.run(
         trace(("a", "compute", 2), ("a", "compute", 4), ("b", "compute", 6)),
@@ -72,7 +72,7 @@ def test_a_row_adds_up_all_ranks_and_says_how_they_differ():
         max_size=60,
     )
 )
-def test_every_number_is_that_of_brute_force(rows):
+def test_every_number_equals_brute_force(rows):
     run = drawn_traces.run(*(trace(*(row[:3] for row in rows if row[3] == rank), rank=rank) for rank in (0, 1, 2)))
     found = {(row["name"], row["kind"]): row for row in kernels.kernels(run).to_dicts()}
     assert set(found) == {row[:2] for row in rows}
@@ -89,7 +89,7 @@ def test_every_number_is_that_of_brute_force(rows):
         assert by_rank[row["most_rank"]] == max(by_rank)
 
 
-def test_fifty_names_keep_fifty_rows_with_their_own_least_mean_and_most():
+def test_fifty_names_yield_fifty_rows_with_their_own_statistics():
     # HTA joins all but its first ten names into "others", and gives each of those one value for min, max and mean.
     rows = [(f"kernel_{i}", "compute", 10 * i + d) for i in range(1, 51) for d in (1, 2, 9)]
     found = kernels.kernels(drawn_traces.run(trace(*rows)))
@@ -108,23 +108,23 @@ def test_work_of_two_kinds_has_separate_rows_even_under_one_name():
     assert sorted(found.select("name", "kind").rows()) == sorted((name, kind) for name, kind, _ in rows)
 
 
-def test_names_that_differ_only_in_template_arguments_stay_apart():
+def test_names_that_differ_only_in_template_arguments_are_separate():
     rows = [(f"void gemm<{i}, float>(Params<{i}>)", "compute", i + 1) for i in range(3)]
     assert kernels.kernels(drawn_traces.run(trace(*rows))).height == 3
 
 
-def test_kernels_without_a_known_launch_count_as_those_of_a_cuda_graph():
+def test_kernels_without_a_known_launch_such_as_those_of_cuda_graphs_are_counted():
     found = kernels.kernels(drawn_traces.run(trace(("graphed", "compute", 5))), by=("name", "op", "shapes"))
     assert found.select("name", "op", "shapes", "total_ns").rows() == [("graphed", None, None, 5)]
 
 
-def test_a_cpu_only_rank_among_gpu_ranks_breaks_nothing():
+def test_a_cpu_only_rank_among_gpu_ranks_is_accepted():
     cpu = drawn_traces.trace("compute  bb", rank=1, on_device=False)
     found = kernels.kernels(drawn_traces.run(trace(("a", "compute", 2)), cpu))
     assert sorted(found["name"].to_list()) == ["a", "b"]
 
 
-def test_the_last_step_counts_like_any_other():
+def test_the_last_step_is_counted():
     run = drawn_traces.run(drawn_traces.trace("step 00112\ncompute ababa"))
     assert kernels.kernels(run, by=("step",)).sort("step").select("step", "count").rows() == [(0, 2), (1, 2), (2, 1)]
 
@@ -158,13 +158,13 @@ def test_kernels_are_grouped_by_op_shapes_stream_and_rank():
 
 
 @pytest.mark.parametrize("by", [("nmae",), (), ("name", "thread")])
-def test_an_unknown_key_is_refused_with_the_known_ones(by):
+def test_an_unknown_key_is_rejected_and_the_known_ones_are_listed(by):
     with pytest.raises(ConfigError, match="expected some of name, op, shapes"):
         kernels.kernels(drawn_traces.run(drawn_traces.trace("compute a")), by=by)
 
 
 @pytest.mark.parametrize("by", [("name",), ("op", "shapes", "unit"), ("phase", "step", "rank")])
-def test_a_recorded_run_loses_nothing_by_any_key(by):
+def test_grouping_a_recorded_run_by_any_key_preserves_the_total(by):
     run = tracekit.load(SAMPLE)
     found = kernels.kernels(run, by=by)
     whole = pl.concat([each.activities for each in run.traces()])

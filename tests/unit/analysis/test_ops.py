@@ -27,7 +27,7 @@ def slices(*rows: tuple[str, str, int, int, int]) -> pl.DataFrame:
     )
 
 
-def test_time_by_itself_leaves_out_what_runs_inside_whatever_its_kind():
+def test_self_time_excludes_nested_slices_of_any_kind():
     # time    0 1 2 3 4 5 6 7 8 9
     # linear  # # # # # # # # # .      9, by itself 9 - 5 - 2
     # mm      . # # # # # . . . .      5, by itself 5 - 1
@@ -47,7 +47,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0,
 
 @settings(deadline=None)
 @given(SPANS)
-def test_times_by_themselves_are_those_of_a_mask_of_every_nanosecond(spans):
+def test_self_times_equal_a_mask_per_nanosecond(spans):
     table = slices(*((f"s{i}", "cpu_op", lane, start, start + dur) for i, (lane, start, dur) in enumerate(spans)))
     parents = table["parent_id"].to_list()
     for row, found in zip(table.iter_rows(named=True), ops.self_times(table), strict=True):
@@ -59,7 +59,7 @@ def test_times_by_themselves_are_those_of_a_mask_of_every_nanosecond(spans):
         assert found == mask.sum()
 
 
-def test_device_time_goes_to_the_innermost_op_around_the_launch_and_to_no_other():
+def test_device_time_counts_only_for_the_innermost_op_around_the_launch():
     table = slices(
         ("aten::linear", "cpu_op", 9, 0, 9),
         ("aten::mm", "cpu_op", 9, 1, 6),
@@ -82,7 +82,7 @@ def test_a_cpu_run_has_no_device_time():
     assert ops.ops(run)["device_ns"].to_list() == [None]
 
 
-def test_kinds_are_chosen_and_never_joined():
+def test_selected_kinds_have_separate_rows():
     table = slices(("x", "cpu_op", 0, 0, 2), ("x", "python", 1, 0, 7))
     run = drawn_traces.run(drawn_traces.trace("compute aa", ops=table))
     assert ops.ops(run).select("name", "kind").rows() == [("x", "cpu_op")]
@@ -92,7 +92,7 @@ def test_kinds_are_chosen_and_never_joined():
 
 
 @pytest.mark.parametrize("by", [("name",), ("shapes", "phase"), ("unit", "span", "step", "thread", "rank")])
-def test_on_a_recorded_run_the_shares_of_all_slices_add_up_to_one_by_any_key(by):
+def test_self_ratios_of_a_recorded_run_sum_to_one_by_any_key(by):
     run = tracekit.load(SAMPLE)
     found = ops.ops(run, by=by, kinds=ops.KINDS)
     whole = pl.concat([each.ops for each in run.traces()])

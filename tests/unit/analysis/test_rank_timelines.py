@@ -18,7 +18,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
-def test_what_ranks_do_is_the_breakdown_with_exposed_communication_in_two(make):
+def test_rank_states_are_the_breakdown_with_exposed_communication_split_in_two(make):
     run = make()
     states = run.run_table(rank_timelines.states)
     by_rank = {row["rank"]: row for row in run.table(breakdown.by_rank).iter_rows(named=True)}
@@ -31,7 +31,7 @@ def test_what_ranks_do_is_the_breakdown_with_exposed_communication_in_two(make):
     assert split["waited_ns"].sum() == waited
 
 
-def test_the_time_until_the_last_rank_comes_is_waiting_for_it():
+def test_waiting_lasts_until_the_last_rank_arrives():
     states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
     waits = states.filter(pl.col("state") == "waiting")
     assert waits.select("rank", "peer_rank", "dur_ns").unique().rows() == [(0, 1, 3 * drawn_hosts.UNIT_NS)]
@@ -39,7 +39,7 @@ def test_the_time_until_the_last_rank_comes_is_waiting_for_it():
     assert set(states.filter(pl.col("state") == "transfer")["dur_ns"]) == {2 * drawn_hosts.UNIT_NS}
 
 
-def test_totals_of_a_stretch_sum_to_its_length_on_every_rank():
+def test_totals_of_a_window_sum_to_its_length_on_every_rank():
     states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
     start = states["start_ns"].min()
     window = (start + drawn_hosts.UNIT_NS, start + 19 * drawn_hosts.UNIT_NS)
@@ -50,7 +50,7 @@ def test_totals_of_a_stretch_sum_to_its_length_on_every_rank():
     assert table["waiting_for_1_ns"].to_list() == [table["waiting_ns"][0], 0]
 
 
-def test_a_figure_has_a_row_for_each_rank_and_says_for_whom_one_waits():
+def test_a_figure_has_a_row_per_rank_and_names_the_awaited_rank():
     states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
     window = (states["start_ns"].min(), (states["start_ns"] + states["dur_ns"]).max())
     figure = charts.rank_activity(states, window)
@@ -61,7 +61,7 @@ def test_a_figure_has_a_row_for_each_rank_and_says_for_whom_one_waits():
     assert sum(waits.x) == pytest.approx(12 * 3 * drawn_hosts.UNIT_NS / 1e6)
 
 
-def test_a_crowded_figure_is_thinned_and_keeps_what_is_long():
+def test_a_crowded_figure_drops_short_spans_first():
     cells = "a." * 6500 + "c" * 4000
     run = drawn_traces.run(drawn_traces.trace(f"step {'0' * len(cells)}\ncompute {cells}"))
     states = run.run_table(rank_timelines.states)

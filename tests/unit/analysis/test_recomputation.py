@@ -1,4 +1,4 @@
-"""Forward work that runs again in backward, drawn and recorded, and the rule that weighs it against free memory."""
+"""Forward work that runs again in backward, drawn and recorded, and the rule that compares it with free memory."""
 
 import polars as pl
 import pytest
@@ -21,7 +21,7 @@ def test_a_region_has_its_kernels_their_time_and_its_allocations():
     assert (found["compute_ns"], found["activation_bytes"]) == (4 * 50_000, GIB)
 
 
-def test_what_is_saved_and_what_is_needed_is_said():
+def test_the_finding_states_memory_saved_and_memory_needed():
     (found,) = judge(rule_examples.recomputing(10 * GIB)).findings
     assert (found.impact, found.cost_ns) == (0.2, 4 * 50_000)
     assert "1 parts of the model" in found.message
@@ -30,7 +30,7 @@ def test_what_is_saved_and_what_is_needed_is_said():
 
 
 @pytest.mark.parametrize(("free_gib", "fires"), [(6, True), (5.9, False)])
-def test_memory_must_hold_the_part_with_some_left_free(free_gib, fires):
+def test_recomputation_is_reported_only_if_the_activations_fit_into_free_memory(free_gib, fires):
     assert bool(judge(rule_examples.recomputing(int(free_gib * GIB))).findings) == fires
     assert judge(rule_examples.recomputing(int(free_gib * GIB)), keep_free_ratio=0.0).findings
 
@@ -46,7 +46,7 @@ def test_missing_memory_events_are_reported():
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Return a folder for each way of checkpointing: four layers, of which three are checkpointed, in two steps."""
+    """Return a folder for each variant of checkpointing: four layers, of which three are checkpointed, in two steps."""
     torch = pytest.importorskip("torch")
     from torch.utils.checkpoint import checkpoint
 
@@ -82,7 +82,7 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "evidence"), [("reentrant", "checkpoint_node"), ("other", "forward_ops")])
-def test_both_ways_of_checkpointing_are_seen_in_recordings_layer_by_layer(recorded, name, evidence):
+def test_both_variants_of_checkpointing_are_recognized_in_recordings_by_layer(recorded, name, evidence):
     again = recomputation.recomputed_activities(tracekit.load(recorded[name], cache=False).trace(0))
     by_step = again.group_by("step").agg(pl.col("region").n_unique(), (pl.col("name") == "aten::linear").sum())
     assert by_step.sort("step").rows() == [(0, 3, 6), (1, 3, 6)]

@@ -30,7 +30,7 @@ def line(checkpoint: str, stage: str, start_ns: int, dur_ns: int, **more: object
     return row | {"start_ns": start_ns, "dur_ns": dur_ns} | more
 
 
-def test_a_save_in_the_background_has_two_clocks():
+def test_a_background_save_has_blocked_and_background_time():
     # time      0 1 2 3 4 5 6 7 8
     # training  # # . . . . . . .    blocked 2
     # thread    . . # # # # # . .
@@ -55,7 +55,7 @@ def test_an_unsynced_save_is_not_durable_and_has_no_storage_rate():
     assert (row["written_ns"], row["durable_ns"], row["storage_bytes_per_s"]) == (500 * MS, None, None)
 
 
-def test_the_rate_of_storage_is_of_writing_and_syncing_together():
+def test_storage_rate_covers_writing_and_syncing():
     columns = {"write": {"bytes": 10**9}, "total": {"durable": True, "bytes": 10**9}}
     run = stalling({"write": 250, "fsync": 750, "total": 1000}, columns=columns)
     (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
@@ -63,7 +63,7 @@ def test_the_rate_of_storage_is_of_writing_and_syncing_together():
     assert row["durable_ns"] == 1000 * MS
 
 
-def test_the_files_of_one_save_are_one():
+def test_files_of_one_save_are_grouped():
     # Two files after step 5 into one folder, 10 and 30; the training in between is not the save's.
     rows = [
         line("ckpt-5/optimizer.pt", "total", 0, 10, call="torch.save", bytes=3),
@@ -84,7 +84,7 @@ def test_windows_with_the_same_log_are_counted_once():
     assert run.run_table(analysis.by_rank)["blocked_ns"].to_list() == [5]
 
 
-def test_the_step_after_a_save_and_the_share_of_the_interval():
+def test_next_step_extra_time_and_overhead_ratio():
     # Steps of 100 ms, the save after two of them blocks 50 ms, and the next step takes 130 ms.
     run = stalling({"write": 50, "total": 50}, steps_ms=(100, 150, 130, 100, 100))
     (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
@@ -92,7 +92,7 @@ def test_the_step_after_a_save_and_the_share_of_the_interval():
 
 
 @pytest.mark.parametrize(("first", "steps", "ratio"), [(0, 2.0, 0.2), (10_000, 2.0, 0.2), (10_002, None, None)])
-def test_of_a_single_save_the_interval_is_what_this_run_trained_before_it(first, steps, ratio):
+def test_the_interval_of_a_single_save_is_the_training_before_it(first, steps, ratio):
     # A save after two steps of 100 ms, the first of the training or of what was resumed.
     trace = stalling({"write": 50, "total": 50}, steps_ms=(100, 150, 100)).trace(0)
     later = pl.col("step") + first
@@ -113,7 +113,7 @@ def test_of_a_single_save_the_interval_is_what_this_run_trained_before_it(first,
         ({"write": 10, "wait": 90, "total": 100}, stalls.PLAN),
     ],
 )
-def test_the_class_is_what_most_of_the_save_is_made_of(stages, kind):
+def test_the_dominant_class_has_most_of_the_save_time(stages, kind):
     assert dominant(stalling(stages))[0] == kind
 
 
@@ -124,19 +124,19 @@ def test_the_parts_of_a_save_sum_to_its_length():
     assert parts["ratio"].sum() == pytest.approx(1)
 
 
-def test_waiting_is_a_lack_of_processors_as_far_as_a_rank_was_ready_and_did_not_run():
+def test_waiting_counts_as_cpu_contention_up_to_the_run_delay_of_a_rank():
     stages = {"write": 10, "wait": 90, "total": 100}
     run = stalling(stages, columns={"total": {"run_delay_ns": 60 * MS}})
     kinds = dict(run.run_table(stalls.parts).select("kind", "dur_ns").rows())
     assert kinds == {stalls.CPU_CONTENTION: 60 * MS, stalls.PLAN: 30 * MS, stalls.WRITE: 10 * MS}
 
 
-def test_the_rank_that_takes_longest_between_meetings_is_to_blame_and_waiting_for_it_is_not():
+def test_the_critical_path_follows_the_slowest_rank_between_synchronizations():
     run = stalling({"plan": 5, "write": 20, "wait": 75, "total": 100}, {"plan": 5, "serialize": 90, "total": 100})
     assert dominant(run) == (stalls.SERIALIZE, 1, "serialize")
 
 
-def test_a_rank_with_a_third_more_to_write_is_no_straggler():
+def test_a_rank_that_writes_a_third_more_bytes_is_no_straggler():
     # ZeRO-1: the first data-parallel rank writes 1.333 times what the others do.
     assert dominant(writing((4 * 10**8, 400), (3 * 10**8, 300)))[0] == stalls.WRITE
     assert dominant(writing((4 * 10**8, 400), (3 * 10**8, 200)))[0] == stalls.WRITE
@@ -168,7 +168,7 @@ def test_with_many_small_tensors_planning_counts_as_serializing():
     assert part["envelope_ratio"] == pytest.approx(0.6)
 
 
-def test_steps_during_a_save_are_compared_with_the_others():
+def test_steps_during_a_background_save_are_compared_with_the_other_steps():
     # 20 steps of 100 ms, then 13 of 150 ms fit into the save's 2 s, and begin within it.
     (row,) = rule_examples.beside().run_table(analysis.background_slowdown).iter_rows(named=True)
     assert (row["baseline_step_ns"], row["steps"], row["lost_ns"]) == (100 * MS, 10, 500 * MS)
@@ -212,14 +212,14 @@ def test_steps_during_saves_equal_a_step_by_step_reference(ranks):
     }
 
 
-def test_waiting_is_what_is_neither_running_nor_ready():
+def test_waited_ratio_is_time_neither_running_nor_runnable():
     (row,) = (
         rule_examples.beside(cpu_ns=900, run_delay_ns=500).run_table(analysis.background_slowdown).iter_rows(named=True)
     )
     assert (row["waited_ratio"], row["delayed_ratio"]) == (0.3, 0.25)
 
 
-def test_a_file_read_by_two_ranks_is_read_twice():
+def test_read_amplification_counts_each_rank_that_reads_a_file():
     (row,) = (
         rule_examples.restoring(8, 8, whole_bytes=0, call="torch.load")
         .run_table(restores.restores)
@@ -228,7 +228,7 @@ def test_a_file_read_by_two_ranks_is_read_twice():
     assert (row["unique_bytes"], row["amplification"]) == (8, 2.0)
 
 
-def test_without_metadata_nobody_knows_how_much_was_unique():
+def test_without_metadata_unique_bytes_are_null():
     (row,) = rule_examples.restoring(8, 8, whole_bytes=0).run_table(restores.restores).iter_rows(named=True)
     assert row["amplification"] is None
 
@@ -253,7 +253,7 @@ def test_a_public_trace_shows_copies_collectives_and_idle_time_in_a_save():
     assert [row[name] for name in names] == [8, 2, 64, 2, 4, None, None]
 
 
-def test_stacks_show_writing_and_syncing():
+def test_traces_with_stacks_show_write_and_fsync_time():
     stack = rule_examples.ops(
         ("torch/serialization.py(942): save", "python", 1, 9),
         ("<built-in function fsync>", "python", 4, 7),

@@ -1,4 +1,4 @@
-"""What is saved after one step is judged as a whole: several files of one save, and several saves."""
+"""What is saved after one step is analyzed together: several files of one save, and several saves."""
 
 import re
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_the_median_save_includes_all_its_files() -> None:
 
 
 @pytest.mark.parametrize(("slower_ms", "expected"), [(3600, ["checkpoint_blocked_ns"]), (1210, [])])
-def test_a_slower_file_is_a_regression_also_where_it_is_not_the_first(slower_ms: int, expected: list[str]) -> None:
+def test_a_slower_second_file_is_a_regression(slower_ms: int, expected: list[str]) -> None:
     before, after = (saving(MODEL, (*OPTIMIZER[:2], took_ms)) for took_ms in (1200, slower_ms))
     base = baseline.of_reports([(sample_baselines.report(before), before)])
     gate = checks.judge(sample_baselines.report(after), None, baseline=base)
@@ -92,14 +92,14 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
 
 
 @pytest.mark.parametrize("each", [(LARGE,), (LARGE, TINY), (TINY, LARGE)])
-def test_without_step_times_training_is_what_lies_between_all_saves_of_two_steps(each: tuple[Saved, ...]) -> None:
+def test_without_step_times_the_interval_is_the_time_between_saves_of_two_steps(each: tuple[Saved, ...]) -> None:
     trace = saving(*each).trace(0)
     run = drawn_traces.run(replace(trace, metrics=trace.metrics.clear()))
     found = run.run_table(saves.by_save)["interval_ns"].unique().to_list()
     assert found == [pytest.approx(EVERY * STEP_MS * MS, rel=0.02)]
 
 
-def test_ranks_that_save_each_for_itself_do_so_at_one_time() -> None:
+def test_independent_saves_of_ranks_at_one_step_are_concurrent() -> None:
     own = [saving((f"rank{rank}/step-{{}}/a.pt", "torch.save", 500), count=1).trace(0) for rank in (0, 1)]
     run = drawn_traces.run(own[0], drawn_traces.trace("step 01\ncompute ab", rank=1, checkpoints=own[1].checkpoints))
     each = run.run_table(saves.by_save)
@@ -108,7 +108,7 @@ def test_ranks_that_save_each_for_itself_do_so_at_one_time() -> None:
     assert (row["blocked_ns"], row["saves"]) == (501 * MS, 2)
 
 
-def test_saves_without_a_step_are_each_by_itself() -> None:
+def test_saves_without_a_step_are_separate() -> None:
     run = saving(LARGE, TINY, count=3, step=None)
     assert (
         saves.by_training_step(run.run_table(saves.by_save), run.run_table(saves.by_rank))["saves"].to_list() == [1] * 6
@@ -116,7 +116,7 @@ def test_saves_without_a_step_are_each_by_itself() -> None:
 
 
 @pytest.mark.parametrize("each", [(MODEL, OPTIMIZER), (MODEL, OPTIMIZER, TINY), (OPTIMIZER, LARGE)])
-def test_to_plan_for_a_checkpoint_is_all_that_is_saved_after_a_step(each: tuple[Saved, ...]) -> None:
+def test_planning_inputs_cover_everything_saved_after_a_step(each: tuple[Saved, ...]) -> None:
     inputs = planning_inputs(saving(*each, model={"parameters": 10**6}))
     whole_s = sum(took_ms for _, _, took_ms in each) / 1000
     assert inputs.saves == 8
@@ -134,9 +134,9 @@ def test_files_with_total_bytes_only_count_like_those_with_bytes_by_stage() -> N
     assert planning_inputs(drawn_traces.run(replace(trace, checkpoints=log))).checkpoint_bytes == 1402 * MS
 
 
-def uploading(uploads_ms: int, *beside: Saved) -> Run:
-    """Return a rank that every second writes these and then saves in the background for so long."""
-    trace = saving(*beside, ("step-{}", "dcp.async_save", uploads_ms), count=4).trace(0)
+def uploading(uploads_ms: int, *others: Saved) -> Run:
+    """Return a rank that every second writes `others`, then saves in the background for `uploads_ms`."""
+    trace = saving(*others, ("step-{}", "dcp.async_save", uploads_ms), count=4).trace(0)
     background = pl.col("call") == "dcp.async_save"
     log = trace.checkpoints.with_columns(blocking=~background)
     # Training continues during an upload.
@@ -147,12 +147,12 @@ def uploading(uploads_ms: int, *beside: Saved) -> Run:
 TWICE = (("a/step-{}", "dcp.async_save", 300),)
 
 
-@pytest.mark.parametrize("beside", [(), (TINY,), TWICE], ids=["alone", "a small save before", "another before"])
+@pytest.mark.parametrize("others", [(), (TINY,), TWICE], ids=["alone", "a small save before", "another before"])
 @pytest.mark.parametrize(("uploads_ms", "expected"), [(500, 0), (1100, 1)])
-def test_a_save_comes_too_soon_only_after_one_in_the_background(
-    beside: tuple[Saved, ...], uploads_ms: int, expected: int
+def test_only_a_previous_background_save_can_block_a_save(
+    others: tuple[Saved, ...], uploads_ms: int, expected: int
 ) -> None:
-    found = check(uploading(uploads_ms, *beside), [BlockingBackgroundSave()]).findings
+    found = check(uploading(uploads_ms, *others), [BlockingBackgroundSave()]).findings
     assert len(found) == expected
     assert all("the upload takes 1.1 s" in each.message for each in found)
-    assert all("saves come every 1 s" in each.message for each in found if not beside)
+    assert all("saves come every 1 s" in each.message for each in found if not others)

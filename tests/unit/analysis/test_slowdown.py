@@ -1,4 +1,4 @@
-"""The same work against itself alone: against brute force, and on timelines whose slowdown is known."""
+"""Slowdown of work relative to the same work alone: against brute force, and on timelines with a known slowdown."""
 
 import statistics
 
@@ -19,7 +19,7 @@ from tracekit.rules.streams import NeedlessOrder
 
 samples = st.lists(
     st.tuples(
-        st.integers(0, 3), st.integers(0, 2), st.integers(1, 99), st.sampled_from(("alone", "beside", "between"))
+        st.integers(0, 3), st.integers(0, 2), st.integers(1, 99), st.sampled_from(("alone", "concurrent", "between"))
     ),
     max_size=30,
 )
@@ -36,9 +36,9 @@ def quartile(values: list[float], quarter: int) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(samples)
-def test_samples_are_compared_as_by_hand(rows):
+def test_comparison_equals_a_reference(rows):
     key, step, dur = (np.array([row[i] for row in rows], np.int64) for i in range(3))
-    alone, concurrent = (np.array([row[3] == name for row in rows], bool) for name in ("alone", "beside"))
+    alone, concurrent = (np.array([row[3] == name for row in rows], bool) for name in ("alone", "concurrent"))
     found = slowdown.compare_with_alone(key, step, dur, alone=alone, concurrent=concurrent)
     for i, (k, s, ns, how) in enumerate(rows):
         same = [row for row in rows if row[0] == k]
@@ -54,7 +54,7 @@ def test_samples_are_compared_as_by_hand(rows):
             assert (found.alone_ns[i], found.excess_ns[i]) == (0, 0)
             continue
         assert found.alone_ns[i] == statistics.median_low(here or own)
-        others = [row[2] for row in same if row[3] == "beside"]
+        others = [row[2] for row in same if row[3] == "concurrent"]
         fence = quartile(others, 3) + 3 * (quartile(others, 3) - quartile(others, 1)) if others else ns
         assert found.excess_ns[i] == (
             0 if how == "alone" else min(ns, max(fence, found.alone_ns[i])) - found.alone_ns[i]
@@ -68,7 +68,7 @@ def test_a_concurrent_outlier_is_clipped_to_the_fence():
     assert found.excess_ns.tolist() == [0] * 5 + [10] * 9
 
 
-def test_the_slowdown_is_time_together_over_the_time_alone_and_the_interval_holds_it():
+def test_the_slowdown_is_overlapped_time_over_solo_time_and_lies_in_its_interval():
     random = np.random.default_rng(1)
     together = random.integers(50, 150, 40)
     excess = together * random.normal(0.5, 0.1, 40)
@@ -79,7 +79,7 @@ def test_the_slowdown_is_time_together_over_the_time_alone_and_the_interval_hold
     assert slowdown.pooled_slowdown(together[:5], excess[:5])[1:] == (None, None)
 
 
-def test_the_interval_holds_the_truth_about_as_often_as_it_says():
+def test_the_interval_covers_the_true_slowdown_at_its_nominal_rate():
     random = np.random.default_rng(2)
     delayed = 0
     for _ in range(200):
@@ -124,7 +124,7 @@ def pair(trace, kind, concurrent_kind):
     return found.row(0, named=True) if found.height else None
 
 
-def test_a_kernel_that_takes_twice_as_long_during_a_collective():
+def test_a_kernel_twice_as_slow_during_a_collective_has_slowdown_two():
     # Overlaps x for 3 of its 4; that work takes 1 alone.
     run = PROOFS["STREAM003"].fires()
     found = run.run_table(contention.pairs).row(0, named=True)
@@ -136,14 +136,14 @@ def test_a_kernel_that_takes_twice_as_long_during_a_collective():
     assert (kernel["alone_ns"], kernel["concurrent_ns"], kernel["slowdown"]) == (2, 4, 3.0)
 
 
-def test_the_cost_of_contended_compute_is_what_it_took_longer():
+def test_the_cost_of_contended_compute_is_its_extra_time():
     (found,) = check(PROOFS["STREAM003"].fires(), [ContendedCompute()]).findings
     assert "3.00 times as long during collectives" in found.message
     assert found.cost_ns == 2 * 8  # two of the eight without a sample of theirs, at the slowdown of the others
     assert found.impact == 16 / 64
 
 
-def test_never_alone_is_said_and_what_to_record():
+def test_work_that_never_ran_alone_is_reported_with_what_to_record():
     run = drawn_traces.run(drawn_traces.trace(f"step {'0' * 48}\ncompute {'aaaaa.' * 8}\ncomm {'xxxxx.' * 8}"))
     report = check(run, [ContendedCompute()])
     assert report.findings == ()
@@ -161,7 +161,7 @@ def test_work_with_two_concurrent_kinds_is_not_compared_with_one_of_them():
     assert pair(trace, COMPUTE, COMMUNICATION)["unknown"] == contention.NO_SAMPLE
 
 
-def test_a_clock_that_falls_is_no_contention():
+def test_a_falling_clock_rate_is_no_contention():
     # In step 1 everything takes twice as long, and most of it overlaps x.
     compute = f"{'aa.' * 12}{'aaaa.' * 12}"
     calls = f"{'...' * 3}{'xx.' * 2}{'...' * 7}{'xxxx.' * 5}{'.....' * 3}{'xxxx.' * 4}"
@@ -171,7 +171,7 @@ def test_a_clock_that_falls_is_no_contention():
     assert found["slowdown"] == pytest.approx(1.0)
 
 
-def test_collectives_during_compute_by_bus_bandwidth():
+def test_bus_bandwidth_of_collectives_alone_and_during_compute():
     run = carrying("aaa.b..", "xxxx.yy")
     found = contention.pool_pairs(run.run_table(collective_contention.by_step)).row(0, named=True)
     assert found["slowdown"] == 3.0
@@ -183,14 +183,14 @@ def test_collectives_during_compute_by_bus_bandwidth():
     assert "all_gather of 1.00 KiB" in finding.message or "bus bandwidth" not in finding.message
 
 
-def test_collectives_that_nobody_waits_for_cost_nothing():
+def test_slow_collectives_without_waiting_compute_cost_nothing():
     run = carrying("aaaaaab..", "xxxx...yy")
     assert contention.pool_pairs(run.run_table(collective_contention.by_step))["slowdown"].item() > 1.9
     assert check(run, [StarvedCollectives()]).findings == ()
 
 
 def test_waiting_for_a_peer_is_no_slow_transfer():
-    # x takes 2 on rank 1, which comes last; rank 0 waits 4 longer for it, during compute.
+    # x takes 2 on rank 1, which arrives last; rank 0 waits 4 longer for it, during compute.
     groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
     traces = [
         drawn_hosts.trace(f"step {'0' * 80}\ncompute {a * 8}\ncomm {x * 8}", {"a": 0, "b": 0}, rank=rank, groups=groups)
@@ -204,7 +204,7 @@ def test_waiting_for_a_peer_is_no_slow_transfer():
 # Queues ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_that_starts_with_earlier_work_of_another_stream_is_delayed():
+def test_a_kernel_that_starts_together_with_an_earlier_launch_on_another_stream_is_delayed():
     run = PROOFS["STREAM002"].fires()
     delayed = run.table(queueing.delayed_kernels)
     assert delayed["name"].to_list() == ["a"] * 8
@@ -217,7 +217,7 @@ def test_a_kernel_that_starts_with_earlier_work_of_another_stream_is_delayed():
     assert "0 of 8 kernels overtook" in found.message
 
 
-def test_one_that_overtakes_shows_more_queues_than_one():
+def test_an_overtaking_kernel_proves_several_queues():
     # The last a begins before the x launched before it.
     run = queued(f"step {'0' * 90}\ncompute {'..aaaa....' * 8}aaaa......\ncomm {'..xx......' * 9}")
     assert run.table(queueing.launch_order)["overtakes"].sum() == 0  # it was launched first
@@ -234,7 +234,7 @@ def test_one_that_overtakes_shows_more_queues_than_one():
     assert check(run, [NeedlessOrder()]).findings == ()
 
 
-def test_waiting_for_the_end_of_other_work_is_no_queue():
+def test_waiting_for_the_end_of_other_work_is_no_queueing_delay():
     run = queued(f"step {'0' * 80}\ncompute {'....aaaa..' * 8}\ncomm {'..xx......' * 8}")
     assert run.table(queueing.delayed_kernels).is_empty()
 

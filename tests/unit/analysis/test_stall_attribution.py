@@ -1,4 +1,4 @@
-"""Standing still and waiting, added up: against the gaps themselves, and as figures."""
+"""Stalls and waits summed by cause: against the gaps themselves, and as charts."""
 
 import polars as pl
 import pytest
@@ -28,7 +28,7 @@ def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
             assert totals.get((trace.rank, stall_attribution.COMMUNICATION), 0) == quiet["dur_ns"].sum()
 
 
-def test_time_without_compute_is_the_collectives_until_its_last_rank_comes_the_ranks():
+def test_idle_compute_counts_for_the_late_rank_until_it_arrives_then_for_the_collective():
     # rank 0   a a x x x x x .      x waits 3 for rank 1, then moves for 2; twelve times
     # rank 1   a a a a a x x .
     rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
@@ -38,19 +38,19 @@ def test_time_without_compute_is_the_collectives_until_its_last_rank_comes_the_r
     assert by(moves, "rank", "dur_ns") == [(0, 12 * 2 * UNIT), (1, 12 * 2 * UNIT)]
 
 
-def test_idle_time_alone_is_that_part_of_all_causes():
+def test_idle_by_rank_equals_the_compute_part_of_by_rank():
     whole = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
     assert MEETING.run_table(stall_attribution.idle_by_rank).drop("pieces").equals(whole.drop("pieces"))
 
 
-def test_the_report_has_pictures_of_communication_where_there_is_some():
+def test_the_report_has_communication_charts_only_with_communication():
     assert [each.name for each in figures.communication(MEETING)] == ["communication", "standing", "waits"]
     alone = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED))
     assert [each.name for each in figures.communication(alone)] == ["communication", "standing"]
     assert not list(figures.communication(drawn_traces.run(drawn_traces.trace("step 0\ncompute a"))))
 
 
-def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colour():
+def test_the_bar_of_causes_is_as_long_as_the_gaps_with_a_colour_per_cause():
     rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
     figure = charts.stall_causes(rows)
     label, colour = charts.CAUSES["peer"]
@@ -61,7 +61,7 @@ def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colo
     assert of_first == pytest.approx(rows.filter(pl.col("rank") == 0)["dur_ns"].sum() / 1e6)
 
 
-def test_who_waits_for_whom_is_a_map_of_the_time_in_which_a_rank_stands_still():
+def test_the_wait_matrix_shows_how_long_each_rank_waited_for_each_other():
     waited = MEETING.run_table(rank_timelines.wait_times)
     assert by(waited, "rank", "peer_rank", "waited_ns") == [(0, 1, 36 * UNIT)]
     cells = charts.wait_matrix(waited, [0, 1]).data[0]
@@ -69,7 +69,7 @@ def test_who_waits_for_whom_is_a_map_of_the_time_in_which_a_rank_stands_still():
     assert cells.customdata[0][1] == "rank 0 waits 1.8 ms for rank 1"
 
 
-def test_where_it_is_not_known_who_came_last_the_map_has_a_column_for_it():
+def test_the_wait_matrix_has_a_column_for_unknown_late_ranks():
     waited = pl.DataFrame(
         {"rank": [0], "peer_rank": [None], "waited_ns": [5]}, schema_overrides={"peer_rank": pl.Int64}
     )
@@ -78,7 +78,7 @@ def test_where_it_is_not_known_who_came_last_the_map_has_a_column_for_it():
     assert figure.data[0].z[0][2] == pytest.approx(5e-6)
 
 
-def test_communication_is_hidden_moves_or_waits():
+def test_communication_is_split_into_hidden_transfer_and_waiting():
     # compute  a a a a a a . . . .
     # comm     . . . . . x x x x .      hidden 1, moving 3
     table = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED)).run_table(exposed_communication.by_rank)
@@ -91,7 +91,7 @@ def test_communication_is_hidden_moves_or_waits():
     assert [bar.x[0] for bar in bars] == pytest.approx([0, 24 * UNIT / 1e6, 36 * UNIT / 1e6])
 
 
-def test_a_rank_is_set_against_the_median_of_ranks_step_by_step():
+def test_each_rank_is_compared_with_the_median_rank_of_the_step():
     # step 0 takes 6 on rank 0 and 4 on rank 1: the median is 5
     first = drawn_traces.trace("step 0000001111\ncompute aaaa..bbbb", rank=0)
     table = drawn_traces.run(first, drawn_traces.trace("step 0000111111\ncompute aaaabbbbbb", rank=1)).run_table(
@@ -105,7 +105,7 @@ def test_a_rank_is_set_against_the_median_of_ranks_step_by_step():
     ]
 
 
-def test_the_map_of_ranks_and_steps_has_a_cell_for_each_and_says_which_it_is():
+def test_the_heatmap_has_a_labelled_cell_per_rank_and_step():
     table = MEETING.run_table(exposed_communication.spread)
     bars = charts.step_heatmap(table, "waited_ratio").data[0]
     assert [tuple(cell[:2]) for cell in bars.customdata] == by(table, "rank", "step")
@@ -114,7 +114,7 @@ def test_the_map_of_ranks_and_steps_has_a_cell_for_each_and_says_which_it_is():
     assert bars.base[0] == pytest.approx(-0.48)
 
 
-def test_a_map_of_very_many_cells_is_drawn_as_one_picture():
+def test_a_heatmap_of_very_many_cells_is_drawn_as_an_image():
     rows = [
         {"window": 0, "step": step, "rank": rank, "start_ns": 0, "duration_ns": 10, "median_ns": 10}
         | {"longer_ratio": 0.5 if rank == 7 else 0.0, "exposed_ratio": 0.0, "waited_ratio": 0.0}

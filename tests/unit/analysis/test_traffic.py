@@ -1,4 +1,4 @@
-"""Messages: how fast each went, and each kind added up."""
+"""Messages: bandwidth of each, and totals by kind."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def job() -> Job:
     return made
 
 
-def test_speed_is_size_over_the_time_from_the_last_arrival_and_bus_bandwidth_nccls():
+def test_bandwidth_is_size_over_time_from_the_last_arrival():
     made = job()
     table = drawn_traces.run(*(made.trace(rank) for rank in made.ranks)).run_table(traffic.speeds)
     assert table["is_whole"].to_list() == [True] * 3
@@ -31,7 +31,7 @@ def test_speed_is_size_over_the_time_from_the_last_arrival_and_bus_bandwidth_ncc
 
 
 @pytest.mark.parametrize(("ranks", "took_ms"), [((0,), 7), ((0, 1), 5)])
-def test_where_ranks_lack_traces_a_message_moved_at_least_so_fast(ranks, took_ms):
+def test_bandwidth_is_a_lower_bound_where_ranks_have_no_trace(ranks, took_ms):
     made = job()
     table = drawn_traces.run(*(made.trace(rank) for rank in ranks)).run_table(traffic.speeds)
     assert table["is_whole"].to_list() == [False] * 3
@@ -39,7 +39,7 @@ def test_where_ranks_lack_traces_a_message_moved_at_least_so_fast(ranks, took_ms
     assert table["bus_bytes_per_s"].to_list() == pytest.approx([96 * KIB / (took_ms * 1e-3) * 4 / 3] * 3)
 
 
-def test_a_kind_of_message_is_added_up_over_ranks():
+def test_messages_of_one_kind_are_summed_over_ranks():
     made = job()
     row = drawn_traces.run(*(made.trace(rank) for rank in made.ranks)).run_table(traffic.by_kind).row(0, named=True)
     assert (row["op"], row["axis"], row["bytes"], row["ranks"], row["calls"]) == ("all_reduce", "world", 96 * KIB, 3, 9)
@@ -47,7 +47,7 @@ def test_a_kind_of_message_is_added_up_over_ranks():
     assert row["bus_bytes_per_s"] == pytest.approx(96 * KIB / 4e-3 * 4 / 3)
 
 
-def test_a_figure_has_a_mark_for_each_message_at_its_size_and_bandwidth():
+def test_the_chart_has_a_mark_per_message_at_its_size_and_bandwidth():
     made = job()
     speeds = drawn_traces.run(*(made.trace(rank) for rank in made.ranks)).run_table(traffic.speeds)
     figure = charts.bandwidth(speeds, charts.ALGORITHM)
@@ -61,7 +61,7 @@ def test_a_figure_has_a_mark_for_each_message_at_its_size_and_bandwidth():
     assert "at least" in lone.data[0].hovertemplate
 
 
-def test_of_very_many_messages_some_of_each_kind_are_drawn():
+def test_very_many_messages_are_sampled_by_kind():
     made = Job({"world": (0, 1)})
     made.steps(3, [("world", "all_reduce", KIB), ("world", "all_gather", KIB)])
     speeds = drawn_traces.run(*(made.trace(rank) for rank in (0, 1))).run_table(traffic.speeds)

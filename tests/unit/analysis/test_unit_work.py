@@ -1,4 +1,4 @@
-"""What each unit takes, what work there is and how much a step computes, against brute force and by hand."""
+"""Time of each unit, work by name and FLOPs of a step, against brute force and by hand."""
 
 import numpy as np
 import polars as pl
@@ -57,7 +57,7 @@ def masked(activities: list[Activity], kind: str, unit: str | None = None, step:
 
 @given(ACTIVITIES)
 @settings(max_examples=60, deadline=None)
-def test_units_take_what_a_mask_of_each_nanosecond_says(activities: list[Activity]) -> None:
+def test_unit_times_equal_a_mask_per_nanosecond(activities: list[Activity]) -> None:
     found = {(u, s, m): v for u, s, m, v in unit_work.unit_samples(trace(activities)).iter_rows()}
     computing = masked(activities, "compute")
     expected = {}
@@ -112,7 +112,7 @@ def test_bytes_sent_and_allocated_are_separate_by_step_and_save() -> None:
         ("aten::add", "[[2, 3], [2, 3]]", None),
     ],
 )
-def test_operations_follow_from_shapes(name: str, shapes: str, flops: float | None) -> None:
+def test_flops_are_computed_from_shapes(name: str, shapes: str, flops: float | None) -> None:
     ops = pl.DataFrame([{"id": 0, "lane": 0, "name": name, "kind": "cpu_op", "start_ns": 0, "dur_ns": 1, "step": 0,
                          "shapes": shapes}])  # fmt: skip
     counted = arithmetic.flops(drawn_traces.trace("step 0\ncompute a", ops=ops))["flops"].to_list()

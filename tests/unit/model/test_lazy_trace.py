@@ -28,7 +28,7 @@ def test_a_table_is_built_on_first_access_and_then_retained():
     assert made == ["ops"]
 
 
-def test_what_is_no_table_is_no_attribute():
+def test_unknown_attributes_raise_attribute_error():
     with pytest.raises(AttributeError, match="flavour"):
         _ = _lazy([]).flavour
 
@@ -46,7 +46,7 @@ def test_a_run_counts_the_memory_of_tables_not_yet_built():
     run = Run("run", [source(0), source(1)], cache_bytes=1500)
     for rank in (0, 1, 1, 0):
         run.trace(rank)
-    assert read == [0, 1, 0]  # both together are too much to keep
+    assert read == [0, 1, 0]  # both together exceed the cache
 
 
 def test_a_trace_with_all_tables_built_defers_no_memory():

@@ -1,4 +1,4 @@
-"""A manifest of any content: what is valid is used, the rest is as if it were absent."""
+"""A manifest of any content: valid values are used, others are ignored."""
 
 import json
 
@@ -27,16 +27,16 @@ def test_an_invalid_value_is_as_if_absent(name, value):
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0, None), (1, 1), (MAX_RANKS, MAX_RANKS), (MAX_RANKS + 1, None)])
-def test_a_world_size_is_possible(size, expected):
+def test_an_impossible_world_size_is_ignored(size, expected):
     assert Manifest.of({"world_size": size}).world_size == expected
 
 
 @pytest.mark.parametrize(("time_ns", "expected"), [(0, None), (5, 5), (4_102_444_800 * 10**9, None)])
-def test_a_time_is_between_1970_and_2100(time_ns, expected):
+def test_a_creation_time_outside_1970_to_2100_is_ignored(time_ns, expected):
     assert Manifest.of({"created_ns": time_ns}).created_ns == expected
 
 
-def test_a_model_is_an_object_or_a_name():
+def test_a_manifest_model_is_an_object_or_a_name():
     assert Manifest.of({"model": "tiny"}).model == Model("tiny")
     assert Manifest.of({"model": {"name": "tiny", "parameters": 3, "width": 256}}).model == Model("tiny", 3.0)
     assert Manifest.of({"model": {"name": "tiny", "parameters": "many"}}).model == Model("tiny")

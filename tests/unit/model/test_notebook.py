@@ -1,4 +1,4 @@
-"""What notebooks show of runs and findings."""
+"""Notebook output of runs and findings."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def test_a_finding_without_evidence_shows_itself():
     assert "<table" not in Finding("DATA001", Severity.INFO, "no steps", "")._repr_html_()
 
 
-def test_what_notebooks_show_needs_no_plotting_library():
+def test_notebook_output_needs_no_plotting_library():
     code = (
         "import sys, tracekit.rules.rule; sys.exit(bool({'plotly', 'streamlit', 'pandas', 'torch'} & set(sys.modules)))"
     )

@@ -1,4 +1,4 @@
-"""Clocks and collectives of simulated runs, whose truth is known, found again."""
+"""Clock offsets and matched collectives of simulated runs, against the known truth."""
 
 import numpy as np
 import polars as pl
@@ -34,7 +34,7 @@ def is_right(run, *, of=None):
 
 
 def error_ns(run, behind_ns):
-    """The largest difference between a found offset and the true one, relative to the first rank."""
+    """The largest difference between an estimated offset and the true one, relative to the first rank."""
     rows = run.offsets.sort("rank")
     truth = np.array([behind_ns[rank] - behind_ns[rows["rank"][0]] for rank in rows["rank"]])
     return int(np.abs(rows["offset_ns"].to_numpy() - truth).max())
@@ -45,7 +45,7 @@ CLOCKS = {0: 0, 1: 3_000 * MS, 2: -40 * MS, 3: 123_456}
 
 @pytest.mark.parametrize("with_seq", [True, False], ids=["seq", "order"])
 @pytest.mark.parametrize("jitter_ns", [0, 2 * US, 300 * US])
-def test_offsets_are_found_to_within_the_residual(with_seq, jitter_ns):
+def test_offsets_are_recovered_within_the_residual(with_seq, jitter_ns):
     job = world(4)
     run = drawn_traces.run(
         *(job.trace(r, behind_ns=CLOCKS[r], jitter_ns=jitter_ns, with_seq=with_seq) for r in job.ranks)
@@ -58,7 +58,7 @@ def test_offsets_are_found_to_within_the_residual(with_seq, jitter_ns):
     assert is_right(run)
 
 
-def test_clocks_hours_apart_are_found():
+def test_clocks_hours_apart_are_aligned():
     job = world(2)
     clocks = {0: 0, 1: -5 * HOUR_NS + 7}
     run = drawn_traces.run(*(job.trace(r, behind_ns=clocks[r]) for r in job.ranks))
@@ -76,7 +76,7 @@ def test_windows_that_begin_at_different_steps_are_not_matched_one_step_off():
     assert error_ns(run, {0: 0, 1: 2_000 * MS, 2: -9 * MS}) <= run.offsets["residual_ns"].max()
 
 
-def test_dropped_events_lose_only_themselves():
+def test_dropped_events_do_not_affect_the_other_matches():
     job = world(4)
     run = drawn_traces.run(
         job.trace(0, behind_ns=CLOCKS[0], drop=(3, 9, 10)),
@@ -100,7 +100,7 @@ def test_sends_to_others_are_no_collectives():
     assert error_ns(run, CLOCKS) == 0
 
 
-def test_groups_that_no_rank_spans_are_chained():
+def test_groups_without_a_common_rank_are_aligned_through_chains():
     # tensor-parallel pairs 0-1, 2-3 and data-parallel pairs 0-2, 1-3: no group holds all ranks
     job = Job({"tp0": (0, 1), "tp1": (2, 3), "dp0": (0, 2), "dp1": (1, 3)})
     job.steps(
@@ -118,7 +118,7 @@ def test_groups_that_no_rank_spans_are_chained():
     assert error_ns(run, CLOCKS) <= max(5 * US, run.offsets["residual_ns"].max())
 
 
-def test_groups_of_one_name_on_different_ranks_stay_apart():
+def test_groups_of_one_name_on_different_ranks_are_separate():
     job = Job({"tp0": (0, 1), "tp1": (2, 3), "dp": (0, 1, 2, 3)})
     job.steps(6, (("tp0", "all_reduce", 512), ("tp1", "all_reduce", 512), ("dp", "reduce_scatter", 99)))
     same = {"tp0": "1", "tp1": "1"}
@@ -154,7 +154,7 @@ def test_traces_without_groups_match_by_order_and_op():
     assert error_ns(run, CLOCKS) <= max(5 * US, run.offsets["residual_ns"].max())
 
 
-def test_one_rank_that_leaves_late_now_and_then_does_not_move_the_clock():
+def test_a_rank_that_sometimes_leaves_late_does_not_shift_the_clock():
     job = world(2, steps=12)
     late = job.trace(1, behind_ns=40 * MS)
     at = late.activities["id"].is_in([5, 6, 21, 22, 30])
