@@ -294,7 +294,7 @@ def test_ignored_findings_do_not_fail_the_check_and_are_reported(runs: Path, tmp
     assert "COMM001 is ignored: waiting for the new switch" in done.stdout
 
 
-def test_output_files_are_written_atomically(runs: Path, tmp_path: Path) -> None:
+def test_output_goes_to_a_file_and_leaves_no_temporary_file(runs: Path, tmp_path: Path) -> None:
     done = tracekit(
         "check", runs / "good", "--format", "json", "--fail-on", "never", "--output", tmp_path / "report.json"
     )

@@ -126,7 +126,7 @@ def test_by_collective_sums_the_waits_of_each_rank():
     assert rows.filter(pl.col("op") == "all_reduce")["bus_bytes_per_s"].to_list() == pytest.approx([bus] * 3)
 
 
-def test_mean_bandwidth_is_null_unless_the_mean_transfer_exceeds_the_residual():
+def test_the_mean_bandwidth_covers_all_collectives_and_is_null_unless_the_mean_transfer_exceeds_the_residual():
     # Nine transfers of 10 µs and one of 3 ms: where clocks agree to 100 µs, the slow one alone would mislead.
     job = Job({"world": (0, 1)}, seed=1)
     for i in range(10):

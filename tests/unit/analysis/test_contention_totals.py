@@ -42,7 +42,7 @@ def test_overlapped_time_is_summed_by_phase_and_pair():
     assert bars["during communication"].marker.color == charts.COLOURS["communication"]
 
 
-def test_preparation_is_drawn_by_its_slowdown_over_its_solo_duration():
+def test_preparation_is_drawn_at_its_actual_over_its_solo_duration():
     figure = charts.delayed_preparation(GIVING_WAY.table(contention.preparation))
     points = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
     assert points["during compute"] == [(2 * UNIT, 6 * UNIT)]

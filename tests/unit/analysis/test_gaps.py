@@ -108,7 +108,7 @@ def test_a_collective_that_waits_for_the_compute_before_it():
 
 
 def test_a_reduction_launched_late_waits_for_its_data_and_then_for_the_host():
-    # While a ran there was nothing to reduce; then the host took 3 more to launch x.
+    # While a ran there was nothing to reduce; then the host took 3 more to launch y.
     trace = drawn_hosts.trace(
         """
         step     0000000000
