@@ -28,16 +28,16 @@ from tracekit.rules import all_rules
 _T = TypeVar("_T")
 _STEPS, _LAYERS, _SIZES = 50, 50, 60
 _BEGIN_US = 1_700_000_000_000_000
-_KEPT = 4  # of five blocks of a layer, until backward
+_SAVED = 4  # of five blocks of a layer, freed in backward
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write a trace, read it, measure; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_events", description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=1_500_000, help="about how many")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        count = _write(Path(folder) / conventions.rank_file(0, conventions.TRACE_SUFFIX), asked.events)
+        count = _write(Path(folder) / conventions.rank_file(0, conventions.TRACE_SUFFIX), options.events)
         run, read_s = _timed(lambda: tracekit.load(folder, cache=False))
         trace, more_s = _timed(lambda: _read(run))
         read_mib = _peak_mib()
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         history, built_s = _timed(lambda: playback.from_trace(trace))
         _, played_s = _timed(lambda: playback.predict(history, Settings.parse("expandable_segments:True")))
     print(f"{count:,} events: read in {read_s + more_s:.1f} s, {read_mib:.0f} MiB at most")
-    print(f"facts of `tracekit memory`: {facts_s:.1f} s; those of all rules on memory besides: {rules_s:.1f} s")
+    print(f"facts of `tracekit memory`: {facts_s:.1f} s; facts of all memory rules: {rules_s:.1f} s")
     print(f"{facts_mib:.0f} MiB at most by then; {memory_facts.stalls(trace).height} steps with stalls")
     print(f"replay under other settings: {built_s + played_s:.1f} s; {_peak_mib():.0f} MiB at most in all")
     return 0
@@ -80,7 +80,7 @@ def _write(path: Path, events: int) -> int:
             '{"schemaVersion":1,"baseTimeNanoseconds":0,"distributedInfo":{"rank":0,"world_size":1},"traceEvents":['
         )
 
-        def told(address: int, delta: int) -> None:
+        def on_event(address: int, delta: int) -> None:
             nonlocal count, now_us
             count, now_us = count + 1, now_us + 2
             args = {
@@ -91,7 +91,7 @@ def _write(path: Path, events: int) -> int:
 
         for step in range(_STEPS):
             begin_us = now_us
-            _train(allocator, draw, sizes, per_layer, told)
+            _train(allocator, draw, sizes, per_layer, on_event)
             dur_us = now_us - begin_us
             for event in _of_step(step, begin_us, dur_us):
                 file.write(json.dumps(event) + ",\n")
@@ -100,32 +100,32 @@ def _write(path: Path, events: int) -> int:
 
 
 def _train(
-    allocator: Allocator, draw: random.Random, sizes: Sequence[int], count: int, told: Callable[[int, int], None]
+    allocator: Allocator, draw: random.Random, sizes: Sequence[int], count: int, on_event: Callable[[int, int], None]
 ) -> None:
-    """Take memory layer by layer, let go of a fifth of it at once, and of the rest in backward."""
+    """Allocate memory layer by layer, free a fifth of it at once, and the rest in backward."""
     alive: list[list[Block]] = []
     for _ in range(_LAYERS):
-        mine = []
+        blocks = []
         for number in range(count):
             block = allocator.malloc(draw.choice(sizes), 0)
-            told(block.address, block.bytes)
-            if number % (_KEPT + 1) == _KEPT:
-                _free(allocator, block, told)
+            on_event(block.address, block.bytes)
+            if number % (_SAVED + 1) == _SAVED:
+                _free(allocator, block, on_event)
             else:
-                mine.append(block)
-        alive.append(mine)
-        if len(alive) > 2:  # what is alive stays within a device
+                blocks.append(block)
+        alive.append(blocks)
+        if len(alive) > 2:  # so that allocated memory fits into a device
             for block in alive.pop(0):
-                _free(allocator, block, told)
-    for mine in reversed(alive):
-        for block in mine:
-            _free(allocator, block, told)
+                _free(allocator, block, on_event)
+    for blocks in reversed(alive):
+        for block in blocks:
+            _free(allocator, block, on_event)
 
 
-def _free(allocator: Allocator, block: Block, told: Callable[[int, int], None]) -> None:
-    address, size = block.address, block.bytes  # then it is joined with its neighbours
+def _free(allocator: Allocator, block: Block, on_event: Callable[[int, int], None]) -> None:
+    address, size = block.address, block.bytes  # freeing merges it with its neighbours
     allocator.free(block)
-    told(address, -size)
+    on_event(address, -size)
 
 
 def _of_step(step: int, begin_us: float, dur_us: float) -> list[dict[str, object]]:

@@ -29,16 +29,16 @@ RULES: dict[str, type[Rule]] = {
     RETRY: AllocatorRetry,
 }
 _ALSO = {FRAGMENTATION: (LEAK, CHURN, RETRY)}
-"""Faults that another one brings along: the rule of the first may speak of the others, and need not."""
+"""Faults that another one brings along: the rules of the others may report too."""
 _HEALTHY = 0.3
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One program: the fault that it has, and those that the rules told of."""
+    """One program: the fault that it has, and those that the rules reported."""
 
     fault: str | None
-    told: frozenset[str]
+    reported: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
     found = list(judged(options.runs, seed))
     healthy = [each for each in found if each.fault is None]
-    alarms = sum(bool(each.told) for each in healthy)
+    alarms = sum(bool(each.reported) for each in healthy)
     sys.stdout.write(
-        f"{len(found)} simulated programs, --seed {seed}; {len(healthy)} healthy, {alarms} of them told of\n\n"
+        f"{len(found)} simulated programs, --seed {seed}; {len(healthy)} healthy, {alarms} with false alarms\n\n"
     )
     sys.stdout.write(table(found))
     return 0
@@ -91,10 +91,10 @@ def judged(count: int, seed: int) -> Iterator[Judged]:
 
 def score(found: Sequence[Judged], fault: str) -> Score:
     """Return how the rule of a fault did."""
-    right = sum(each.fault == fault and fault in each.told for each in found)
+    right = sum(each.fault == fault and fault in each.reported for each in found)
     other = [each for each in found if each.fault != fault and each.fault not in _ALSO.get(fault, ())]
-    missed = sum(each.fault == fault and fault not in each.told for each in found)
-    return Score(fault, right, sum(fault in each.told for each in other), missed)
+    missed = sum(each.fault == fault and fault not in each.reported for each in found)
+    return Score(fault, right, sum(fault in each.reported for each in other), missed)
 
 
 def table(found: Sequence[Judged]) -> str:

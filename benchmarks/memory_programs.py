@@ -1,8 +1,8 @@
-"""Simulated programs that take and free memory: healthy ones, and ones with a known fault, as runs to be judged.
+"""Simulated programs that allocate and free memory: healthy ones, and ones with a known fault, as runs to be judged.
 
-A program trains: it holds weights, takes activations layer by layer, frees them in backward, and runs on the model of
-the caching allocator, which tells addresses, what is reserved, and what it asks of the device. What rules then say of
-such a run shows that they read it right; that the model is right is shown on recorded snapshots.
+A program trains: it allocates weights, and activations layer by layer, frees them in backward, and runs on the model of
+the caching allocator, which gives addresses, reserved memory and device calls. The benchmark checks what rules report
+for such a run; the allocator model is checked against recorded snapshots.
 """
 
 import random
@@ -49,7 +49,7 @@ class Program:
         self.steps = draw.randint(6, 12)
         # What a layer keeps for backward: large enough for segments of their own, and the same in every step.
         sizes = [draw.randint(12 * MIB, 60 * MIB) // 512 * 512 for _ in range(draw.randint(2, 4))]
-        self.kept = [[draw.choice(sizes) for _ in range(draw.randint(1, 3))] for _ in range(self.layers)]
+        self.saved = [[draw.choice(sizes) for _ in range(draw.randint(1, 3))] for _ in range(self.layers)]
         self.passing = [draw.randint(1 * MIB, 30 * MIB) // 512 * 512 for _ in range(draw.randint(1, 3))]
         self.weights = [draw.randint(4 * MIB, 90 * MIB) // 512 * 512 for _ in range(self.layers)]
         self.longest = draw.randint(40 * MIB, 120 * MIB)
@@ -84,15 +84,15 @@ class Program:
         if self.fault == RETRY:
             retries = [value for _, name, value in self.recording.metrics if name == conventions.ALLOC_RETRIES_METRIC]
             return retries[-1] > retries[1]
-        told = pl.DataFrame(self.recording.allocations, schema=_ALLOCATION, orient="row")
-        before = told.filter(pl.col("step") <= _CUT_IN_STEP)["reserved_bytes"].max()
-        return int(str(told["reserved_bytes"].max())) - int(str(before)) >= _MATTERS_BYTES
+        events = pl.DataFrame(self.recording.allocations, schema=_ALLOCATION, orient="row")
+        before = events.filter(pl.col("step") <= _CUT_IN_STEP)["reserved_bytes"].max()
+        return int(str(events["reserved_bytes"].max())) - int(str(before)) >= _MATTERS_BYTES
 
     def take(self, size_bytes: int, stream: int = 0) -> Block:
-        """Allocate a block, with what the allocator asks of the device for it."""
+        """Allocate a block, with the device calls of the allocator."""
         block = self.allocator.malloc(size_bytes, stream)
-        for told in self.allocator.events[self._seen :]:
-            self._call(told)
+        for event in self.allocator.events[self._seen :]:
+            self._call(event)
         self._seen = len(self.allocator.events)
         self._note(block, block.bytes)
         return block
@@ -116,7 +116,7 @@ class Program:
             self.lasting.append(self.take(self.leaked))
 
     def _forward(self, layer: int) -> list[Block]:
-        blocks = [self.take(size) for size in self.kept[layer]]
+        blocks = [self.take(size) for size in self.saved[layer]]
         for size in self.passing:
             self.give(self.take(size))
         for _ in range(self.draw.randint(0, 6)):  # masks, indices and scalars: small, and never twice alike
@@ -149,7 +149,7 @@ class Program:
 
     def _on_the_side(self) -> None:
         """Use memory on another stream, which keeps a cache of its own."""
-        blocks = [self.take(size, _SIDE_STREAM) for sizes in self.kept for size in sizes]
+        blocks = [self.take(size, _SIDE_STREAM) for sizes in self.saved for size in sizes]
         self._compute()
         for block in blocks:
             self.give(block)
@@ -158,14 +158,14 @@ class Program:
         self.recording.kernels.append((self.now_ns, _KERNEL_NS, self.step))
         self.now_ns += _KERNEL_NS
 
-    def _call(self, told: SegmentEvent) -> None:
-        name = "cudaMalloc" if told.action == "segment_alloc" else "cudaFree"
+    def _call(self, event: SegmentEvent) -> None:
+        name = "cudaMalloc" if event.action == "segment_alloc" else "cudaFree"
         self.recording.calls.append((name, self.now_ns, self.step))
         self.now_ns += _CALL_NS
 
     def _note(self, block: Block, delta_bytes: int) -> None:
-        held, reserved = self.allocator.allocated_bytes, self.allocator.reserved_bytes
-        self.recording.allocations.append((self.now_ns, block.address, delta_bytes, held, reserved, self.step))
+        allocated, reserved = self.allocator.allocated_bytes, self.allocator.reserved_bytes
+        self.recording.allocations.append((self.now_ns, block.address, delta_bytes, allocated, reserved, self.step))
         self.now_ns += _EVENT_NS
 
     def _forget(self) -> None:
@@ -175,28 +175,28 @@ class Program:
         self.recording.calls.clear()
 
     def _log(self, step: int, dur_ns: int) -> None:
-        told = {
+        values = {
             conventions.STEP_TIME_METRIC: dur_ns,
             conventions.ALLOCATED_METRIC: self.allocator.allocated_bytes,
             conventions.RESERVED_METRIC: self.allocator.reserved_bytes,
             conventions.ALLOC_RETRIES_METRIC: self.allocator.retries,
         }
-        self.recording.metrics += [(step, name, float(value)) for name, value in told.items()]
+        self.recording.metrics += [(step, name, float(value)) for name, value in values.items()]
 
     def _trace(self) -> Trace:
-        told = self.recording
-        allocated = pl.DataFrame(told.allocations, schema=_ALLOCATION, orient="row").with_columns(device=0)
-        work = pl.DataFrame(told.kernels, schema=["start_ns", "dur_ns", "step"], orient="row").with_row_index("id")
+        recording = self.recording
+        allocated = pl.DataFrame(recording.allocations, schema=_ALLOCATION, orient="row").with_columns(device=0)
+        work = pl.DataFrame(recording.kernels, schema=["start_ns", "dur_ns", "step"], orient="row").with_row_index("id")
         work = work.with_columns(lane=0, kind=pl.lit("compute"), name=pl.lit("simulated kernel"), launch_id="id")
         calls = pl.DataFrame(
-            told.calls, schema={"name": pl.String, "start_ns": pl.Int64, "step": pl.Int64}, orient="row"
+            recording.calls, schema={"name": pl.String, "start_ns": pl.Int64, "step": pl.Int64}, orient="row"
         ).with_row_index("id")
         calls = calls.with_columns(lane=1, kind=pl.lit("runtime"), dur_ns=_CALL_NS)
-        steps = pl.DataFrame(told.steps, schema=["step", "start_ns", "end_ns"], orient="row").with_columns(
+        steps = pl.DataFrame(recording.steps, schema=["step", "start_ns", "end_ns"], orient="row").with_columns(
             host_start_ns="start_ns", host_end_ns="end_ns", device=0
         )
         lanes = [{"lane": 0, "device": 0, "stream": 0, "role": "compute"}, {"lane": 1, "role": "host"}]
-        metrics = pl.DataFrame(told.metrics, schema=["step", "name", "value"], orient="row")
+        metrics = pl.DataFrame(recording.metrics, schema=["step", "name", "value"], orient="row")
         tables = {
             "lanes": pl.DataFrame(lanes), "steps": steps, "activities": work, "allocations": allocated,
             "metrics": metrics, "ops": calls,
@@ -217,7 +217,7 @@ def _drawn(seed: float, fault: str | None) -> tuple[Program, Trace]:
     program = Program(random.Random(seed), fault)
     trace = program.run()
     if fault == RETRY:  # the same program on a device that has room for one cache and half of the other
-        aside_bytes = sum(sum(sizes) for sizes in program.kept)
+        aside_bytes = sum(sum(sizes) for sizes in program.saved)
         capacity_bytes = program.allocator.peak_reserved_bytes - aside_bytes // 2
         program = Program(random.Random(seed), fault, capacity_bytes=capacity_bytes)
         trace = program.run()

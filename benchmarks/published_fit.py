@@ -1,7 +1,7 @@
 """Fit a machine to published step times: many fits at once, each on rows of its own.
 
 A fit minimises squared errors of step times and speedups, with a log-normal prior on every constant that keeps what the
-rows don't tell near what one would have guessed. Levenberg-Marquardt, all fits side by side in arrays.
+rows do not determine near its guess. Levenberg-Marquardt, all fits side by side in arrays.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ class Prior:
     spread: float
 
 
-# Guesses for an A100 80GB: 60% of 312 TFLOP/s, 69% of 2,039 GB/s, a network of 100 GB/s a ring, 5 µs a hop; what small
-# kernels suffer beside the main compute is what is to be found out, and about equal to their own work to start with.
+# Guesses for an A100 80GB: 60% of 312 TFLOP/s, 69% of 2,039 GB/s, a network of 100 GB/s a ring, 5 µs a hop; the
+# slowdown of small kernels during the main compute is to be fitted; the guess is their own duration.
 PRIORS: dict[str, Prior] = {
     "flops_per_s": Prior(187e12, 0.3),
     "memory_bytes_per_s": Prior(1.4e12, 0.3),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.saves --rounds 20 --folder /dev/shm/saves
 
-Both sides of a round run in one process, one right after the other, now this one first, now that one: what the machine
-does besides then falls on both alike. A folder in memory excludes the disk's variation.
+Both sides of a round run in one process, one right after the other, now this one first, now that one: other load of the
+machine then affects both equally. A folder in memory excludes the disk's variation.
 """
 
 import argparse

@@ -98,7 +98,7 @@ def record() -> None:
 
 
 def perform(name: str, folder: Path) -> None:
-    """Run one scenario on this rank: its log goes to `folder`/log, its checkpoints beside."""
+    """Run one scenario on this rank: its log goes to `folder`/log, its checkpoints to `folder`."""
     log = folder / "log"
     log.mkdir(parents=True, exist_ok=True)
     training = _now["training"] = Training(log)
@@ -226,7 +226,7 @@ def _upload(training: Training, folder: Path) -> None:
 
 
 def _gil(training: Training, folder: Path) -> None:
-    # Two processors have room for one rank with two busy threads, which is what tells a lock from a lack of processors.
+    # Two processors have room for one rank with two busy threads, which distinguishes a lock from a lack of processors.
     tensors = 600
     if dist.get_rank() == 1:
         tensors, training.device_step_s = 1, 5e-3
@@ -273,7 +273,7 @@ SCENARIOS = {
     "GIL": Scenario(
         _gil, "CKPT009", "async_save by thread of 600 tensors of 256 B on rank 0, Python busy 3 ms with each"
     ),
-    "CPU contention": Scenario(_cpu, "CKPT010", "async_save at 3 MB/s beside 4 busy processes for each rank"),
+    "CPU contention": Scenario(_cpu, "CKPT010", "async_save at 3 MB/s with 4 busy processes for each rank"),
     "blocking staging": Scenario(_staging, "CKPT011", "a stager that takes 1.2 s"),
     "unfinished upload": Scenario(_upload, "CKPT011", "async_save at 10 MB/s, waited for before the next"),
     "replicated restore": Scenario(_restore, "CKPT012", "both ranks load one state whole"),

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         perform(Path(folder), options.only, options.repetitions)
         print(machine_description())
         print(
-            "| scenario | made by | rule | named rightly | also said | told of time blocked |\n"
+            "| scenario | made by | rule | correctly named | also reported | explained share of blocked time |\n"
             "|---|---|---|---|---|---|"
         )
         shares = [_row(name, Path(folder), options.repetitions) for name in options.only]
@@ -86,8 +86,8 @@ def judged(log: Path) -> tuple[set[str], float]:
     run = _load(log)
     codes = {finding.code for finding in check(run, [rule() for rule in CLASSES]).findings}
     blocked = run.run_table(saves.by_rank).filter(pl.col("blocked_ns") > 0)
-    told = (blocked["stages_ns"] / blocked["blocked_ns"]).to_list()
-    return codes, min(told, default=1.0)
+    explained = (blocked["stages_ns"] / blocked["blocked_ns"]).to_list()
+    return codes, min(explained, default=1.0)
 
 
 def _load(log: Path) -> Run:
@@ -107,10 +107,13 @@ def _row(name: str, folder: Path, repetitions: int) -> float:
     rivals = {code for group in _RIVALS for code in group if scenario.code in group or not wanted} - wanted
     right = sum(wanted <= codes and not codes & rivals for codes, _ in found)
     others = collections.Counter(code for codes, _ in found for code in codes - wanted)
-    said = ", ".join(f"{code} × {count}" for code, count in sorted(others.items())) or "—"
-    told = min(told for _, told in found)
+    also_reported = ", ".join(f"{code} × {count}" for code, count in sorted(others.items())) or "—"
+    explained = min(share for _, share in found)
     code = scenario.code or "none"
-    print(f"| {name} | {scenario.made} | {code} | {right} of {repetitions} | {said} | {told:.1%} |", flush=True)
+    print(
+        f"| {name} | {scenario.made} | {code} | {right} of {repetitions} | {also_reported} | {explained:.1%} |",
+        flush=True,
+    )
     return right / repetitions
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.yafsdp --rounds 10 --out runs/yafsdp-benchmark
 
 Overlap and allocations come from the traces of trainings recorded one after the other. Step times come from both
-strategies training in the same processes, in short stints that take turns, unrecorded: what the machine does besides
-then falls on both alike.
+strategies training in the same processes, in short stints that take turns, unrecorded: other load of the machine then
+affects both equally.
 """
 
 import argparse

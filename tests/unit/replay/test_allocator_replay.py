@@ -1,4 +1,4 @@
-"""Histories played again: recorded ones to the block, and simulated ones from any moment on."""
+"""Replayed histories: recorded ones block for block, simulated ones from any starting point."""
 
 import contextlib
 import random
@@ -14,8 +14,8 @@ WHOLE = ("from_empty_fwd_bf16", "from_empty_fwd_bwd_fp32", "from_empty_init_mode
 CUT = ("steady_training_step", "expandable_segments_bf16")
 
 
-def history(told: dict, tmp_path) -> playback.History:
-    snapshot = reader.read(write(tmp_path / "simulated.memory.pickle", told))
+def history(document: dict, tmp_path) -> playback.History:
+    snapshot = reader.read(write(tmp_path / "simulated.memory.pickle", document))
     return playback.from_snapshot(snapshot, snapshot.devices[0])
 
 
@@ -28,26 +28,26 @@ def sizes(events) -> list[tuple[str, int]]:
     return [(event.action, event.bytes) for event in events]
 
 
-# What others recorded -------------------------------------------------------------------------------------------------
+# Recorded by others ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [*WHOLE, *CUT])
-def test_a_recorded_history_comes_to_its_segments_addresses_and_blocks(name):
-    told = of_file(name)
-    assert bool(told.start) is (name in CUT)
-    played = playback.replay_as_recorded(told)
-    assert sizes(played.segment_allocations) == sizes(told.segment_allocations)
-    assert sizes(played.segment_frees) == sizes(told.segment_frees)
-    assert played.address_mismatches == 0
-    assert played.final == told.final
-    assert played.peak_reserved_bytes == told.peak_reserved_bytes
+def test_a_replayed_history_reproduces_its_segments_addresses_and_blocks(name):
+    recording = of_file(name)
+    assert bool(recording.start) is (name in CUT)
+    replayed = playback.replay_as_recorded(recording)
+    assert sizes(replayed.segment_allocations) == sizes(recording.segment_allocations)
+    assert sizes(replayed.segment_frees) == sizes(recording.segment_frees)
+    assert replayed.address_mismatches == 0
+    assert replayed.final == recording.final
+    assert replayed.peak_reserved_bytes == recording.peak_reserved_bytes
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *CUT])
-def test_segments_are_taken_and_given_back_alike_wherever_they_lie(name):
-    told = of_file(name)
-    played = playback.replay_as_recorded(told, at_recorded_addresses=False)
-    assert (sizes(played.segment_allocations), sizes(played.segment_frees)) == (
-        sizes(told.segment_allocations),
-        sizes(told.segment_frees),
+def test_segment_allocations_and_releases_do_not_depend_on_addresses(name):
+    recording = of_file(name)
+    replayed = playback.replay_as_recorded(recording, at_recorded_addresses=False)
+    assert (sizes(replayed.segment_allocations), sizes(replayed.segment_frees)) == (
+        sizes(recording.segment_allocations),
+        sizes(recording.segment_frees),
     )
 
 
@@ -55,85 +55,87 @@ def test_segments_are_taken_and_given_back_alike_wherever_they_lie(name):
 def work(settings: Settings, seed: int, *, steps: int = 300) -> Simulation:
     """Simulate a program of several streams and pools that allocates and frees at random."""
     rng = random.Random(seed)
-    made, held, waiting = Simulation(settings), [], []
+    simulation, allocated, pending = Simulation(settings), [], []
     sizes = [512, 4000, 300_000, MIB, 2 * MIB, 6 * MIB, 12 * MIB, 40 * MIB]  # no large one leaves less than 2 MiB
     for _ in range(steps):
         chance = rng.random()
-        if chance < 0.5 or not held:
-            held.append(made.malloc(rng.choice(sizes), stream=rng.choice((0, 0, 7)), pool=rng.choice((0, 0, 0, 1))))
+        if chance < 0.5 or not allocated:
+            allocated.append(
+                simulation.malloc(rng.choice(sizes), stream=rng.choice((0, 0, 7)), pool=rng.choice((0, 0, 0, 1)))
+            )
         elif chance < 0.98:
-            block = held.pop(rng.randrange(len(held)))
+            block = allocated.pop(rng.randrange(len(allocated)))
             later = rng.random() < 0.1
-            made.free(block, later=later)
-            waiting += [block] if later else []
-        elif waiting:
-            made.complete(waiting.pop())
+            simulation.free(block, later=later)
+            pending += [block] if later else []
+        elif pending:
+            simulation.complete(pending.pop())
         else:
-            made.empty_cache()
-    return made
+            simulation.empty_cache()
+    return simulation
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_simulated_history_comes_to_its_own_end(seed, expandable, tmp_path):
-    made = work(Settings(expandable=expandable), seed)
-    told = history(made.document(), tmp_path)
-    played = playback.replay_as_recorded(told)
-    assert told.start == ()
-    assert sizes(played.segment_allocations) == sizes(told.segment_allocations)
-    assert sizes(played.segment_frees) == sizes(told.segment_frees)
-    assert (played.address_mismatches, played.final) == (0, told.final)
+def test_a_simulated_history_is_reproduced(seed, expandable, tmp_path):
+    simulation = work(Settings(expandable=expandable), seed)
+    recording = history(simulation.document(), tmp_path)
+    replayed = playback.replay_as_recorded(recording)
+    assert recording.start == ()
+    assert sizes(replayed.segment_allocations) == sizes(recording.segment_allocations)
+    assert sizes(replayed.segment_frees) == sizes(recording.segment_frees)
+    assert (replayed.address_mismatches, replayed.final) == (0, recording.final)
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_state_before_a_cut_history_is_found_by_running_it_backwards(seed, expandable, tmp_path):
+def test_the_state_before_a_truncated_history_is_reconstructed_backwards(seed, expandable, tmp_path):
     settings = Settings(expandable=expandable)
     whole = work(settings, seed)
     first = len(work(settings, seed, steps=170).events)
     truth = {s.address: (s.bytes, s.stream, s.small) for s in work(settings, seed, steps=170).allocator.segments()}
-    told = history(whole.document(first), tmp_path)
-    assert {s.address: (s.bytes, s.stream, s.small) for s in told.start} == truth
-    played = playback.replay_as_recorded(told)
-    assert sizes(played.segment_allocations) == sizes(told.segment_allocations)
-    assert sizes(played.segment_frees) == sizes(told.segment_frees)
-    assert (played.address_mismatches, played.final) == (0, told.final)
+    recording = history(whole.document(first), tmp_path)
+    assert {s.address: (s.bytes, s.stream, s.small) for s in recording.start} == truth
+    replayed = playback.replay_as_recorded(recording)
+    assert sizes(replayed.segment_allocations) == sizes(recording.segment_allocations)
+    assert sizes(replayed.segment_frees) == sizes(recording.segment_frees)
+    assert (replayed.address_mismatches, replayed.final) == (0, recording.final)
 
 
-def test_a_block_that_was_never_split_is_found_by_the_room_it_had(tmp_path):
-    made = Simulation()
-    first = made.malloc(19 * MIB + 512)  # the rest of its 20 MiB is too little to split off
-    later = made.malloc(30 * MIB)
-    cut = len(made.events)
-    made.free(first)
-    made.malloc(5 * MIB)
-    made.free(later)
-    told = history(made.document(cut), tmp_path)
-    assert [[block.bytes for block in segment.blocks] for segment in told.start] == [[20 * MIB], [30 * MIB]]
+def test_the_size_of_an_unsplit_block_follows_from_the_room_behind_it(tmp_path):
+    simulation = Simulation()
+    first = simulation.malloc(19 * MIB + 512)  # the rest of its 20 MiB is too small to be split off
+    later = simulation.malloc(30 * MIB)
+    cut = len(simulation.events)
+    simulation.free(first)
+    simulation.malloc(5 * MIB)
+    simulation.free(later)
+    recording = history(simulation.document(cut), tmp_path)
+    assert [[block.bytes for block in segment.blocks] for segment in recording.start] == [[20 * MIB], [30 * MIB]]
 
 
-def test_a_block_whose_end_no_neighbour_tells_is_found_by_what_was_handed_out_behind_it(tmp_path):
-    made = Simulation()
-    front, back = made.malloc(4 * MIB), made.malloc(3 * MIB)
-    made.free(front)
-    unsplit = made.malloc(4 * MIB - 512 * 1024)  # keeps the 4 MiB
-    made.free(back)
+def test_the_size_of_a_block_without_neighbours_follows_from_an_allocation_behind_it(tmp_path):
+    simulation = Simulation()
+    front, back = simulation.malloc(4 * MIB), simulation.malloc(3 * MIB)
+    simulation.free(front)
+    unsplit = simulation.malloc(4 * MIB - 512 * 1024)  # is not split: uses the whole 4 MiB
+    simulation.free(back)
     assert unsplit.bytes == 4 * MIB
-    cut = len(made.events)
-    made.malloc(3 * MIB)  # right behind it, while it lives
-    made.free(unsplit)
-    told = history(made.document(cut), tmp_path)
-    assert [block.bytes / MIB for block in told.start[0].blocks] == [4, 16]
+    cut = len(simulation.events)
+    simulation.malloc(3 * MIB)  # directly behind it, while it is allocated
+    simulation.free(unsplit)
+    recording = history(simulation.document(cut), tmp_path)
+    assert [block.bytes / MIB for block in recording.start[0].blocks] == [4, 16]
 
 
-def test_a_private_pool_is_told_by_the_segment_that_holds_the_address(tmp_path):
-    made = Simulation()
-    common, private = made.malloc(5 * MIB), made.malloc(5 * MIB, pool=1)
-    made.free(common)
-    made.free(private)
-    made.malloc(5 * MIB, pool=1)
-    told = history(made.document(), tmp_path)
-    assert (told.pool > 0).tolist() == [False, True, False, False, True, True, True]
+def test_a_private_pool_is_identified_by_the_segment_that_contains_the_address(tmp_path):
+    simulation = Simulation()
+    common, private = simulation.malloc(5 * MIB), simulation.malloc(5 * MIB, pool=1)
+    simulation.free(common)
+    simulation.free(private)
+    simulation.malloc(5 * MIB, pool=1)
+    recording = history(simulation.document(), tmp_path)
+    assert (recording.pool > 0).tolist() == [False, True, False, False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_a_private_pool_is_told_by_the_segment_that_holds_the_address(tmp_path):
         ([], "alloc", "empty_cache"),
     ],
 )
-def test_frames_tell_an_emptied_cache_from_a_retry_and_else_what_follows(frames, then, why, tmp_path):
+def test_the_reason_of_a_release_follows_from_its_stack_or_else_from_the_next_event(frames, then, why, tmp_path):
     stack = [{"name": name, "filename": "??", "line": 0} for name in frames]
     listed = [
         event("segment_alloc", 2 << 30, 20 * MIB),
@@ -165,86 +167,88 @@ def test_frames_tell_an_emptied_cache_from_a_retry_and_else_what_follows(frames,
 
 # Predictions ----------------------------------------------------------------------------------------------------------
 def fragmented() -> Simulation:
-    """Simulate a program whose blocks leave holes that its next, larger ones don't fit: what expanding mends."""
-    made = Simulation()
+    """Simulate a program with fragmentation: each freed block is too small for the next request."""
+    simulation = Simulation()
     for size in range(12, 60, 4):
-        block, pin = made.malloc(size * MIB), made.malloc(size * MIB + 2 * MIB)
-        made.free(block)
-        made.free(pin)
-    return made
+        block, pin = simulation.malloc(size * MIB), simulation.malloc(size * MIB + 2 * MIB)
+        simulation.free(block)
+        simulation.free(pin)
+    return simulation
 
 
-def test_expandable_segments_are_predicted_to_take_less_where_memory_is_fragmented(tmp_path):
-    told = history(fragmented().document(), tmp_path)
-    recorded_bytes = told.peak_reserved_bytes
-    expanded = playback.predict(told, Settings(expandable=True))
-    assert recorded_bytes == sum(2 * size + 2 for size in range(12, 60, 4)) * MIB - _reused_bytes(told)
+def test_expandable_segments_are_predicted_to_reserve_less_where_memory_is_fragmented(tmp_path):
+    recording = history(fragmented().document(), tmp_path)
+    recorded_bytes = recording.peak_reserved_bytes
+    expanded = playback.predict(recording, Settings(expandable=True))
+    assert recorded_bytes == sum(2 * size + 2 for size in range(12, 60, 4)) * MIB - _reused_bytes(recording)
     assert expanded.peak_reserved_bytes == 120 * MIB  # the largest pair, 56 + 58, in pages of 20
     assert expanded.peak_reserved_bytes < recorded_bytes
 
 
-def _reused_bytes(told: playback.History) -> int:
-    """Return what the record did not take anew: requests less segments."""
-    asked = sum(size for action, size in zip(told.action, told.bytes, strict=True) if action == 0)
-    return int(asked) - sum(event.bytes for event in told.segment_allocations)
+def _reused_bytes(recording: playback.History) -> int:
+    """Return the requested bytes that were served from the cache."""
+    requested_bytes = sum(size for action, size in zip(recording.action, recording.bytes, strict=True) if action == 0)
+    return int(requested_bytes) - sum(event.bytes for event in recording.segment_allocations)
 
 
-def test_the_same_settings_predict_what_was_recorded_of_a_whole_history(tmp_path):
-    told = history(work(Settings(), 11).document(), tmp_path)
-    again = playback.predict(told, told.settings)
-    assert sizes(again.segment_allocations) == sizes(told.segment_allocations)
-    assert again.peak_reserved_bytes == told.peak_reserved_bytes
+def test_a_prediction_under_the_recorded_settings_equals_the_recording(tmp_path):
+    recording = history(work(Settings(), 11).document(), tmp_path)
+    again = playback.predict(recording, recording.settings)
+    assert sizes(again.segment_allocations) == sizes(recording.segment_allocations)
+    assert again.peak_reserved_bytes == recording.peak_reserved_bytes
 
 
-def test_a_record_with_retries_bounds_what_a_prediction_may_take(tmp_path):
-    made = Simulation(capacity_bytes=100 * MIB)
-    made.free(made.malloc(60 * MIB))
-    made.free(made.malloc(80 * MIB))
-    told = history(made.document(), tmp_path)
-    assert (told.retries, told.peak_reserved_bytes) == (1, 80 * MIB)
-    assert playback.replay_as_recorded(told).retries == 1
-    predicted = playback.predict(told, Settings())
+def test_a_recording_with_retries_limits_the_memory_of_a_prediction(tmp_path):
+    simulation = Simulation(capacity_bytes=100 * MIB)
+    simulation.free(simulation.malloc(60 * MIB))
+    simulation.free(simulation.malloc(80 * MIB))
+    recording = history(simulation.document(), tmp_path)
+    assert (recording.retries, recording.peak_reserved_bytes) == (1, 80 * MIB)
+    assert playback.replay_as_recorded(recording).retries == 1
+    predicted = playback.predict(recording, Settings())
     assert (predicted.retries, predicted.peak_reserved_bytes, predicted.out_of_memory) == (1, 80 * MIB, 0)
-    assert playback.predict(told, Settings(), capacity_bytes=200 * MIB).retries == 0
-    assert playback.predict(told, Settings(), capacity_bytes=70 * MIB).out_of_memory == 1
-    assert playback.predict(told, Settings(expandable=True)).retries == 0
+    assert playback.predict(recording, Settings(), capacity_bytes=200 * MIB).retries == 0
+    assert playback.predict(recording, Settings(), capacity_bytes=70 * MIB).out_of_memory == 1
+    assert playback.predict(recording, Settings(expandable=True)).retries == 0
 
 
-def test_a_cut_history_is_predicted_with_what_was_held_and_a_cache_that_it_filled_before(tmp_path):
-    made = Simulation()
-    kept, short = made.malloc(30 * MIB), made.malloc(14 * MIB)
-    cut = len(made.events)
-    made.free(made.malloc(50 * MIB))
-    made.free(short)
-    made.malloc(16 * MIB)
-    assert kept.allocated
-    told = history(made.document(cut), tmp_path)
-    predicted = playback.predict(told, Settings(expandable=True))
-    # 30 and 14 held, 50 behind them: 94 MiB in pages of 20. All of that is there when it is played again.
+def test_a_truncated_history_is_predicted_with_its_initial_blocks_and_a_filled_cache(tmp_path):
+    simulation = Simulation()
+    stays, short = simulation.malloc(30 * MIB), simulation.malloc(14 * MIB)
+    cut = len(simulation.events)
+    simulation.free(simulation.malloc(50 * MIB))
+    simulation.free(short)
+    simulation.malloc(16 * MIB)
+    assert stays.allocated
+    recording = history(simulation.document(cut), tmp_path)
+    predicted = playback.predict(recording, Settings(expandable=True))
+    # 30 and 14 MiB at the start, 50 behind them: 94 MiB in pages of 20, all mapped before the second pass.
     assert (predicted.peak_reserved_bytes, predicted.segment_allocations) == (100 * MIB, ())
-    assert sizes(playback.predict(told, Settings()).segment_allocations) == []
-    assert sizes(playback.replay_as_recorded(told).segment_allocations) == sizes(told.segment_allocations) != []
+    assert sizes(playback.predict(recording, Settings()).segment_allocations) == []
+    assert (
+        sizes(playback.replay_as_recorded(recording).segment_allocations) == sizes(recording.segment_allocations) != []
+    )
 
 
-def test_a_start_that_does_not_fit_is_counted_as_out_of_memory(tmp_path):
-    made = Simulation()
-    made.malloc(30 * MIB)
-    cut = len(made.events)
-    made.free(made.malloc(512))
-    told = history(made.document(cut), tmp_path)
-    assert playback.predict(told, Settings(), capacity_bytes=20 * MIB).out_of_memory == 0
-    assert playback.predict(told, Settings(), capacity_bytes=1 * MIB).out_of_memory == 1
+def test_initial_blocks_that_do_not_fit_count_as_out_of_memory(tmp_path):
+    simulation = Simulation()
+    simulation.malloc(30 * MIB)
+    cut = len(simulation.events)
+    simulation.free(simulation.malloc(512))
+    recording = history(simulation.document(cut), tmp_path)
+    assert playback.predict(recording, Settings(), capacity_bytes=20 * MIB).out_of_memory == 0
+    assert playback.predict(recording, Settings(), capacity_bytes=1 * MIB).out_of_memory == 1
 
 
-def test_a_block_that_a_shortage_gave_back_is_not_given_back_twice(tmp_path):
-    made = Simulation()
-    waiting = made.malloc(40 * MIB)
-    made.free(waiting, later=True)
-    again = made.malloc(60 * MIB)
-    made.complete(waiting)
-    made.free(again)
-    told = history(made.document(), tmp_path)
-    predicted = playback.predict(told, Settings(), capacity_bytes=60 * MIB)
+def test_a_block_that_a_retry_released_is_not_freed_twice(tmp_path):
+    simulation = Simulation()
+    waiting = simulation.malloc(40 * MIB)
+    simulation.free(waiting, later=True)
+    again = simulation.malloc(60 * MIB)
+    simulation.complete(waiting)
+    simulation.free(again)
+    recording = history(simulation.document(), tmp_path)
+    predicted = playback.predict(recording, Settings(), capacity_bytes=60 * MIB)
     assert (predicted.retries, predicted.out_of_memory, sizes(predicted.segment_frees)) == (
         1,
         0,
@@ -253,63 +257,63 @@ def test_a_block_that_a_shortage_gave_back_is_not_given_back_twice(tmp_path):
     assert [block.state for block in predicted.final[0].blocks] == ["free"]
 
 
-def test_a_snapshot_without_history_says_so(tmp_path):
-    made = Simulation()
-    made.malloc(30 * MIB)
-    told = history(made.document(len(made.events)), tmp_path)
-    assert "no history" in str(told.not_replayable)
+def test_a_snapshot_without_history_is_not_replayable(tmp_path):
+    simulation = Simulation()
+    simulation.malloc(30 * MIB)
+    recording = history(simulation.document(len(simulation.events)), tmp_path)
+    assert "no history" in str(recording.not_replayable)
 
 
-def test_what_a_split_limit_gave_back_of_the_cache_is_given_back_in_the_play(tmp_path):
+def test_a_partial_release_under_a_split_limit_is_replayed(tmp_path):
     settings = Settings.parse("max_split_size_mb:30")
-    made = Simulation(settings, capacity_bytes=200 * MIB)
-    for block in [made.malloc(size * MIB) for size in (32, 40, 50, 20)]:
-        made.free(block)
-    made.malloc(90 * MIB)
-    document = made.document()
+    simulation = Simulation(settings, capacity_bytes=200 * MIB)
+    for block in [simulation.malloc(size * MIB) for size in (32, 40, 50, 20)]:
+        simulation.free(block)
+    simulation.malloc(90 * MIB)
+    document = simulation.document()
     document["allocator_settings"] = {"max_split_size": 30 * MIB}
-    told = history(document, tmp_path)
-    played = playback.replay_as_recorded(told)
+    recording = history(document, tmp_path)
+    replayed = playback.replay_as_recorded(recording)
     assert (
-        sizes(played.segment_frees)
-        == sizes(told.segment_frees)
+        sizes(replayed.segment_frees)
+        == sizes(recording.segment_frees)
         == [("segment_free", 50 * MIB), ("segment_free", 40 * MIB)]
     )
-    assert (played.address_mismatches, played.final) == (0, told.final)
+    assert (replayed.address_mismatches, replayed.final) == (0, recording.final)
 
 
-# Records that are wrong -----------------------------------------------------------------------------------------------
-def test_segments_that_contradict_the_history_are_not_played(tmp_path):
-    made = Simulation()
-    made.malloc(30 * MIB)
-    told = made.document()
-    told["device_traces"][0] = [event("segment_free", (1 << 40) + MIB, 20 * MIB), *told["device_traces"][0][1:]]
-    assert "contradict" in str(history(told, tmp_path).not_replayable)
+# Corrupted recordings -------------------------------------------------------------------------------------------------
+def test_segments_that_contradict_the_history_are_not_replayed(tmp_path):
+    simulation = Simulation()
+    simulation.malloc(30 * MIB)
+    document = simulation.document()
+    document["device_traces"][0] = [event("segment_free", (1 << 40) + MIB, 20 * MIB), *document["device_traces"][0][1:]]
+    assert "contradict" in str(history(document, tmp_path).not_replayable)
 
 
-def test_where_the_model_differs_from_the_record_it_goes_on_elsewhere_and_says_where(tmp_path):
-    made = Simulation()
-    first = made.malloc(30 * MIB)
-    made.free(first)
-    made.malloc(20 * MIB)
-    made.malloc(30 * MIB)
-    told = made.document()
-    del told["device_traces"][0][2:4]  # the first free goes missing
-    played = playback.replay_as_recorded(history(told, tmp_path))
-    assert played.address_mismatches == 2
-    assert len({segment.address for segment in played.final}) == len(played.final) == 3
+def test_deviations_from_recorded_addresses_are_counted_and_the_replay_continues(tmp_path):
+    simulation = Simulation()
+    first = simulation.malloc(30 * MIB)
+    simulation.free(first)
+    simulation.malloc(20 * MIB)
+    simulation.malloc(30 * MIB)
+    document = simulation.document()
+    del document["device_traces"][0][2:4]  # without the first free
+    replayed = playback.replay_as_recorded(history(document, tmp_path))
+    assert replayed.address_mismatches == 2
+    assert len({segment.address for segment in replayed.final}) == len(replayed.final) == 3
 
 
-def test_a_request_for_more_than_a_segment_can_hold_finds_no_memory(tmp_path):
-    made = Simulation(capacity_bytes=1 << 50)
-    made.malloc(1 << 40)
-    told = history(made.document(), tmp_path)
-    assert playback.predict(told, Settings(expandable=True)).out_of_memory == 1
+def test_a_request_larger_than_a_segment_counts_as_out_of_memory(tmp_path):
+    simulation = Simulation(capacity_bytes=1 << 50)
+    simulation.malloc(1 << 40)
+    recording = history(simulation.document(), tmp_path)
+    assert playback.predict(recording, Settings(expandable=True)).out_of_memory == 1
 
 
-def spoiled(told: dict, rng: random.Random) -> dict:
+def corrupted(document: dict, rng: random.Random) -> dict:
     """Return a document in which events are missing, doubled, out of order or wrong."""
-    trace = [dict(each) for each in told["device_traces"][0]]
+    trace = [dict(each) for each in document["device_traces"][0]]
     for _ in range(3):
         place, other = rng.randrange(len(trace)), rng.randrange(len(trace))
         kind = rng.randrange(5)
@@ -323,22 +327,22 @@ def spoiled(told: dict, rng: random.Random) -> dict:
             trace[place]["size"] = rng.choice((0, 1, 20 * MIB, 1 << 40, -5))
         else:
             trace[place], trace[other] = trace[other], trace[place]
-    return told | {"device_traces": [trace]}
+    return document | {"device_traces": [trace]}
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_wrong_records_are_played_to_some_end_or_refused(expandable, tmp_path):
+def test_corrupted_recordings_are_replayed_or_rejected(expandable, tmp_path):
     rng = random.Random(5)
     whole = work(Settings(expandable=expandable), 3, steps=60)
     for number in range(20):
-        told = history(spoiled(whole.document(0 if number % 2 else 25), rng), tmp_path)
-        if told.not_replayable is None:
+        recording = history(corrupted(whole.document(0 if number % 2 else 25), rng), tmp_path)
+        if recording.not_replayable is None:
             with contextlib.suppress(InputError):
-                assert playback.replay_as_recorded(told).peak_reserved_bytes >= 0
-            assert playback.predict(told, Settings(expandable=not expandable)).peak_reserved_bytes > 0
+                assert playback.replay_as_recorded(recording).peak_reserved_bytes >= 0
+            assert playback.predict(recording, Settings(expandable=not expandable)).peak_reserved_bytes > 0
 
 
-def test_two_blocks_at_one_address_are_no_play():
+def test_two_blocks_at_one_address_are_rejected():
     allocator = Allocator(place=lambda size, pool: 1 << 40)
     allocator.malloc(30 * MIB)
     with pytest.raises(Overlap, match="two blocks at 0x10000000000"):

@@ -8,7 +8,7 @@ from benchmarks.memory_programs import CHURN, FAULTS, FRAGMENTATION, LEAK, RETRY
 def test_faults_of_simulated_programs_are_found_and_healthy_ones_are_left_alone():
     found = list(memory_faults.judged(28, seed=11))
     assert {each.fault for each in found} == {None, *FAULTS}
-    assert [each for each in found if each.fault is None and each.told] == []
+    assert [each for each in found if each.fault is None and each.reported] == []
     for fault in FAULTS:
         score = memory_faults.score(found, fault)
         assert score.precision >= 0.95, score

@@ -18,6 +18,6 @@ def job(
     return Job(strategy, models.find(model, layers=layers), machine_of, **given)  # type: ignore[arg-type]
 
 
-def written(of: Job, out: Path, *asked: str, force: bool = False) -> Simulated:
-    """Simulate a job with the faults asked for, and write it."""
-    return run.simulate(of, [faults.parse(text) for text in asked], out, arguments={"seed": of.seed}, force=force)
+def written(of: Job, out: Path, *requests: str, force: bool = False) -> Simulated:
+    """Simulate a job with the requested faults, and write it."""
+    return run.simulate(of, [faults.parse(text) for text in requests], out, arguments={"seed": of.seed}, force=force)

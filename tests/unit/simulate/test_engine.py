@@ -54,7 +54,7 @@ def _took(activity: Activity) -> int:
     return activity.end_ns - activity.start_ns
 
 
-def test_a_kernel_on_a_side_stream_crawls_beside_compute_and_takes_its_own_time_from_it() -> None:
+def test_a_side_kernel_slows_during_compute_and_delays_compute_by_its_own_time() -> None:
     # time ms   0  1  2  3  4 … 10 11      give-way 2: the side kernel of 1 ms takes 3 ms
     # compute   #######################    of 10 ms takes 11 ms
     # side      #########
@@ -70,9 +70,7 @@ def test_a_kernel_on_a_side_stream_crawls_beside_compute_and_takes_its_own_time_
 
 
 @pytest.mark.parametrize(("pieces", "expected_ms"), [(1, 3.0), (2, 5.0), (20, 11.0)])
-def test_each_piece_must_get_its_multiprocessors_back_but_none_crawls_when_compute_has_ended(
-    pieces: int, expected_ms: float
-) -> None:
+def test_each_piece_of_a_side_kernel_is_slowed_only_during_compute(pieces: int, expected_ms: float) -> None:
     def write(host: Host) -> None:
         host.launch(_kernel("main", 10))
         host.launch(_kernel("side", 1, REDUCE_STREAM, pieces=pieces))
@@ -82,7 +80,7 @@ def test_each_piece_must_get_its_multiprocessors_back_but_none_crawls_when_compu
     assert _took(_ran(write, of)[0]["side"]) == pytest.approx(expected_ms * MS, abs=NEAR_NS)
 
 
-def test_a_collective_starts_on_each_rank_by_itself_and_ends_on_all_together() -> None:
+def test_a_collective_starts_on_each_rank_separately_and_ends_on_all_ranks_together() -> None:
     # rank 0   compute ####       gather ####========      waits for rank 1, then 13 ms are carried
     # rank 1   compute ########   gather     ========
     def write(host: Host) -> None:
@@ -93,25 +91,25 @@ def test_a_collective_starts_on_each_rank_by_itself_and_ends_on_all_together() -
     of = replace(job(ranks_written=2), impairments=Impairments(slow_ranks={1: (2.0, 0)}))
     ran = _ran(write, of)
     first, second = (ran[rank][str(GATHER_STREAM)] for rank in (0, 1))
-    told = _gather().collective
-    assert told is not None
-    carried_ns = World(of).transfer_ns(told, World(of).group(SHARD, 0))
+    message = _gather().collective
+    assert message is not None
+    carried_ns = World(of).transfer_ns(message, World(of).group(SHARD, 0))
     assert first.end_ns == second.end_ns
     assert second.start_ns - first.start_ns == pytest.approx(4 * MS, abs=NEAR_NS)
     assert _took(second) == pytest.approx(carried_ns, abs=NEAR_NS)
 
 
-def test_a_ring_takes_what_bandwidth_and_hops_say() -> None:
+def test_a_ring_takes_the_time_of_its_bandwidth_and_hops() -> None:
     of = job()
-    told = _gather(elements=160_000_000).collective
-    assert told is not None
+    message = _gather(elements=160_000_000).collective
+    assert message is not None
     hardware = of.hardware
     expected_s = 15 / 16 * 320e6 / hardware.network_bytes_per_s + 15 * hardware.network_hop_s
-    assert World(of).transfer_ns(told, World(of).group(SHARD, 0)) == pytest.approx(expected_s * 1e9, rel=1e-6)
+    assert World(of).transfer_ns(message, World(of).group(SHARD, 0)) == pytest.approx(expected_s * 1e9, rel=1e-6)
 
 
 @pytest.mark.parametrize(("group", "shares"), [(SHARD, False), (REPLICATE, True)], ids=["one group", "two groups"])
-def test_collectives_take_turns_in_one_group_and_share_the_link_in_two(group: str, shares: bool) -> None:
+def test_collectives_of_one_group_are_serialized_and_of_two_groups_share_the_link(group: str, shares: bool) -> None:
     # one group    gather ########         two groups   gather ############    8 ms, and 4 ms of the other's
     #              gather         ####                  gather ########        4 ms at half the speed
     def write(host: Host) -> None:
@@ -120,16 +118,16 @@ def test_collectives_take_turns_in_one_group_and_share_the_link_in_two(group: st
         host.launch(_gather(group, REDUCE_STREAM))
 
     of = job(ranks_written=1)
-    world, told = World(of), _gather().collective
-    assert told is not None
-    alone_ns, other_ns = (world.transfer_ns(told, world.group(each, 0)) for each in (SHARD, group))
+    world, message = World(of), _gather().collective
+    assert message is not None
+    alone_ns, other_ns = (world.transfer_ns(message, world.group(each, 0)) for each in (SHARD, group))
     ran = _ran(write, of)[0]
     first, second = ran[str(GATHER_STREAM)], ran[str(REDUCE_STREAM)]
     assert _took(first) == pytest.approx(alone_ns + other_ns if shares else alone_ns, abs=NEAR_NS)
     assert (second.start_ns < first.end_ns) is shares
 
 
-def test_one_queue_holds_back_what_was_launched_later() -> None:
+def test_a_shared_queue_delays_work_that_was_launched_later() -> None:
     # compute waits for the gather, and what is launched behind it on another stream may not start either
     def write(host: Host) -> None:
         host.launch(_kernel("main", 1))
@@ -140,12 +138,12 @@ def test_one_queue_holds_back_what_was_launched_later() -> None:
 
     of = job(ranks_written=1)
     free = _ran(write, of)[0]
-    held = _ran(write, replace(of, impairments=Impairments(shares_queue=True)))[0]
+    shared = _ran(write, replace(of, impairments=Impairments(shares_queue=True)))[0]
     assert free["side"].start_ns < free[str(GATHER_STREAM)].end_ns
-    assert held["side"].start_ns >= held["next"].start_ns >= held[str(GATHER_STREAM)].end_ns
+    assert shared["side"].start_ns >= shared["next"].start_ns >= shared[str(GATHER_STREAM)].end_ns
 
 
-def test_the_host_waits_for_an_event_and_for_room_in_the_launch_queue() -> None:
+def test_the_host_waits_for_an_event_and_for_space_in_the_launch_queue() -> None:
     def write(host: Host) -> None:
         host.launch(_kernel("first", 5))
         host.add(Synchronize(host.record(MAIN_STREAM), "cudaStreamSynchronize"))
@@ -159,19 +157,19 @@ def test_the_host_waits_for_an_event_and_for_room_in_the_launch_queue() -> None:
         host.add(Step(0))
         write(host)
     record = Engine(of, host.program).run().ranks[0]
-    launches = [s.end_ns for s in record.slices if s.name == "cudaLaunchKernel"]  # a full queue holds up the call
+    launches = [s.end_ns for s in record.slices if s.name == "cudaLaunchKernel"]  # a full queue blocks the call
     ends = [a.end_ns for a in record.activities]
     assert launches[1] >= ends[0]  # the event
     assert launches[3] >= ends[1] > launches[2]  # two may be outstanding
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_rule_of_the_device_is_broken(strategy: str) -> None:
+def test_streams_memory_and_collectives_are_consistent(strategy: str) -> None:
     of = replace(job(strategy, steps=2, layers=3), seed=1)
     recording = simulate(of)
     for record in recording.ranks.values():
         totals = [each.allocated_bytes for each in record.allocations]
-        assert totals[-1] == memory.static_bytes(of)  # what a step took it has given back
+        assert totals[-1] == memory.static_bytes(of)  # a step frees all that it allocated
         assert max(totals) <= memory.rounded(memory.peak_bytes(of)) == record.allocations[0].reserved_bytes
         last: dict[int, int] = {}
         for activity in sorted(record.activities, key=lambda a: a.start_ns):

@@ -1,4 +1,4 @@
-"""Faults on demand: each costs what it is said to cost, leaves its mark, and nothing else changes."""
+"""Injected faults: each changes what it should, and costs what truth.json says."""
 
 import json
 from collections.abc import Callable
@@ -51,14 +51,17 @@ MARKS: dict[str, Callable[[Recording], float]] = {
 
 
 @pytest.mark.parametrize("name", faults.FAULTS)
-def test_a_fault_leaves_its_mark_and_costs_what_the_truth_says(name: str) -> None:
-    healthy, asked = _job(name), [faults.parse(name)]
-    ill = faults.inject(healthy, asked)
-    recording, cured = engine.simulate(ill), engine.simulate(faults.without(healthy, asked, asked[0]))
-    assert MARKS[name](recording) > 1.05 * MARKS[name](cured)
-    known = known_faults(healthy, asked, ill, recording)[0]
-    assert (known.fault, known.code) == (name, asked[0].fault.code)
-    assert known.cost_ns == (recording.total_ns - cured.total_ns) // len(known.steps)
+def test_a_fault_changes_its_number_and_costs_what_truth_says(name: str) -> None:
+    healthy, requests = _job(name), [faults.parse(name)]
+    faulty = faults.inject(healthy, requests)
+    recording, healthy_recording = (
+        engine.simulate(faulty),
+        engine.simulate(faults.without(healthy, requests, requests[0])),
+    )
+    assert MARKS[name](recording) > 1.05 * MARKS[name](healthy_recording)
+    known = known_faults(healthy, requests, faulty, recording)[0]
+    assert (known.fault, known.code) == (name, requests[0].fault.code)
+    assert known.cost_ns == (recording.total_ns - healthy_recording.total_ns) // len(known.steps)
     assert known.cost_ns * len(known.steps) > 0.01 * recording.total_ns
     assert known.start_ns < known.end_ns
     assert set(known.steps) <= set(range(healthy.steps))
@@ -70,7 +73,7 @@ def test_codes_are_those_of_rules() -> None:
     assert all(code in faults.listing() for code in codes)
 
 
-def test_what_fsdp1_itself_costs_is_in_its_truth(tmp_path: Path) -> None:
+def test_the_inherent_cost_of_fsdp1_is_in_truth_json(tmp_path: Path) -> None:
     found = written(job(FSDP1, seq=2048, model="llama2-70b", layers=3, gpus=64, ranks_written=1, steps=2), tmp_path)
     truth = json.loads((tmp_path / "truth.json").read_text())
     own = {each["fault"]: each for each in truth["faults"]}
@@ -81,17 +84,17 @@ def test_what_fsdp1_itself_costs_is_in_its_truth(tmp_path: Path) -> None:
     assert set(truth) == {"simulated", "arguments", "faults"}
 
 
-def test_two_faults_are_each_cured_alone() -> None:
+def test_each_of_two_faults_is_removed_alone() -> None:
     healthy = _job("slow-rank")
-    asked = [faults.parse("slow-rank:1:1.5"), faults.parse("sm-contention:2")]
-    without_first = faults.without(healthy, asked, asked[0])
+    requests = [faults.parse("slow-rank:1:1.5"), faults.parse("sm-contention:2")]
+    without_first = faults.without(healthy, requests, requests[0])
     assert not without_first.impairments.slow_ranks
     assert without_first.hardware.collective_slows_compute == 1.0
-    assert faults.without(healthy, asked, asked[1]).impairments.slow_ranks == {1: (1.5, 0)}
+    assert faults.without(healthy, requests, requests[1]).impairments.slow_ranks == {1: (1.5, 0)}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("slow-rnk", "did you mean slow-rank"),
         ("slow-rank:99", "'99' is not a rank of 16; usage: slow-rank"),
@@ -102,11 +105,11 @@ def test_two_faults_are_each_cured_alone() -> None:
         ("give-way:1", "takes no arguments"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_words(text: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_faults_are_rejected_with_an_explanation(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         faults.inject(_job("slow-rank"), [faults.parse(text)])
 
 
-def test_a_fault_that_a_strategy_cannot_have_is_refused() -> None:
+def test_a_fault_that_a_strategy_cannot_have_is_rejected() -> None:
     with pytest.raises(InputError, match="reduce-every-microbatch is not possible under yafsdp"):
         faults.inject(job(YAFSDP), [faults.parse("reduce-every-microbatch")])

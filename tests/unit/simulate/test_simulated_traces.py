@@ -31,36 +31,36 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join((case[0], *case[1])))
 def simulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Simulated, Run]:
-    strategy, asked = request.param
+    strategy, requests = request.param
     out = tmp_path_factory.mktemp("simulated") / "run"
     of = job(strategy, steps=2, layers=3)
-    of = replace(of, hardware=HARDWARE["a100-80"], seed=len(asked))  # with jitter
-    return written(of, out, *asked), tracekit.load(str(out), cache=False)
+    of = replace(of, hardware=HARDWARE["a100-80"], seed=len(requests))  # with jitter
+    return written(of, out, *requests), tracekit.load(str(out), cache=False)
 
 
-def test_the_breakdown_of_the_files_is_the_simulators_own_account(simulated: tuple[Simulated, Run]) -> None:
+def test_the_breakdown_of_the_files_equals_the_simulators_account(simulated: tuple[Simulated, Run]) -> None:
     of, run = simulated
     for rank, record in of.recording.ranks.items():
         measured = run.table(breakdown.by_step).filter(pl.col("rank") == rank)
         for row in measured.iter_rows(named=True):
             start_ns, end_ns = record.account.windows[row["step"]]
-            told = {f"{name}_ns": ns for name, ns in record.account.terms[row["step"]].items()}
-            told |= {"start_ns": BASE_NS + start_ns, "duration_ns": end_ns - start_ns}
-            assert {name: row[name] for name in told} == told
+            expected = {f"{name}_ns": ns for name, ns in record.account.terms[row["step"]].items()}
+            expected |= {"start_ns": BASE_NS + start_ns, "duration_ns": end_ns - start_ns}
+            assert {name: row[name] for name in expected} == expected
         assert measured["step"].to_list() == list(range(of.job.steps))
 
 
-def test_nothing_about_the_data_is_wrong(simulated: tuple[Simulated, Run]) -> None:
+def test_the_data_quality_is_good(simulated: tuple[Simulated, Run]) -> None:
     of, run = simulated
     findings = check(run, [DoubtfulTrace()]).findings
     assert all(finding.severity < Severity.ERROR for finding in findings)
-    # Ranks without a trace are missing, and a host that was told to be slow makes the first step long.
+    # Ranks without a trace are missing, and a host with an injected fault makes the first step long.
     assert {finding.subject for finding in findings} <= {"missing_ranks", "warm_up_inside"}
     assert run.manifest["simulated"] is True
     assert len(run.ranks) == len(of.recording.ranks)
 
 
-def test_every_kernel_and_collective_can_be_traced_to_its_cause(simulated: tuple[Simulated, Run]) -> None:
+def test_every_kernel_and_collective_has_its_launch_step_and_phase(simulated: tuple[Simulated, Run]) -> None:
     of, run = simulated
     trace = run.trace(0)
     record = of.recording.ranks[0]
@@ -76,7 +76,7 @@ def test_every_kernel_and_collective_can_be_traced_to_its_cause(simulated: tuple
     assert work.join(launched, on="launch_id").select((pl.col("start_ns") >= pl.col("end")).all()).item()
 
 
-def test_the_files_say_that_they_are_simulated_and_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_files_are_marked_as_simulated_and_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
     of = replace(job(), hardware=HARDWARE["a100-80"], steps=1, seed=3)
     written(of, tmp_path / "a")
     written(of, tmp_path / "b")

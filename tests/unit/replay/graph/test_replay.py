@@ -36,7 +36,7 @@ def graph(chain, launch, own, *, chain_ns=None, launch_ns=None, waits=()):
     return sort_topologically(whole, np.zeros(count, np.int64))
 
 
-def test_a_stream_and_its_launches_are_followed():
+def test_a_node_starts_after_its_predecessor_and_its_launch():
     # host     0 0 . 1 . . .      two launches, two ns of Python between
     # device   . . 2 2 2 3 3      the second kernel was launched in time
     played = replay(graph([-1, 0, -1, 2], [-1, -1, 0, 1], [2, 1, 3, 2], chain_ns=[0, 1, 0, 0]))
@@ -53,19 +53,19 @@ def test_a_stream_waits_for_an_event_and_for_a_release():
     assert replay(alone).start_ns.tolist() == [0, 1]
 
 
-def test_several_waits_of_one_node_all_count():
+def test_a_node_starts_after_all_of_its_waits():
     whole = graph([-1, -1, -1, -1], [-1] * 4, [5, 9, 7, 1], waits=[(3, 0, 0), (3, 1, 0), (3, 2, 4)])
     assert replay(whole).start_ns[3] == 11
 
 
-def test_an_order_of_starts_is_no_order_of_ends():
+def test_a_start_order_edge_waits_for_the_start_only():
     whole = graph([-1, -1], [-1, -1], [5, 2], waits=[(0, -1, 3)])
     turn = Edges(np.array([1]), np.array([0]), np.array([0]), np.array([START_ORDER]), np.array([True]))
     played = replay(sort_topologically(replace(whole, edges=whole.edges.concat(turn)), np.zeros(2, np.int64)))
     assert played.start_ns.tolist() == [3, 3]
 
 
-def test_waits_that_would_wait_for_themselves_are_dropped():
+def test_inferred_edges_on_cycles_are_dropped():
     whole = graph([-1, 0], [-1, -1], [2, 3])
     back = Edges(np.array([0]), np.array([1]), np.array([0]), np.array(["event"]), np.array([True]))
     played = replay(sort_topologically(replace(whole, edges=back), np.zeros(2, np.int64)))
@@ -87,12 +87,12 @@ def graphs(draw):
 
 @given(graphs())
 @settings(max_examples=150, deadline=None)
-def test_the_replay_is_what_a_simulation_of_events_gives(whole):
+def test_the_replay_equals_an_event_by_event_simulation(whole):
     assert replay(whole).end_ns.tolist() == by_events(whole)
 
 
 def by_events(whole):
-    """Let each node start once the last of what it waits for has ended and its lag has passed: one event at a time."""
+    """Simulate events one by one: a node starts when all that it waits for has ended and the lags have passed."""
     waits = {at: [] for at in range(len(whole.own_ns))}
     for at, (chain, lag) in enumerate(zip(whole.chain, whole.chain_ns, strict=True)):
         waits[at] += [(chain, lag)] if chain >= 0 else []

@@ -5,7 +5,7 @@ import pytest
 
 from tracekit.replay.graph import savings, steps
 from tracekit.report import charts
-from tracekit.report import what_if as told
+from tracekit.report import what_if as what_if_report
 
 MS = 1_000_000
 
@@ -19,7 +19,7 @@ def _steps(*rows):
     return pl.DataFrame(cells, schema=savings.STEP_COLUMNS, orient="row")
 
 
-def test_a_rank_takes_the_mean_of_its_steps_on_the_device_that_takes_longest():
+def test_the_step_time_of_a_rank_is_the_mean_over_its_steps_on_its_slowest_device():
     table = _steps((0, 1, 0, 10, 10, 8), (0, 2, 0, 14, 12, 8), (1, 1, 0, 9, 9, 9), (1, 1, 1, 20, 20, 5))
     assert steps.by_rank(table).rows() == [
         (0, 12 * MS, 11 * MS, 8 * MS, 3 * MS),
@@ -27,13 +27,13 @@ def test_a_rank_takes_the_mean_of_its_steps_on_the_device_that_takes_longest():
     ]
 
 
-def test_the_worst_step_says_how_far_the_replay_is_off_where_the_whole_hides_it():
+def test_the_largest_error_of_a_step_is_found_where_errors_cancel_in_the_sum():
     table = _steps((0, 1, 0, 10, 12, 8), (0, 2, 0, 10, 8, 8))
     assert steps.worst_error_ratio(table) == pytest.approx(0.2)
     assert steps.worst_error_ratio(table.clear()) == 0
 
 
-def test_savings_are_drawn_in_the_order_of_the_table_and_paler_where_less_sure():
+def test_savings_are_drawn_in_table_order_and_paler_where_less_certain():
     rows = [
         {"cause": "late-gathers", "code": "COMM001", "saved_ns": 3 * MS, "saved_ratio": 0.3, "confidence": 0.5},
         {"cause": "straggler", "code": "RANK001", "saved_ns": 2 * MS, "saved_ratio": 0.2, "confidence": 1.0},
@@ -41,7 +41,9 @@ def test_savings_are_drawn_in_the_order_of_the_table_and_paler_where_less_sure()
     ]
     empty = {"without_ns": 0, "gpu_hours_per_day": None, "money_per_day": None}
     texts = {"summary": "", "basis": "", "caveat": "<b>"}
-    figure = charts.potential_savings(pl.DataFrame([row | empty | texts for row in rows], schema=told.COLUMNS))
+    figure = charts.potential_savings(
+        pl.DataFrame([row | empty | texts for row in rows], schema=what_if_report.COLUMNS)
+    )
     assert figure.layout.yaxis.ticktext == ("late-gathers", "straggler", "communication")
     first, second = figure.data
     assert first.width == second.width
@@ -51,7 +53,7 @@ def test_savings_are_drawn_in_the_order_of_the_table_and_paler_where_less_sure()
     assert "&lt;b&gt;" in first.customdata[0][0]
 
 
-def test_what_is_left_and_what_is_saved_sum_to_the_replayed_step():
+def test_remaining_and_saved_time_sum_to_the_replayed_step():
     figure = charts.savings_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "COMM001")
     left, saved = figure.data
     assert [a + b for a, b in zip(left.x, saved.x, strict=True)] == [10, 9]

@@ -39,7 +39,7 @@ def without_ms(found):
     return round((found.step_ns - found.saved_ns) / MS, 1)
 
 
-def test_a_late_host_costs_what_the_device_waits_for_it():
+def test_late_launches_cost_the_time_in_which_the_device_waits():
     # host     l.....l...     the second launch comes after five ms of Python
     late = run(
         """
@@ -54,7 +54,7 @@ def test_a_late_host_costs_what_the_device_waits_for_it():
     assert without_ms(found) == 4.0
 
 
-def test_a_host_that_is_early_enough_costs_nothing():
+def test_launches_ahead_of_the_device_cost_nothing():
     early = run(
         """
         step     .00000000
@@ -66,7 +66,7 @@ def test_a_host_that_is_early_enough_costs_nothing():
     assert savings.saving(early, "late-launch").saved_ns == 0
 
 
-def test_free_transfers_save_what_compute_waits_for_and_not_what_it_hides():
+def test_without_communication_exposed_time_is_saved_but_not_overlapped_time():
     # Twice: x begins when a has ended, overlaps c for two ms, then for four alone, and b begins when it has ended.
     exposed = run(
         """
@@ -82,7 +82,7 @@ def test_free_transfers_save_what_compute_waits_for_and_not_what_it_hides():
     assert {row[2:4] for row in waits} == {(6, 0), (2, 6), (7, 3), (5, 7)}
 
 
-def test_a_blocking_read_costs_the_time_in_which_nothing_is_queued():
+def test_a_blocking_read_costs_the_time_in_which_no_work_is_queued():
     # host     lss..l      the launch of b waits for the end of a, and the host looks at the value for two ms
     read = run(
         """
@@ -116,7 +116,7 @@ def test_all_causes_with_a_cost_are_listed_largest_first_with_hours_and_money():
     assert "straggler" in {each.cause.name for each in found.unavailable}
 
 
-def test_an_unknown_cause_and_a_run_without_work_are_refused():
+def test_an_unknown_cause_and_a_run_without_work_are_rejected():
     with pytest.raises(InputError, match="did you mean straggler"):
         causes.find("stragler")
     with pytest.raises(InputError, match="no step can be replayed"):
@@ -125,14 +125,14 @@ def test_an_unknown_cause_and_a_run_without_work_are_refused():
         what_if.answer(drawn_traces.run(drawn_traces.trace("compute aa")), gpu_hour_price=-1.0)
 
 
-def test_each_cause_says_what_it_rests_on_and_which_rule_it_prices():
+def test_each_cause_has_a_summary_a_basis_and_a_rule_code():
     for cause in causes.CAUSES.values():
         assert cause.summary
         assert cause.basis
         assert cause.code[-3:].isdecimal()
 
 
-def test_the_guide_lists_every_cause_as_it_is():
+def test_the_guide_lists_every_cause():
     page = (Path(__file__).parents[4] / "docs" / "whatif.md").read_text(encoding="utf-8")
     for cause in causes.CAUSES.values():
         assert f"| {cause.name} | {cause.code} | {cause.summary} | {cause.basis} |" in page
