@@ -1,4 +1,4 @@
-"""The benchmark of the gate holds each recording against those right before it, and counts what failed and why."""
+"""The benchmark of the gate compares each recording with those right before it, and counts failures and causes."""
 
 from benchmarks import gate
 from benchmarks.gate import HEALTHY, Recorded

@@ -20,7 +20,7 @@ SHIFTS = (1.0, 1.0, 1.02, 1.1, 1.5, 0.8)
 def random_recordings(
     random: np.random.Generator, levels: dict[str, float], count: int, *, spread: float
 ) -> list[pl.DataFrame]:
-    """Return the samples of so many recordings, of two ranks, whose levels and steps both scatter by `spread`."""
+    """Return the samples of `count` recordings of two ranks, whose levels and steps both vary by `spread`."""
     recordings = []
     for _ in range(count):
         rows = []

@@ -1,4 +1,4 @@
-"""Baselines: small, strict, read back as they were written, and refused in one line where they are not sound."""
+"""Baselines: small files, read back as written; invalid ones are refused in one line."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ def drawn() -> Baseline:
     return baselines.of_reports([(sample_report.report(run), run)])
 
 
-def test_a_baseline_obeys_its_schema_and_says_nothing_of_the_host() -> None:
+def test_a_baseline_follows_its_schema_and_does_not_name_the_host() -> None:
     text = saved.render(drawn())
     schema = json.loads(saved.schema())
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -35,7 +35,7 @@ def test_a_baseline_obeys_its_schema_and_says_nothing_of_the_host() -> None:
     assert "alice" not in text
 
 
-def test_the_schema_can_fail() -> None:
+def test_the_schema_rejects_an_invalid_baseline() -> None:
     document = json.loads(saved.render(drawn()))
     schema = json.loads(saved.schema())
     for spoil in ({"recordings": []}, {"schema": "tracekit.baseline/2"}, {"fingerprint": {"a": {}}}):
@@ -58,12 +58,12 @@ def test_what_is_saved_is_what_was_measured(tmp_path: Path) -> None:
     assert saved.render(back) == saved.render(made)
 
 
-def test_the_fingerprint_is_what_speed_depends_on() -> None:
-    told = drawn().fingerprint
-    assert told["model.layers"] == 2
-    assert told["arguments.batch"] == 4
-    assert told["versions.torch"] == "2.13.0"
-    assert not {"arguments.seed", "versions.python"} & told.keys()
+def test_the_fingerprint_contains_what_speed_depends_on() -> None:
+    fingerprint = drawn().fingerprint
+    assert fingerprint["model.layers"] == 2
+    assert fingerprint["arguments.batch"] == 4
+    assert fingerprint["versions.torch"] == "2.13.0"
+    assert not {"arguments.seed", "versions.python"} & fingerprint.keys()
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,20 @@ def test_the_fingerprint_is_what_speed_depends_on() -> None:
         ({"simulated": True}, "simulated differs: False"),
     ],
 )
-def test_a_run_of_something_else_is_refused_by_the_field(different: dict[str, object], field: str) -> None:
-    told = {"versions": {"torch": "2.13.0"}, "mesh": {"shape": [4]}}
-    run = sample_report.run(**told)
+def test_a_run_of_another_training_is_refused_and_the_error_names_the_field(
+    different: dict[str, object], field: str
+) -> None:
+    manifest = {"versions": {"torch": "2.13.0"}, "mesh": {"shape": [4]}}
+    run = sample_report.run(**manifest)
     base = baselines.of_reports([(sample_report.report(run), run)])
-    other = sample_report.run(**told | different)
+    other = sample_report.run(**manifest | different)
     with pytest.raises(NotComparableError) as caught:
         baselines.differences(base, other)
     assert field in str(caught.value)
     assert any(field in note for note in baselines.differences(base, other, allow_different=True))
 
 
-def test_what_one_side_does_not_know_is_a_note_only() -> None:
+def test_a_field_that_one_side_lacks_only_adds_a_note() -> None:
     run = sample_report.run()
     base = baselines.of_reports([(sample_report.report(run), run)])
     (note,) = baselines.differences(base, sample_report.run(versions={"torch": "2.13.0"}))
@@ -103,7 +105,7 @@ def test_the_same_recording_twice_is_refused() -> None:
         baselines.of_reports([(sample_report.report(run), run)] * 2)
 
 
-def test_the_same_recording_is_known_without_a_manifest_and_after_it_was_saved(tmp_path: Path) -> None:
+def test_the_same_recording_is_recognized_without_a_manifest_and_after_it_was_saved(tmp_path: Path) -> None:
     run = sample_report.run(created_ns=None)
     with pytest.raises(InputError, match="is the same recording as another"):
         baselines.of_reports([(sample_report.report(run), run)] * 2)
@@ -118,7 +120,7 @@ def test_the_same_recording_is_known_without_a_manifest_and_after_it_was_saved(t
 
 
 def large(ranks: int, steps: int, units: int) -> Baseline:
-    """Return a drawn baseline of a job as large as they come in CI: random samples, so nothing compresses."""
+    """Return a baseline of a job as large as those in CI, of random samples, which do not compress."""
     random = np.random.default_rng(0)
     metrics = ["step_time_ns", "cpu_time_ns", "flops", "compute_ns", "communication_ns", "exposed_communication_ns",
                "exposed_communication_ratio", "overlap_ratio", "transfer_ns", "sent_bytes", "idle_ns", "allocations",
@@ -141,7 +143,7 @@ def large(ranks: int, steps: int, units: int) -> Baseline:
     return Baseline("main", sample_baselines.FINGERPRINT, (recording,))
 
 
-def test_eight_ranks_and_fifty_steps_take_less_than_two_hundred_kilobytes() -> None:
+def test_a_baseline_of_eight_ranks_and_fifty_steps_is_smaller_than_200_kilobytes() -> None:
     assert len(saved.render(large(8, 50, 33)).encode()) <= 200_000
 
 
@@ -171,7 +173,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_sound_baseline_is_refused_in_one_line_that_names_it(tmp_path: Path, name: str) -> None:
+def test_an_invalid_baseline_is_refused_in_one_line_that_names_the_problem(tmp_path: Path, name: str) -> None:
     text = saved.render(drawn())
     spoiled = HOSTILE[name](text)
     assert spoiled != text
@@ -184,7 +186,7 @@ def test_what_is_no_sound_baseline_is_refused_in_one_line_that_names_it(tmp_path
     assert len(str(caught.value)) < 500
 
 
-def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+def test_a_huge_file_is_refused_without_reading_it(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     with path.open("wb") as file:
         file.truncate(saved.MAX_BASELINE_BYTES + 1)
@@ -192,14 +194,14 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
         saved.read(path)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     path.write_bytes(saved.render(drawn()).encode().replace(b"today", b"\xff\xfe", 1))
     with pytest.raises(InputError, match="not a complete baseline"):
         saved.read(path)
 
 
-def test_every_cut_is_refused(tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     text = saved.render(drawn()).rstrip()
     path = tmp_path / "b.json"
     for end in range(0, len(text) - 1, 499):
@@ -208,9 +210,9 @@ def test_every_cut_is_refused(tmp_path: Path) -> None:
             saved.read(path)
 
 
-def test_it_is_shown_in_words() -> None:
-    told = baseline_text.render(drawn(), width=100)
-    assert "1 recording" in told
-    assert "model.layers" in told
-    assert "exposed-communication" in told
-    assert "10 ms" in told
+def test_a_baseline_is_shown_as_text() -> None:
+    text = baseline_text.render(drawn(), width=100)
+    assert "1 recording" in text
+    assert "model.layers" in text
+    assert "exposed-communication" in text
+    assert "10 ms" in text

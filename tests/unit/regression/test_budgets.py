@@ -1,4 +1,4 @@
-"""Budgets: read strictly, compared with what is measured, and inconclusive where the samples are."""
+"""Budgets: strict parsing, comparison with measurements, and inconclusive verdicts."""
 
 import polars as pl
 import pytest
@@ -14,8 +14,8 @@ from tracekit.regression.thresholds import Limit
 MS = 1_000_000
 
 
-def test_budgets_are_read_in_the_metrics_own_units() -> None:
-    told = {
+def test_budgets_are_converted_to_the_units_of_their_metrics() -> None:
+    table = {
         "step_time": "412ms",
         "exposed_communication_ratio": 0.15,
         "checkpoint_overhead_ratio": "5%",
@@ -24,7 +24,7 @@ def test_budgets_are_read_in_the_metrics_own_units() -> None:
         "strict": True,
         "where": [{"unit": "layers.*", "compute": "9 ms"}, {"rank": "0-3, 8", "peak_allocated": "1.5GB"}],
     }
-    assert parse(told) == Budgets(
+    assert parse(table) == Budgets(
         (
             Limit("step_time_ns", 412e6),
             Limit("exposed_communication_ratio", 0.15),
@@ -39,7 +39,7 @@ def test_budgets_are_read_in_the_metrics_own_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("table", "expected"),
     [
         ("412ms", "expected a table"),
         ({"step_tim": "1ms"}, "step_tim is not a metric: did you mean step_time?"),
@@ -68,9 +68,9 @@ def test_budgets_are_read_in_the_metrics_own_units() -> None:
         ({"where": [{"rank": 0, "checkpoint_overhead_ratio": 0.1}]}, "checkpoint_overhead_ratio is not a metric"),
     ],
 )
-def test_a_budget_that_means_nothing_is_refused_by_its_key(told: object, expected: str) -> None:
+def test_an_invalid_budget_is_refused_and_the_error_names_its_key(table: object, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(told)
+        parse(table)
     assert expected in str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_budgets_limit_the_median_step_of_the_slowest_rank() -> None:
     assert outcome(run, overlap_ratio=0.6)[2] == "50.0%, at least 60.0% is allowed."
 
 
-def test_a_budget_that_is_not_measured_says_why() -> None:
+def test_a_budget_of_a_missing_metric_explains_why_it_is_missing() -> None:
     run = sample_report.run()
     for name, limit, why in (
         ("checkpoint_overhead_ratio", 0.05, "saves no checkpoint"),
@@ -112,7 +112,7 @@ def test_a_budget_that_is_not_measured_says_why() -> None:
 
 
 def wobbling(*lengths: int) -> Run:
-    """Return a run of one rank whose steps take so many ms each."""
+    """Return a run of one rank whose steps take these times in ms."""
     steps = "".join(str(n) * length for n, length in enumerate(lengths))
     return drawn_traces.run(drawn_traces.trace(f"step {steps}\ncompute {'a' * len(steps)}", scale_ns=MS))
 
@@ -127,11 +127,13 @@ def wobbling(*lengths: int) -> Run:
         ((8, 9, 30), BudgetOutcome.MET),
     ],
 )
-def test_a_budget_is_broken_only_where_that_is_not_chance(lengths: tuple[int, ...], expected: BudgetOutcome) -> None:
+def test_a_budget_is_broken_only_if_the_excess_is_significant(
+    lengths: tuple[int, ...], expected: BudgetOutcome
+) -> None:
     assert outcome(wobbling(*lengths), step_time="10ms")[0] is expected
 
 
-def test_a_budget_that_may_be_kept_says_how_sure_that_is() -> None:
+def test_an_inconclusive_budget_shows_its_interval() -> None:
     assert "inconclusive, the interval of" in outcome(wobbling(9, 11, 9, 11, 12, 8, 11), step_time="10ms")[2]
     assert "with 3 samples that may be chance" in outcome(wobbling(9, 12, 12), step_time="10ms")[2]
 
@@ -151,7 +153,7 @@ def ranks_and_units() -> Run:
     )  # fmt: skip
 
 
-def test_units_are_limited_each_by_itself() -> None:
+def test_each_unit_is_limited_by_itself() -> None:
     run = ranks_and_units()
     assert outcome(run, where=[{"unit": "layers.*", "compute": "4ms"}])[0] is BudgetOutcome.MET
     found, measured, message = outcome(run, where=[{"unit": "layers.*", "compute": "1ms"}])
@@ -162,7 +164,7 @@ def test_units_are_limited_each_by_itself() -> None:
     assert "the run has no unit head" in outcome(run, where=[{"unit": "head", "compute": "1ms"}])[2]
 
 
-def test_ranks_are_limited_each_by_itself() -> None:
+def test_each_rank_is_limited_by_itself() -> None:
     run = ranks_and_units()
     assert outcome(run, where=[{"rank": 0, "compute": "4ms"}])[0] is BudgetOutcome.MET
     found, measured, message = outcome(run, where=[{"rank": "*", "compute": "4ms"}])
@@ -181,9 +183,9 @@ def test_a_peak_is_the_highest_of_all_ranks_and_steps() -> None:
     assert outcome(run, peak_reserved="1000B")[:2] == (BudgetOutcome.BROKEN, 1024.0)
 
 
-def test_names_say_which_budget_it_is() -> None:
-    told = {"step_time": "1ms", "where": [{"unit": "layers.*", "compute": "1ms"}, {"rank": 0, "step_time": "1ms"}]}
-    assert [budget.name for budget in parse(told).budgets] == [
+def test_the_name_of_a_budget_identifies_it() -> None:
+    table = {"step_time": "1ms", "where": [{"unit": "layers.*", "compute": "1ms"}, {"rank": 0, "step_time": "1ms"}]}
+    assert [budget.name for budget in parse(table).budgets] == [
         "step_time",
         "compute of layers.*",
         "step_time of rank 0",

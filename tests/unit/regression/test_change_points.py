@@ -1,4 +1,4 @@
-"""Change points held against brute force, and against simulated series whose changes are known."""
+"""Change points compared with a brute-force search, and on simulated series whose changes are known."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def found_in(values):
     return change_points.trend(100 * values, least=1.0)
 
 
-def test_the_cheapest_split_is_that_of_brute_force():
+def test_the_cheapest_split_equals_that_of_a_brute_force_search():
     random = np.random.default_rng(3)
     for count in (9, 11, 12):
         for _ in range(4):
@@ -59,7 +59,7 @@ def test_a_series_without_a_change_shows_one_at_most_once_in_twenty(kind):
     assert sum(bool(each.drifts) for each in found) <= SERIES * 0.02
 
 
-def test_a_slow_drift_is_called_drift():
+def test_a_slow_drift_is_reported_as_drift():
     random = np.random.default_rng(12)
     found = []
     for _ in range(60):
@@ -71,7 +71,7 @@ def test_a_slow_drift_is_called_drift():
     assert np.median(rises) == pytest.approx(0.2, abs=0.02)
 
 
-def test_a_tenth_more_is_found_within_five_runs_at_three_percent_noise():
+def test_a_change_by_10_percent_is_detected_within_five_runs_at_3_percent_noise():
     random = np.random.default_rng(13)
     near = close = 0
     for _ in range(SERIES):
@@ -85,12 +85,12 @@ def test_a_tenth_more_is_found_within_five_runs_at_three_percent_noise():
     assert close >= SERIES * 0.9
 
 
-def test_one_bad_day_is_no_change_and_hides_none():
+def test_a_single_outlier_is_no_change_and_hides_none():
     values = np.array([1.0, 1.01, 0.99, 1.0, 1.6, 1.0, 0.99, 1.01, 1.0, 1.0, 1.2, 1.21, 1.19, 1.2, 2.0, 1.2, 1.19])
     assert [step.index for step in found_in(values).shifts] == [10]
 
 
-def test_a_change_that_is_mended_is_two():
+def test_a_regression_that_is_fixed_later_is_two_changes():
     random = np.random.default_rng(5)
     values = 1 + normal(random, 36)
     values[12:24] *= 1.15
@@ -99,7 +99,7 @@ def test_a_change_that_is_mended_is_two():
     assert [step.after > step.before for step in steps] == [True, False]
 
 
-def test_what_is_counted_exactly_changes_at_once_and_never_by_less_than_matters():
+def test_exact_counts_change_at_once_and_never_by_less_than_the_least_change():
     assert [step.index for step in found_in(np.repeat([1.0, 1.05], [6, 4])).shifts] == [6]
     assert found_in(np.repeat([1.0, 1.005], [10, 10])) == change_points.Trend()
 
@@ -114,10 +114,10 @@ def test_numbers_of_any_size_and_all_zeros_raise_no_warning():
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_few_runs_show_nothing(count):
+def test_too_few_runs_show_no_change(count):
     assert found_in(np.linspace(1, 2, count)) == change_points.Trend()
 
 
-def test_places_count_from_the_first_run_also_where_only_the_latest_are_looked_at(monkeypatch):
+def test_indexes_count_from_the_first_run_even_if_only_the_latest_runs_are_analyzed(monkeypatch):
     monkeypatch.setattr(change_points, "MOST_RUNS", 20)
     assert [step.index for step in found_in(np.repeat([1.0, 1.3], [40, 8])).shifts] == [40]

@@ -1,4 +1,4 @@
-"""Runs are compared as jobs, by their worst ranks, where speed can be compared; noise crosses no bar."""
+"""Runs are compared as jobs, by their worst ranks, if speed can be compared; noise exceeds no limit."""
 
 import numpy as np
 import polars as pl
@@ -23,7 +23,7 @@ def side(name: str = "a", *, step_ns: float = 100.0, ranks: tuple[int, ...] = (0
     return RunSamples(name, MANIFEST | manifest, table)
 
 
-def test_a_job_is_as_slow_as_its_slowest_rank_and_hides_as_much_as_its_mean() -> None:
+def test_a_job_has_the_step_time_of_its_slowest_rank_and_the_mean_overlap() -> None:
     table = pl.DataFrame(
         {
             "rank": [0, 1, 0, 1, 0, 1],
@@ -37,7 +37,7 @@ def test_a_job_is_as_slow_as_its_slowest_rank_and_hides_as_much_as_its_mean() ->
     assert samples["overlap_ratio"].tolist() == pytest.approx([0.3])
 
 
-def test_drawn_runs_are_compared_by_every_metric_they_have() -> None:
+def test_runs_are_compared_by_every_metric_that_both_have() -> None:
     # Eight steps of 10 ns; in the candidate, communication that was hidden is exposed.
     before = drawn_traces.run(drawn_traces.trace(picture("aaaaaaaaa.", ".xxx......")), path="runs/before", **MANIFEST)
     after = drawn_traces.run(drawn_traces.trace(picture("aaaaaa....", "......xxx.")), path="runs/after", **MANIFEST)
@@ -66,7 +66,7 @@ def picture(compute: str, communication: str) -> str:
         ({"model": {"name": "tiny", "layers": 3}}, "model.layers differs: 2 in a, 3 in b"),
     ],
 )
-def test_what_must_agree_is_named_where_it_does_not(different: dict[str, object], field: str) -> None:
+def test_a_different_field_that_must_agree_is_named(different: dict[str, object], field: str) -> None:
     with pytest.raises(NotComparableError) as caught:
         compare(side("a"), side("b", **different))
     assert str(caught.value) == f"{field}; pass --allow-different to compare anyway"
@@ -77,7 +77,7 @@ def test_the_strategy_may_differ() -> None:
     assert compare(side("a"), side("b", strategy="yafsdp")).notes == ()
 
 
-def test_what_may_differ_but_matters_is_told() -> None:
+def test_a_different_field_that_may_differ_adds_a_note() -> None:
     comparison = compare(side("a", arguments={"batch": 4}), side("b", arguments={"batch": 8, "seed": 1}))
     assert comparison.notes == (
         "arguments.batch differs: 4 in a, 8 in b",
@@ -85,7 +85,7 @@ def test_what_may_differ_but_matters_is_told() -> None:
     )
 
 
-def test_a_run_without_a_manifest_is_compared_and_the_doubt_told() -> None:
+def test_a_run_without_a_manifest_is_compared_with_a_note() -> None:
     a = side("a")
     comparison = compare(a, RunSamples("b", {}, a.samples))
     assert "world_size differs: 2 in a, not known in b" in comparison.notes
@@ -132,17 +132,17 @@ def change(metric: str, before: float, after: float, *, count: int = 8, noise: f
         ("allocations>5%", change("allocations", 0, 1), True),
     ],
 )
-def test_a_bar_is_crossed_by_what_is_worse_by_more(text: str, found: Change, crossed: bool) -> None:
+def test_a_limit_is_exceeded_by_a_larger_regression(text: str, found: Change, crossed: bool) -> None:
     assert parse_limit(text).is_exceeded(found) is crossed
 
 
-def test_noise_crosses_no_bar() -> None:
+def test_noise_exceeds_no_limit() -> None:
     noisy = change("step_time_ns", 100, 106, noise=0.5)
     assert parse_limit("step_time>3%").is_past(noisy)
     assert not parse_limit("step_time>3%").is_exceeded(noisy)
 
 
-def test_too_few_steps_cross_no_bar() -> None:
+def test_too_few_steps_exceed_no_limit() -> None:
     assert not parse_limit("step_time>3%").is_exceeded(change("step_time_ns", 100, 200, count=3))
 
 
@@ -159,15 +159,15 @@ def test_too_few_steps_cross_no_bar() -> None:
         ("allocations>3ms", "the unit ms is ambiguous or unknown for allocations: use %, no unit"),
     ],
 )
-def test_a_bar_that_means_nothing_is_refused(text: str, expected: str) -> None:
+def test_an_invalid_limit_is_refused(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_limit(text)
     assert expected in str(caught.value)
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize(("told", "notes"), [(False, 0), (True, 1)])
-def test_a_side_that_does_not_say_simulated_was_recorded(told: bool, notes: int) -> None:
-    comparison = compare(side("a"), side("b", simulated=told))
+@pytest.mark.parametrize(("is_simulated", "notes"), [(False, 0), (True, 1)])
+def test_a_run_without_the_simulated_flag_counts_as_recorded(is_simulated: bool, notes: int) -> None:
+    comparison = compare(side("a"), side("b", simulated=is_simulated))
     assert len(comparison.notes) == notes
     assert all(note == "simulated differs: False in a, True in b" for note in comparison.notes)

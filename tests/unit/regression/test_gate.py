@@ -1,4 +1,4 @@
-"""What fails a check that has a baseline: the new and the worse, never what was there before, never noise."""
+"""What fails a check with a baseline: new and worse findings and metrics, but neither known ones nor noise."""
 
 import functools
 
@@ -26,20 +26,20 @@ def the_run() -> Run:
 
 
 def judged(*found: Finding, before: Baseline | None = None, bar: Severity | None = WARNING) -> CheckResult:
-    """Return the gate of a drawn run with these findings, beside a baseline of the same run."""
+    """Return the gate of a run with these findings, compared with a baseline of the same run."""
     base = before or of_run()
     return checks.judge(sample_baselines.report(the_run(), *found), bar, baseline=base)
 
 
 def of_run(*findings: baselines.KnownFinding, recordings: int = 1, created_ns: int | None = None) -> Baseline:
-    """Return the baseline of the drawn run, with findings put into each of its recordings."""
+    """Return the baseline of the same run, with these findings in each recording."""
     made = baselines.of_reports([(sample_report.report(the_run(), found=()), the_run())])
     (own,) = made.recordings
     each = Recording(own.name, created_ns, own.samples, own.units, own.work, findings)
     return Baseline("main", made.fingerprint, (each,) * recordings)
 
 
-def test_without_a_baseline_every_finding_is_new_and_fails_from_the_bar_on() -> None:
+def test_without_a_baseline_every_finding_is_new_and_fails_from_the_severity_on() -> None:
     run = sample_report.run()
     gate = checks.judge(
         sample_baselines.report(run, sample_baselines.finding("COMM001", ERROR), sample_baselines.finding("MEM001")),
@@ -53,7 +53,7 @@ def test_without_a_baseline_every_finding_is_new_and_fails_from_the_bar_on() -> 
     assert (gate.comparison, gate.baseline) == (None, "")
 
 
-def test_what_the_baseline_has_is_listed_and_does_not_fail() -> None:
+def test_a_known_finding_is_listed_and_does_not_fail() -> None:
     gate = judged(
         sample_baselines.finding("COMM001", impact=0.11), before=of_run(sample_baselines.known("COMM001", impact=0.10))
     )
@@ -63,7 +63,7 @@ def test_what_the_baseline_has_is_listed_and_does_not_fail() -> None:
     assert gate.failures == ()
 
 
-def test_what_the_baseline_has_not_fails_from_the_bar_on() -> None:
+def test_a_new_finding_fails_from_the_severity_on() -> None:
     found = sample_baselines.finding("COMM001"), sample_baselines.finding("MEM001", Severity.INFO)
     gate = judged(*found, before=of_run(sample_baselines.known("CKPT001")))
     assert [(each.finding.id, each.status.value, each.fails) for each in gate.findings] == [
@@ -83,7 +83,7 @@ def test_what_the_baseline_has_not_fails_from_the_bar_on() -> None:
         (0.10, 0.05, "known"),
     ],
 )
-def test_worse_is_what_somebody_would_act_on(before: float, after: float, standing: str) -> None:
+def test_a_finding_is_worse_only_by_a_relevant_amount(before: float, after: float, standing: str) -> None:
     gate = judged(
         sample_baselines.finding("COMM001", impact=after),
         before=of_run(sample_baselines.known("COMM001", impact=before)),
@@ -91,7 +91,7 @@ def test_worse_is_what_somebody_would_act_on(before: float, after: float, standi
     assert gate.findings[0].status == standing
 
 
-def test_what_recordings_of_the_baseline_differ_by_is_not_worse() -> None:
+def test_a_difference_within_the_spread_of_the_baseline_is_not_worse() -> None:
     base = of_run(sample_baselines.known("COMM001", impact=0.05))
     (own,) = base.recordings
     other = Recording(
@@ -107,13 +107,13 @@ def test_what_recordings_of_the_baseline_differ_by_is_not_worse() -> None:
 
 
 @pytest.mark.parametrize(("after", "standing"), [(104 << 20, "known"), (120 << 20, "worse")])
-def test_memory_is_worse_by_its_bytes(after: int, standing: str) -> None:
+def test_a_finding_about_memory_is_worse_by_its_bytes(after: int, standing: str) -> None:
     base = of_run(sample_baselines.known("MEM001", impact=0.0, cost_bytes=100 << 20))
     gate = judged(sample_baselines.finding("MEM001", impact=0.0, cost_bytes=after), before=base)
     assert gate.findings[0].status == standing
 
 
-def test_a_run_beside_itself_passes() -> None:
+def test_a_run_compared_with_itself_passes() -> None:
     gate = judged(
         *sample_report.findings(),
         before=of_run(*map(baselines.KnownFinding.of, sample_report.findings()), recordings=5),
@@ -127,7 +127,7 @@ def test_a_run_beside_itself_passes() -> None:
     assert gate.baseline == "main (5 recordings)"
 
 
-def test_a_run_of_something_else_is_refused_unless_that_is_allowed() -> None:
+def test_a_run_of_another_training_is_refused_unless_allowed() -> None:
     run = sample_report.run(world_size=4)
     with pytest.raises(NotComparableError, match="world_size differs: 2 in the baseline main, 4 in today"):
         checks.judge(sample_baselines.report(run), ERROR, baseline=of_run())
@@ -140,7 +140,7 @@ def test_a_run_of_something_else_is_refused_unless_that_is_allowed() -> None:
 
 
 def compared(before: dict[str, float], after: dict[str, float], **work: object) -> tuple[str, ...]:
-    """Return the metrics that are worse beside five recordings that differ by 1%."""
+    """Return the metrics that are worse than in five recordings that differ by 1%."""
     base = sample_baselines.baseline(
         *(
             sample_baselines.recording({m: sample_baselines.steps(v, seed=n) for m, v in before.items()})
@@ -154,14 +154,14 @@ def compared(before: dict[str, float], after: dict[str, float], **work: object) 
     return tuple(change.metric for change in found.changes if change.verdict.value == "worse")
 
 
-def test_a_metric_that_is_worse_for_certain_is_told() -> None:
+def test_a_significantly_worse_metric_is_reported() -> None:
     before = {"step_time_ns": 100e6, "cpu_time_ns": 80e6, "sent_bytes": 1e6}
     assert compared(before, before) == ()
     assert compared(before, before | {"cpu_time_ns": 92e6}) == ("cpu_time_ns",)
     assert compared(before, before | {"sent_bytes": 2e6}) == ("sent_bytes",)
 
 
-def test_only_ranks_on_both_sides_are_compared_and_that_is_told() -> None:
+def test_only_common_ranks_are_compared_with_a_note() -> None:
     base = sample_baselines.baseline(sample_baselines.recording({"step_time_ns": [10.0] * 6}, ranks=(0, 1, 2)))
     found = checks.compare(
         base,
@@ -197,13 +197,15 @@ BEFORE = {
 
 def causes(after: dict[str, float], work: dict[tuple[str, str], float], *, slower: float = 1.0) -> list[str]:
     """Return the causes of a run with other metrics and other work, by name, on a machine slower by a factor."""
-    told = [
+    work_after = [
         (kind, phase, name, work.get((kind, name), amount) * (slower if kind in ("compute", "communication") else 1))
         for kind, phase, name, amount in WORK
     ]
-    told += [(kind, "forward", name, value) for (kind, name), value in work.items() if (kind, name) not in known_work()]
+    work_after += [
+        (kind, "forward", name, value) for (kind, name), value in work.items() if (kind, name) not in known_work()
+    ]
     base = [sample_baselines.recording({m: [v] * 6 for m, v in BEFORE.items()}, work=WORK) for _ in range(5)]
-    candidate = sample_baselines.recording({m: [v] * 6 for m, v in (BEFORE | after).items()}, work=told)
+    candidate = sample_baselines.recording({m: [v] * 6 for m, v in (BEFORE | after).items()}, work=work_after)
     found = checks.compare(sample_baselines.baseline(*base), [candidate])
     worse = [change for change in found.changes if change.verdict.value == "worse"]
     by_name = {change.metric: change for change in found.changes}
@@ -214,7 +216,7 @@ def known_work() -> set[tuple[str, str]]:
     return {(kind, name) for kind, _, name, _ in WORK}
 
 
-def test_nothing_worse_has_no_cause() -> None:
+def test_without_a_regression_there_is_no_cause() -> None:
     assert causes({}, {}) == []
 
 
@@ -228,7 +230,7 @@ def test_slower_arithmetic_is_compute_too() -> None:
     assert causes(after, {("compute", "aten::mm"): 50e6}) == ["compute"]
 
 
-def test_more_bytes_sent_are_communication_whatever_else_got_slower() -> None:
+def test_more_bytes_sent_are_communication_even_if_other_work_got_slower() -> None:
     after = {"sent_bytes": 3e6, "transfer_ns": 16e6, "step_time_ns": 150e6, "cpu_time_ns": 100e6}
     found = causes(after, {("sent", "all_reduce"): 2e6}, slower=1.4)
     assert found[0] == "communication"
@@ -238,7 +240,7 @@ def test_slower_transfers_alone_are_communication() -> None:
     assert causes({"transfer_ns": 25e6}, {("communication", "gloo:all_gather"): 25e6}) == ["communication"]
 
 
-def test_more_memory_is_memory_where_the_time_goes_to_moving_it() -> None:
+def test_more_allocated_bytes_are_memory_if_the_time_goes_to_moving_them() -> None:
     after = {"allocated_bytes": 110e6, "peak_allocated_bytes": 80e6, "step_time_ns": 130e6, "cpu_time_ns": 110e6}
     assert causes(after, {("allocated", ""): 110e6, ("compute", "aten::clone"): 30e6})[0] == "memory"
 
@@ -254,7 +256,7 @@ def test_slower_saves_are_checkpointing_and_name_the_stage() -> None:
     assert causes(after, {("save", "serialize"): 120e6}) == ["checkpointing"]
 
 
-def test_a_cause_says_what_and_where() -> None:
+def test_a_cause_names_the_work_and_its_phase() -> None:
     base = [sample_baselines.recording({"flops": [1e9] * 6}, work=[("flops", "forward", "aten::mm", 1e9)])]
     after = sample_baselines.recording({"flops": [1.5e9] * 6}, work=[("flops", "forward", "aten::mm", 1.5e9)])
     found = checks.compare(sample_baselines.baseline(*base), [after])
@@ -280,7 +282,7 @@ def test_slower_communication_names_the_unit_in_which_it_is_exposed() -> None:
 # Renewing ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_got_worse_must_be_accepted_by_name() -> None:
+def test_regressions_must_be_accepted_by_name() -> None:
     gate = judged(sample_baselines.finding("COMM001"), sample_baselines.finding("MEM001"), before=of_run())
     assert checks.not_accepted(gate, []) == ("COMM001", "MEM001")
     assert checks.not_accepted(gate, ["COMM001"]) == ("MEM001",)
@@ -289,17 +291,17 @@ def test_what_got_worse_must_be_accepted_by_name() -> None:
         checks.not_accepted(gate, ["CKPT001"])
 
 
-def test_a_baseline_gathers_five_recordings_and_then_stays_where_it_is() -> None:
-    held_by, sizes = of_run(created_ns=1), []
+def test_a_baseline_collects_five_recordings_and_then_does_not_change() -> None:
+    baseline, sizes = of_run(created_ns=1), []
     for night in range(2, 8):
         fresh = of_run(created_ns=night)
-        gate = judged(before=held_by)
-        held_by, _ = checks.updated(held_by, fresh, gate, thresholds=Thresholds())
-        sizes.append(len(held_by.recordings))
+        gate = judged(before=baseline)
+        baseline, _ = checks.updated(baseline, fresh, gate, thresholds=Thresholds())
+        sizes.append(len(baseline.recordings))
     assert sizes == [2, 3, 4, 5, 5, 5]
 
 
-def test_a_baseline_begins_anew_where_something_was_accepted_or_mended() -> None:
+def test_a_baseline_is_replaced_if_a_regression_was_accepted_or_a_finding_fixed() -> None:
     many = of_run(sample_baselines.known("CKPT001"), recordings=5)
     fresh = of_run()
     mended = judged(before=many)
@@ -308,7 +310,7 @@ def test_a_baseline_begins_anew_where_something_was_accepted_or_mended() -> None
     assert checks.updated(of_run(recordings=5), fresh, worse, thresholds=Thresholds())[0] is fresh
 
 
-def test_a_slow_creep_is_seen_at_last_since_the_baseline_does_not_move_along() -> None:
+def test_a_slow_drift_is_detected_because_the_baseline_does_not_change() -> None:
     base = sample_baselines.baseline(*(sample_baselines.recording({"flops": np.full(6, 1e9)}) for _ in range(5)))
     nights = []
     for night in range(1, 6):
@@ -319,7 +321,7 @@ def test_a_slow_creep_is_seen_at_last_since_the_baseline_does_not_move_along() -
 
 
 def starved(*, step: float, compute: float, ran: float, **fingerprint: object) -> dict[str, str]:
-    """Return the verdicts where step, computing in it and processor time are so many times those of the baseline."""
+    """Return the verdicts if step time, compute and CPU time change by these factors."""
     steps = [sample_baselines.steps(100e6, seed=seed) for seed in range(6)]
     made = []
     for number, time in enumerate(steps):
@@ -327,22 +329,26 @@ def starved(*, step: float, compute: float, ran: float, **fingerprint: object) -
         times = {"step_time_ns": by[0] * time, "compute_ns": by[1] * 0.6 * time, "cpu_time_ns": by[2] * 0.9 * time}
         made.append(sample_baselines.recording({**times, "sent_bytes": [1000.0 + 500 * (number == 5)] * 20}))
     before = sample_baselines.baseline(*made[:5], fingerprint=sample_baselines.FINGERPRINT | fingerprint)
-    told = checks.compare(before, made[5:])
-    verdicts = {change.metric: change.verdict.value for change in told.changes}
-    return verdicts | {"note": "".join(told.notes)}
+    comparison = checks.compare(before, made[5:])
+    verdicts = {change.metric: change.verdict.value for change in comparison.changes}
+    return verdicts | {"note": "".join(comparison.notes)}
 
 
-def test_times_of_a_recording_without_processors_are_inconclusive_and_counters_are_not() -> None:
-    told = starved(step=2.0, compute=2.0, ran=1.0)
-    assert (told["step_time_ns"], told["compute_ns"], told["sent_bytes"]) == ("inconclusive", "inconclusive", "worse")
-    assert "takes 2.0 times as long by the clock" in told["note"]
+def test_times_of_a_starved_recording_are_inconclusive_and_counters_are_not() -> None:
+    verdicts = starved(step=2.0, compute=2.0, ran=1.0)
+    assert (verdicts["step_time_ns"], verdicts["compute_ns"], verdicts["sent_bytes"]) == (
+        "inconclusive",
+        "inconclusive",
+        "worse",
+    )
+    assert "takes 2.0 times as long by the clock" in verdicts["note"]
 
 
-def test_a_training_that_waits_or_computes_more_is_held_to_its_times() -> None:
+def test_times_of_a_training_that_waits_or_computes_more_are_judged() -> None:
     assert starved(step=2.0, compute=1.0, ran=1.0)["step_time_ns"] == "worse"
     assert starved(step=2.0, compute=2.0, ran=1.9)["step_time_ns"] == "worse"
     assert starved(step=3.0, compute=1.3, ran=1.0)["step_time_ns"] == "worse"  # by more than computing is stretched
 
 
-def test_on_a_device_the_hosts_processors_say_nothing_of_times() -> None:
+def test_on_a_gpu_the_cpu_time_of_the_host_does_not_affect_verdicts_on_times() -> None:
     assert starved(step=2.0, compute=2.0, ran=1.0, device="cuda")["step_time_ns"] == "worse"

@@ -1,4 +1,4 @@
-"""The history file and what is made of it: simulated reports, a real DuckDB, real processes."""
+"""The history file and its trends, with simulated reports, a real DuckDB and real processes."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from tracekit.errors import InputError
 from tracekit.regression.history import commits, store, trends
 from tracekit.regression.history.commits import Commit
 from tracekit.regression.history.entry import history_entry, median_interval
-from tracekit.report import history as told
+from tracekit.report import history as history_report
 from tracekit.report import json as report_json
 
 ROOT = Path(__file__).parents[3]
@@ -48,12 +48,12 @@ def slower(tmp_path_factory):
     return path
 
 
-def test_the_simulated_reports_are_such_as_check_writes():
+def test_the_simulated_reports_have_the_form_of_reports_by_check():
     schema = json.loads(report_json.schema())
     jsonschema.Draft202012Validator(schema).validate(simulated_history.report(0, findings=[simulated_history.COMM]))
 
 
-def test_what_is_added_is_read_again(slower):
+def test_added_runs_are_read_back(slower):
     history = store.read(slower)
     assert history.runs["name"].to_list() == [f"run-{number:02d}" for number in range(20)]
     last = history.runs.row(-1, named=True)
@@ -75,7 +75,7 @@ def test_a_run_is_one_entry_however_often_it_is_added(tmp_path):
     assert (row["failures"], row["commit"]) == (["COMM001"], once.commit.sha)  # what is known is not forgotten
 
 
-def test_a_run_keeps_its_commit_unless_a_person_tells_another(tmp_path):
+def test_a_run_keeps_its_commit_unless_the_user_states_another(tmp_path):
     path, document = tmp_path / "history.duckdb", simulated_history.report(1)
     first, later = Commit("a" * 40, None, "main"), Commit("b" * 40, "Another change", "other")
 
@@ -91,7 +91,7 @@ def test_a_run_keeps_its_commit_unless_a_person_tells_another(tmp_path):
     assert stored(later, given=Commit("b" * 40)) == Commit("b" * 40, "Another change", "other")
 
 
-def test_several_writers_and_readers_lose_nothing(tmp_path):
+def test_concurrent_writers_and_readers_lose_nothing(tmp_path):
     path = tmp_path / "history.duckdb"
     script = (
         "import pickle, sys; from pathlib import Path; from tracekit.regression.history import store\n"
@@ -108,7 +108,7 @@ def test_several_writers_and_readers_lose_nothing(tmp_path):
     assert sorted(runs["name"]) == [f"run-{number:02d}" for number in (*range(4), *range(40, 44))]
 
 
-def test_a_writer_that_is_killed_leaves_what_was_there_and_locks_nobody_out(tmp_path):
+def test_a_killed_writer_changes_nothing_and_leaves_no_lock(tmp_path):
     path = tmp_path / "history.duckdb"
     store.add(path, entries([simulated_history.report(0)]))
     script = (
@@ -139,7 +139,7 @@ def _empty(path):
 
 def _foreign(path):
     with duckdb.connect(str(path)) as connection:
-        connection.execute("CREATE TABLE runs (mine INTEGER)")
+        connection.execute("CREATE TABLE runs (other INTEGER)")
 
 
 def _later(path):
@@ -149,7 +149,7 @@ def _later(path):
 
 
 def _views(path):
-    """A database whose views would read files of whoever looks at it."""
+    """A database whose views would read files of its reader."""
     store.add(path, [])
     with duckdb.connect(str(path)) as connection:
         connection.execute("ALTER TABLE runs RENAME TO other")
@@ -163,13 +163,13 @@ def _cut(path):
 
 def _garbled(path):
     store.add(path, entries([simulated_history.report(0)]))
-    held = bytearray(path.read_bytes())
-    held[3 * 4096 : -4096] = os.urandom(len(held) - 4 * 4096)
-    path.write_bytes(held)
+    damaged = bytearray(path.read_bytes())
+    damaged[3 * 4096 : -4096] = os.urandom(len(damaged) - 4 * 4096)
+    path.write_bytes(damaged)
 
 
 @pytest.mark.parametrize("make", [_text, _empty, _foreign, _later, _views, _cut, _garbled])
-def test_a_file_that_is_no_whole_history_is_refused_and_stays_as_it_is(tmp_path, make):
+def test_an_invalid_history_is_refused_and_not_changed(tmp_path, make):
     path = tmp_path / "history.duckdb"
     make(path)
     before = path.read_bytes()
@@ -182,7 +182,7 @@ def test_a_file_that_is_no_whole_history_is_refused_and_stays_as_it_is(tmp_path,
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_folder_is_no_history_and_one_that_cannot_be_made_is_said(tmp_path):
+def test_a_folder_and_an_unwritable_path_are_refused(tmp_path):
     with pytest.raises(InputError, match="is not a file"):
         store.add(tmp_path, [])
     (tmp_path / "file").write_text("")
@@ -190,31 +190,31 @@ def test_a_folder_is_no_history_and_one_that_cannot_be_made_is_said(tmp_path):
         store.add(tmp_path / "file" / "history.duckdb", [])
 
 
-def test_a_change_tells_its_commits_and_what_came_with_it(slower):
+def test_a_change_shows_its_commits_findings_and_facts(slower):
     (group,) = trends.groups(store.read(slower))
     shift = next(each for each in trends.latest_first(group) if each.metric == "step_time_ns")
     assert (shift.last, shift.first, shift.is_worse) == (11, 12, True)
     assert shift.after / shift.before == pytest.approx(1.2, abs=0.03)
     assert (shift.appeared, shift.disappeared) == (("COMM001",), ())
     assert shift.changed_facts == (("versions.torch", "2.12.0", "2.13.0"),)
-    assert told.commit_range(group, shift) == "11abababab..12abababab"
+    assert history_report.commit_range(group, shift) == "11abababab..12abababab"
     steady = next(each for each in group.series if each.metric == "exposed_communication_ratio")
     assert (steady.shifts, steady.drifts) == ((), ())
 
 
-def test_changes_a_run_apart_are_told_as_one_moment(slower):
+def test_changes_one_run_apart_are_reported_together(slower):
     (group,) = trends.groups(store.read(slower))
     shifts = trends.latest_first(group)
     assert [each.first for each in shifts] == [12, 12]
-    beside = dataclasses.replace(shifts[0], metric="compute_ns", last=10, first=11)
+    neighbour = dataclasses.replace(shifts[0], metric="compute_ns", last=10, first=11)
     long_before = dataclasses.replace(shifts[0], last=3, first=4)
-    series = dataclasses.replace(group.series[0], shifts=(long_before, beside, *shifts))
-    (latest, first) = told.changes_by_run(dataclasses.replace(group, series=(series,)))
+    series = dataclasses.replace(group.series[0], shifts=(long_before, neighbour, *shifts))
+    (latest, first) = history_report.changes_by_run(dataclasses.replace(group, series=(series,)))
     assert [each.first for each in latest] == [12, 12, 11]
     assert first == [long_before]
 
 
-def test_only_runs_of_one_kind_are_in_a_series(tmp_path):
+def test_a_series_contains_only_runs_with_the_same_fingerprint(tmp_path):
     path = tmp_path / "history.duckdb"
     small = [simulated_history.report(number) for number in range(8)]
     large = [simulated_history.report(number, step_ms=90.0, world_size=8) for number in range(8, 16)]
@@ -226,7 +226,7 @@ def test_only_runs_of_one_kind_are_in_a_series(tmp_path):
     assert (only.runs.height, [series.metric for series in only.series]) == (3, ["step_time_ns"])
 
 
-def test_a_metric_that_some_runs_lack_keeps_its_places(tmp_path):
+def test_a_metric_that_some_runs_lack_keeps_its_indexes(tmp_path):
     documents = simulated_history.slower_from(12, 20)
     for number in (3, 15):
         documents[number]["samples"] = [
@@ -238,12 +238,12 @@ def test_a_metric_that_some_runs_lack_keeps_its_places(tmp_path):
     ((shift,),) = [series.shifts for series in group.series]
     assert (shift.last, shift.first) == (11, 12)
     assert np.isnan(group.series[0].values[[3, 15]]).all()
-    assert told.sparkline(group.series[0].values.tolist())[3] == " "
+    assert history_report.sparkline(group.series[0].values.tolist())[3] == " "
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_text_fits_and_tells_each_metric_and_each_change(slower, width):
-    text = told.as_text(trends.groups(store.read(slower)), width=width)
+def test_the_text_fits_and_lists_every_metric_and_change(slower, width):
+    text = history_report.as_text(trends.groups(store.read(slower)), width=width)
     assert max(map(len, text.splitlines())) <= width
     assert "fsdp2 · model tiny · 2 ranks · Simulated GPU · simulated" in text
     assert "worse +2" in text or width == 60
@@ -252,16 +252,16 @@ def test_the_text_fits_and_tells_each_metric_and_each_change(slower, width):
     assert "versions.torch 2.12.0 → 2.13.0" in text
 
 
-def test_names_from_a_history_can_do_nothing_to_a_terminal(tmp_path):
+def test_names_from_a_history_cannot_control_a_terminal(tmp_path):
     path = tmp_path / "history.duckdb"
     hostile = simulated_history.report(0, name="\x1b[31mred\x1b]0;title\x07", model={"name": "\x1b[2J"})
     store.add(path, [entry_of(hostile, commit=Commit("\x1b[5m", "\x1b[1mbold", "\x9b4m"), failures=["\x1b[7m"])])
-    text = told.as_text(trends.groups(store.read(path)), width=100)
+    text = history_report.as_text(trends.groups(store.read(path)), width=100)
     assert not set(text) & {"\x1b", "\x07", "\x9b"}
 
 
 def test_the_json_names_runs_of_changes(slower):
-    document = json.loads(told.as_json(trends.groups(store.read(slower))))
+    document = json.loads(history_report.as_json(trends.groups(store.read(slower))))
     (group,) = document["groups"]
     (change,) = next(each for each in group["metrics"] if each["metric"] == "step_time_ns")["changes"]
     names = {run["run"]: run["name"] for run in group["runs"]}
@@ -269,17 +269,17 @@ def test_the_json_names_runs_of_changes(slower):
     assert (change["is_worse"], change["findings_appeared"]) == (True, ["COMM001"])
 
 
-def test_an_interval_of_the_median_holds_it_95_times_in_100():
+def test_an_interval_of_the_median_contains_it_in_95_of_100_cases():
     random = np.random.default_rng(2)
     for count in (6, 11, 30):
         ends = np.array([median_interval(random.exponential(size=count)) for _ in range(2000)])
-        held = ((ends[:, 0] <= np.log(2)) & (np.log(2) <= ends[:, 1])).mean()
-        assert 0.94 <= held <= 1
+        share = ((ends[:, 0] <= np.log(2)) & (np.log(2) <= ends[:, 1])).mean()
+        assert 0.94 <= share <= 1
     assert median_interval(np.arange(5.0)) == (None, None)
     assert median_interval(np.arange(6.0)) == (0, 5)
 
 
-def test_an_interval_of_many_samples_is_exact_and_costs_next_to_nothing():
+def test_an_interval_of_many_samples_is_exact_and_cheap():
     def ends(count):
         below = [sum(comb(count, k) for k in range(number + 1)) for number in range((count + 1) // 2)]
         lowest = max((number for number, ways in enumerate(below) if 40 * ways <= 2**count), default=None)
@@ -290,7 +290,7 @@ def test_an_interval_of_many_samples_is_exact_and_costs_next_to_nothing():
     assert median_interval(np.arange(50_000.0)) == (24780, 25219)  # 15 minutes by a binomial a value
 
 
-def test_the_commit_is_what_ci_says_else_what_git_says(tmp_path):
+def test_the_commit_comes_from_ci_else_from_git(tmp_path):
     def git(*words):
         author = ("-c", "user.name=A", "-c", "user.email=a@b.c")
         subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True)
@@ -331,7 +331,7 @@ def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["show", "--db", "missing.duckdb"], "there is no such file"),
         (["show", "--db", "{db}", "--metric", "step_tme"], "did you mean step_time?"),
@@ -340,14 +340,14 @@ def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
         (["add", "{broken}", "--db", "{broken}"], "cannot be read as a history"),
     ],
 )
-def test_on_the_command_line_what_cannot_be_used_is_one_line_and_exit_2(tmp_path, words, told):
+def test_on_the_command_line_invalid_input_is_one_line_and_exit_code_2(tmp_path, words, message):
     db, broken = tmp_path / "history.duckdb", tmp_path / "broken.json"
     store.add(db, [])
     broken.write_text(json.dumps({"schema": "tracekit.report/1", "run": {"name": "x"}}))
     before = broken.read_bytes()
     done = tracekit("history", *(word.format(db=db, broken=broken) for word in words))
     assert done.returncode == 2
-    assert told in cli_runner.only_line(done)
+    assert message in cli_runner.only_line(done)
     assert broken.read_bytes() == before
 
 

@@ -118,7 +118,7 @@ def test_a_plugin_may_not_take_the_key_of_a_metric(plugin: str, tmp_path: Path) 
         all_metrics()
 
 
-def test_the_page_of_metrics_is_that_of_the_registry(request: pytest.FixtureRequest) -> None:
+def test_the_page_of_metrics_lists_the_registry(request: pytest.FixtureRequest) -> None:
     path = ROOT / "docs" / "metrics.md"
     if request.config.getoption("--update-golden"):
         path.write_text(comparison.metrics_page(), encoding="utf-8")
@@ -126,7 +126,7 @@ def test_the_page_of_metrics_is_that_of_the_registry(request: pytest.FixtureRequ
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)
-def test_a_metric_is_whole(metric: metrics.Metric) -> None:
+def test_a_metric_is_complete(metric: metrics.Metric) -> None:
     assert bool(metric.of_trace) != bool(metric.of_run)
     assert metric.meaning.endswith(".")
     assert metric.part_of is None or metric.part_of in all_metrics()

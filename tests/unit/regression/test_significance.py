@@ -1,4 +1,4 @@
-"""Recordings against recordings: seldom a false alarm where recordings differ, real changes found, doubt said aloud."""
+"""Comparison of recordings: few false alarms, real changes are found, and doubt is reported."""
 
 import numpy as np
 import pytest
@@ -33,13 +33,13 @@ def verdicts(metric: str, pairs: int, *, seed: int, before: int, after: int, bet
 
 
 @pytest.mark.parametrize(("before", "after", "between"), [(1, 1, 0.04), (5, 1, 0.02), (5, 1, 0.08), (5, 3, 0.04)])
-def test_recordings_that_differ_from_moment_to_moment_cry_no_wolf(before: int, after: int, between: float) -> None:
+def test_recordings_of_the_same_training_raise_few_false_alarms(before: int, after: int, between: float) -> None:
     found = verdicts("step_time_ns", 80, seed=1, before=before, after=after, between=between, grown=0.0)
     assert found.count("worse") <= 0.03 * 80
     assert found.count("better") <= 0.03 * 80
 
 
-def test_a_shift_of_a_tenth_is_found_where_recordings_differ_by_little() -> None:
+def test_a_shift_of_10_percent_is_found_if_recordings_vary_little() -> None:
     found = verdicts("cpu_time_ns", 40, seed=2, before=5, after=1, between=0.01, grown=0.1)
     assert found.count("worse") >= 0.95 * 40
     assert "better" not in found
@@ -53,7 +53,7 @@ def test_more_recordings_find_what_one_cannot() -> None:
     assert three > one + 10
 
 
-def test_a_baseline_of_one_recording_takes_a_step_of_a_tenth_for_a_mood_of_the_machine() -> None:
+def test_a_shift_of_10_percent_from_a_single_recording_is_inconclusive() -> None:
     found = compare_recordings(
         metric_of("step_time_ns"), [sample_baselines.steps(100e6)], [sample_baselines.steps(110e6, seed=1)]
     )
@@ -62,7 +62,7 @@ def test_a_baseline_of_one_recording_takes_a_step_of_a_tenth_for_a_mood_of_the_m
     assert found.more_samples == 0
 
 
-def test_a_restless_machine_is_known_by_the_steps_of_a_single_recording() -> None:
+def test_noisy_steps_of_a_single_recording_widen_the_interval() -> None:
     random = np.random.default_rng(7)
     wild = 0
     for _ in range(40):
@@ -72,7 +72,7 @@ def test_a_restless_machine_is_known_by_the_steps_of_a_single_recording() -> Non
     assert wild <= 3
 
 
-def test_a_few_steps_that_scatter_ask_for_samples_not_recordings() -> None:
+def test_few_noisy_steps_ask_for_more_samples_not_recordings() -> None:
     wild = [np.array([60e6, 80e6, 100e6, 120e6, 140e6]), np.array([65e6, 85e6, 105e6, 125e6, 145e6])]
     found = compare_recordings(metric_of("cpu_time_ns"), wild[:1], wild[1:])
     assert found.verdict is Verdict.INCONCLUSIVE
@@ -97,13 +97,13 @@ def test_counts_need_no_repetition(metric: str, before: float, after: float, ver
     assert found.verdict.value == verdict
 
 
-def test_a_time_within_the_step_must_matter_to_the_step() -> None:
+def test_a_part_of_the_step_must_be_relevant_to_the_step() -> None:
     small, large = [sample_baselines.steps(1e6)] * 5, [sample_baselines.steps(1.5e6)]
     assert compare_recordings(metric_of("transfer_ns"), small, large, whole=10e6).verdict is Verdict.WORSE
     assert compare_recordings(metric_of("transfer_ns"), small, large, whole=100e6).verdict is not Verdict.WORSE
 
 
-def test_saves_are_few_and_are_compared_all_the_same() -> None:
+def test_few_saves_are_compared() -> None:
     before = [np.array([200e6 + n * 1e6, 210e6]) for n in range(5)]
     found = compare_recordings(metric_of("checkpoint_cpu_ns"), before, [np.array([300e6, 310e6])])
     assert (found.verdict, found.candidate_samples) == (Verdict.WORSE, 2)
@@ -143,14 +143,14 @@ def test_students_quantiles_are_those_of_tables() -> None:
         assert student_t(probability, degrees) == pytest.approx(expected, rel=0.012)
 
 
-def test_the_variance_of_a_median_is_that_of_medians_drawn_anew() -> None:
+def test_the_variance_of_a_median_is_that_of_resampled_medians() -> None:
     random = np.random.default_rng(5)
     true = np.var([np.median(random.normal(0, 1, 60)) for _ in range(1000)])
-    told = np.mean([variance_of_median(random.normal(0, 1, 60)) for _ in range(60)])
-    assert 0.75 * true < told < 1.5 * true  # a bootstrap of a median is a little wide
+    estimate = np.mean([variance_of_median(random.normal(0, 1, 60)) for _ in range(60)])
+    assert 0.75 * true < estimate < 1.5 * true  # a bootstrap of a median is a little wide
 
 
-def test_neighbouring_steps_that_are_alike_are_worth_less_than_independent_ones() -> None:
+def test_correlated_steps_count_less_than_independent_ones() -> None:
     random = np.random.default_rng(6)
     alike = np.repeat(random.normal(0, 1, 20), 4)
     shuffled = random.permutation(alike)
