@@ -3,10 +3,10 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -285,14 +285,14 @@ def _age(seconds: float) -> str:
 
 def state_json(state: TrainingState) -> str:
     """Return the state as a line of JSON. Values that are not finite are null."""
-    document = {"schema": SCHEMA, "kind": "state", **asdict(state)}
+    document = {"schema": SCHEMA, "kind": "state", **msgspec.to_builtins(state)}
     del document["loss_curve"]
     return _json(document)
 
 
 def outlier_json(outlier: OutlierStep) -> str:
     """Return an outlier step as a line of JSON."""
-    return _json({"schema": SCHEMA, "kind": "outlier", **asdict(outlier)})
+    return _json({"schema": SCHEMA, "kind": "outlier", **msgspec.to_builtins(outlier)})
 
 
 def _json(document: Mapping[str, Any]) -> str:
