@@ -15,7 +15,7 @@ from tracekit.report import charts
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
-VERDICT_PX = 190
+VERDICT_PX = 180
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", runs_table.GOOD: "#009E73"}
 
 
@@ -102,7 +102,7 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
             "exposed": config.NumberColumn(format="%.1f%%", help="Share of the time in exposed communication"),
             "saving": config.NumberColumn(
-                "potential saving", format="%.1f%%", help="Cost of the most expensive finding, as a share of the step"
+                format="%.1f%%", help="Potential saving: cost of the most expensive finding, as a share of the step"
             ),
             "recorded": config.DatetimeColumn("recorded", format="YYYY-MM-DD HH:mm", timezone="UTC"),
             "size": config.NumberColumn(format="%.2f MiB"),
