@@ -33,8 +33,6 @@ _SAVE_FUNCTION = (
     r"|torch/distributed/checkpoint/state_dict_saver\.py\(\d+\): (save|async_save|_?save_state_dict)$"
     r"|: _?save_(checkpoint|state_dict)$"
 )
-
-
 _WRITE_FUNCTION = r"built-in method write of _?io\.|<built-in method write\b|BufferedWriter.*\bwrite\b"
 _FSYNC_FUNCTION = r"\bfsync\b"
 
@@ -55,9 +53,7 @@ def loads(trace: Trace) -> pl.DataFrame:
 
 def step_times(trace: Trace) -> pl.DataFrame:
     """Return the step times of the metrics log. Columns step, step_time_ns; one row per step."""
-    return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select(
-        "step", pl.col("value").alias("step_time_ns")
-    )
+    return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select("step", step_time_ns="value")
 
 
 def save_spans(trace: Trace) -> pl.DataFrame:
@@ -78,13 +74,8 @@ def save_spans(trace: Trace) -> pl.DataFrame:
     if not len(merged):
         return pl.DataFrame(schema=SPAN_COLUMNS)
     first = np.searchsorted(found["start_ns"].to_numpy(), merged[:, 0], side="left")
-    return found[first].select(
-        "step",
-        "name",
-        "start_ns",
-        pl.Series("dur_ns", merged[:, 1] - merged[:, 0], pl.Int64),
-        *_inside(trace, merged),
-    )
+    dur_ns = pl.Series("dur_ns", merged[:, 1] - merged[:, 0], pl.Int64)
+    return found[first].select("step", "name", "start_ns", dur_ns, *_inside(trace, merged))
 
 
 def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
@@ -118,8 +109,4 @@ def _covered(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
 def host_steps(trace: Trace) -> pl.DataFrame:
     """Return the host windows of the steps. Columns step, start_ns, dur_ns; one row per step that the trace marks."""
     marked = trace.steps.drop_nulls(["step", "host_start_ns", "host_end_ns"]).unique("step", maintain_order=True)
-    return marked.select(
-        "step",
-        pl.col("host_start_ns").alias("start_ns"),
-        (pl.col("host_end_ns") - pl.col("host_start_ns")).alias("dur_ns"),
-    )
+    return marked.select("step", start_ns="host_start_ns", dur_ns=pl.col("host_end_ns") - pl.col("host_start_ns"))

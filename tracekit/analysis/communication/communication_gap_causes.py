@@ -136,18 +136,12 @@ class _Splitter:
         self.trace, self.device, self.found = trace, device, found
         self.gaps: Spans = intervals.from_table(found)
         self.work = launches.work(trace, device)
-        prepared = launches.preparation(trace, device)
-        self.prepared = prepared.join(
-            found.select(
-                "collective_id",
-                pl.int_range(pl.len()).alias("row"),
-                pl.col("start_ns").alias("gap_ns"),
-                (pl.col("start_ns") + pl.col("dur_ns")).alias("gap_end_ns"),
-            ),
-            on="collective_id",
-            maintain_order="left",
-        ).filter(
-            (pl.col("start_ns") + pl.col("dur_ns") > pl.col("gap_ns")) & (pl.col("start_ns") < pl.col("gap_end_ns"))
+        end_ns = pl.col("start_ns") + pl.col("dur_ns")
+        rows = found.select("collective_id", row=pl.int_range(pl.len()), gap_ns="start_ns", gap_end_ns=end_ns)
+        self.prepared = (
+            launches.preparation(trace, device)
+            .join(rows, on="collective_id", maintain_order="left")
+            .filter(end_ns > pl.col("gap_ns"), pl.col("start_ns") < pl.col("gap_end_ns"))
         )
         others = self.work.join(self.prepared.select("id"), on="id", how="anti")
         self.compute = ActivitySpans.of(others.filter(pl.col("kind") == "compute"))
@@ -171,9 +165,7 @@ class _Splitter:
         """Return the preparation and collectives that follow within each gap."""
         own = self.work.select("id", "launched_ns")
         closing = self.found.select(
-            pl.int_range(pl.len()).alias("row"),
-            pl.col("collective_id").alias("id"),
-            (pl.col("start_ns") + pl.col("dur_ns")).alias("start_ns"),
+            row=pl.int_range(pl.len()), id="collective_id", start_ns=pl.col("start_ns") + pl.col("dur_ns")
         ).join(own, on="id", how="left", maintain_order="left")
         steps = self.prepared.filter(pl.col("start_ns") >= pl.col("gap_ns"))
         both = pl.concat([closing, steps.select(closing.columns)]).sort("row", "start_ns", maintain_order=True)

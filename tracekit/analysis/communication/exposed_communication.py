@@ -57,9 +57,8 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     alone = _exposed_spans(run)
     parts = []
     for place, steps in run.table(breakdown.by_step).partition_by(_OF, as_dict=True).items():
-        transfers = intervals.union(
-            *([transfer_spans(calls[place])] if place in calls else []), _spans(saves.get(place))
-        )
+        own = [transfer_spans(calls[place])] if place in calls else []
+        transfers = intervals.union(*own, _spans(saves.get(place)))
         windows = intervals.from_columns(steps["start_ns"], steps["duration_ns"])
         own_ns = intervals.coverage(windows, intervals.intersect(_spans(alone.get(place)), transfers))
         parts.append(steps.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
@@ -75,12 +74,8 @@ def by_rank(run: Run) -> pl.DataFrame:
     meanwhile), exposed_ns and waited_ns (as `exposed_by_step`). Several devices are summed.
     """
     steps = run.run_table(exposed_by_step)
-    sums = steps.group_by("rank").agg(
-        pl.col("duration_ns", "communication_ns").sum(),
-        pl.col("overlapped_ns").sum().alias("hidden_ns"),
-        pl.col("exposed_ns", "waited_ns").sum(),
-    )
-    return sums.sort("rank")
+    times = pl.col("duration_ns", "communication_ns", "hidden_ns", "exposed_ns", "waited_ns").sum()
+    return steps.rename({"overlapped_ns": "hidden_ns"}).group_by("rank").agg(times).sort("rank")
 
 
 def spread(run: Run) -> pl.DataFrame:
@@ -96,21 +91,15 @@ def spread(run: Run) -> pl.DataFrame:
         pl.col("start_ns", "duration_ns", "exposed_ns", "waited_ns").get(slowest)
     )
     median = pl.col("duration_ns").median().over("window", "step")
-    return (
-        each.with_columns(
-            median.round().cast(pl.Int64).alias("median_ns"),
-            (pl.col("duration_ns") / median - 1).alias("longer_ratio"),
-            (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio"),
-            (pl.col("waited_ns") / pl.col("duration_ns")).alias("waited_ratio"),
-        )
-        .select(*SPREAD_COLUMNS)
-        .sort("window", "step", "rank")
+    place = ("window", "step", "rank", "start_ns", "duration_ns")
+    table = each.select(
+        *place,
+        median_ns=median.round().cast(pl.Int64),
+        longer_ratio=pl.col("duration_ns") / median - 1,
+        exposed_ratio=pl.col("exposed_ns") / pl.col("duration_ns"),
+        waited_ratio=pl.col("waited_ns") / pl.col("duration_ns"),
     )
-
-
-SPREAD_COLUMNS = (
-    "window", "step", "rank", "start_ns", "duration_ns", "median_ns", "longer_ratio", "exposed_ratio", "waited_ratio",
-)  # fmt: skip
+    return table.sort("window", "step", "rank")
 
 
 def save_collectives(trace: Trace) -> pl.DataFrame:

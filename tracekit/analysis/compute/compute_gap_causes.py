@@ -5,21 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.communication import collective_instances, communication_gap_causes
-from tracekit.analysis.communication.communication_gap_causes import (
-    ADJACENT,
-    CAUSES,
-    COLLECTIVE,
-    COPY,
-    HOST,
-    INSTANCES,
-    LAUNCH_TIME,
-    NEAR_NS,
-    PEER,
-    RUNNING,
-    UNKNOWN,
-    ActivitySpans,
-)
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.communication import communication_gap_causes as causes
 from tracekit.analysis.time import breakdown, gaps, host_state, launches
 from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.memoize import memoize
@@ -49,7 +36,7 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     Where the host synchronizes with the device while a collective runs, the cause is that collective (detail
     synchronize).
     """
-    found, before = gaps.compute_gaps(trace), communication_gap_causes.gap_causes(trace)
+    found, before = gaps.compute_gaps(trace), causes.gap_causes(trace)
     parts = [pl.DataFrame(schema=COLUMNS)]
     for device in breakdown.devices(trace):
         here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
@@ -73,13 +60,13 @@ def compute_gap_causes_across(run: Run) -> pl.DataFrame:
     waits = waits.unique(["window", "rank", "collective_id"])
     joined = pieces.join(waits, on=["window", "rank", "collective_id"], how="left", maintain_order="left")
     last_ns = pl.col("collective_start_ns") + pl.col("wait_ns").fill_null(0)
-    peer_ns = pl.when(pl.col("cause") == COLLECTIVE).then((last_ns - pl.col("start_ns")).clip(0)).fill_null(0)
+    peer_ns = pl.when(pl.col("cause") == causes.COLLECTIVE).then((last_ns - pl.col("start_ns")).clip(0)).fill_null(0)
     pieces_with_wait = joined.with_columns(pl.min_horizontal(peer_ns, "dur_ns").alias("peer_ns"))
     waiting = pieces_with_wait.filter(pl.col("peer_ns") > 0).with_columns(
-        pl.col("peer_ns").alias("dur_ns"),
-        pl.lit(PEER).alias("cause"),
-        pl.lit(INSTANCES).alias("evidence"),
-        pl.lit(communication_gap_causes.CONFIDENCES[INSTANCES]).alias("confidence"),
+        dur_ns="peer_ns",
+        cause=pl.lit(causes.PEER),
+        evidence=pl.lit(causes.INSTANCES),
+        confidence=pl.lit(causes.CONFIDENCES[causes.INSTANCES]),
     )
     rest = pieces_with_wait.with_columns(
         pl.col("start_ns") + pl.col("peer_ns"),
@@ -98,7 +85,7 @@ def chains(trace: Trace) -> pl.DataFrame:
     next all-gather on the communicator; up to 20 µs between them is launch latency of the device), and within the gap
     itself. Removing the gap saves at most the smaller of dur_ns and waited_ns.
     """
-    pieces = communication_gap_causes.gap_causes(trace)
+    pieces = causes.gap_causes(trace)
     place = ["device", "step", "phase", "unit", "collective_id"]
     names = [name for name in CHAIN_COLUMNS if name.endswith("_ns") and name not in ("start_ns", "dur_ns", "waited_ns")]
     by_cause = pieces.group_by(pl.col("gap").alias("communication_gap"), maintain_order=True).agg(
@@ -109,10 +96,10 @@ def chains(trace: Trace) -> pl.DataFrame:
     )
     if by_cause.is_empty():
         return pl.DataFrame(schema=CHAIN_COLUMNS)
-    is_wait = (pl.col("cause") == COLLECTIVE) | pl.col("communication_gap").is_not_null()
+    is_wait = (pl.col("cause") == causes.COLLECTIVE) | pl.col("communication_gap").is_not_null()
     keyed = pl.col("device").fill_null(-1).alias("_device")
     waits = compute_gap_causes(trace).filter(is_wait).select(keyed, "start_ns", "dur_ns").sort("start_ns")
-    closed = by_cause.filter(pl.col("dur_ns") > NEAR_NS).select(keyed, "communication_gap", "start_ns")
+    closed = by_cause.filter(pl.col("dur_ns") > causes.NEAR_NS).select(keyed, "communication_gap", "start_ns")
     tied = waits.join_asof(closed.sort("start_ns"), on="start_ns", by="_device", check_sortedness=False)
     waited = tied.group_by("communication_gap").agg(pl.col("dur_ns").sum().alias("waited_ns"))
     return (
@@ -134,7 +121,7 @@ class _Wait(NamedTuple):
 def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
     """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
     work = launches.work(trace, device)
-    calls = ActivitySpans.of(work.filter(pl.col("kind") == "communication"))
+    calls = causes.ActivitySpans.of(work.filter(pl.col("kind") == "communication"))
     copies = intervals.from_table(work.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)))
     quiet = intervals.from_table(before)
     idle = intervals.from_table(found)
@@ -150,23 +137,23 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     awaited = wait.call[pieces.of]
     unlaunched = at < wait.launched_ns[pieces.of]
     blocked = host_state.is_synchronizing(state) if device is not None else state >= _IDLE_HOST
-    cause, evidence = communication_gap_causes.first_match(
-        (waits & (call >= 0) & wait.near[pieces.of], COLLECTIVE, ADJACENT),
-        (waits & (call >= 0), COLLECTIVE, RUNNING),
-        (waits & (gap >= 0), UNKNOWN, communication_gap_causes.NONE),  # replaced by the cause of the communication gap
-        (waits & (at < sweep_line.at(calls.launched_ns, awaited, sweep_line.NEVER)), HOST, LAUNCH_TIME),
-        (waits, UNKNOWN, communication_gap_causes.NONE),
-        (unlaunched & blocked & (call >= 0), COLLECTIVE, RUNNING),
-        (unlaunched, HOST, LAUNCH_TIME),
-        (sweep_line.running(copies, at) >= 0, COPY, RUNNING),
+    cause, evidence = causes.first_match(
+        (waits & (call >= 0) & wait.near[pieces.of], causes.COLLECTIVE, causes.ADJACENT),
+        (waits & (call >= 0), causes.COLLECTIVE, causes.RUNNING),
+        (waits & (gap >= 0), causes.UNKNOWN, causes.NONE),  # replaced by the cause of the communication gap
+        (waits & (at < sweep_line.at(calls.launched_ns, awaited, sweep_line.NEVER)), causes.HOST, causes.LAUNCH_TIME),
+        (waits, causes.UNKNOWN, causes.NONE),
+        (unlaunched & blocked & (call >= 0), causes.COLLECTIVE, causes.RUNNING),
+        (unlaunched, causes.HOST, causes.LAUNCH_TIME),
+        (sweep_line.running(copies, at) >= 0, causes.COPY, causes.RUNNING),
     )
     inherits = waits & (call < 0) & (gap >= 0)
-    is_host = cause == CAUSES.index(HOST)
-    synced = ~waits & (cause == CAUSES.index(COLLECTIVE)) & host_state.is_synchronizing(state)
+    is_host = cause == causes.CAUSES.index(causes.HOST)
+    synced = ~waits & (cause == causes.CAUSES.index(causes.COLLECTIVE)) & host_state.is_synchronizing(state)
     place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
     detail = np.where(is_host | synced, state, -1)
-    labelled = communication_gap_causes.label_pieces(place, pieces, cause, detail, evidence)
-    own = np.where(cause == CAUSES.index(COLLECTIVE), call, -1)
+    labelled = causes.label_pieces(place, pieces, cause, detail, evidence)
+    own = np.where(cause == causes.CAUSES.index(causes.COLLECTIVE), call, -1)
     return _named(labelled, calls, own, before, np.where(inherits, gap, -1))
 
 
@@ -174,18 +161,20 @@ _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
 """On a CPU run, a host in this state or a later one may be waiting for a running collective."""
 
 
-def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: ActivitySpans, idle: intervals.Spans) -> _Wait:
+def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: causes.ActivitySpans, idle: intervals.Spans) -> _Wait:
     own = work.select(pl.col("id").alias("activity_id"), "launched_ns")
     launched = found.select("activity_id").join(own, on="activity_id", how="left", maintain_order="left")["launched_ns"]
     launched_ns = launched.fill_null(sweep_line.NEVER).to_numpy().astype(np.int64)
     call = calls.ended_until(idle[:, 1])
     end_ns = sweep_line.at(calls.spans[:, 1], call, sweep_line.NEVER)
-    near = idle[:, 1] - end_ns <= NEAR_NS
+    near = idle[:, 1] - end_ns <= causes.NEAR_NS
     awaited = (end_ns > idle[:, 0]) & (near | (end_ns >= launched_ns))
     return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, sweep_line.NEVER), near)
 
 
-def _named(labelled: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.DataFrame, gap: Ints) -> pl.DataFrame:
+def _named(
+    labelled: pl.DataFrame, calls: causes.ActivitySpans, call: Ints, before: pl.DataFrame, gap: Ints
+) -> pl.DataFrame:
     """Return the pieces with the running collective, or the cause inherited from a communication gap."""
     rows = pl.int_range(pl.len()).cast(pl.Int64)
     inherited = before.select(
@@ -199,7 +188,7 @@ def _named(labelled: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.
     )
     has = pl.col("_row").is_not_null()
     starts = pl.DataFrame({"collective_id": calls.id, "collective_start_ns": calls.spans[:, 0]})
-    frame = communication_gap_causes.merge_adjacent(
+    frame = causes.merge_adjacent(
         joined.with_columns(
             *(pl.when(has).then(f"_{name}").otherwise(name).alias(name) for name in ("cause", "detail", "evidence")),
             pl.when(has).then("_id").otherwise("collective_id").alias("collective_id"),

@@ -90,13 +90,11 @@ def _described(trace: Trace, keys: Sequence[str]) -> pl.DataFrame:
     """Return the activities with whatever of the keys is not a column of theirs."""
     work = trace.activities
     if "stream" in keys or "device" in keys:
-        work = work.join(
-            trace.lanes.select("lane", "device", pl.col("name").alias("stream")), on="lane", maintain_order="left"
-        )
+        lanes = trace.lanes.select("lane", "device", stream="name")
+        work = work.join(lanes, on="lane", maintain_order="left")
     if "op" in keys or "shapes" in keys:
-        work = work.with_columns(launching_op_columns(trace, ("name", "shapes"))).rename(
-            {"op_name": "op", "op_shapes": "shapes"}
-        )
+        op, shapes = launching_op_columns(trace, ("name", "shapes"))
+        work = work.with_columns(op=op, shapes=shapes)
     return work
 
 

@@ -37,9 +37,7 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
     is_compute = (keys["kind"] == "compute").to_numpy()
     own_ns = np.where(is_compute[key], length_ns, length_ns - hidden_ns) if len(spans) else length_ns
     sums = np.bincount(key, own_ns, minlength=keys.height)
-    metric = pl.when(pl.col("kind") == "compute").then(pl.lit("compute_ns")).otherwise(
-        pl.lit("exposed_communication_ns")
-    )  # fmt: skip
+    metric = pl.col("kind").replace_strict(["compute", "communication"], list(UNIT_METRICS), return_dtype=pl.String)
     samples = keys.with_columns(metric.alias("metric"), pl.Series("value", sums, pl.Float64))
     return schema.select(samples, UNIT_COLUMNS).sort("unit", "metric", "step")
 
@@ -61,19 +59,11 @@ def work(trace: Trace) -> pl.DataFrame:
     allocated = allocated.filter(~allocations.in_collectives(trace, allocated["at_ns"]))
     computed = flops.flops(trace)
     parts = [
-        computed.select(
-            pl.lit(FLOPS).alias("kind"), "phase", "name", "step", pl.col("flops").cast(pl.Int64).alias("amount")
-        ),
-        activities.select("kind", "phase", "name", "step", pl.col("dur_ns").alias("amount")),
-        sent.select(
-            pl.lit(SENT).alias("kind"), "phase", pl.col("op").alias("name"), "step",
-            pl.col("sent_bytes").alias("amount"),
-        ),
-        allocated.select(
-            pl.lit(ALLOCATED).alias("kind"), "phase", pl.col("unit").alias("name"), "step",
-            pl.col("delta_bytes").alias("amount"),
-        ),
-    ]  # fmt: skip
+        computed.select("phase", "name", "step", kind=pl.lit(FLOPS), amount=pl.col("flops").cast(pl.Int64)),
+        activities.select("phase", "name", "step", kind="kind", amount="dur_ns"),
+        sent.select("phase", name="op", step="step", kind=pl.lit(SENT), amount="sent_bytes"),
+        allocated.select("phase", name="unit", step="step", kind=pl.lit(ALLOCATED), amount="delta_bytes"),
+    ]
     return _typical(pl.concat(parts), max(1, trace.steps["step"].drop_nulls().n_unique()))
 
 
@@ -85,10 +75,10 @@ def save_work(trace: Trace) -> pl.DataFrame:
     rows = trace.checkpoints.filter(
         pl.col("operation") == conventions.SAVE, "blocking", pl.col("stage") != conventions.TOTAL
     )
+    step = pl.coalesce(pl.col("step").cast(pl.String), "checkpoint")
     each = rows.select(
-        pl.lit(SAVE).alias("kind"), pl.lit(None, pl.String).alias("phase"), pl.col("stage").alias("name"),
-        pl.coalesce(pl.col("step").cast(pl.String), "checkpoint").alias("step"), pl.col("dur_ns").alias("amount"),
-    )  # fmt: skip
+        kind=pl.lit(SAVE), phase=pl.lit(None, pl.String), name="stage", step=step, amount=pl.col("dur_ns")
+    )
     return _typical(each, max(1, each["step"].n_unique()))
 
 

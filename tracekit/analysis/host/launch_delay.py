@@ -60,14 +60,6 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 
 def _places(trace: Trace) -> pl.DataFrame:
     """Return the number of each compute activity among those of its name in its step."""
-    parts = [
-        launches.work(trace, device)
-        .filter(pl.col("kind") == "compute")
-        .select(
-            pl.col("id").alias("activity_id"),
-            "name",
-            pl.int_range(pl.len()).over("step", "lane", "name").cast(pl.Int64).alias("nth"),
-        )
-        for device in breakdown.devices(trace)
-    ]
-    return pl.concat(parts)
+    nth = pl.int_range(pl.len()).over("step", "lane", "name").cast(pl.Int64)
+    work = [launches.work(trace, device).filter(pl.col("kind") == "compute") for device in breakdown.devices(trace)]
+    return pl.concat(part.select("name", activity_id="id", nth=nth) for part in work)

@@ -18,13 +18,12 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
     row per function. The time of a function includes its callees, and it comes before them. No rows where the trace has
     no stacks.
     """
-    empty = pl.DataFrame(schema=COLUMNS)
     python = trace.ops.lazy().filter(pl.col("kind") == "python").select("id", "name", "start_ns", "dur_ns")
     named = pl.col("name").str.extract_groups(_NAME).struct.unnest()
     calls = python.with_columns(named).drop_nulls("file").with_columns(pl.col("line").cast(pl.Int64)).collect()
     spans = _on_host(trace, evidence)
     if calls.is_empty() or not len(spans):
-        return empty
+        return pl.DataFrame(schema=COLUMNS)
     inside_ns = intervals.coverage(intervals.from_table(calls), spans)
     return (
         calls.with_columns(pl.Series("inside_ns", inside_ns))
@@ -42,12 +41,8 @@ def _on_host(trace: Trace, evidence: pl.DataFrame) -> intervals.Spans:
     rows = evidence.select("start_ns", "dur_ns").drop_nulls()
     if trace.on_device:
         work = trace.activities.select("start_ns", "dur_ns", "launch_id")
-        calls = trace.ops.select(
-            pl.col("id").alias("launch_id"), launched_ns=pl.col("start_ns"), call_ns=pl.col("dur_ns")
-        )
+        calls = trace.ops.select(launch_id="id", launched_ns="start_ns", call_ns="dur_ns")
         found = rows.join(work, on=["start_ns", "dur_ns"], how="left").join(calls, on="launch_id", how="left")
-        rows = found.select(
-            pl.coalesce("launched_ns", "start_ns").alias("start_ns"), pl.coalesce("call_ns", "dur_ns").alias("dur_ns")
-        )
+        rows = found.select(start_ns=pl.coalesce("launched_ns", "start_ns"), dur_ns=pl.coalesce("call_ns", "dur_ns"))
     # An instant has no duration, but still lies inside a function.
     return intervals.union(intervals.from_columns(rows["start_ns"], np.maximum(rows["dur_ns"].to_numpy(), 1)))

@@ -88,11 +88,8 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     activities = trace.activities
     on_device = np.isin(activities["lane"].to_numpy(), lanes)
     spans = intervals.from_table(activities)
-    kind = {each: (activities["kind"] == each).to_numpy() for each in ("compute", "communication", *COPY_KINDS)}
-    copies = np.logical_or.reduce([kind[each] for each in COPY_KINDS])
-    compute, communication, copy = (
-        intervals.union(spans[on_device & which]) for which in (kind["compute"], kind["communication"], copies)
-    )
+    masks = [activities["kind"].is_in(kinds).to_numpy() for kinds in (["compute"], ["communication"], COPY_KINDS)]
+    compute, communication, copy = (intervals.union(spans[on_device & mask]) for mask in masks)
     return compute, communication, copy
 
 
