@@ -38,18 +38,8 @@ RECORD_VARIABLE = "TRACEKIT_RECORD"
 
 # Spans in a trace ----------------------------------------------------------------------------------------------------
 SPAN_PREFIX = "tracekit::"
-DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, CHECKPOINT = (
-    "data",
-    "forward",
-    "backward",
-    "clip",
-    "optimizer",
-    "checkpoint",
-)
-PHASES = (DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, CHECKPOINT)
-
-# FSDP2 names its spans "FSDP::all_gather (layers.0)"; our engine mirrors them under its own prefix.
-UNIT_SPAN_PREFIXES = ("FSDP::", "YaFSDP::")
+PHASES = ("data", "forward", "backward", "clip", "optimizer", "checkpoint")
+DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, CHECKPOINT = PHASES
 
 
 def span_name(phase: str) -> str:

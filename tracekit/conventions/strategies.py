@@ -11,7 +11,7 @@ https://github.com/yandex/YaFSDP. Rings: nccl-tests, doc/PERFORMANCE.md.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST = "all_gather", "reduce_scatter", "all_reduce", "broadcast"
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -219,16 +219,13 @@ YAFSDP = Strategy(
     span_prefix="YaFSDP::",
     replayed=True,
 )
-YAFSDP_V1 = Strategy(
-    "yafsdp-v1",
-    "YaFSDP as published in May 2024: deferred reduce-scatters, the cast on the communication stream",
-    _ALL,
-    _GATHER_TWICE,
-    FP32_SHARDS_ADAM,
-    weight_buffers=2,
-    gradient_buffers=2,
-    high_priority=True,
+YAFSDP_V1 = replace(
+    YAFSDP,
+    name="yafsdp-v1",
+    label="YaFSDP as published in May 2024: deferred reduce-scatters, the cast on the communication stream",
+    span_prefix="",
     trained=False,
+    replayed=False,
 )
 STRATEGIES: Mapping[str, Strategy] = {
     strategy.name: strategy for strategy in (DDP, ZERO1, ZERO1_SCATTERED, ZERO2, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1)

@@ -6,12 +6,11 @@ A new format is one module with a `Reader` and one entry here, or a plug-in with
 import functools
 from importlib.metadata import entry_points
 
-from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.kineto.reader import KinetoTraces
 from tracekit.ingest.readers.logs import CheckpointLogs, MetricsLogs
 from tracekit.ingest.readers.manifest import Manifests
 from tracekit.ingest.readers.memory_snapshot.reader import MemorySnapshots
-from tracekit.ingest.readers.reader import Reader
+from tracekit.ingest.readers.reader import Reader, describe_foreign_file
 
 # Kineto is last: it takes every JSON file that no other reader recognizes, to say what is wrong with it.
 READERS: tuple[Reader, ...] = (Manifests(), CheckpointLogs(), MetricsLogs(), MemorySnapshots(), KinetoTraces())
@@ -41,7 +40,7 @@ def companions(rank: int) -> dict[str, Reader]:
 def unknown_format(head: bytes) -> str:
     """Return what a file is that no reader knows, and what to do about it."""
     names = ", ".join(reader.name for reader in available() if reader.has_traces)
-    return foreign_formats.describe(head) or f"unknown format; tracekit reads: {names}"
+    return describe_foreign_file(head) or f"unknown format; tracekit reads: {names}"
 
 
 def as_markdown() -> str:

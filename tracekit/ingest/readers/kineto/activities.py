@@ -6,16 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto import columns, issuing_ops, name_patterns
+from tracekit.ingest.readers.kineto import columns, name_patterns
 from tracekit.ingest.readers.kineto.events import Args
-from tracekit.ingest.readers.kineto.host_slices import Host, first_of, nulled
+from tracekit.ingest.readers.kineto.host_slices import Host, nulled
 from tracekit.ingest.readers.kineto.stream import Events
 from tracekit.model import intervals, nesting
 from tracekit.model.nesting import Flags, Ints
 
 _KINDS = pl.Series(("compute", "communication", "memcpy", "memset"))
 _COMPUTE, _COMMUNICATION = 0, 1
-_KIND_OF = np.array([_COMPUTE, 2, 3, _COMMUNICATION], np.int64)  # in the order of gather.DEVICE_KINDS
+_KIND_OF = np.array([_COMPUTE, 2, 3, _COMMUNICATION], np.int64)  # in the order of columns.DEVICE_KINDS
+_MAX_DEPTH = 64
 _KERNEL = columns.DEVICE_KINDS.index("kernel")
 
 
@@ -70,10 +71,8 @@ def on_device(
     `kernel_args` holds what kernels say of collectives by row, `slice_args` what host slices say by id.
     """
     work, distinct = placed.sort("start_ns", maintain_order=True), events.names
-    correlation = work["correlation"].to_numpy()
-    runtime, ops = np.flatnonzero(host.is_kind("runtime")), np.flatnonzero(host.is_kind("cpu_op"))
-    launch = _which(runtime, first_of(host.correlation[runtime], correlation))
-    owner = _which(ops, first_of(host.external_id[ops], work["external_id"].to_numpy()))
+    launch = host.find("runtime", "correlation", work["correlation"].to_numpy())
+    owner = host.find("cpu_op", "external_id", work["external_id"].to_numpy())
     communicates = (
         name_patterns.collective_kernels(distinct)[work["name"].to_numpy()] if len(work) else np.empty(0, bool)
     )
@@ -97,7 +96,7 @@ def on_device(
         }
     ).with_columns(host.context(launch, owner))
     which = np.flatnonzero(kind == _COMMUNICATION)
-    issuers = issuing_ops.around(host, np.where(launch >= 0, launch, owner)[which], slice_args)
+    issuers = [_climb(host, int(at), slice_args) for at in np.where(launch >= 0, launch, owner)[which]]
     rows, called = work["row"].gather(which).to_list(), table["name"].gather(which).to_list()
     return table, [
         CommunicationActivity(int(i), name, kernel_args.get(row), issuer)
@@ -115,7 +114,7 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
     names, named = host.names, host.named
     running = np.flatnonzero(names.runs_collective[named])
     running = running[np.argsort(host.start_ns[running], kind="stable")]
-    issuer = issuing_ops.in_order(host, running)
+    issuer = _issuers_in_order(host, running)
     within_issuer = _within_issuer(host, running, issuer)
     busy = np.unique(host.lane[running[~within_issuer]])
     dispatches = host.is_kind("cpu_op") & names.is_compute_op[named] & ~np.isin(host.lane, busy)
@@ -124,11 +123,7 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
     compute = _without_waits(host, np.flatnonzero(dispatches & ~inside))
     kinds = np.repeat([_COMPUTE, _COMMUNICATION], (len(compute), len(running)))
     of = np.concatenate((compute[:, 0], np.where(issuer >= 0, issuer, running)))
-    began = (
-        np.where(within_issuer, host.start_ns[issuer], host.start_ns[running])
-        if len(running)
-        else host.start_ns[running]
-    )
+    began = host.start_ns[np.where(within_issuer, issuer, running)]
     spans = np.concatenate((compute[:, 1:], np.stack((began, host.end_ns[running]), axis=1)))
     slices = np.concatenate((compute[:, 0], running))
     order = np.argsort(spans[:, 0], kind="stable")
@@ -151,6 +146,44 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
     ]
 
 
+def _issuers_in_order(host: Host, running: Ints) -> Ints:
+    """Return, for slices that run collectives on the host, by start, the c10d op that issued each; -1 where not known.
+
+    Nothing in a trace ties them. As many are issued as run, so the i-th issued is the i-th run: of all where their
+    numbers agree, else among those whose kinds do.
+    """
+    issued = np.flatnonzero(host.names.issues_collective[host.named]) if len(host.named) else running
+    issued = issued[np.argsort(host.start_ns[issued], kind="stable")]
+    if len(issued) == len(running):
+        return issued
+    found = np.full(len(running), -1, np.int64)
+    run_as = np.array([_ran(name) for name in host.names.name.gather(host.named[running])])
+    issued_as = np.array([_runs_as(name) for name in host.names.name.gather(host.named[issued])])
+    for kind in np.unique(run_as):
+        runs, issues = np.flatnonzero(run_as == kind), issued[issued_as == kind]
+        if len(runs) == len(issues):
+            found[runs] = issues
+    return found
+
+
+def _climb(host: Host, at: int, slice_args: dict[int, Args]) -> int:
+    """Return the nearest slice around a launching slice that states what it communicates; -1 for none."""
+    for _ in range(_MAX_DEPTH):
+        if at < 0 or at in slice_args:
+            return at
+        at = int(host.parent[at])
+    return -1
+
+
+def _ran(name: str) -> str:
+    return re.sub(r"[^a-z]", "", name.partition(":")[2].lower())
+
+
+def _runs_as(name: str) -> str:
+    kind = re.sub(r"[^a-z]", "", name.removeprefix("c10d::").lower().replace("base", ""))
+    return "allreduce" if kind.startswith("reducescatter") else kind  # gloo makes one of the other
+
+
 def _within_issuer(host: Host, running: Ints, issuer: Ints) -> Flags:
     """Return which slices that run collectives begin within the op that issued them, on its thread."""
     if not len(running):
@@ -170,10 +203,6 @@ def roles(activities: pl.DataFrame) -> pl.DataFrame:
 def _sizes(raw: bytes) -> str | None:
     """Return the numbers of a JSON array as text such as 4096x1x1; None where it holds none."""
     return "x".join(re.findall(r"\d+", raw.decode("utf-8", "replace"))) or None
-
-
-def _which(ids: Ints, at: Ints) -> Ints:
-    return np.where(at >= 0, ids[np.maximum(at, 0)], -1) if len(ids) else np.full(len(at), -1, np.int64)
 
 
 def _by_annotation(host: Host, launch: Ints, kernel: Flags, known: Flags) -> Flags:

@@ -3,15 +3,17 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress, islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.ingest.readers.kineto import begin_end_pairs, events, numbers
+from tracekit.ingest.readers.kineto import events, numbers
 from tracekit.ingest.readers.kineto.events import Args, Event
 from tracekit.ingest.readers.kineto.numbers import Ints
 
@@ -101,10 +103,8 @@ class ColumnBuilder:
     _shapes: _Codes = field(default_factory=lambda: _Codes({b"": 0}))
     _grids: _Codes = field(default_factory=lambda: _Codes({(b"", b""): 0}))
     _describes_collective: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-    _host: list[dict[str, Any]] = field(default_factory=list)
-    _device: list[dict[str, Any]] = field(default_factory=list)
-    _memory: list[dict[str, Any]] = field(default_factory=list)
-    _syncs: list[dict[str, Any]] = field(default_factory=list)
+    _tables: tuple[list[dict[str, Any]], ...] = field(default_factory=lambda: ([], [], [], []))
+    """Parts of the frames of host slices, device work, allocator events and waits."""
     host_collectives: list[CollectiveArgs] = field(default_factory=list)
     device_collectives: list[CollectiveArgs] = field(default_factory=list)
     _pairs: list[Event] = field(default_factory=list)
@@ -134,13 +134,8 @@ class ColumnBuilder:
         others = [e for e in rest if type(e) not in events.COUNTED]
         memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
         halves = [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
-        if (
-            host is None
-            or device is None
-            or memory is None
-            or syncs is None
-            or self.clock.ns([e.ts for e in halves]) is None
-        ):
+        half_ns = self.clock.ns([e.ts for e in halves])
+        if host is None or device is None or memory is None or syncs is None or half_ns is None:
             return None
         self.unknown += int(np.count_nonzero(place == _UNKNOWN))
         self._pairs += halves
@@ -222,16 +217,19 @@ class ColumnBuilder:
         if part is None:
             return None
         args = [e.args or _NO_ARGS for e in found]
-        return part | {
-            "kind": place - np.uint8(_FIRST_DEVICE),
-            "device": numbers.ints([a.device for a in args]),
-            "stream": numbers.ints([a.stream for a in args]),
-            "correlation": numbers.ids([a.correlation for a in args]),
-            "external_id": _external_ids(args),
-            "bytes": numbers.ints([a.bytes for a in args]),
-            "grid": self._grid_codes(args),
-            "collective_args": [(i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None],
-        }
+        return (
+            part
+            | _columns(args, numbers.ints, "device", "stream", "bytes")
+            | {
+                "kind": place - np.uint8(_FIRST_DEVICE),
+                "correlation": numbers.ids([a.correlation for a in args]),
+                "external_id": _external_ids(args),
+                "grid": self._grid_codes(args),
+                "collective_args": [
+                    (i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None
+                ],
+            }
+        )
 
     def _grid_codes(self, args: list[Args]) -> npt.NDArray[np.int32]:
         sizes = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
@@ -242,43 +240,28 @@ class ColumnBuilder:
         if at_ns is None:
             return None
         args = [e.args or _NO_ARGS for e in found]
-        return {
-            "lane": self._lanes(found),
-            "at_ns": at_ns,
-            "device_type": numbers.ints([a.device_type for a in args]),
-            "device_id": numbers.ints([a.device_id for a in args]),
-            "address": numbers.ints([a.address for a in args]),
-            "delta_bytes": numbers.ints([a.delta_bytes for a in args]),
-            "allocated_bytes": numbers.ints([a.allocated_bytes for a in args]),
-            "reserved_bytes": numbers.ints([a.reserved_bytes for a in args]),
-        } | self._ranks(found)
+        columns = _columns(args, numbers.ints, *_MEMORY_ARGS)
+        return {"lane": self._lanes(found), "at_ns": at_ns} | columns | self._ranks(found)
 
     def _sync_part(self, found: list[Any]) -> dict[str, Any] | None:
         part = self._common(found)
         if part is None:
             return None
         args = [e.args or _NO_ARGS for e in found]
-        return part | {
-            "device": numbers.ints([a.device for a in args]),
-            "stream": numbers.ints([a.stream for a in args]),
-            "awaited_stream": numbers.ints([a.awaited_stream for a in args]),
-            "correlation": numbers.ids([a.correlation for a in args]),
-            "awaited_correlation": numbers.ids([a.awaited_correlation for a in args]),
-        }
+        streams = _columns(args, numbers.ints, "device", "stream", "awaited_stream")
+        return part | streams | _columns(args, numbers.ids, "correlation", "awaited_correlation")
 
     def _append(
         self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any], syncs: dict[str, Any]
     ) -> None:
-        self.host_collectives += [
-            CollectiveArgs(self._host_rows + i, _by_itself(args)) for i, args in host.pop("collective_args")
-        ]
-        self.device_collectives += [
-            CollectiveArgs(self._device_rows + i, _by_itself(args)) for i, args in device.pop("collective_args")
-        ]
+        for part, rows, collectives in (
+            (host, self._host_rows, self.host_collectives),
+            (device, self._device_rows, self.device_collectives),
+        ):
+            collectives += [CollectiveArgs(rows + i, _by_itself(args)) for i, args in part.pop("collective_args")]
         self._host_rows += len(host["kind"])
         self._device_rows += len(device["kind"])
-        places = ((self._host, host), (self._device, device), (self._memory, memory), (self._syncs, syncs))
-        for parts, part in places:
+        for parts, part in zip(self._tables, (host, device, memory, syncs), strict=True):
             if not parts or len(part["lane"]):
                 parts.append(part)
 
@@ -289,18 +272,17 @@ class ColumnBuilder:
 
     def finish(self) -> None:
         """Make slices of what began and ended in events of its own, after the last batch."""
-        paired, self.unmatched = begin_end_pairs.slices(self._pairs)
+        paired, self.unmatched = _paired_slices(self._pairs)
         if paired:
             known = self.counts.copy()
             self.add(paired)
             self.counts = known  # they were counted as B and E
-        if not self._host:
+        if not self._tables[0]:
             self.add([])
 
     def frames(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
         """Return host slices, device work, allocator events and waits, and let their parts go."""
-        every = (self._host, self._device, self._memory, self._syncs)
-        host, device, memory, syncs = (self._merge_thread_spellings(_frame(parts)) for parts in every)
+        host, device, memory, syncs = (self._merge_thread_spellings(_frame(parts)) for parts in self._tables)
         return host, device, memory, syncs
 
     def _merge_thread_spellings(self, frame: pl.DataFrame) -> pl.DataFrame:
@@ -330,14 +312,41 @@ class ColumnBuilder:
 
 _NO_ARGS = Args()
 _SLICE_PHASE = events.PHASES[events.Slice]
-_NULLABLE = frozenset(
-    {
-        "rank", "device", "stream", "awaited_stream", "bytes", "device_type", "device_id", "address", "delta_bytes",
-        "allocated_bytes",
-        "reserved_bytes",
-    }
-)  # fmt: skip
+_MEMORY_ARGS = ("device_type", "device_id", "address", "delta_bytes", "allocated_bytes", "reserved_bytes")
+_NULLABLE = frozenset({"rank", "device", "stream", "awaited_stream", "bytes", *_MEMORY_ARGS})
 _ENOUGH_RANKS = 0.9
+
+
+def _paired_slices(found: list[Any]) -> tuple[list[Event], int]:
+    """Return slices made of begin and end events, innermost first on each thread, and the number without a counterpart.
+
+    An end ends the last begun slice of its name, or of any name where it gives none.
+    """
+    open_slices: dict[tuple[Any, Any], list[Any]] = {}
+    made: list[Event] = []
+    unmatched = 0
+    clock = numbers.Clock()
+    for event in found:
+        stack = open_slices.setdefault((str(event.pid), str(event.tid)), [])
+        if type(event) in events.BEGINS:
+            stack.append(event)
+            continue
+        at = next((i for i in reversed(range(len(stack))) if event.name in (None, stack[i].name)), None)
+        if at is None:
+            unmatched += 1
+            continue
+        unmatched += len(stack) - at - 1
+        begin = stack[at]
+        del stack[at:]
+        start_ns, end_ns = (clock.one(e.ts) for e in (begin, event))
+        dur = None if start_ns is None or end_ns is None else _us(end_ns - start_ns)
+        ts = None if start_ns is None else _us(start_ns)
+        made.append(events.Slice(begin.cat, begin.name, begin.pid, begin.tid, ts, dur, begin.args or event.args))
+    return made, unmatched + sum(map(len, open_slices.values()))
+
+
+def _us(ns: int) -> str:
+    return f"{'-' * (ns < 0)}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
 
 
 def _parted(batch: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -366,14 +375,16 @@ def _is_collective_slice(name: Any) -> bool:
 
 def _by_itself(args: Args) -> Args:
     """Return arguments that no longer hold on to the bytes of the batch that they were decoded from."""
-    if args.input_dims is not _NO_ARGS.input_dims:
-        args.input_dims = args.input_dims.copy()
-    if args.input_type is not _NO_ARGS.input_type:
-        args.input_type = args.input_type.copy()
-    if args.inputs is not _NO_ARGS.inputs:
-        args.inputs = args.inputs.copy()
+    for name in ("input_dims", "input_type", "inputs"):
+        raw = getattr(args, name)
+        if raw is not _NO_ARGS.inputs:
+            setattr(args, name, raw.copy())
     args.grid = args.block = _NO_ARGS.grid  # by now in a column
     return args
+
+
+def _columns(args: list[Args], convert: Callable[[list[Any]], Ints], *names: str) -> dict[str, Ints]:
+    return {name: convert(list(map(attrgetter(name), args))) for name in names}
 
 
 def _external_ids(args: list[Args]) -> Ints:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from tracekit.errors import BadTraceError
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.decompression import Blocks
-from tracekit.ingest.readers import foreign_formats
+from tracekit.ingest.readers.reader import describe_foreign_file
 
 Header: TypeAlias = dict[str, Any]
 
@@ -117,7 +117,7 @@ def _salvage(text: str) -> Header:
 
 
 def _what_it_is(start: bytes) -> str:
-    if (known := foreign_formats.describe(start)) is not None:
+    if (known := describe_foreign_file(start)) is not None:
         return known
     if start.lstrip().startswith(b"{") and (b'"schemaVersion"' in start or b'"deviceProperties"' in start):
         return "the file ends before its first event, it was cut; record it again"

@@ -48,7 +48,7 @@ class Host:
     span: Ints
 
     def is_kind(self, kind: str) -> Flags:
-        """Return which slices are of a kind of `gather.HOST_KINDS`."""
+        """Return which slices are of a kind of `columns.HOST_KINDS`."""
         return np.equal(self.kind, _KIND[kind])
 
     @property
@@ -82,6 +82,12 @@ class Host:
             _picked(self.names.unit.alias("unit"), of_span),
             _picked(self.names.span.alias("span"), of_span),
         ]
+
+    def find(self, kind: str, field: str, sought: Ints) -> Ints:
+        """Return the first slice of a kind with each of the `sought` ids in a field; -1 where there is none."""
+        ids = np.flatnonzero(self.is_kind(kind))
+        at = first_of(getattr(self, field)[ids], sought)
+        return np.where(at >= 0, ids[np.maximum(at, 0)], -1) if len(ids) else np.full(len(at), -1, np.int64)
 
     def _at(self, which: Ints, ids: Ints, otherwise: Ints | None) -> Ints:
         if not len(which):

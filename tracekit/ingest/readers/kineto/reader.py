@@ -14,6 +14,7 @@ from tracekit.ingest.readers.kineto import activities as work
 from tracekit.ingest.readers.kineto import (
     allocations,
     collectives,
+    columns,
     data_quality,
     device_windows,
     host_slices,
@@ -23,6 +24,8 @@ from tracekit.ingest.readers.kineto import (
 )
 from tracekit.ingest.readers.kineto.columns import CollectiveArgs
 from tracekit.ingest.readers.kineto.events import Args
+from tracekit.ingest.readers.kineto.header import read_header
+from tracekit.ingest.readers.kineto.scan import Scan
 from tracekit.ingest.readers.kineto.stream import Events
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
@@ -46,9 +49,9 @@ class KinetoTraces(Reader):
 
     def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:
         """Return the trace of a file, from its header and first event; a merged file is read to know its ranks."""
-        header = stream.read_header(path, head)
+        header = read_header(path, head)
         info, start_ns = _distributed_info(header), _start_ns(head, header)
-        if not info and is_complete and stream.states_ranks(path):
+        if not info and is_complete and columns.states_ranks(next(filter(None, Scan(path)), [])):
             merged = read_merged(path)
             return [
                 TraceInfo(rank, start_ns=start_ns, shares_file=True, trace=trace)
@@ -106,7 +109,10 @@ def counts(path: str) -> Counter[tuple[str | None, str | None]]:
 
     Raises BadTraceError as `read` does.
     """
-    return stream.counts(path)
+    found: Counter[tuple[str | None, str | None]] = Counter()
+    for batch in Scan(path):
+        columns.count(found, batch)
+    return found
 
 
 def _distributed_info(header: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,12 +6,9 @@ from typing import Any
 
 import polars as pl
 
-from tracekit.ingest.readers.kineto import columns, numbers
+from tracekit.ingest.readers.kineto import numbers
 from tracekit.ingest.readers.kineto.columns import CollectiveArgs, ColumnBuilder
-from tracekit.ingest.readers.kineto.header import read_header
 from tracekit.ingest.readers.kineto.scan import Damage, Scan
-
-__all__ = ["Events", "counts", "read_events", "read_header", "states_ranks"]
 
 
 @dataclass(frozen=True)
@@ -82,22 +79,3 @@ def read_events(path: str) -> Events:
         clock=builder.clock,
         read_bytes=source.read_bytes,
     )
-
-
-def counts(path: str) -> Counter[tuple[str | None, str | None]]:
-    """Return how many events of each (ph, cat) a file holds, those included that no table needs.
-
-    Raises BadTraceError as `read_events` does.
-    """
-    found: Counter[tuple[str | None, str | None]] = Counter()
-    for batch in Scan(path):
-        columns.count(found, batch)
-    return found
-
-
-def states_ranks(path: str) -> bool:
-    """Return whether the events of a file name their rank one by one, as in a file merged of several ranks.
-
-    Reads the file's first events only. Raises BadTraceError as `read_events` does.
-    """
-    return columns.states_ranks(next((batch for batch in Scan(path) if batch), []))

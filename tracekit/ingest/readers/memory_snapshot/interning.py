@@ -57,13 +57,9 @@ class EventColumns:
 
         Raises OverflowError or TypeError if a value is not an integer or too large.
         """
-        at_us, address, size, stream, action = values
-        times, addresses, sizes, streams = self.numbers
-        missing = self.MISSING
-        times.append(missing if at_us is None else at_us)
-        addresses.append(missing if address is None else address)
-        sizes.append(missing if size is None else size)
-        streams.append(missing if stream is None else stream)
+        *given, action = values
+        for column, value in zip(self.numbers, given, strict=True):
+            column.append(self.MISSING if value is None else value)
         number = self.actions.get(action)
         if number is None:
             if type(action) is not str:

@@ -128,24 +128,20 @@ def _events(traces: Any, rows: EventColumns) -> pl.DataFrame:
     if not picked:
         return schema.EVENTS.empty()
     order = np.concatenate(picked)
-    at_us, address, size, stream = (pl.Series(_numbers(column)[order], dtype=pl.Int64) for column in rows.numbers)
-    stack = pl.Series(np.frombuffer(rows.stack, np.int32)[order]).cast(pl.Int64)
+    at_us, address, size, stream = (pl.Series(np.frombuffer(column, np.int64)[order]) for column in rows.numbers)
+    stack = pl.Series(np.frombuffer(rows.stack, np.int32)[order].astype(np.int64))
     actions = pl.Series(list(rows.actions), dtype=pl.String)
     missing = EventColumns.MISSING
     columns = {
         "device": np.concatenate(device),
-        "at_ns": pl.select(pl.when(at_us != missing).then(at_us * 1000)).to_series(),
+        "at_ns": (at_us * 1000).set(at_us == missing, None),
         "action": actions.gather(np.frombuffer(rows.action, np.int16)[order]),
-        "address": pl.select(pl.when(address != missing).then(address)).to_series(),
-        "bytes": pl.select(pl.when(size != missing).then(size)).to_series(),
-        "stream": pl.select(pl.when(stream != missing).then(stream)).to_series(),
-        "stack": pl.select(pl.when(stack >= 0).then(stack)).to_series(),
+        "address": address.set(address == missing, None),
+        "bytes": size.set(size == missing, None),
+        "stream": stream.set(stream == missing, None),
+        "stack": stack.set(stack < 0, None),
     }
     return schema.EVENTS.conform(pl.DataFrame(columns))
-
-
-def _numbers(column: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.frombuffer(column, np.int64)
 
 
 def _stacks(frames: FrameTable) -> pl.DataFrame:

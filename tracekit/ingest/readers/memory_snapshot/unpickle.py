@@ -7,6 +7,7 @@ layout; a stack, which is the same list of frames in many events, becomes a numb
 import re
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import repeat
 from operator import itemgetter
 from typing import Any, BinaryIO, TypeAlias
@@ -15,7 +16,6 @@ import numpy as np
 
 from tracekit.errors import BadTraceError
 from tracekit.ingest.pickle_machine import MARGIN_BYTES, MAX_INTERNED, SPENT, Machine
-from tracekit.ingest.readers.memory_snapshot import opcode_patterns
 from tracekit.ingest.readers.memory_snapshot.interning import (
     EVENT_KEY,
     FRAME_KEY,
@@ -29,6 +29,23 @@ _MAX_KNOWN = 1 << 20
 _TIME_BYTES = 9  # of a time in µs with its opcode; times do not repeat
 # A key that no pickle can contain: marks a dict that was replaced by the number of its frame.
 _FRAME: Any = object()
+
+
+# Patterns of events of a known layout, which are matched at once, not opcode by opcode.
+_MOST_KEYS = 16
+_MEMOIZE_OPCODE = b"\x94"
+
+_REFERENCE = rb"(?:h.|j.{4})"
+_PUT = rb"(?:\x94|q.|r.{4})?"
+_SIZED = rb"(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
+_INTEGER = rb"K.|M..|J.{4}|\x8a" + _SIZED
+_TEXT = rb"\x8c" + _SIZED + _PUT
+# A list that continues in a second batch is read by opcodes.
+_STACK = rb"\]%b\(%b+e(?!\()" % (_PUT, _REFERENCE)
+
+_ONE_REFERENCE = re.compile(_REFERENCE, re.DOTALL)
+_KNOWN_STACK = re.compile(rb"\](%b)\((%b+)e(?!\()" % (_PUT, _REFERENCE), re.DOTALL)
+"""A list of references only, such as a stack of frames. Groups: the opcode that memoizes it, the references."""
 
 _Layout: TypeAlias = Callable[[Sequence[Any]], tuple[Any, ...]]
 _FIRST = itemgetter(0)
@@ -64,7 +81,7 @@ class Unpickler(Machine):
 
     def _empty_list(self) -> None:
         """Push a list; if it is a stack of known frames, its number."""
-        found = opcode_patterns.KNOWN_STACK.match(self._data, self._pos - 1)
+        found = _KNOWN_STACK.match(self._data, self._pos - 1)
         stack = self._stack_of_references(found[2]) if found else None
         if found is None or stack is None:
             self._stack.append([])
@@ -78,9 +95,7 @@ class Unpickler(Machine):
         """Return the number of a stack, by references to its frames; None if one is not a frame."""
         known = self._stacks_by_references.get(run)
         if known is None:
-            frames = [
-                self._get(int.from_bytes(each[1:], "little")) for each in opcode_patterns.ONE_REFERENCE.findall(run)
-            ]
+            frames = [self._get(int.from_bytes(each[1:], "little")) for each in _ONE_REFERENCE.findall(run)]
             if not all(_is_frame(each) for each in frames):
                 return None
             known = self._stacks_by_references[run] = self.frames.stack(array("i", (each[_FRAME] for each in frames)))
@@ -105,7 +120,7 @@ class Unpickler(Machine):
                 break
             self._stack.append(self._add_event(found.groups(), layout))
             self._pos = found.end()
-            if found[1] == opcode_patterns.MEMOIZE:
+            if found[1] == _MEMOIZE_OPCODE:
                 self._keys = keys  # the next events are read many at a time
                 break
             if self._pos > last:
@@ -119,7 +134,7 @@ class Unpickler(Machine):
         """
         if len(self._memoized_values) > MAX_INTERNED:
             self._memoized_values.clear()
-        scanner = opcode_patterns.event_with_keys(keys).scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
+        scanner = _event_with_keys(keys).scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
         found = list(iter(scanner.match, None))
         if not found:
             return False
@@ -198,7 +213,7 @@ class Unpickler(Machine):
     def _value(self, raw: bytes) -> tuple[Any, bool]:
         """Return a value, and whether it is yet to be memoized; cache both if they can repeat."""
         value, put = self._decoded(raw)
-        decoded = (value, put == opcode_patterns.MEMOIZE)
+        decoded = (value, put == _MEMOIZE_OPCODE)
         if put and not decoded[1]:
             self._put_as(put, value)
         elif len(self._values) < _MAX_KNOWN and len(raw) != _TIME_BYTES:
@@ -215,7 +230,7 @@ class Unpickler(Machine):
         if code == _SHORT_TEXT:
             end = 2 + raw[1]
             return self._interned(raw[2:end]), raw[end:]
-        found = opcode_patterns.KNOWN_STACK.match(raw)
+        found = _KNOWN_STACK.match(raw)
         stack = self._stack_of_references(found[2]) if found else None
         if found is None or stack is None:
             raise TypeError("a stack of something other than frames")
@@ -251,7 +266,7 @@ class Unpickler(Machine):
     def _event(self, fields: dict[str, Any]) -> Event:
         stack = self.stack_of(fields.get("frames"))
         number = self.rows.add([fields.get(key) for key in EventColumns.FIELDS[:-1]], stack)
-        self._shape = opcode_patterns.dict_of_size(len(fields)) if len(fields) <= opcode_patterns.MOST_KEYS else None
+        self._shape = _dict_of_size(len(fields)) if len(fields) <= _MOST_KEYS else None
         fields.clear()
         fields[SPENT] = None
         return number
@@ -286,7 +301,7 @@ class Unpickler(Machine):
 
     def _put_as(self, put: bytes, item: Any) -> None:
         """Memoize an item as the opcode in `put` states: MEMOIZE, BINPUT or LONG_BINPUT."""
-        self._put(len(self._memo) if put == opcode_patterns.MEMOIZE else int.from_bytes(put[1:], "little"), item)
+        self._put(len(self._memo) if put == _MEMOIZE_OPCODE else int.from_bytes(put[1:], "little"), item)
 
 
 _SHORT_TEXT, _EMPTY_LIST = b"\x8c]"
@@ -312,3 +327,26 @@ def _times(column: Sequence[bytes]) -> "array[int]":
 
 def _is_frame(value: object) -> bool:
     return type(value) is dict and _FRAME in value
+
+
+@lru_cache(maxsize=64)
+def _event_with_keys(keys: tuple[bytes, ...]) -> re.Pattern[bytes]:
+    """Return the pattern of one such dict with exactly these keys. Groups: each value.
+
+    All values are memoized by _MEMOIZE_OPCODE, as the standard library's pickler writes since protocol 4.
+    """
+    text = rb"\x8c" + _SIZED + _MEMOIZE_OPCODE
+    stack = rb"\]\x94\((?:%b)++e(?!\()" % _REFERENCE
+    value = b"|".join((_REFERENCE, _INTEGER, text, stack))
+    return re.compile(rb"\}\x94\(" + b"".join(re.escape(key) + b"(" + value + b")" for key in keys) + b"u", re.DOTALL)
+
+
+@lru_cache
+def _dict_of_size(keys: int) -> re.Pattern[bytes]:
+    """Return the pattern of a dict with `keys` keys that are references.
+
+    Groups: the opcode that memoizes it; then each key and its value: a reference, an integer, a short text or a list of
+    references.
+    """
+    pair = rb"(%b)(%b)" % (_REFERENCE, b"|".join((_REFERENCE, _INTEGER, _TEXT, _STACK)))
+    return re.compile(rb"\}(%b)\(%bu" % (_PUT, pair * keys), re.DOTALL)
