@@ -200,10 +200,14 @@ class SettingsOptions:
         """Return the settings of the file, overridden by these options. Raises ConfigError."""
         from tracekit.cli import settings
 
-        resolved = settings.resolve(
-            self.config, catalog, fail_on=self.fail_on, select=self.select or (), assignments=self.assignments or ()
+        return settings.resolve(
+            self.config,
+            catalog,
+            fail_on=self.fail_on,
+            select=self.select or (),
+            assignments=self.assignments or (),
+            strict=self.strict,
         )
-        return settings.with_strict_budgets(resolved) if self.strict else resolved
 
 
 @dataclass(frozen=True, kw_only=True)

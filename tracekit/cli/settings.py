@@ -98,6 +98,7 @@ def resolve(
     fail_on: str | None = None,
     select: Iterable[str] = (),
     assignments: Iterable[str] = (),
+    strict: bool = False,
 ) -> CheckSettings:
     """Return the settings of a file, or of the nearest one, overridden by options of the command line."""
     file = path or find_file(Path.cwd())
@@ -107,6 +108,7 @@ def resolve(
         config,
         select=selected or config.select,
         fail_on=config.fail_on if fail_on is None else parse_fail_on(fail_on),
+        budget=replace(config.budget, is_strict=strict or config.budget.is_strict),
     )
 
 
@@ -154,11 +156,6 @@ def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catal
         values = _thresholds(rule, {key.strip(): text.strip()}, where, is_text=True)
         thresholds.setdefault(rule.code, {}).update(values)
     return replace(config, thresholds=thresholds)
-
-
-def with_strict_budgets(config: CheckSettings) -> CheckSettings:
-    """Return `config` with budgets that also fail if their verdict is inconclusive."""
-    return replace(config, budget=replace(config.budget, is_strict=True))
 
 
 def configured_rules(config: CheckSettings, catalog: Catalog) -> tuple[Rule, ...]:

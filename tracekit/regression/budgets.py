@@ -156,9 +156,8 @@ def _ranks(value: object, key: str) -> str:
 def _check(run: Run, budget: Limit) -> BudgetResult:
     measurements = list(_measurements(run, budget))
     if not measurements:
-        return BudgetResult(
-            budget.name, budget.metric, budget.limit, None, BudgetOutcome.INCONCLUSIVE, _why_missing(run, budget)
-        )
+        reason = _why_missing(run, budget)
+        return BudgetResult(budget.name, budget.metric, budget.limit, None, BudgetOutcome.INCONCLUSIVE, reason)
     outcomes = [_outcome(budget, measurement) for measurement in measurements]
     broken = [m for m, outcome in zip(measurements, outcomes, strict=True) if outcome is BudgetOutcome.BROKEN]
     worst = (min if budget.is_minimum else max)(broken or measurements, key=lambda measurement: measurement.value)
@@ -233,8 +232,8 @@ def _why_missing(run: Run, budget: Limit) -> str:
 
 def _message(budget: Limit, measured: _Measurement, outcome: BudgetOutcome, others: int) -> str:
     text = metric_of(budget.metric).text
-    where = f" on {measured.location}" if measured.location.startswith("rank") else ""
-    where = where or (f" in {measured.location}" if measured.location else "")
+    preposition = "on" if measured.location.startswith("rank") else "in"
+    where = f" {preposition} {measured.location}" if measured.location else ""
     more = f", and {others} more exceed it" if others > 0 else ""
     bound = "at least" if budget.is_minimum else "at most"
     message = f"{text(measured.value)}{where}, {bound} {text(budget.limit)} is allowed{more}"

@@ -49,20 +49,16 @@ def without_starved(
     if not before or not after or not max(before) or min(after) <= MAX_STRETCH * max(before):
         return changes, ()
     factor = min(after) / max(before)
-    if not any(_is_explained(change, factor) for change in changes):
+    explained = {change.metric for change in changes if _is_explained(change, factor)}
+    if not explained:
         return changes, ()
     note = (
         f"compute takes {factor:.1f} times as long by the clock for the same CPU time as in the reference: "
         "another program used the processors, or compute runs on fewer threads; times that grew by no more are "
         "inconclusive, so record again on a machine as free as the reference's"
     )
-    return (
-        tuple(
-            replace(change, verdict=Verdict.INCONCLUSIVE) if _is_explained(change, factor) else change
-            for change in changes
-        ),
-        (note,),
-    )
+    judged = (replace(each, verdict=Verdict.INCONCLUSIVE) if each.metric in explained else each for each in changes)
+    return tuple(judged), (note,)
 
 
 def _is_explained(change: Change, factor: float) -> bool:

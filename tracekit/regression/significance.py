@@ -78,14 +78,31 @@ def compare_recordings(
     b = _Observations.of(candidate, logarithmic=logarithmic)
     scale = _Scale.of(metric, a, whole, limits.min_change_ratio)
     difference = (b.mean - a.mean) / scale.unit
-    if not _is_enough(a, b, metric.usual_spread):
+    low = high = None
+    verdict, more = Verdict.INCONCLUSIVE, (0, 0)
+    if _is_enough(a, b, metric.usual_spread):
+        spread = _Spread.of(a, b, metric.usual_spread, scale.unit)
+        margin = spread.margin(len(a.medians), len(b.medians), limits.confidence)
+        low, high = scale.interval(difference, margin)
+        verdict = _verdict(metric, scale.change(difference), (low, high), scale)
+        if verdict is Verdict.INCONCLUSIVE:
+            more = _more(difference, spread, a, b, scale, limits.confidence)
+    else:
         more = max(1, MIN_SAMPLES - min(a.samples, b.samples)), 0
-        return _change(metric, a, b, difference, None, scale, verdict=Verdict.INCONCLUSIVE, more=more)
-    spread = _Spread.of(a, b, metric.usual_spread, scale.unit)
-    margin = spread.margin(len(a.medians), len(b.medians), limits.confidence)
-    verdict = _verdict(metric, scale.change(difference), scale.interval(difference, margin), scale)
-    more = _more(difference, spread, a, b, scale, limits.confidence) if verdict is Verdict.INCONCLUSIVE else (0, 0)
-    return _change(metric, a, b, difference, margin, scale, verdict=verdict, more=more)
+    return Change(
+        metric.key,
+        reference=a.center,
+        candidate=b.center,
+        reference_samples=a.samples,
+        candidate_samples=b.samples,
+        change=scale.change(difference) if scale.is_shown else None,
+        low=low if scale.is_shown else None,
+        high=high if scale.is_shown else None,
+        is_certain=low is not None and high is not None and (low > 0 or high < 0),
+        verdict=verdict,
+        more_samples=more[0],
+        more_recordings=more[1],
+    )
 
 
 def student_t(probability: float, degrees: float) -> float:
@@ -239,31 +256,3 @@ def _more(
         if spread.margin(len(a.medians) + more, len(b.medians) + more, confidence) <= wanted:
             return 0, more
     return 0, MAX_MORE_RECORDINGS
-
-
-def _change(
-    metric: Metric,
-    a: _Observations,
-    b: _Observations,
-    difference: float,
-    margin: float | None,
-    scale: _Scale,
-    *,
-    verdict: Verdict,
-    more: tuple[int, int],
-) -> Change:
-    low, high = (None, None) if margin is None else scale.interval(difference, margin)
-    return Change(
-        metric.key,
-        reference=a.center,
-        candidate=b.center,
-        reference_samples=a.samples,
-        candidate_samples=b.samples,
-        change=scale.change(difference) if scale.is_shown else None,
-        low=low if scale.is_shown else None,
-        high=high if scale.is_shown else None,
-        is_certain=low is not None and high is not None and (low > 0 or high < 0),
-        verdict=verdict,
-        more_samples=more[0],
-        more_recordings=more[1],
-    )

@@ -13,7 +13,7 @@ from tracekit.cli.options import BaselineOptions, SettingsOptions, UseCache, exp
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
-    from tracekit.cli.settings import Catalog, CheckSettings
+    from tracekit.cli.settings import CheckSettings
     from tracekit.model.trace import Fact
     from tracekit.regression.gate import CheckResult
 
@@ -60,8 +60,7 @@ def check(
 
     from tracekit.rules import all_rules
 
-    catalog = all_rules()
-    results = _results(paths, settings.resolve(catalog), catalog, baseline, repeats, reports.facts(), cache=cache)
+    results = _results(paths, settings.resolve(all_rules()), baseline, repeats, reports.facts(), cache=cache)
     reports.write(results)
     if history is not None:
         from tracekit.cli.commands.history import add_results
@@ -73,7 +72,6 @@ def check(
 def _results(
     paths: list[str],
     settings: "CheckSettings",
-    catalog: "Catalog",
     options: BaselineOptions,
     repeats: list[str],
     reported: "Sequence[Fact]",
@@ -82,7 +80,9 @@ def _results(
 ) -> "list[CheckResult]":
     from tracekit.cli.settings import apply_ignores, configured_rules
     from tracekit.regression import gate as checks
+    from tracekit.rules import all_rules
 
+    catalog = all_rules()
     rules = configured_rules(settings, catalog)
     facts = checks.facts(settings.budget, with_baseline=options.baseline is not None)
     baseline = None if options.baseline is None else run_loading.open_baseline(options.baseline, rules, cache=cache)

@@ -4,13 +4,16 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
 from tracekit.cli import output
 from tracekit.cli.options import RunOptions, expand_options
 from tracekit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tracekit.model.run import Run
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _ZIP_LEVEL = 2
@@ -43,9 +46,6 @@ def export(
     without nesting get an additional track, so that none is dropped. Arrows connect launches with kernels, counters
     show memory, and findings of tracekit check are above each rank.
     """
-    import polars as pl
-
-    from tracekit.model import units
     from tracekit.report.export import perfetto
     from tracekit.rules import engine
 
@@ -62,8 +62,17 @@ def export(
     output.notify(
         f"{out}: {_count(written.slices, 'slice')} of {_count(written.traces, 'trace')}{extra}; open at ui.perfetto.dev"
     )
-    if run.offsets["residual_ns"].null_count() and len(run.ranks) > 1:
-        unaligned = run.offsets.filter(pl.col("residual_ns").is_null())["rank"].unique()
+    _report_unaligned(run)
+
+
+def _report_unaligned(run: "Run") -> None:
+    """Report which ranks of several are not on the run's clock."""
+    import polars as pl
+
+    from tracekit.model import units
+
+    unaligned = run.offsets.filter(pl.col("residual_ns").is_null())["rank"].unique()
+    if len(unaligned) and len(run.ranks) > 1:
         several = len(unaligned) > 1
         output.notify(
             f"rank{'s' * several} {units.ranges(unaligned)} share{'s' * (not several)} too few collectives: "

@@ -3,13 +3,16 @@
 import os
 import sys
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracekit.cli import output
 from tracekit.cli.options import OutputOptions, RunOptions, expand_options
 from tracekit.errors import ConfigError
+
+if TYPE_CHECKING:
+    import polars as pl
 
 _DEFAULT_ROWS = 100
 _GIB = 1 << 30
@@ -63,7 +66,11 @@ def query(
         run = source.open()
         with output.progress() as bar:
             rows = sandboxed.run(run, bar.trace_callback(len(run.sources)))
-    shown = rows if limit is None else rows.head(limit)
+    _write(rows if limit is None else rows.head(limit), rows.height, row_format, result)
+
+
+def _write(shown: "pl.DataFrame", count: int, row_format: RowFormat, result: OutputOptions) -> None:
+    """Write the rows that are shown, of `count` in total."""
     if row_format is RowFormat.PARQUET:
         assert result.out is not None
         with output.atomic_file(result.out) as file:
@@ -72,7 +79,7 @@ def query(
     from tracekit.report import query_rows
 
     if row_format is RowFormat.TABLE:
-        result.emit(query_rows.as_text(shown, **result.style, more=rows.height > shown.height))
+        result.emit(query_rows.as_text(shown, **result.style, more=count > shown.height))
     else:
         text = query_rows.as_csv(shown) if row_format is RowFormat.CSV else query_rows.as_json(shown)
         output.emit_rows(text, result.out)
