@@ -74,9 +74,9 @@ def matched_calls(run: Run) -> pl.DataFrame:
     """
     table = run.table(calls).with_row_index("call")
     parts = [_match_window(rows) for _, rows in table.group_by("window", maintain_order=True)]
-    empty = {"instance": pl.Int64, "matched_by": pl.String, "rough_ns": pl.Int64, "clock_domain": pl.Int64}
     if not parts:
-        return table.drop("call").with_columns(pl.lit(None, dtype).alias(name) for name, dtype in empty.items())
+        added = schema.columns("instance matched_by rough_ns clock_domain", matched_by=pl.String)
+        return schema.conform(table.drop("call"), table.drop("call").schema | added)
     return pl.concat(parts).sort("call").drop("call")
 
 
@@ -101,18 +101,11 @@ def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
         instance[at[found >= 0]] = found[found >= 0] + first
         by_seq[at] = sequenced
         first += int(found.max(initial=-1)) + 1
-    place = pl.DataFrame(
-        clocks.rows(), schema={"rank": pl.Int64, "rough_ns": pl.Int64, "clock_domain": pl.Int64}, orient="row"
-    )
+    place = pl.DataFrame(clocks.rows(), schema=schema.columns("rank rough_ns clock_domain"), orient="row")
     known = pl.Series("instance", instance)
+    matched_by = pl.when(pl.Series(by_seq)).then(pl.lit(SEQ)).otherwise(pl.lit(ORDER))
     return rows.with_columns(
-        known.replace(UNKNOWN, None),
-        pl.when(known == UNKNOWN)
-        .then(None)
-        .when(pl.Series(by_seq))
-        .then(pl.lit(SEQ))
-        .otherwise(pl.lit(ORDER))
-        .alias("matched_by"),
+        known.replace(UNKNOWN, None), pl.when(known != UNKNOWN).then(matched_by).alias("matched_by")
     ).join(place, on="rank", how="left", maintain_order="left")
 
 

@@ -29,16 +29,13 @@ def speeds(run: Run) -> pl.DataFrame:
     bus_bytes_per_s is nccl-tests' bus bandwidth.
     """
     found = run.run_table(collective_instances.instances)
-    named = (
-        run.table(group_bandwidth.group_axes)
-        .select("window", "group", "axis")
-        .unique(["window", "group"], keep="first")
-    )
-    whole = found.drop_nulls("bus_bytes_per_s").join(named, on=["window", "group"], how="left", maintain_order="left")
+    group = ["window", "group"]
+    named = run.table(group_bandwidth.group_axes).select(*group, "axis").unique(group, keep="first")
+    whole = found.drop_nulls("bus_bytes_per_s").join(named, on=group, how="left", maintain_order="left")
     each = run.run_table(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
-    known = found.select("window", "group").unique()
-    lone = each.join(known, on=["window", "group"], how="anti", nulls_equal=True)
-    partly = each.join(known, on=["window", "group"], how="semi", nulls_equal=True)
+    known = found.select(group).unique()
+    lone = each.join(known, on=group, how="anti", nulls_equal=True)
+    partly = each.join(known, on=group, how="semi", nulls_equal=True)
     partly = partly.filter(pl.col("ranks").list.len() < pl.col("group_size"))
     rate = pl.col("bytes") * collective_instances.SECOND_NS / pl.col("transfer_ns")
     least = (

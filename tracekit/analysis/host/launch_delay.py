@@ -29,14 +29,11 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     started = pieces.group_by("gap").agg(pl.col("start_ns").min().alias("idle_ns"))
     state = host_state.state_at(trace, started["idle_ns"].to_numpy() - 1)
     dry = started.select("gap", pl.Series("dry", state == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)))
-    waits = pl.col("detail") == host_state.SYNCHRONIZE
+    waits, place = pl.col("detail") == host_state.SYNCHRONIZE, ("device", "step", "phase", "unit")
     return (
         late.with_columns(waits.any().over("gap").alias("waits"))
         .group_by(*_KEY, maintain_order=True)
-        .agg(
-            pl.col("device", "step", "phase", "unit", "activity_id", "waits", "start_ns").first(),
-            pl.col("dur_ns").sum(),
-        )
+        .agg(pl.col(*place, "activity_id", "waits", "start_ns").first(), pl.col("dur_ns").sum())
         .join(dry, on="gap", how="left", maintain_order="left")
         .join(_places(trace), on="activity_id", how="left", maintain_order="left")
         .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))

@@ -143,9 +143,5 @@ def _with_aftermath(calls: pl.DataFrame, idle: Spans) -> Spans:
 
 def _windows(trace: Trace) -> pl.DataFrame:
     steps = breakdown.by_step(trace).select("step", "device", "start_ns", "duration_ns")
-    half = pl.col("duration_ns") // 2
-    unmarked = pl.col("step").is_null()
-    return steps.with_columns(
-        pl.when(unmarked).then(pl.col("start_ns") + half).otherwise("start_ns").alias("start_ns"),
-        pl.when(unmarked).then(pl.col("duration_ns") - half).otherwise("duration_ns").alias("duration_ns"),
-    )
+    skipped_ns = pl.when(pl.col("step").is_null()).then(pl.col("duration_ns") // 2).otherwise(0)
+    return steps.with_columns(pl.col("start_ns") + skipped_ns, pl.col("duration_ns") - skipped_ns)

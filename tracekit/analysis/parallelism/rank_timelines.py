@@ -25,11 +25,8 @@ def states(run: Run) -> pl.DataFrame:
     calls = _calls(run).partition_by(_OF, as_dict=True)
     parts = [pl.DataFrame(schema=COLUMNS)]
     for place, device_spans in spans.items():
-        where = zip(_OF, place, strict=True)
-        labelled = _device_states(device_spans, calls.get(place)).with_columns(
-            pl.lit(value, pl.Int64).alias(name) for name, value in where
-        )
-        parts.append(schema.select(labelled, COLUMNS))
+        where = [pl.lit(value, pl.Int64).alias(name) for name, value in zip(_OF, place, strict=True)]
+        parts.append(_device_states(device_spans, calls.get(place)).with_columns(where).pipe(schema.select, COLUMNS))
     shifted = alignment.on_run_clock(pl.concat(parts), run.offsets, ("start_ns",))
     return shifted.select(*COLUMNS).sort("window", "rank", "device", "start_ns")
 
@@ -72,12 +69,10 @@ def wait_times(run: Run) -> pl.DataFrame:
 def _calls(run: Run) -> pl.DataFrame:
     key = ["window", "instance"]
     last = run.run_table(collective_instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
-    peers = (
-        run.run_table(collective_instances.waits).join(last, on=key, how="left").select(*_KEY, "peer_rank").unique(_KEY)
-    )
-    return run.run_table(exposed_communication.exposed_transfers).join(
-        peers, on=_KEY, how="left", maintain_order="left"
-    )
+    waits = run.run_table(collective_instances.waits).join(last, on=key, how="left")
+    peers = waits.select(*_KEY, "peer_rank").unique(_KEY)
+    calls = run.run_table(exposed_communication.exposed_transfers)
+    return calls.join(peers, on=_KEY, how="left", maintain_order="left")
 
 
 def _device_states(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
