@@ -50,11 +50,7 @@ class SteadyDeviceAllocation(Rule):
     """
 
     code: ClassVar[str] = "MEM001"
-    facts: ClassVar[tuple[Fact, ...]] = (
-        steady_state.device_calls,
-        steady_state.stalls,
-        *steps_without_saves.FACTS,
-    )
+    facts: ClassVar[tuple[Fact, ...]] = (steady_state.device_calls, steady_state.stalls, *steps_without_saves.FACTS)
     min_stall_ratio: float = 0.01
     min_host_ratio: float = 0.05
     warmup_steps: int = 1

@@ -122,11 +122,7 @@ class PreparationGap(Rule):
     """
 
     code: ClassVar[str] = "COMM004"
-    facts: ClassVar[tuple[Fact, ...]] = (
-        compute_gap_causes.chains,
-        contention.device_count,
-        *steps_without_saves.FACTS,
-    )
+    facts: ClassVar[tuple[Fact, ...]] = (compute_gap_causes.chains, contention.device_count, *steps_without_saves.FACTS)
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:

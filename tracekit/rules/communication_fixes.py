@@ -68,10 +68,6 @@ def fix_for(*, strategy: str | None, op: str | None, gloo: bool, overlapped_rati
         return _GLOO_FIXES[strategy]
     if (strategy, op) in _FIXES:
         return _FIXES[strategy or "", op or ""]
-    return (
-        _ALL_TO_ALL
-        if op == "all_to_all"
-        else _START_EARLIER.format(op=op.replace("_", "-"))
-        if op
-        else _START_ANY_EARLIER
-    )
+    if op == "all_to_all":
+        return _ALL_TO_ALL
+    return _START_EARLIER.format(op=op.replace("_", "-")) if op else _START_ANY_EARLIER

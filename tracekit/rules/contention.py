@@ -49,11 +49,7 @@ class ContendedCompute(Rule):
     """
 
     code: ClassVar[str] = "STREAM003"
-    facts: ClassVar[tuple[Fact, ...]] = (
-        contention.by_step,
-        contention.by_kernel,
-        breakdown.by_step,
-    )
+    facts: ClassVar[tuple[Fact, ...]] = (contention.by_step, contention.by_kernel, breakdown.by_step)
     min_slowdown: float = 1.15
     min_cost_ratio: float = 0.02
 
@@ -119,11 +115,7 @@ class StarvedCollectives(Rule):
     """
 
     code: ClassVar[str] = "STREAM004"
-    facts: ClassVar[tuple[Fact, ...]] = (
-        collective_contention.calls,
-        calls,
-        breakdown.by_step,
-    )
+    facts: ClassVar[tuple[Fact, ...]] = (collective_contention.calls, calls, breakdown.by_step)
     min_slowdown: float = 1.2
     min_cost_ratio: float = 0.02
 

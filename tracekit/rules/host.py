@@ -18,11 +18,7 @@ from tracekit.rules.representative_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
-_FACTS: tuple[Fact, ...] = (
-    launch_delay.host_gaps,
-    *steps_without_saves.FACTS,
-    contention.device_count,
-)
+_FACTS: tuple[Fact, ...] = (launch_delay.host_gaps, *steps_without_saves.FACTS, contention.device_count)
 _LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 _ACTIVITIES = {
     host_state.PYTHON: "in Python or not scheduled",

@@ -44,9 +44,7 @@ class NeedlessRecomputation(Rule):
     """
 
     code: ClassVar[str] = "MEM002"
-    facts: ClassVar[tuple[Fact, ...]] = (
-        recomputation.regions, allocations.peaks, *steps_without_saves.FACTS,
-    )  # fmt: skip
+    facts: ClassVar[tuple[Fact, ...]] = (recomputation.regions, allocations.peaks, *steps_without_saves.FACTS)
     keep_free_ratio: float = 0.05
     min_saved_ratio: float = 0.02
 

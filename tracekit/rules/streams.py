@@ -49,11 +49,7 @@ class GiveWay(Rule):
     """
 
     code: ClassVar[str] = "STREAM001"
-    facts: ClassVar[tuple[Fact, ...]] = (
-        contention.preparation,
-        contention.device_count,
-        breakdown.by_step,
-    )
+    facts: ClassVar[tuple[Fact, ...]] = (contention.preparation, contention.device_count, breakdown.by_step)
     min_slowdown: float = 1.5
     min_cost_ratio: float = 0.02
 
