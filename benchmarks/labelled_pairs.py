@@ -1,4 +1,4 @@
-"""The recorded faults of the trainers beside their healthy twins, judged by all rules."""
+"""Recorded faults of the trainers and their healthy twins, judged by all rules."""
 
 import json
 from dataclasses import dataclass
@@ -13,30 +13,34 @@ _NO_DATA = "DATA"
 
 @dataclass(frozen=True)
 class Pair:
-    """A recorded fault: what should see it, and what rules said of it and of its twin, as "CODE severity"."""
+    """A recorded fault, the codes that should report it, and the findings on it and its twin: "CODE (severity)"."""
 
     fault: str
     code: str
-    told: tuple[str, ...]
+    findings: tuple[str, ...]
     twin: tuple[str, ...]
 
     @property
     def is_found(self) -> bool:
-        """Whether a rule that should see it speaks of it more often than of the twin."""
-        return any(each.startswith(code) for each in set(self.told) - set(self.twin) for code in self.code.split(", "))
+        """Whether a rule that should report the fault does so, and not for the twin."""
+        return any(
+            label.startswith(code) for label in set(self.findings) - set(self.twin) for code in self.code.split(", ")
+        )
 
 
 def judged() -> list[Pair]:
     """Return all recorded pairs, judged."""
     samples = json.loads((FOLDER / "truth.json").read_text())["samples"]
-    twins = {name: _told(name) for name in sorted({sample["twin"] for sample in samples})}
+    twins = {name: _findings_on(name) for name in sorted({sample["twin"] for sample in samples})}
     return [
-        Pair(sample["fault"], ", ".join(sample["seen_by"]), _told(sample["sample"]), twins[sample["twin"]])
+        Pair(sample["fault"], ", ".join(sample["seen_by"]), _findings_on(sample["sample"]), twins[sample["twin"]])
         for sample in samples
     ]
 
 
-def _told(name: str) -> tuple[str, ...]:
+def _findings_on(name: str) -> tuple[str, ...]:
     findings = check(tracekit.load(FOLDER / name, cache=False)).findings
-    told = {f"{each.code} ({each.severity.label})" for each in findings if not each.code.startswith(_NO_DATA)}
-    return tuple(sorted(told))
+    labels = {
+        f"{finding.code} ({finding.severity.label})" for finding in findings if not finding.code.startswith(_NO_DATA)
+    }
+    return tuple(sorted(labels))

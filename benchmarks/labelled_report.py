@@ -83,7 +83,7 @@ def score(runs: Sequence["Judged"], code: str) -> Score:
 
 def false_alarms(runs: Sequence["Judged"]) -> tuple[int, int]:
     """Return the number of wrong warnings on healthy runs, and the number of healthy runs."""
-    healthy = [each for each in runs if not each.asked]
+    healthy = [each for each in runs if not each.requested]
     warned = sum(each.is_wrong(finding.code) for each in healthy for finding in each.findings if _counts(finding.code))
     return warned, len(healthy)
 
@@ -154,7 +154,7 @@ information at most.
 def recorded(pairs: Sequence["Pair"]) -> str:
     """Return the findings on recorded faults and their healthy twins, as Markdown."""
     lines = ["| recorded fault | rule | on the fault | on its healthy twin |", f"|{'---|' * 4}"]
-    lines += [f"| {pair.fault} | {pair.code} | {_list(pair.told)} | {_list(pair.twin)} |" for pair in pairs]
+    lines += [f"| {pair.fault} | {pair.code} | {_list(pair.findings)} | {_list(pair.twin)} |" for pair in pairs]
     return "\n".join(lines) + "\n"
 
 

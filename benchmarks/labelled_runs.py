@@ -1,12 +1,11 @@
-"""Rules against the truth: simulated runs drawn at random, each with a fault or none, judged by all rules there are.
+"""Accuracy of the rules: random simulated runs, with a known fault or none, judged by all rules.
 
     python -m benchmarks.labelled_runs --runs 200 --jobs 4 --out docs/labelled_runs.md
 
-Draws are fresh each time unless --seed repeats one. A rule must fire where the truth holds its code and the cost
-matters, and stay silent where the truth doesn't hold it; costs below that count neither way, and a run whose fault
-costs so little is drawn again, six times at most. What a setting costs by itself must be found where nothing else is
-wrong: beside another fault it may be that fault's doing. The recorded pairs of faults and healthy twins in
-sample_traces/faults are judged beside them.
+The seed is random unless --seed is given. A rule must report a fault with its code if the cost is large enough, and
+must not report a code that the truth does not contain; smaller costs are not counted, and a run whose fault costs less
+is drawn again, at most six times. The cost of a setting itself must be found only in runs without another fault, which
+may cause it too. The recorded pairs of faults and healthy twins in sample_traces/faults are judged as well.
 """
 
 import argparse
@@ -32,59 +31,59 @@ from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.simulate.truth import KnownFault
 
 STRATEGIES = (DDP, FSDP1, FSDP2, HSDP, YAFSDP)
-_HEALTHY = 0.25  # share of the runs that get no fault
-_MATTERS = 0.03  # share of the run from which on a fault must be found
-_MATTERS_OF = {"COMM001": 0.25}  # reports from 20% of the step on
-_SAME_AS = {"MEM007": "MEM001", "CKPT004": "CKPT001"}  # retries, and what a save is made of, of the same stall
-_MOST_DRAWS = 6  # of a run whose fault costs too little to be found
-_FULL = 0.9  # of a device's memory: a healthy run has some to spare
+_HEALTHY = 0.25  # share of the runs without a fault
+_MATTERS = 0.03  # share of the run from which a fault must be found
+_MATTERS_OF = {"COMM001": 0.25}  # it reports from 20% of the step
+_SAME_AS = {"MEM007": "MEM001", "CKPT004": "CKPT001"}  # retries and stages of a save are parts of the same stall
+_MOST_DRAWS = 6  # draws of a run whose fault costs too little
+_FULL = 0.9  # share of the device's memory that a healthy run may need
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One run: what was asked of it, what is known of it, what the rules said (warnings and errors)."""
+    """One run: its requested and known faults, and the findings on it (warnings and errors)."""
 
     job: Job
-    asked: tuple[str, ...]
+    requested: tuple[str, ...]
     known: tuple[KnownFault, ...]
     total_ns: int
     findings: tuple[Finding, ...]
 
     @property
     def fault(self) -> str:
-        """Return the name of the fault that was asked for; "healthy" for none."""
-        return self.asked[0] if self.asked else "healthy"
+        """Return the name of the requested fault; "healthy" for none."""
+        return self.requested[0] if self.requested else "healthy"
 
     def share(self, code: str) -> float:
-        """Return which share of the run the faults of a code cost; 0 where there is none."""
+        """Return the share of the run that the faults of a code cost; 0 if there is none."""
         return sum(each.cost_ns * len(each.steps) for each in self.known if each.code == code) / self.total_ns
 
     def must_be_found(self, code: str) -> bool:
-        """Whether the rule of a code is to fire."""
-        asked = {faults.FAULTS[name].code for name in self.asked}
-        return (not asked or code in asked) and self.share(code) >= _MATTERS_OF.get(code, _MATTERS)
+        """Whether the rule of a code must report this run."""
+        requested = {faults.FAULTS[name].code for name in self.requested}
+        return (not requested or code in requested) and self.share(code) >= _MATTERS_OF.get(code, _MATTERS)
 
     def found(self, code: str) -> list[Finding]:
         """Return the findings of a code."""
         return [finding for finding in self.findings if finding.code == code]
 
     def is_missed(self, code: str) -> bool:
-        """Whether the rule of a code had to fire and did not."""
+        """Whether the rule of a code did not report a fault that it must report."""
         return self.must_be_found(code) and not self.found(code)
 
     def is_wrong(self, code: str) -> bool:
-        """Whether the rule of a code fired without cause."""
+        """Whether the rule of a code reported a fault that the run does not have."""
         return bool(self.found(code)) and self.share(code) <= 0 and self.share(_SAME_AS.get(code, code)) <= 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw, simulate, judge, print the tables."""
+    """Draw and simulate runs, judge them, and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.labelled_runs", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=200, help="how many (default: 200)")
     parser.add_argument("--seed", type=int, default=None, help="of the draws (default: the time)")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the runs (default: 1)")
     parser.add_argument("--fault", action="append", default=[], help="draw only this fault, or healthy; repeatable")
-    parser.add_argument("--out", type=Path, default=None, help="write the tables to this file besides")
+    parser.add_argument("--out", type=Path, default=None, help="also write the tables to this file")
     options = parser.parse_args(arguments)
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
     runs: list[Judged] = []
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def judged(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[Judged]:
-    """Yield runs drawn from a seed, simulated, written, loaded and judged; each fault as often as the others."""
+    """Yield judged runs drawn from a seed, with each fault equally often."""
     draw = random.Random(seed)
     kinds = [FAULT_OF[name] for name in only] or _kinds(draw, count)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +108,7 @@ def judged(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[Judged]:
 
 
 def _shared(count: int, seed: int, only: Sequence[str], jobs: int) -> Iterator[Judged]:
-    """Yield runs like `judged`, drawn and judged by several processes, each with a seed of its own."""
+    """Yield runs as `judged` does, from several processes with different seeds."""
     if jobs == 1:
         yield from judged(count, seed, only)
         return
@@ -132,8 +131,8 @@ FAULT_OF: dict[str, Fault | None] = {"healthy": None, **faults.FAULTS}
 
 def _kinds(draw: random.Random, count: int) -> list[Fault | None]:
     listed = list(faults.FAULTS.values())
-    ill = count - round(_HEALTHY * count)
-    kinds: list[Fault | None] = [None] * (count - ill)
+    faulty = count - round(_HEALTHY * count)
+    kinds: list[Fault | None] = [None] * (count - faulty)
     while len(kinds) < count:
         kinds += draw.sample(listed, min(len(listed), count - len(kinds)))
     draw.shuffle(kinds)
@@ -150,15 +149,19 @@ def _judged(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
 
 
 def _simulated(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
-    """Return a run as it was simulated and written, with no findings yet."""
-    while True:  # until a job is drawn that can have the fault, and fits into memory with some to spare
-        job, asked = _drawn(draw, fault)
+    """Return a simulated and written run, without findings."""
+    while True:  # until a drawn job supports the fault and fits in memory
+        job, requested = _drawn(draw, fault)
         try:
-            full = max(memory.peak_bytes(each) for each in (job, faults.inject(job, asked)))
+            full = max(memory.peak_bytes(each) for each in (job, faults.inject(job, requested)))
             if full <= _FULL * job.hardware.memory_bytes:
-                done = run.simulate(job, asked, out, arguments={"seed": job.seed}, force=True)
+                done = run.simulate(job, requested, out, arguments={"seed": job.seed}, force=True)
                 return Judged(
-                    done.job, tuple(each.fault.name for each in asked), tuple(done.known), done.recording.total_ns, ()
+                    done.job,
+                    tuple(each.fault.name for each in requested),
+                    tuple(done.known),
+                    done.recording.total_ns,
+                    (),
                 )
         except InputError:
             continue

@@ -1,8 +1,8 @@
-"""How long all rules take on a run that is loaded: 8 simulated ranks of about 30,000 events, and twice as many.
+"""Time of all rules on a loaded run: 8 simulated ranks of about 30,000 events, and twice as many.
 
     python -m benchmarks.rules --rounds 5
 
-Healthy runs need no replay; of one with faults the costs of its findings are replayed too. Rounds interleave the runs.
+Healthy runs need no replay; runs with faults include the replays for the costs. Rounds interleave the runs.
 """
 
 import argparse
@@ -30,19 +30,19 @@ _CASES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, load, check, print the table; return the exit code."""
+    """Simulate, load and check runs, and print the table; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rules", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="times each run is checked")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--rounds", type=int, default=5, help="number of times each run is checked")
+    options = parser.parse_args(arguments)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in _CASES}
     with tempfile.TemporaryDirectory() as folder:
         events = {name: _simulate(Path(folder) / name, *case) for name, case in _CASES.items()}
-        for _ in range(asked.rounds):
+        for _ in range(options.rounds):
             for name in _CASES:
-                times[name].append(_checked(Path(folder) / name))
+                times[name].append(_check_seconds(Path(folder) / name))
     print("| run of 8 ranks | events a rank | wall s, median (range) | CPU s, median |\n|---|---|---|---|")
-    for name, each in times.items():
-        wall, cpu = zip(*each, strict=True)
+    for name, pairs in times.items():
+        wall, cpu = zip(*pairs, strict=True)
         middle, low, high = (f(wall) for f in (statistics.median, min, max))
         print(
             f"| {name} | {events[name]:,} | {middle:.1f} ({low:.1f} to {high:.1f}) | {statistics.median(cpu):.1f} |",
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _simulate(out: Path, names: Sequence[str], times: int) -> int:
-    """Write a run and return how many events a rank of it has."""
+    """Write a run and return the number of events of its rank 0."""
     machine = hardware.find("a100-80")
     job = Job(
         FSDP2, models.find("llama2-7b"), machine, _RANKS, 2048, steps=_STEPS * times, seed=5, ranks_written=_RANKS
@@ -62,8 +62,8 @@ def _simulate(out: Path, names: Sequence[str], times: int) -> int:
     return len(trace.ops) + len(trace.activities)
 
 
-def _checked(path: Path) -> tuple[float, float]:
-    """Load a run with all its tables, check it, and return the seconds that the check took, by the wall and of CPU."""
+def _check_seconds(path: Path) -> tuple[float, float]:
+    """Load a run with all its tables and return the wall and CPU time of its check, in s."""
     loaded = tracekit.load(str(path), cache=False)
     traces = list(loaded.traces())
     for trace in traces:

@@ -6,7 +6,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tests.support.rule_examples import beside_snapshots, on_streams
+from tests.support.rule_examples import program_on_streams, run_with_snapshots
 from tracekit.analysis.time import breakdown, summary
 from tracekit.report import charts, figures, html
 
@@ -45,7 +45,7 @@ def test_the_report_of_a_recorded_run_lists_its_findings_and_inputs(sample):
 
 
 def test_a_snapshot_next_to_the_traces_is_in_the_report_and_an_unreadable_one_is_left_out(tmp_path):
-    run = beside_snapshots(on_streams((0, 90), (7, 50)))
+    run = run_with_snapshots(program_on_streams((0, 90), (7, 50)))
     pictures = {picture.name: picture for picture in figures.memory(run)}
     assert list(pictures) == ["segments"]
     assert "rank 0" in pictures["segments"].caption

@@ -29,9 +29,9 @@ def pairs() -> list[labelled_pairs.Pair]:
     return labelled_pairs.judged()
 
 
-def test_recorded_faults_are_told_by_a_rule_that_should_see_them(pairs: list[labelled_pairs.Pair]) -> None:
+def test_recorded_faults_are_reported_by_a_rule_that_should_report_them(pairs: list[labelled_pairs.Pair]) -> None:
     for pair in pairs:
-        assert any(each.startswith(tuple(pair.code.split(", "))) for each in pair.told), pair
+        assert any(each.startswith(tuple(pair.code.split(", "))) for each in pair.findings), pair
 
 
 def test_healthy_twins_get_no_warning(pairs: list[labelled_pairs.Pair]) -> None:

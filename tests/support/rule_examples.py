@@ -1,4 +1,4 @@
-"""For each rule a drawn run on which it fires and one on which it stays silent. A rule without them fails the tests."""
+"""For each rule a drawn run in which it reports a finding and one in which it does not; the tests require both."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ MS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Proof:
+class Example:
     fires: Callable[[], Run]
     silent: Callable[[], Run]
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """What has to be told for the rule to judge at all."""
+    """Thresholds without which the rule does not judge."""
 
 
 def ops(*rows: tuple[str, str, int, int], step: int | None = 0, phase: str | None = None) -> pl.DataFrame:
@@ -36,8 +36,8 @@ def ops(*rows: tuple[str, str, int, int], step: int | None = 0, phase: str | Non
     return schema.OPS.conform(frame)
 
 
-def saves(**stages_ns: int) -> pl.DataFrame:
-    """Return the log of one save of a rank, after step 2, by its stages' times."""
+def save_log(**stages_ns: int) -> pl.DataFrame:
+    """Return the log of one save of a rank after step 2, from the duration of each stage."""
     rows = [
         {"checkpoint": "step-2", "operation": "save", "step": 2, "stage": stage, "start_ns": 0, "dur_ns": dur_ns}
         for stage, dur_ns in stages_ns.items()
@@ -60,13 +60,13 @@ HIDDEN = """
     compute  aaaaaaaaaa
     comm     .xxxxxxxx.
 """
-# p takes 2 alone, 6 beside a; x starts 4 late, and compute waits for its last 4.
+# p takes 2 alone and 6 during a; x starts 4 late, and compute waits for the last 4 of x.
 GIVE_WAY = """
     step     0000000000000000000000000
     compute  aaaaaaaa....aaaa......aaa
     comm     ppppppxxxxxx....ppxxxx...
 """
-# The same work, prepared before the compute beside it.
+# The same work, prepared before compute starts.
 PREPARED = """
     step     0000000000000000000000000
     compute  ..aaaaaa....aaaa......aaa
@@ -79,46 +79,46 @@ CHURNING = """
 """
 
 
-def giving_way(picture: str, **more: object) -> Run:
+def give_way_run(picture: str, **more: object) -> Run:
     return drawn_traces.run(
         drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS, columns={"p": {"kind": "compute"}}, **more)
     )
 
 
-def calling(picture: str, *calls: tuple[int, int, int]) -> Run:
+def device_malloc_run(picture: str, *calls: tuple[int, int, int]) -> Run:
     """Return a drawn run with device mallocs at (step, start, end)."""
     rows = [ops(("cudaMalloc", "runtime", start, end), step=step) for step, start, end in calls]
     return drawn_traces.run(drawn_traces.trace(picture, ops=pl.concat(rows)) if rows else drawn_traces.trace(picture))
 
 
-def buffered(span: str) -> Run:
-    """Return a simulated run whose steps each take a block of 8 MiB in a span of FSDP."""
+def unit_buffer_run(span: str) -> Run:
+    """Return a run in which each step allocates a block of 8 MiB inside an FSDP span."""
     rows = pl.DataFrame({"step": [0, 1, 2], "at_ns": [0, 1, 2], "delta_bytes": [8 * MIB] * 3})
     taken = rows.with_columns(span=pl.lit(span), unit=pl.lit("layers.0"))
     return drawn_traces.run(drawn_traces.trace("step 000111222\ncompute aaabbbccc", allocations=taken))
 
 
-def saving(**stages_ns: int) -> Run:
+def blocking_save_run(**stages_ns: int) -> Run:
     trace = drawn_traces.trace(
-        "step 01\ncompute ab", checkpoints=saves(**stages_ns), metrics=metrics("step_time_ns", 100, 100, 100)
+        "step 01\ncompute ab", checkpoints=save_log(**stages_ns), metrics=metrics("step_time_ns", 100, 100, 100)
     )
     return drawn_traces.run(trace, strategy="ddp")
 
 
-def stalling(
+def save_run(
     *ranks: dict[str, int],
     steps_ms: tuple[int, ...] = (1000, 1000, 1000),
     columns: dict[str, dict[str, object]] | None = None,
     every: dict[str, object] | None = None,
     **manifest: object,
 ) -> Run:
-    """Return ranks that save after step 2, each in stages of so many ms.
+    """Return ranks that save after step 2; each rank is given as the duration in ms of its stages.
 
-    `columns` sets more of a stage's line, such as {"write": {"bytes": 5}}, and `every` of all lines.
+    `columns` sets columns of one stage, such as {"write": {"bytes": 5}}, and `every` those of all stages.
     """
     traces = []
     for rank, stages_ms in enumerate(ranks):
-        table = schema.CHECKPOINTS.conform(saves(**{stage: ms * MS for stage, ms in stages_ms.items()}))
+        table = schema.CHECKPOINTS.conform(save_log(**{stage: ms * MS for stage, ms in stages_ms.items()}))
         table = table.with_columns(pl.lit(value).alias(name) for name, value in (every or {}).items())
         for stage, more in (columns or {}).items():
             table = table.with_columns(
@@ -130,21 +130,23 @@ def stalling(
     return drawn_traces.run(*traces, **manifest)
 
 
-def writing(*ranks: tuple[int, int]) -> Run:
-    """Return ranks that write so many bytes in so many ms each, and then wait for the slowest."""
+def writer_run(*ranks: tuple[int, int]) -> Run:
+    """Return ranks that write (bytes, ms) and then wait for the slowest rank."""
     longest = max(ms for _, ms in ranks)
     parts = [
-        stalling({"write": ms, "wait": longest - ms, "total": longest}, columns={"write": {"bytes": size}})
+        save_run({"write": ms, "wait": longest - ms, "total": longest}, columns={"write": {"bytes": size}})
         for size, ms in ranks
     ]
     return drawn_traces.run(*(replace(part.trace(0), rank=rank) for rank, part in enumerate(parts)))
 
 
-def beside(*, python_ms: int = 1500, worker: str = "thread", after_ms: int = 150, **counters_ms: int) -> Run:
-    """Return a rank that saves for 2 s in the background, after 20 steps of 100 ms and beside steps of `after_ms`."""
+def background_save_run(
+    *, python_ms: int = 1500, worker: str = "thread", after_ms: int = 150, **counters_ms: int
+) -> Run:
+    """Return a rank that saves for 2 s in the background, after 20 steps of 100 ms and during steps of `after_ms`."""
     counted: dict[str, object] = {"blocking": False} | {name: ms * MS for name, ms in counters_ms.items()}
     stages = {"serialize": python_ms, "write": 2000 - python_ms, "total": 2000}
-    run = stalling(
+    run = save_run(
         stages | ({"complete": 2000} if counters_ms else {}),
         every={"blocking": False, "worker": worker, "step": 20},
         columns={"complete": counted},
@@ -153,9 +155,9 @@ def beside(*, python_ms: int = 1500, worker: str = "thread", after_ms: int = 150
     return drawn_traces.run(*run.traces(), strategy="ddp")
 
 
-def again(*, uploads_ms: int) -> Run:
-    """Return a rank that saves in the background every 3 s, for `uploads_ms`."""
-    one = schema.CHECKPOINTS.conform(saves(write=uploads_ms * MS, total=uploads_ms * MS)).with_columns(
+def repeated_background_saves(*, uploads_ms: int) -> Run:
+    """Return a rank that starts a background save of `uploads_ms` every 3 s."""
+    one = schema.CHECKPOINTS.conform(save_log(write=uploads_ms * MS, total=uploads_ms * MS)).with_columns(
         blocking=pl.lit(value=False)
     )
     both = [
@@ -167,8 +169,8 @@ def again(*, uploads_ms: int) -> Run:
     return drawn_traces.run(trace, strategy="ddp")
 
 
-def restoring(*read_bytes: int, whole_bytes: int, call: str = "dcp.load") -> Run:
-    """Return ranks that load one checkpoint, each so many bytes of it."""
+def load_run(*read_bytes: int, whole_bytes: int, call: str = "dcp.load") -> Run:
+    """Return ranks that load one checkpoint, given the bytes that each rank reads."""
     traces = []
     for rank, size_bytes in enumerate(read_bytes):
         rows = [
@@ -184,14 +186,14 @@ def restoring(*read_bytes: int, whole_bytes: int, call: str = "dcp.load") -> Run
 
 
 def data_quality_issues(*issues: tuple[str, float]) -> Run:
-    """Return a sound run that is said to have these issues, by kind and share."""
+    """Return a run with data-quality issues of these kinds and affected ratios."""
     run = drawn_traces.run(drawn_traces.trace(HIDDEN))
     rows = [(0, None, kind, f"Something is {kind}.", ratio) for kind, ratio in issues]
     return Run(run.path, run.sources, data_quality=pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row"))
 
 
-def launching(*, late_by: int = 0, reads: bool = False, loads: bool = False) -> Run:
-    """Return a run of three steps in which the host is late for the middle of each: idle from 8 to 16 of 20."""
+def late_launch_run(*, late_by: int = 0, reads: bool = False, loads: bool = False) -> Run:
+    """Return a run of three steps of 20 in which the device is idle from 8 to 16 because the host launches late."""
     picture = """
         step     000000000000000000001111111111111111111122222222222222222222
         compute  aaaaaaaa........bbbbcccccccc........ddddeeeeeeee........ffff
@@ -206,8 +208,8 @@ def launching(*, late_by: int = 0, reads: bool = False, loads: bool = False) -> 
     return drawn_traces.run(drawn_hosts.trace(picture, dict.fromkeys("ace", 0) | launched, tuple(doing)))
 
 
-def queued(picture: str) -> Run:
-    """Return a run whose work was all launched before it, by start, of two at once the collective first."""
+def queued_run(picture: str) -> Run:
+    """Return a run whose work was launched in advance, in order of start; of two at one time the collective first."""
     plain = drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS)
     order = plain.activities.sort("start_ns", pl.col("kind") == "compute")["id"].to_list()
     calls = [
@@ -218,21 +220,21 @@ def queued(picture: str) -> Run:
     return drawn_traces.run(drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS, ops=launches))
 
 
-def preparing(picture: str) -> Run:
-    """Return a run in which p prepares the collective behind it on its stream."""
+def preparation_run(picture: str) -> Run:
+    """Return a run in which p prepares the next collective on its stream."""
     return drawn_traces.run(drawn_hosts.trace(picture, dict.fromkeys("abpx", 0)))
 
 
-def carrying(compute: str, communication: str) -> Run:
-    """Return a run that repeats this eight times, with collectives of one size."""
+def overlap_run(compute: str, communication: str) -> Run:
+    """Return a run that repeats the drawn timeline eight times, with collectives of one size."""
     picture = f"step {'0' * 8 * len(compute)}\ncompute {compute * 8}\ncomm {communication * 8}"
     return drawn_traces.run(drawn_hosts.trace(picture, {"a": 0, "b": 0}))
 
 
-def meeting(*tardy: int, turns: bool = False) -> Run:
-    """Return ranks that all-reduce four times in each of three steps, each so much later than it could.
+def straggler_run(*tardy: int, turns: bool = False) -> Run:
+    """Return ranks with four all-reduces in each of three steps; `tardy` is by how much each rank is late.
 
-    If they take `turns`, it is the next rank that is late at the next all-reduce.
+    With `turns`, another rank is late at each all-reduce.
     """
     groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(tardy)))]})
     steps = "".join(str(step) * 32 for step in range(3))
@@ -246,37 +248,37 @@ def meeting(*tardy: int, turns: bool = False) -> Run:
     return drawn_traces.run(*traces)
 
 
-def holding(*held_bytes: int, reserved_bytes: int = 10 << 30, memory_bytes: int = 100 << 30) -> Run:
-    """Return a simulated run on a device in which each step ends with so much held, by one op."""
-    steps = range(len(held_bytes))
-    deltas = [after - before for before, after in zip((0, *held_bytes), held_bytes, strict=False)]
+def allocated_run(*allocated_bytes: int, reserved_bytes: int = 10 << 30, memory_bytes: int = 100 << 30) -> Run:
+    """Return a run on a device in which one op has allocated so many bytes at the end of each step."""
+    steps = range(len(allocated_bytes))
+    deltas = [after - before for before, after in zip((0, *allocated_bytes), allocated_bytes, strict=False)]
     events = pl.DataFrame(
-        {"at_ns": steps, "step": steps, "address": steps, "delta_bytes": deltas, "allocated_bytes": held_bytes}
+        {"at_ns": steps, "step": steps, "address": steps, "delta_bytes": deltas, "allocated_bytes": allocated_bytes}
     ).with_columns(device=0, reserved_bytes=reserved_bytes, op_id=0)
     trace = drawn_traces.trace(HIDDEN, allocations=events, ops=ops(("aten::_softmax", "cpu_op", 0, 9)))
     header = {"deviceProperties": [{"id": 0, "totalGlobalMem": memory_bytes}]}
     return drawn_traces.run(replace(trace, header=header))
 
 
-def taking(*steps: dict[int, int], reserved: tuple[int, ...] = ()) -> Run:
-    """Return a simulated run on a device: each step takes a block of each size that it names, so often, and frees it.
+def block_sizes_run(*steps: dict[int, int], reserved: tuple[int, ...] = ()) -> Run:
+    """Return a run on a device whose steps allocate and free blocks, given as a count by size for each step.
 
-    `reserved` tells how much is reserved in each step.
+    `reserved` is the reserved memory in each step.
     """
     rows, at = [], 0
     for step, sizes in enumerate(steps):
         for size, count in sizes.items():
             for delta in (size, -size) * count:
-                held = GIB + max(delta, 0)
-                rows.append((at, step, at // 2, delta, held, reserved[step] if reserved else 4 * GIB))
+                allocated = GIB + max(delta, 0)
+                rows.append((at, step, at // 2, delta, allocated, reserved[step] if reserved else 4 * GIB))
                 at += 1
     names = ["at_ns", "step", "address", "delta_bytes", "allocated_bytes", "reserved_bytes"]
     events = pl.DataFrame(rows, schema=names, orient="row").with_columns(device=0)
     return drawn_traces.run(drawn_traces.trace(HIDDEN, allocations=events))
 
 
-def beside_snapshots(*programs: Simulation) -> Run:
-    """Return a drawn run in a folder of its own, beside which lie the snapshots of simulated programs, one a rank."""
+def run_with_snapshots(*programs: Simulation) -> Run:
+    """Return a drawn run in a new folder with one memory snapshot for each simulated program (one per rank)."""
     folder = tempfile.TemporaryDirectory(prefix="tracekit-test-")
     _FOLDERS.append(folder)
     for rank, program in enumerate(programs):
@@ -284,32 +286,32 @@ def beside_snapshots(*programs: Simulation) -> Run:
     return drawn_traces.run(drawn_traces.trace(HIDDEN), path=folder.name)
 
 
-def on_streams(*held: tuple[int, int]) -> Simulation:
-    """Return a simulated program that took and freed a block of so many MiB on each of these streams."""
+def program_on_streams(*allocated: tuple[int, int]) -> Simulation:
+    """Return a simulated program that allocates and frees a block on each (stream, MiB)."""
     program = Simulation()
-    for stream, size in held:
+    for stream, size in allocated:
         program.free(program.malloc(size * MIB, stream=stream))
     return program
 
 
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # they go when the tests end
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the tests end
 
 
-def leaking(step_bytes: int) -> Run:
-    return holding(*(GIB + step * step_bytes for step in range(8)))
+def leaking_run(step_bytes: int) -> Run:
+    return allocated_run(*(GIB + step * step_bytes for step in range(8)))
 
 
-def sending(picture: str, **columns: object) -> Trace:
-    """Return a trace whose collectives are of a group of 8, with these columns."""
+def collectives_trace(picture: str, **columns: object) -> Trace:
+    """Return a trace whose collectives belong to a group of 8 ranks, with these columns."""
     plain = drawn_hosts.trace(picture, dict.fromkeys("ab", 0))
-    told = plain.collectives.with_columns(
+    collectives = plain.collectives.with_columns(
         pl.lit(value).alias(name) for name, value in ({"group_size": 8, "group": "0"} | columns).items()
     )
-    return replace(plain, collectives=schema.COLLECTIVES.conform(told))
+    return replace(plain, collectives=schema.COLLECTIVES.conform(collectives))
 
 
-def accumulating(picture: str) -> Run:
-    """Return a run whose compute f and g goes forward and b and c backward, with gradients reduced by x and y."""
+def micro_batch_run(picture: str) -> Run:
+    """Return a run with forward compute f and g, backward compute b and c, and gradient reductions x and y."""
     backward = dict.fromkeys("bcxy", "backward")
     return drawn_traces.run(
         drawn_hosts.trace(
@@ -318,8 +320,8 @@ def accumulating(picture: str) -> Run:
     )
 
 
-def linked(*took: int) -> Run:
-    """Return groups of two ranks each that gather four times in each of three steps, each time for so long."""
+def slow_link_run(*took: int) -> Run:
+    """Return groups of two ranks with four all-gathers in each of three steps, given the duration in each group."""
     traces = []
     for rank in range(2 * len(took)):
         group, takes = rank // 2, took[rank // 2]
@@ -328,13 +330,15 @@ def linked(*took: int) -> Run:
         ranks = [2 * group, 2 * group + 1]
         groups = pl.DataFrame({"group": [str(group)], "description": ["dp"], "ranks": [ranks]})
         plain = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
-        told = plain.collectives.with_columns(group=pl.lit(str(group)), group_size=pl.lit(2), dtype=pl.lit("Float"))
-        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
+        collectives = plain.collectives.with_columns(
+            group=pl.lit(str(group)), group_size=pl.lit(2), dtype=pl.lit("Float")
+        )
+        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(collectives)))
     return drawn_traces.run(*traces)
 
 
-def recomputing(free_bytes: int, *, step: str = "0" * 20) -> Run:
-    """Return a run whose kernel r, of 1 GiB of activations, runs again in backward, with so much memory left."""
+def recomputation_run(free_bytes: int, *, step: str = "0" * 20) -> Run:
+    """Return a run that recomputes kernel r (1 GiB of activations) in backward, with `free_bytes` never reserved."""
     picture = f"step {step}\ncompute ffffffffrrrrbbbbbbbb"
     node = ("CheckpointFunctionBackward", "cpu_op", 8, 12)
     plain = drawn_hosts.trace(picture, phases={"f": "forward", "r": "backward", "b": "backward"}, doing=(node,))
@@ -348,134 +352,145 @@ def recomputing(free_bytes: int, *, step: str = "0" * 20) -> Run:
         }
     ).with_columns(device=0, reserved_bytes=100 * GIB - free_bytes, address=1, step=0)
     header = {"deviceProperties": [{"id": 0, "totalGlobalMem": 100 * GIB}]}
-    held = schema.ALLOCATIONS.conform(events)
-    return drawn_traces.run(replace(plain, ops=plain.ops.with_columns(of_node), allocations=held, header=header))
+    allocated = schema.ALLOCATIONS.conform(events)
+    return drawn_traces.run(replace(plain, ops=plain.ops.with_columns(of_node), allocations=allocated, header=header))
 
 
-PROOFS: dict[str, Proof] = {
-    "COMM001": Proof(
+EXAMPLES: dict[str, Example] = {
+    "COMM001": Example(
         lambda: drawn_traces.run(drawn_traces.trace(EXPOSED)), lambda: drawn_traces.run(drawn_traces.trace(HIDDEN))
     ),
-    "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
-    # a is launched after x and could begin before it.
-    "STREAM002": Proof(
-        lambda: queued(f"step {'0' * 80}\ncompute {'..aaaa....' * 8}\ncomm {'..xx......' * 8}"),
-        lambda: queued(f"step {'0' * 80}\ncompute {'aaaa......' * 8}\ncomm {'..xx......' * 8}"),
+    "STREAM001": Example(lambda: give_way_run(GIVE_WAY), lambda: give_way_run(PREPARED)),
+    # a is launched after x and could start before it.
+    "STREAM002": Example(
+        lambda: queued_run(f"step {'0' * 80}\ncompute {'..aaaa....' * 8}\ncomm {'..xx......' * 8}"),
+        lambda: queued_run(f"step {'0' * 80}\ncompute {'aaaa......' * 8}\ncomm {'..xx......' * 8}"),
     ),
-    # a takes 4 beside x, and 2 alone.
-    "STREAM003": Proof(
+    # a takes 4 during x and 2 alone.
+    "STREAM003": Example(
         lambda: drawn_traces.run(
             drawn_traces.trace(f"step {'0' * 64}\ncompute {'aaaa.aa.' * 8}\ncomm {'.xxx....' * 8}")
         ),
         lambda: drawn_traces.run(drawn_traces.trace(f"step {'0' * 48}\ncompute {'aa.aa.' * 8}\ncomm {'xx....' * 8}")),
     ),
-    # x takes 4 beside a, y of the same size 2 alone; the compute that follows waits for the last of x.
-    "STREAM004": Proof(lambda: carrying("aaa.b..", "xxxx.yy"), lambda: carrying("aaaab..", "xx...yy")),
-    "COMM004": Proof(
-        lambda: preparing("""
+    # x takes 4 during a, y of the same size 2 alone; the next compute waits for the end of x.
+    "STREAM004": Example(lambda: overlap_run("aaa.b..", "xxxx.yy"), lambda: overlap_run("aaaab..", "xx...yy")),
+    "COMM004": Example(
+        lambda: preparation_run("""
             step     0000000000000000
             compute  aaaa........bbbb
             comm     ....ppppxxxx....
         """),
-        lambda: preparing("""
+        lambda: preparation_run("""
             step     0000000000000000
             compute  aaaaaaaaaaaabbbb
             comm     ppppxxxxxxxx....
         """),
     ),
-    "COMM002": Proof(
-        lambda: drawn_traces.run(sending("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")),
-        lambda: drawn_traces.run(sending("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xxxxxxxx....")),
+    "COMM002": Example(
+        lambda: drawn_traces.run(
+            collectives_trace("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")
+        ),
+        lambda: drawn_traces.run(
+            collectives_trace("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xxxxxxxx....")
+        ),
     ),
-    "COMM003": Proof(
-        lambda: accumulating("step 00000000000000000000\ncompute ffffbbbb..ggggcccc..\ncomm ........xx........yy"),
-        lambda: accumulating("step 00000000000000000000\ncompute ffffbbbbggggcccc....\ncomm ................yy.."),
+    "COMM003": Example(
+        lambda: micro_batch_run("step 00000000000000000000\ncompute ffffbbbb..ggggcccc..\ncomm ........xx........yy"),
+        lambda: micro_batch_run("step 00000000000000000000\ncompute ffffbbbbggggcccc....\ncomm ................yy.."),
     ),
-    "HOST001": Proof(lambda: launching(late_by=7), launching),
-    "HOST002": Proof(lambda: launching(late_by=7, reads=True), lambda: launching(late_by=7)),
-    "HOST003": Proof(lambda: launching(late_by=8, loads=True), lambda: launching(late_by=8)),
-    "RANK001": Proof(lambda: meeting(0, 3), lambda: meeting(0, 0)),
-    "RANK002": Proof(lambda: linked(3, 6), lambda: linked(3, 3)),
-    "MEM002": Proof(lambda: recomputing(10 * GIB), lambda: recomputing(5 * GIB)),
-    "RANK003": Proof(lambda: meeting(0, 3, turns=True), lambda: meeting(0, 3)),
-    "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
-    "MEM003": Proof(lambda: leaking(1 << 20), lambda: leaking(0)),
-    "MEM004": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),
-    "MEM005": Proof(lambda: holding(GIB), lambda: holding(9 * GIB)),
-    "MEM006": Proof(lambda: holding(GIB), lambda: holding(1 << 20)),
-    "MEM007": Proof(
+    "HOST001": Example(lambda: late_launch_run(late_by=7), late_launch_run),
+    "HOST002": Example(lambda: late_launch_run(late_by=7, reads=True), lambda: late_launch_run(late_by=7)),
+    "HOST003": Example(lambda: late_launch_run(late_by=8, loads=True), lambda: late_launch_run(late_by=8)),
+    "RANK001": Example(lambda: straggler_run(0, 3), lambda: straggler_run(0, 0)),
+    "RANK002": Example(lambda: slow_link_run(3, 6), lambda: slow_link_run(3, 3)),
+    "MEM002": Example(lambda: recomputation_run(10 * GIB), lambda: recomputation_run(5 * GIB)),
+    "RANK003": Example(lambda: straggler_run(0, 3, turns=True), lambda: straggler_run(0, 3)),
+    "MEM001": Example(
+        lambda: device_malloc_run(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: device_malloc_run(CHURNING)
+    ),
+    "MEM003": Example(lambda: leaking_run(1 << 20), lambda: leaking_run(0)),
+    "MEM004": Example(lambda: allocated_run(GIB, reserved_bytes=96 * GIB), lambda: allocated_run(GIB)),
+    "MEM005": Example(lambda: allocated_run(GIB), lambda: allocated_run(9 * GIB)),
+    "MEM006": Example(lambda: allocated_run(GIB), lambda: allocated_run(1 << 20)),
+    "MEM007": Example(
         lambda: drawn_traces.run(drawn_traces.trace(HIDDEN, metrics=metrics("num_alloc_retries", 0, 0, 0, 2))),
         lambda: drawn_traces.run(drawn_traces.trace(HIDDEN, metrics=metrics("num_alloc_retries", 0, 2, 2, 2))),
     ),
-    "MEM008": Proof(
-        lambda: taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)),
-        lambda: taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB, 4 * GIB)),
+    "MEM008": Example(
+        lambda: block_sizes_run(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)),
+        lambda: block_sizes_run(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB, 4 * GIB)),
     ),
-    "MEM009": Proof(
-        lambda: beside_snapshots(on_streams((0, 900), (7, 500))), lambda: beside_snapshots(on_streams((0, 900)))
+    "MEM009": Example(
+        lambda: run_with_snapshots(program_on_streams((0, 900), (7, 500))),
+        lambda: run_with_snapshots(program_on_streams((0, 900))),
     ),
-    "MEM010": Proof(
-        lambda: taking(*({GIB + step * 2 * MIB: 1, GIB: 1} for step in range(4))), lambda: taking(*[{GIB: 2}] * 4)
+    "MEM010": Example(
+        lambda: block_sizes_run(*({GIB + step * 2 * MIB: 1, GIB: 1} for step in range(4))),
+        lambda: block_sizes_run(*[{GIB: 2}] * 4),
     ),
-    "MEM011": Proof(lambda: buffered("all_gather"), lambda: buffered("forward")),
-    "CKPT001": Proof(
-        lambda: saving(plan=10, write=80, total=100),
+    "MEM011": Example(lambda: unit_buffer_run("all_gather"), lambda: unit_buffer_run("forward")),
+    "CKPT001": Example(
+        lambda: blocking_save_run(plan=10, write=80, total=100),
         lambda: drawn_traces.run(drawn_traces.trace(HIDDEN), strategy="ddp"),
     ),
-    # Of 500 ms blocked, most is one stage; nobody else waits.
-    "CKPT002": Proof(
-        lambda: stalling({"serialize": 400, "write": 50, "total": 500}),
-        lambda: stalling({"serialize": 40, "write": 5, "total": 50}),
+    # Most of the 500 ms is one stage; no other rank waits.
+    "CKPT002": Example(
+        lambda: save_run({"serialize": 400, "write": 50, "total": 500}),
+        lambda: save_run({"serialize": 40, "write": 5, "total": 50}),
     ),
-    "CKPT003": Proof(
-        lambda: stalling({"stage": 400, "write": 50, "total": 500}),
-        lambda: stalling({"stage": 400, "write": 50, "total": 500}, steps_ms=(9000, 9000, 9000)),
+    "CKPT003": Example(
+        lambda: save_run({"stage": 400, "write": 50, "total": 500}),
+        lambda: save_run({"stage": 400, "write": 50, "total": 500}, steps_ms=(9000, 9000, 9000)),
     ),
-    "CKPT004": Proof(
-        lambda: stalling({"serialize": 50, "write": 400, "total": 500}),
-        lambda: stalling({"serialize": 400, "write": 50, "total": 500}),
+    "CKPT004": Example(
+        lambda: save_run({"serialize": 50, "write": 400, "total": 500}),
+        lambda: save_run({"serialize": 400, "write": 50, "total": 500}),
     ),
-    "CKPT005": Proof(
-        lambda: stalling({"write": 50, "fsync": 200, "finish": 200, "total": 500}),
-        lambda: stalling({"write": 300, "fsync": 50, "finish": 50, "total": 500}),
+    "CKPT005": Example(
+        lambda: save_run({"write": 50, "fsync": 200, "finish": 200, "total": 500}),
+        lambda: save_run({"write": 300, "fsync": 50, "finish": 50, "total": 500}),
     ),
-    # Both write 1 GB: rank 1 takes ten times as long. In silence it has ten times the bytes.
-    "CKPT006": Proof(lambda: writing((10**9, 50), (10**9, 450)), lambda: writing((10**8, 50), (10**9, 450))),
-    "CKPT007": Proof(
-        lambda: stalling({"plan": 300, "write": 50, "wait": 150, "total": 500}),
-        lambda: stalling({"plan": 100, "write": 300, "wait": 100, "total": 500}),
+    # Both ranks write 1 GB, rank 1 nine times as slowly. In the silent run it has ten times the bytes.
+    "CKPT006": Example(lambda: writer_run((10**9, 50), (10**9, 450)), lambda: writer_run((10**8, 50), (10**9, 450))),
+    "CKPT007": Example(
+        lambda: save_run({"plan": 300, "write": 50, "wait": 150, "total": 500}),
+        lambda: save_run({"plan": 100, "write": 300, "wait": 100, "total": 500}),
     ),
-    "CKPT008": Proof(
-        lambda: stalling({"write": 50, "fsync": 400, "total": 500}, columns={"fsync": {"calls": 1}}),
-        lambda: stalling({"write": 50, "fsync": 400, "total": 500}),
+    "CKPT008": Example(
+        lambda: save_run({"write": 50, "fsync": 400, "total": 500}, columns={"fsync": {"calls": 1}}),
+        lambda: save_run({"write": 50, "fsync": 400, "total": 500}),
     ),
-    "CKPT009": Proof(beside, lambda: beside(worker="process")),
-    "CKPT010": Proof(
-        lambda: beside(cpu_ns=900, run_delay_ns=1000), lambda: beside(cpu_ns=1500, run_delay_ns=100, python_ms=100)
+    "CKPT009": Example(background_save_run, lambda: background_save_run(worker="process")),
+    "CKPT010": Example(
+        lambda: background_save_run(cpu_ns=900, run_delay_ns=1000),
+        lambda: background_save_run(cpu_ns=1500, run_delay_ns=100, python_ms=100),
     ),
-    "CKPT011": Proof(lambda: again(uploads_ms=2990), lambda: again(uploads_ms=2000)),
-    "CKPT012": Proof(lambda: restoring(10, 10, whole_bytes=10), lambda: restoring(5, 5, whole_bytes=10)),
-    # With 0.5 s a save and a failure a day 294 s between saves lose least.
-    "CKPT013": Proof(
-        lambda: stalling({"write": 500, "total": 500}),
-        lambda: stalling({"write": 500, "total": 500}, steps_ms=(147000,) * 3),
+    "CKPT011": Example(
+        lambda: repeated_background_saves(uploads_ms=2990), lambda: repeated_background_saves(uploads_ms=2000)
+    ),
+    "CKPT012": Example(lambda: load_run(10, 10, whole_bytes=10), lambda: load_run(5, 5, whole_bytes=10)),
+    # With 0.5 s per save and one failure per day, 294 s between saves is optimal.
+    "CKPT013": Example(
+        lambda: save_run({"write": 500, "total": 500}),
+        lambda: save_run({"write": 500, "total": 500}, steps_ms=(147000,) * 3),
         {"mtbf_s": 86400},
     ),
-    "CKPT014": Proof(
-        lambda: stalling({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}}),
-        lambda: stalling({"write": 500, "total": 500}, columns={"total": {"durable": True, "bytes": 5}}),
+    "CKPT014": Example(
+        lambda: save_run({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}}),
+        lambda: save_run({"write": 500, "total": 500}, columns={"total": {"durable": True, "bytes": 5}}),
     ),
-    "CKPT015": Proof(
-        lambda: stalling({"write": 500, "total": 500}, every={"call": "dcp.save"}),
-        lambda: stalling({"write": 500, "total": 500}, every={"call": "torch.save"}),
+    "CKPT015": Example(
+        lambda: save_run({"write": 500, "total": 500}, every={"call": "dcp.save"}),
+        lambda: save_run({"write": 500, "total": 500}, every={"call": "torch.save"}),
     ),
-    "CKPT016": Proof(
-        lambda: stalling({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 350 * MS}}),
-        lambda: stalling({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 50 * MS}}),
+    "CKPT016": Example(
+        lambda: save_run({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 350 * MS}}),
+        lambda: save_run({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 50 * MS}}),
     ),
-    "CKPT017": Proof(
-        lambda: stalling(*[{"total": 5}] * 2, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
-        lambda: stalling({"total": 5}, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
+    "CKPT017": Example(
+        lambda: save_run(*[{"total": 5}] * 2, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
+        lambda: save_run({"total": 5}, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
     ),
-    "DATA001": Proof(lambda: data_quality_issues(("truncated", 0.3)), data_quality_issues),
+    "DATA001": Example(lambda: data_quality_issues(("truncated", 0.3)), data_quality_issues),
 }

@@ -13,7 +13,7 @@ from tracekit.report import charts
 
 UNIT = drawn_hosts.UNIT_NS
 # p takes 2 alone, 6 during a.
-GIVING_WAY = rule_examples.giving_way(rule_examples.GIVE_WAY)
+GIVING_WAY = rule_examples.give_way_run(rule_examples.GIVE_WAY)
 
 
 def test_the_costliest_call_has_the_largest_excess_over_its_solo_duration():

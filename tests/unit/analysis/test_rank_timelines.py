@@ -10,9 +10,9 @@ from tracekit.analysis.time import breakdown
 from tracekit.report import charts
 
 RUNS = {
-    "one is late": lambda: rule_examples.meeting(0, 3),
-    "they take turns": lambda: rule_examples.meeting(0, 2, 3, turns=True),
-    "together": lambda: rule_examples.meeting(1, 1),
+    "one is late": lambda: rule_examples.straggler_run(0, 3),
+    "they take turns": lambda: rule_examples.straggler_run(0, 2, 3, turns=True),
+    "together": lambda: rule_examples.straggler_run(1, 1),
     "alone": lambda: drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED)),
 }
 
@@ -32,7 +32,7 @@ def test_rank_states_are_the_breakdown_with_exposed_communication_split_in_two(m
 
 
 def test_waiting_lasts_until_the_last_rank_arrives():
-    states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
+    states = rule_examples.straggler_run(0, 3).run_table(rank_timelines.states)
     waits = states.filter(pl.col("state") == "waiting")
     assert waits.select("rank", "peer_rank", "dur_ns").unique().rows() == [(0, 1, 3 * drawn_hosts.UNIT_NS)]
     assert waits.height == 12
@@ -40,7 +40,7 @@ def test_waiting_lasts_until_the_last_rank_arrives():
 
 
 def test_totals_of_a_window_sum_to_its_length_on_every_rank():
-    states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
+    states = rule_examples.straggler_run(0, 3).run_table(rank_timelines.states)
     start = states["start_ns"].min()
     window = (start + drawn_hosts.UNIT_NS, start + 19 * drawn_hosts.UNIT_NS)
     table = rank_timelines.totals(states, window)
@@ -51,7 +51,7 @@ def test_totals_of_a_window_sum_to_its_length_on_every_rank():
 
 
 def test_a_figure_has_a_row_per_rank_and_names_the_awaited_rank():
-    states = rule_examples.meeting(0, 3).run_table(rank_timelines.states)
+    states = rule_examples.straggler_run(0, 3).run_table(rank_timelines.states)
     window = (states["start_ns"].min(), (states["start_ns"] + states["dur_ns"]).max())
     figure = charts.rank_activity(states, window)
     assert list(figure.layout.yaxis.ticktext) == ["rank 0", "rank 1"]

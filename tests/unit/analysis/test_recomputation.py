@@ -16,13 +16,13 @@ def judge(run, **thresholds):
 
 
 def test_a_region_has_its_kernels_their_time_and_its_allocations():
-    (found,) = rule_examples.recomputing(10 * GIB).table(recomputation.regions).iter_rows(named=True)
+    (found,) = rule_examples.recomputation_run(10 * GIB).table(recomputation.regions).iter_rows(named=True)
     assert (found["evidence"], found["kernels"], found["backward"]) == ("checkpoint_node", 1, 0)
     assert (found["compute_ns"], found["activation_bytes"]) == (4 * 50_000, GIB)
 
 
 def test_the_finding_states_memory_saved_and_memory_needed():
-    (found,) = judge(rule_examples.recomputing(10 * GIB)).findings
+    (found,) = judge(rule_examples.recomputation_run(10 * GIB)).findings
     assert (found.impact, found.cost_ns) == (0.2, 4 * 50_000)
     assert "1 parts of the model" in found.message
     assert "1 GiB each; 5 GiB are free with 5.0% in reserve" in found.message
@@ -31,12 +31,12 @@ def test_the_finding_states_memory_saved_and_memory_needed():
 
 @pytest.mark.parametrize(("free_gib", "fires"), [(6, True), (5.9, False)])
 def test_recomputation_is_reported_only_if_the_activations_fit_into_free_memory(free_gib, fires):
-    assert bool(judge(rule_examples.recomputing(int(free_gib * GIB))).findings) == fires
-    assert judge(rule_examples.recomputing(int(free_gib * GIB)), keep_free_ratio=0.0).findings
+    assert bool(judge(rule_examples.recomputation_run(int(free_gib * GIB))).findings) == fires
+    assert judge(rule_examples.recomputation_run(int(free_gib * GIB)), keep_free_ratio=0.0).findings
 
 
 def test_missing_memory_events_are_reported():
-    run = rule_examples.recomputing(10 * GIB)
+    run = rule_examples.recomputation_run(10 * GIB)
     (trace,) = run.traces()
     trace.header["deviceProperties"] = []
     report = judge(run)

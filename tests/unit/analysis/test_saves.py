@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import drawn_traces, rule_examples
-from tests.support.rule_examples import MS, metrics, saves, stalling, writing
+from tests.support.rule_examples import MS, metrics, save_log, save_run, writer_run
 from tracekit.analysis.checkpoint import restores, save_stages, stalls
 from tracekit.analysis.checkpoint import saves as analysis
 from tracekit.model import schema
@@ -50,14 +50,14 @@ def test_a_background_save_has_blocked_and_background_time():
 
 
 def test_an_unsynced_save_is_not_durable_and_has_no_storage_rate():
-    run = stalling({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}})
+    run = save_run({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}})
     (row,) = run.run_table(analysis.by_rank).iter_rows(named=True)
     assert (row["written_ns"], row["durable_ns"], row["storage_bytes_per_s"]) == (500 * MS, None, None)
 
 
 def test_storage_rate_covers_writing_and_syncing():
     columns = {"write": {"bytes": 10**9}, "total": {"durable": True, "bytes": 10**9}}
-    run = stalling({"write": 250, "fsync": 750, "total": 1000}, columns=columns)
+    run = save_run({"write": 250, "fsync": 750, "total": 1000}, columns=columns)
     (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
     assert row["bytes_per_s"] == 10**9
     assert row["durable_ns"] == 1000 * MS
@@ -79,14 +79,14 @@ def test_files_of_one_save_are_grouped():
 
 
 def test_windows_with_the_same_log_are_counted_once():
-    table = schema.CHECKPOINTS.conform(saves(write=5, total=5))
+    table = schema.CHECKPOINTS.conform(save_log(write=5, total=5))
     run = drawn_traces.run(*(drawn_traces.trace("step 01\ncompute ab", window=w, checkpoints=table) for w in (0, 1)))
     assert run.run_table(analysis.by_rank)["blocked_ns"].to_list() == [5]
 
 
 def test_next_step_extra_time_and_overhead_ratio():
     # Steps of 100 ms, the save after two of them blocks 50 ms, and the next step takes 130 ms.
-    run = stalling({"write": 50, "total": 50}, steps_ms=(100, 150, 130, 100, 100))
+    run = save_run({"write": 50, "total": 50}, steps_ms=(100, 150, 130, 100, 100))
     (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
     assert (row["next_step_extra_ns"], row["interval_ns"], row["overhead_ratio"]) == (30 * MS, 200 * MS, 0.2)
 
@@ -94,7 +94,7 @@ def test_next_step_extra_time_and_overhead_ratio():
 @pytest.mark.parametrize(("first", "steps", "ratio"), [(0, 2.0, 0.2), (10_000, 2.0, 0.2), (10_002, None, None)])
 def test_the_interval_of_a_single_save_is_the_training_before_it(first, steps, ratio):
     # A save after two steps of 100 ms, the first of the training or of what was resumed.
-    trace = stalling({"write": 50, "total": 50}, steps_ms=(100, 150, 100)).trace(0)
+    trace = save_run({"write": 50, "total": 50}, steps_ms=(100, 150, 100)).trace(0)
     later = pl.col("step") + first
     saved = trace.checkpoints.with_columns(step=pl.lit(min(first, 10_000) + 2))
     run = drawn_traces.run(replace(trace, checkpoints=saved, metrics=trace.metrics.with_columns(later)))
@@ -114,11 +114,11 @@ def test_the_interval_of_a_single_save_is_the_training_before_it(first, steps, r
     ],
 )
 def test_the_dominant_class_has_most_of_the_save_time(stages, kind):
-    assert dominant(stalling(stages))[0] == kind
+    assert dominant(save_run(stages))[0] == kind
 
 
 def test_the_parts_of_a_save_sum_to_its_length():
-    run = stalling({"plan": 5, "stage": 5, "write": 60, "fsync": 10, "finish": 5, "wait": 15, "total": 100})
+    run = save_run({"plan": 5, "stage": 5, "write": 60, "fsync": 10, "finish": 5, "wait": 15, "total": 100})
     parts = run.run_table(stalls.parts)
     assert parts["dur_ns"].sum() == 100 * MS
     assert parts["ratio"].sum() == pytest.approx(1)
@@ -126,24 +126,24 @@ def test_the_parts_of_a_save_sum_to_its_length():
 
 def test_waiting_counts_as_cpu_contention_up_to_the_run_delay_of_a_rank():
     stages = {"write": 10, "wait": 90, "total": 100}
-    run = stalling(stages, columns={"total": {"run_delay_ns": 60 * MS}})
+    run = save_run(stages, columns={"total": {"run_delay_ns": 60 * MS}})
     kinds = dict(run.run_table(stalls.parts).select("kind", "dur_ns").rows())
     assert kinds == {stalls.CPU_CONTENTION: 60 * MS, stalls.PLAN: 30 * MS, stalls.WRITE: 10 * MS}
 
 
 def test_the_critical_path_follows_the_slowest_rank_between_synchronizations():
-    run = stalling({"plan": 5, "write": 20, "wait": 75, "total": 100}, {"plan": 5, "serialize": 90, "total": 100})
+    run = save_run({"plan": 5, "write": 20, "wait": 75, "total": 100}, {"plan": 5, "serialize": 90, "total": 100})
     assert dominant(run) == (stalls.SERIALIZE, 1, "serialize")
 
 
 def test_a_rank_that_writes_a_third_more_bytes_is_no_straggler():
     # ZeRO-1: the first data-parallel rank writes 1.333 times what the others do.
-    assert dominant(writing((4 * 10**8, 400), (3 * 10**8, 300)))[0] == stalls.WRITE
-    assert dominant(writing((4 * 10**8, 400), (3 * 10**8, 200)))[0] == stalls.WRITE
+    assert dominant(writer_run((4 * 10**8, 400), (3 * 10**8, 300)))[0] == stalls.WRITE
+    assert dominant(writer_run((4 * 10**8, 400), (3 * 10**8, 200)))[0] == stalls.WRITE
 
 
 def test_a_rank_that_is_slow_for_its_bytes_is_a_straggler_with_its_excess():
-    run = writing((10**9, 50), (10**9, 450))
+    run = writer_run((10**9, 50), (10**9, 450))
     assert dominant(run) == (stalls.STRAGGLER, 1, "write")
     (excess_ns,) = run.run_table(stalls.parts).filter(pl.col("kind") == stalls.STRAGGLER)["dur_ns"]
     assert excess_ns == 400 * MS
@@ -152,7 +152,7 @@ def test_a_rank_that_is_slow_for_its_bytes_is_a_straggler_with_its_excess():
 def test_a_slow_sync_of_every_file_is_no_straggler_though_one_rank_syncs_two():
     ranks = ({"write": 5, "fsync": 200, "total": 205}, {"write": 5, "fsync": 100, "wait": 100, "total": 205})
     runs = [
-        stalling(stages, columns={"fsync": {"files": files}, "write": {"bytes": 10}}).trace(0)
+        save_run(stages, columns={"fsync": {"files": files}, "write": {"bytes": 10}}).trace(0)
         for stages, files in zip(ranks, (2, 1), strict=True)
     ]
     run = drawn_traces.run(runs[0], drawn_traces.trace("step 01\ncompute ab", rank=1, checkpoints=runs[1].checkpoints))
@@ -162,7 +162,7 @@ def test_a_slow_sync_of_every_file_is_no_straggler_though_one_rank_syncs_two():
 def test_with_many_small_tensors_planning_counts_as_serializing():
     stages = {"plan": 50, "serialize": 30, "write": 5, "total": 100}
     columns = {"stage": {"bytes": 40}, "write": {"bytes": 100}}
-    run = stalling(stages | {"stage": 5}, columns=columns)
+    run = save_run(stages | {"stage": 5}, columns=columns)
     assert dominant(run)[0] == stalls.SERIALIZE
     (part,) = run.run_table(stalls.dominant).iter_rows(named=True)
     assert part["envelope_ratio"] == pytest.approx(0.6)
@@ -170,7 +170,7 @@ def test_with_many_small_tensors_planning_counts_as_serializing():
 
 def test_steps_during_a_background_save_are_compared_with_the_other_steps():
     # 20 steps of 100 ms, then 13 of 150 ms fit into the save's 2 s, and begin within it.
-    (row,) = rule_examples.beside().run_table(analysis.background_slowdown).iter_rows(named=True)
+    (row,) = rule_examples.background_save_run().run_table(analysis.background_slowdown).iter_rows(named=True)
     assert (row["baseline_step_ns"], row["steps"], row["lost_ns"]) == (100 * MS, 10, 500 * MS)
 
 
@@ -214,14 +214,16 @@ def test_steps_during_saves_equal_a_step_by_step_reference(ranks):
 
 def test_waited_ratio_is_time_neither_running_nor_runnable():
     (row,) = (
-        rule_examples.beside(cpu_ns=900, run_delay_ns=500).run_table(analysis.background_slowdown).iter_rows(named=True)
+        rule_examples.background_save_run(cpu_ns=900, run_delay_ns=500)
+        .run_table(analysis.background_slowdown)
+        .iter_rows(named=True)
     )
     assert (row["waited_ratio"], row["delayed_ratio"]) == (0.3, 0.25)
 
 
 def test_read_amplification_counts_each_rank_that_reads_a_file():
     (row,) = (
-        rule_examples.restoring(8, 8, whole_bytes=0, call="torch.load")
+        rule_examples.load_run(8, 8, whole_bytes=0, call="torch.load")
         .run_table(restores.restores)
         .iter_rows(named=True)
     )
@@ -229,7 +231,7 @@ def test_read_amplification_counts_each_rank_that_reads_a_file():
 
 
 def test_without_metadata_unique_bytes_are_null():
-    (row,) = rule_examples.restoring(8, 8, whole_bytes=0).run_table(restores.restores).iter_rows(named=True)
+    (row,) = rule_examples.load_run(8, 8, whole_bytes=0).run_table(restores.restores).iter_rows(named=True)
     assert row["amplification"] is None
 
 

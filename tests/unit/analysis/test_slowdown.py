@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import drawn_hosts, drawn_traces
-from tests.support.rule_examples import PROOFS, carrying, queued
+from tests.support.rule_examples import EXAMPLES, overlap_run, queued_run
 from tracekit.analysis.communication import queueing
 from tracekit.analysis.compute import collective_contention, concurrency, contention, slowdown
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
@@ -126,7 +126,7 @@ def pair(trace, kind, concurrent_kind):
 
 def test_a_kernel_twice_as_slow_during_a_collective_has_slowdown_two():
     # Overlaps x for 3 of its 4; that work takes 1 alone.
-    run = PROOFS["STREAM003"].fires()
+    run = EXAMPLES["STREAM003"].fires()
     found = run.run_table(contention.pairs).row(0, named=True)
     assert (found["kind"], found["concurrent_kind"]) == (COMPUTE, COMMUNICATION)
     assert found["slowdown"] == 3.0
@@ -137,7 +137,7 @@ def test_a_kernel_twice_as_slow_during_a_collective_has_slowdown_two():
 
 
 def test_the_cost_of_contended_compute_is_its_extra_time():
-    (found,) = check(PROOFS["STREAM003"].fires(), [ContendedCompute()]).findings
+    (found,) = check(EXAMPLES["STREAM003"].fires(), [ContendedCompute()]).findings
     assert "3.00 times as long during collectives" in found.message
     assert found.cost_ns == 2 * 8  # two of the eight without a sample of theirs, at the slowdown of the others
     assert found.impact == 16 / 64
@@ -172,7 +172,7 @@ def test_a_falling_clock_rate_is_no_contention():
 
 
 def test_bus_bandwidth_of_collectives_alone_and_during_compute():
-    run = carrying("aaa.b..", "xxxx.yy")
+    run = overlap_run("aaa.b..", "xxxx.yy")
     found = contention.pool_pairs(run.run_table(collective_contention.by_step)).row(0, named=True)
     assert found["slowdown"] == 3.0
     (size,) = run.run_table(collective_contention.bandwidths).to_dicts()
@@ -184,7 +184,7 @@ def test_bus_bandwidth_of_collectives_alone_and_during_compute():
 
 
 def test_slow_collectives_without_waiting_compute_cost_nothing():
-    run = carrying("aaaaaab..", "xxxx...yy")
+    run = overlap_run("aaaaaab..", "xxxx...yy")
     assert contention.pool_pairs(run.run_table(collective_contention.by_step))["slowdown"].item() > 1.9
     assert check(run, [StarvedCollectives()]).findings == ()
 
@@ -205,7 +205,7 @@ def test_waiting_for_a_peer_is_no_slow_transfer():
 
 
 def test_a_kernel_that_starts_together_with_an_earlier_launch_on_another_stream_is_delayed():
-    run = PROOFS["STREAM002"].fires()
+    run = EXAMPLES["STREAM002"].fires()
     delayed = run.table(queueing.delayed_kernels)
     assert delayed["name"].to_list() == ["a"] * 8
     assert delayed["blocker_name"].to_list() == ["x"] * 8
@@ -219,7 +219,7 @@ def test_a_kernel_that_starts_together_with_an_earlier_launch_on_another_stream_
 
 def test_an_overtaking_kernel_proves_several_queues():
     # The last a begins before the x launched before it.
-    run = queued(f"step {'0' * 90}\ncompute {'..aaaa....' * 8}aaaa......\ncomm {'..xx......' * 9}")
+    run = queued_run(f"step {'0' * 90}\ncompute {'..aaaa....' * 8}aaaa......\ncomm {'..xx......' * 9}")
     assert run.table(queueing.launch_order)["overtakes"].sum() == 0  # it was launched first
     late_x = f"step {'0' * 80}\ncompute {'..aaaa....' * 7}aaaa......\ncomm {'..xx......' * 8}"
     plain = drawn_traces.trace(late_x, scale_ns=drawn_hosts.UNIT_NS)
@@ -235,7 +235,7 @@ def test_an_overtaking_kernel_proves_several_queues():
 
 
 def test_waiting_for_the_end_of_other_work_is_no_queueing_delay():
-    run = queued(f"step {'0' * 80}\ncompute {'....aaaa..' * 8}\ncomm {'..xx......' * 8}")
+    run = queued_run(f"step {'0' * 80}\ncompute {'....aaaa..' * 8}\ncomm {'..xx......' * 8}")
     assert run.table(queueing.delayed_kernels).is_empty()
 
 

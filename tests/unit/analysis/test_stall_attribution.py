@@ -11,7 +11,7 @@ from tracekit.analysis.time import gaps
 from tracekit.report import charts, figures
 
 UNIT = drawn_hosts.UNIT_NS
-MEETING = rule_examples.meeting(0, 3)
+MEETING = rule_examples.straggler_run(0, 3)
 
 
 def by(table: pl.DataFrame, *names: str) -> list[tuple[object, ...]]:
@@ -19,7 +19,7 @@ def by(table: pl.DataFrame, *names: str) -> list[tuple[object, ...]]:
 
 
 def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
-    for run in (MEETING, rule_examples.giving_way(rule_examples.GIVE_WAY)):
+    for run in (MEETING, rule_examples.give_way_run(rule_examples.GIVE_WAY)):
         sums = run.run_table(stall_attribution.by_rank).group_by("rank", "gap_kind").agg(pl.col("dur_ns").sum())
         totals = {(rank, of): ns for rank, of, ns in sums.iter_rows()}
         for trace in run.traces():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import sample_snapshots
-from tests.support.rule_examples import beside_snapshots, on_streams
+from tests.support.rule_examples import program_on_streams, run_with_snapshots
 from tests.support.sample_snapshots import MIB, document, event, frame, recorded, segment, write
 from tracekit.analysis.memory import snapshot_files
 from tracekit.errors import BadTraceError, InputError
@@ -376,7 +376,7 @@ def _file(tmp_path: Path, data: bytes) -> Path:
 
 
 def test_a_snapshot_is_known_by_its_time_too_and_a_link_that_leads_nowhere_is_none():
-    run = beside_snapshots(on_streams((0, 90)))
+    run = run_with_snapshots(program_on_streams((0, 90)))
     (before,) = snapshot_files.files(run)
     os.utime(before.path, ns=(1, 1))
     (after,) = snapshot_files.files(run)

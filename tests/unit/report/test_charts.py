@@ -137,7 +137,7 @@ def test_no_figure_offers_to_send_itself_to_a_server():
 def saved_run():
     stages = {"plan": 5, "write": 60, "fsync": 10, "wait": 25, "total": 100}
     columns = {"write": {"bytes": 7 * 10**6}, "total": {"bytes": 7 * 10**6}}
-    return rule_examples.stalling(stages, stages, columns=columns, every={"checkpoint": HOSTILE})
+    return rule_examples.save_run(stages, stages, columns=columns, every={"checkpoint": HOSTILE})
 
 
 def test_the_bar_of_a_save_is_as_long_as_the_save_and_its_stages_do_not_overlap():

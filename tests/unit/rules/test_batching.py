@@ -1,4 +1,4 @@
-"""Small collectives, and gradients reduced at every micro-batch: on drawn timelines, and their line by brute force."""
+"""Small collectives, gradients reduced in every micro-batch, and the fit of latency and bandwidth."""
 
 from dataclasses import replace
 
@@ -18,12 +18,12 @@ CHARACTER_NS = drawn_hosts.UNIT_NS
 
 
 def small(picture, manifest=None, **columns):
-    run = drawn_traces.run(rule_examples.sending(picture, **columns), **(manifest or {}))
+    run = drawn_traces.run(rule_examples.collectives_trace(picture, **columns), **(manifest or {}))
     return check(run, [SmallCollectives()]).findings
 
 
-def test_collectives_launched_together_are_one_burst_and_those_around_compute_are_not():
-    # b is launched after the fourth and before the fifth, and hides half of the sixth.
+def test_collectives_launched_without_compute_between_them_are_one_burst():
+    # b is launched between the fourth and the fifth, and overlaps the fifth and the sixth.
     picture = "step 000000000000\ncompute aa....bbbc..\ncomm ..xyxy..xyx."
     found = drawn_traces.run(drawn_hosts.trace(picture, {"a": 0, "c": 0})).table(collective_bursts.bursts)
     assert found["count"].to_list() == [4, 4, 4, 4, 3, 3, 3]
@@ -32,8 +32,8 @@ def test_collectives_launched_together_are_one_burst_and_those_around_compute_ar
     assert found["burst_exposed_ns"].to_list() == [4 * CHARACTER_NS] * 4 + [CHARACTER_NS] * 3
 
 
-def test_what_joining_saves_is_latency_and_no_more_than_what_compute_leaves_open():
-    # Eight of 50 µs on 8 ranks: 7 hops of 5 µs each are assumed. Seven are saved.
+def test_batching_saves_latency_and_at_most_the_exposed_time():
+    # Eight collectives of 50 µs on 8 ranks: 7 hops of 5 µs are assumed for each. Seven collectives are saved.
     (found,) = small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")
     assert found.cost_ns == 7 * 35_000
     assert found.impact == 7 * 35_000 / (16 * CHARACTER_NS)
@@ -48,13 +48,13 @@ def test_what_joining_saves_is_latency_and_no_more_than_what_compute_leaves_open
     ("strategy", "named"),
     [("ddp", "bucket_cap_mb"), ("fsdp1", "auto_wrap_policy"), ("fsdp2", "fully_shard([a, b])"), ("x", "flat buffer")],
 )
-def test_the_fix_is_the_strategys(strategy, named):
+def test_the_fix_depends_on_the_strategy(strategy, named):
     picture = "step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy...."
     (found,) = small(picture, {"strategy": strategy})
     assert named in found.fix
 
 
-def test_few_or_large_collectives_and_unknown_sizes_are_left_alone():
+def test_few_or_large_collectives_and_unknown_sizes_are_not_reported():
     assert small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyx.........") == ()
     assert small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xxxxyyyy....") == ()
     picture = "step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy...."
@@ -67,20 +67,20 @@ def test_few_or_large_collectives_and_unknown_sizes_are_left_alone():
     st.floats(1, 400),
     st.lists(st.tuples(st.sampled_from([7, 14, 31]), st.integers(10_000, 1 << 28)), min_size=2, max_size=6),
 )
-def test_the_line_is_found_again_from_its_own_times(hop_ns, bytes_per_ns, points):
+def test_the_fit_recovers_latency_and_bandwidth(hop_ns, bytes_per_ns, points):
     hops, sent = (np.array([float(point[i]) for point in points]) for i in (0, 1))
     found = latency.fit(hops, sent, hops * hop_ns + sent / bytes_per_ns)
     each = sent / hops
     if each.max() < 1.25 * each.min():
         assert found is None
-    elif hop_ns * bytes_per_ns > 0.01 * each.min():  # else latency is lost in the rounding
+    elif hop_ns * bytes_per_ns > 0.01 * each.min():  # else rounding hides the latency
         assert found is not None
         assert found.hop_ns == pytest.approx(hop_ns, rel=1e-3)
         assert found.bytes_per_ns == pytest.approx(bytes_per_ns, rel=1e-3)
 
 
-def test_a_line_that_no_link_can_have_is_none():
-    # The larger one is quicker: something else slows the smaller.
+def test_an_impossible_fit_is_none():
+    # The larger collective is faster, so something else slows the smaller one.
     assert latency.fit(np.array([14.0, 14.0]), np.array([8e8, 10e8]), np.array([4e8, 3e8])) is None
 
 
@@ -88,15 +88,15 @@ TWO_PASSES = "step 00000000000000000000\ncompute ffffbbbb..ggggcccc..\ncomm ....
 
 
 def test_reductions_belong_to_their_backward_pass():
-    found = rule_examples.accumulating(TWO_PASSES).table(backward_passes.gradient_reductions)
+    found = rule_examples.micro_batch_run(TWO_PASSES).table(backward_passes.gradient_reductions)
     assert found.select("backward", "backward_count", "exposed_ns").rows() == [
         (0, 2, 2 * CHARACTER_NS),
         (1, 2, 2 * CHARACTER_NS),
     ]
 
 
-def test_a_reduction_that_the_last_pass_repeats_is_lost():
-    (found,) = check(rule_examples.accumulating(TWO_PASSES), [ReducedEveryMicroBatch()]).findings
+def test_a_reduction_that_the_last_pass_repeats_is_a_loss():
+    (found,) = check(rule_examples.micro_batch_run(TWO_PASSES), [ReducedEveryMicroBatch()]).findings
     assert (found.cost_ns, found.impact) == (2 * CHARACTER_NS, 0.1)
     assert "each of 2 backward passes" in found.message
     assert "the last pass repeats 1 earlier reductions" in found.message
@@ -107,8 +107,8 @@ def test_a_reduction_that_the_last_pass_repeats_is_lost():
     ("strategy", "named"),
     [("ddp", "no extra memory"), ("fsdp1", "no_sync"), ("fsdp2", "set_requires_gradient_sync(False)")],
 )
-def test_the_way_to_reduce_once_is_the_strategys_and_tells_its_memory(strategy, named):
-    run = rule_examples.accumulating(TWO_PASSES)
+def test_the_fix_for_repeated_reductions_depends_on_the_strategy_and_states_its_memory(strategy, named):
+    run = rule_examples.micro_batch_run(TWO_PASSES)
     run.manifest = {"strategy": strategy}
     (found,) = check(run, [ReducedEveryMicroBatch()]).findings
     assert named in found.fix
@@ -116,13 +116,13 @@ def test_the_way_to_reduce_once_is_the_strategys_and_tells_its_memory(strategy, 
 
 
 def test_yafsdp_reduces_each_micro_batch_by_design():
-    run = rule_examples.accumulating(TWO_PASSES)
+    run = rule_examples.micro_batch_run(TWO_PASSES)
     run.manifest = {"strategy": "yafsdp"}
     assert check(run, [ReducedEveryMicroBatch()]).findings == ()
 
 
-def test_what_forward_passes_reduce_too_is_no_gradient():
-    # z is the same reduction in forward, as tensor parallelism makes it.
+def test_reductions_that_forward_repeats_are_not_gradients():
+    # z is the same reduction in forward, as in tensor parallelism.
     picture = "step 000000000000000000000000\ncompute ff..ffbbbb..gg..ggcccc..\ncomm ..zz......xx..zz......yy"
     plain = drawn_hosts.trace(
         picture,
@@ -136,8 +136,8 @@ def test_what_forward_passes_reduce_too_is_no_gradient():
     assert drawn_traces.run(replace(plain, collectives=gathers)).table(backward_passes.gradient_reductions).height == 2
 
 
-def test_work_within_a_backward_pass_that_is_no_backward_work_begins_no_pass():
-    # u is short and of no phase, as a hook's kernel may be.
+def test_work_without_a_phase_does_not_split_a_backward_pass():
+    # u is short and has no phase, such as the kernel of a hook.
     picture = "step 0000000000000000000000000\ncompute ffffffffffbbbbbbubbbbbbbb\ncomm " + "." * 25
     plain = drawn_hosts.trace(picture, phases={"f": "forward", "b": "backward"})
     assert drawn_traces.run(plain).table(backward_passes.backward_starts)["backward"].to_list() == [0]

@@ -2,7 +2,7 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_traces
-from tests.support.rule_examples import metrics, ops, saves
+from tests.support.rule_examples import metrics, ops, save_log
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.model import schema
 from tracekit.rules.checkpoint import BlockingCheckpoint
@@ -15,13 +15,13 @@ def judge(*traces, **manifest):
 
 
 def rank(number, *, step_ns=(100, 100, 100), **stages_ns):
-    table = saves(**stages_ns)
+    table = save_log(**stages_ns)
     return drawn_traces.trace(
         "step 01\ncompute ab", rank=number, checkpoints=table, metrics=metrics("step_time_ns", *step_ns)
     )
 
 
-def test_waiting_is_never_to_blame_but_the_stage_that_is_waited_for():
+def test_the_stage_that_other_ranks_wait_for_is_reported_not_the_waiting():
     # Rank 0 waits 70 of 100 for rank 1, which writes 80.
     (found,) = judge(
         rank(0, plan=10, stage=5, write=15, wait=70, total=100), rank(1, plan=8, stage=5, write=80, wait=7, total=100)
@@ -34,8 +34,8 @@ def test_waiting_is_never_to_blame_but_the_stage_that_is_waited_for():
     assert found.evidence.select("rank", "stage").rows()[:2] == [(0, "total"), (1, "write")]
 
 
-def test_between_meetings_the_slowest_rank_counts_not_the_longest_stage():
-    # Rank 0 serializes longest, 40, but rank 1 is who arrives last: 30 + 30 + 5.
+def test_between_barriers_the_slowest_rank_counts_not_the_longest_stage():
+    # Rank 0 serializes longest, 40, but rank 1 arrives last: 30 + 30 + 5.
     (found,) = judge(
         rank(0, plan=1, serialize=40, write=5, wait=20, total=66),
         rank(1, plan=1, serialize=30, write=30, fsync=5, wait=0, total=66),
@@ -43,7 +43,7 @@ def test_between_meetings_the_slowest_rank_counts_not_the_longest_stage():
     assert found.ranks == (1,)
 
 
-def test_planning_on_the_rank_that_plans_for_all_is_blamed_where_it_dominates():
+def test_planning_on_the_coordinator_is_reported_where_it_dominates():
     (found,) = judge(
         rank(0, plan=60, write=10, finish=5, wait=2, total=77), rank(1, plan=5, write=12, wait=60, total=77)
     ).findings
@@ -52,7 +52,7 @@ def test_planning_on_the_rank_that_plans_for_all_is_blamed_where_it_dominates():
 
 
 def test_the_share_is_of_the_time_between_saves():
-    # A save after 2 steps of 100 blocks for 50: 50 of 250. The step that saves (1) does not count as a plain one.
+    # A save after 2 steps of 100 blocks for 50: 50 of 250. Step 1, which saves, is left out.
     (found,) = judge(rank(0, plan=50, total=50, step_ns=(100, 9999, 100))).findings
     assert found.impact == 0.2
     assert found.cost_ns == 25
@@ -60,22 +60,22 @@ def test_the_share_is_of_the_time_between_saves():
 
 
 @pytest.mark.parametrize(("blocked", "severity"), [(10, Severity.INFO), (11, Severity.WARNING)])
-def test_above_the_threshold_it_is_a_warning(blocked, severity):
+def test_the_severity_is_a_warning_above_the_threshold(blocked, severity):
     # 10 of 190 + 10 is 5%, the threshold itself.
     (found,) = judge(rank(0, plan=blocked, total=blocked, step_ns=(95, 95, 95))).findings
     assert found.severity is severity
 
 
-def test_without_a_metrics_log_the_share_is_not_known():
-    (found,) = judge(drawn_traces.trace("step 01\ncompute ab", checkpoints=saves(plan=5, total=50))).findings
+def test_without_a_metrics_log_the_share_is_unknown():
+    (found,) = judge(drawn_traces.trace("step 01\ncompute ab", checkpoints=save_log(plan=5, total=50))).findings
     assert found.impact == 0.0
     assert "% of the time" not in found.message
     assert found.confidence == 0.6
 
 
-def test_the_save_quoted_is_a_real_one_of_several():
+def test_the_median_save_is_quoted():
     three = [
-        saves(write=dur_ns, total=dur_ns).with_columns(
+        save_log(write=dur_ns, total=dur_ns).with_columns(
             checkpoint=pl.lit(f"step-{step}"), step=pl.lit(step), start_ns=pl.lit(1000 * step)
         )
         for step, dur_ns in ((2, 90), (4, 30), (6, 50))
@@ -89,7 +89,7 @@ def test_the_save_quoted_is_a_real_one_of_several():
 
 
 def test_a_save_in_the_background_does_not_block():
-    table = saves(write=50, total=50).with_columns(blocking=pl.lit(value=False))
+    table = save_log(write=50, total=50).with_columns(blocking=pl.lit(value=False))
     assert judge(drawn_traces.trace("step 01\ncompute ab", checkpoints=table)).findings == ()
 
 
@@ -99,22 +99,22 @@ TWO_STEPS = """
 """
 
 
-def foreign(*spans: tuple[str, int, int], kind="annotation"):
-    """Return a trace by others: no manifest, no log, only spans."""
+def other_recorder(*spans: tuple[str, int, int], kind="annotation"):
+    """Return a trace of another recorder: no manifest and no log, only spans."""
     rows = [ops((name, kind, start, end), step=start // 10) for name, start, end in spans]
     table = pl.concat(rows).with_columns(id=pl.int_range(len(rows), dtype=pl.Int64)) if rows else schema.OPS.empty()
     return drawn_traces.trace(TWO_STEPS, ops=table)
 
 
-def test_two_saves_by_spans_tell_their_share_of_the_profiled_steps():
-    (found,) = judge(foreign(("## checkpoint", 8, 10), ("## checkpoint", 17, 20))).findings
+def test_two_spans_of_saves_give_their_share_of_the_profiled_steps():
+    (found,) = judge(other_recorder(("## checkpoint", 8, 10), ("## checkpoint", 17, 20))).findings
     assert (found.severity, found.impact, found.cost_ns) == (Severity.WARNING, 0.25, 2)
     assert "2 saves in the trace of rank 0 block training for 5 ns, 25.0% of the 2 profiled steps" in found.message
     assert found.evidence.select("start_ns", "dur_ns").rows() == [(8, 2), (17, 3)]
 
 
-def test_one_save_by_spans_is_information_since_nobody_knows_how_often_it_comes():
-    (found,) = judge(foreign(("dcp.save", 8, 10))).findings
+def test_one_span_of_a_save_is_information_because_the_interval_is_unknown():
+    (found,) = judge(other_recorder(("dcp.save", 8, 10))).findings
     assert (found.severity, found.impact) == (Severity.INFO, 0.0)
     assert "the trace does not show how often the run saves" in found.message
 
@@ -136,8 +136,8 @@ def test_one_save_by_spans_is_information_since_nobody_knows_how_often_it_comes(
         ("transformers/trainer.py(3100): _save_checkpoint", "python"),
     ],
 )
-def test_spans_of_saves_are_known_by_name(name, kind):
-    assert save_stages.save_spans(foreign((name, 8, 10), kind=kind)).height == 1
+def test_spans_of_saves_are_recognized_by_name(name, kind):
+    assert save_stages.save_spans(other_recorder((name, 8, 10), kind=kind)).height == 1
 
 
 @pytest.mark.parametrize(
@@ -153,21 +153,21 @@ def test_spans_of_saves_are_known_by_name(name, kind):
         ("dcp.save", "cpu_op"),
     ],
 )
-def test_activation_checkpointing_and_loads_are_no_saves(name, kind):
-    assert save_stages.save_spans(foreign((name, 8, 10), kind=kind)).is_empty()
+def test_activation_checkpointing_and_loads_are_not_saves(name, kind):
+    assert save_stages.save_spans(other_recorder((name, 8, 10), kind=kind)).is_empty()
 
 
-def test_nested_and_touching_spans_are_one_save_under_the_outer_name():
-    spans = save_stages.save_spans(foreign(("dcp.save", 2, 8), ("torch.save", 3, 5), ("torch.save", 8, 9)))
+def test_nested_and_adjacent_spans_are_one_save_with_the_outer_name():
+    spans = save_stages.save_spans(other_recorder(("dcp.save", 2, 8), ("torch.save", 3, 5), ("torch.save", 8, 9)))
     assert spans.select("name", "start_ns", "dur_ns").rows() == [("dcp.save", 2, 7)]
 
 
-def test_a_run_by_others_without_any_trace_of_saves_says_that_it_was_not_judged():
-    report = judge(foreign())
+def test_a_run_of_another_recorder_without_saves_is_a_blind_spot():
+    report = judge(other_recorder())
     assert report.findings == ()
     assert "no checkpoint log" in report.notes[0]
 
 
-def test_a_run_of_our_own_without_saves_is_simply_silent():
-    report = judge(foreign(), strategy="ddp")
+def test_a_run_with_a_manifest_and_without_saves_has_no_findings():
+    report = judge(other_recorder(), strategy="ddp")
     assert (report.findings, report.notes) == ((), ())

@@ -14,7 +14,7 @@ def judge(*traces, **thresholds):
     return check(drawn_traces.run(*traces, **manifest), [ExposedCommunication(**thresholds)])
 
 
-def test_the_quoted_step_is_a_real_one_with_its_own_numbers():
+def test_the_message_quotes_a_recorded_step_with_its_own_numbers():
     # time     0123456789
     # exposed    2 of 10, then 6 of 10, then 4 of 10: the last is the median
     (found,) = judge(
@@ -34,21 +34,21 @@ def test_the_quoted_step_is_a_real_one_with_its_own_numbers():
 
 
 @pytest.mark.parametrize(("threshold", "fires"), [(0.3, True), (0.4, False)])
-def test_the_threshold_itself_is_still_allowed(threshold, fires):
+def test_the_share_must_exceed_its_threshold(threshold, fires):
     trace = drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
     assert bool(judge(trace, info_exposed_ratio=threshold, max_exposed_ratio=1.0).findings) == fires
 
 
 @pytest.mark.parametrize(
-    ("warns", "fails", "severity"),
+    ("max_ratio", "error_ratio", "severity"),
     [(0.4, 1.0, Severity.INFO), (0.39, 0.4, Severity.WARNING), (0.2, 0.39, Severity.ERROR)],
 )
-def test_the_more_the_more_severe(warns, fails, severity):
+def test_the_severity_depends_on_the_share(max_ratio, error_ratio, severity):
     trace = drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
-    assert judge(trace, max_exposed_ratio=warns, error_exposed_ratio=fails).findings[0].severity is severity
+    assert judge(trace, max_exposed_ratio=max_ratio, error_exposed_ratio=error_ratio).findings[0].severity is severity
 
 
-# Step 1 saves: its gathers belong to the save.
+# Step 1 saves: its collectives g belong to the save.
 SAVING = """
     step     000000000011111111112222222222
     compute  aaaaaaaaa.a.........aaaaaaaaa.
@@ -60,7 +60,7 @@ def save_span(start: int, end: int) -> pl.DataFrame:
     return rule_examples.ops(("tracekit::checkpoint", "annotation", start, end), step=1)
 
 
-def test_steps_that_save_are_left_out_and_their_collectives_are_no_evidence():
+def test_steps_that_save_are_left_out_of_verdict_and_evidence():
     trace = drawn_traces.trace(SAVING, ops=save_span(11, 19), columns={"g": {"phase": "checkpoint"}})
     assert judge(trace).findings == ()
     (found,) = judge(trace, max_exposed_ratio=0.05).findings
@@ -75,35 +75,35 @@ def test_a_step_is_left_out_on_every_rank_if_one_rank_saves_in_it():
     assert judge(saver, waiter).findings == ()
 
 
-def test_a_run_that_saves_in_every_step_is_not_judged_and_says_so():
+def test_a_run_that_saves_in_every_step_is_a_blind_spot():
     trace = drawn_traces.trace("step 111\ncompute a..\ncomm .xx", ops=save_span(0, 3))
     report = judge(trace)
     assert report.findings == ()
     assert "every profiled step saves a checkpoint" in report.notes[0]
 
 
-def test_waiting_for_a_rank_that_comes_later_is_not_exposed_communication():
-    # Rank 0 comes three of eight later to each of twelve all-reduces, which then take two.
-    (found,) = check(rule_examples.meeting(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
+def test_the_wait_for_a_late_rank_is_not_exposed_communication():
+    # Rank 0 is 3 of 8 late at each of twelve all-reduces, which then take 2.
+    (found,) = check(rule_examples.straggler_run(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
     assert found.impact == pytest.approx(2 / 8)
     assert set(found.evidence.filter(pl.col("name") == "y")["exposed_ns"]) == {2 * drawn_hosts.UNIT_NS}
     assert (
         check(
-            rule_examples.meeting(0, 3), [ExposedCommunication(info_exposed_ratio=0.25, max_exposed_ratio=1)]
+            rule_examples.straggler_run(0, 3), [ExposedCommunication(info_exposed_ratio=0.25, max_exposed_ratio=1)]
         ).findings
         == ()
     )
 
 
 def test_the_message_states_the_wait_for_late_ranks():
-    (found,) = check(rule_examples.meeting(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
+    (found,) = check(rule_examples.straggler_run(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
     of_rank_0 = "The rank waits another 600 µs for late ranks."
     assert ("rank 0" in found.message) == (of_rank_0 in found.message)
 
 
-def test_ranks_that_come_together_wait_for_no_one():
+def test_ranks_that_arrive_together_do_not_wait():
     traces = [drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx", rank=rank) for rank in (0, 1)]
-    assert "come later" not in judge(*traces).findings[0].message
+    assert "late ranks" not in judge(*traces).findings[0].message
 
 
 def collectives(trace, op):
@@ -138,22 +138,22 @@ def exposed(op, *, span="", manifest=None):
         ("", None, "Start the collectives"),
     ],
 )
-def test_the_fix_is_that_of_the_strategy_whose_spans_the_trace_holds(span, op, names):
+def test_the_fix_depends_on_the_spans_of_the_strategy_and_the_collective(span, op, names):
     assert names in exposed(op, span=span)
 
 
-def test_the_manifest_tells_the_strategy_better_than_spans():
+def test_the_strategy_in_the_manifest_takes_precedence_over_spans():
     fix = exposed("all_gather", span="FSDP::all_gather (a)", manifest={"strategy": "fsdp1"})
     assert "BackwardPrefetch" in fix
 
 
-def test_on_gloo_prefetching_is_not_promised_to_fsdp1_but_only_where_nothing_is_hidden():
-    told = {"strategy": "fsdp1", "op": "all_gather", "gloo": True}
-    assert "overlaps none of it" in communication_fixes.fix_for(**told, overlapped_ratio=0.0)
-    assert "overlaps none of it" not in communication_fixes.fix_for(**told, overlapped_ratio=0.3)
+def test_on_gloo_the_fix_for_fsdp1_depends_on_the_overlap():
+    communication = {"strategy": "fsdp1", "op": "all_gather", "gloo": True}
+    assert "overlaps none of it" in communication_fixes.fix_for(**communication, overlapped_ratio=0.0)
+    assert "overlaps none of it" not in communication_fixes.fix_for(**communication, overlapped_ratio=0.3)
 
 
-def test_every_interface_that_a_fix_names_exists_in_pytorch():
+def test_every_api_that_a_fix_names_exists_in_pytorch():
     torch = pytest.importorskip("torch")
     from torch.distributed import fsdp
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -1,4 +1,4 @@
-"""What findings cost is what a replay without their cause would take less."""
+"""The cost of a finding is the time that a replay without its cause saves."""
 
 import ast
 import importlib
@@ -28,85 +28,87 @@ def simulated(out: Path, fault: str, **changes: int) -> tuple[tracekit.Run, Know
     return tracekit.load(str(out), cache=False), found.known[0]
 
 
-def told(run: tracekit.Run, rule: Rule) -> Report:
-    """Return what a rule says before it is priced."""
+def uncosted_report(run: tracekit.Run, rule: Rule) -> Report:
+    """Return the findings of a rule before their costs are attributed."""
     return Report(run, tuple(rule.check(run)), (), (), "")
 
 
-def test_the_cost_is_that_of_the_steps_in_which_the_fault_acts(tmp_path: Path) -> None:
+def test_the_cost_is_the_mean_over_the_steps_with_the_fault(tmp_path: Path) -> None:
     run, known = simulated(tmp_path, "straggler-from-step:2:1:1.5")
-    bare = told(run, Straggler())
-    (found,) = cost_attribution.attribute_costs(bare).findings
+    uncosted = uncosted_report(run, Straggler())
+    (found,) = cost_attribution.attribute_costs(uncosted).findings
     assert found.steps == known.steps == (2, 3)
     assert found.cost_ns == pytest.approx(known.cost_ns, rel=0.05)
-    assert found.message.startswith(bare.findings[0].message)
+    assert found.message.startswith(uncosted.findings[0].message)
     assert f"per step ({100 * found.impact:.1f}%)." in found.message
     assert found.severity is Severity.WARNING
 
 
-def test_only_what_memory_could_hold_is_saved(tmp_path: Path) -> None:
+def test_only_activations_that_fit_in_memory_are_saved(tmp_path: Path) -> None:
     run, _ = simulated(tmp_path, "needless-recomputation")
     regions = run.table(NeedlessRecomputation.facts[0])
-    (every,) = cost_attribution.attribute_costs(told(run, NeedlessRecomputation())).findings
+    (every,) = cost_attribution.attribute_costs(uncosted_report(run, NeedlessRecomputation())).findings
     room = NeedlessRecomputation()._free_bytes(run) or 0
     memory = 80 << 30
-    # Free for two of four layers.
+    # Two of four layers fit.
     two = (room - 2.5 * regions["activation_bytes"][0]) / memory
-    (half,) = cost_attribution.attribute_costs(told(run, NeedlessRecomputation(keep_free_ratio=0.05 + two))).findings
+    (half,) = cost_attribution.attribute_costs(
+        uncosted_report(run, NeedlessRecomputation(keep_free_ratio=0.05 + two))
+    ).findings
     assert "could store the activations of 2" in half.message
     assert 0 < half.cost_ns < 0.7 * every.cost_ns
 
 
-def test_a_cause_whose_end_would_save_nothing_is_information(tmp_path: Path) -> None:
+def test_a_cause_whose_removal_saves_nothing_is_information(tmp_path: Path) -> None:
     written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
-    told_of = Finding(
+    straggler = Finding(
         "RANK001", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5, steps=(0, 1, 2, 3), what_if=WhatIf("straggler")
     )
-    dear = Finding("RANK003", Severity.WARNING, "b.", "", impact=0.99, cost_ns=5)
-    first, second = cost_attribution.attribute_costs(Report(run, (told_of, dear), (), (), "")).findings
+    costly = Finding("RANK003", Severity.WARNING, "b.", "", impact=0.99, cost_ns=5)
+    first, second = cost_attribution.attribute_costs(Report(run, (straggler, costly), (), (), "")).findings
     assert (first.code, second.code, second.severity) == ("RANK003", "RANK001", Severity.INFO)
     assert second.impact < 0.005
 
 
-def test_too_little_work_to_infer_waits_from_is_not_priced() -> None:
-    report = told(rule_examples.meeting(0, 3), Straggler())
+def test_a_run_with_too_little_work_is_not_replayed() -> None:
+    report = uncosted_report(rule_examples.straggler_run(0, 3), Straggler())
     assert report.findings[0].severity is Severity.WARNING
     assert cost_attribution.attribute_costs(report).findings == report.findings
 
 
-def test_what_no_replay_can_tell_stays_as_it_is() -> None:
+def test_findings_without_a_cause_are_unchanged() -> None:
     run = drawn_traces.run(drawn_traces.trace(rule_examples.HIDDEN))
     findings = (
         Finding("RANK003", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5),
         Finding("COMM001", Severity.INFO, "b.", "", impact=0.1),
         Finding("MEM001", Severity.INFO, "c.", "", cost_ns=3, subject="retries"),
     )
-    priced = cost_attribution.attribute_costs(Report(run, findings, (), (), "")).findings
-    assert [(each.message, each.cost_ns, each.impact) for each in priced] == [
+    attributed = cost_attribution.attribute_costs(Report(run, findings, (), (), "")).findings
+    assert [(each.message, each.cost_ns, each.impact) for each in attributed] == [
         (each.message, each.cost_ns, each.impact) for each in findings
     ]
 
 
-def test_information_that_would_save_nothing_is_left_out(tmp_path: Path) -> None:
+def test_information_that_saves_nothing_is_left_out(tmp_path: Path) -> None:
     written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
-    dear = Finding("A", Severity.INFO, "a.", "", impact=0.2, cost_ns=5, what_if=WhatIf("straggler"))
+    costly = Finding("A", Severity.INFO, "a.", "", impact=0.2, cost_ns=5, what_if=WhatIf("straggler"))
     cheap = Finding("B", Severity.WARNING, "b.", "", impact=0.01, cost_ns=5, what_if=WhatIf("straggler", 0.02))
-    grave = Finding("C", Severity.WARNING, "c.", "", impact=0.01, cost_ns=5, what_if=WhatIf("communication", 0.02))
-    (found,) = cost_attribution.attribute_costs(Report(run, (dear, cheap, grave), (), (), "")).findings
+    confirmed = Finding("C", Severity.WARNING, "c.", "", impact=0.01, cost_ns=5, what_if=WhatIf("communication", 0.02))
+    (found,) = cost_attribution.attribute_costs(Report(run, (costly, cheap, confirmed), (), (), "")).findings
     assert (found.code, found.severity) == ("C", Severity.WARNING)
     assert found.impact > 0.02
 
 
-def test_what_was_measured_counts_where_no_replay_can_tell() -> None:
+def test_without_a_replay_the_measured_cost_counts() -> None:
     run = drawn_traces.run(drawn_traces.trace(rule_examples.HIDDEN))
     enough = Finding("A", Severity.WARNING, "a.", "", impact=0.02, cost_ns=5, what_if=WhatIf("straggler", 0.02))
     little = replace(enough, code="B", impact=0.019)
     assert cost_attribution.attribute_costs(Report(run, (enough, little), (), (), "")).findings == (enough,)
 
 
-def test_every_cause_is_one_that_can_be_replayed_and_names_its_rule() -> None:
+def test_every_cause_of_a_rule_can_be_replayed() -> None:
     found = {
         (code, cause)
         for module in pkgutil.iter_modules(rules.__path__)
@@ -117,7 +119,7 @@ def test_every_cause_is_one_that_can_be_replayed_and_names_its_rule() -> None:
 
 
 def _causes_in(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """Yield the code of each rule that names a cause, and the cause."""
+    """Yield the code of each rule with a cause, and the cause."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         code = getattr(getattr(module, node.name), "code", None) if isinstance(node, ast.ClassDef) else None
         for each in ast.walk(node) if code else ():

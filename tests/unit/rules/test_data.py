@@ -17,13 +17,13 @@ from tracekit.rules.rule import Severity
 
 SOURCES = Path(tracekit.__file__).parent
 RAISED = re.compile(
-    r'(?:QualityIssue\(|yield \(?|"kind": '
+    r'(?:QualityIssue\(|yield \(?|"kind": (?="\w+", "message")'
     r'|append\(\(|None, |(?:each|file)\.path, |\[\(|(?:row|issue) = \()\s*"([a-z]+_?[a-z_]*)",'
 )
 
 
 def kinds_in_the_code():
-    """The kinds that the sources of readers and doubts write down next to a message."""
+    """Return the kinds of data-quality issues that the source code of the rooms names next to a message."""
     rooms = [file for room in ("ingest/readers", "sync", "model") for file in SOURCES.glob(f"{room}/**/*.py")]
     single = (
         "ingest/discovery", "ingest/loader", "analysis/quality/trace_quality", "analysis/memory/snapshot_files",
@@ -41,42 +41,42 @@ def of_trace(trace):
     return dict(trace_quality.data_quality(trace).select("kind", "affected_ratio").rows())
 
 
-def test_the_kinds_of_doubt_that_are_raised_are_those_that_the_rule_knows():
+def test_the_rule_knows_exactly_the_kinds_that_the_code_raises():
     assert kinds_in_the_code() == set(data_quality._KINDS)
 
 
 @pytest.mark.parametrize("kind", data_quality._KINDS)
-def test_every_kind_of_issue_has_a_severity_and_a_fix_of_its_own(kind):
+def test_every_kind_of_issue_has_its_own_severity_and_fix(kind):
     found = judge(data_quality_issues((kind, 0.3)))[kind]
     assert found.severity is data_quality._KINDS[kind].severity
     assert found.fix == data_quality._KINDS[kind].fix != data_quality._OTHER.fix
     assert "Affected: 30.0%." in found.message
 
 
-def test_a_kind_that_nobody_foresaw_is_still_told():
-    assert judge(data_quality_issues(("haunted", 0.1)))["haunted"].severity is Severity.WARNING
+def test_an_unknown_kind_is_a_warning():
+    assert judge(data_quality_issues(("unheard_of", 0.1)))["unheard_of"].severity is Severity.WARNING
 
 
 @pytest.mark.parametrize(("ratio", "severity"), [(0.5, Severity.WARNING), (0.51, Severity.ERROR)])
-def test_what_spoils_more_than_half_is_an_error(ratio, severity):
+def test_an_issue_that_affects_more_than_half_is_an_error(ratio, severity):
     assert judge(data_quality_issues(("truncated", ratio)))["truncated"].severity is severity
 
 
-def test_ranks_left_out_on_purpose_are_no_error():
+def test_missing_ranks_are_a_warning():
     assert judge(data_quality_issues(("missing_ranks", 0.99)))["missing_ranks"].severity is Severity.WARNING
 
 
-def test_issues_of_one_kind_are_one_finding_led_by_the_worst():
+def test_issues_of_one_kind_are_one_finding_with_the_worst_first():
     found = judge(data_quality_issues(("truncated", 0.1), ("truncated", 0.4), ("truncated", 0.2)))["truncated"]
     assert "Affected: 40.0%. And 2 more like it." in found.message
     assert found.evidence["affected_ratio"].to_list() == [0.4, 0.2, 0.1]
 
 
-def test_a_sound_drawn_trace_has_no_doubts():
+def test_a_sound_trace_has_no_issues():
     assert of_trace(drawn_traces.trace(HIDDEN)) == {}
 
 
-def test_nothing_recorded_is_doubted_whole():
+def test_a_trace_without_work_is_affected_as_a_whole():
     assert of_trace(drawn_traces.trace("step 000")) == {"no_work": 1.0}
 
 
@@ -85,29 +85,29 @@ def without_launch(trace, *names):
     return dataclasses.replace(trace, activities=trace.activities.with_columns(launch))
 
 
-def test_work_without_a_launch_is_doubted_by_its_share_of_device_time():
+def test_work_without_a_launch_counts_by_its_share_of_device_time():
     trace = drawn_traces.trace("step 0000000000\ncompute aaaaaabbbb")
     assert of_trace(without_launch(trace, "b")) == {"unlinked": 0.4}
 
 
-def test_work_launched_outside_steps_is_told_apart_from_work_without_a_launch():
+def test_work_launched_outside_steps_differs_from_work_without_a_launch():
     trace = drawn_traces.trace("step 00000..000\ncompute aaaaabbccc")
     assert of_trace(trace) == {"outside_steps": 0.2}
     assert of_trace(without_launch(trace, "b")) == {"unlinked": 0.2}
 
 
-def test_work_outside_steps_is_no_doubt_where_no_steps_are_marked():
+def test_without_marked_steps_no_work_is_outside_steps():
     assert of_trace(drawn_traces.trace("compute  aabb")) == {}
 
 
-def test_slices_that_share_time_on_a_stream_are_counted():
+def test_slices_that_overlap_on_a_stream_are_counted():
     trace = drawn_traces.trace("step 0000000000\ncompute aaaaabbbbb\ncomm xxxxx.....")
     longer = pl.when(pl.col("name") == "a").then(7).otherwise("dur_ns").alias("dur_ns")
     trace = dataclasses.replace(trace, activities=trace.activities.with_columns(longer))
     assert of_trace(trace) == {"overlapping_slices": 2 / 17}
 
 
-def test_touching_slices_and_other_streams_share_nothing():
+def test_adjacent_slices_and_slices_on_other_streams_do_not_overlap():
     assert of_trace(drawn_traces.trace("step 0000\ncompute aabb\ncomm xxyy")) == {}
 
 
@@ -122,13 +122,13 @@ def launches(*names):
     return rows.with_columns(id=pl.int_range(len(names), dtype=pl.Int64))
 
 
-def test_launches_that_show_no_work_are_dropped_events():
-    # Activity n was launched by op n; the launches 2 and 3 show nothing.
+def test_launches_without_work_are_dropped_events():
+    # Activity n was launched by op n; launches 2 and 3 have no activity.
     table = launches("cudaLaunchKernel", "cudaLaunchKernelExC", "hipLaunchKernel", "cudaMemcpyAsync", "cudaFree")
     assert of_trace(drawn_traces.trace("step 00\ncompute ab", ops=table)) == {"dropped_events": 0.5}
 
 
-def test_a_cuda_program_without_device_activity_is_doubted_whole():
+def test_a_cuda_program_without_device_activity_is_affected_as_a_whole():
     table = launches("cudaLaunchKernel", "cuLaunchKernelEx")
     trace = drawn_traces.trace("step 00\ncompute ab", on_device=False, ops=table)
     assert of_trace(trace) == {"no_device_activity": 1.0}
@@ -136,7 +136,7 @@ def test_a_cuda_program_without_device_activity_is_doubted_whole():
     assert of_trace(drawn_traces.trace("step 00\ncompute ab", on_device=False)) == {}
 
 
-def test_what_the_profiler_says_it_dropped_is_told():
+def test_dropped_events_in_the_header_are_reported():
     trace = drawn_traces.trace("step 00\ncompute ab")
     warned = dataclasses.replace(
         trace, header={"WARNING": ["WARNING:2026-01-01 CuptiActivityProfiler.cpp:1] Dropped 2 activity records"]}
@@ -150,15 +150,15 @@ def test_what_the_profiler_says_it_dropped_is_told():
 
 
 @pytest.mark.parametrize(
-    ("first", "doubted"),
+    ("first", "issues"),
     [(8, {}), (9, {"warm_up_inside": 9 / 17}), (4, {})],
 )
-def test_a_first_step_of_more_than_twice_the_median_looks_like_warm_up(first, doubted):
+def test_a_first_step_of_more_than_twice_the_median_looks_like_warm_up(first, issues):
     steps = "0" * first + "11112222"
-    assert of_trace(drawn_traces.trace(f"step {steps}\ncompute {steps.translate({48: 97, 49: 98, 50: 99})}")) == doubted
+    assert of_trace(drawn_traces.trace(f"step {steps}\ncompute {steps.translate({48: 97, 49: 98, 50: 99})}")) == issues
 
 
-def test_a_long_first_step_is_no_warm_up_where_it_saves_or_too_few_follow():
+def test_a_long_first_step_that_saves_or_has_few_successors_is_not_warm_up():
     slow = "step 000000000000011112222\ncompute aaaaaaaaaaaaabbbbcccc"
     assert of_trace(drawn_traces.trace(slow, ops=ops(("dcp.save", "annotation", 4, 9)))) == {}
     assert of_trace(drawn_traces.trace("step 0000000000000111\ncompute aaaaaaaaaaaaabbb")) == {}
@@ -168,7 +168,7 @@ def with_header(rank, **header):
     return dataclasses.replace(drawn_traces.trace(HIDDEN, rank=rank), header=header)
 
 
-def test_versions_and_devices_that_differ_are_told_with_their_ranks():
+def test_versions_and_devices_that_differ_are_reported_with_their_ranks():
     run = drawn_traces.run(
         with_header(0, cuda_driver_version=12080, deviceProperties=[{"name": "H100"}], traceName="a"),
         with_header(1, cuda_driver_version=12080, deviceProperties=[{"name": "H200"}], traceName="b"),
@@ -181,17 +181,17 @@ def test_versions_and_devices_that_differ_are_told_with_their_ranks():
     assert found.evidence["affected_ratio"].to_list() == pytest.approx([1 / 3, 1 / 3])
 
 
-def test_like_versions_or_headers_that_tell_none_are_no_doubt():
-    told = {
+def test_equal_or_missing_versions_are_no_issue():
+    header = {
         "nccl_version": "2.28",
         "distributedInfo": {"rank": 0, "nccl_version": "2.28.9"},
         "deviceProperties": [5, {}],
     }
-    assert judge(drawn_traces.run(with_header(0, **told), with_header(1, **told), with_header(2))) == {}
+    assert judge(drawn_traces.run(with_header(0, **header), with_header(1, **header), with_header(2))) == {}
 
 
-def test_the_doubts_of_reading_are_passed_on():
-    noted = pl.DataFrame(
+def test_issues_found_while_reading_are_passed_on():
+    issues = pl.DataFrame(
         [("bad_times", "3 events have no usable time.", 0.25)], schema=schema.DATA_QUALITY.schema, orient="row"
     )
-    assert of_trace(drawn_traces.trace(HIDDEN, data_quality=noted)) == {"bad_times": 0.25}
+    assert of_trace(drawn_traces.trace(HIDDEN, data_quality=issues)) == {"bad_times": 0.25}

@@ -1,11 +1,18 @@
-"""Growth, headroom, idle reserve and the peak's owner: what is said, and from where on."""
+"""Memory growth, headroom, unused reserved memory and owners of the peak: messages and thresholds."""
 
 from pathlib import Path
 
 import pytest
 
 import tracekit
-from tests.support.rule_examples import GIB, beside_snapshots, holding, leaking, on_streams, taking
+from tests.support.rule_examples import (
+    GIB,
+    allocated_run,
+    block_sizes_run,
+    leaking_run,
+    program_on_streams,
+    run_with_snapshots,
+)
 from tests.support.sample_snapshots import MIB, Simulation
 from tracekit.rules.allocation_churn import ChangingSizes
 from tracekit.rules.allocator_calls import AllocatorRetry
@@ -14,57 +21,61 @@ from tracekit.rules.engine import check
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 
-OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"
+RECORDED = Path(__file__).parents[3].parent / "shared" / "traces"
 
 
 def judge(run, rule):
     return check(run, [rule]).findings
 
 
-def test_a_leak_is_told_by_its_slope_and_from_the_threshold_on():
-    (found,) = judge(leaking(1 << 20), GrowingMemory())
+def test_a_leak_is_reported_with_its_slope_from_the_threshold_on():
+    (found,) = judge(leaking_run(1 << 20), GrowingMemory())
     assert found.cost_bytes == 1 << 20
     assert "grows by 1 MiB per step (99% confidence interval 1 MiB to 1 MiB)" in found.message
     assert "from 1 GiB after step 0 to 1.01 GiB after step 7" in found.message
-    assert judge(leaking(1 << 20), GrowingMemory(min_bytes=(1 << 20) + 1)) == ()
+    assert judge(leaking_run(1 << 20), GrowingMemory(min_bytes=(1 << 20) + 1)) == ()
 
 
-def test_memory_that_fills_in_the_first_step_is_no_leak():
-    assert judge(holding(GIB, *[4 * GIB] * 7), GrowingMemory()) == ()
+def test_memory_allocated_in_the_first_step_is_not_a_leak():
+    assert judge(allocated_run(GIB, *[4 * GIB] * 7), GrowingMemory()) == ()
 
 
-def test_what_comes_and_stays_a_while_is_no_leak_unless_memory_grows_by_more_than_it():
-    wander = [0, 2, 0, 4, 2, 6, 2, 4]
-    (found,) = judge(holding(*(GIB + (10 * step + here) * MIB for step, here in enumerate(wander))), GrowingMemory())
+def test_temporary_memory_is_not_a_leak_unless_growth_exceeds_it():
+    temporary = [0, 2, 0, 4, 2, 6, 2, 4]
+    (found,) = judge(
+        allocated_run(*(GIB + (10 * step + here) * MIB for step, here in enumerate(temporary))), GrowingMemory()
+    )
     assert found.cost_bytes > 9 * MIB
-    slow = holding(*(GIB + (step + here) * MIB for step, here in enumerate(wander)))
+    slow = allocated_run(*(GIB + (step + here) * MIB for step, here in enumerate(temporary)))
     assert judge(slow, GrowingMemory()) == ()
 
 
-def test_headroom_is_what_was_never_reserved_of_the_device():
-    (found,) = judge(holding(GIB, reserved_bytes=96 * GIB), LittleHeadroom())
+def test_headroom_is_the_device_memory_that_was_never_reserved():
+    (found,) = judge(allocated_run(GIB, reserved_bytes=96 * GIB), LittleHeadroom())
     assert found.message == "Only 4 GiB (4.0%) of the 100 GiB of device 0 were never reserved on rank 0."
-    assert judge(holding(GIB, reserved_bytes=96 * GIB), LittleHeadroom(min_headroom_ratio=0.04)) == ()
+    assert judge(allocated_run(GIB, reserved_bytes=96 * GIB), LittleHeadroom(min_headroom_ratio=0.04)) == ()
 
 
-def test_idle_reserve_is_what_is_not_held_at_the_peak_not_at_another_time():
-    (found,) = judge(holding(GIB, 6 * GIB, GIB), IdleReserve())
+def test_unused_reserved_memory_is_measured_at_the_peak():
+    (found,) = judge(allocated_run(GIB, 6 * GIB, GIB), IdleReserve())
     message = "4 GiB of the 10 GiB reserved on rank 0 (40.0%) are unused even at the peak of allocated memory."
     assert found.message == message
     assert found.cost_bytes == 4 * GIB
-    assert judge(holding(GIB, 8 * GIB, GIB), IdleReserve()) == ()
-    assert judge(holding(GIB >> 4, reserved_bytes=GIB >> 1), IdleReserve()) == ()  # a share, but little
+    assert judge(allocated_run(GIB, 8 * GIB, GIB), IdleReserve()) == ()
+    assert (
+        judge(allocated_run(GIB >> 4, reserved_bytes=GIB >> 1), IdleReserve()) == ()
+    )  # above the ratio, below the size
 
 
-def test_the_owner_of_the_peak_is_named_with_what_would_save_it():
-    (found,) = judge(holding(GIB), PeakOwner())
+def test_the_owner_of_the_peak_is_named_with_an_alternative():
+    (found,) = judge(allocated_run(GIB), PeakOwner())
     assert found.message == "aten::_softmax allocated 1 GiB (100.0%) of the 1 GiB peak of rank 0, in 1 block."
     assert "scaled_dot_product_attention" in found.fix
 
 
-# What comes and goes --------------------------------------------------------------------------------------------------
-def test_sizes_that_change_are_counted_in_the_typical_step_and_the_first_is_warm_up():
-    run = taking(*({GIB + step * 2 * MIB: 1, GIB: 3} for step in range(4)))
+# Changing sizes ------------------------------------------------------------------------------------------------------
+def test_new_sizes_are_counted_in_the_representative_step_after_warm_up():
+    run = block_sizes_run(*({GIB + step * 2 * MIB: 1, GIB: 3} for step in range(4)))
     (found,) = judge(run, ChangingSizes())
     assert found.cost_bytes == GIB + 4 * MIB
     assert (
@@ -73,24 +84,26 @@ def test_sizes_that_change_are_counted_in_the_typical_step_and_the_first_is_warm
     assert found.evidence["bytes"].to_list() == [GIB + 4 * MIB]
     assert found.steps == (1, 2, 3)
     assert judge(run, ChangingSizes(min_new_size_ratio=0.6)) == ()
-    assert judge(taking({2 * GIB: 1}, *[{GIB: 1}] * 4), ChangingSizes()) == ()  # new once, then the same
-    assert judge(taking(*({GIB + step % 2 * MIB: 1} for step in range(4))), ChangingSizes()) == ()  # one request
-    assert judge(taking(*({step * 999 + 512: 9} for step in range(9))), ChangingSizes()) == ()  # small ones
+    assert judge(block_sizes_run({2 * GIB: 1}, *[{GIB: 1}] * 4), ChangingSizes()) == ()  # new only in one step
+    assert (
+        judge(block_sizes_run(*({GIB + step % 2 * MIB: 1} for step in range(4))), ChangingSizes()) == ()
+    )  # within the tolerance of a request
+    assert judge(block_sizes_run(*({step * 999 + 512: 9} for step in range(9))), ChangingSizes()) == ()  # small blocks
 
 
-# What is cut up -------------------------------------------------------------------------------------------------------
-def test_growth_while_as_much_is_idle_is_fragmentation_and_growth_for_want_of_memory_is_none():
-    (found,) = judge(taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 7 * GIB)), FragmentedMemory())
+# Fragmentation -------------------------------------------------------------------------------------------------------
+def test_growth_is_fragmentation_only_if_enough_memory_is_reserved_and_free():
+    (found,) = judge(block_sizes_run(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 7 * GIB)), FragmentedMemory())
     assert (found.cost_bytes, found.steps) == (3 * GIB, (1, 2))
     assert "2 requests reserved another 3 GiB although at least as much was reserved and free" in found.message
     assert found.evidence["idle_bytes"].to_list() == [4 * GIB, 3 * GIB]  # the larger growth first
-    assert judge(taking(*[{6 * GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)), FragmentedMemory()) == ()
-    grows = taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB + 32 * MIB, 4 * GIB + 32 * MIB))
+    assert judge(block_sizes_run(*[{6 * GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)), FragmentedMemory()) == ()
+    grows = block_sizes_run(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB + 32 * MIB, 4 * GIB + 32 * MIB))
     assert judge(grows, FragmentedMemory()) == ()  # a share of less than 2%
 
 
-def cut_up() -> Simulation:
-    """Return a simulated program that frees every other of 40 blocks, after one request as large as two of them."""
+def fragmented_program() -> Simulation:
+    """Return a simulated program that frees every second of 40 blocks, after a request of twice their size."""
     program = Simulation()
     program.free(program.malloc(18 * MIB))
     blocks = [program.malloc(9 * MIB) for _ in range(40)]
@@ -99,36 +112,36 @@ def cut_up() -> Simulation:
     return program
 
 
-def test_a_snapshot_shows_free_memory_in_pieces_too_small_for_the_largest_request():
-    (found,) = judge(beside_snapshots(cut_up()), FragmentedMemory())
+def test_a_snapshot_shows_free_blocks_smaller_than_the_largest_request():
+    (found,) = judge(run_with_snapshots(fragmented_program()), FragmentedMemory())
     assert found.subject == "snapshot"
     assert "the largest request needs 18 MiB" in found.message
     assert found.cost_bytes > 20 * 9 * MIB
-    assert judge(beside_snapshots(cut_up()), FragmentedMemory(min_free_ratio=0.9)) == ()
+    assert judge(run_with_snapshots(fragmented_program()), FragmentedMemory(min_free_ratio=0.9)) == ()
 
 
-def test_memory_on_other_streams_and_what_waits_for_them_is_slack_by_the_snapshot():
-    program = on_streams((0, 900), (7, 300))
+def test_a_snapshot_shows_memory_that_only_other_streams_can_use():
+    program = program_on_streams((0, 900), (7, 300))
     program.free(program.malloc(200 * MIB), later=True)
-    (found,) = judge(beside_snapshots(program), CrossStreamSlack())
+    (found,) = judge(run_with_snapshots(program), CrossStreamSlack())
     assert found.cost_bytes == 500 * MIB
     assert "300 MiB are free in the pools of side streams and 200 MiB wait for another stream" in found.message
     assert "on 2 streams" in found.message
-    assert judge(beside_snapshots(program), CrossStreamSlack(min_idle_bytes=501 * MIB)) == ()
+    assert judge(run_with_snapshots(program), CrossStreamSlack(min_idle_bytes=501 * MIB)) == ()
 
 
-def test_a_snapshot_shows_retries_where_no_log_does():
+def test_without_a_log_retries_come_from_a_snapshot():
     program = Simulation(capacity_bytes=100 * MIB)
     program.free(program.malloc(60 * MIB))
     program.malloc(80 * MIB)
-    (found,) = judge(beside_snapshots(on_streams((0, 4)), program), AllocatorRetry())
+    (found,) = judge(run_with_snapshots(program_on_streams((0, 4)), program), AllocatorRetry())
     assert found.ranks == (1,)
     assert "flushed): 1 in the 5 events" in found.message
 
 
-def test_a_snapshot_that_cannot_be_read_is_a_doubt_and_the_others_are_judged():
-    program = on_streams((0, 900), (7, 500))
-    run = beside_snapshots(program, program)
+def test_an_unreadable_snapshot_is_an_issue_and_the_others_are_judged():
+    program = program_on_streams((0, 900), (7, 500))
+    run = run_with_snapshots(program, program)
     (Path(run.path) / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
     (found,) = (each for each in check(run, [DoubtfulTrace()]).findings if each.subject == "unreadable_snapshot")
     assert "GLOBAL (os.system)" in found.message
@@ -136,8 +149,8 @@ def test_a_snapshot_that_cannot_be_read_is_a_doubt_and_the_others_are_judged():
     assert slack.ranks == (1,)
 
 
-def test_a_link_to_nowhere_in_the_place_of_a_snapshot_is_a_doubt_and_the_others_are_judged():
-    run = beside_snapshots(on_streams((0, 900), (7, 500)))
+def test_a_broken_link_to_a_snapshot_is_an_issue_and_the_others_are_judged():
+    run = run_with_snapshots(program_on_streams((0, 900), (7, 500)))
     (Path(run.path) / "rank00001.memory.pickle").symlink_to("gone")
     (found,) = (each for each in check(run, [DoubtfulTrace()]).findings if each.subject == "unreadable_snapshot")
     assert "rank00001.memory.pickle: cannot be read: No such file" in found.message
@@ -146,14 +159,14 @@ def test_a_link_to_nowhere_in_the_place_of_a_snapshot_is_a_doubt_and_the_others_
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "told"),
+    ("name", "rule", "message"),
     [
         ("tracelens_h100_memory_stacks", PeakOwner(), "aten::_softmax allocated 820 MiB (31.8%)"),
         ("hta_ddp_v100_memory", IdleReserve(), "5.73 GiB of the 11.9 GiB reserved on rank 1 (48.1%)"),
     ],
 )
-def test_recorded_traces_are_judged_by_their_own_totals(name, rule, told):
-    if not OTHERS.is_dir():
-        pytest.skip("the traces of others are not beside this checkout")
-    (found,) = judge(tracekit.load(str(OTHERS / name)), rule)
-    assert told in found.message
+def test_findings_on_recorded_traces(name, rule, message):
+    if not RECORDED.is_dir():
+        pytest.skip("the recorded traces are not next to this checkout")
+    (found,) = judge(tracekit.load(str(RECORDED / name)), rule)
+    assert message in found.message

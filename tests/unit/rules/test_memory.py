@@ -2,7 +2,7 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_traces
-from tests.support.rule_examples import CHURNING, calling, metrics, ops
+from tests.support.rule_examples import CHURNING, device_malloc_run, metrics, ops
 from tracekit.analysis.memory import steady_state
 from tracekit.model import schema
 from tracekit.rules.allocation_churn import AlternatingBuffers
@@ -19,21 +19,21 @@ def judge(run, rule=SteadyDeviceAllocation, **thresholds):
 
 
 def stalled(*calls, picture=CHURNING):
-    return calling(picture, *calls).table(steady_state.device_calls)["stalled_ns"].to_list()
+    return device_malloc_run(picture, *calls).table(steady_state.device_calls)["stalled_ns"].to_list()
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ((0, 2, 8), 0),  # the device is busy throughout, and has work queued to run on
-        ((0, 11, 15), 4),  # inside an idle gap: at most its own time could have been saved
-        ((0, 8, 12), 4),  # 2 while idle, then 2 more: the host was held for 2 while the device still worked
-        ((0, 10, 18), 6),  # longer than the gap: no more than the gap
-        ((0, 3, 10), 6),  # returns as the gap begins: without it the next work had come 6 earlier
-        ((0, 3, 9), 0),  # returns before the gap: what came after it took long by itself
+        ((0, 2, 8), 0),  # the device is busy throughout, with work queued
+        ((0, 11, 15), 4),  # inside an idle gap: at most the call's own time counts
+        ((0, 8, 12), 4),  # 2 while idle, and 2 after it for the part that ran while the device was busy
+        ((0, 10, 18), 6),  # longer than the gap: at most the gap
+        ((0, 3, 10), 6),  # returns as the gap begins: without the call, the next work starts 6 earlier
+        ((0, 3, 9), 0),  # returns before the gap: something else delays the next work
     ],
 )
-def test_a_call_stalls_the_device_only_while_nothing_runs_and_for_no_longer_than_itself(call, expected):
+def test_a_call_stalls_the_device_only_while_it_is_idle_and_at_most_as_long_as_the_call(call, expected):
     assert stalled(call) == [expected]
 
 
@@ -42,13 +42,13 @@ def test_idle_time_after_a_call_ends_with_the_next_call():
 
 
 def test_the_step_counts_each_moment_once():
-    run = calling(CHURNING, (0, 10, 14), (0, 12, 16))
+    run = device_malloc_run(CHURNING, (0, 10, 14), (0, 12, 16))
     assert run.table(steady_state.stalls)["stalled_ns"].to_list() == [6, 0, 0]
     assert run.table(steady_state.stalls)["host_ns"].to_list() == [8, 0, 0]
 
 
-def test_the_first_step_is_warm_up_and_the_typical_one_of_the_others_is_quoted():
-    (found,) = judge(calling(CHURNING, (0, 10, 16), (1, 30, 33), (2, 50, 54)))
+def test_the_representative_step_after_warm_up_is_quoted():
+    (found,) = judge(device_malloc_run(CHURNING, (0, 10, 16), (1, 30, 33), (2, 50, 54)))
     assert (found.cost_ns, found.impact) == (3, 3 / 20)
     assert "1 device malloc and free calls in the representative step (1) of rank 0" in found.message
     assert "idle for 3 ns of 20 ns (15.0%) and take 3 ns on the host" in found.message
@@ -58,18 +58,18 @@ def test_the_first_step_is_warm_up_and_the_typical_one_of_the_others_is_quoted()
     assert (whole["name"], whole["stalled_ns"], whole["step_ns"]) == ("all 1 calls", 3, 20)
 
 
-def test_calls_in_the_first_step_only_are_no_fault():
-    assert judge(calling(CHURNING, (0, 10, 16))) == ()
+def test_calls_in_the_first_step_only_are_not_reported():
+    assert judge(device_malloc_run(CHURNING, (0, 10, 16))) == ()
 
 
-def test_warm_up_may_be_longer():
-    run = calling(CHURNING, (0, 10, 16), (1, 30, 36), (2, 50, 51))
+def test_the_length_of_warm_up_can_be_set():
+    run = device_malloc_run(CHURNING, (0, 10, 16), (1, 30, 36), (2, 50, 51))
     assert judge(run, warmup_steps=2)[0].cost_ns == 1
     assert judge(run, warmup_steps=0)[0].cost_ns == 6
 
 
 def test_a_single_step_is_judged_with_less_confidence():
-    (found,) = judge(calling("step 00000\ncompute a...a", (0, 1, 4)))
+    (found,) = judge(device_malloc_run("step 00000\ncompute a...a", (0, 1, 4)))
     assert found.confidence == 0.5
 
 
@@ -86,12 +86,12 @@ def test_without_steps_the_second_half_is_judged():
 
 @pytest.mark.parametrize(("threshold", "fires"), [(0.15, True), (0.151, False)])
 def test_the_stall_must_reach_its_threshold(threshold, fires):
-    run = calling(CHURNING, (1, 30, 33), (2, 50, 53))
+    run = device_malloc_run(CHURNING, (1, 30, 33), (2, 50, 53))
     assert bool(judge(run, min_stall_ratio=threshold, min_host_ratio=1.0)) == fires
 
 
-def test_calls_that_only_the_host_feels_are_information():
-    (found,) = judge(calling(CHURNING, (1, 21, 25), (2, 41, 45)))
+def test_calls_that_only_take_host_time_are_information():
+    (found,) = judge(device_malloc_run(CHURNING, (1, 21, 25), (2, 41, 45)))
     assert (found.severity, found.impact, found.cost_ns) == (Severity.INFO, 0.0, 0)
     assert "idle for 0 ns of 20 ns (0.0%) and take 4 ns on the host" in found.message
 
@@ -112,8 +112,8 @@ def test_a_cpu_run_has_no_device_to_stall():
 RETRIED = pl.concat([metrics("num_alloc_retries", 5, 5, 6, 6, 8), metrics("step_time_ns", 900, 100, 150, 110, 170)])
 
 
-def test_retries_are_counted_from_the_metrics_log_and_cost_what_their_steps_took_longer():
-    # After warm-up (step 1, the first with a known growth): steps 2 and 4 retried, step 3 did not.
+def test_retries_come_from_the_metrics_log_and_cost_the_extra_time_of_their_steps():
+    # After warm-up (step 1, the first with a known growth): retries in steps 2 and 4, none in step 3.
     (found,) = judge(drawn_traces.run(drawn_traces.trace("step 0\ncompute a", metrics=RETRIED)), AllocatorRetry)
     assert (
         "Allocation retries (cudaMalloc failed, cache flushed): 3 in 2 of 3 steps on rank 0; "
@@ -126,7 +126,7 @@ def test_retries_are_counted_from_the_metrics_log_and_cost_what_their_steps_took
 
 
 @pytest.mark.parametrize("counts", [(5, 5, 5, 5, 5), (0, 3, 3, 3, 3), (9, 9, 9, 0, 0)])
-def test_a_counter_that_stands_still_or_grew_in_warm_up_or_began_anew_is_no_fault(counts):
+def test_a_constant_counter_growth_in_warm_up_and_a_restarted_counter_are_not_reported(counts):
     run = drawn_traces.run(drawn_traces.trace("step 0\ncompute a", metrics=metrics("num_alloc_retries", *counts)))
     assert judge(run, AllocatorRetry) == ()
 
@@ -143,7 +143,7 @@ def with_buffers(table: pl.DataFrame):
     return drawn_traces.run(drawn_traces.trace("step 000111222\ncompute aaabbbccc", allocations=table))
 
 
-def test_unit_buffers_are_those_of_the_typical_step():
+def test_unit_buffers_are_those_of_the_representative_step():
     (found,) = judge(
         with_buffers(buffers((0, "all_gather", 9 * MIB), (1, "all_gather", MIB), (2, "all_gather", 2 * MIB))),
         AlternatingBuffers,
@@ -166,5 +166,5 @@ def test_unit_buffers_are_those_of_the_typical_step():
     ],
     ids=["one step only", "small", "activations", "in a save"],
 )
-def test_what_does_not_come_and_go_with_units_every_step_is_no_unit_buffer(table):
+def test_only_large_buffers_of_units_in_every_step_are_reported(table):
     assert judge(with_buffers(table), AlternatingBuffers) == ()

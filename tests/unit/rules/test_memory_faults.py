@@ -1,11 +1,11 @@
-"""A small share of the benchmark that scores memory rules on simulated programs, and how it counts."""
+"""The benchmark that scores memory rules on simulated programs: a small sample, and its score."""
 
 from benchmarks import memory_faults
 from benchmarks.memory_faults import Judged
 from benchmarks.memory_programs import CHURN, FAULTS, FRAGMENTATION, LEAK, RETRY
 
 
-def test_faults_of_simulated_programs_are_found_and_healthy_ones_are_left_alone():
+def test_faults_of_simulated_programs_are_found_without_false_alarms():
     found = list(memory_faults.judged(28, seed=11))
     assert {each.fault for each in found} == {None, *FAULTS}
     assert [each for each in found if each.fault is None and each.reported] == []
@@ -15,9 +15,9 @@ def test_faults_of_simulated_programs_are_found_and_healthy_ones_are_left_alone(
         assert score.recall >= 0.95, score
 
 
-def test_a_fault_counts_for_its_own_rule_and_what_comes_along_counts_neither_way():
-    def judged(fault, *told):
-        return Judged(fault, frozenset(told))
+def test_a_fault_counts_only_for_its_own_rule():
+    def judged(fault, *codes):
+        return Judged(fault, frozenset(codes))
 
     found = [
         judged(LEAK, LEAK),

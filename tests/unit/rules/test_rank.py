@@ -1,4 +1,4 @@
-"""Ranks and links: who is late, since when and by how much, and which group's link is slow; drawn."""
+"""Stragglers and slow links on drawn timelines: which rank or group, since which step, and by how much."""
 
 from dataclasses import replace
 
@@ -36,10 +36,10 @@ def ranks(*pictures, steps, op="all_reduce"):
 STEPS = "".join(str(step) * 40 for step in range(3))
 
 
-def test_the_straggler_is_told_with_step_collective_and_how_often():
-    # Each of 12 times rank 1 comes 3 later: the others stand idle for 3 of every 10.
-    waits, comes = ("aa" + "." * 8, "." * 2 + "yyyyyy.."), ("aaaaa.....", "." * 5 + "yyy..")
-    run = ranks(*((c * 12, y * 12) for c, y in (waits, comes, waits)), steps=STEPS)
+def test_the_message_names_the_straggler_its_steps_and_collectives():
+    # Rank 1 is 3 late at each of 12 collectives: the other ranks are idle for 3 of every 10.
+    early, late = ("aa" + "." * 8, "." * 2 + "yyyyyy.."), ("aaaaa.....", "." * 5 + "yyy..")
+    run = ranks(*((c * 12, y * 12) for c, y in (early, late, early)), steps=STEPS)
     (found,) = judge(run, Straggler)
     assert found.ranks == (1,)
     assert found.cost_ns == 12 * CHARACTER_NS
@@ -50,11 +50,11 @@ def test_the_straggler_is_told_with_step_collective_and_how_often():
     assert set(found.evidence["wait_ns"]) == {3 * CHARACTER_NS}
 
 
-def test_a_rank_that_is_late_from_a_step_on_is_told_since_when():
+def test_a_rank_that_starts_to_straggle_is_reported_with_its_first_late_step():
     even, slow = ("aa........", "..yyy....."), ("aaaaa.....", ".....yyy..")
-    held = ("aa........", "..yyyyyy..")
+    waiting = ("aa........", "..yyyyyy..")
     first = [
-        ("".join(even[i] * 4), "".join((slow if rank == 1 else held)[i] * 8)) for rank in (0, 1, 2) for i in (0, 1)
+        ("".join(even[i] * 4), "".join((slow if rank == 1 else waiting)[i] * 8)) for rank in (0, 1, 2) for i in (0, 1)
     ]
     pictures = [(first[2 * r][0] + first[2 * r][1], first[2 * r + 1][0] + first[2 * r + 1][1]) for r in (0, 1, 2)]
     (found,) = judge(ranks(*pictures, steps=STEPS), Straggler)
@@ -62,8 +62,8 @@ def test_a_rank_that_is_late_from_a_step_on_is_told_since_when():
     assert "in 2 of 2 steps since step 1" in found.message
 
 
-def test_waiting_that_compute_hides_counts_as_far_as_later_collectives_come_late():
-    # Rank 0 waits from 2 to 5 beside compute; its next collective begins 3 later for that, and is exposed as a whole.
+def test_overlapped_waiting_counts_as_far_as_it_delays_later_collectives():
+    # Compute overlaps the wait of rank 0 from 2 to 5; its next collective starts 3 later and is fully exposed.
     # time    0123456789abcdef
     # rank 0  aaaaaaaa......     y waits 2..5, runs to 8; z 8..13: exposed 5 more than it would be
     early = ("aaaaaaaa........", "..yyyyyyzzzzz...")
@@ -75,14 +75,14 @@ def test_waiting_that_compute_hides_counts_as_far_as_later_collectives_come_late
     assert accounts["lost_ns"].to_list() == [9 * CHARACTER_NS] * 3
 
 
-def test_delays_that_move_from_rank_to_rank_are_no_ones():
-    waits, comes = ("aa........", "..yyyyyy.."), ("aaaaa.....", ".....yyy..")
-    first = [(waits[0] * 2 + comes[0] * 2) * 3, (waits[1] * 2 + comes[1] * 2) * 3]
-    second = [(comes[0] * 2 + waits[0] * 2) * 3, (comes[1] * 2 + waits[1] * 2) * 3]
+def test_delays_that_move_between_ranks_have_no_straggler():
+    early, late = ("aa........", "..yyyyyy.."), ("aaaaa.....", ".....yyy..")
+    first = [(early[0] * 2 + late[0] * 2) * 3, (early[1] * 2 + late[1] * 2) * 3]
+    second = [(late[0] * 2 + early[0] * 2) * 3, (late[1] * 2 + early[1] * 2) * 3]
     assert judge(ranks(tuple(first), tuple(second), steps=STEPS), Straggler) == ()
 
 
-def test_delays_that_vary_as_much_as_they_are_long_are_no_stragglers():
+def test_delays_that_vary_strongly_between_steps_have_no_straggler():
     pictures = []
     for rank in range(3):
         compute = communication = ""
@@ -96,8 +96,8 @@ def test_delays_that_vary_as_much_as_they_are_long_are_no_stragglers():
     assert judge(run, Straggler, max_spread_ratio=9.0, min_steps_ratio=0.5)
 
 
-def test_a_slow_group_is_told_beside_its_peers_with_ranks_and_speed():
-    (found,) = judge(rule_examples.linked(3, 6, 3), SlowLink)
+def test_a_slow_group_is_compared_with_its_peers():
+    (found,) = judge(rule_examples.slow_link_run(3, 6, 3), SlowLink)
     assert found.ranks == (2, 3)
     assert "The group dp of ranks 2, 3 takes 2.0 times as long" in found.message
     assert "in 3 of 3 steps since step 0" in found.message
@@ -105,13 +105,13 @@ def test_a_slow_group_is_told_beside_its_peers_with_ranks_and_speed():
     assert set(found.evidence["transfer_ns"]) == {6 * CHARACTER_NS}
 
 
-@pytest.mark.parametrize(("took", "fires"), [((4, 6), True), ((5, 6), False)])
-def test_a_group_must_be_markedly_slower(took, fires):
-    assert bool(judge(rule_examples.linked(*took), SlowLink)) == fires
+@pytest.mark.parametrize(("durations", "fires"), [((4, 6), True), ((5, 6), False)])
+def test_the_slowdown_of_a_group_must_reach_its_threshold(durations, fires):
+    assert bool(judge(rule_examples.slow_link_run(*durations), SlowLink)) == fires
 
 
-def test_a_slow_link_that_compute_hides_is_told_as_information():
-    run = rule_examples.linked(3, 6)
+def test_a_slow_link_whose_cost_is_overlapped_is_information():
+    run = rule_examples.slow_link_run(3, 6)
     hidden = [replace(trace, activities=_all_compute(trace.activities)) for trace in run.traces()]
     (found,) = judge(drawn_traces.run(*hidden), SlowLink)
     assert found.severity is Severity.INFO
@@ -119,15 +119,15 @@ def test_a_slow_link_that_compute_hides_is_told_as_information():
 
 
 def _all_compute(activities):
-    """Return the activities with compute beside every collective."""
-    beside = activities.filter(pl.col("kind") == "communication").with_columns(
+    """Return the activities with compute that overlaps every collective."""
+    overlapping = activities.filter(pl.col("kind") == "communication").with_columns(
         id=pl.col("id") + 100_000, launch_id=None, lane=0, name=pl.lit("a"), kind=pl.lit("compute")
     )
-    return schema.ACTIVITIES.conform(pl.concat([activities, beside], how="diagonal_relaxed"))
+    return schema.ACTIVITIES.conform(pl.concat([activities, overlapping], how="diagonal_relaxed"))
 
 
-def test_one_group_tells_only_what_changes():
-    # From step 1 on its collectives take twice as long; a link that was always slow cannot be told.
+def test_a_single_group_is_reported_only_if_it_becomes_slower():
+    # From step 1 on its collectives take twice as long; a link that was always slow cannot be recognized.
     quick, slow = "..xxx.....", "..xxxxxx.."
     for pattern, since in ((quick * 4 + slow * 8, 1), (slow * 12, None), (quick * 4 + slow * 4 + quick * 4, None)):
         traces = []
@@ -135,8 +135,8 @@ def test_one_group_tells_only_what_changes():
             groups = pl.DataFrame({"group": ["0"], "description": ["dp"], "ranks": [[0, 1]]})
             picture = f"step {STEPS}\ncompute {'aa........' * 12}\ncomm {pattern}"
             plain = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
-            told = plain.collectives.with_columns(group=pl.lit("0"), group_size=pl.lit(2), dtype=pl.lit("Float"))
-            traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
+            collectives = plain.collectives.with_columns(group=pl.lit("0"), group_size=pl.lit(2), dtype=pl.lit("Float"))
+            traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(collectives)))
         found = judge(drawn_traces.run(*traces), SlowLink)
         assert len(found) == (since is not None)
         if found:
@@ -151,30 +151,32 @@ def test_one_group_tells_only_what_changes():
         ([1, 1, 2, 2], 2),
         ([1, 2, 2, 2], 1),
         ([2, 2, 2, 2], None),
-        ([1, 1, 1, 2], None),  # a single step may be anything
+        ([1, 1, 1, 2], None),  # a single slow step is not enough
         ([1, 2, 1, 2], None),
         ([2, 2, 1, 1], None),
         ([1, 1, 2, 1.2, 2, 2, 2], 2),
         ([], None),
     ],
 )
-def test_slow_from_a_step_on(levels, first):
+def test_first_slow_step(levels, first):
     assert group_bandwidth.first_slow_step([float(level) for level in levels], least=1.5, share=0.75) == first
 
 
-def test_a_group_whose_times_vary_by_themselves_is_not_judged():
+def test_a_group_with_a_large_spread_between_steps_is_not_judged():
     traces = []
     for rank in range(4):
         spans = [(2, 6, 2, 4), (6, 2, 5, 2), (2, 5, 6, 6)] if rank < 2 else [(6, 7, 6, 7)] * 3
-        communication = "".join(("..." + "x" * took).ljust(10, ".") for step in spans for took in step)
+        communication = "".join(("..." + "x" * durations).ljust(10, ".") for step in spans for durations in step)
         groups = pl.DataFrame(
             {"group": [str(rank // 2)], "description": ["dp"], "ranks": [[rank // 2 * 2, rank // 2 * 2 + 1]]}
         )
         plain = drawn_hosts.trace(
             f"step {STEPS}\ncompute {'aa........' * 12}\ncomm {communication}", {"a": 0}, rank=rank, groups=groups
         )
-        told = plain.collectives.with_columns(group=pl.lit(str(rank // 2)), group_size=pl.lit(2), dtype=pl.lit("F"))
-        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
+        collectives = plain.collectives.with_columns(
+            group=pl.lit(str(rank // 2)), group_size=pl.lit(2), dtype=pl.lit("F")
+        )
+        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(collectives)))
     run = drawn_traces.run(*traces)
     spreads = dict(run.run_table(group_bandwidth.step_variation).select("group", "spread_ratio").iter_rows())
     assert spreads["0"] > 0.3

@@ -1,4 +1,4 @@
-"""What holds for every rule, whatever it judges."""
+"""Properties of every rule."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import drawn_traces
-from tests.support.rule_examples import PROOFS
+from tests.support.rule_examples import EXAMPLES
 from tracekit.rules import RULES
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Finding, Severity
@@ -19,11 +19,11 @@ every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 
 
 def findings(run, rule=None):
-    return check(run, [made(rule)] if rule else None).findings
+    return check(run, [with_thresholds(rule)] if rule else None).findings
 
 
-def made(rule):
-    return rule(**PROOFS[rule.code].thresholds)
+def with_thresholds(rule):
+    return rule(**EXAMPLES[rule.code].thresholds)
 
 
 @every_rule
@@ -47,38 +47,38 @@ def test_codes_and_names_are_unique():
 
 
 @every_rule
-def test_codes_name_family_and_number(rule):
+def test_a_code_consists_of_family_and_number(rule):
     assert re.fullmatch(r"[A-Z]+\d{3}", rule.code)
 
 
 def test_every_rule_has_a_run_that_fires_it_and_one_that_does_not():
-    assert set(PROOFS) == {rule.code for rule in RULES}
+    assert set(EXAMPLES) == {rule.code for rule in RULES}
 
 
 @every_rule
-def test_a_rule_fires_where_something_is_wrong(rule):
-    found = findings(PROOFS[rule.code].fires(), rule)
+def test_a_rule_reports_its_example_with_the_fault(rule):
+    found = findings(EXAMPLES[rule.code].fires(), rule)
     assert {finding.code for finding in found} == {rule.code}
     for finding in found:
         is_well_formed(finding)
 
 
 @every_rule
-def test_a_rule_is_silent_where_nothing_is_wrong(rule):
-    assert findings(PROOFS[rule.code].silent(), rule) == ()
+def test_a_rule_does_not_report_its_example_without_the_fault(rule):
+    assert findings(EXAMPLES[rule.code].silent(), rule) == ()
 
 
 @every_rule
 def test_all_facts_that_a_rule_reads_are_declared(rule):
-    run = PROOFS[rule.code].fires()
+    run = EXAMPLES[rule.code].fires()
     run.measure(rule.facts)
     run._cached_traces.clear()
-    run.sources = tuple(dataclasses.replace(source, read=again) for source in run.sources)
+    run.sources = tuple(dataclasses.replace(source, read=fail_to_read) for source in run.sources)
     assert run.table(rule.facts[0]).height >= 0
-    assert list(made(rule).check(run))
+    assert list(with_thresholds(rule).check(run))
 
 
-def again():
+def fail_to_read():
     raise AssertionError("a fact that the rule does not declare was measured on its own")
 
 
@@ -120,13 +120,13 @@ def test_findings_on_any_timeline_are_well_formed(ranks):
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=3), st.integers(0, 3))
-def test_a_run_that_only_computes_has_nothing_to_fix(lengths, hidden):
-    # Steps of like lengths, busy all the time, with a collective that compute hides.
+def test_a_run_with_overlapped_communication_has_no_findings(lengths, overlapped):
+    # Steps of similar lengths without idle time, with a collective that compute overlaps.
     lengths = [9 + length for length in lengths]
     steps = "".join(str(step) * length for step, length in enumerate(lengths))
     compute = "".join("ab"[step % 2] * length for step, length in enumerate(lengths))
     run = drawn_traces.run(
-        drawn_traces.trace(f"step {steps}\ncompute {compute}\ncomm {('x' * hidden).ljust(len(steps), '.')}"),
+        drawn_traces.trace(f"step {steps}\ncompute {compute}\ncomm {('x' * overlapped).ljust(len(steps), '.')}"),
         strategy="ddp",
     )
     report = check(run)
@@ -134,9 +134,9 @@ def test_a_run_that_only_computes_has_nothing_to_fix(lengths, hidden):
     assert report.notes == ()
 
 
-def test_findings_come_by_severity_then_impact():
+def test_findings_are_sorted_by_severity_then_impact():
     run = drawn_traces.run(drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm .....xxxx."), strategy="ddp")
-    run._data_quality = pl.concat([run.data_quality, PROOFS["DATA001"].fires().data_quality])
+    run._data_quality = pl.concat([run.data_quality, EXAMPLES["DATA001"].fires().data_quality])
     found = findings(run)
     assert [finding.code for finding in found] == ["COMM001", "DATA001"]
     assert found[0].severity >= found[1].severity

@@ -1,4 +1,4 @@
-"""Reports that are kept: the same as those made, found again only where nothing changed, and never trusted blindly."""
+"""Cached reports equal computed ones, are used only for unchanged runs, and may be damaged without harm."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def _entries(reports):
 
 
 def _is_cached(report):
-    """Whether a report came from the shelf: its run reads its traces in another way."""
+    """Return whether a report came from the cache: its run loads traces lazily."""
     return "_LazyRun" in repr(report.run.sources[0].read)
 
 
@@ -77,60 +77,64 @@ def _same_finding(a, b):
             assert type(getattr(a, field.name)) is type(getattr(b, field.name))
 
 
-# The same report ------------------------------------------------------------------------------------------------------
+# Equal reports --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["faults/small-tensors"])
-def test_a_kept_report_is_the_report_that_was_made_in_every_format(name):
+def test_a_cached_report_equals_the_computed_one_in_every_format(name):
     path = str(SAMPLES / name)
-    made = engine.check(loader.load(path), facts=FACTS)
+    computed = engine.check(loader.load(path), facts=FACTS)
     report_cache.report(path, facts=FACTS)
-    kept = report_cache.report(path, facts=FACTS)
-    assert _is_cached(kept)
-    _same(kept, made)
-    assert report_json.render(kept, kept.run) == report_json.render(made, made.run)
-    assert html.render(kept, kept.run) == html.render(made, made.run)
+    cached = report_cache.report(path, facts=FACTS)
+    assert _is_cached(cached)
+    _same(cached, computed)
+    assert report_json.render(cached, cached.run) == report_json.render(computed, computed.run)
+    assert html.render(cached, cached.run) == html.render(computed, computed.run)
 
 
-def test_a_kept_report_asks_for_no_trace_until_a_new_fact_is_asked_for(run, monkeypatch):
+def test_a_cached_report_reads_no_trace_until_a_new_fact_is_needed(run, monkeypatch):
     report_cache.report(str(run), facts=FACTS)
     reads = []
     read = report_cache._LazyRun._read
-    monkeypatch.setattr(report_cache._LazyRun, "_read", lambda *asked: reads.append(asked[1:3]) or read(*asked))
-    kept = report_cache.report(str(run), facts=FACTS).run
-    made = loader.load(str(run))
+    monkeypatch.setattr(
+        report_cache._LazyRun, "_read", lambda *arguments: reads.append(arguments[1:3]) or read(*arguments)
+    )
+    cached = report_cache.report(str(run), facts=FACTS).run
+    computed = loader.load(str(run))
     for fact in (*FACTS, *ExposedCommunication.facts):
-        assert_frame_equal(kept.table(fact), made.table(fact))
-    assert_frame_equal(kept.run_table(collective_instances.instances), made.run_table(collective_instances.instances))
-    assert_frame_equal(kept.offsets, made.offsets)
+        assert_frame_equal(cached.table(fact), computed.table(fact))
+    assert_frame_equal(
+        cached.run_table(collective_instances.instances), computed.run_table(collective_instances.instances)
+    )
+    assert_frame_equal(cached.offsets, computed.offsets)
     assert reads == []
-    assert_frame_equal(kept.table(_names), made.table(_names))
+    assert_frame_equal(cached.table(_names), computed.table(_names))
     assert sorted(reads) == [(0, 0), (0, 1)]
-    assert kept.trace(1).activities.equals(made.trace(1).activities)
+    assert cached.trace(1).activities.equals(computed.trace(1).activities)
 
 
 def _names(trace):
     return trace.activities.select("name")
 
 
-def test_a_rank_that_could_not_be_read_stays_left_out(run):
+def test_an_unreadable_rank_is_also_missing_in_the_cached_report(run):
     whole = (run / "rank00001.pt.trace.json.gz").read_bytes()
     (run / "rank00001.pt.trace.json.gz").write_bytes(whole[:60])
-    made = report_cache.report(str(run), facts=FACTS)
-    kept = report_cache.report(str(run), facts=FACTS)
-    assert _is_cached(kept)
-    assert kept.run.ranks == (0,)
-    _same(kept, made)
+    computed = report_cache.report(str(run), facts=FACTS)
+    cached = report_cache.report(str(run), facts=FACTS)
+    assert _is_cached(cached)
+    assert cached.run.ranks == (0,)
+    _same(cached, computed)
 
 
-def test_the_summary_is_that_of_the_report(run):
+def test_the_summary_matches_the_report(run):
     assert report_cache.summary(str(run)) is None
     report = report_cache.report(str(run), facts=FACTS)
-    told = report_cache.summary(str(run))
-    assert told is not None
-    assert (told.ranks, told.step_time_ns, len(told.steps_ns)) == (2, 10_000_000, len(recorded.STEPS))
-    assert sum(told.findings.values()) + told.quality_issues <= len(report.findings)
-    assert told.exposed_communication_ratio == pytest.approx(0.4, abs=0.05)
+    summary = report_cache.summary(str(run))
+    assert summary is not None
+    assert (summary.ranks, summary.step_time_ns, len(summary.steps_ns)) == (2, 10_000_000, len(recorded.STEPS))
+    assert sum(summary.findings.values()) + summary.quality_issues <= len(report.findings)
+    assert summary.exposed_communication_ratio == pytest.approx(0.4, abs=0.05)
 
 
 FINDINGS = st.builds(
@@ -156,7 +160,7 @@ FINDINGS = st.builds(
     findings=st.lists(FINDINGS, max_size=3), notes=st.lists(st.text()), manifest=st.dictionaries(st.text(), st.text())
 )
 @settings(max_examples=10, deadline=None)
-def test_whatever_a_rule_finds_comes_back_exactly(tmp_path_factory, findings, notes, manifest):
+def test_any_finding_is_restored_exactly(tmp_path_factory, findings, notes, manifest):
     trace = drawn_trace("step 0000\ncompute .aa.")
     run = Run("r", [Source(0, 0, "t", 5, lambda: trace)], manifest=manifest)
     run.measure(FACTS)
@@ -168,7 +172,7 @@ def test_whatever_a_rule_finds_comes_back_exactly(tmp_path_factory, findings, no
         _same(entry.read(file, lambda *_: lambda: trace, lambda _: None), report)
 
 
-# What changed ---------------------------------------------------------------------------------------------------------
+# Changes --------------------------------------------------------------------------------------------------------------
 
 
 def _same_size_and_time(run):
@@ -185,10 +189,10 @@ def _a_log_above(run):
 
 CHANGES = {
     "a trace": lambda run: os.utime(run / "rank00000.pt.trace.json.gz", ns=(1, 1)),
-    "bytes, with size and time as they were": _same_size_and_time,
+    "bytes, with the same size and time": _same_size_and_time,
     "the manifest": lambda run: (run / "run.json").write_text("{}"),
-    "a further rank": lambda run: shutil.copy(run / "rank00001.pt.trace.json.gz", run / "rank00002.pt.trace.json.gz"),
-    "a rank less": lambda run: (run / "rank00001.pt.trace.json.gz").unlink(),
+    "another rank": lambda run: shutil.copy(run / "rank00001.pt.trace.json.gz", run / "rank00002.pt.trace.json.gz"),
+    "a removed rank": lambda run: (run / "rank00001.pt.trace.json.gz").unlink(),
     "a log": lambda run: (run / "rank00000.checkpoint.jsonl").write_text("{}\n"),
     "a log above": _a_log_above,
     "a memory snapshot": lambda run: (run / "rank00000.memory.pickle").write_bytes(b"N."),
@@ -197,15 +201,15 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_report_of_files_that_changed_is_made_anew(run, change):
+def test_changed_files_change_the_key(run, change):
     before = keys.run_key(str(run))
     assert keys.run_key(str(run)) == before
-    time.sleep(0.01)  # file systems count time in ticks of some milliseconds
+    time.sleep(0.01)  # timestamps of file systems have a resolution of milliseconds
     change(run)
     assert keys.run_key(str(run)) not in (before, None)
 
 
-def test_what_was_kept_before_a_change_is_not_taken_after_it(run):
+def test_a_report_cached_before_a_change_is_not_used_after_it(run):
     report_cache.report(str(run))
     time.sleep(0.01)
     _same_size_and_time(run)
@@ -213,15 +217,15 @@ def test_what_was_kept_before_a_change_is_not_taken_after_it(run):
     assert not _is_cached(report_cache.report(str(run)))
 
 
-def test_another_run_place_or_way_of_naming_it_is_another_entry(run, monkeypatch):
+def test_the_key_depends_on_how_the_path_is_written(run, monkeypatch):
     copy = shutil.copytree(run, run.with_name("copy"))
     monkeypatch.chdir(run.parent)
     names = [str(run), str(copy), "run", "./run", str(run / "rank00000.pt.trace.json.gz")]
-    assert len({keys.run_key(name) for name in names}) == len(names)  # a report names files as they were named
+    assert len({keys.run_key(name) for name in names}) == len(names)  # a report names files as the caller does
 
 
 @pytest.mark.parametrize("what", ["threshold", "plugin", "code"])
-def test_other_rules_are_another_entry(run, monkeypatch, tmp_path, what):
+def test_other_rules_change_the_key(run, monkeypatch, tmp_path, what):
     before = keys.run_key(str(run))
     keys._code_hash.cache_clear()
     if what == "threshold":
@@ -261,19 +265,23 @@ def test_the_source_of_a_plugin_is_part_of_the_key(tmp_path, monkeypatch):
     assert disk_cache.plugin_hash(plugin.Rule) != before
 
 
-def test_traces_of_a_run_that_changed_are_not_mixed_with_its_report(run):
+def test_traces_of_a_changed_run_are_not_combined_with_its_cached_report(run):
     report_cache.report(str(run))
-    kept = report_cache.report(str(run))
+    cached = report_cache.report(str(run))
     time.sleep(0.01)
     os.utime(run / "rank00000.pt.trace.json.gz", ns=(1, 1))
-    for ask in (lambda: kept.run.trace(0), lambda: kept.run.table(_names), lambda: list(kept.run.traces())):
+    for read_again in (
+        lambda: cached.run.trace(0),
+        lambda: cached.run.table(_names),
+        lambda: list(cached.run.traces()),
+    ):
         with pytest.raises(InputError, match="changed since it was checked; open it again"):
-            ask()
-    assert kept.run.ranks == (0, 1)  # others look at it, too: no rank is taken for unreadable
-    assert kept.run.data_quality.is_empty()
+            read_again()
+    assert cached.run.ranks == (0, 1)  # the run is shared: no rank is marked as unreadable
+    assert cached.run.data_quality.is_empty()
 
 
-# What cannot be trusted, and bounds -----------------------------------------------------------------------------------
+# Damage and limits ----------------------------------------------------------------------------------------------------
 
 
 def _damaged(raw, at, how):
@@ -286,29 +294,29 @@ def _damaged(raw, at, how):
     return bytes(damaged)
 
 
-def test_a_damaged_entry_is_made_anew(run, reports):
-    made = report_cache.report(str(run), facts=FACTS)
+def test_a_damaged_entry_is_computed_again(run, reports):
+    computed = report_cache.report(str(run), facts=FACTS)
     (path,) = _entries(reports)
-    raw, told = path.read_bytes(), report_cache.summary(str(run))
-    assert told is not None
+    raw, summary = path.read_bytes(), report_cache.summary(str(run))
+    assert summary is not None
     for at in (0.0, 0.0002, 0.03, 0.3, 0.6, 0.97):
         for how in ("flipped", "cut"):
             path.write_bytes(_damaged(raw, at, how))
-            assert report_cache.summary(str(run)) in (told, None)
+            assert report_cache.summary(str(run)) in (summary, None)
             path.write_bytes(_damaged(raw, at, how))  # if it was dropped
             found = report_cache.get(path.stem, str(run))
             if found is None:
                 assert not path.exists()
                 continue
-            _same(found, made)
+            _same(found, computed)
             for fact in FACTS:
-                assert_frame_equal(found.run.table(fact), made.run.table(fact))
+                assert_frame_equal(found.run.table(fact), computed.run.table(fact))
     path.write_bytes(_damaged(raw, 0.5, "cut"))
-    _same(report_cache.report(str(run), facts=FACTS), made)
+    _same(report_cache.report(str(run), facts=FACTS), computed)
     assert path.read_bytes()[-22:-18] == b"PK\5\6"
 
 
-def test_an_entry_holds_no_code(run, reports):
+def test_an_entry_contains_no_code(run, reports):
     report_cache.report(str(run))
     import zipfile
 
@@ -318,15 +326,15 @@ def test_an_entry_holds_no_code(run, reports):
         assert json.loads(archive.read("report.json"))["tool_version"]
 
 
-def test_large_facts_are_left_out_and_measured_again(run, monkeypatch):
+def test_large_facts_are_not_cached_but_measured_again(run, monkeypatch):
     monkeypatch.setattr(entry, "MAX_TABLE_BYTES", 1)
-    made = report_cache.report(str(run), facts=FACTS)
-    kept = report_cache.report(str(run), facts=FACTS)
-    assert _is_cached(kept)
-    assert_frame_equal(kept.run.table(breakdown.by_step), made.run.table(breakdown.by_step))
+    computed = report_cache.report(str(run), facts=FACTS)
+    cached = report_cache.report(str(run), facts=FACTS)
+    assert _is_cached(cached)
+    assert_frame_equal(cached.run.table(breakdown.by_step), computed.run.table(breakdown.by_step))
 
 
-def test_the_shelf_has_a_bound_and_a_bound_of_nothing_keeps_nothing(run, reports, monkeypatch):
+def test_the_cache_respects_its_size_limit(run, reports, monkeypatch):
     monkeypatch.setenv(disk_cache.MAX_BYTES_VARIABLE, "0")
     report_cache.report(str(run))
     assert not reports.exists()
@@ -335,14 +343,14 @@ def test_the_shelf_has_a_bound_and_a_bound_of_nothing_keeps_nothing(run, reports
     assert _entries(reports) == []
 
 
-def test_a_manifest_that_json_cannot_say_costs_the_keeping_only(run, reports):
+def test_a_report_with_an_unserializable_manifest_is_not_cached(run, reports):
     odd = engine.check(loader.load(str(run)), facts=FACTS)
     odd.run.manifest = {"odd": object()}
     report_cache.put("key", odd)
     assert _entries(reports) == []
 
 
-def test_a_folder_of_too_many_files_and_a_path_that_is_none_have_no_key(run, monkeypatch, tmp_path):
+def test_missing_paths_urls_and_folders_with_too_many_files_have_no_key(run, monkeypatch, tmp_path):
     assert keys.run_key(str(tmp_path / "missing")) is None
     assert keys.run_key("s3://bucket/run") is None
     monkeypatch.setattr(keys, "MAX_FILES", 1)

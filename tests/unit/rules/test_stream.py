@@ -1,4 +1,4 @@
-"""The give-way chain on drawn timelines: preparation held up beside compute, a late collective, idle compute."""
+"""The give-way effect on drawn timelines: preparation slowed by compute, a late collective, idle compute."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_hosts, drawn_traces
-from tests.support.rule_examples import GIVE_WAY, PREPARED, giving_way
+from tests.support.rule_examples import GIVE_WAY, PREPARED, give_way_run
 from tracekit.model import schema
 from tracekit.rules.engine import check
 from tracekit.rules.streams import GiveWay
@@ -20,32 +20,32 @@ def judge(run, **thresholds):
 
 
 def lost(found):
-    """Return what compute waited in the quoted step, in characters."""
+    """Return how long compute waits in the quoted step, in characters."""
     own = found.evidence.filter(pl.col("rank") == found.evidence["rank"][0])
     return own["lost_ns"].sum() // UNIT_NS
 
 
-def told(row, *names):
+def characters(row, *names):
     """Return times in characters."""
     return [row[name] // UNIT_NS for name in names]
 
 
-def test_what_was_lost_is_what_compute_waited_and_no_more():
-    (found,) = judge(giving_way(GIVE_WAY))
+def test_the_loss_is_how_long_compute_waits():
+    (found,) = judge(give_way_run(GIVE_WAY))
     assert lost(found) == 4
     assert "3.0 times as long during compute as alone" in found.message
     assert "200 µs longer in total" in found.message
     assert "Compute then waits for them: 200 µs of 1.25 ms" in found.message
     row = found.evidence.row(0, named=True)
     assert (row["name"], row["start_ns"], row["sample"]) == ("p", 0, "alone")
-    assert told(row, "dur_ns", "alone_ns", "gap_ns", "contention_ns") == [6, 2, 6, 4]
-    assert told(row, "delay_ns", "waited_ns", "lost_ns") == [4, 4, 4]
+    assert characters(row, "dur_ns", "alone_ns", "gap_ns", "contention_ns") == [6, 2, 6, 4]
+    assert characters(row, "delay_ns", "waited_ns", "lost_ns") == [4, 4, 4]
 
 
 def test_a_long_communication_gap_costs_only_the_short_compute_gap_behind_it():
-    # Compute stands idle only for the last 2 ns of x, though x starts 4 late.
+    # Compute is idle only during the last 2 of x, although x starts 4 late.
     (found,) = judge(
-        giving_way("""
+        give_way_run("""
             step     0000000000000000000000000
             compute  aaaaaaaaaa..aaaa......aaa
             comm     ppppppxxxxxx....ppxxxx...
@@ -53,11 +53,11 @@ def test_a_long_communication_gap_costs_only_the_short_compute_gap_behind_it():
     )
     assert lost(found) == 2
     assert "200 µs longer in total" in found.message
-    assert told(found.evidence.row(0, named=True), "delay_ns", "waited_ns", "lost_ns") == [4, 2, 2]
+    assert characters(found.evidence.row(0, named=True), "delay_ns", "waited_ns", "lost_ns") == [4, 2, 2]
 
 
-def test_all_preparation_in_front_of_a_collective_is_one_chain():
-    # p and q are held up 2 each, the collective 4, and compute waits 6.
+def test_all_preparation_of_a_collective_is_one_chain():
+    # p and q are delayed by 2 each, the collective by 4, and compute waits 6.
     run = drawn_traces.run(
         drawn_traces.trace(
             """
@@ -75,9 +75,9 @@ def test_all_preparation_in_front_of_a_collective_is_one_chain():
     assert found.evidence["lost_ns"].sum() == 4 * UNIT_NS
 
 
-def test_a_collective_that_ends_the_step_late_costs_though_nothing_computes_after_it():
+def test_a_late_last_collective_of_a_step_counts_although_no_compute_follows():
     (found,) = judge(
-        giving_way("""
+        give_way_run("""
             step     0000000000000000000000000
             compute  ....aaa......aaaaaaaa....
             comm     ppxxxxx......ppppppxxxxxx
@@ -88,17 +88,17 @@ def test_a_collective_that_ends_the_step_late_costs_though_nothing_computes_afte
 
 SILENT = {
     "prepared before the compute": PREPARED,
-    "never beside compute": """
+    "never during compute": """
         step     0000000000000000000000000
         compute  ........aaaa....aaaa...aa
         comm     ppppppxx....pp....xxxx...
     """,
-    "as long beside compute as alone": """
+    "as long during compute as alone": """
         step     0000000000000000000000000
         compute  aaaaaaaa....aaaa......aaa
         comm     ....ppxxxxxx....ppxxxx...
     """,
-    "no collective behind it": """
+    "no collective follows": """
         step     0000000000000000000000000
         compute  aaaaaaaa....aaaa......aaa
         comm     xxxx....xxxx.pp...pppppp.
@@ -119,7 +119,7 @@ SILENT = {
         comm     ppppppxxxxxx....ppxxxx...
         comm2    yyyyyy...................
     """,
-    "never alone to compare with": """
+    "never alone": """
         step     0000000000000
         compute  aaaaaaaa....a
         comm     ppppppxxxxxx.
@@ -128,25 +128,25 @@ SILENT = {
 
 
 @pytest.mark.parametrize("picture", SILENT.values(), ids=SILENT)
-def test_without_the_whole_chain_nothing_is_claimed(picture):
-    run = giving_way(picture)
+def test_an_incomplete_chain_is_not_reported(picture):
+    run = give_way_run(picture)
     assert "p" in run.trace(0).activities["name"]
     assert judge(run, min_cost_ratio=0.0001) == ()
 
 
-@pytest.mark.parametrize(("inflation", "fires"), [(2.99, True), (3.0, False)])
-def test_the_inflation_must_be_exceeded(inflation, fires):
-    assert bool(judge(giving_way(GIVE_WAY), min_slowdown=inflation)) == fires
+@pytest.mark.parametrize(("slowdown", "fires"), [(2.99, True), (3.0, False)])
+def test_the_slowdown_must_exceed_its_threshold(slowdown, fires):
+    assert bool(judge(give_way_run(GIVE_WAY), min_slowdown=slowdown)) == fires
 
 
 @pytest.mark.parametrize(("ratio", "fires"), [(0.15, True), (0.17, False)])
-def test_the_cost_must_be_reached(ratio, fires):
-    assert bool(judge(giving_way(GIVE_WAY), min_cost_ratio=ratio)) == fires
+def test_the_cost_must_reach_its_threshold(ratio, fires):
+    assert bool(judge(give_way_run(GIVE_WAY), min_cost_ratio=ratio)) == fires
 
 
-def test_the_median_time_alone_is_the_measure():
-    # Alone p takes 2, 5 and 5: 6 beside compute is no crawl.
-    run = giving_way("""
+def test_the_time_alone_is_a_median():
+    # Alone p takes 2, 5 and 5, so 6 during compute is not slow.
+    run = give_way_run("""
         step     0000000000000000000000000000000000000000
         compute  aaaaaaaa....aaaa......aaa......a.......a
         comm     ppppppxxxxxx....ppxxxx...pppppx..pppppx.
@@ -154,7 +154,7 @@ def test_the_median_time_alone_is_the_measure():
     assert judge(run) == ()
 
 
-def test_ranks_are_measured_by_their_own_kernels_and_the_worst_is_quoted():
+def test_each_rank_is_compared_with_its_own_kernels_and_the_worst_is_quoted():
     half = GIVE_WAY.replace("aaaaaaaa....aaaa", "aaaaaaaaaa..aaaa")
     traces = [
         drawn_traces.trace(picture, rank=rank, columns=PREPARES, scale_ns=UNIT_NS)
@@ -163,11 +163,11 @@ def test_ranks_are_measured_by_their_own_kernels_and_the_worst_is_quoted():
     (found,) = judge(drawn_traces.run(*traces))
     assert found.ranks == (0, 1)
     assert (lost(found), found.evidence["rank"][0]) == (4, 1)
-    # Alone on another rank is no measure.
-    only_beside, only_alone = SILENT["never alone to compare with"], SILENT["never beside compute"]
+    # The time alone on another rank does not count.
+    only_during, only_alone = SILENT["never alone"], SILENT["never during compute"]
     traces = [
         drawn_traces.trace(picture, rank=rank, columns=PREPARES, scale_ns=UNIT_NS)
-        for rank, picture in enumerate((only_beside, only_alone))
+        for rank, picture in enumerate((only_during, only_alone))
     ]
     assert judge(drawn_traces.run(*traces)) == ()
 
@@ -189,7 +189,7 @@ def two_devices(first: str, second: str):
 def test_compute_of_one_device_does_not_slow_the_streams_of_another():
     # Device 0 prepares alone while device 1 computes.
     alone, computing = (
-        SILENT["never beside compute"],
+        SILENT["never during compute"],
         "step 0000000000000000000000000\ncompute aaaaaaaaaaaaaaaaaaaaaaaaa",
     )
     assert judge(drawn_traces.run(two_devices(alone, computing))) == ()
@@ -197,16 +197,16 @@ def test_compute_of_one_device_does_not_slow_the_streams_of_another():
     assert (lost(found), found.evidence["device"].to_list()) == (4, [1])
 
 
-def test_what_happens_in_few_steps_is_not_the_typical_step():
-    once = """
+def test_an_effect_in_few_steps_is_not_in_the_representative_step():
+    first_step_only = """
         step     0000000000000000000000000111112222233333
         compute  aaaaaaaa....aaaa......aaaaaaaabbbbbccccc
         comm     ppppppxxxxxx....ppxxxx..................
     """
-    assert judge(giving_way(once)) == ()
+    assert judge(give_way_run(first_step_only)) == ()
 
 
-def test_a_cpu_run_is_not_judged_and_says_why():
+def test_a_cpu_run_is_a_blind_spot():
     report = check(drawn_traces.run(drawn_traces.trace(GIVE_WAY, on_device=False, columns=PREPARES)), [GiveWay()])
     assert report.findings == ()
     assert "device streams" in report.notes[0]

@@ -7,7 +7,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tests.support.rule_examples import beside_snapshots, on_streams
+from tests.support.rule_examples import program_on_streams, run_with_snapshots
 from tests.support.sample_snapshots import MIB
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.quality import trace_quality
@@ -48,7 +48,7 @@ def test_the_breakdown_is_the_one_that_reports_and_rules_read(run):
 
 
 def test_memory_snapshots_of_the_run_are_tables_too():
-    snapshots = beside_snapshots(on_streams((0, 90)), on_streams((0, 40), (7, 20)))
+    snapshots = run_with_snapshots(program_on_streams((0, 90)), program_on_streams((0, 40), (7, 20)))
     found = tracekit.query(
         snapshots, "SELECT rank, stream, sum(total_bytes) AS bytes FROM snapshot_segments GROUP BY ALL ORDER BY ALL"
     )

@@ -14,30 +14,30 @@ def _run(folder, **manifest):
     return folder
 
 
-def test_a_folder_of_runs_is_listed_by_manifest_and_sizes_without_reading_a_trace(tmp_path):
+def test_runs_are_listed_from_manifests_and_file_sizes_without_reading_a_trace(tmp_path):
     _run(tmp_path / "demo" / "fsdp2", strategy="fsdp2", world_size=2, model={"name": "tiny"}, created_ns=5)
     _run(tmp_path / "old")
     (tmp_path / "notes").mkdir()
-    listed = run_catalog.list_runs([str(tmp_path)]).entries  # the traces are no JSON at all: reading one would fail
+    listed = run_catalog.list_runs([str(tmp_path)]).entries  # the traces are not JSON: reading one would fail
     assert [entry.name for entry in listed] == ["demo/fsdp2", "old"]
     first = listed[0]
     assert (first.strategy, first.world_size, first.model, first.created_ns) == ("fsdp2", 2, "tiny", 5)
     assert (first.files, first.size_bytes, first.problem) == (1, 100, "")
 
 
-def test_a_run_and_a_single_trace_file_are_entries_of_their_own(tmp_path):
+def test_a_run_and_a_single_trace_file_are_separate_entries(tmp_path):
     run = _run(tmp_path / "today")
     listed = run_catalog.list_runs([str(run), str(run / "rank00000.pt.trace.json.gz")]).entries
     assert [entry.name for entry in listed] == ["today", "rank00000.pt.trace.json.gz"]
 
 
-def test_entries_of_one_name_are_told_apart(tmp_path):
+def test_entries_with_the_same_name_are_numbered(tmp_path):
     listed = run_catalog.list_runs([str(_run(tmp_path / "a" / "run")), str(_run(tmp_path / "b" / "run"))]).entries
     assert [entry.name for entry in listed] == ["run", "run (2)"]
 
 
 @pytest.mark.parametrize("what", ["missing", "empty"])
-def test_what_is_no_run_is_listed_with_its_problem(tmp_path, what):
+def test_a_path_without_a_run_is_listed_with_its_problem(tmp_path, what):
     path = tmp_path / what
     if what == "empty":
         path.mkdir()
@@ -46,7 +46,7 @@ def test_what_is_no_run_is_listed_with_its_problem(tmp_path, what):
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model": 3, "world_size": "two"}', "{" * 100])
-def test_a_strange_manifest_costs_the_list_cells_not_the_run(tmp_path, content):
+def test_a_run_with_an_invalid_manifest_is_listed_without_its_values(tmp_path, content):
     run = _run(tmp_path / "run")
     (run / "run.json").write_text(content)
     (entry,) = run_catalog.list_runs([str(tmp_path)]).entries
@@ -57,9 +57,9 @@ def test_a_strange_manifest_costs_the_list_cells_not_the_run(tmp_path, content):
 def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
     outside = _run(tmp_path / "outside" / "secret")
     inside = tmp_path / "inside"
-    _run(inside / "mine")
+    _run(inside / "own")
     (inside / "link").symlink_to(outside, target_is_directory=True)
-    assert [entry.name for entry in run_catalog.list_runs([str(inside)]).entries] == ["mine"]
+    assert [entry.name for entry in run_catalog.list_runs([str(inside)]).entries] == ["own"]
 
 
 def test_the_stamp_changes_with_the_files(tmp_path):
@@ -74,7 +74,7 @@ def test_the_stamp_changes_with_the_files(tmp_path):
     assert len({before.stamp, touched.stamp, grown.stamp}) == 3
 
 
-def test_files_of_further_windows_belong_to_the_run(tmp_path):
+def test_files_of_other_windows_belong_to_the_run(tmp_path):
     run = _run(tmp_path / "run")
     _run(run / "window001")
     (entry,) = run_catalog.list_runs([str(tmp_path)]).entries
