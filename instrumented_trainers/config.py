@@ -22,6 +22,8 @@ NEWEST = "newest"
 MEMORY_STEP = 2
 """The step of a training, counted from its first, whose memory is reported: before any that the profiler records."""
 
+# Required, or not what the command line has where they are missing.
+_OWN_DEFAULTS = ("strategy", "out", "world_size", "device", "data", "override", "fault")
 # What may change when a training is resumed. Its model and its text may not.
 OVERRIDABLE = (
     "steps",
@@ -167,6 +169,8 @@ def _parser() -> argparse.ArgumentParser:
         ("faults", _add_faults),
     ):
         add(parser.add_argument_group(title, _FAULTS_HELP if title == "faults" else None))
+    shown = {field.name: field.default for field in fields(TrainingConfig) if field.name not in _OWN_DEFAULTS}
+    parser.set_defaults(**shown)
     return parser
 
 
@@ -178,17 +182,14 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--replicate",
         type=_positive,
-        default=1,
         metavar="R",
         help="replicas of the model, each sharded over a group of ranks (fsdp*, yafsdp)",
     )
-    group.add_argument(
-        "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="how long a rank waits for another"
-    )
+    group.add_argument("--timeout-s", type=float, metavar="SECONDS", help="how long a rank waits for another")
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", choices=tuple(PRESETS), default="tiny", help="size of the model, by name")
+    group.add_argument("--model", choices=tuple(PRESETS), help="size of the model, by name")
     group.add_argument(
         "--data",
         type=Path,
@@ -196,20 +197,15 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="text to train on, byte by byte; by default the sources of Python's own standard library",
     )
-    group.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences per rank and micro-batch")
-    group.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens in a sequence")
+    group.add_argument("--batch", type=_positive, metavar="N", help="sequences per rank and micro-batch")
+    group.add_argument("--tokens", type=_positive, metavar="N", help="tokens in a sequence")
     group.add_argument(
-        "--micro-batches",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="micro-batches per step, whose gradients are accumulated",
+        "--micro-batches", type=_positive, metavar="N", help="micro-batches per step, whose gradients are accumulated"
     )
-    group.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of computation; bf16 reduces in fp32")
+    group.add_argument("--precision", choices=PRECISIONS, help="of computation; bf16 reduces in fp32")
     group.add_argument(
         "--checkpoint-layers",
         type=_natural,
-        default=0,
         metavar="N",
         help="layers, from the first, that recompute activations in backward to save memory",
     )
@@ -232,27 +228,23 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_optimization(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--steps", type=_positive, default=20, metavar="N", help="optimizer steps to train for")
-    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="highest learning rate")
-    group.add_argument("--warmup-steps", type=_natural, default=5, metavar="N", help="steps in which it rises")
+    group.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps to train for")
+    group.add_argument("--learning-rate", type=float, metavar="X", help="highest learning rate")
+    group.add_argument("--warmup-steps", type=_natural, metavar="N", help="steps in which it rises")
     group.add_argument(
-        "--final-learning-rate-ratio",
-        type=float,
-        default=0.1,
-        metavar="X",
-        help="share of it that remains at the last step",
+        "--final-learning-rate-ratio", type=float, metavar="X", help="share of it that remains at the last step"
     )
-    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="of AdamW, on all weights")
-    group.add_argument("--dropout", type=float, default=0.0, metavar="X", help="share of each layer's output dropped")
-    group.add_argument("--max-norm", type=float, default=1.0, metavar="X", help="gradient norm to clip at; 0: don't")
-    group.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the weights and the order of the data")
-    group.add_argument("--log-every", type=_positive, default=5, metavar="N", help="steps between two lines of output")
+    group.add_argument("--weight-decay", type=float, metavar="X", help="of AdamW, on all weights")
+    group.add_argument("--dropout", type=float, metavar="X", help="share of each layer's output dropped")
+    group.add_argument("--max-norm", type=float, metavar="X", help="gradient norm to clip at; 0: don't")
+    group.add_argument("--seed", type=_natural, metavar="N", help="of the weights and the order of the data")
+    group.add_argument("--log-every", type=_positive, metavar="N", help="steps between two lines of output")
 
 
 def _add_recording(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--profile-wait", type=_natural, default=3, metavar="N", help="steps before the profiler")
-    group.add_argument("--profile-warmup", type=_natural, default=2, metavar="N", help="steps it warms up for")
-    group.add_argument("--profile-active", type=_positive, default=5, metavar="N", help="steps in the trace")
+    group.add_argument("--profile-wait", type=_natural, metavar="N", help="steps before the profiler")
+    group.add_argument("--profile-warmup", type=_natural, metavar="N", help="steps it warms up for")
+    group.add_argument("--profile-active", type=_positive, metavar="N", help="steps in the trace")
     group.add_argument("--stacks", action="store_true", help="record Python stacks too (traces grow tenfold)")
     group.add_argument(
         "--memory-report",
@@ -263,10 +255,8 @@ def _add_recording(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--checkpoint-every", type=_natural, default=0, metavar="N", help="steps between two checkpoints; 0: none"
-    )
-    group.add_argument("--keep", type=_positive, default=2, metavar="N", help="checkpoints to keep, the newest")
+    group.add_argument("--checkpoint-every", type=_natural, metavar="N", help="steps between two checkpoints; 0: none")
+    group.add_argument("--keep", type=_positive, metavar="N", help="checkpoints to keep, the newest")
     group.add_argument(
         "--resume",
         nargs="?",
@@ -286,12 +276,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_faults(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--fault",
-        action="append",
-        metavar="NAME[=ARGS]",
-        help="inject this fault; may be repeated",
-    )
+    group.add_argument("--fault", action="append", metavar="NAME[=ARGS]", help="inject this fault; may be repeated")
 
 
 def _device(requested: str) -> str:

@@ -1,8 +1,8 @@
 """The interface of a fault: hooks into the training loop, and its usage."""
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
@@ -24,12 +24,17 @@ class Fault:
     """Whether it needs checkpoint saves."""
     saves_in_background: ClassVar[bool] = False
 
+    argument: ClassVar[Callable[[str], Any] | None] = None
+    """Parses the only argument, which may be left out; None without one."""
+
     @classmethod
-    def parse(cls, text: str) -> "Fault":
+    def parse(cls, text: str) -> Self:
         """Return the fault with the arguments in `text`, empty for none. Raises ValueError if they are invalid."""
-        if text:
+        if not text:
+            return cls()
+        if cls.argument is None:
             raise ValueError("takes no arguments")
-        return cls()
+        return cls(cls.argument(text))  # type: ignore[call-arg]
 
     def problem(self, strategy: str, world_size: int) -> str | None:
         """Return why it is impossible in such a training, or None."""

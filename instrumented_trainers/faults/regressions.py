@@ -22,11 +22,8 @@ class MoreCompute(Fault):
     name: ClassVar[str] = "more-compute"
     usage: ClassVar[str] = "more-compute[=COUNT], products in each layer, 4"
     seen_by: ClassVar[tuple[str, ...]] = ()
+    argument = staticmethod(count)
     count: int = 4
-
-    @classmethod
-    def parse(cls, text: str) -> "MoreCompute":
-        return cls(count(text)) if text else cls()
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
         product = torch.empty(0, device=device)  # one for all: what takes time here is to compute, not to allocate
@@ -47,11 +44,8 @@ class MoreCommunication(Fault):
     name: ClassVar[str] = "more-communication"
     usage: ClassVar[str] = "more-communication[=KIB], in each layer, 256"
     seen_by: ClassVar[tuple[str, ...]] = ()
+    argument = staticmethod(count)
     buffer_kib: int = 256
-
-    @classmethod
-    def parse(cls, text: str) -> "MoreCommunication":
-        return cls(count(text)) if text else cls()
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
         statistics = torch.zeros(self.buffer_kib << 8, device=device)
@@ -70,11 +64,8 @@ class MoreMemory(Fault):
     name: ClassVar[str] = "more-memory"
     usage: ClassVar[str] = "more-memory[=COUNT], copies in each layer, 8"
     seen_by: ClassVar[tuple[str, ...]] = ()
+    argument = staticmethod(count)
     count: int = 8
-
-    @classmethod
-    def parse(cls, text: str) -> "MoreMemory":
-        return cls(count(text)) if text else cls()
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
         copies: list[Tensor] = []

@@ -67,11 +67,8 @@ class SlowFsync(Fault):
     usage: ClassVar[str] = "slow-fsync[=DURATION], added to each, 500ms"
     seen_by: ClassVar[tuple[str, ...]] = ("CKPT001",)
     needs_saves: ClassVar[bool] = True
+    argument = staticmethod(duration_ns)
     delay_ns: int = 500_000_000
-
-    @classmethod
-    def parse(cls, text: str) -> "SlowFsync":
-        return cls(duration_ns(text)) if text else cls()
 
     @contextlib.contextmanager
     def during_save(self) -> Iterator[None]:
@@ -100,11 +97,8 @@ class SmallTensors(Fault):
     usage: ClassVar[str] = "small-tensors[=COUNT], on each rank, 500"
     seen_by: ClassVar[tuple[str, ...]] = ("CKPT001",)
     needs_saves: ClassVar[bool] = True
+    argument = staticmethod(count)
     count: int = 500
-
-    @classmethod
-    def parse(cls, text: str) -> "SmallTensors":
-        return cls(count(text)) if text else cls()
 
     def add_state(self, rank: int) -> dict[str, Tensor]:
         return {f"{self.name}.{rank}.{number}": torch.full((64,), float(number)) for number in range(self.count)}

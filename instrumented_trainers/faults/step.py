@@ -54,11 +54,8 @@ class LateLaunch(Fault):
     name: ClassVar[str] = "late-launch"
     usage: ClassVar[str] = "late-launch[=DURATION], before each layer, 2ms"
     seen_by: ClassVar[tuple[str, ...]] = ("HOST",)
+    argument = staticmethod(duration_ns)
     delay_ns: int = 2_000_000
-
-    @classmethod
-    def parse(cls, text: str) -> "LateLaunch":
-        return cls(duration_ns(text)) if text else cls()
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
         for layer in layers:
@@ -96,11 +93,8 @@ class Churn(Fault):
     name: ClassVar[str] = "churn"
     usage: ClassVar[str] = "churn[=MIB], the buffer, 4"
     seen_by: ClassVar[tuple[str, ...]] = ("MEM001", "MEM010")
+    argument = staticmethod(count)
     buffer_mib: int = 4
-
-    @classmethod
-    def parse(cls, text: str) -> "Churn":
-        return cls(count(text)) if text else cls()
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
         passes = [0]
@@ -149,11 +143,8 @@ class SlowData(Fault):
     name: ClassVar[str] = "dataloader"
     usage: ClassVar[str] = "dataloader[=DURATION], for each batch, 50ms"
     seen_by: ClassVar[tuple[str, ...]] = ("HOST",)
+    argument = staticmethod(duration_ns)
     delay_ns: int = 50_000_000
-
-    @classmethod
-    def parse(cls, text: str) -> "SlowData":
-        return cls(duration_ns(text)) if text else cls()
 
     def delay_batch(self) -> None:
         _spin(self.delay_ns)

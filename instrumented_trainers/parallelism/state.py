@@ -22,6 +22,16 @@ from instrumented_trainers.parallelism.yafsdp import checkpoint as yafsdp_checkp
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 
 
+def make_optimizer(model: nn.Module, kind: type[Optimizer], **options: Any) -> Optimizer:
+    """Return an optimizer of that kind over the model's parameters, made with `options`; call it after sharding.
+
+    Under zero1 a rank holds the state of its part of the parameters only.
+    """
+    if isinstance(model, zero1.Zero1DataParallel):
+        return model.make_optimizer(kind, **options)
+    return kind(model.parameters(), **options)  # type: ignore[call-arg]
+
+
 def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state to save, or, before ``torch.distributed.checkpoint.load``, the state to load into.
 

@@ -7,13 +7,13 @@ rank broadcasts its parameters. https://arxiv.org/abs/1910.02054 names the stage
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from instrumented_trainers.parallelism import ddp
+from instrumented_trainers.parallelism.optimizer import begin_missing_state
 from instrumented_trainers.parallelism.options import ShardOptions
 
 
@@ -36,7 +36,7 @@ def optimizer_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dic
     Other ranks' parameters have no entry: each rank saves its own, and a load asks for what the rank has then.
     """
     local = optimizer.optim
-    _allocate(local)
+    begin_missing_state(local)
     return {
         "state": {name: dict(local.state[parameter]) for name, parameter in _own_parameters(model, optimizer)},
         "param_groups": [_group(group, _names(model)) for group in optimizer.param_groups],
@@ -64,21 +64,3 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def _group(group: dict[str, Any], names: dict[nn.Parameter, str]) -> dict[str, Any]:
     return {**group, "params": [names[parameter] for parameter in group["params"]]}
-
-
-def _allocate(optimizer: Optimizer) -> None:
-    """Have an optimizer that has not stepped yet make its state: by a step of size 0 on gradients of 0."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not parameters or optimizer.state:
-        return
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    optimizer.step()
-    for group, rate in rates:
-        group["lr"] = rate
-    for parameter, gradient in gradients:
-        parameter.grad = gradient

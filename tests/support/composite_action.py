@@ -45,19 +45,19 @@ def run(
 
     `only` names the one step to run, after others with the outputs `after`, by their id.
     """
-    told = described(action)
-    unknown = set(inputs) - set(told["inputs"])
+    definition = described(action)
+    unknown = set(inputs) - set(definition["inputs"])
     assert not unknown, f"the action has no inputs {unknown}"
     context: dict[str, Any] = {"github": {**(github or {}), "action_path": str(action.parent)}, "inputs": {}}
     context["steps"] = {name: {"outputs": given} for name, given in (after or {}).items()}
-    for name, each in told["inputs"].items():
+    for name, each in definition["inputs"].items():
         assert not each.get("required") or name in inputs, f"the action needs {name}"
         context["inputs"][name] = inputs.get(name, _evaluated(each.get("default", ""), context))
     temp.mkdir(parents=True, exist_ok=True)
     summary = temp / "summary.md"
     summary.touch()
     done = Outcome(0, "", {}, "")
-    for number, step in enumerate(told["runs"]["steps"]):
+    for number, step in enumerate(definition["runs"]["steps"]):
         assert step["shell"] == "bash"
         if only not in ("", step["name"]):
             continue
@@ -73,7 +73,7 @@ def run(
         if ran.returncode:
             done.code = ran.returncode
             break
-    done.outputs = {name: _evaluated(each["value"], context) for name, each in told["outputs"].items()}
+    done.outputs = {name: _evaluated(each["value"], context) for name, each in definition["outputs"].items()}
     done.summary = summary.read_text(encoding="utf-8")
     return done
 
@@ -92,10 +92,10 @@ def bash(script: str, *, cwd: Path, environment: Mapping[str, str]) -> "subproce
 
 def environment(**extra: str) -> dict[str, str]:
     """Return what a runner gives: nothing of a terminal, and no settings of the tests' own."""
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "COLUMNS", "NO_COLOR"))
     }
-    return kept | {"OMP_NUM_THREADS": "1", "CI": "true", "GITHUB_ACTIONS": "true"} | extra
+    return inherited | {"OMP_NUM_THREADS": "1", "CI": "true", "GITHUB_ACTIONS": "true"} | extra
 
 
 def _evaluated(text: str, context: Mapping[str, Any]) -> str:

@@ -89,15 +89,15 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """Return what a check prints without what hangs on its statistics, which may be made better: no verdict does here.
+    """Return what a check prints without the numbers that depend on its statistics, which may improve.
 
-    Of metrics only those that fail are left, without their numbers; findings stay as they are.
+    Verdicts do not depend on them. Only metrics that fail are left, without their numbers; findings stay as they are.
     """
-    told = []
+    lines = []
     for line in text.splitlines():
         drawn = re.search("[█▏▎▍▌▋▊▉]", line)
         counted = line.startswith("- about how many more") or (line.startswith("| ") and not re.search("❌|---", line))
         if not drawn and not counted:
             statistics = re.search(r"❌ worse|regressed|^\*\*host", line)
-            told.append(re.sub(r"[-+]?\d[\d.,]*( [mµn]?s)?(?=\D)", "N", line) if statistics else line)
-    return "\n".join(told)
+            lines.append(re.sub(r"[-+]?\d[\d.,]*( [mµn]?s)?(?=\D)", "N", line) if statistics else line)
+    return "\n".join(lines)

@@ -114,7 +114,8 @@ def run_worlds(
 ) -> dict[int, dict[str, Outcome]]:
     """Call functions as `run_cases` does, on several numbers of ranks; return the outcomes by number and name.
 
-    One set of processes serves all: as many as the most ranks. Small worlds run beside larger ones where they fit.
+    One set of processes serves all: as many as the most ranks. Small worlds run at the same time as larger ones where
+    they fit.
     """
     places = _places(cases)
     jobs = [
@@ -159,7 +160,7 @@ class Job:
 
 
 def _places(sizes: Iterable[int]) -> dict[int, int]:
-    """Return on which process each world begins, the largest first, those that fit beside each other together.
+    """Return on which process each world begins, the largest first, those that fit together at the same time.
 
     >>> _places([1, 2, 3, 4])
     {4: 0, 3: 0, 1: 3, 2: 0}

@@ -60,12 +60,12 @@ def report(
             values = typical * (1 + (0 if metric == "allocations" else noise) * random.normal(size=12))
             samples.append({"metric": metric, "rank": rank, "steps": list(range(3, 15)), "values": values.tolist()})
     digest = hashlib.sha256(f"simulated {number} {sorted(run.items())}".encode()).hexdigest()
-    told = {"name": f"run-{number:02d}", "path": f"runs/run-{number:02d}", "ranks": [0, 1], **RUN, **run}
-    told |= {"created_ns": FIRST_NS + number * DAY_NS, "simulated": True}
+    described = {"name": f"run-{number:02d}", "path": f"runs/run-{number:02d}", "ranks": [0, 1], **RUN, **run}
+    described |= {"created_ns": FIRST_NS + number * DAY_NS, "simulated": True}
     return {
         "schema": "tracekit.report/2",
         "tool_version": "0.1.0",
-        "run": told,
+        "run": described,
         "summary": [],
         "findings": [dict(each) for each in findings],
         "ignored": [],

@@ -5,7 +5,6 @@ boxes a range is, through the three methods that the checkpoint's planner asks a
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
+from instrumented_trainers.parallelism.optimizer import begin_missing_state
 from instrumented_trainers.parallelism.yafsdp.layout import boxes
 from instrumented_trainers.parallelism.yafsdp.module import units_in
 from instrumented_trainers.parallelism.yafsdp.unit import UnitParameter
@@ -95,7 +95,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """
     names = _names(model)
     shards = {id(parameter.shard): parameter for parameter in _parameters(model)}
-    _begin_missing_state(optimizer)
+    begin_missing_state(optimizer)
     state = {
         names[id(shard)]: {
             key: _optimizer_tensor(shards[id(shard)], value, f"{names[id(shard)]}.{key}")
@@ -180,46 +180,3 @@ def _optimizer_tensor(parameter: UnitParameter, value: Any, name: str) -> Any:
     if value.shape != parameter.shard.shape:
         raise NotImplementedError(f"YaFSDP: optimizer state {name} is not one value per element: {tuple(value.shape)}")
     return _flat_shard(parameter, value)
-
-
-def _begin_missing_state(optimizer: Optimizer) -> None:
-    """Make the state of parameters that were never stepped, by a step of size 0 on gradients of 0 for them alone."""
-    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
-    missing = [shard for shard in shards if shard.requires_grad and shard not in optimizer.state]
-    if not missing:
-        return
-    with _no_rate(optimizer), _no_gradients(shards):
-        for shard in missing:
-            shard.grad = torch.zeros_like(shard)
-        optimizer.step()
-    for shard in missing:
-        step = optimizer.state.get(shard, {}).get("step")
-        if isinstance(step, Tensor):
-            step.zero_()
-        elif step is not None:
-            optimizer.state[shard]["step"] = 0
-
-
-@contextmanager
-def _no_gradients(shards: list[nn.Parameter]) -> Iterator[None]:
-    gradients = [shard.grad for shard in shards]
-    for shard in shards:
-        shard.grad = None
-    try:
-        yield
-    finally:
-        for shard, gradient in zip(shards, gradients, strict=True):
-            shard.grad = gradient
-
-
-@contextmanager
-def _no_rate(optimizer: Optimizer) -> Iterator[None]:
-    groups = [group for group in optimizer.param_groups if "lr" in group]
-    rates = [group["lr"] for group in groups]
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate

@@ -8,7 +8,7 @@ import pytest
 from tracekit.capture import atomic_files
 
 
-def test_a_file_appears_when_its_writing_is_done(tmp_path: Path) -> None:
+def test_atomic_write_shows_a_file_only_when_it_is_complete(tmp_path: Path) -> None:
     final = tmp_path / "run" / "run.json"
     with atomic_files.atomic_write(final) as partial:
         partial.write_text("half")
@@ -17,7 +17,7 @@ def test_a_file_appears_when_its_writing_is_done(tmp_path: Path) -> None:
     assert [path.name for path in final.parent.iterdir()] == ["run.json"]
 
 
-def test_a_failed_writing_leaves_what_was_there_before(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_previous_file(tmp_path: Path) -> None:
     final = tmp_path / "run.json"
     final.write_text("old")
 
@@ -32,14 +32,14 @@ def test_a_failed_writing_leaves_what_was_there_before(tmp_path: Path) -> None:
     assert final.read_text() == "old"
 
 
-def test_lines_are_added_to_those_there(tmp_path: Path) -> None:
+def test_appended_lines_follow_existing_ones(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     atomic_files.append_lines(log, [{"a": 1}])
     atomic_files.append_lines(log, [{"a": 2}, {"a": 3}])
     assert [json.loads(line)["a"] for line in log.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_lines_that_do_not_fit_leave_the_others_whole(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     atomic_files.append_lines(log, [{"a": 1}])
     whole = log.read_bytes()
@@ -53,7 +53,7 @@ def test_lines_that_do_not_fit_leave_the_others_whole(tmp_path: Path) -> None:
     assert log.read_bytes() == whole
 
 
-def test_compressing_removes_the_plain_file(tmp_path: Path) -> None:
+def test_compressing_removes_the_uncompressed_file(tmp_path: Path) -> None:
     plain, packed = tmp_path / "t.json", tmp_path / "t.json.gz"
     plain.write_bytes(b"{}" * 1000)
     atomic_files.compress(plain, packed)
@@ -61,6 +61,6 @@ def test_compressing_removes_the_plain_file(tmp_path: Path) -> None:
     assert gzip.decompress(packed.read_bytes()) == b"{}" * 1000
 
 
-def test_a_complaint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     atomic_files.report_failure("the trace was not written", OSError("no\nspace"))
     assert capsys.readouterr().err == ("tracekit: the trace was not written: OSError: no space; training continues\n")

@@ -139,7 +139,7 @@ LOADS = (load, load_weights_only, load_open_file, load_mapped, load_from_memory,
 
 
 @pytest.mark.parametrize("case", SAVES, ids=lambda case: case.__name__)
-def test_a_save_is_taken_apart_and_writes_what_it_would(tmp_path: Path, run: Run, case: Case) -> None:
+def test_a_save_is_split_into_stages_and_writes_the_same_file(tmp_path: Path, run: Run, case: Case) -> None:
     run_folder, run.folder = run.folder, None
     (tmp_path / "alone").mkdir()
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_a_save_is_taken_apart_and_writes_what_it_would(tmp_path: Path, run: Run
 
 
 @pytest.mark.parametrize("case", LOADS, ids=lambda case: case.__name__)
-def test_a_load_is_taken_apart_and_gives_what_it_would(tmp_path: Path, run: Run, case: Case) -> None:
+def test_a_load_is_split_into_stages_and_returns_the_same_state(tmp_path: Path, run: Run, case: Case) -> None:
     run_folder, run.folder = run.folder, None
     path = tmp_path / "x.pt"
     (save_safetensors if case is load_safetensors else save)(path)
@@ -186,7 +186,7 @@ def test_a_load_is_taken_apart_and_gives_what_it_would(tmp_path: Path, run: Run,
     assert total["files"] == (0 if case is load_from_memory else 1)
 
 
-def test_what_is_small_and_quick_leaves_no_lines(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_and_fast_saves_are_not_logged(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_file, "MIN_NS", 10_000_000_000)  # no busy machine is as slow as that
     for size in (1, 64):
         torch.save(tensors(size), tmp_path / "x.pt")
@@ -195,7 +195,7 @@ def test_what_is_small_and_quick_leaves_no_lines(tmp_path: Path, run: Run, monke
     assert run.lines() == []
 
 
-def test_what_is_small_but_slow_leaves_its_time(tmp_path: Path, run: Run) -> None:
+def test_a_small_but_slow_save_is_logged_with_its_duration(tmp_path: Path, run: Run) -> None:
     torch.save(Slow(), tmp_path / "x.pt")
     stages = run.stages()
     assert set(stages) == {"serialize", "total"}
@@ -251,7 +251,7 @@ def files_no_larger_than(size_bytes: int) -> Iterator[None]:
     [unpicklable, no_folder, no_arguments, disk_full, disk_full_for_safetensors, no_file, no_weights],
     ids=lambda case: case.__name__,
 )
-def test_an_exception_is_the_scripts_own(tmp_path: Path, run: Run, case: Case) -> None:
+def test_an_exception_reaches_the_script_unchanged(tmp_path: Path, run: Run, case: Case) -> None:
     run_folder, run.folder = run.folder, None
     raised = []
     for folder in (None, run_folder):
@@ -264,7 +264,7 @@ def test_an_exception_is_the_scripts_own(tmp_path: Path, run: Run, case: Case) -
     assert not [line for line in run.lines() if line["operation"] == failed or failed is None]
 
 
-def test_a_replaced_function_looks_as_it_did() -> None:
+def test_a_wrapped_function_keeps_its_signature_and_docstring() -> None:
     for function, module in (
         (torch.save, torch.serialization),
         (torch.load, torch.serialization),
@@ -289,7 +289,7 @@ def test_a_replaced_function_looks_as_it_did() -> None:
     assert torch.save is torch.serialization.save
 
 
-def test_watching_twice_records_once(tmp_path: Path, run: Run) -> None:
+def test_watching_twice_records_each_save_once(tmp_path: Path, run: Run) -> None:
     before = torch.save
     watch(lambda: run.folder)
     assert torch.save is before
@@ -297,7 +297,7 @@ def test_watching_twice_records_once(tmp_path: Path, run: Run) -> None:
     assert [line["stage"] for line in run.lines()].count("total") == 1
 
 
-def test_files_saved_in_a_checkpoint_are_part_of_it(tmp_path: Path, run: Run) -> None:
+def test_files_saved_inside_a_checkpoint_get_no_lines_of_their_own(tmp_path: Path, run: Run) -> None:
     class AlsoByTorch(FileSystemWriter):
         def write_data(self, *args: Any, **kwargs: Any) -> Any:
             torch.save(tensors(), tmp_path / "also.pt")
@@ -306,14 +306,14 @@ def test_files_saved_in_a_checkpoint_are_part_of_it(tmp_path: Path, run: Run) ->
     dcp.save(tensors(), storage_writer=AlsoByTorch(tmp_path / "c", thread_count=2))
     assert {line["call"] for line in run.lines()} == {"dcp.save"}
     loaded = tensors()
-    with record_load(run.folder or "", tmp_path / "c", checkpoint="mine", step=4, rank=3):
+    with record_load(run.folder or "", tmp_path / "c", checkpoint="by hand", step=4, rank=3):
         dcp.load(loaded, checkpoint_id=tmp_path / "c")
     loads = [line for line in run.lines() if line["operation"] == "load"]
-    assert {line["checkpoint"] for line in loads} == {"mine"}
+    assert {line["checkpoint"] for line in loads} == {"by hand"}
     assert [line["stage"] for line in loads].count("total") == 1
 
 
-def test_where_nothing_has_a_descriptor_durability_is_not_known(
+def test_durability_is_null_without_a_file_descriptor(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     syncs = []
@@ -325,14 +325,14 @@ def test_where_nothing_has_a_descriptor_durability_is_not_known(
     assert stages["write"]["bytes"] >= 2 * 4 * MANY**2
 
 
-def test_names_of_what_is_saved_again_are_numbered(tmp_path: Path, run: Run) -> None:
+def test_repeated_checkpoint_names_are_numbered(tmp_path: Path, run: Run) -> None:
     for _ in range(2):
         save(tmp_path / "x.pt")
     names = [line["checkpoint"] for line in run.lines() if line["stage"] == "total"]
     assert names == [f"{tmp_path.name}/x.pt", f"{tmp_path.name}/x.pt#2"]
 
 
-def test_a_recording_that_fails_is_said_once_and_the_save_goes_on(
+def test_a_failed_recording_is_reported_once_and_the_save_continues(
     tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> Path | None:
@@ -370,5 +370,5 @@ assert hasattr(dcp.save, auto_recording._MARK) and hasattr(dcp.state_dict_loader
 """
 
 
-def test_watching_imports_nothing_that_the_script_did_not() -> None:
+def test_watching_imports_no_module_that_the_script_has_not_imported() -> None:
     subprocess.run([sys.executable, "-c", NOTHING_MORE], check=True)

@@ -65,7 +65,7 @@ def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
-def test_the_log_holds_every_stage_with_the_keys_of_the_convention(tmp_path: Path) -> None:
+def test_the_log_has_every_stage_with_the_documented_keys(tmp_path: Path) -> None:
     before_ns = time.time_ns()
     rows = save(tmp_path, tmp_path / "step-7")
     after_ns = time.time_ns()
@@ -99,7 +99,7 @@ def test_the_stages_sum_to_the_total_and_no_more(tmp_path: Path, threads: int) -
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_slow_sync_shows_as_fsync_also_that_of_the_metadata(
+def test_a_slow_sync_counts_as_fsync_for_metadata_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     monkeypatch.setattr(os, "fsync", slowed(os.fsync))
@@ -109,7 +109,7 @@ def test_a_slow_sync_shows_as_fsync_also_that_of_the_metadata(
     assert rows["finish"]["dur_ns"] < DELAY_S * 1e9
 
 
-def test_a_slow_disk_shows_as_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_counts_as_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class SlowStream:
         def __init__(self, raw: Any) -> None:
             self.raw = raw
@@ -138,7 +138,7 @@ def test_a_slow_disk_shows_as_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rows["stage"]["bytes"] >= 6 * 128 * 64 * 4
 
 
-def test_a_slow_copy_to_the_host_shows_as_stage(tmp_path: Path) -> None:
+def test_a_slow_copy_to_the_host_counts_as_stage(tmp_path: Path) -> None:
     planner = DefaultSavePlanner()
     planner.resolve_data = slowed(planner.resolve_data)  # type: ignore[method-assign]
     writer = FileSystemWriter(tmp_path / "step-7")
@@ -147,7 +147,7 @@ def test_a_slow_copy_to_the_host_shows_as_stage(tmp_path: Path) -> None:
     assert longest({row["stage"]: row for row in log(tmp_path)}) == "stage"
 
 
-def test_another_threads_sync_is_not_this_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fsync_of_another_thread_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     syncing, stop = threading.Event(), threading.Event()
 
     def sync_all_the_time() -> None:
@@ -167,7 +167,7 @@ def test_another_threads_sync_is_not_this_saves(tmp_path: Path, monkeypatch: pyt
     assert rows["fsync"]["files"] == 2
 
 
-def test_what_is_saved_is_the_same_with_and_without(tmp_path: Path) -> None:
+def test_recording_does_not_change_the_saved_files(tmp_path: Path) -> None:
     save(tmp_path, tmp_path / "with")
     dcp.save(state(), checkpoint_id=tmp_path / "without", no_dist=True)
     loaded = []
@@ -182,7 +182,7 @@ def test_what_is_saved_is_the_same_with_and_without(tmp_path: Path) -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_nothing_stays_replaced_after_the_window(tmp_path: Path) -> None:
+def test_all_patches_are_removed_after_the_save(tmp_path: Path) -> None:
     fsync, sync = os.fsync, os.sync
     logger = logging.getLogger("c10d-NullHandler-dcp_logger")
     handlers = list(logger.handlers)
@@ -197,7 +197,7 @@ def test_nothing_stays_replaced_after_the_window(tmp_path: Path) -> None:
     assert logger.handlers == handlers
 
 
-def test_a_save_that_fails_raises_as_it_would_and_leaves_no_lines(tmp_path: Path) -> None:
+def test_a_failed_save_raises_its_own_error_and_is_not_logged(tmp_path: Path) -> None:
     fsync = os.fsync
     (tmp_path / "step-7" / "__0_0.distcp").mkdir(parents=True)
     with pytest.raises(dcp.api.CheckpointException, match="Is a directory"):
@@ -206,9 +206,7 @@ def test_a_save_that_fails_raises_as_it_would_and_leaves_no_lines(tmp_path: Path
     assert os.fsync is fsync
 
 
-def test_a_log_that_cannot_be_written_does_not_stop_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_log_does_not_stop_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / conventions.rank_file(3, conventions.CHECKPOINT_LOG_SUFFIX)).mkdir()
     writer = FileSystemWriter(tmp_path / "step-7")
     with record_save(tmp_path, writer, checkpoint="step-7", rank=3):
@@ -223,7 +221,7 @@ def test_each_save_adds_its_lines(tmp_path: Path) -> None:
     assert totals == ["step-1", "step-2"]
 
 
-def test_syncs_of_the_whole_machine_are_told_from_those_of_files(tmp_path: Path) -> None:
+def test_os_sync_is_counted_apart_from_fsync(tmp_path: Path) -> None:
     # Streams in memory have no descriptor, so torch falls back to os.sync for the shard and for the metadata.
     writer, planner = FsspecWriter("memory://checkpoint"), DefaultSavePlanner()
     with record_save(tmp_path, writer, planner, checkpoint="memory", step=7, rank=3):
@@ -233,7 +231,7 @@ def test_syncs_of_the_whole_machine_are_told_from_those_of_files(tmp_path: Path)
     assert save(tmp_path, tmp_path / "step-7")["fsync"]["calls"] is None
 
 
-def test_a_load_tells_how_large_the_whole_checkpoint_is(tmp_path: Path) -> None:
+def test_a_load_logs_the_size_of_the_whole_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "step-7"
     save(tmp_path / "run", path)
     some = {"weight0": torch.zeros(128, 64)}

@@ -16,13 +16,13 @@ def test_the_ranks_of_a_training_share_a_folder_and_another_training_has_its_own
     assert owner(tmp_path / "run-2") == "two"
 
 
-def test_a_folder_that_holds_something_is_not_taken(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
+def test_a_folder_that_is_not_empty_is_not_claimed(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("notes")
     assert claim(tmp_path, "one") == tmp_path.with_name(tmp_path.name + "-2")
     assert owner(tmp_path) is None
 
 
-def test_ranks_that_come_at_once_agree(tmp_path: Path) -> None:
+def test_concurrent_ranks_claim_the_same_folder(tmp_path: Path) -> None:
     found: dict[int, Path] = {}
 
     def come(rank: int) -> None:

@@ -18,7 +18,7 @@ def follow(run: Path, **options: Any) -> FrameworkRecorder:
     return FrameworkRecorder(run, {"steps": None, "rank": 0, "device": "cpu", **options})
 
 
-def test_what_turns_out_to_be_evaluation_is_neither_step_time_nor_a_wait_for_data(tmp_path: Path) -> None:
+def test_evaluation_counts_neither_as_step_time_nor_as_data_wait(tmp_path: Path) -> None:
     # step 0   data . evaluation, taken for data . step      step 1   data . step
     evaluation_ns = 5_000_000  # at least
     recorder = follow(tmp_path)
@@ -43,7 +43,7 @@ def test_what_turns_out_to_be_evaluation_is_neither_step_time_nor_a_wait_for_dat
     assert 0 < second[conventions.DATA_WAIT_METRIC] < second[conventions.STEP_TIME_METRIC]
 
 
-def test_a_run_of_which_the_framework_tells_nothing_is_recorded(
+def test_a_run_that_the_framework_cannot_describe_is_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = follow(tmp_path, manifest={"strategy": "given"})
@@ -55,7 +55,7 @@ def test_a_run_of_which_the_framework_tells_nothing_is_recorded(
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_what_the_user_says_of_the_run_wins(tmp_path: Path) -> None:
+def test_the_users_manifest_overrides_the_frameworks(tmp_path: Path) -> None:
     recorder = follow(tmp_path, manifest={"strategy": "given"})
     recorder.begin(0, lambda: {"strategy": "found", "model": {"name": "found"}})
     recorder.end()
@@ -63,7 +63,7 @@ def test_what_the_user_says_of_the_run_wins(tmp_path: Path) -> None:
     assert (about["strategy"], about["model"]) == ("given", {"name": "found"})
 
 
-def test_a_second_training_begins_a_recording_of_its_own(tmp_path: Path) -> None:
+def test_a_second_training_begins_a_second_recording(tmp_path: Path) -> None:
     recorder = follow(tmp_path)
     recorder.begin(0, dict)
     recorder.step({}, tokens=None)
@@ -74,7 +74,7 @@ def test_a_second_training_begins_a_recording_of_its_own(tmp_path: Path) -> None
     assert not list(tmp_path.glob(f"*{conventions.PARTIAL_SUFFIX}"))
 
 
-def test_nothing_is_followed_that_was_not_begun(tmp_path: Path) -> None:
+def test_phases_are_ignored_before_the_recording_begins(tmp_path: Path) -> None:
     recorder = follow(tmp_path / "run")
     recorder.enter_phase(conventions.DATA)
     recorder.step({}, tokens=None)
@@ -82,7 +82,7 @@ def test_nothing_is_followed_that_was_not_begun(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_hook_that_raises_is_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_callback_that_raises_ends_the_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Callback:
         def __init__(self) -> None:
             self.recorder = follow(tmp_path)

@@ -48,7 +48,7 @@ def test_what_starts_trainings_imports_the_standard_library() -> None:
     assert not {name for name in modules if name.partition(".")[0] not in known}
 
 
-def test_a_recorded_python_that_never_imports_torch_imports_nothing_of_ours() -> None:
+def test_a_python_process_without_torch_imports_no_tracekit_module() -> None:
     inject = str(HOME / "launcher" / "inject")
     environment = {**os.environ, "PYTHONPATH": inject, conventions.RECORD_VARIABLE: "{}"}
     listed = "import sys; print('tracekit' in sys.modules, 'torch' in sys.modules, sys.path[1:2] == [sys.argv[1]])"

@@ -22,7 +22,7 @@ def proc(folder: Path, *, dirty_kb: int, some_us: int, written: int, run_ns: int
     return str(folder)
 
 
-def test_levels_are_given_before_and_after_and_counts_as_they_grew(tmp_path: Path) -> None:
+def test_levels_are_logged_before_and_after_and_counters_as_differences(tmp_path: Path) -> None:
     before = io_counters.read(7, proc(tmp_path / "1", dirty_kb=1, some_us=5, written=100, run_ns=1000))
     after = io_counters.read(7, proc(tmp_path / "2", dirty_kb=3, some_us=8, written=4196, run_ns=5000))
     assert before.until(after) == {
@@ -39,12 +39,12 @@ def test_levels_are_given_before_and_after_and_counts_as_they_grew(tmp_path: Pat
     }
 
 
-def test_what_a_system_does_not_tell_is_none(tmp_path: Path) -> None:
+def test_counters_that_the_system_lacks_are_none(tmp_path: Path) -> None:
     nothing = io_counters.read(7, str(tmp_path))
     assert set(nothing.until(nothing).values()) == {None}
 
 
-def test_a_thread_that_works_is_seen_to_run() -> None:
+def test_a_running_thread_does_not_count_as_waiting() -> None:
     thread = threading.get_native_id()
     before, end = io_counters.read(thread), time.thread_time_ns() + 20_000_000
     while time.thread_time_ns() < end:
@@ -61,7 +61,7 @@ def test_only_a_sync_after_the_last_flush_makes_a_file_durable(tmp_path: Path) -
         file = written.open(stream)
         file.write()
         written.sync(stream.fileno())
-        assert written.durable() is False  # the stream held the bytes back
+        assert written.durable() is False  # the stream has not flushed the bytes
         file.flush()
         assert written.durable() is False
         written.sync(stream.fileno())
@@ -103,7 +103,7 @@ def looked(work: str, steps: list[int]) -> bool:
     return found[0]
 
 
-def test_a_thread_blocks_training_only_if_that_waits_and_makes_no_step() -> None:
+def test_a_save_blocks_training_only_if_it_waits_and_finishes_no_step() -> None:
     assert looked("nothing", [1]) is True
     assert looked("training", [1]) is False
     assert looked("a step", [1]) is False

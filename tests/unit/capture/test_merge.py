@@ -33,7 +33,7 @@ def test_parts_from_nodes_become_one_run(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "rank00001.metrics.jsonl").read_text() == "of 1"
 
 
-def test_a_trace_that_waits_to_be_compressed_is_taken_too(tmp_path: Path) -> None:
+def test_an_uncompressed_trace_is_merged_too(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "rank00003.window002.json").write_text(json.dumps({"traceEvents": []}))
     (tmp_path / "scratch" / "rank00003.window003.json.partial").write_text('{"traceEv')
@@ -44,9 +44,7 @@ def test_a_trace_that_waits_to_be_compressed_is_taken_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("trouble", ["another training", "the same rank", "no folder", "nothing of a run"])
-def test_parts_that_do_not_fit_are_left_where_they_are(
-    tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_that_conflict_are_not_moved(tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = part(tmp_path / "node0", 0)
     second = tmp_path / "node1"
     if trouble == "nothing of a run":

@@ -21,7 +21,7 @@ def requests(run: Path, windows: WindowSchedule, *, leads: bool) -> WindowReques
     return WindowRequests(run, windows, length=5, warmup=2, leads=leads)
 
 
-def test_all_ranks_learn_the_same_steps_before_they_come(tmp_path: Path) -> None:
+def test_all_ranks_read_the_requested_steps_in_time(tmp_path: Path) -> None:
     ranks = [WindowSchedule(None) for _ in range(3)]
     looking = [requests(tmp_path, windows, leads=rank == 0) for rank, windows in enumerate(ranks)]
     (tmp_path / conventions.NOW_FILE).touch()
@@ -32,7 +32,7 @@ def test_all_ranks_learn_the_same_steps_before_they_come(tmp_path: Path) -> None
     assert not (tmp_path / conventions.NOW_FILE).exists()
 
 
-def test_the_file_may_say_how_many_steps(tmp_path: Path) -> None:
+def test_the_request_may_set_the_number_of_steps(tmp_path: Path) -> None:
     windows = WindowSchedule(10, 15)
     (tmp_path / conventions.NOW_FILE).write_text(json.dumps({"steps": 2}))
     requests(tmp_path, windows, leads=True).poll(4, STEP_NS)
@@ -40,7 +40,7 @@ def test_the_file_may_say_how_many_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["steps", "[]", '{"steps": "many"}', '{"steps": -1}', '{"steps": 1e9}', "\x00\xff"])
-def test_what_says_nothing_of_sense_asks_for_the_usual(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_request_gets_the_default_length(tmp_path: Path, text: str) -> None:
     windows = WindowSchedule(None)
     (tmp_path / conventions.NOW_FILE).write_text(text)
     requests(tmp_path, windows, leads=True).poll(0, STEP_NS)
@@ -58,7 +58,7 @@ def test_a_second_request_waits_for_the_first(tmp_path: Path) -> None:
     assert windows.upcoming(14) == Window(1, 23, 28)
 
 
-def test_a_rank_that_comes_too_late_says_so_and_keeps_the_numbers(tmp_path: Path) -> None:
+def test_a_rank_that_reads_a_request_too_late_reports_it_and_numbers_windows_alike(tmp_path: Path) -> None:
     leading, late = WindowSchedule(None), WindowSchedule(None)
     late_looking = requests(tmp_path, late, leads=False)
     (tmp_path / conventions.NOW_FILE).touch()
@@ -70,7 +70,7 @@ def test_a_rank_that_comes_too_late_says_so_and_keeps_the_numbers(tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"first": 5}', '{"first": 5, "end": 5}', '{"first": "a", "end": 9}', "[1]"])
-def test_a_request_of_no_sense_is_passed_over(tmp_path: Path, text: str) -> None:
+def test_an_invalid_request_is_ignored(tmp_path: Path, text: str) -> None:
     windows = WindowSchedule(None)
     looking = requests(tmp_path, windows, leads=False)
     (tmp_path / conventions.REQUEST_FILE).write_text(text)
@@ -78,14 +78,14 @@ def test_a_request_of_no_sense_is_passed_over(tmp_path: Path, text: str) -> None
     assert windows.upcoming(0) is None
 
 
-def test_what_an_earlier_training_left_is_no_request(tmp_path: Path) -> None:
+def test_a_request_of_an_earlier_training_is_ignored(tmp_path: Path) -> None:
     (tmp_path / conventions.REQUEST_FILE).write_text(json.dumps({"first": 50, "end": 55}))
     windows = WindowSchedule(None)
     requests(tmp_path, windows, leads=False).poll(0, STEP_NS)
     assert windows.upcoming(0) is None
 
 
-def test_ranks_look_about_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_poll_about_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     windows = WindowSchedule(None)
     looking = requests(tmp_path, windows, leads=True)

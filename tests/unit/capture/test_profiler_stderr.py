@@ -16,7 +16,7 @@ def test_only_the_profilers_own_lines_are_dropped(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == "before\nafter\nlast, without an end of line and outside\n"
 
 
-def test_a_child_process_born_meanwhile_keeps_its_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_process_started_meanwhile_keeps_its_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with without_profiler_noise():
         script = "import sys; sys.stdin.read(); sys.stderr.write('from the child\\n')"
         child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)

@@ -78,7 +78,7 @@ def test_allocations_and_shapes_are_recorded(run: Path) -> None:
     assert matmuls[0]["args"]["Input Dims"][:2] == [[64, 64], [64, 64]]
 
 
-def test_the_manifest_tells_the_run_and_no_secret(run: Path) -> None:
+def test_the_manifest_describes_the_run_without_secrets(run: Path) -> None:
     manifest = json.loads((run / "run.json").read_text())
     assert manifest["schema"] == conventions.RUN_SCHEMA
     assert manifest["strategy"] == "ddp"
@@ -100,7 +100,7 @@ def test_each_step_has_a_line_of_metrics(run: Path) -> None:
     assert all(row["tokens_per_second"] == 128e9 / row["step_time_ns"] for row in rows)
 
 
-def test_the_time_of_processors_is_that_of_the_work_and_not_of_waiting(tmp_path: Path) -> None:
+def test_cpu_time_does_not_include_waiting(tmp_path: Path) -> None:
     def spin(cpu_ns: int) -> None:
         end_ns = time.process_time_ns() + cpu_ns
         while time.process_time_ns() < end_ns:
@@ -117,17 +117,17 @@ def test_the_time_of_processors_is_that_of_the_work_and_not_of_waiting(tmp_path:
 
 
 def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def loss(step: int) -> float:
-        asked.append(step)
+        calls.append(step)
         return float(step)
 
     with Recorder(tmp_path, steps=None) as recorder:
         recorder.step({"loss": lambda: loss(0)})
-        assert asked == []
+        assert calls == []
         recorder.step({"loss": lambda: loss(1)})
-        assert asked == [0]
+        assert calls == [0]
     assert [row["loss"] for row in metrics(tmp_path)] == [0.0, 1.0]
 
 
@@ -139,7 +139,7 @@ def test_a_resumed_run_keeps_the_metrics_of_earlier_steps(tmp_path: Path) -> Non
     assert [(row["step"], row["loss"]) for row in metrics(tmp_path)] == [(0, 0), (1, 1), (2, 22), (3, 23), (4, 24)]
 
 
-def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_what_was(tmp_path: Path) -> None:
+def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_the_steps_done(tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), Recorder(tmp_path, steps=(1, 6), warmup=1) as recorder:
         train(recorder, 3)
         raise KeyboardInterrupt
@@ -148,7 +148,7 @@ def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_what_was(tmp_p
 
 
 @pytest.mark.parametrize("wait", [0, 2])
-def test_the_trainings_own_profiler_is_left_alone(tmp_path: Path, wait: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_trainings_own_profiler_has_priority(tmp_path: Path, wait: int, capfd: pytest.CaptureFixture[str]) -> None:
     own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with own, Recorder(tmp_path, steps=(wait + 1, wait + 2), warmup=1) as recorder:
         train(recorder, 6)
@@ -167,7 +167,7 @@ def full_disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_cannot_be_recorded_is_said_in_one_line_and_the_training_goes_on(
+def test_a_recording_failure_is_reported_in_one_line_and_training_continues(
     full_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Recorder(full_disk, steps="1:2", warmup=1) as recorder:
@@ -179,32 +179,32 @@ def test_what_cannot_be_recorded_is_said_in_one_line_and_the_training_goes_on(
     assert all(line.endswith("training continues") for line in complaints)
 
 
-def test_the_oldest_windows_but_the_first_give_way_to_the_disk_budget(tmp_path: Path) -> None:
+def test_the_oldest_windows_except_the_first_are_removed_over_the_disk_budget(tmp_path: Path) -> None:
     with Recorder(tmp_path, steps="1:2", every=2, warmup=1, disk_budget_bytes=1) as recorder:
         for _ in range(10):
             train(recorder, 1)
             time.sleep(0.3)  # as long as a window takes to be written
-    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.gz"))
-    assert kept == ["rank00000.pt.trace.json.gz", "window004/rank00000.pt.trace.json.gz"]
+    remaining = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.gz"))
+    assert remaining == ["rank00000.pt.trace.json.gz", "window004/rank00000.pt.trace.json.gz"]
     manifest = json.loads((tmp_path / "run.json").read_text())
     assert [window["first_step"] for window in manifest["windows"]] == [1, 9]
 
 
-def test_a_trace_waits_in_scratch_to_be_compressed_and_leaves_nothing_there(tmp_path: Path) -> None:
+def test_an_uncompressed_trace_is_written_to_scratch_and_removed_from_there(tmp_path: Path) -> None:
     with Recorder(tmp_path / "run", steps="1:2", warmup=1, scratch=tmp_path / "scratch") as recorder:
         train(recorder, 4)
     assert (tmp_path / "run" / "rank00000.pt.trace.json.gz").exists()
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_without_a_scratch_folder_the_trace_waits_in_the_run(tmp_path: Path) -> None:
+def test_without_a_scratch_folder_the_uncompressed_trace_is_written_to_the_run(tmp_path: Path) -> None:
     (tmp_path / "scratch").write_text("a file stands where the folder should")
     with Recorder(tmp_path / "run", steps="1:2", warmup=1, scratch=tmp_path / "scratch") as recorder:
         train(recorder, 4)
     assert "ProfilerStep#1" in names(read_trace(tmp_path / "run" / "rank00000.pt.trace.json.gz"))
 
 
-def test_a_disk_that_takes_nothing_holds_up_no_step_and_no_window_is_piled_up(
+def test_a_hanging_disk_delays_no_step_and_queues_no_more_windows(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A pipe that nobody reads stands for a file system that hangs: opening it to write waits."""
@@ -217,7 +217,7 @@ def test_a_disk_that_takes_nothing_holds_up_no_step_and_no_window_is_piled_up(
         threading.Thread(target=drain, args=(reader,)).start()
     assert steps == 9
     complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
-    assert len(complaints) == 3  # two windows wait, each of the others is told once
+    assert len(complaints) == 3  # two windows wait, each of the others is reported once
     assert all("earlier windows are still being written" in line for line in complaints)
     assert [row["step"] for row in metrics(tmp_path)] == list(range(9))
 
@@ -232,7 +232,7 @@ def drain(reader: int) -> None:
             time.sleep(0.01)
 
 
-def test_time_in_the_data_span_is_what_a_step_waited(tmp_path: Path) -> None:
+def test_time_in_the_data_span_is_logged_as_data_wait(tmp_path: Path) -> None:
     with Recorder(tmp_path, steps=None) as recorder:
         for wait_s in (0.0, 0.05):
             with recorder.span(conventions.DATA):
@@ -242,7 +242,7 @@ def test_time_in_the_data_span_is_what_a_step_waited(tmp_path: Path) -> None:
     assert first < 50_000_000 <= second
 
 
-def test_a_first_step_that_is_under_way_has_no_time(tmp_path: Path) -> None:
+def test_a_first_step_that_has_begun_already_has_no_step_time(tmp_path: Path) -> None:
     with Recorder(tmp_path, steps=None, mid_step=True) as recorder:
         recorder.step(tokens=5)
         recorder.step(tokens=5)

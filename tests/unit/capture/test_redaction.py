@@ -29,7 +29,7 @@ WEB_TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl"
     ],
     ids=lambda value: None if isinstance(value, list) else str(value),
 )
-def test_secrets_leave_a_command_line(words: list[str], clean: list[str]) -> None:
+def test_secrets_are_removed_from_a_command_line(words: list[str], clean: list[str]) -> None:
     assert redact(words) == clean
 
 
@@ -47,11 +47,11 @@ def test_secrets_leave_a_command_line(words: list[str], clean: list[str]) -> Non
         "torch==2.13.0+cpu",
     ],
 )
-def test_what_only_resembles_a_secret_stays(word: str) -> None:
+def test_values_that_only_resemble_secrets_stay(word: str) -> None:
     assert redact([word]) == [word]
 
 
-def test_everything_under_a_telling_name_goes_at_any_depth() -> None:
+def test_values_under_secret_names_are_redacted_at_any_depth() -> None:
     given = {"optimizer": {"lr": 0.1}, "logger": [{"api_key": ["abc"]}, {"secrets": {"a": 1}}], "db_password": 1234}
     assert redact(given) == {
         "optimizer": {"lr": 0.1},

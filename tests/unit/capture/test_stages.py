@@ -33,14 +33,14 @@ def test_time_inside_another_stage_is_not_charged_to_the_outer_one() -> None:
     assert clock.spent_ns["write"] >= 50_000_000 > 10 * clock.spent_ns["serialize"]
 
 
-def test_a_window_is_shared_out_as_its_threads_spent_their_time() -> None:
+def test_a_duration_is_divided_in_proportion_to_the_threads_time() -> None:
     # thread 1  write write fsync
     # thread 2  write
     shares = apportion(100, [clock_with(write=20, fsync=10), clock_with(write=10)])
     assert {stage: share for stage, (_, share) in shares.items()} == {"write": 75, "fsync": 25}
 
 
-def test_time_in_no_stage_takes_no_share() -> None:
+def test_time_outside_of_stages_gets_no_share() -> None:
     waiting = StageClock(None)
     waiting.stop()
     assert apportion(100, [waiting]) == {}

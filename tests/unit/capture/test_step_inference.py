@@ -33,7 +33,7 @@ def test_a_training_step_is_a_round_of_its_optimizers(steps: str, made: dict[str
     assert counted(steps, made) == ends
 
 
-def test_an_optimizer_inside_another_is_no_step_of_its_own() -> None:
+def test_a_nested_optimizer_step_is_not_counted() -> None:
     rounds = StepCounter()
     rounds.add_optimizer(0, 10)
     rounds.add_optimizer(1, 10)
@@ -42,6 +42,6 @@ def test_an_optimizer_inside_another_is_no_step_of_its_own() -> None:
         assert rounds.step(0) == 1
 
 
-def test_the_count_never_runs_from_the_leaders_steps() -> None:
+def test_the_count_is_the_number_of_the_leaders_steps() -> None:
     ends = counted("AB" * 50 + "A" * 10 + "AB" * 20, {"A": 3, "B": 2})
     assert len(ends) == 80

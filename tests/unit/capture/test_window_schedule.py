@@ -15,17 +15,17 @@ def profiled(windows: WindowSchedule, steps: int) -> dict[int, list[int]]:
     return found
 
 
-def test_one_window_is_the_steps_named() -> None:
+def test_one_window_has_the_given_steps() -> None:
     assert profiled(WindowSchedule(10, 15), 100) == {0: [10, 11, 12, 13, 14]}
     assert profiled(WindowSchedule(0, 1), 100) == {0: [0]}
 
 
-def test_windows_follow_each_other_at_the_distance_named() -> None:
+def test_windows_repeat_at_the_given_distance() -> None:
     assert profiled(WindowSchedule(2, 4, every=5), 14) == {0: [2, 3], 1: [7, 8], 2: [12, 13]}
     assert profiled(WindowSchedule(1, 3, every=2), 6) == {0: [1, 2], 1: [3, 4], 2: [5]}
 
 
-def test_without_steps_there_are_only_those_asked_for() -> None:
+def test_without_steps_only_requested_windows_are_recorded() -> None:
     windows = WindowSchedule(None)
     assert windows.upcoming(0) is None
     assert windows.request(7, 9)
@@ -33,7 +33,7 @@ def test_without_steps_there_are_only_those_asked_for() -> None:
     assert profiled(windows, 20) == {0: [3], 1: [7, 8]}
 
 
-def test_a_window_asked_for_takes_the_number_of_its_place() -> None:
+def test_a_requested_window_is_numbered_by_its_position() -> None:
     windows = WindowSchedule(10, 12, every=20)
     assert windows.request(20, 25)
     assert [windows.upcoming(step) for step in (0, 15, 25)] == [Window(0, 10, 12), Window(1, 20, 25), Window(2, 30, 32)]
@@ -46,7 +46,7 @@ def test_a_window_that_would_overlap_another_is_refused(span: tuple[int, int]) -
     assert windows.request(*span) is False
 
 
-def test_room_is_the_first_that_holds_the_window_and_its_distance() -> None:
+def test_the_first_free_step_leaves_room_for_window_and_margin() -> None:
     assert WindowSchedule(10, 12).first_free_step(3, 5) == 3
     assert WindowSchedule(10, 12).first_free_step(8, 5) == 12
     assert WindowSchedule(10, 12).first_free_step(8, 5, margin=2) == 14
@@ -55,7 +55,7 @@ def test_room_is_the_first_that_holds_the_window_and_its_distance() -> None:
         WindowSchedule(10, 12, every=9).first_free_step(8, 8)
 
 
-def test_room_is_room_whatever_was_asked_for_before() -> None:
+def test_the_first_free_step_is_free_whatever_was_requested_before() -> None:
     dice = random.Random(20261122)
     for _ in range(200):
         every = dice.choice([None, dice.randint(12, 30)])
@@ -76,6 +76,6 @@ def test_room_is_room_whatever_was_asked_for_before() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "5:", ":5", "5:5", "6:5", "-1:5", "a:b", "1:2:3", "1.5:2", "1:" + "9" * 20])
-def test_what_names_no_steps_is_refused(text: str) -> None:
+def test_an_invalid_range_of_steps_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"END|FIRST"):
         parse_steps(text)

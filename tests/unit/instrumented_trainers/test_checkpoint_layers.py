@@ -15,7 +15,7 @@ SMALL = ModelConfig(width=32, layers=4, heads=4, key_value_heads=2, hidden_width
 TOKENS = torch.randint(SMALL.vocabulary, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def asked(*options: str) -> list[tuple[bool, bool]]:
+def layer_settings(*options: str) -> list[tuple[bool, bool]]:
     """Return, by layer, whether it recomputes and in which of the two ways, as the command line asks."""
     wanted = config.parse(["--strategy", "yafsdp", "--out", "runs/x", "--device", "cpu", "--model", "tiny", *options])
     with torch.device("meta"):
@@ -30,15 +30,15 @@ def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
-def test_the_first_layers_recompute_and_no_other(count: int) -> None:
-    assert asked("--checkpoint-layers", str(count)) == [(index < count, False) for index in range(4)]
+def test_only_the_first_layers_recompute(count: int) -> None:
+    assert layer_settings("--checkpoint-layers", str(count)) == [(index < count, False) for index in range(4)]
 
 
-def test_the_older_way_is_a_choice() -> None:
-    assert asked("--checkpoint-layers", "2", "--reentrant") == [(index < 2, True) for index in range(4)]
+def test_reentrant_checkpointing_is_optional() -> None:
+    assert layer_settings("--checkpoint-layers", "2", "--reentrant") == [(index < 2, True) for index in range(4)]
 
 
-def test_the_help_says_what_it_costs_and_gives(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_explains_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config.parse(["--help"])
     words = " ".join(capsys.readouterr().out.split())
@@ -46,28 +46,28 @@ def test_the_help_says_what_it_costs_and_gives(capsys: pytest.CaptureFixture[str
     assert "recompute activations in backward" in words
 
 
-def kept_bytes(model: nn.Module) -> int:
+def saved_bytes(model: nn.Module) -> int:
     """Return how much autograd keeps from forward to backward, the weights themselves left out."""
     weights = {parameter.data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
     del loss
-    return sum(kept.values())
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_each_layer_chosen_saves_memory(reentrant: bool) -> None:
-    kept = []
+def test_each_recomputed_layer_saves_memory(reentrant: bool) -> None:
+    storages = []
     for count in range(SMALL.layers + 1):
         torch.manual_seed(0)
         model = Llama(dataclasses.replace(SMALL, checkpointed_layers=count, reentrant=reentrant))
-        kept.append(kept_bytes(model))
-    saved = [before - after for before, after in itertools.pairwise(kept)]
-    assert min(saved) > 0.1 * kept[0]
+        storages.append(saved_bytes(model))
+    saved = [before - after for before, after in itertools.pairwise(storages)]
+    assert min(saved) > 0.1 * storages[0]

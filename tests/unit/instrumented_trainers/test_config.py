@@ -26,25 +26,25 @@ def not_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_options_become_the_run() -> None:
+def test_options_become_fields_of_the_config() -> None:
     config = parse([*REQUIRED, "--world-size", "3", "--steps", "7", "--precision", "bf16", "--no-memory", "--resume"])
     assert (config.strategy, config.out, config.world_size, config.steps) == ("ddp", Path("runs/x"), 3, 7)
     assert (config.precision, config.memory, config.resume) == ("bf16", False, "newest")
 
 
-def test_overrides_take_the_place_of_options_under_their_full_names() -> None:
+def test_overrides_replace_options_under_their_full_names() -> None:
     config = parse([*REQUIRED, "--resume", "--override", "lr=1e-4", "--override", "weight-decay=0", "--steps", "9"])
     assert (config.learning_rate, config.weight_decay, config.steps) == (1e-4, 0.0, 9)
     assert config.override == ("learning_rate=0.0001", "weight_decay=0.0")
 
 
-def test_what_is_not_asked_is_the_default_of_the_run() -> None:
+def test_missing_options_have_the_defaults_of_the_config() -> None:
     asked = parse(REQUIRED)
     default = TrainingConfig(strategy="ddp", out=Path("runs/x"), device=asked.device, world_size=asked.world_size)
     assert asked == default
 
 
-def test_under_a_launcher_its_world_size_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_world_size_has_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert parse([*REQUIRED, "--device", "cpu"]).world_size == 6
@@ -93,7 +93,7 @@ def test_a_bad_argument_is_one_clear_line(arguments: list[str], words: str, caps
     assert len(complaint.splitlines()) == 1
 
 
-def test_a_run_that_is_there_is_not_overwritten_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_run_is_not_overwritten_without_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     Path("runs/x").mkdir(parents=True)
     parse(REQUIRED)
     Path("runs/x/run.json").touch()
@@ -114,7 +114,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in text
 
 
-def test_help_says_of_each_fault_what_it_does_and_how_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_each_fault_and_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
     text = " ".join(capsys.readouterr().out.split())

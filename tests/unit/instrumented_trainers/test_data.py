@@ -16,14 +16,14 @@ def rows(rank: int, number: int, **options: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in batches(rank, **options).batch_at(number)[0].tolist()]
 
 
-def test_a_token_is_a_byte_and_documents_are_set_apart(tmp_path: Path) -> None:
+def test_a_token_is_a_byte_and_documents_are_separated(tmp_path: Path) -> None:
     for name, text in (("a", b"ab\xff"), ("empty", b""), ("b", b"c")):
         (tmp_path / name).write_bytes(text)
     tokens = read_tokens([tmp_path / name for name in ("a", "empty", "b")])
     assert tokens.tolist() == [97, 98, 255, BETWEEN_DOCUMENTS, 99, BETWEEN_DOCUMENTS]
 
 
-def test_every_machine_has_text_enough_and_every_model_its_vocabulary() -> None:
+def test_every_machine_has_enough_text_and_every_vocabulary_holds_its_tokens() -> None:
     assert sum(path.stat().st_size for path in standard_library()) > 1_000_000
     assert min(config.vocabulary for config in PRESETS.values()) >= TOKENS
 
@@ -41,14 +41,14 @@ def test_ranks_share_a_pass_over_the_text_without_overlap() -> None:
     assert sorted(token for row in seen for token in row) == list(range(8 * 24))
 
 
-def test_the_next_pass_comes_in_another_order() -> None:
+def test_the_next_pass_is_shuffled_differently() -> None:
     first = [row for number in range(4) for rank in range(3) for row in rows(rank, number)]
     second = [row for number in range(4, 8) for rank in range(3) for row in rows(rank, number)]
     assert sorted(first) == sorted(second)
     assert first != second
 
 
-def test_a_batch_follows_from_seed_and_place_alone() -> None:
+def test_a_batch_depends_on_seed_and_position_alone() -> None:
     assert rows(1, 5) == rows(1, 5)
     assert rows(1, 5) != rows(1, 5, seed=1)
 

@@ -42,7 +42,7 @@ def test_the_large_presets_are_the_published_models(name: str) -> None:
     assert PRESETS[name].parameters == PUBLISHED_PARAMETERS[name]
 
 
-def test_every_unit_of_the_smallest_model_shows_in_a_trace() -> None:
+def test_every_unit_of_the_smallest_model_is_visible_in_a_trace() -> None:
     model = Llama(PRESETS["tiny"])
     layer_bytes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     root_bytes = sum(p.nbytes for p in model.parameters()) - sum(layer_bytes)
@@ -54,7 +54,7 @@ def test_logits_have_a_row_for_each_token() -> None:
     assert build()(some_tokens()).shape == (2, 12, SMALL.vocabulary)
 
 
-def test_a_token_changes_nothing_before_it() -> None:
+def test_attention_is_causal() -> None:
     model, tokens = build(), some_tokens()
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % SMALL.vocabulary

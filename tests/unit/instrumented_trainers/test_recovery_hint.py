@@ -16,20 +16,20 @@ def begin(run: Path, step: int, *files: str) -> Path:
     return path
 
 
-def test_a_rank_killed_while_nothing_was_saved_leaves_nothing_to_tell(tmp_path: Path) -> None:
+def test_there_is_no_hint_for_a_rank_killed_outside_of_a_save(tmp_path: Path) -> None:
     assert recovery_hint(TrainingConfig("ddp", tmp_path), 1) == ""
     seal.write(begin(tmp_path, 2, "__0_0.distcp"), Seal(2, 8, "ddp", 2, {}))
     assert recovery_hint(TrainingConfig("ddp", tmp_path), 1) == ""
 
 
-def test_a_rank_killed_in_the_first_save_leaves_none_to_go_on_from(tmp_path: Path) -> None:
+def test_there_is_no_checkpoint_to_resume_from_after_a_rank_is_killed_in_the_first_save(tmp_path: Path) -> None:
     begin(tmp_path, 2, "__0_0.distcp", "__1_0.distcp")
     told = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
     assert told.startswith(" while step-000002/__1_0.distcp was written")
     assert told.endswith("there is no earlier checkpoint: start again")
 
 
-def test_a_rank_killed_before_it_wrote_is_told_by_the_checkpoint(tmp_path: Path) -> None:
+def test_a_rank_killed_before_its_first_file_is_reported_with_the_checkpoint(tmp_path: Path) -> None:
     whole = begin(tmp_path, 2, "__0_0.distcp")
     seal.write(whole, Seal(2, 8, "ddp", 2, {}))
     begin(tmp_path, 4, "__0_0.distcp")

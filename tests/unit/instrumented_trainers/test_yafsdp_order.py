@@ -29,20 +29,20 @@ def test_the_first_pass_predicts_nothing_and_the_second_what_the_first_did() -> 
     assert forward(order, "abcd") == "abcd."
 
 
-def test_backward_predicts_the_way_back_in_the_first_pass_already() -> None:
+def test_the_first_backward_pass_is_predicted_from_its_forward_pass() -> None:
     order: ExecutionOrder[str] = ExecutionOrder()
     forward(order, "abcd")
     assert backward(order, "dcba") == "dcba."
 
 
-def test_a_skipped_unit_is_passed_over() -> None:
+def test_prediction_skips_units_that_did_not_run() -> None:
     order: ExecutionOrder[str] = ExecutionOrder()
     forward(order, "abcd")
     assert forward(order, "acd") == "abd."  # b was expected after a; after c it is d again
     assert backward(order, "dca") == "dca."
 
 
-def test_an_unexpected_unit_leaves_the_prediction_where_it_was() -> None:
+def test_an_unexpected_unit_does_not_change_the_prediction() -> None:
     order: ExecutionOrder[str] = ExecutionOrder()
     forward(order, "abc")
     assert forward(order, "axbc") == "abbc."
@@ -55,14 +55,14 @@ def test_a_unit_that_runs_twice_is_predicted_twice() -> None:
     assert backward(order, "baba") == "baba."
 
 
-def test_a_unit_that_says_twice_that_its_backward_begins_is_counted_once() -> None:
+def test_a_repeated_begin_of_backward_is_counted_once() -> None:
     order: ExecutionOrder[str] = ExecutionOrder()
     forward(order, "abc")
     order.reset_backward()
     assert [order.record_backward("c"), order.record_backward("c"), order.record_backward("b")] == [True, False, True]
 
 
-def test_two_backward_passes_after_two_forward_passes_both_go_back_from_the_end() -> None:
+def test_two_backward_passes_after_two_forward_passes_both_start_from_the_end() -> None:
     order: ExecutionOrder[str] = ExecutionOrder()
     forward(order, "abc")
     forward(order, "abc")
@@ -70,7 +70,7 @@ def test_two_backward_passes_after_two_forward_passes_both_go_back_from_the_end(
     assert backward(order, "cba") == "cba."
 
 
-def test_more_units_are_predicted_where_there_is_room_for_them() -> None:
+def test_as_many_units_are_predicted_as_requested() -> None:
     order: ExecutionOrder[str] = ExecutionOrder()
     forward(order, "abcd")
     order.begin_forward()
