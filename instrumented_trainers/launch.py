@@ -175,8 +175,7 @@ def _fail(folder: Path, rank: int, *, code: int, message: str) -> NoReturn:
 
 def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: list[str]) -> None:
     # Imported here, where it is needed, so that --help and bad arguments answer at once.
-    from instrumented_trainers.loop import train
-    from instrumented_trainers.stop import StopRequest
+    from instrumented_trainers.loop import StopRequest, train
 
     stop = StopRequest()
     # torch warns of its own internals (deprecated storage, FSDP1's future) on every rank; none concerns the user.

@@ -2,14 +2,18 @@
 
 import dataclasses
 import math
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
@@ -24,10 +28,35 @@ from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
 from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, accumulate, clip_grad_norm, make_optimizer
 from instrumented_trainers.progress import Progress
-from instrumented_trainers.stop import StopRequest
 from tracekit import conventions
 from tracekit.capture import Recorder
 from tracekit.capture.metrics import PendingScalar
+
+_STOP_KEY = "after step"
+
+# A rank that received the signal can be this many steps behind the others: on the CPU every collective waits for
+# all ranks; on a GPU the host runs ahead of the device, but waits for the loss of the step before the last.
+_LEAD_STEPS = {"cpu": 1, "cuda": 3}
+
+
+class StopRequest:
+    """Handles SIGTERM. Ranks receive it at different times, or only one does; all stop after the same step."""
+
+    def __init__(self) -> None:
+        self._received = False
+        self._announced = False
+        signal.signal(signal.SIGTERM, self._receive)
+
+    def due(self, step: int, *, device: str) -> bool:
+        """Return whether the training ends with this step, which the calling rank has just done."""
+        store = dist.PrefixStore("stop", _get_default_store())
+        if self._received and not self._announced:
+            self._announced = True
+            store.compare_set(_STOP_KEY, "", str(step + _LEAD_STEPS[device]))
+        return store.check([_STOP_KEY]) and step >= int(store.get(_STOP_KEY))
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 the signature of a handler
+        self._received = True
 
 
 def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: StopRequest) -> None:

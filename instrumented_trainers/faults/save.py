@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
-from instrumented_trainers import quantities
-from instrumented_trainers.faults.fault import Fault, count
-from instrumented_trainers.quantities import duration_ns
+from instrumented_trainers.faults import fault
+from instrumented_trainers.faults.fault import Fault, count, duration_ns
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class SlowDisk(Fault):
         rate, colon, rank = text.partition(":")
         if colon and not rank.isdecimal():
             raise ValueError(f"{rank!r} is not a rank")
-        return cls(quantities.bytes_per_second(rate), int(rank) if colon else None)
+        return cls(fault.bytes_per_second(rate), int(rank) if colon else None)
 
     def problem(self, strategy: str, world_size: int) -> str | None:
         return (

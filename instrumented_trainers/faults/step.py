@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from instrumented_trainers.faults.fault import Fault, count
+from instrumented_trainers.faults.fault import Fault, count, duration_ns
 from instrumented_trainers.parallelism import ShardOptions
-from instrumented_trainers.quantities import duration_ns
 from tracekit.conventions.strategies import STRATEGIES
 
 _COMPUTED = 240  # rows of the square matrices that a slow rank multiplies: less than 1 ms a product, so few events

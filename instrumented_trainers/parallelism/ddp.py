@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from instrumented_trainers.parallelism.device import device_of
-from instrumented_trainers.parallelism.options import ShardOptions
+from instrumented_trainers.parallelism.options import ShardOptions, device_of
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:

@@ -5,8 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from instrumented_trainers.parallelism.device import device_of
-from instrumented_trainers.parallelism.options import ShardOptions
+from instrumented_trainers.parallelism.options import ShardOptions, device_of
 
 # By the number of the mesh's dims (two: replicate × shard), and by whether weights are resharded after forward.
 _SHARDING = {

@@ -1,8 +1,9 @@
-"""Options of all strategies."""
+"""What all strategies take: options, and the device of a rank."""
 
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,10 @@ class ShardOptions:
 
     FSDP1 supports only 0, which turns prefetching off; YaFSDP prefetches as far as it has `buffers`.
     """
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device: the current one for CUDA, so set it before."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)

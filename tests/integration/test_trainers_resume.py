@@ -13,7 +13,7 @@ from instrumented_trainers import loop
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.faults import Fault
-from instrumented_trainers.stop import StopRequest
+from instrumented_trainers.loop import StopRequest
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
 from tests.support import process_group

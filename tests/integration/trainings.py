@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from instrumented_trainers import loop
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
-from instrumented_trainers.stop import StopRequest
+from instrumented_trainers.loop import StopRequest
 from tracekit import conventions
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from instrumented_trainers.parallelism.device import device_of
+from instrumented_trainers.parallelism.options import device_of
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Ranks
 from instrumented_trainers.parallelism.yafsdp.engine import Engine
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy

@@ -229,16 +229,18 @@ class _Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, dict[str, int]] = {"bytes": {}, "files": {}, "calls": {}}
+        self._bytes: dict[str, int] = {}
+        self._files: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
 
-    def add(self, stage: str, *more: int | None) -> None:
+    def add(self, stage: str, size_bytes: int | None, files: int | None, calls: int | None) -> None:
         with self._lock:
-            for counts, added in zip(self._counts.values(), more, strict=True):
-                if added is not None:
-                    counts[stage] = counts.get(stage, 0) + added
+            for counts, more in ((self._bytes, size_bytes), (self._files, files), (self._calls, calls)):
+                if more is not None:
+                    counts[stage] = counts.get(stage, 0) + more
 
     def of(self, stage: str) -> dict[str, int | None]:
-        return {name: counts.get(stage) for name, counts in self._counts.items()}
+        return {"bytes": self._bytes.get(stage), "files": self._files.get(stage), "calls": self._calls.get(stage)}
 
 
 _here = threading.local()
