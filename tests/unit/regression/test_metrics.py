@@ -21,7 +21,7 @@ from tracekit.regression.history.entry import history_entry
 from tracekit.regression.metrics import METRICS, all_metrics
 from tracekit.regression.samples import run_samples
 from tracekit.regression.thresholds import Thresholds, parse_limit
-from tracekit.report import baseline_json, baseline_text, charts, comparison, gate_text
+from tracekit.report import baseline_json, baseline_text, comparison, gate_text, history_figures
 from tracekit.report import json as report_json
 from tracekit.rules import all_rules
 
@@ -95,8 +95,7 @@ def test_a_metric_of_a_plugin_appears_everywhere(plugin: str, tmp_path: Path) ->
     store.add(database, [history_entry(document, report_json.comparison_side(document))])
     (group,) = trends.groups(store.read(database))
     series = next(series for series in group.series if series.metric == plugin)
-    points = [charts.Point(float(value), None, None, "run", ()) for value in series.values]
-    assert isinstance(charts.history(plugin, points, (), ()), go.Figure)
+    assert isinstance(history_figures.of_series(group, series), go.Figure)
 
     assert "`activity_count`" in comparison.metrics_page()
     assert settings.read(settings_file(tmp_path, plugin), all_rules()).baseline.metrics == (plugin,)

@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import math
 
 import polars as pl
 import pytest
@@ -166,16 +168,20 @@ def test_without_saves_the_figures_are_empty():
     charts.save_bandwidth(run.run_table(saves.by_rank))
 
 
-def test_a_history_draws_medians_intervals_levels_and_changes_where_they_are(tmp_path):
-    store.add(
-        tmp_path / "h.duckdb",
-        [history_entry(each, json_report.comparison_side(each)) for each in simulated_history.slower_from(12, 20)],
-    )
+@pytest.fixture
+def history(tmp_path):
+    """Return the history of the step time over 20 runs, slower from run 12 on."""
+    reports = simulated_history.slower_from(12, 20)
+    store.add(tmp_path / "h.duckdb", [history_entry(each, json_report.comparison_side(each)) for each in reports])
     (group,) = trends.groups(store.read(tmp_path / "h.duckdb"), metrics=["step_time_ns"])
-    figure = history_figures.of_series(group, group.series[0])
+    return group
+
+
+def test_a_history_draws_medians_intervals_levels_and_changes_where_they_are(history):
+    figure = history_figures.of_series(history, history.series[0])
     *levels, medians = figure.data
     assert [tuple(level.x) for level in levels] == [(0.5, 12.5), (12.5, 20.5)]
-    assert list(medians.y) == pytest.approx((group.series[0].values / 1e6).tolist())
+    assert list(medians.y) == pytest.approx((history.series[0].values / 1e6).tolist())
     assert [number for number, _ in medians.customdata] == list(range(20))
     assert min(medians.error_y.array) >= 0
     assert min(medians.error_y.arrayminus) >= 0
@@ -183,11 +189,17 @@ def test_a_history_draws_medians_intervals_levels_and_changes_where_they_are(tmp
     assert "%" in figure.layout.annotations[0].text
 
 
-def test_names_of_a_history_are_text_in_its_figure():
-    point = charts.Point(1e6, None, None, HOSTILE, [HOSTILE], failed=True)
-    missing = charts.Point(None, None, None, HOSTILE, [])
-    figure = charts.history("step_time_ns", [point, missing], [], [charts.Mark(1, HOSTILE, is_worse=True)])
+def test_names_of_a_history_are_text_in_its_figure(history):
+    hostile = pl.lit(HOSTILE)
+    runs = history.runs.with_columns(
+        hostile.alias("name"), hostile.alias("commit"), hostile.alias("commit_text"), passed=False,
+        failures=pl.concat_list(hostile),
+    )  # fmt: skip
+    values = history.series[0].values.copy()
+    values[3] = math.nan
+    series = dataclasses.replace(history.series[0], values=values)
+    figure = history_figures.of_series(dataclasses.replace(history, runs=runs), series)
     written = figure.to_json()
     assert "<script" not in written
     assert "<img" not in written
-    assert len(figure.data[0].x) == 1
+    assert len(figure.data[-1].x) == 19

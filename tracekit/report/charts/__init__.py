@@ -5,12 +5,10 @@ because Plotly reads a subset of HTML in labels and hovers. Backgrounds are tran
 own, so that a figure fits a light page and a dark one.
 """
 
-from tracekit.report.charts.allocator_replay import reserved_memory
 from tracekit.report.charts.bars import breakdown, comparison, step_times
 from tracekit.report.charts.checkpoints import save_bandwidth, save_clocks, save_stages
 from tracekit.report.charts.contention import concurrent_time, delayed_preparation, slowdowns
-from tracekit.report.charts.memory import block_lifetimes, memory_over_time, segment_map
-from tracekit.report.charts.metric_history import Level, Mark, Point, history
+from tracekit.report.charts.memory import block_lifetimes, memory_over_time, reserved_memory, segment_map
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.rank_heatmap import MEASURES, step_heatmap
 from tracekit.report.charts.rank_timelines import rank_activity
@@ -36,9 +34,6 @@ __all__ = [
     "PARTS",
     "REPEATED",
     "SAVING",
-    "Level",
-    "Mark",
-    "Point",
     "bandwidth",
     "block_lifetimes",
     "breakdown",
@@ -47,7 +42,6 @@ __all__ = [
     "comparison",
     "concurrent_time",
     "delayed_preparation",
-    "history",
     "lost_time",
     "memory_by_strategy",
     "memory_over_time",

@@ -7,7 +7,7 @@ import polars as pl
 from plotly.colors import sample_colorscale
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, PARTS, label_rows, with_style
+from tracekit.report.charts import style
 
 
 def breakdown(summary: pl.DataFrame) -> go.Figure:
@@ -24,7 +24,9 @@ def comparison(summaries: Mapping[str, pl.DataFrame]) -> go.Figure:
 
     `summaries` maps the name of a run to its breakdown by step.
     """
-    means = [table.select(pl.col("duration_ns", *PARTS).mean().round().cast(pl.Int64)) for table in summaries.values()]
+    means = [
+        table.select(pl.col("duration_ns", *style.PARTS).mean().round().cast(pl.Int64)) for table in summaries.values()
+    ]
     return _stacked(pl.concat(means), list(summaries))
 
 
@@ -45,29 +47,25 @@ def step_times(summary: pl.DataFrame) -> go.Figure:
         )
     figure.update_xaxes(title="step", dtick=1 if known["step"].n_unique() < 20 else None)
     figure.update_yaxes(title="step time", ticksuffix=" ms", rangemode="tozero")
-    return with_style(figure, height_px=320)
+    return style.with_style(figure, height_px=320)
 
 
 def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
     figure = go.Figure()
-    places = list(range(len(labels)))
-    for column, (label, kind) in PARTS.items():
-        figure.add_bar(
-            orientation="h",
-            y=places,
-            x=(parts[column] / 1e6).to_list(),
+    for column, (label, kind) in style.PARTS.items():
+        style.add_bars(
+            figure,
+            range(len(labels)),
+            parts[column] / 1e6,
             name=label,
-            marker={"color": COLOURS[kind], "line": {"width": 0}},
+            colour=style.COLOURS[kind],
             customdata=[
                 [escaping.escape(text), units.duration(ns), units.share(ns / total_ns if total_ns else 0.0)]
                 for text, ns, total_ns in zip(labels, parts[column], parts["duration_ns"], strict=True)
             ],
-            hovertemplate="<b>%{customdata[0]}</b><br>" + label + " %{customdata[1]} (%{customdata[2]})<extra></extra>",
+            hover="<b>%{customdata[0]}</b><br>" + label + " %{customdata[1]} (%{customdata[2]})",
         )
-    figure.update_layout(barmode="stack", bargap=0.28)
-    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    label_rows(figure, labels)
-    return with_style(figure, height_px=min(136 + 30 * len(labels), 1400))
+    return style.with_labelled_rows(figure, labels)
 
 
 def _row_labels(summary: pl.DataFrame) -> list[str]:

@@ -5,7 +5,8 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, label_rows, with_style
+from tracekit.report.charts import style
+from tracekit.report.charts.style import COLOURS
 
 # Okabe and Ito's again; waiting as everywhere.
 _STAGES = {
@@ -28,7 +29,6 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
     `lines` are those of one save of `analysis.saves.stages`. Stages alternate tensor by tensor; a bar shows the
     total time of each stage, so that its length is the total time of the worker.
     """
-    figure = go.Figure()
     spent = (
         lines.filter(pl.col("stage").is_in(list(_STAGES)))
         .group_by("rank", "blocking", "stage", maintain_order=True)
@@ -36,7 +36,7 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
         .sort("rank", "blocking", "start_ns", descending=[False, True, False])
     )
     if spent.is_empty():
-        return with_style(figure, height_px=160)
+        return style.empty()
     rows = spent.select("rank", "blocking").unique(maintain_order=True).head(_MOST_ROWS)
     both = rows["blocking"].n_unique() > 1
     began = lines.group_by("rank", "blocking").agg(began_ns=pl.col("start_ns").min())
@@ -48,34 +48,27 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
             base_ns=pl.col("began_ns") - first_ns + pl.col("dur_ns").cum_sum().over("place") - pl.col("dur_ns")
         )
     )
+    figure = go.Figure()
     for stage, colour in _STAGES.items():
         own = placed.filter(pl.col("stage") == stage)
         if own.height:
-            _bars(figure, own, stage, colour)
+            style.add_bars(
+                figure,
+                own["place"],
+                own["dur_ns"] / 1e6,
+                base=(own["base_ns"] / 1e6).to_list(),
+                name=stage,
+                colour=colour,
+                customdata=[
+                    [units.duration(took), units.size(moved) if moved else ""]
+                    for took, moved in own.select("dur_ns", "bytes").rows()
+                ],
+                hover=f"<b>{stage}</b> %{{customdata[0]}} %{{customdata[1]}}",
+            )
     labels = [
         f"rank {rank}" + (" · training" if blocking else " · background") * both for rank, blocking in rows.rows()
     ]
-    figure.update_layout(barmode="overlay", bargap=0.28)
-    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    label_rows(figure, labels)
-    return with_style(figure, height_px=min(136 + 30 * rows.height, 1400))
-
-
-def _bars(figure: go.Figure, own: pl.DataFrame, stage: str, colour: str) -> None:
-    hovers = [
-        [units.duration(took), units.size(moved) if moved else ""]
-        for took, moved in own.select("dur_ns", "bytes").rows()
-    ]
-    figure.add_bar(
-        orientation="h",
-        y=own["place"].to_list(),
-        base=(own["base_ns"] / 1e6).to_list(),
-        x=(own["dur_ns"] / 1e6).to_list(),
-        name=stage,
-        marker={"color": colour, "line": {"width": 0}},
-        customdata=hovers,
-        hovertemplate=f"<b>{stage}</b> %{{customdata[0]}} %{{customdata[1]}}<extra></extra>",
-    )
+    return style.with_labelled_rows(figure, labels, barmode="overlay")
 
 
 def save_clocks(each: pl.DataFrame) -> go.Figure:
@@ -103,7 +96,7 @@ def save_clocks(each: pl.DataFrame) -> go.Figure:
     figure.update_layout(barmode="group", bargap=0.3)
     figure.update_xaxes(tickvals=list(range(shown.height)) if shown.height <= 30 else None, ticktext=names)
     figure.update_yaxes(ticksuffix=" s", rangemode="tozero")
-    return with_style(figure, height_px=320)
+    return style.with_style(figure, height_px=320)
 
 
 def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
@@ -125,4 +118,4 @@ def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
     )
     figure.update_xaxes(title="rank", dtick=1 if known["rank"].n_unique() < 20 else None)
     figure.update_yaxes(title="durable write rate", ticksuffix=" GB/s", rangemode="tozero")
-    return with_style(figure, height_px=320)
+    return style.with_style(figure, height_px=320)

@@ -7,7 +7,8 @@ import polars as pl
 
 from tracekit.analysis.compute import concurrency
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, label_rows, log_axis, with_style
+from tracekit.report.charts import style
+from tracekit.report.charts.style import COLOURS
 
 KIND_COLOURS = {
     concurrency.COMPUTE: COLOURS["compute"],
@@ -56,14 +57,8 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
         )
     figure.add_vline(x=1, line={"color": COLOURS["phase"], "dash": "dot"})
     figure.update_xaxes(title="slowdown relative to running alone", ticksuffix="×", rangemode="tozero")
-    figure.update_yaxes(
-        tickvals=list(range(len(names))),
-        ticktext=[f"{of} during {other}" for of, other in names],
-        range=[len(names) - 0.4, -0.6],
-        showgrid=False,
-        fixedrange=True,
-    )
-    return with_style(figure, height_px=150 + 46 * len(names))
+    style.label_all_rows(figure, [f"{of} during {other}" for of, other in names])
+    return style.with_style(figure, height_px=150 + 46 * len(names))
 
 
 def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
@@ -80,19 +75,18 @@ def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go
         sums = rows.group_by("phase").agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
         if sums.is_empty():
             continue
-        figure.add_bar(
-            orientation="h",
-            y=[order.index(phase) for phase in sums["phase"]],
-            x=(sums["overlapped_ns"] / 1e6).to_list(),
+        style.add_bars(
+            figure,
+            map(order.index, sums["phase"]),
+            sums["overlapped_ns"] / 1e6,
             name=f"during {other}",
-            marker={"color": colour, "line": {"width": 0}},
+            colour=colour,
             customdata=[[_phase_hover(row)] for row in sums.iter_rows(named=True)],
-            hovertemplate=f"<b>{of} during {other}</b>, %{{customdata[0]}}<extra></extra>",
+            hover=f"<b>{of} during {other}</b>, %{{customdata[0]}}",
         )
-    figure.update_layout(barmode="group", bargap=0.25, showlegend=True)
-    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    label_rows(figure, order)
-    return with_style(figure, height_px=150 + 44 * len(order))
+    return style.with_labelled_rows(
+        figure, order, row_px=44, edge_px=150, barmode="group", bargap=0.25, showlegend=True
+    )
 
 
 def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
@@ -122,9 +116,9 @@ def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     _diagonal(figure, [*costliest["alone_ns"], *costliest["dur_ns"]])
-    figure.update_xaxes(title="duration alone", **log_axis(costliest["alone_ns"], units.duration))
-    figure.update_yaxes(title="measured duration", **log_axis(costliest["dur_ns"], units.duration))
-    return with_style(figure, height_px=380)
+    figure.update_xaxes(title="duration alone", **style.log_axis(costliest["alone_ns"], units.duration))
+    figure.update_yaxes(title="measured duration", **style.log_axis(costliest["dur_ns"], units.duration))
+    return style.with_style(figure, height_px=380)
 
 
 def _diagonal(figure: go.Figure, values: Sequence[float]) -> None:

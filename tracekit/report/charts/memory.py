@@ -1,6 +1,6 @@
-"""Memory: allocated memory over time by owner, block lifetimes, and the segments of a device."""
+"""Memory: allocated memory over time by owner, block lifetimes, the segments of a device, and replays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 import polars as pl
@@ -8,7 +8,8 @@ from plotly.colors import sample_colorscale
 
 from tracekit.analysis.memory import usage as holding
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, with_style
+from tracekit.report.charts import style
+from tracekit.report.charts.style import COLOURS
 
 _OWNERS = {
     "forward": "#0072B2",
@@ -31,7 +32,6 @@ _STATES = {
 _MIB = 1 << 20
 _ROW_UNIT = 20 * _MIB
 _MOST_ROWS, _CELLS, _MOST_EDGES = 40, 220, 1500
-_WHITE_TO_BLUE = "Blues"
 
 
 def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
@@ -40,12 +40,12 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
     `table` is the part of `memory.usage.over_time` for one device and one kind of owner. 0 ms is `origin_ns`, or the
     first time.
     """
-    figure = go.Figure()
     if table.is_empty():
-        return with_style(figure, height_px=160)
+        return style.empty()
+    figure = go.Figure()
     begin_ns = int(str(table["at_ns"].min())) if origin_ns is None else origin_ns
     moments = table.unique("at_ns", keep="first", maintain_order=True).sort("at_ns", maintain_order=True)
-    divisor, unit = byte_scale(int(str(table.select(pl.max_horizontal("live_bytes", "reserved_bytes").max()).item())))
+    divisor, unit = _byte_scale(int(str(table.select(pl.max_horizontal("live_bytes", "reserved_bytes").max()).item())))
     owners = table["owner"].unique(maintain_order=True).to_list()
     for owner, colour in zip(owners, _colours(owners), strict=True):
         rows = table.filter(pl.col("owner") == owner)
@@ -65,7 +65,7 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
     _mark_peak(figure, moments, begin_ns, divisor)
     figure.update_xaxes(ticksuffix=" ms")
     figure.update_yaxes(title="allocated", ticksuffix=f" {unit}", rangemode="tozero")
-    return with_style(figure, height_px=420)
+    return style.with_style(figure, height_px=420)
 
 
 def block_lifetimes(table: pl.DataFrame) -> go.Figure:
@@ -73,9 +73,9 @@ def block_lifetimes(table: pl.DataFrame) -> go.Figure:
 
     `table` is one device's part of `analysis.memory.usage.lifetimes`.
     """
-    figure = go.Figure()
     if table.is_empty():
-        return with_style(figure, height_px=160)
+        return style.empty()
+    figure = go.Figure()
     outlives = table["high_ns"].max()
     lived = table.with_columns(pl.col("low_ns").fill_null(outlives))
     columns, rows = lived["low_ns"].unique().sort().to_list(), lived["low_bytes"].unique().sort().to_list()
@@ -96,7 +96,7 @@ def block_lifetimes(table: pl.DataFrame) -> go.Figure:
         ],
         hovertemplate="%{customdata}<extra></extra>",
         hoverongaps=False,
-        colorscale=_WHITE_TO_BLUE,
+        colorscale="Blues",
         zmin=10,
         xgap=2,
         ygap=2,
@@ -115,7 +115,7 @@ def block_lifetimes(table: pl.DataFrame) -> go.Figure:
         ticktext=[units.size(size) for size in rows],
         showgrid=False,
     )
-    return with_style(figure, height_px=min(160 + 24 * len(rows), 760))
+    return style.with_style(figure, height_px=min(160 + 24 * len(rows), 760))
 
 
 def segment_map(table: pl.DataFrame) -> go.Figure:
@@ -124,25 +124,25 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
     `table` is `snapshot_facts.segment_map`. Each pool starts on a new line; a tick marks the end of a segment.
     Adjacent blocks of the same state that are too narrow to see are merged.
     """
-    figure = go.Figure()
     if table.is_empty():
-        return with_style(figure, height_px=160)
+        return style.empty()
+    figure = go.Figure()
     row_bytes = _row_bytes(table)
     placed = _in_rows(table, row_bytes)
     drawn = _merge_narrow(placed, row_bytes / _CELLS)
-    divisor, unit = byte_scale(row_bytes)
+    divisor, unit = _byte_scale(row_bytes)
     for label, (colour, states) in _STATES.items():
         rows = drawn.filter(pl.col("state").is_in(states))
-        figure.add_bar(
-            orientation="h",
+        style.add_bars(
+            figure,
+            rows["row"],
+            (rows["bytes"] / divisor).round(4),
             base=(rows["at_bytes"] / divisor).round(4).to_list(),
-            x=(rows["bytes"] / divisor).round(4).to_list(),
-            y=rows["row"].to_list(),
             width=0.86,
             name=f"{label}: {units.size(int(table.filter(pl.col('state').is_in(states))['bytes'].sum()))}",
-            marker={"color": colour, "line": {"width": 0}},
+            colour=colour,
             customdata=[_block_hover(row, label) for row in rows.iter_rows(named=True)],
-            hovertemplate="%{customdata}<extra></extra>",
+            hover="%{customdata}",
         )
     _segment_ends(figure, placed, divisor)
     names = placed.unique("pool_name", keep="first", maintain_order=True)
@@ -156,7 +156,39 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
         fixedrange=True,
         showgrid=False,
     )
-    return with_style(figure, height_px=120 + 15 * (last + 1) + 30)
+    return style.with_style(figure, height_px=120 + 15 * (last + 1) + 30)
+
+
+def reserved_memory(peaks: Mapping[str, tuple[int, bool]], *, peak_allocated_bytes: int | None = None) -> go.Figure:
+    """Return bars of the peak reserved memory by label: the bytes, and whether it is a prediction.
+
+    A line marks `peak_allocated_bytes`: at least this much must be reserved.
+    """
+    sizes, are_predicted = [size for size, _ in peaks.values()], [predicted for _, predicted in peaks.values()]
+    divisor, unit = _byte_scale(max(sizes, default=0))
+    figure = go.Figure()
+    style.add_bars(
+        figure,
+        range(len(sizes)),
+        [size / divisor for size in sizes],
+        colour=COLOURS["compute"],
+        marker_pattern={"shape": ["/" if predicted else "" for predicted in are_predicted], "fgopacity": 0.5},
+        text=[units.size(size) for size in sizes],
+        textposition="outside",
+        cliponaxis=False,
+        hover="%{text}",
+        showlegend=False,
+    )
+    if peak_allocated_bytes:
+        figure.add_vline(
+            x=peak_allocated_bytes / divisor,
+            line={"color": COLOURS["phase"], "dash": "dot"},
+            annotation={"text": f"peak allocated {units.size(peak_allocated_bytes)}", "yanchor": "bottom", "y": 1},
+        )
+    figure.update_layout(bargap=0.35)
+    figure.update_xaxes(title="peak reserved", ticksuffix=f" {unit}", rangemode="tozero")
+    style.label_rows(figure, list(peaks), max_characters=60)
+    return style.with_style(figure, height_px=150 + 44 * len(peaks))
 
 
 def _colours(owners: Sequence[str]) -> list[str]:
@@ -194,11 +226,9 @@ def _mark_peak(figure: go.Figure, moments: pl.DataFrame, begin_ns: int, divisor:
 
 def _lifetime_hover(low_bytes: int, low_ns: int, cell: Sequence[object]) -> str:
     size, count, op, high_bytes, high_ns = cell
-    lives = (
-        f"live {units.duration(low_ns)} to {units.duration(int(str(high_ns)))}"
-        if high_ns
-        else "outlive the profiled window"
-    )
+    lives = "outlive the profiled window"
+    if high_ns:
+        lives = f"live {units.duration(low_ns)} to {units.duration(int(str(high_ns)))}"
     return (
         f"<b>{int(str(count)):,} blocks</b> of {units.size(low_bytes)} to {units.size(int(str(high_bytes)))} that "
         f"{lives}<br>{units.size(int(str(size)))} in total, mostly by {escaping.escape(str(op or 'no op'), 120)}"
@@ -214,7 +244,7 @@ def _log(size_bytes: int) -> int:
     return max(size_bytes, 1).bit_length() - 1
 
 
-def byte_scale(largest_bytes: int) -> tuple[int, str]:
+def _byte_scale(largest_bytes: int) -> tuple[int, str]:
     """Return the unit for values up to `largest_bytes`: its bytes and its name."""
     power = min(max((largest_bytes.bit_length() - 1) // 10, 0), 4)
     return 1 << (10 * power), ("B", "KiB", "MiB", "GiB", "TiB")[power]

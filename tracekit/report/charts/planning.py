@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from tracekit.model import units
 from tracekit.plan.memory import MemoryPlan
-from tracekit.report.charts.style import with_style
+from tracekit.report.charts import style
 
 SAVING, REPEATED, LOST = "saving", "work repeated after a failure", "total"
 _COLOURS = {SAVING: "#0072B2", REPEATED: "#E69F00", LOST: "#D55E00"}
@@ -57,7 +57,7 @@ def lost_time(
     ends = [math.log10(interval / 60) for interval in (intervals_s[0], intervals_s[-1])]
     figure.update_xaxes(title="minutes between checkpoints", type="log", range=ends, dtick=1)
     figure.update_yaxes(title="share of time lost", ticksuffix="%", range=[0, _top(lost)])
-    return with_style(figure, height_px=380)
+    return style.with_style(figure, height_px=380)
 
 
 def memory_by_strategy(plans: Mapping[str, MemoryPlan], *, device_bytes: float | None = None) -> go.Figure:
@@ -67,14 +67,14 @@ def memory_by_strategy(plans: Mapping[str, MemoryPlan], *, device_bytes: float |
         sizes = [getattr(plan, column) or 0.0 for plan in plans.values()]
         if not any(sizes):
             continue
-        figure.add_bar(
-            orientation="h",
-            y=list(plans),
-            x=[size / 2**30 for size in sizes],
+        style.add_bars(
+            figure,
+            plans,
+            [size / 2**30 for size in sizes],
             name=name,
-            marker={"color": colour, "line": {"width": 0}},
+            colour=colour,
             customdata=[[units.size(size)] for size in sizes],
-            hovertemplate=f"%{{y}}: {name} %{{customdata[0]}}<extra></extra>",
+            hover=f"%{{y}}: {name} %{{customdata[0]}}",
         )
     if device_bytes is not None:
         line = {"color": _MARK, "dash": "dash"}
@@ -85,7 +85,7 @@ def memory_by_strategy(plans: Mapping[str, MemoryPlan], *, device_bytes: float |
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title="per rank", ticksuffix=" GiB", range=[0, 1.08 * max(most, (device_bytes or 0) / 2**30)])
     figure.update_yaxes(autorange="reversed")
-    return with_style(figure, height_px=130 + 46 * len(plans))
+    return style.with_style(figure, height_px=130 + 46 * len(plans))
 
 
 def bubbles(micro_batches: Sequence[int], ratios: Mapping[str, Sequence[float]], *, chosen: int) -> go.Figure:
@@ -103,7 +103,7 @@ def bubbles(micro_batches: Sequence[int], ratios: Mapping[str, Sequence[float]],
     figure.add_vline(x=chosen, line={"color": _MARK, "dash": "dot"})
     figure.update_xaxes(title="micro-batches per step", type="log", tickvals=list(micro_batches))
     figure.update_yaxes(title="pipeline idle", ticksuffix="%", rangemode="tozero")
-    return with_style(figure, height_px=340)
+    return style.with_style(figure, height_px=340)
 
 
 def _top(lost: Mapping[str, Sequence[float]]) -> float:

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
-from tracekit.report.charts.style import COLOURS, with_style
+from tracekit.report.charts import style
 
 LABELS = {
     rank_timelines.COMPUTE: ("compute", "compute"),
@@ -34,29 +34,23 @@ def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | No
     figure = go.Figure()
     for doing, (label, kind) in LABELS.items():
         drawn = shown.filter(pl.col("state") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
-        figure.add_bar(
-            orientation="h",
+        style.add_bars(
+            figure,
+            drawn["y"],
+            (drawn["dur_ns"] / 1e6).round(6),
             base=((drawn["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
-            x=(drawn["dur_ns"] / 1e6).round(6).to_list(),
-            y=drawn["y"].to_list(),
             width=0.8,
             name=label,
-            marker={"color": COLOURS[kind], "line": {"width": 0}},
+            colour=style.COLOURS[kind],
             customdata=[[_hover(row, label)] for row in drawn.iter_rows(named=True)],
-            hovertemplate="%{customdata[0]}<extra></extra>",
+            hover="%{customdata[0]}",
         )
     several = rows["rank"].is_duplicated().any()
     names = [f"rank {row['rank']}" + (f" gpu {row['device']}" if several else "") for row in rows.iter_rows(named=True)]
     figure.update_layout(barmode="overlay", dragmode="zoom")
     figure.update_xaxes(range=[(edge - origin_ns) / 1e6 for edge in window], ticksuffix=" ms")
-    figure.update_yaxes(
-        tickvals=list(range(rows.height)),
-        ticktext=names,
-        range=[rows.height - 0.4, -0.6],
-        fixedrange=True,
-        showgrid=False,
-    )
-    return with_style(figure, height_px=130 + _ROW_PX * rows.height)
+    style.label_all_rows(figure, names)
+    return style.with_style(figure, height_px=130 + _ROW_PX * rows.height)
 
 
 def _thin(shown: pl.DataFrame, window: Window) -> pl.DataFrame:

@@ -6,7 +6,8 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import CAUSES, COLOURS, label_rows, with_style
+from tracekit.report.charts import style
+from tracekit.report.charts.style import CAUSES, COLOURS
 
 COMMUNICATION_PARTS = {
     "hidden_ns": ("hidden by compute", "rgba(213, 94, 0, 0.32)"),
@@ -15,7 +16,6 @@ COMMUNICATION_PARTS = {
 }
 """The parts of a rank's communication, each with its label and colour."""
 _MOST_NUMBERED = 16
-_MOST_BARS_PX = 1400
 _UNKNOWN = "unknown rank"
 
 
@@ -90,29 +90,25 @@ def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     )
     if not few:
         figure.update_xaxes(title="late rank").update_yaxes(title="waiting rank")
-    return with_style(figure, height_px=min(130 + 40 * len(ranks), 760))
+    return style.with_style(figure, height_px=min(130 + 40 * len(ranks), 760))
 
 
 def _stack(
     figure: go.Figure, ranks: Sequence[int], ns: Sequence[int], total: Mapping[int, int], *, label: str, colour: str
 ) -> None:
-    figure.add_bar(
-        orientation="h",
-        y=list(range(len(ranks))),
-        x=[each / 1e6 for each in ns],
+    style.add_bars(
+        figure,
+        range(len(ranks)),
+        [each / 1e6 for each in ns],
         name=label,
-        marker={"color": colour, "line": {"width": 0}},
+        colour=colour,
         customdata=[
             [f"rank {rank}", units.duration(each), units.share(each / total[rank] if total.get(rank) else 0.0)]
             for rank, each in zip(ranks, ns, strict=True)
         ],
-        hovertemplate=f"<b>%{{customdata[0]}}</b><br>{escaping.escape(label)} %{{customdata[1]}} (%{{customdata[2]}})"
-        "<extra></extra>",
+        hover=f"<b>%{{customdata[0]}}</b><br>{escaping.escape(label)} %{{customdata[1]}} (%{{customdata[2]}})",
     )
 
 
 def _with_rank_axis(figure: go.Figure, ranks: Sequence[int]) -> go.Figure:
-    figure.update_layout(barmode="stack", bargap=0.28, showlegend=True)
-    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    label_rows(figure, [f"rank {rank}" for rank in ranks])
-    return with_style(figure, height_px=min(136 + 30 * len(ranks), _MOST_BARS_PX))
+    return style.with_labelled_rows(figure, [f"rank {rank}" for rank in ranks], showlegend=True)

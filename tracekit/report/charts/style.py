@@ -65,6 +65,7 @@ CONFIG = {
 """Plotly's own configuration, the same wherever a figure is shown."""
 
 _LEGEND_PX, _BUTTONS_PX = 62, 34  # above the plot
+_MAX_ROWS_PX = 1400
 _GRID = "rgba(128, 138, 150, 0.22)"
 
 
@@ -85,6 +86,46 @@ def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
     figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=4)
     figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8, title_standoff=20)
     return figure
+
+
+def empty() -> go.Figure:
+    """Return the figure of a table without rows."""
+    return with_style(go.Figure(), height_px=160)
+
+
+def add_bars(
+    figure: go.Figure, rows: Iterable[object], lengths: Iterable[float], *, colour: str, hover: str, **options: Any
+) -> None:
+    """Add horizontal bars, one in each of `rows`; `hover` is the template of their hovers."""
+    figure.add_bar(
+        orientation="h",
+        y=list(rows),
+        x=list(lengths),
+        marker={"color": colour, "line": {"width": 0}},
+        hovertemplate=f"{hover}<extra></extra>",
+        **options,
+    )
+
+
+def with_labelled_rows(
+    figure: go.Figure, names: Sequence[str], *, row_px: int = 30, edge_px: int = 136, **layout: Any
+) -> go.Figure:
+    """Return a figure of horizontal bars in ms, at 0, 1, 2 … from the top, with its rows labelled with `names`."""
+    figure.update_layout({"barmode": "stack", "bargap": 0.28} | layout)
+    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
+    label_rows(figure, names)
+    return with_style(figure, height_px=min(edge_px + row_px * len(names), _MAX_ROWS_PX))
+
+
+def label_all_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40) -> None:
+    """Label the bars at 0, 1, 2 … of a figure with all `names`, the first on top, with an axis of fixed range."""
+    figure.update_yaxes(
+        range=[len(names) - 0.4, -0.6],
+        tickvals=list(range(len(names))),
+        ticktext=[escaping.escape(name, max_characters) for name in names],
+        showgrid=False,
+        fixedrange=True,
+    )
 
 
 def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40) -> None:

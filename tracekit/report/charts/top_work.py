@@ -6,10 +6,9 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, KIND_LABELS, with_style
+from tracekit.report.charts import style
 
 MAX_ROWS = 15
-_OTHER = COLOURS["phase"]
 
 
 def top_bars(
@@ -21,35 +20,27 @@ def top_bars(
     middle; the hover shows more of them.
     """
     most_of = table.filter(pl.col(measure) > 0).sort(measure, descending=True).head(max_rows)
-    shown = most_of.with_columns(
-        _label=pl.Series([_row_name(row) for row in most_of.select(by).rows()], dtype=pl.String)
-    )
-    shown = shown.with_row_index("y")
+    labels = pl.Series("_label", map(_row_name, most_of.select(by).rows()), pl.String)
+    shown = most_of.with_columns(labels).with_row_index("y")
     figure = go.Figure()
     for (kind,), rows in shown.group_by("kind", maintain_order=True):
-        figure.add_bar(
-            orientation="h",
-            y=rows["y"].to_list(),
-            x=(rows[measure] / 1e6).to_list(),
-            name=KIND_LABELS.get(str(kind), str(kind)),
+        style.add_bars(
+            figure,
+            rows["y"],
+            rows[measure] / 1e6,
+            name=style.KIND_LABELS.get(str(kind), str(kind)),
             width=0.75,  # else Plotly takes the distance to the next of the same kind
-            marker={"color": COLOURS.get(str(kind), _OTHER), "line": {"width": 0}},
+            colour=style.COLOURS.get(str(kind), style.COLOURS["phase"]),
             customdata=[
                 [escaping.escape(name, 160), units.duration(ns), f"{count:,}"]
                 for name, ns, count in rows.select("_label", measure, "count").iter_rows()
             ],
-            hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]} in %{customdata[2]} calls<extra></extra>",
+            hover="<b>%{customdata[0]}</b><br>%{customdata[1]} in %{customdata[2]} calls",
         )
     figure.update_layout(barmode="overlay", showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    figure.update_yaxes(
-        range=[shown.height - 0.4, -0.6],
-        tickvals=list(range(shown.height)),
-        ticktext=[escaping.escape(name, 56) for name in shown["_label"]],
-        showgrid=False,
-        fixedrange=True,
-    )
-    return with_style(figure, height_px=130 + 24 * shown.height)
+    style.label_all_rows(figure, shown["_label"].to_list(), max_characters=56)
+    return style.with_style(figure, height_px=130 + 24 * shown.height)
 
 
 def _row_name(values: Sequence[object]) -> str:

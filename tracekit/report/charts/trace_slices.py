@@ -11,7 +11,8 @@ from tracekit.model import escaping, schema, units
 from tracekit.model.intervals import Window
 from tracekit.model.trace import Trace
 from tracekit.report import trace_tracks, track_nesting
-from tracekit.report.charts.style import COLOURS, KIND_LABELS, LIGHT_KINDS, with_style
+from tracekit.report.charts import style
+from tracekit.report.charts.style import COLOURS
 
 MAX_SLICES = 5000
 MAX_LABELS = 100
@@ -73,7 +74,7 @@ def timeline(
         fixedrange=True,
         showgrid=False,
     )
-    return with_style(figure, height_px=int(150 + _ROW_PX * (last_y + 1)))
+    return style.with_style(figure, height_px=int(150 + _ROW_PX * (last_y + 1)))
 
 
 def visible_slices(trace: Trace, window: Window, *, max_depth: int = MAX_DEPTH) -> pl.DataFrame:
@@ -180,22 +181,22 @@ def _placed(table: pl.DataFrame, window: Window, origin_ns: int) -> pl.DataFrame
 
 def _draw(figure: go.Figure, drawn: pl.DataFrame, *, kind: str) -> None:
     labelled = drawn["dur_ns"].rank("ordinal", descending=True) <= MAX_LABELS
-    figure.add_bar(
-        orientation="h",
+    style.add_bars(
+        figure,
+        drawn["y"],
+        drawn["length_ms"],
         base=drawn["base_ms"].to_list(),
-        x=drawn["length_ms"].to_list(),
-        y=drawn["y"].to_list(),
         width=0.88,
-        name=KIND_LABELS.get(kind, kind),
-        marker={"color": COLOURS[kind], "line": {"width": 0}},
+        name=style.KIND_LABELS.get(kind, kind),
+        colour=COLOURS[kind],
         text=[escaping.escape(name, 40) if show else "" for name, show in zip(drawn["name"], labelled, strict=True)],
         textposition="inside",
         insidetextanchor="start",
         textangle=0,
         constraintext="inside",
-        insidetextfont={"color": "#10151c" if kind in LIGHT_KINDS else "#ffffff", "size": 11},
+        insidetextfont={"color": "#10151c" if kind in style.LIGHT_KINDS else "#ffffff", "size": 11},
         customdata=[[escaping.escape(row["name"], 160), _hover(row)] for row in drawn.iter_rows(named=True)],
-        hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}<extra></extra>",
+        hover="<b>%{customdata[0]}</b><br>%{customdata[1]}",
     )
 
 

@@ -4,7 +4,8 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import CAUSES, COLOURS, label_rows, with_style
+from tracekit.report.charts import style
+from tracekit.report.charts.style import CAUSES, COLOURS
 
 _KINDS = {
     "COMM": ("communication", COLOURS["communication"]),
@@ -30,34 +31,25 @@ def potential_savings(ranked: pl.DataFrame) -> go.Figure:
     figure = go.Figure()
     for label, colour in dict.fromkeys(map(_kind, ranked["code"])):
         own_rows = [(at, row) for at, row in enumerate(rows) if _kind(row["code"])[0] == label]
-        figure.add_bar(
-            orientation="h",
-            y=[at for at, _ in own_rows],
-            x=[row["saved_ns"] / 1e6 for _, row in own_rows],
+        style.add_bars(
+            figure,
+            [at for at, _ in own_rows],
+            [row["saved_ns"] / 1e6 for _, row in own_rows],
             name=label,
             width=_WIDTH,
-            marker={
-                "color": colour,
-                "line": {"width": 0},
-                "opacity": [0.3 + 0.7 * row["confidence"] for _, row in own_rows],
-            },
+            colour=colour,
+            marker_opacity=[0.3 + 0.7 * row["confidence"] for _, row in own_rows],
             text=[f"{units.duration(row['saved_ns'])} · {units.share(row['saved_ratio'])}" for _, row in own_rows],
             textposition="outside",
             cliponaxis=False,
             customdata=[[_hover(row)] for _, row in own_rows],
-            hovertemplate="%{customdata[0]}<extra></extra>",
+            hover="%{customdata[0]}",
         )
     max_ms = max((row["saved_ns"] for row in rows), default=0) / 1e6
     figure.update_layout(barmode="overlay", showlegend=True)
     figure.update_xaxes(title="potential saving per step", ticksuffix=" ms", range=[0, 1.18 * max_ms or 1])
-    figure.update_yaxes(
-        range=[len(rows) - 0.4, -0.6],
-        tickvals=list(range(len(rows))),
-        ticktext=[escaping.escape(row["cause"], 40) for row in rows],
-        showgrid=False,
-        fixedrange=True,
-    )
-    return with_style(figure, height_px=140 + 28 * len(rows))
+    style.label_all_rows(figure, ranked["cause"].to_list())
+    return style.with_style(figure, height_px=140 + 28 * len(rows))
 
 
 def savings_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
@@ -66,7 +58,6 @@ def savings_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
     `by_rank` is that of one saving in `whatif.saving.by_rank`, `code` that of the rule that speaks of its cause; ''
     for several causes.
     """
-    ranks, places = by_rank["rank"].to_list(), list(range(by_rank.height))
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
     parts = {
         "remaining": (left_ns, COLOURS["idle"]),
@@ -74,19 +65,17 @@ def savings_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
     }
     figure = go.Figure()
     for label, (times_ns, colour) in parts.items():
-        figure.add_bar(
-            orientation="h",
-            y=places,
-            x=(times_ns / 1e6).to_list(),
+        style.add_bars(
+            figure,
+            range(by_rank.height),
+            times_ns / 1e6,
             name=label,
-            marker={"color": colour, "line": {"width": 0}},
+            colour=colour,
             customdata=[[_rank_hover(row)] for row in by_rank.iter_rows(named=True)],
-            hovertemplate="%{customdata[0]}<extra></extra>",
+            hover="%{customdata[0]}",
         )
-    figure.update_layout(barmode="stack", bargap=0.28)
-    figure.update_xaxes(title="replayed step", ticksuffix=" ms", rangemode="tozero")
-    label_rows(figure, [f"rank {rank}" for rank in ranks])
-    return with_style(figure, height_px=min(150 + 30 * len(ranks), 1400))
+    figure.update_xaxes(title="replayed step")
+    return style.with_labelled_rows(figure, [f"rank {rank}" for rank in by_rank["rank"]], edge_px=150)
 
 
 def _kind(code: str) -> tuple[str, str]:
