@@ -16,15 +16,15 @@ def render(baseline: Baseline, *, width: int, color: bool = False) -> str:
     parts: list[RenderableType] = [
         text_layout.line((baseline.name, text_layout.BOLD), f"  {count} recording{'s' * (count > 1)}"),
         "",
-        text_layout.line(("What ran", text_layout.BOLD)),
+        text_layout.title("What ran"),
         text_layout.indented(
             text_layout.table(["", ""], [[name, str(value)] for name, value in baseline.fingerprint.items()])
         ),
         "",
-        text_layout.line(("Findings", text_layout.BOLD)),
+        text_layout.title("Findings"),
         text_layout.indented(text_layout.table(["", "", "", "of step"], _findings(baseline))),
         "",
-        text_layout.line(("Metrics", text_layout.BOLD), ("  the median of each recording", text_layout.DIM)),
+        text_layout.title("Metrics", "  the median of each recording"),
         text_layout.indented(
             text_layout.table(["", "mean", "least", "most"], _metrics(baseline), right=[False, True, True, True])
         ),

@@ -1,10 +1,11 @@
 """What all CI formats share: the items that a check shows, which of them fail it, and their level."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tracekit.regression.budgets import BudgetOutcome
+from tracekit.regression.budgets import BudgetOutcome, BudgetResult
+from tracekit.regression.change import Change
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.report import comparison, phrases
@@ -46,7 +47,8 @@ class CheckItem:
 
 def items(gate: CheckResult) -> tuple[CheckItem, ...]:
     """Return all items of a check, failing items first."""
-    found = [*map(_finding, gate.findings), *_metrics(gate), *_budgets(gate)]
+    found = [*map(_finding, gate.findings), *(_metric(gate, change) for change in gate.regressions)]
+    found += [_budget(gate, each) for each in gate.budgets if each.outcome is not BudgetOutcome.MET]
     order = list(Level)
     return tuple(sorted(found, key=lambda item: (not item.fails, order.index(item.level))))
 
@@ -61,9 +63,9 @@ def failure_counts(gates: Sequence[CheckResult]) -> str:
     return ", ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in counts.items() if number)
 
 
-def run_names(gates: Iterable[CheckResult]) -> list[str]:
-    """Return the unique names of the runs."""
-    return unique_names([gate.report.run.name for gate in gates])
+def named(gates: Sequence[CheckResult]) -> list[tuple[str, CheckResult]]:
+    """Return the results with the unique names of their runs."""
+    return list(zip(unique_names([gate.report.run.name for gate in gates]), gates, strict=True))
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
@@ -90,40 +92,21 @@ def _finding(judged: JudgedFinding) -> CheckItem:
     found = judged.finding
     worse = judged.status is FindingStatus.WORSE and judged.impact_before is not None
     before = f" It was {100 * (judged.impact_before or 0):.1f}% of the step in the baseline." if worse else ""
-    fix = f" Fix: {found.fix}" if found.fix else ""
-    return CheckItem(
-        ItemKind.FINDING,
-        found.id,
-        rule_title(found.code),
-        f"{found.message}{before}{fix}",
-        level(judged),
-        judged.fails,
-        judged.status,
-        found,
-    )
+    message = f"{found.message}{before}" + (f" Fix: {found.fix}" if found.fix else "")
+    title, status = rule_title(found.code), judged.status
+    return CheckItem(ItemKind.FINDING, found.id, title, message, level(judged), judged.fails, status, found)
 
 
-def _metrics(gate: CheckResult) -> list[CheckItem]:
+def _metric(gate: CheckResult, change: Change) -> CheckItem:
     against = f" than in {gate.baseline}" if gate.baseline else " than before"
-    items = []
-    for change in gate.regressions:
-        before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
-        name = comparison.label(change.metric)
-        causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
-        summary = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_text(change)}."
-        message = " ".join([summary, *causes])
-        items.append(
-            CheckItem(
-                ItemKind.METRIC,
-                change.metric,
-                f"{name} regressed",
-                message,
-                Level.ERROR,
-                fails=True,
-                finding=_costliest_new_finding(gate, change.metric),
-            )
-        )
-    return items
+    before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
+    name = comparison.label(change.metric)
+    causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
+    summary = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_text(change)}."
+    message, cause = " ".join([summary, *causes]), _costliest_new_finding(gate, change.metric)
+    return CheckItem(
+        ItemKind.METRIC, change.metric, f"{name} regressed", message, Level.ERROR, fails=True, finding=cause
+    )
 
 
 def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
@@ -133,17 +116,8 @@ def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
     return new_findings[costs.index(max(costs))] if any(costs) else None
 
 
-def _budgets(gate: CheckResult) -> list[CheckItem]:
-    items = []
-    for each in gate.budgets:
-        if each.outcome is BudgetOutcome.MET:
-            continue
-        fails = gate.fails_budget(each)
-        level = Level.ERROR if fails else Level.NOTICE
-        finding = _costliest_new_finding(gate, each.metric) if fails else None
-        items.append(
-            CheckItem(
-                ItemKind.BUDGET, each.budget, f"budget {each.budget}", each.message, level, fails, finding=finding
-            )
-        )
-    return items
+def _budget(gate: CheckResult, each: BudgetResult) -> CheckItem:
+    fails = gate.fails_budget(each)
+    level = Level.ERROR if fails else Level.NOTICE
+    cause = _costliest_new_finding(gate, each.metric) if fails else None
+    return CheckItem(ItemKind.BUDGET, each.budget, f"budget {each.budget}", each.message, level, fails, finding=cause)

@@ -21,7 +21,7 @@ _MAX_TEXT = 1000
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the JSON array: one entry per finding, metric that regressed and budget that is not met."""
     entries = []
-    for name, gate in zip(ci_results.run_names(gates), gates, strict=True):
+    for name, gate in ci_results.named(gates):
         run = name if len(gates) > 1 else ""
         for item in ci_results.items(gate):
             location = checkout.locate(gate.report.run, item.finding)

@@ -19,7 +19,6 @@ from tracekit.report.json import to_json_value
 SCHEMA = "tracekit.comparison/1"
 STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.INCONCLUSIVE: "yellow"}
 _MAX_NAME = 14
-_NARROW = 100
 
 
 def as_json(compared: Comparison) -> str:
@@ -45,14 +44,14 @@ def as_text(compared: Comparison, *, width: int, color: bool = False) -> str:
         as_rich_table(*table_cells(compared), styles, width),
     ]
     notes = remarks(compared)
-    parts += ["", *(text_layout.hanging("·", text_layout.line(note)) for note in notes)] if notes else []
+    parts += ["", *text_layout.bullets(notes)] if notes else []
     return text_layout.print_to_string(parts, width=width, color=color)
 
 
 def as_rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], width: int) -> Table:
     """Return the cells of a comparison as a table for a terminal; `styles` are those of the verdicts."""
-    gap = 1 if width < _NARROW else 2
-    table = text_layout.table(header, rows, right=[False, True, True, True, True, False], gap=gap, last_styles=styles)
+    right = [False, True, True, True, True, False]
+    table = text_layout.table(header, rows, right=right, gap=text_layout.gap(width), last_styles=styles)
     table.columns[0].no_wrap = True
     return table
 

@@ -31,14 +31,15 @@ def render(gate: CheckResult, *, width: int = text.WIDTH, color: bool = False) -
 def parts(gate: CheckResult, width: int) -> list[RenderableType]:
     """Return what `render` prints, from the verdict down."""
     run = gate.report.run
+    style = _BAD if gate.failures else f"{text_layout.BOLD} {text_layout.GOOD}"
     made: list[RenderableType] = [
-        _verdict(gate),
-        text_layout.line((f"{run.name}  {phrases.subtitle(run)}", text_layout.DIM)),
+        text_layout.line((headline(gate), style)),
+        text_layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
     ]
     for cause in gate.causes:
         made += [text_layout.hanging("Why", text_layout.line((f"{cause.name}: ", text_layout.BOLD), cause.message))]
     if gate.budgets:
-        made += ["", text_layout.line(("Budgets", text_layout.BOLD)), *(_budget(each, gate) for each in gate.budgets)]
+        made += ["", text_layout.title("Budgets"), *(_budget(each, gate) for each in gate.budgets)]
     if gate.comparison is not None:
         made += ["", *_findings(gate), "", *_metrics(gate, gate.comparison, width)]
     shown = [
@@ -50,23 +51,15 @@ def parts(gate: CheckResult, width: int) -> list[RenderableType]:
 def headline(gate: CheckResult) -> str:
     """Return the verdict in one line: "Failed: 1 new finding, 2 metrics worse than main"."""
     against = f" than {gate.baseline}" if gate.baseline else ""
-    counts = _finding_count(gate, FindingStatus.NEW, "new finding") if gate.baseline else []
-    counts += _finding_count(gate, FindingStatus.WORSE, "worse finding")
-    if not gate.baseline:
-        counts += _count(sum(item.fails for item in gate.findings), "finding")
+    failing = [each.status for each in gate.findings if each.fails]
+    counts = _count(failing.count(FindingStatus.NEW), "new finding") if gate.baseline else []
+    counts += _count(failing.count(FindingStatus.WORSE), "worse finding")
+    counts += [] if gate.baseline else _count(len(failing), "finding")
     counts += _count(len(gate.regressions), "metric", f" worse{against}")
     counts += _count(sum(gate.fails_budget(item) for item in gate.budgets), "budget", " broken")
     if counts:
         return f"Failed: {', '.join(counts)}"
     return f"Passed: nothing new, nothing worse{against}" if gate.baseline else "Passed"
-
-
-def _verdict(gate: CheckResult) -> RenderableType:
-    return text_layout.line((headline(gate), _BAD if gate.failures else f"{text_layout.BOLD} {text_layout.GOOD}"))
-
-
-def _finding_count(gate: CheckResult, standing: FindingStatus, noun: str) -> list[str]:
-    return _count(sum(each.fails and each.status is standing for each in gate.findings), noun)
 
 
 def _count(number: int, noun: str, after: str = "") -> list[str]:
@@ -109,10 +102,10 @@ def metric_rows(gate: CheckResult, compared: Comparison) -> tuple[list[str], lis
 
 
 def _findings(gate: CheckResult) -> list[RenderableType]:
-    heading = text_layout.line(("Findings", text_layout.BOLD), (f"  compared with {gate.baseline}", text_layout.DIM))
+    heading = text_layout.title("Findings", f"  compared with {gate.baseline}")
     rows = finding_rows(gate)
     if not rows:
-        return [heading, text_layout.indented(text_layout.line(("none in either run", text_layout.DIM)))]
+        return [heading, text_layout.indented(text_layout.dim("none in either run"))]
     styles = [_BAD if row[-1].endswith(_FAILS) else _STYLES[row[-1]] for row in rows]
     return [heading, text_layout.indented(text_layout.table(["", "", "", "of step", ""], rows, last_styles=styles))]
 
@@ -123,9 +116,8 @@ def _metrics(gate: CheckResult, compared: Comparison, width: int) -> Sequence[Re
         _BAD if row[-1].endswith(_FAILS) else comparison.STYLES[change.verdict]
         for row, change in zip(rows, compared.changes, strict=True)
     ]
-    heading = ("Metrics", text_layout.BOLD), ("  median over steps, mean over recordings", text_layout.DIM)
     return [
-        text_layout.line(*heading),
+        text_layout.title("Metrics", "  median over steps, mean over recordings"),
         text_layout.indented(comparison.as_rich_table(header, rows, styles, width)),
-        *(text_layout.hanging("·", text_layout.line(remark)) for remark in comparison.remarks(compared)),
+        *text_layout.bullets(comparison.remarks(compared)),
     ]

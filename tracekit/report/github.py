@@ -22,7 +22,7 @@ _MAX_MESSAGE = 3000
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return one summary line per run and the annotations: failures as errors, known findings as notices."""
-    named = list(zip(ci_results.run_names(gates), gates, strict=True))
+    named = ci_results.named(gates)
     lines = [
         escaping.without_commands(f"tracekit: {escaping.inert(f'{name}: {headline(gate)}')}") for name, gate in named
     ]

@@ -173,7 +173,7 @@ def finding_text(finding: str) -> str:
 def _group(group: Group, width: int) -> list[RenderableType]:
     count = group.runs.height
     parts: list[RenderableType] = [
-        text_layout.line((identity_text(group), text_layout.BOLD), (f"  {group.fingerprint}", text_layout.DIM)),
+        text_layout.title(identity_text(group), f"  {group.fingerprint}"),
         text_layout.line((f"{count} run{'s' * (count != 1)}, the latest ", text_layout.DIM), *_latest(group)),
         "",
     ]
@@ -182,10 +182,7 @@ def _group(group: Group, width: int) -> list[RenderableType]:
     for shifts in moments[:MAX_CHANGES]:
         parts += ["", *_change(group, shifts)]
     if len(moments) > MAX_CHANGES:
-        parts += [
-            "",
-            text_layout.line((f"and {len(moments) - MAX_CHANGES} earlier changes: --format json", text_layout.DIM)),
-        ]
+        parts += ["", text_layout.dim(f"and {len(moments) - MAX_CHANGES} earlier changes: --format json")]
     for series in group.series:
         for drift in series.drifts:
             parts += ["", _drift(series, drift)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tracekit.model import escaping
 from tracekit.model.manifest import Manifest
-from tracekit.regression.budgets import BudgetOutcome
+from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.gate import CheckResult, JudgedFinding
 from tracekit.regression.metrics import metric_of
@@ -25,7 +25,7 @@ _MAX_NAME = 200
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the XML: a case per rule (skipped if it cannot judge or its findings are ignored), metric and budget."""
     root = ET.Element("testsuites", name="tracekit")
-    for name, gate in zip(ci_results.run_names(gates), gates, strict=True):
+    for name, gate in ci_results.named(gates):
         root.append(_suite(escaping.inert(name, _MAX_NAME), gate, checkout))
     for count in ("tests", "failures", "errors"):
         root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
@@ -40,9 +40,10 @@ def _suite(name: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     for key, value in values.items():
         if value:
             ET.SubElement(properties, "property", name=key, value=escaping.inert(value, _MAX_NAME))
-    cases = [_rule(name, code, gate, checkout) for code in _codes(gate)]
+    codes = dict.fromkeys([*gate.report.rules, *(each.finding.code for each in gate.findings)])
+    cases = [_rule(name, code, gate, checkout) for code in codes]
     cases += [_metric(name, change, gate) for change in (gate.comparison.changes if gate.comparison else ())]
-    cases += _budgets(name, gate)
+    cases += [_budget(name, budget, gate) for budget in gate.budgets]
     suite.extend(cases)
     suite.set("tests", str(len(cases)))
     suite.set("failures", str(sum(case.find("failure") is not None for case in cases)))
@@ -55,30 +56,17 @@ def _suite(name: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     return suite
 
 
-def _codes(gate: CheckResult) -> list[str]:
-    return list(dict.fromkeys([*gate.report.rules, *(each.finding.code for each in gate.findings)]))
-
-
 def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
-    case = ET.Element(
-        "testcase", classname=f"{run}.rules", name=escaping.inert(f"{code} {phrases.rule_name(code)}", _MAX_NAME)
-    )
+    case = _case(f"{run}.rules", f"{code} {phrases.rule_name(code)}")
     findings = [each for each in gate.findings if each.finding.code == code]
     failing = [each for each in findings if each.fails]
-    ignored = [each for each in gate.report.ignored if each.finding.code == code]
-    blind = gate.report.blind_spots.get(code)
+    ignored = [f"ignored: {each.reason}" for each in gate.report.ignored if each.finding.code == code]
+    skipped = [*ignored, gate.report.blind_spots.get(code)][0]
     if failing:
-        _add(
-            case,
-            "failure",
-            failing[0].finding.message,
-            [_finding_text(each, gate, checkout) for each in failing],
-            "finding",
-        )
-    elif not findings and ignored:
-        _add(case, "skipped", f"ignored: {ignored[0].reason}", [])
-    elif not findings and blind:
-        _add(case, "skipped", blind, [])
+        texts = [_finding_text(each, gate, checkout) for each in failing]
+        _add(case, "failure", failing[0].finding.message, texts, "finding")
+    elif not findings and skipped:
+        _add(case, "skipped", skipped)
     passing = [each for each in findings if not each.fails]
     if passing:
         _add_output(case, [_finding_text(each, gate, checkout) for each in passing])
@@ -86,34 +74,29 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
 
 
 def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
-    case = ET.Element("testcase", classname=f"{run}.metrics", name=change.metric)
+    case = _case(f"{run}.metrics", change.metric)
     before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
     summary = f"{before} before, {now} now, {comparison.change_text(change)}: {change.verdict}"
     causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
     if any(change.metric == worse.metric for worse in gate.regressions):
         _add(case, "failure", summary, [summary, *causes], "regression")
     elif change.verdict is Verdict.INCONCLUSIVE:
-        more = (
-            f"; about {change.more_samples:,} more samples per side would be conclusive" if change.more_samples else ""
-        )
-        _add(case, "skipped", f"{summary}{more}", [])
+        more = f"; about {change.more_samples:,} more samples per side would be conclusive"
+        _add(case, "skipped", summary + (more if change.more_samples else ""))
     else:
         _add_output(case, [summary])
     return case
 
 
-def _budgets(run: str, gate: CheckResult) -> list[ET.Element]:
-    cases = []
-    for each in gate.budgets:
-        case = ET.Element("testcase", classname=f"{run}.budgets", name=escaping.inert(each.budget, _MAX_NAME))
-        if gate.fails_budget(each):
-            _add(case, "failure", each.message, [each.message], "budget")
-        elif each.outcome is BudgetOutcome.INCONCLUSIVE:
-            _add(case, "skipped", each.message, [])
-        else:
-            _add_output(case, [each.message])
-        cases.append(case)
-    return cases
+def _budget(run: str, each: BudgetResult, gate: CheckResult) -> ET.Element:
+    case = _case(f"{run}.budgets", each.budget)
+    if gate.fails_budget(each):
+        _add(case, "failure", each.message, [each.message], "budget")
+    elif each.outcome is BudgetOutcome.INCONCLUSIVE:
+        _add(case, "skipped", each.message)
+    else:
+        _add_output(case, [each.message])
+    return case
 
 
 def _finding_text(judged: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
@@ -130,7 +113,11 @@ def _finding_text(judged: JudgedFinding, gate: CheckResult, checkout: Checkout) 
     return "\n".join(escaping.inert(line, _MAX_TEXT) for line in lines if line)
 
 
-def _add(case: ET.Element, tag: str, message: str, texts: Sequence[str], kind: str = "") -> None:
+def _case(group: str, name: str) -> ET.Element:
+    return ET.Element("testcase", classname=group, name=escaping.inert(name, _MAX_NAME))
+
+
+def _add(case: ET.Element, tag: str, message: str, texts: Sequence[str] = (), kind: str = "") -> None:
     element = ET.SubElement(case, tag, message=escaping.inert(message, _MAX_TEXT))
     if kind:
         element.set("type", kind)

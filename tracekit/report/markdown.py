@@ -32,7 +32,7 @@ _PICKED = (Verdict.WORSE, Verdict.BETTER)
 def render(gates: Sequence[CheckResult], checkout: Checkout, *, key: str = DEFAULT_KEY) -> str:
     """Return the comment on all runs, failing runs first. Raises ConfigError where `key` cannot name a comment."""
     text = f"{marker(key)}\n### {_title(gates)}\n"
-    named = sorted(zip(ci_results.run_names(gates), gates, strict=True), key=lambda each: not each[1].failures)
+    named = sorted(ci_results.named(gates), key=lambda each: not each[1].failures)
     footer = _footer(gates)
     room = MAX_BYTES - _RESERVE_BYTES - _size(text) - _size(footer)
     # All heads come before any details; passing runs leave room for the details of failing ones.

@@ -178,9 +178,7 @@ def as_json(report: MemoryReport) -> str:
 
 def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
     """Return the report in readable units, with all tables and notes."""
-    from tracekit.report import (
-        text_layout,  # brings rich, which takes a tenth of a second, and which programs do without
-    )
+    from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
 
     parts: list[object] = [text_layout.line(_headline(report))]
     if report.recorded is not None and report.replayed is not None:
@@ -188,14 +186,10 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
     parts += [text_layout.line(note) for note in report.notes]
     tables = {"Allocated at the peak": report.live_at_peak, "Allocations": report.churn, **report.tables}
     for title, rows in tables.items():
-        shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+        shown = text_layout.without_empty_columns(rows)
         if shown.is_empty():
             continue
-        parts += [
-            text_layout.line(""),
-            text_layout.line((title, text_layout.BOLD)),
-            text_layout.frame(_for_people(shown).head(_MOST_ROWS)),
-        ]
+        parts += ["", text_layout.title(title), text_layout.frame(_for_people(shown).head(_MOST_ROWS))]
         if shown.height > _MOST_ROWS:
             parts.append(text_layout.line(f"and {shown.height - _MOST_ROWS:,} more: use --format json to see all"))
     return text_layout.print_to_string(parts, width=width, color=color)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from rich.console import RenderableType
 from tracekit.model import escaping
 from tracekit.report import text_layout
 
-_NARROW = 100
 _MIN_TEXT = 24
 _EXACT = 1e6  # larger numbers need more than six digits
 
@@ -22,7 +21,7 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool =
     """
     right = [dtype.is_numeric() for dtype in rows.dtypes]
     cells = [[_cell(value) for value in row] for row in rows.iter_rows()]
-    gap = 1 if width < _NARROW else 2
+    gap = text_layout.gap(width)
     fitting = _fitting(rows.columns, cells, right, width, gap)
     shown = text_layout.table(
         rows.columns[:fitting],
@@ -31,12 +30,10 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool =
         gap=gap,
         longest=escaping.MAX_TEXT,
     )
-    parts: list[RenderableType] = [shown, text_layout.line((_size(rows, more), text_layout.DIM))]
+    parts: list[RenderableType] = [shown, text_layout.dim(_size(rows, more))]
     left = rows.columns[fitting:]
     if left:
-        parts.append(
-            text_layout.line((f"columns not shown: {', '.join(left)}: select fewer, or --format csv", text_layout.DIM))
-        )
+        parts.append(text_layout.dim(f"columns not shown: {', '.join(left)}: select fewer, or --format csv"))
     return text_layout.print_to_string(parts, width=width, color=color)
 
 

@@ -18,18 +18,11 @@ def as_text(rules: Sequence[type[Rule]], *, width: int, color: bool = False) -> 
     """Return one line per rule, its thresholds below."""
     rows: list[list[RenderableType]] = []
     for rule in rules:
-        rows.append(
-            [
-                text_layout.line((rule.code, text_layout.DIM)),
-                text_layout.line((rule.name(), text_layout.BOLD)),
-                text_layout.line(_first_line(rule)),
-            ]
-        )
+        rows.append([text_layout.dim(rule.code), text_layout.title(rule.name()), text_layout.line(_first_line(rule))])
         values = "  ".join(f"{name} = {_value_text(value)}" for name, value in thresholds(rule).items())
-        rows += [["", "", text_layout.line((values, text_layout.DIM))]] if values else []
-    parts: list[RenderableType] = [text_layout.grid(rows)]
-    parts += ["", text_layout.line(("Run tracekit explain CODE for details of one rule.", text_layout.DIM))]
-    return text_layout.print_to_string(parts, width=width, color=color)
+        rows += [["", "", text_layout.dim(values)]] if values else []
+    hint = text_layout.dim("Run tracekit explain CODE for details of one rule.")
+    return text_layout.print_to_string([text_layout.grid(rows), "", hint], width=width, color=color)
 
 
 def as_json(rules: Sequence[type[Rule]]) -> str:
@@ -57,19 +50,11 @@ def explanation(rule: type[Rule], *, width: int, color: bool = False) -> str:
         parts += [*_paragraph(paragraph), ""]
     values = thresholds(rule)
     if values:
-        parts += [text_layout.line(("Thresholds", text_layout.BOLD))]
-        parts += [
-            text_layout.indented(text_layout.line(f"{name} = {_value_text(value)}")) for name, value in values.items()
-        ]
+        lines = [text_layout.line(f"{name} = {_value_text(value)}") for name, value in values.items()]
         name, value = next(iter(values.items()))
         settings = f"tracekit check RUN --set {rule.code}.{name}={_value_text(value)}"
-        parts += [
-            text_layout.indented(
-                text_layout.line(
-                    (f"{settings}, or [tool.tracekit.rules.{rule.code}] in pyproject.toml", text_layout.DIM)
-                )
-            )
-        ]
+        lines.append(text_layout.dim(f"{settings}, or [tool.tracekit.rules.{rule.code}] in pyproject.toml"))
+        parts += [text_layout.title("Thresholds"), *map(text_layout.indented, lines)]
     return text_layout.print_to_string(parts, width=width, color=color).rstrip() + "\n"
 
 

@@ -49,7 +49,7 @@ _EXTRA_RULES = {
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the SARIF log. Results have a baselineState where a baseline was given."""
-    named = list(zip(ci_results.run_names(gates), gates, strict=True))
+    named = ci_results.named(gates)
     items = [(name, gate, item) for name, gate in named for item in ci_results.items(gate)]
     items.sort(key=lambda each: list(Level).index(each[2].level))
     rules = _rules(gates)

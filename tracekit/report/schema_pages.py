@@ -25,16 +25,12 @@ def as_text(tables: Iterable[Table], *, width: int, color: bool = False) -> str:
     """Return each table with its grain and its columns: types, units, meanings."""
     parts: list[RenderableType] = []
     for table in tables:
-        parts += [text_layout.line((table.name, text_layout.BOLD), ("  one row per " + table.grain, text_layout.DIM))]
         cells = [
-            [
-                text_layout.line(column.name),
-                text_layout.line((unit_or_type(column), text_layout.DIM)),
-                text_layout.line(column.meaning),
-            ]
+            [text_layout.line(column.name), text_layout.dim(unit_or_type(column)), text_layout.line(column.meaning)]
             for column in table.columns
         ]
-        parts += [text_layout.indented(text_layout.grid(cells)), ""]
+        heading = text_layout.title(table.name, "  one row per " + table.grain)
+        parts += [heading, text_layout.indented(text_layout.grid(cells)), ""]
     return text_layout.print_to_string(parts[:-1], width=width, color=color)
 
 

@@ -4,8 +4,6 @@ import json
 
 import polars as pl
 
-from tracekit.model import escaping
-
 _HEADINGS = {
     "communication_ns": "comm",
     "overlapped_ns": "overlap",
@@ -16,7 +14,6 @@ _HEADINGS = {
     "pairs": "shared\ncollectives",
     "matched_by": "matched by",
 }
-_NARROW = 100
 
 
 def as_json(rows: pl.DataFrame) -> str:
@@ -26,11 +23,9 @@ def as_json(rows: pl.DataFrame) -> str:
 
 def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
     """Return the rows as a table in readable units; a column without any value is left out."""
-    from tracekit.report import (
-        text_layout,  # brings rich, which takes a tenth of a second, and which programs do without
-    )
+    from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
 
-    shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+    shown = text_layout.without_empty_columns(rows)
     if shown.is_empty():
         subjects = {
             "came_last": "collectives that ranks share",
@@ -38,11 +33,5 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
         }
         missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")
         return f"The traces contain no {missing}.\n"
-    cells = [
-        [escaping.cell(name, value) for name, value in zip(shown.columns, row, strict=True)] for row in shown.rows()
-    ]
-    headings = [_HEADINGS.get(name, escaping.heading(name)) for name in shown.columns]
-    table = text_layout.table(
-        headings, cells, right=[dtype.is_numeric() for dtype in shown.dtypes], gap=1 if width < _NARROW else 2
-    )
+    table = text_layout.frame(shown, _HEADINGS, gap=text_layout.gap(width))
     return text_layout.print_to_string([table], width=width, color=color)

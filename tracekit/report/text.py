@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tracekit.analysis.time import summary
-from tracekit.model import escaping, units
+from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.report import phrases, text_layout
 from tracekit.rules.rule import Finding, Report
@@ -36,8 +36,7 @@ def body(report: Report, run: Run, shown: Sequence[Finding], width: int) -> list
     for found in shown:
         parts += ["", *_finding(found, origins_ns, width)]
     if report.notes:
-        parts += ["", text_layout.line(("Notes", text_layout.BOLD))]
-        parts += [text_layout.hanging("·", text_layout.line(note)) for note in report.notes]
+        parts += ["", text_layout.title("Notes"), *text_layout.bullets(report.notes)]
     return parts
 
 
@@ -53,50 +52,35 @@ def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH,
         parts.append(grid)
     else:
         for report, run in reports:
-            parts += [
-                text_layout.line((f"── {run.name} ".ljust(min(width, WIDTH), "─"), text_layout.DIM)),
-                *_report(report, run, width),
-                "",
-            ]
+            ruler = f"── {run.name} ".ljust(min(width, WIDTH), "─")
+            parts += [text_layout.dim(ruler), *_report(report, run, width), ""]
     return text_layout.print_to_string(parts, width=width, color=color)
 
 
 def _report(report: Report, run: Run, width: int) -> list[RenderableType]:
     return [
-        *_verdict(report.findings),
-        text_layout.line((f"{run.name}  {phrases.subtitle(run)}", text_layout.DIM)),
+        _verdict(report.findings),
+        text_layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
         *body(report, run, report.findings, width),
     ]
 
 
-def _verdict(findings: Sequence[Finding]) -> list[RenderableType]:
+def _verdict(findings: Sequence[Finding]) -> RenderableType:
     if not findings:
-        return [text_layout.line((phrases.headline(findings), f"{text_layout.BOLD} {text_layout.GOOD}"))]
+        return text_layout.line((phrases.headline(findings), f"{text_layout.BOLD} {text_layout.GOOD}"))
     worst = max(found.severity for found in findings).label
-    return [
-        text_layout.line(
-            (phrases.severity_counts(findings), text_layout.SEVERITY_STYLES[worst]),
-            ("  " + _costliest(findings), text_layout.BOLD),
-        )
-    ]
-
-
-def _costliest(findings: Sequence[Finding]) -> str:
     costliest = max(findings, key=lambda found: found.impact)
-    return (
-        f"costliest: {phrases.rule_name(costliest.code)}, {units.share(costliest.impact)} of step time"
-        if costliest.impact
-        else ""
-    )
+    cost = f"  costliest: {phrases.rule_name(costliest.code)}, {units.share(costliest.impact)} of step time"
+    counts = (phrases.severity_counts(findings), text_layout.SEVERITY_STYLES[worst])
+    return text_layout.line(counts, (cost if costliest.impact else "", text_layout.BOLD))
 
 
 def _breakdown(run: Run) -> list[RenderableType]:
     ranks = summary.by_rank(run)
     if ranks.is_empty():
-        return [text_layout.line(("The traces contain no activities.", text_layout.DIM))]
-    shares = ranks.head(MAX_RANKS)
+        return [text_layout.dim("The traces contain no activities.")]
     duration_ns, communication_ns = pl.col("duration_ns"), pl.col("communication_ns")
-    shares = shares.select(
+    shares = ranks.head(MAX_RANKS).select(
         "rank",
         pl.col("duration_ns").alias("traced_ns"),
         (pl.col("compute_ns") / duration_ns).alias("compute_ratio"),
@@ -105,21 +89,13 @@ def _breakdown(run: Run) -> list[RenderableType]:
         (pl.col("idle_ns") / duration_ns).alias("idle_ratio"),
         pl.when(communication_ns > 0).then(pl.col("overlapped_ns") / communication_ns).alias("comm hidden_ratio"),
     )
-    columns = [name.removesuffix("_ns").removesuffix("_ratio") for name in shares.columns]
-    rows = [
-        [escaping.cell(name, value) for name, value in zip(shares.columns, row, strict=True)]
-        for row in shares.iter_rows()
-    ]
+    headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in shares.columns}
     parts: list[RenderableType] = [
-        text_layout.line(("Where the time goes", text_layout.BOLD), (_steps(run), text_layout.DIM)),
-        text_layout.indented(text_layout.table(columns, rows, right=[True] * len(columns))),
+        text_layout.title("Where the time goes", _steps(run)),
+        text_layout.indented(text_layout.frame(shares, headings)),
     ]
     if ranks.height > MAX_RANKS:
-        parts.append(
-            text_layout.line(
-                (f"  and {ranks.height - MAX_RANKS:,} more ranks: tracekit summary {run.path}", text_layout.DIM)
-            )
-        )
+        parts.append(text_layout.dim(f"  and {ranks.height - MAX_RANKS:,} more ranks: tracekit summary {run.path}"))
     return parts
 
 
@@ -142,11 +118,11 @@ def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: i
         (phrases.rule_name(found.code), text_layout.BOLD),
         ("  " + found.id, text_layout.DIM),
     )
-    heading.add_row(name, text_layout.line((phrases.cost(found), text_layout.BOLD)))
+    heading.add_row(name, text_layout.title(phrases.cost(found)))
     parts: list[RenderableType] = [heading, text_layout.indented(text_layout.line(found.message))]
     if found.fix:
         parts.append(text_layout.hanging("Fix", text_layout.line(found.fix)))
-    parts.append(text_layout.indented(text_layout.line((phrases.scope(found), text_layout.DIM))))
+    parts.append(text_layout.indented(text_layout.dim(phrases.scope(found))))
     return parts + _evidence(found, origins_ns, width - _EVIDENCE_INDENT)
 
 
@@ -157,13 +133,13 @@ def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: 
     shown = _fitted(phrases.from_trace_start(rows.head(MAX_EVIDENCE_ROWS), origins_ns), width)
     parts: list[RenderableType] = [text_layout.frame(shown)]
     more = rows.height - shown.height
-    parts += [text_layout.line((f"and {more:,} more rows", text_layout.DIM))] if more else []
+    parts += [text_layout.dim(f"and {more:,} more rows")] if more else []
     return [text_layout.indented(part, _EVIDENCE_INDENT) for part in parts]
 
 
 def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
     """Return rows without empty columns, and without columns of _DROP_ORDER as far as the width requires."""
-    shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+    shown = text_layout.without_empty_columns(rows)
     if "window" in shown.columns and shown["window"].n_unique() == 1:
         shown = shown.drop("window")
     for name in _DROP_ORDER:

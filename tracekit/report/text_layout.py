@@ -2,7 +2,8 @@
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import polars as pl
 from rich.cells import cell_len
@@ -18,6 +19,7 @@ DIM, BOLD, GOOD = "dim", "bold", "green"
 SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 MIN_WIDTH = 60
 _MAX_CELL = 60
+_NARROW = 100
 
 
 def print_to_string(parts: Sequence[RenderableType], *, width: int, color: bool) -> str:
@@ -44,6 +46,21 @@ def line(*parts: tuple[str, str] | str) -> Text:
     return Text.assemble(
         *((escaping.inert(p, 2000), "") if isinstance(p, str) else (escaping.inert(p[0], 2000), p[1]) for p in parts)
     )
+
+
+def title(text: str, after: str = "") -> Text:
+    """Return a bold line, followed by a dim text."""
+    return line((text, BOLD), (after, DIM))
+
+
+def dim(text: str) -> Text:
+    """Return a dim line."""
+    return line((text, DIM))
+
+
+def bullets(texts: Iterable[str]) -> list[Padding]:
+    """Return a list of texts."""
+    return [hanging("·", line(text)) for text in texts]
 
 
 def indented(part: RenderableType, by: int = 2) -> Padding:
@@ -139,18 +156,33 @@ def grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
     return rows_grid
 
 
+def gap(width: int) -> int:
+    """Return the spaces between the columns of a wide table: fewer on a narrow terminal."""
+    return 1 if width < _NARROW else 2
+
+
 def natural_width(part: RenderableType) -> int:
     """Return the width of a part without any limit."""
     return Console(file=io.StringIO(), width=10_000, markup=False, emoji=False).measure(part).maximum
 
 
-def frame(rows: pl.DataFrame) -> Table:
-    """Return a frame as a table, its numbers in readable units by the endings of the column names."""
+def without_empty_columns(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the columns that have a value."""
+    return rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+
+
+def frame(
+    rows: pl.DataFrame, headings: Mapping[str, str] = MappingProxyType({}), *, gap: int = 2, longest: int = _MAX_CELL
+) -> Table:
+    """Return a frame as a table, its numbers in readable units by the endings of the column names.
+
+    Columns without one of the `headings` have the heading that `escaping` gives them.
+    """
+    cells = ([escaping.cell(*cell) for cell in zip(rows.columns, row, strict=True)] for row in rows.iter_rows())
     return table(
-        [escaping.heading(name) for name in rows.columns],
-        [
-            [escaping.cell(name, value) for name, value in zip(rows.columns, row, strict=True)]
-            for row in rows.iter_rows()
-        ],
+        [headings.get(name, escaping.heading(name)) for name in rows.columns],
+        list(cells),
         right=[dtype.is_numeric() for dtype in rows.dtypes],
+        gap=gap,
+        longest=longest,
     )

@@ -6,7 +6,6 @@ from rich.console import RenderableType
 from tracekit.model import escaping, units
 from tracekit.report import text_layout
 
-_NARROW = 100
 _MIN_TEXT = 22
 _HEADINGS = {
     "time_ratio": "share",
@@ -25,29 +24,21 @@ def as_text(rows: pl.DataFrame, *, top: int, width: int, color: bool = False) ->
     share = next(name for name in ("time_ratio", "self_ratio") if name in rows.columns)
     if rows.is_empty():
         return f"The traces contain no {'kernels' if share == 'time_ratio' else 'ops of these kinds'}.\n"
-    head = _fitted(rows.head(top), width)
-    cells = [[escaping.cell(name, value) for name, value in zip(head.columns, row, strict=True)] for row in head.rows()]
-    headings = [_HEADINGS.get(name, escaping.heading(name)) for name in head.columns]
-    right = [dtype.is_numeric() for dtype in head.dtypes]
-    parts: list[RenderableType] = [
-        text_layout.table(headings, cells, right=right, gap=_gap(width), longest=escaping.MAX_TEXT)
-    ]
+    head, gap = _fitted(rows.head(top), width), text_layout.gap(width)
+    parts: list[RenderableType] = [text_layout.frame(head, _HEADINGS, gap=gap, longest=escaping.MAX_TEXT)]
     rest = rows.slice(top)
     if rest.height:
         part = units.share(float(rest[share].sum() or 0))
-        parts.append(
-            text_layout.line((f"and {rest.height:,} more, {part} together: --top {rows.height}", text_layout.DIM))
-        )
+        parts.append(text_layout.dim(f"and {rest.height:,} more, {part} together: --top {rows.height}"))
     return text_layout.print_to_string(parts, width=width, color=color)
 
 
 def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
-    shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+    shown = text_layout.without_empty_columns(rows)
     for name in _DROP_ORDER:
-        if _least_width(shown, _gap(width)) <= max(width, text_layout.MIN_WIDTH):
+        if _least_width(shown, text_layout.gap(width)) <= max(width, text_layout.MIN_WIDTH):
             break
-        if name in shown.columns:
-            shown = shown.drop(name)
+        shown = shown.drop(name, strict=False)
     return shown
 
 
@@ -59,7 +50,3 @@ def _least_width(rows: pl.DataFrame, gap: int) -> int:
         heading = max(map(len, _HEADINGS.get(name, escaping.heading(name)).split("\n")))
         widths.append(max(heading, longest if dtype.is_numeric() else min(longest, _MIN_TEXT)))
     return sum(widths) + gap * (len(widths) - 1)
-
-
-def _gap(width: int) -> int:
-    return 1 if width < _NARROW else 2
