@@ -41,6 +41,9 @@ _MANIFEST_KEYS = (
     "device_name",
     "created_ns",
 )
+_FINDING_FIELDS = (
+    "impact", "cost_ns", "cost_bytes", "confidence", "message", "fix", "subject", "ranks", "steps",
+)  # fmt: skip
 
 
 def render(report: Report, run: Run, gate: CheckResult | None = None) -> str:
@@ -194,11 +197,14 @@ def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    manifest = {key: to_json_value(run.manifest.get(key)) for key in _MANIFEST_KEYS} | {
-        "created_ns": Manifest.of(run.manifest).created_ns
+    return {
+        "name": run.name,
+        "path": run.path,
+        "ranks": list(run.ranks),
+        **{key: to_json_value(run.manifest.get(key)) for key in _MANIFEST_KEYS},
+        "created_ns": Manifest.of(run.manifest).created_ns,
+        "simulated": bool(run.manifest.get("simulated", False)),
     }
-    simulated = bool(run.manifest.get("simulated", False))
-    return {"name": run.name, "path": run.path, "ranks": list(run.ranks), **manifest, "simulated": simulated}
 
 
 def _finding(found: Finding) -> dict[str, Any]:
@@ -208,16 +214,8 @@ def _finding(found: Finding) -> dict[str, Any]:
         "code": found.code,
         "name": phrases.rule_name(found.code),
         "severity": found.severity.label,
-        "impact": to_json_value(found.impact),
-        "cost_ns": found.cost_ns,
-        "cost_bytes": found.cost_bytes,
-        "confidence": to_json_value(found.confidence),
-        "message": found.message,
-        "fix": found.fix,
-        "subject": found.subject,
-        "ranks": list(found.ranks),
-        "steps": list(found.steps),
-        "evidence": [{key: to_json_value(value) for key, value in row.items()} for row in rows.iter_rows(named=True)],
+        **{name: to_json_value(getattr(found, name)) for name in _FINDING_FIELDS},
+        "evidence": to_json_value(rows.to_dicts()),
         "evidence_rows_left_out": found.evidence.height - rows.height,
     }
 

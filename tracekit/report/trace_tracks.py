@@ -78,20 +78,18 @@ def slices(trace: Trace, columns: Sequence[str] = (), *, window: Window | None =
         pl.lit("checkpoint").alias("kind"),
         *(name for name in ("start_ns", "dur_ns", *columns) if name in trace.checkpoints.columns),
     ).drop_nulls(["start_ns", "dur_ns"])
-    parts = {
+    tables = {
         "activities": _with_track(activities, trace, "activities"),
         "checkpoints": checkpoints if window is None else touching(checkpoints, window),
         "ops": _with_track(trace.ops if window is None else touching(trace.ops, window), trace, "ops"),
     }
-    return pl.concat(
-        [
-            part.with_columns(pl.lit(source).alias("source")).select(
-                *_SLICE_COLUMNS, *(name for name in columns if name in part.columns)
-            )
-            for source, part in parts.items()
-        ],
-        how="diagonal" if columns else "vertical",
-    )
+    parts = [
+        table.with_columns(pl.lit(source).alias("source")).select(
+            *_SLICE_COLUMNS, *(name for name in columns if name in table.columns)
+        )
+        for source, table in tables.items()
+    ]
+    return pl.concat(parts, how="diagonal" if columns else "vertical")
 
 
 def touching(table: pl.DataFrame, window: Window) -> pl.DataFrame:
@@ -108,26 +106,12 @@ def tracks(trace: Trace, table: pl.DataFrame) -> pl.DataFrame:
     """
     # Slices without a lane are on lane -1 of their section.
     lane = (pl.col("track") + 1) % (1 << 32) - 1
-    is_work, is_save = pl.col("source") == "activities", pl.col("source") == "checkpoints"
+    device = pl.format("GPU {}", "device")
     process = pl.concat_str(pl.lit("host"), pl.format("pid {}", "pid"), separator=" ", ignore_nulls=True)
-    group = (
-        pl.when(is_save)
-        .then(pl.lit("checkpoints"))
-        .when(pl.col("device").is_not_null())
-        .then(pl.format("GPU {}", "device"))
-        .when(is_work)
-        .then(pl.lit("CPU work"))
-        .otherwise(process)
-    )
-    work_role = pl.col("role").replace_strict(_ROLES, default="compute", return_dtype=pl.String)
+    group = _by_source("checkpoints", pl.coalesce(device, pl.lit("CPU work")), pl.coalesce(device, process))
+    role = pl.col("role").replace_strict(_ROLES, default="compute", return_dtype=pl.String)
     section = pl.col("role").replace({"memcpy": "copies", "memset": "copies"})
-    track_name = (
-        pl.when(is_save)
-        .then(pl.lit("checkpoint"))
-        .when(is_work)
-        .then(pl.format("{} · {}", section, "name"))
-        .otherwise(pl.format("host · {}", "name"))
-    )
+    track_name = _by_source("checkpoint", pl.format("{} · {}", section, "name"), pl.format("host · {}", "name"))
     unnamed = pl.format("lane {}", "lane")
     return (
         table.select("track", "source")
@@ -139,17 +123,18 @@ def tracks(trace: Trace, table: pl.DataFrame) -> pl.DataFrame:
             "track",
             track_name.fill_null(unnamed).alias("track_name"),
             group.alias("group"),
-            pl.when(is_save).then(pl.lit("saves and loads")).otherwise("name").fill_null(unnamed).alias("label"),
-            pl.when(is_save)
-            .then(pl.lit("checkpoint"))
-            .when(is_work)
-            .then(work_role)
-            .otherwise(pl.lit("host"))
-            .alias("role"),
+            _by_source("saves and loads", pl.col("name"), pl.col("name")).fill_null(unnamed).alias("label"),
+            _by_source("checkpoint", role, pl.lit("host")).alias("role"),
             "source",
-            pl.when(~is_save & (pl.col("lane") >= 0)).then("lane").alias("lane"),
+            pl.when(pl.col("source") != "checkpoints", pl.col("lane") >= 0).then("lane").alias("lane"),
         )
     )
+
+
+def _by_source(save: str, work: pl.Expr, host: pl.Expr) -> pl.Expr:
+    """Return the text of a track of checkpoints, of activities or of host slices."""
+    is_save, is_work = pl.col("source") == "checkpoints", pl.col("source") == "activities"
+    return pl.when(is_save).then(pl.lit(save)).when(is_work).then(work).otherwise(host)
 
 
 def evidence_spans(findings: Iterable[Finding], *, rank: int, window: int) -> pl.DataFrame:

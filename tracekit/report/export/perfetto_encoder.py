@@ -9,6 +9,7 @@ import polars as pl
 
 from tracekit.report import track_nesting
 from tracekit.report.export import perfetto_packets
+from tracekit.report.export.perfetto_packets import InternedTexts, PacketTemplates
 from tracekit.report.export.protobuf_wire import Ints
 from tracekit.report.trace_tracks import ARGUMENTS, Timeline
 
@@ -35,29 +36,23 @@ class ExportCounts:
 def write_trace(
     file: BinaryIO, timeline: Timeline, *, number: int, name: str, to_run_clock: Callable[[Ints], Ints]
 ) -> ExportCounts:
-    """Write a trace as process `name`; `number` is from 1 and its own in the file, `moved` takes its times over."""
+    """Write a trace as process `name`; `number`, from 1, is unique in the file; `to_run_clock` converts its times."""
     process = number * _TRACKS_PER_TRACE
-    slices = _with_flows(_with_layers(timeline.slices), timeline.flows)
+    layers = track_nesting.layers(*(timeline.slices[name].to_numpy() for name in ("track", "start_ns", "dur_ns")))
+    slices = _with_flows(timeline.slices.with_columns(pl.Series("layer", layers)), timeline.flows)
     slices, tracks = _with_uuids(slices, process + 1)
     counters, counter_tracks = _with_uuids(timeline.counters.with_columns(layer=pl.lit(0)), process + 1 + tracks.height)
-    texts, templates = perfetto_packets.InternedTexts(), perfetto_packets.PacketTemplates(number)
+    texts, templates = InternedTexts(), PacketTemplates(number)
     events = _slice_events(slices, timeline.flows, number, texts, templates, to_run_clock)
-    values = _counter_events(counters, perfetto_packets.PacketTemplates(number), to_run_clock)
+    values = _counter_events(counters, PacketTemplates(number), to_run_clock)
     file.write(perfetto_packets.process(process, number, name))
     for place, (uuid, label) in enumerate(tracks.select("uuid", "label").iter_rows()):
         file.write(perfetto_packets.track(uuid, process, label, place))
     for place, (uuid, label) in enumerate(counter_tracks.select("uuid", "label").iter_rows(), tracks.height):
         file.write(perfetto_packets.track(uuid, process, label, place, counts_bytes=True))
-    file.write(texts.packet(number))
-    file.write(events)
-    file.write(values)
+    file.writelines((texts.packet(number), events, values))
     own = tracks.filter(pl.col("layer") > 0).height
     return ExportCounts(1, slices.height, counters.height, timeline.flows.height, own)
-
-
-def _with_layers(slices: pl.DataFrame) -> pl.DataFrame:
-    layers = track_nesting.layers(*(slices[name].to_numpy() for name in ("track", "start_ns", "dur_ns")))
-    return slices.with_columns(pl.Series("layer", layers))
 
 
 def _with_flows(slices: pl.DataFrame, flows: pl.DataFrame) -> pl.DataFrame:
@@ -81,8 +76,8 @@ def _slice_events(
     slices: pl.DataFrame,
     flows: pl.DataFrame,
     number: int,
-    texts: perfetto_packets.InternedTexts,
-    templates: perfetto_packets.PacketTemplates,
+    texts: InternedTexts,
+    templates: PacketTemplates,
     moved: Callable[[Ints], Ints],
 ) -> bytes:
     kinds = slices.select(name for name in _SAME if name == "uuid" or slices[name].null_count() < slices.height)
@@ -119,9 +114,7 @@ def _arrows(slices: pl.DataFrame, flows: pl.DataFrame, number: int) -> tuple[Int
     return tuple(ends_with_events[name].to_numpy().astype(np.int64) for name in ("event", "after", "flow"))  # type: ignore[return-value]
 
 
-def _counter_events(
-    counters: pl.DataFrame, templates: perfetto_packets.PacketTemplates, moved: Callable[[Ints], Ints]
-) -> bytes:
+def _counter_events(counters: pl.DataFrame, templates: PacketTemplates, moved: Callable[[Ints], Ints]) -> bytes:
     uuids = counters["uuid"].unique().sort()
     for uuid in uuids:
         templates.add(perfetto_packets.value(uuid))

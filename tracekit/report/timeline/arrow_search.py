@@ -10,7 +10,6 @@ from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.report.timeline import lookup
-from tracekit.report.timeline.collective_peers import peers
 from tracekit.report.timeline.scene import Scene
 
 ARROWS = schema.columns("from_track from_row from_id from_ns to_track to_row to_id to_ns how", how=pl.String)
@@ -113,7 +112,7 @@ def _arrows_on_rank(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame
 
 def _collective_arrows(run: Run, scene: Scene, rank: int, id: int) -> pl.DataFrame:  # noqa: A002
     """Return an arrow from the last rank to each other rank, at the time when the collective could begin."""
-    there = peers(run, scene, rank, id)
+    there = lookup.peers(run, scene, rank, id)
     if there.is_empty():
         return pl.DataFrame(schema=ARROWS)
     last, *others = there.sort("start_ns", "rank", descending=[True, False]).iter_rows(named=True)

@@ -1,4 +1,4 @@
-"""Find the position of a slice in a scene by its id."""
+"""Find the position of a slice in a scene by its id, and the same collective on other ranks."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,14 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.nesting import Ints
+from tracekit.model.run import Run
 from tracekit.report.timeline.scene import Scene
-from tracekit.report.timeline.trace_part import Part
+from tracekit.report.timeline.trace_part import PLACES
 from tracekit.report.timeline.viewport import view
+from tracekit.sync import alignment, collective_matching
 
-PLACES = schema.columns("track row id start_ns dur_ns name_id")
+PEERS = schema.columns("rank track row id start_ns dur_ns wait_ns")
+MAX_PEERS = 64
 _NEAR_NS = 2  # the drift of a clock may be rounded in two ways
 
 
@@ -24,7 +26,7 @@ def slice_at(scene: Scene, track: int, id: int) -> dict[str, int]:  # noqa: A002
         low, high = int(own["first"][0]), int(own["first"][-1] + own["count"][-1])
         positions = np.flatnonzero(part.slices["id"][low:high] == id) + low
         if len(positions):
-            return _table(part, positions).row(0, named=True)
+            return part.table(positions).row(0, named=True)
     raise KeyError(f"no slice {id} on track {track}")
 
 
@@ -35,7 +37,7 @@ def slices_of(scene: Scene, rank: int, source: str, ids: Sequence[int]) -> pl.Da
     for part in scene.parts:
         if part.rank == rank and len(ids):
             positions = np.flatnonzero(np.isin(part.slices["id"], np.asarray(ids, np.int32)))
-            parts.append(_table(part, positions).filter(pl.col("track").is_in(tracks)))
+            parts.append(part.table(positions).filter(pl.col("track").is_in(tracks)))
     return pl.concat(parts).sort("id")
 
 
@@ -49,12 +51,27 @@ def slice_near(scene: Scene, rank: int, source: str, id: int, at_ns: int) -> dic
     return None if slices.is_empty() else schema.select(slices, PLACES).row(0, named=True)
 
 
+def peers(run: Run, scene: Scene, rank: int, activity_id: int) -> pl.DataFrame:
+    """Return the activities of all ranks that belong to the same collective as an activity of a rank.
+
+    Columns PEERS, times on the run's clock, by rank; no rows if no other rank is known to take part. wait_ns is from a
+    rank's start to the last rank's. Of a large group, the MAX_PEERS last ranks are returned.
+    """
+    calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == scene.window)
+    own = calls.filter(pl.col("rank") == rank, pl.col("activity_id") == activity_id).drop_nulls("instance")
+    there = calls.join(own.select("instance"), on="instance", how="semi")
+    if there.height < 2:
+        return pl.DataFrame(schema=PEERS)
+    placed = alignment.on_run_clock(there, run.offsets, ("start_ns", "end_ns"))
+    last_ns = pl.col("start_ns").max()
+    timed = placed.with_columns(pl.min_horizontal(last_ns, "end_ns").alias("until_ns"))
+    rows = []
+    for call in timed.sort("start_ns", descending=True).head(MAX_PEERS).iter_rows(named=True):
+        position = slice_near(scene, call["rank"], "activities", call["activity_id"], call["start_ns"])
+        if position is not None:
+            rows.append({**position, "rank": call["rank"], "wait_ns": max(0, call["until_ns"] - position["start_ns"])})
+    return pl.DataFrame(rows, schema=PEERS).sort("rank")
+
+
 def _tracks(scene: Scene, rank: int, source: str) -> list[int]:
     return scene.tracks.filter(pl.col("rank") == rank, pl.col("source") == source)["track"].to_list()
-
-
-def _table(part: Part, places: Ints) -> pl.DataFrame:
-    slices, segments = part.slices[places], part.segments_of(places)
-    columns = {name: segments[name] for name in ("track", "row")}
-    columns |= {name: slices[name] for name in ("id", "start_ns", "dur_ns")} | {"name_id": slices["name"]}
-    return pl.DataFrame(columns).pipe(schema.select, PLACES)

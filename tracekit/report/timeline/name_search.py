@@ -72,8 +72,6 @@ def _earliest(part: Part, index: Array, limit: int) -> Ints:
 
 
 def _table(scene: Scene, part: Part, places: Ints) -> pl.DataFrame:
-    slices, segments = part.slices[places], part.segments_of(places)
-    columns = {name: segments[name] for name in ("track", "row")}
-    columns |= {name: slices[name] for name in ("id", "start_ns", "dur_ns")}
-    named = scene.names["name"].gather(slices["name"].astype(np.int64))
-    return pl.DataFrame(columns).with_columns(named.alias("name")).pipe(schema.select, MATCHES)
+    rows = part.table(places)
+    named = rows.with_columns(scene.names["name"].gather(rows["name_id"]).alias("name"))
+    return schema.select(named, MATCHES)

@@ -10,7 +10,7 @@ from tracekit.model import escaping, units
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.report.timeline import lookup
-from tracekit.report.timeline.collective_peers import PEERS, peers
+from tracekit.report.timeline.lookup import PEERS, peers
 from tracekit.report.timeline.scene import Scene
 
 _PYTHON, _CPU_OP, _MODULE = "python", "cpu_op", "nn.Module: "
@@ -85,10 +85,11 @@ def details(run: Run, scene: Scene, track: int, id: int) -> Details:  # noqa: A0
         return Details(*shown, tuple(facts), _stack(around), peers(run, scene, of["rank"], id))
     around = own.around(id)
     facts += own.of_op(around)
-    for activity_id in own.collectives_of(around[0]):
-        facts += own.of_collective(activity_id)
-        return Details(*shown, tuple(facts), _stack(around[1:]), peers(run, scene, of["rank"], activity_id))
-    return Details(*shown, tuple(facts), _stack(around[1:]))
+    activity_id = own.collective_of(around[0])
+    if activity_id is None:
+        return Details(*shown, tuple(facts), _stack(around[1:]))
+    facts += own.of_collective(activity_id)
+    return Details(*shown, tuple(facts), _stack(around[1:]), peers(run, scene, of["rank"], activity_id))
 
 
 class _TraceDetails:
@@ -106,14 +107,14 @@ class _TraceDetails:
             op = _row(self._trace.ops, op["parent_id"])
         return found
 
-    def collectives_of(self, op: Mapping[str, Any]) -> list[int]:
+    def collective_of(self, op: Mapping[str, Any]) -> int | None:
         """Return the collective that a host slice launched or, on a CPU run, is, by the id of its activity."""
         is_same = (pl.col("lane") == op["lane"]) & (pl.col("start_ns") == op["start_ns"])
         work = self._trace.activities.filter(
             pl.col("kind") == "communication",
             (pl.col("launch_id") == op["id"]) | (is_same & (pl.col("dur_ns") == op["dur_ns"])),
         )
-        return sorted(work["id"].to_list())[:1]
+        return min(work["id"], default=None)
 
     def of_activity(self, activity: Mapping[str, Any], around: list[dict[str, Any]]) -> Iterator[Detail]:
         yield from _named(activity, (*_WHERE, "bytes", "grid", "block"))
@@ -157,9 +158,8 @@ class _TraceDetails:
         return self._linked(label, (op["name"] or "?")[cut:] + more, "ops", op["id"])
 
     def _linked(self, label: str, value: str, source: str, id: int) -> Detail:  # noqa: A002
-        for found in lookup.slices_of(self._scene, self._rank, source, [id]).iter_rows(named=True):
-            return Detail(label, value, *(found[name] for name in ("track", "id", "start_ns", "dur_ns")))
-        return Detail(label, value)
+        found = lookup.slices_of(self._scene, self._rank, source, [id]).select("track", "id", "start_ns", "dur_ns")
+        return Detail(label, value, *(found.row(0) if found.height else ()))
 
 
 def _row(table: pl.DataFrame, id: int | None) -> dict[str, Any] | None:  # noqa: A002

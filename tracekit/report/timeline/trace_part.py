@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.nesting import Ints
 from tracekit.report.timeline.layout import TraceLayout
 from tracekit.report.timeline.level_of_detail import NO_LEVEL, merge_levels
@@ -29,6 +31,7 @@ SEGMENT = np.dtype(
 NAME = np.dtype([("first", "<i8"), ("count", "<i8"), ("busy_ns", "<i8"), ("name", "<u4"), ("spare", "<u4")])
 """Where the slices of one name stand in `by_name`, and how much time they have together."""
 
+PLACES = schema.columns("track row id start_ns dur_ns name_id")
 _ARRAYS = {
     "slices": SLICE,
     "slice_segments": SEGMENT,
@@ -62,9 +65,13 @@ class Part:
         for name in _ARRAYS:
             writer.array(f"{name}{number}", getattr(self, name))
 
-    def segments_of(self, places: Ints) -> Array:
-        """Return the segment that each of these slices stands in, by its place."""
-        return self.slice_segments[np.searchsorted(self.slice_segments["first"], places, side="right") - 1]
+    def table(self, positions: Ints) -> pl.DataFrame:
+        """Return the slices at these positions. Columns PLACES; one row per slice."""
+        slices = self.slices[positions]
+        segments = self.slice_segments[np.searchsorted(self.slice_segments["first"], positions, side="right") - 1]
+        columns = {name: segments[name] for name in ("track", "row")}
+        columns |= {name: slices[name] for name in ("id", "start_ns", "dur_ns")} | {"name_id": slices["name"]}
+        return schema.select(pl.DataFrame(columns), PLACES)
 
     @property
     def tracks(self) -> set[int]:
