@@ -39,6 +39,10 @@ _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Amount = Annotated[float, Meta(ge=0)]
 
 
+class _Named(Struct):
+    schema: str | None = None
+
+
 class _Finding(Struct):
     id: Annotated[str, Meta(min_length=1, max_length=200)]
     code: Annotated[str, Meta(pattern="^[A-Z]+[0-9]+$", max_length=20)]
@@ -121,30 +125,24 @@ def read(path: Path) -> Baseline:
         text = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    _check_schema(path, text)
     try:
+        _check_schema(path, msgspec.json.decode(text, type=_Named).schema)
         document = msgspec.json.decode(text, type=_Document)
         recordings = tuple(_read_recording(each, f"recordings[{n}]") for n, each in enumerate(document.recordings))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: is not a complete baseline: {error}; save it again with tracekit baseline save"
         ) from None
-    return Baseline(document.name, _plain(document.fingerprint), recordings, document.tool_version)
+    fingerprint: dict[str, Plain] = {
+        key: list(value) if isinstance(value, list) else value for key, value in document.fingerprint.items()
+    }
+    return Baseline(document.name, fingerprint, recordings, document.tool_version)
 
 
-def _check_schema(path: Path, text: bytes) -> None:
-    class Named(Struct):
-        schema: str | None = None
-
-    try:
-        named = msgspec.json.decode(text, type=Named).schema
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InputError(
-            f"{path}: is not a complete baseline: {error}; save it again with tracekit baseline save"
-        ) from None
-    if named != SCHEMA:
-        schema = f"of schema {named[:_START_BYTES]!r}" if named else "of no schema"
-        raise InputError(f"{path}: is {schema}, not {SCHEMA}; save one with tracekit baseline save RUN --output FILE")
+def _check_schema(path: Path, schema: str | None) -> None:
+    if schema != SCHEMA:
+        named = f"of schema {schema[:_START_BYTES]!r}" if schema else "of no schema"
+        raise InputError(f"{path}: is {named}, not {SCHEMA}; save one with tracekit baseline save RUN --output FILE")
 
 
 # To JSON -------------------------------------------------------------------------------------------------------------
@@ -245,7 +243,3 @@ def _read_series(
                 if name in rows:
                     rows[name] += [one] * len(own_steps)
     return pl.DataFrame([pl.Series(name, rows[name], dtype) for name, dtype in columns.items()])
-
-
-def _plain(fields: "dict[str, bool | int | float | str | list[bool | int | float | str | None]]") -> dict[str, Plain]:
-    return {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}

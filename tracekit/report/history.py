@@ -88,12 +88,8 @@ def changes_by_run(group: Group) -> list[list[MetricShift]]:
             near[-1].append(shift)
         else:
             near.append([shift])
-    return [_at_most_common_first(shifts) for shifts in near]
-
-
-def _at_most_common_first(shifts: list[MetricShift]) -> list[MetricShift]:
-    firsts = Counter(shift.first for shift in shifts)
-    return sorted(shifts, key=lambda shift: (-firsts[shift.first], shift.first))
+    counts = Counter((number, shift.first) for number, shifts in enumerate(near) for shift in shifts)
+    return [sorted(shifts, key=lambda s: (-counts[number, s.first], s.first)) for number, shifts in enumerate(near)]
 
 
 def before_and_after(shift: MetricShift) -> str:
@@ -109,7 +105,8 @@ def context(group: Group, shift: MetricShift) -> list[tuple[str, str]]:
         when = utc_minute(int(group.runs["at_ns"][index]))
         rows.append((heading, f"run {index + 1}, {when}, {run_text(group.runs, index)}"))
     for heading, ids in (("new findings", shift.appeared), ("resolved findings", shift.disappeared)):
-        rows += [(heading, ", ".join(map(finding_text, ids)))] if ids else []
+        names = [f"{finding} {phrases.rule_name(finding.partition('-')[0])}" for finding in ids]
+        rows += [(heading, ", ".join(names))] if names else []
     differing = ", ".join(f"{field} {a or 'none'} → {b or 'none'}" for field, a, b in shift.changed_facts)
     return [*rows, *([("other differences", differing)] if differing else [])]
 
@@ -163,11 +160,6 @@ def commit_range(group: Group, shift: MetricShift) -> str:
 def utc_minute(at_ns: int) -> str:
     """Return a Unix time in UTC to the minute."""
     return datetime.datetime.fromtimestamp(at_ns / 1e9, datetime.UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def finding_text(finding: str) -> str:
-    """Return a finding by its id and its rule's name."""
-    return f"{finding} {phrases.rule_name(finding.partition('-')[0])}"
 
 
 def _group(group: Group, width: int) -> list[RenderableType]:

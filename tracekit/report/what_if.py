@@ -29,7 +29,27 @@ def as_text(
 
     `together` is the answer for several causes at once.
     """
-    return "\n".join(_lines(found, predictions, together, run, price)) + "\n"
+    lines = [
+        f"{run}: step time {units.duration(found.step_ns)}; replayed without changes "
+        f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
+    ]
+    lines += [caveat(found)] if not found.is_reproduced else []
+    if not found.answers and not predictions:
+        lines.append("removing a cause does not make the step shorter")
+    for each in found.answers:
+        lines += _of_answer(each, price)
+    if len(found.answers) > 1:
+        lines.append("Savings overlap: their total is less than their sum.")
+    if together is not None:
+        lines += _of_answer(together, price)
+    lines += [f"{each.cause.name}: no estimate: {each.unavailable_reason}" for each in found.unavailable]
+    for prediction in predictions:
+        lines += _of_prediction(prediction, found.gpus, price)
+    if price is not None and found.gpus:
+        lines.append(f"Savings per day of training on {found.gpus} GPUs, at {price:g} an hour each.")
+    elif price is not None:
+        lines.append("The run was on CPUs, so there is no cost in GPU-hours or money.")
+    return "\n".join(lines) + "\n"
 
 
 def as_json(
@@ -70,53 +90,25 @@ def caveat(found: WhatIf) -> str:
     )
 
 
-def _lines(
-    found: WhatIf, predictions: Sequence[Prediction], together: Answer | None, run: str, price: float | None
-) -> Iterator[str]:
-    yield (
-        f"{run}: step time {units.duration(found.step_ns)}; replayed without changes "
-        f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
-    )
-    if caveats := caveat(found):
-        yield caveats
-    if not found.answers and not predictions:
-        yield "removing a cause does not make the step shorter"
-    for each in found.answers:
-        yield from _of_answer(each, price)
-    if len(found.answers) > 1:
-        yield "Savings overlap: their total is less than their sum."
-    if together is not None:
-        yield from _of_answer(together, price)
-    yield from (f"{each.cause.name}: no estimate: {each.unavailable_reason}" for each in found.unavailable)
-    for prediction in predictions:
-        hours = what_if.hours_per_day(prediction.saved_ratio, found.gpus)
-        yield (
-            f"prediction for {prediction.name}: step time {units.duration(prediction.predicted_ns)} "
-            f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
-        )
-        yield from (f"  assumes: {each}" for each in prediction.assumptions)
-    if price is not None:
-        yield (
-            f"Savings per day of training on {found.gpus} GPUs, at {price:g} an hour each."
-            if found.gpus
-            else "The run was on CPUs, so there is no cost in GPU-hours or money."
-        )
-
-
 def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
     if each.unavailable_reason:
         yield f"{each.cause.name}: no estimate: {each.unavailable_reason}"
         return
     yield (
         f"without {each.cause.name:<22} step time {units.duration(each.without_ns)} "
-        f"({_less(each.saved_ratio)}){_per_day(each.gpu_hours_per_day, price)}"
+        f"(−{max(0.0, each.saved_ratio):.1%}){_per_day(each.gpu_hours_per_day, price)}"
     )
     if each.caveat:
         yield f"  less sure: {each.caveat}"
 
 
-def _less(saved_ratio: float) -> str:
-    return f"−{max(0.0, saved_ratio):.1%}"
+def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> Iterator[str]:
+    hours = what_if.hours_per_day(prediction.saved_ratio, gpus)
+    yield (
+        f"prediction for {prediction.name}: step time {units.duration(prediction.predicted_ns)} "
+        f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
+    )
+    yield from (f"  assumes: {each}" for each in prediction.assumptions)
 
 
 def _per_day(hours: float | None, price: float | None) -> str:

@@ -5,18 +5,23 @@ because Plotly reads a subset of HTML in labels and hovers. Backgrounds are tran
 own, so that a figure fits a light page and a dark one.
 """
 
-from tracekit.report.charts.bars import breakdown, comparison, step_times
+from tracekit.report.charts.bars import breakdown, comparison, step_times, top_bars
 from tracekit.report.charts.checkpoints import save_bandwidth, save_clocks, save_stages
+from tracekit.report.charts.communication import (
+    ALGORITHM,
+    BUS,
+    bandwidth,
+    communication_parts,
+    stall_causes,
+    wait_matrix,
+)
 from tracekit.report.charts.contention import concurrent_time, delayed_preparation, slowdowns
 from tracekit.report.charts.memory import block_lifetimes, memory_over_time, reserved_memory, segment_map
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.rank_heatmap import MEASURES, step_heatmap
 from tracekit.report.charts.rank_timelines import rank_activity
-from tracekit.report.charts.stalls import communication_parts, stall_causes, wait_matrix
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
-from tracekit.report.charts.top_work import top_bars
-from tracekit.report.charts.trace_slices import EVIDENCE_TRACK, MAX_SLICES, timeline
-from tracekit.report.charts.traffic import ALGORITHM, BUS, bandwidth
+from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
 from tracekit.report.charts.what_if import potential_savings, savings_by_rank
 
 __all__ = [
@@ -25,7 +30,6 @@ __all__ = [
     "CAUSES",
     "COLOURS",
     "CONFIG",
-    "EVIDENCE_TRACK",
     "KIND_LABELS",
     "LIGHT_KINDS",
     "LOST",

@@ -69,7 +69,8 @@ def to_hta(
 
     traces = _select_traces(list(_window(run, window)), None if ranks is None else set(ranks))
     handed = HtaTrace(trace_files={}, trace_dir=run.path)
-    zero_ns = _zero_ns(traces)
+    # The zero of the times in the first file, so that rounding to µs falls as it does on the file's own.
+    zero_ns = next((int(base) for t in traces if (base := t.header.get("baseTimeNanoseconds"))), 0)
     for trace in traces:
         frame = _frame(trace, zero_ns, handed.symbol_table)
         handed.trace_files[trace.rank] = trace.path
@@ -113,16 +114,14 @@ def _window(run: Run, window: int | None) -> Iterable[Trace]:
     )
 
 
-def _zero_ns(traces: Iterable[Trace]) -> int:
-    """Return the zero of the times in the first file, so that rounding to µs falls as it does on the file's own."""
-    return next((int(base) for t in traces if (base := t.header.get("baseTimeNanoseconds"))), 0)
-
-
 def _frame(trace: Trace, zero_ns: int, symbols: "TraceSymbolTable") -> "pd.DataFrame":
     """Return one rank's frame: a row per host slice and per activity of a device, in order of start."""
     events = pl.concat([_host(trace), _device(trace)], how="diagonal").sort("start_ns", maintain_order=True)
     events = _linked(events.with_row_index("index", offset=1).with_columns(pl.col("index").cast(pl.Int64)))
-    filled = events.with_columns(_missing(name, value, events.columns) for name, value in _MISSING.items())
+    filled = events.with_columns(
+        pl.col(name).fill_null(value) if name in events.columns else pl.lit(value).alias(name)
+        for name, value in _MISSING.items()
+    )
     frame = filled.select(
         pl.exclude("start_ns", "dur_ns", "op_id", "activity_id", "launch_id", "number"),
         *_times(filled, zero_ns),
@@ -194,10 +193,6 @@ def _linked(events: pl.DataFrame) -> pl.DataFrame:
         )
         .drop("launch", "launched")
     )
-
-
-def _missing(name: str, value: object, present: Iterable[str]) -> pl.Expr:
-    return pl.col(name).fill_null(value) if name in present else pl.lit(value).alias(name)
 
 
 def _times(events: pl.DataFrame, zero_ns: int) -> tuple[pl.Series, pl.Series, pl.Series]:

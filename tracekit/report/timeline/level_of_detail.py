@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracekit.model.nesting import Ints
+from tracekit.model.nesting import Flags, Ints
 
 NO_LEVEL = 64
 """The last level of runs that are never merged into a longer one."""
@@ -40,6 +40,13 @@ def bit_length(values: Ints) -> Ints:
     [0, 1, 2, 2, 3]
     """
     return np.frexp(values.astype(np.float64))[1].astype(np.int64)
+
+
+def group_starts(*columns: Ints) -> Flags:
+    """Flag the first row of each group of consecutive rows that are equal in all columns."""
+    starts = np.ones(len(columns[0]), bool)
+    starts[1:] = np.logical_or.reduce([values[1:] != values[:-1] for values in columns])
+    return starts
 
 
 def links(row: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
@@ -80,11 +87,7 @@ def merge_levels(row: Ints, start_ns: Ints, dur_ns: Ints, name: Ints) -> tuple[I
         parts.append(forest.runs(dying[~is_slice], level))
         forest = forest.merged(level)
     parts.append(forest.runs(np.flatnonzero(forest.made > 0), NO_LEVEL))
-    return ends, _joined(parts)
-
-
-def _joined(parts: list[Runs]) -> Runs:
-    return Runs(*(np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__dataclass_fields__))
+    return ends, Runs(*(np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__dataclass_fields__))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +106,13 @@ class _Shares:
         key = node[touched] * self.names + self.name[touched]
         order = np.argsort(key, kind="stable")
         key, busy_ns = key[order], self.busy_ns[touched][order]
-        heads = np.flatnonzero(np.concatenate(([True], key[1:] != key[:-1])))
+        heads = np.flatnonzero(group_starts(key))
         sums, key = np.add.reduceat(busy_ns, heads), key[heads]
         new, named = key // self.names, key % self.names
-        first = np.flatnonzero(np.concatenate(([True], new[1:] != new[:-1])))
+        first = np.flatnonzero(group_starts(new))
         most = np.maximum.reduceat(sums, first)
         at = np.flatnonzero(sums == np.repeat(most, np.diff(np.append(first, len(new)))))
-        at = at[np.concatenate(([True], new[at][1:] != new[at][:-1]))]
+        at = at[group_starts(new[at])]
         unchanged = ~touched
         shares = _Shares(
             np.concatenate((node[unchanged], new)),

@@ -9,21 +9,12 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.nesting import Ints
 from tracekit.report.timeline.layout import TraceLayout
-from tracekit.report.timeline.level_of_detail import NO_LEVEL, merge_levels
+from tracekit.report.timeline.level_of_detail import NO_LEVEL, group_starts, merge_levels
 from tracekit.report.timeline.mapped_file import Array, MappedFile, Writer
 
 SLICE = np.dtype([("start_ns", "<i8"), ("dur_ns", "<i8"), ("name", "<u4"), ("id", "<i4")])
-RUN = np.dtype(
-    [
-        ("start_ns", "<i8"),
-        ("dur_ns", "<i8"),
-        ("busy_ns", "<i8"),
-        ("name", "<u4"),
-        ("count", "<u4"),
-        ("made", "<u4"),
-        ("spare", "<u4"),
-    ]
-)
+_RUN_FIELDS = ("start_ns", "dur_ns", "busy_ns", "name", "count", "made", "spare")
+RUN = np.dtype({"names": _RUN_FIELDS, "formats": ("<i8",) * 3 + ("<u4",) * 4})
 SEGMENT = np.dtype(
     [("first", "<i8"), ("count", "<i8"), ("track", "<i4"), ("row", "<i4"), ("ends", "<i4"), ("s", "<i4")]
 )
@@ -95,19 +86,15 @@ def build_part(layout: TraceLayout, rank: int, *, first_track: int, names: Ints)
         merged[field] = getattr(runs, field)
     place = (layout.track + first_track, layout.row)
     sequence, segments = _segments(rows, ends, place)
-    run_sequence, run_segments = _segments(rows[runs.first], runs.ends, _at(place, runs.first))
+    run_place = (place[0][runs.first], place[1][runs.first])
+    run_sequence, run_segments = _segments(rows[runs.first], runs.ends, run_place)
     slices = slices[sequence]
     return Part(rank, slices, segments, merged[run_sequence], run_segments, *_by_name(slices))
 
 
 def _rows(laid: TraceLayout) -> Ints:
     """Return the number of each slice's row among all rows; they are sorted by it."""
-    changes = (laid.track[1:] != laid.track[:-1]) | (laid.row[1:] != laid.row[:-1])
-    return np.concatenate((np.zeros(min(1, len(laid.track)), np.int64), np.cumsum(changes)))
-
-
-def _at(place: tuple[Ints, Ints], rows: Ints) -> tuple[Ints, Ints]:
-    return place[0][rows], place[1][rows]
+    return np.cumsum(group_starts(laid.track, laid.row)) - 1
 
 
 def _segments(row: Ints, ends: Ints, place: tuple[Ints, Ints]) -> tuple[Ints, Array]:
@@ -115,8 +102,7 @@ def _segments(row: Ints, ends: Ints, place: tuple[Ints, Ints]) -> tuple[Ints, Ar
     # Those of one row and end come in the order of their starts already.
     sequence = np.argsort(row * (NO_LEVEL + 1) + ends, kind="stable")
     row, ends = row[sequence], ends[sequence]
-    changes = (row[1:] != row[:-1]) | (ends[1:] != ends[:-1])
-    first = np.flatnonzero(np.concatenate((np.ones(min(1, len(row)), bool), changes)))
+    first = np.flatnonzero(group_starts(row, ends))
     segments = np.zeros(len(first), SEGMENT)
     segments["first"] = first
     segments["count"] = np.diff(np.append(first, len(row)))
@@ -128,7 +114,7 @@ def _segments(row: Ints, ends: Ints, place: tuple[Ints, Ints]) -> tuple[Ints, Ar
 def _by_name(slices: Array) -> tuple[npt.NDArray[np.uint32], Array]:
     sequence = np.lexsort((slices["start_ns"], slices["name"]))
     name = slices["name"][sequence]
-    first = np.flatnonzero(np.concatenate((np.ones(min(1, len(name)), bool), name[1:] != name[:-1])))
+    first = np.flatnonzero(group_starts(name))
     index = np.zeros(len(first), NAME)
     index["first"] = first
     index["count"] = np.diff(np.append(first, len(name)))
