@@ -44,6 +44,11 @@ class CheckItem:
     finding: Finding | None = None
     """The finding itself; for a metric or a budget, the new finding that explains most of it."""
 
+    @property
+    def own_finding(self) -> Finding | None:
+        """Return the finding that the item is, None for a metric or a budget."""
+        return self.finding if self.kind is ItemKind.FINDING else None
+
 
 def items(gate: CheckResult) -> tuple[CheckItem, ...]:
     """Return all items of a check, failing items first."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tracekit.model import escaping
 from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.report import ci_results, sarif
-from tracekit.report.ci_results import CheckItem, ItemKind
+from tracekit.report.ci_results import CheckItem
 from tracekit.report.code_locations import Checkout
 from tracekit.rules.rule import Severity
 
@@ -28,7 +28,7 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
             description = f"{run}: {item.message}" if run else item.message
             entry = {
                 "description": escaping.inert(description, _MAX_TEXT),
-                "check_name": item.finding.code if item.finding and item.kind is ItemKind.FINDING else item.kind.value,
+                "check_name": item.own_finding.code if item.own_finding else item.kind.value,
                 "fingerprint": sarif.fingerprint(item, run),
                 "severity": _severity(item),
                 "location": {"path": location.path, "lines": {"begin": location.line}},
@@ -40,6 +40,6 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
 def _severity(item: CheckItem) -> str:
     if item.fails:
         return "blocker"
-    if item.finding is None or item.kind is not ItemKind.FINDING or item.standing is FindingStatus.KNOWN:
+    if item.own_finding is None or item.standing is FindingStatus.KNOWN:
         return "info"
-    return _SEVERITIES[item.finding.severity]
+    return _SEVERITIES[item.own_finding.severity]

@@ -60,10 +60,8 @@ def as_markdown(compared: Comparison) -> str:
     """Return the comparison as a Markdown table, as pull requests show it."""
     header, rows = table_cells(compared)
     table = [[markdown_escaping.escaped(cell.strip()) for cell in row] for row in (header, *rows)]
-    lines = [markdown_escaping.table(table[0], table[1:], right=(1, 2, 3, 4)), ""]
-    return (
-        "\n".join([*lines, *(f"- {markdown_escaping.escaped(remark)}" for remark in remarks(compared))]).rstrip() + "\n"
-    )
+    notes = [f"- {markdown_escaping.escaped(remark)}" for remark in remarks(compared)]
+    return "\n".join([markdown_escaping.table(table[0], table[1:], right=(1, 2, 3, 4)), "", *notes]).rstrip() + "\n"
 
 
 def limit_verdict(limit: Limit, change: Change) -> str:
@@ -91,17 +89,11 @@ def label(metric: str) -> str:
 def table_cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a comparison's table, one row per metric."""
     names = [escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate)]
-    rows = [
-        [
-            label(change.metric),
-            metric_of(change.metric).text(change.reference),
-            metric_of(change.metric).text(change.candidate),
-            _change(change),
-            _interval(change),
-            change.verdict.value,
-        ]
-        for change in compared.changes
-    ]
+    rows = []
+    for change in compared.changes:
+        metric = metric_of(change.metric)
+        before, now = metric.text(change.reference), metric.text(change.candidate)
+        rows.append([metric.label, before, now, _change(change), _interval(change), change.verdict.value])
     return ["", *names, "change", f"{compared.confidence:.0%} interval", "verdict"], rows
 
 
@@ -158,13 +150,16 @@ def _unit(change: Change) -> str:
 def remarks(compared: Comparison) -> Sequence[str]:
     """Return what limits the comparison: inconclusive metrics, then what differs between the runs."""
     inconclusive = [change for change in compared.changes if change.verdict is Verdict.INCONCLUSIVE]
-    samples = ", ".join(f"{label(change.metric)} {_more(change)}" for change in inconclusive if change.more_samples)
-    recordings = ", ".join(
-        f"{label(change.metric)} {change.more_recordings}" for change in inconclusive if change.more_recordings
-    )
+    needed = {
+        "samples": [f"{label(each.metric)} {_more(each)}" for each in inconclusive if each.more_samples],
+        "recordings": [f"{label(each.metric)} {each.more_recordings}" for each in inconclusive if each.more_recordings],
+    }
     return [
-        *([f"additional samples per side for a conclusive result, about: {samples}"] if samples else []),
-        *([f"additional recordings per side for a conclusive result, about: {recordings}"] if recordings else []),
+        *(
+            f"additional {what} per side for a conclusive result, about: {', '.join(n)}"
+            for what, n in needed.items()
+            if n
+        ),
         *compared.notes,
     ]
 

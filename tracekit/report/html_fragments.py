@@ -102,23 +102,18 @@ def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:
         f"{compared.candidate}: {comparison.label(first.metric)} {comparison.change_text(first)}: {first.verdict.value}"
     )
     others = [change for change in compared.changes if change is not first]
-    metrics = [
-        f"{verdict.value}: "
-        + ", ".join(comparison.label(change.metric) for change in others if change.verdict is verdict)
-        for verdict in (Verdict.WORSE, Verdict.BETTER)
-        if any(change.verdict is verdict for change in others)
-    ]
-    lines = [(f"likely cause, {cause.name}", cause.message) for cause in (gate.causes if gate else ())]
-    new = [found.finding.code for found in (gate.findings if gate else ()) if found.status is FindingStatus.NEW]
-    resolved = [found.code for found in (gate.fixed if gate else ())]
-    lines += [
-        (name, ", ".join(dict.fromkeys(map(phrases.rule_name, codes))))
-        for name, codes in (("new findings", new), ("resolved findings", resolved))
-        if codes
-    ]
-    return escaping.fragment(
-        "comparison_verdict", _VERDICT_CLASSES[first.verdict], headline, " · ".join(metrics), lines
-    )
+    metrics = []
+    for verdict in (Verdict.WORSE, Verdict.BETTER):
+        labels = [comparison.label(change.metric) for change in others if change.verdict is verdict]
+        metrics += [f"{verdict.value}: {', '.join(labels)}"] if labels else []
+    lines = []
+    if gate is not None:
+        lines += [(f"likely cause, {cause.name}", cause.message) for cause in gate.causes]
+        new = [found.finding.code for found in gate.findings if found.status is FindingStatus.NEW]
+        for name, codes in (("new findings", new), ("resolved findings", [found.code for found in gate.fixed])):
+            lines += [(name, ", ".join(dict.fromkeys(map(phrases.rule_name, codes))))] if codes else []
+    status = _VERDICT_CLASSES[first.verdict]
+    return escaping.fragment("comparison_verdict", status, headline, " · ".join(metrics), lines)
 
 
 def is_conclusive(change: Change) -> bool:
@@ -151,15 +146,10 @@ def gate_verdict(gate: CheckResult) -> str:
 
 def gate_tables(gate: CheckResult) -> str:
     """Return budgets, and findings and metrics compared with the baseline's, as tables; '' where there are none."""
-    budgets = [
-        (
-            budget.budget,
-            metric_of(budget.metric).text(budget.limit),
-            metric_of(budget.metric).text(budget.measured),
-            budget.outcome.value + ", fails" * gate.fails_budget(budget),
-        )
-        for budget in gate.budgets
-    ]
+    budgets = []
+    for budget in gate.budgets:
+        limit, measured = (metric_of(budget.metric).text(value) for value in (budget.limit, budget.measured))
+        budgets.append((budget.budget, limit, measured, budget.outcome.value + ", fails" * gate.fails_budget(budget)))
     shown = budgets and escaping.html_table(("", "limit", "measured", ""), budgets, right=(False, True, True, False))
     if gate.comparison is None:
         return escaping.fragment("gate_tables", gate.baseline, shown, "", "", ())

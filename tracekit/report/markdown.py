@@ -6,10 +6,9 @@ pass. Names from traces are text: they are no markup, mention, reference or link
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tracekit.errors import ConfigError
-from tracekit.regression.budgets import BudgetOutcome
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
@@ -66,12 +65,9 @@ def _title(gates: Sequence[CheckResult]) -> str:
     mark = "❌" if failing else "✅"
     if len(gates) == 1:
         return f"{mark} {escaped(headline(gates[0]))}"
-    summary = (
-        f"{ci_results.failure_counts(gates)} in {len(failing)} of {len(gates)} runs"
-        if failing
-        else f"{len(gates)} runs"
-    )
-    return f"{mark} {'Failed' if failing else 'Passed'}: {summary}"
+    if not failing:
+        return f"{mark} Passed: {len(gates)} runs"
+    return f"{mark} Failed: {ci_results.failure_counts(gates)} in {len(failing)} of {len(gates)} runs"
 
 
 def _head(name: str, gate: CheckResult, *, several: bool) -> str:
@@ -92,29 +88,27 @@ def _metrics(gate: CheckResult) -> str:
     rest = len(gate.comparison.changes) - len(shown)
     if not shown:
         return "No metric changed significantly." if rest else ""
-    rows = [_metric(change, fails=change.metric in failing) for change in shown]
-    return _changes(gate.comparison, rows)
+    return _changes(gate.comparison, shown, failing)
 
 
-def _changes(found: Comparison, rows: Sequence[Sequence[str]]) -> str:
-    header = ("metric", "before", "now", f"change ({found.confidence:.0%} interval)", "verdict")
+def _changes(compared: Comparison, changes: Iterable[Change], failing: Collection[str] = ()) -> str:
+    rows = []
+    for change in changes:
+        metric = metric_of(change.metric)
+        before, now = metric.text(change.reference), metric.text(change.candidate)
+        verdict = f"❌ {change.verdict}" if change.metric in failing else change.verdict.value
+        rows.append((metric.label, before, now, comparison.change_text(change), verdict))
+    header = ("metric", "before", "now", f"change ({compared.confidence:.0%} interval)", "verdict")
     return table(header, rows, right=(1, 2, 3))
 
 
-def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
-    before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
-    verdict = f"❌ {change.verdict}" if fails else change.verdict.value
-    return comparison.label(change.metric), before, now, comparison.change_text(change), verdict
-
-
 def _budgets(gate: CheckResult) -> str:
-    marks = {BudgetOutcome.MET: "met", BudgetOutcome.BROKEN: "broken", BudgetOutcome.INCONCLUSIVE: "inconclusive"}
     rows = [
         (
             code(each.budget),
             metric_of(each.metric).text(each.limit),
             metric_of(each.metric).text(each.measured),
-            f"❌ {marks[each.outcome]}" if gate.fails_budget(each) else marks[each.outcome],
+            f"❌ {each.outcome}" if gate.fails_budget(each) else each.outcome.value,
         )
         for each in gate.budgets[:_MAX_ROWS]
     ]
@@ -146,8 +140,8 @@ def _row(judged: JudgedFinding, *, has_baseline: bool) -> tuple[str, ...]:
 
 
 def _picture(gate: CheckResult) -> str:
-    drawn = text_charts.before_and_now(gate.comparison) if gate.comparison else ""
-    drawn = drawn or text_charts.by_rank(gate.report.run)
+    before_and_now = text_charts.before_and_now(gate.comparison) if gate.comparison else ""
+    drawn = before_and_now or text_charts.by_rank(gate.report.run)
     return f"```text\n{drawn}\n```" if drawn else ""
 
 
@@ -158,8 +152,7 @@ def _details(gate: CheckResult, checkout: Checkout) -> Iterator[str]:
     yield from (f"**budget {code(each.budget)}** {escaped(each.message)}" for each in gate.budgets)
     notes = list(gate.report.notes)
     if gate.comparison is not None:
-        rows = [_metric(change, fails=False) for change in gate.comparison.changes]
-        yield _changes(gate.comparison, rows)
+        yield _changes(gate.comparison, gate.comparison.changes)
         notes = [*comparison.remarks(gate.comparison), *notes]
     if notes:
         yield "\n".join(f"- {escaped(note)}" for note in notes)

@@ -67,20 +67,14 @@ def of_run(run: Run) -> MemoryReport:
         notes = ["The traces have no memory events: record with profile_memory=True."]
     more_tables = {
         "Peak allocated and reserved memory": peaks,
-        "Unit buffers that double buffering could replace": _last_step(
-            tables[double_buffering.alternating].filter(is_shown)
-        ),
+        "Unit buffers that double buffering could replace": tables[double_buffering.alternating]
+        .filter(is_shown)
+        .filter(pl.col("step") == pl.col("step").max().over("window", "rank")),  # all steps are alike
         "Growth per step": tables[growth.growth],
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
-    return MemoryReport(
-        _most(peaks["peak_allocated_bytes"]),
-        _most(peaks["peak_reserved_bytes"]),
-        live,
-        churn,
-        more_tables,
-        tuple(notes),
-    )
+    allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
+    return MemoryReport(allocated_bytes, reserved_bytes, live, churn, more_tables, tuple(notes))
 
 
 def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
@@ -131,7 +125,8 @@ def with_replay(
     if history.not_replayable:
         raise InputError(f"no history to replay: {history.not_replayable}")
     as_recorded = text.strip() == AS_RECORDED
-    settings = history.settings if as_recorded else Settings.parse(_without_buffers(text))
+    own_settings = ",".join(pair for pair in _pairs(text) if pair != UNIT_BUFFERS) if uses_unit_buffers(text) else text
+    settings = history.settings if as_recorded else Settings.parse(own_settings)
     played = (
         playback.replay_as_recorded(history)
         if as_recorded
@@ -153,10 +148,6 @@ def with_replay(
 def uses_unit_buffers(text: str) -> bool:
     """Return whether a replay's settings contain unit buffers that are allocated once."""
     return UNIT_BUFFERS in _pairs(text)
-
-
-def _without_buffers(text: str) -> str:
-    return ",".join(pair for pair in _pairs(text) if pair != UNIT_BUFFERS) if uses_unit_buffers(text) else text
 
 
 def _pairs(text: str) -> list[str]:
@@ -265,11 +256,6 @@ def _for_people(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.drop("at_ns", "peak_bytes", strict=False).with_columns(owners)
 
 
-def _last_step(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows of each trace's last step: all steps are alike."""
-    return rows.filter(pl.col("step") == pl.col("step").max().over("window", "rank"))
-
-
 def _calls(stalls: pl.DataFrame) -> pl.DataFrame:
     """Return, by trace and device, the calls that took or returned device memory after the first step."""
     key = ["window", "rank", "device"]
@@ -278,8 +264,3 @@ def _calls(stalls: pl.DataFrame) -> pl.DataFrame:
         pl.len().alias("steps"), pl.col("calls", "host_ns", "stalled_ns").sum()
     )
     return sums.filter(pl.col("calls") > 0)
-
-
-def _most(values: pl.Series) -> int | None:
-    largest = values.max()
-    return None if largest is None else int(str(largest))

@@ -81,7 +81,7 @@ def fingerprint(item: CheckItem, run: str = "") -> str:
 def _result(
     item: CheckItem, gate: CheckResult, location: Location, run: str, indices: Mapping[str, int]
 ) -> dict[str, Any]:
-    rule = _rule_id(item)
+    rule = item.own_finding.code if item.own_finding else _EXTRA_RULES[item.kind][0]
     message = f"{run}: {item.message}" if run else item.message
     result: dict[str, Any] = {
         "ruleId": rule,
@@ -100,23 +100,18 @@ def _result(
             "run": escaping.inert(gate.report.run.name),
         },
     }
-    if item.kind is ItemKind.FINDING and item.finding is not None:
-        result["rank"] = round(100 * min(max(item.finding.impact, 0.0), 1.0), 3)
+    if item.own_finding is not None:
+        result["rank"] = round(100 * min(max(item.own_finding.impact, 0.0), 1.0), 3)
     if gate.baseline or gate.comparison is not None:
         result["baselineState"] = _STATES[item.standing] if item.standing else "new"
     return result
 
 
 def _location(item: CheckItem, gate: CheckResult, location: Location) -> dict[str, Any]:
-    region = {
-        "startLine": location.line,
-        "startColumn": location.start_column,
-        "endLine": location.line,
-        "endColumn": location.end_column,
-    }
-    artifact = {"uri": quote(location.path)}
+    start = {"startLine": location.line, "startColumn": location.start_column}
+    region = start | {"endLine": location.line, "endColumn": location.end_column}
     return {
-        "physicalLocation": {"artifactLocation": artifact, "region": region},
+        "physicalLocation": {"artifactLocation": {"uri": quote(location.path)}, "region": region},
         "logicalLocations": list(_logical(item, gate, location)),
     }
 
@@ -126,10 +121,11 @@ def _logical(item: CheckItem, gate: CheckResult, location: Location) -> Sequence
     locations = [{"name": run, "kind": "run", "fullyQualifiedName": run}]
     if location.function:
         locations.append({"name": location.function, "kind": "function"})
-    if item.kind is ItemKind.FINDING and item.finding is not None:
-        parts = [("unit", item.finding.subject)] if item.finding.subject else []
-        parts += [("rank", str(rank)) for rank in item.finding.ranks[:8]]
-        parts += [("step", str(step)) for step in item.finding.steps[:8]]
+    finding = item.own_finding
+    if finding is not None:
+        parts = [("unit", finding.subject)] if finding.subject else []
+        parts += [("rank", str(rank)) for rank in finding.ranks[:8]]
+        parts += [("step", str(step)) for step in finding.steps[:8]]
         for kind, name in parts:
             text = escaping.inert(name)
             locations.append({"name": text, "kind": kind, "fullyQualifiedName": f"{run}/{kind}/{text}"})
@@ -137,13 +133,9 @@ def _logical(item: CheckItem, gate: CheckResult, location: Location) -> Sequence
 
 
 def _level(item: CheckItem) -> str:
-    if item.kind is ItemKind.FINDING and item.finding is not None:
-        return _LEVELS[item.finding.severity]
+    if item.own_finding is not None:
+        return _LEVELS[item.own_finding.severity]
     return {"notice": "note"}.get(item.level, item.level)
-
-
-def _rule_id(item: CheckItem) -> str:
-    return item.finding.code if item.kind is ItemKind.FINDING and item.finding else _EXTRA_RULES[item.kind][0]
 
 
 def _rules(gates: Sequence[CheckResult]) -> list[dict[str, Any]]:
@@ -162,10 +154,7 @@ def _descriptor(code: str, rule: type[Rule] | None) -> dict[str, Any]:
     documentation = inspect.cleandoc(rule.__doc__ or rule.name())
     first = " ".join(documentation.partition("\n\n")[0].split())
     does = next((part for part in documentation.split("\n\n") if part.startswith(SECTIONS[0])), first)
-    return {
-        "id": code,
-        "name": rule.__name__,
-        "shortDescription": {"text": first},
+    return _extra_descriptor(code, rule.__name__, first, documentation) | {
         "fullDescription": {"text": " ".join(does.removeprefix(f"{SECTIONS[0]}: ").split())[:1000]},
         "help": {"text": documentation, "markdown": _help(documentation, code)},
         "defaultConfiguration": {"level": "warning"},

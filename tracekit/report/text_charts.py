@@ -12,14 +12,12 @@ from tracekit.model.run import Run
 from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.metrics import metric_of
-from tracekit.report import comparison as compared
 
 WIDTH = 36
 MAX_RANKS = 8
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _PARTS = {"compute_ns": "█", "exposed_communication_ns": "▓", "exposed_copy_ns": "▒", "idle_ns": "░"}
-_LABELS = {"compute_ns": "compute", "exposed_communication_ns": "exposed communication", "exposed_copy_ns": "copy"}
-_LABELS |= {"idle_ns": "idle"}
+_LABELS = dict(zip(_PARTS, ("compute", "exposed communication", "copy", "idle"), strict=True))
 
 
 def before_and_now(found: Comparison) -> str:
@@ -28,7 +26,7 @@ def before_and_now(found: Comparison) -> str:
     longest_ns = max((max(change.reference, change.candidate) for change in changes), default=0.0)
     if longest_ns <= 0:
         return ""
-    width = max(len(compared.label(change.metric)) for change in changes)
+    width = max(len(metric_of(change.metric).label) for change in changes)
     return "\n".join(line for change in changes for line in _pair(change, longest_ns, width))
 
 
@@ -53,12 +51,10 @@ def by_rank(run: Run) -> str:
 
 
 def _pair(change: Change, longest_ns: float, width: int) -> Sequence[str]:
-    name = compared.label(change.metric)
-    before, now = change.reference, change.candidate
-    values = [metric_of(change.metric).text(value) for value in (before, now)]
+    metric, before, now = metric_of(change.metric), change.reference, change.candidate
     return (
-        f"{name:<{width}}  before {_bar(before / longest_ns)} {values[0]}",
-        f"{'':<{width}}  now    {_bar(now / longest_ns)} {values[1]}",
+        f"{metric.label:<{width}}  before {_bar(before / longest_ns)} {metric.text(before)}",
+        f"{'':<{width}}  now    {_bar(now / longest_ns)} {metric.text(now)}",
     )
 
 

@@ -18,8 +18,7 @@ from tracekit.report.charts.communication import (
 from tracekit.report.charts.contention import concurrent_time, delayed_preparation, slowdowns
 from tracekit.report.charts.memory import block_lifetimes, memory_over_time, reserved_memory, segment_map
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
-from tracekit.report.charts.rank_heatmap import MEASURES, step_heatmap
-from tracekit.report.charts.rank_timelines import rank_activity
+from tracekit.report.charts.ranks import MEASURES, rank_activity, step_heatmap
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
 from tracekit.report.charts.what_if import potential_savings, savings_by_rank

@@ -36,7 +36,9 @@ def step_times(summary: pl.DataFrame) -> go.Figure:
     """Return step time over steps, one line per rank, from a breakdown by step."""
     figure = go.Figure()
     known = summary.filter(pl.col("step").is_not_null()).sort("rank", "step")
-    colours = _shades(known["rank"].n_unique())
+    count = known["rank"].n_unique()
+    # Not the colours of kinds of work: a rank is not a kind of work.
+    colours = sample_colorscale("Viridis", [0.9 * i / max(count - 1, 1) for i in range(count)])
     for colour, ((rank,), rows) in zip(colours, known.group_by("rank", maintain_order=True), strict=True):
         figure.add_scatter(
             line={"color": colour},
@@ -61,7 +63,11 @@ def top_bars(
     middle; the hover shows more of them.
     """
     most_of = table.filter(pl.col(measure) > 0).sort(measure, descending=True).head(max_rows)
-    labels = pl.Series("_label", map(_row_name, most_of.select(by).rows()), pl.String)
+    names = [
+        " · ".join("unknown" if value is None else str(value) or "root" for value in row)
+        for row in most_of.select(by).iter_rows()
+    ]
+    labels = pl.Series("_label", names, pl.String)
     shown = most_of.with_columns(labels).with_row_index("y")
     figure = go.Figure()
     for (kind,), rows in shown.group_by("kind", maintain_order=True):
@@ -114,16 +120,7 @@ def _row_labels(summary: pl.DataFrame) -> list[str]:
     ]
 
 
-def _row_name(values: Sequence[object]) -> str:
-    return " · ".join("unknown" if value is None else str(value) or "root" for value in values)
-
-
 def _drives_several_devices(summary: pl.DataFrame) -> bool:
     return "device" in summary.columns and bool(
         (summary.group_by("rank").agg(pl.col("device").n_unique())["device"] > 1).any()
     )
-
-
-def _shades(count: int) -> list[str]:
-    # Not the colours of kinds of work: a rank is not a kind of work.
-    return list(sample_colorscale("Viridis", [0.9 * i / max(count - 1, 1) for i in range(count)]))

@@ -33,10 +33,6 @@ class Clock:
         drifted_ns = np.rint(self.drift * (times_ns - self.at_ns)).astype(np.int64) if self.drift else 0
         return times_ns + self.offset_ns + drifted_ns
 
-    def shifted(self, by_ns: int) -> "Clock":
-        """Return the clock with `by_ns` added to its offset."""
-        return replace(self, offset_ns=self.offset_ns + by_ns)
-
 
 def write(
     run: Run,
@@ -62,7 +58,8 @@ def write(
     done = ExportCounts()
     for number, source in enumerate(chosen, 1):
         trace = run.trace(source.rank, source.window)
-        clock = clocks_by_trace.get((source.window, source.rank), Clock()).shifted(-zero_ns)
+        clock = clocks_by_trace.get((source.window, source.rank), Clock())
+        clock = replace(clock, offset_ns=clock.offset_ns - zero_ns)
         name = f"rank {source.rank}" + (f" · window {source.window}" if several else "")
         shown = timeline(trace, findings, step=step)
         done += perfetto_encoder.write_trace(file, shown, number=number, name=name, to_run_clock=clock.to_run)

@@ -44,8 +44,7 @@ def arrows(run: Run, scene: Scene, track: int, id: int) -> pl.DataFrame:  # noqa
 
 
 def _launch_of(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
-    row = trace.activities.filter(pl.col("id") == id).join(_threads(trace), on="launch_id")
-    return [("ops", launch, "activities", id, LAUNCH) for launch in _on_other_lane(row)["launch_id"]]
+    return _launches(trace, trace.activities.filter(pl.col("id") == id))
 
 
 def _launched_by(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
@@ -56,18 +55,15 @@ def _launched_by(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
         pl.col("lane") == own["lane"], start_ns >= own["start_ns"], end_ns <= own["start_ns"] + own["dur_ns"]
     )
     work = trace.activities.join(inside.select(pl.col("id").alias("launch_id")), on="launch_id", how="semi")
-    launched = _on_other_lane(work.join(_threads(trace), on="launch_id")).sort("start_ns", "id").head(MAX_ARROWS)
-    return [
-        ("ops", launch, "activities", each, LAUNCH) for launch, each in launched.select("launch_id", "id").iter_rows()
-    ]
+    return _launches(trace, work)
 
 
-def _threads(trace: Trace) -> pl.DataFrame:
-    return trace.ops.select(pl.col("id").alias("launch_id"), pl.col("lane").alias("launch_lane"))
-
-
-def _on_other_lane(work: pl.DataFrame) -> pl.DataFrame:
-    return work.filter(pl.col("lane") != pl.col("launch_lane"))  # on a CPU run most work is the op itself
+def _launches(trace: Trace, work: pl.DataFrame) -> Iterable[_Pair]:
+    """Return the launches of work on another lane: on a CPU run most work is the op itself."""
+    threads = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("lane").alias("launch_lane"))
+    launched = work.join(threads, on="launch_id").filter(pl.col("lane") != pl.col("launch_lane"))
+    first = launched.sort("start_ns", "id").head(MAX_ARROWS).select("launch_id", "id")
+    return [("ops", launch, "activities", each, LAUNCH) for launch, each in first.iter_rows()]
 
 
 def _gradients(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002

@@ -53,7 +53,8 @@ def lay_out(trace: Trace, to_run_clock: ToRunClock) -> TraceLayout:
         .with_columns(pl.col("name", "kind").fill_null("?"), pl.col("dur_ns").clip(0))
         .drop_nulls(["start_ns", "dur_ns"])
     )
-    start_ns, dur_ns = _on_run_clock(slices, to_run_clock)
+    start_ns = to_run_clock(slices["start_ns"].to_numpy())
+    dur_ns = to_run_clock((slices["start_ns"] + slices["dur_ns"]).to_numpy()) - start_ns
     tracks = trace_tracks.tracks(trace, slices)
     names, name = _distinct_names(slices)
     track = np.searchsorted(tracks["track"].to_numpy(), slices["track"].to_numpy())
@@ -66,14 +67,14 @@ def lay_out(trace: Trace, to_run_clock: ToRunClock) -> TraceLayout:
     return TraceLayout(
         tracks.with_columns(pl.Series("rows", rows, pl.Int64)).select(list(TRACKS)),
         names,
-        pl.concat([_steps(trace, to_run_clock), _units(trace, to_run_clock)]),
+        pl.concat(
+            [
+                _bands(trace, STEP, trace_tracks.step_spans(trace), to_run_clock),
+                _bands(trace, UNIT, _unit_spans(trace), to_run_clock),
+            ]
+        ),
         *(values[sequence] for values in (track, row, start_ns, dur_ns, name, ids)),
     )
-
-
-def _on_run_clock(rows: pl.DataFrame, to_run_clock: ToRunClock) -> tuple[Ints, Ints]:
-    start_ns = to_run_clock(rows["start_ns"].to_numpy())
-    return start_ns, to_run_clock((rows["start_ns"] + rows["dur_ns"]).to_numpy()) - start_ns
 
 
 def _distinct_names(slices: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
@@ -90,11 +91,7 @@ def _distinct_names(slices: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
 # Bands ---------------------------------------------------------------------------------------------------------------
 
 
-def _steps(trace: Trace, to_run_clock: ToRunClock) -> pl.DataFrame:
-    return _banded(trace, STEP, trace_tracks.step_spans(trace).select("name", "start_ns", "end_ns"), to_run_clock)
-
-
-def _units(trace: Trace, to_run_clock: ToRunClock) -> pl.DataFrame:
+def _unit_spans(trace: Trace) -> pl.DataFrame:
     """Return which FSDP unit the compute lane of each device works on, and when: consecutive work of one unit."""
     compute = trace.activities.filter(pl.col("kind") == "compute").drop_nulls("unit")
     devices = trace.lanes.select("lane", "device")
@@ -108,10 +105,10 @@ def _units(trace: Trace, to_run_clock: ToRunClock) -> pl.DataFrame:
         pl.col("start_ns").min(),
         (pl.col("start_ns") + pl.col("dur_ns")).max().alias("end_ns"),
     )
-    return _banded(trace, UNIT, stretches.sort("stretch").select("name", "start_ns", "end_ns"), to_run_clock)
+    return stretches.sort("stretch")
 
 
-def _banded(trace: Trace, kind: str, rows: pl.DataFrame, to_run_clock: ToRunClock) -> pl.DataFrame:
+def _bands(trace: Trace, kind: str, rows: pl.DataFrame, to_run_clock: ToRunClock) -> pl.DataFrame:
     times = [pl.Series(name, to_run_clock(rows[name].to_numpy()), pl.Int64) for name in ("start_ns", "end_ns")]
     spans = rows.with_columns(*times, pl.lit(trace.rank, pl.Int64).alias("rank"), pl.lit(kind).alias("kind"))
     return schema.select(spans, BANDS).sort("start_ns", "end_ns")

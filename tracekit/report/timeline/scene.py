@@ -71,10 +71,7 @@ class Scene:
     def kinds(self) -> npt.NDArray[np.uint8]:
         """Return the kind of each name_id, as a number of KINDS."""
         codes = {kind: code for code, kind in enumerate(KINDS)}
-        found: npt.NDArray[np.uint8] = (
-            self.names["kind"].replace_strict(codes, default=0, return_dtype=pl.UInt8).to_numpy()
-        )
-        return found
+        return np.asarray(self.names["kind"].replace_strict(codes, default=0, return_dtype=pl.UInt8))
 
     @functools.cached_property
     def casefolded_names(self) -> list[str]:
@@ -106,7 +103,11 @@ def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_prog
     if scene is not None:
         return scene
     try:
-        return _build_cached(run, window, cache, key, on_progress)
+        with cache.writing(key) as file:
+            scene = _build(run, window, file, key, on_progress)
+            if _key(sources) != key:
+                raise OSError("files of the run changed while they were read")
+            return scene
     except OSError as error:
         cache.log_unusable(error)
         return _build_uncached(run, window, on_progress)
@@ -131,15 +132,6 @@ def _code() -> str:
     return disk_cache.code_hash(Path(__file__).parents[2], _CODE)
 
 
-def _build_cached(run: Run, window: int, cache: DiskCache, key: str, on_progress: Progress | None) -> Scene:
-    sources = [source for source in run.sources if source.window == window]
-    with cache.writing(key) as file:
-        scene = _build(run, window, file, key, on_progress)
-        if _key(sources) != key:
-            raise OSError("files of the run changed while they were read")
-        return scene
-
-
 def _build_uncached(run: Run, window: int, on_progress: Progress | None) -> Scene:
     with tempfile.TemporaryFile() as file:
         return _build(run, window, file, secrets.token_hex(16), on_progress)
@@ -151,23 +143,16 @@ def _build(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progres
     writer, making = Writer(file), _SceneBuilder()
     for done, source in enumerate(sources, 1):
         moved = clocks.get((source.window, source.rank), Clock()).to_run
-        laid = _trace_layout(run, source, moved, is_only=len(sources) == 1)
-        if laid is not None:
-            making.add(writer, laid, source)
+        try:
+            making.add(writer, layout.lay_out(run.read(source), moved), source)
+        except BadTraceError:
+            if len(sources) == 1:
+                raise
         if on_progress:
             on_progress(done, len(sources))
     writer.table("offsets", run.offsets.filter(pl.col("window") == window))
     making.finish(writer)
     return _scene(MappedFile(file), key, window)
-
-
-def _trace_layout(run: Run, source: Source, moved: layout.ToRunClock, *, is_only: bool) -> TraceLayout | None:
-    try:
-        return layout.lay_out(run.read(source), moved)
-    except BadTraceError:
-        if is_only:
-            raise
-        return None
 
 
 class _SceneBuilder:

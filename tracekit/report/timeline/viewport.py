@@ -115,9 +115,9 @@ def _order(track: Ints, row: Ints, start_ns: Ints) -> Ints:
 
 
 def _table(scene: Scene, found: Sequence[_Columns]) -> pl.DataFrame:
-    columns = {name: np.concatenate([each[name] for each in found]) for name in (found[0] if found else ())}
-    if not columns:
+    if not found:
         return pl.DataFrame(schema=VIEW)
+    columns = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
     named = columns.pop("name")
     id_or_null = pl.when(pl.col("id") != _MERGED).then("id").alias("id")
     table = pl.DataFrame(columns | {"name_id": named, "kind": scene.kinds[named]}).with_columns(id_or_null)
