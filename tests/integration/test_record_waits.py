@@ -44,7 +44,7 @@ def _steps(group: dist.ProcessGroup, recorder: Recorder | None) -> None:
 
 
 def names() -> list[str]:
-    """Return how this rank names its training, asked twice, and once more as when torchrun has started it again."""
+    """Return the job name on this rank: from two calls, and from one after a restart by torchrun."""
     found = []
     for attempt in ("0", "0", "1"):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt

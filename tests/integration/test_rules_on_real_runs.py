@@ -33,7 +33,7 @@ OTHERS = ROOT.parent / "shared" / "traces"
 def others(name):
     folder = OTHERS / name
     if not folder.is_dir():
-        pytest.skip("the traces of others are not beside this checkout")
+        pytest.skip("the downloaded traces are not in ../shared")
     return load(folder)
 
 
@@ -266,7 +266,7 @@ def test_work_without_a_launch_is_what_no_runtime_call_stands_for():
     assert units.share(worst["affected_ratio"]) in found.message
 
 
-def test_a_first_step_that_fills_caches_is_told_as_warm_up():
+def test_a_first_step_that_fills_caches_is_reported_as_warm_up():
     run = others("torchrec_v100_4ranks")
     found = judge(run, DoubtfulTrace())["warm_up_inside"]
     for row in found.evidence.iter_rows(named=True):
@@ -336,7 +336,7 @@ def test_preparation_on_real_streams_is_measured_as_by_hand_and_no_give_way_is_c
     assert judge(run, GiveWay()) == {}
 
 
-def test_compute_that_an_amd_all_reduce_slows_is_the_same_kernels_alone_and_beside():
+def test_kernels_slowed_by_an_amd_all_reduce_are_the_same_alone_and_concurrently():
     run = others("merged_ddp_mi300_4ranks")
     found = judge(run, ContendedCompute())[""]
     assert float(re.search(r"take ([0-9.]+) times", found.message)[1]) == pytest.approx(1.27, abs=0.01)
@@ -344,12 +344,12 @@ def test_compute_that_an_amd_all_reduce_slows_is_the_same_kernels_alone_and_besi
     calls = spans(work.filter(kind="communication"))
     kernels = run.table(contention.by_kernel).filter(kind="compute", concurrent_kind="communication", rank=0)
     for kernel in kernels.head(3).iter_rows(named=True):
-        # Of one name there are several sizes: the durations that are told are found among those alone and beside.
+        # Kernels of one name have several sizes: the reported durations are among those alone and concurrent.
         own = spans(work.filter(name=kernel["name"]))
         alone = [span[1] - span[0] for span in own if not raw.common([span], calls)]
-        beside = [span[1] - span[0] for span in own if raw.length(raw.common([span], calls)) == span[1] - span[0]]
+        concurrent = [span[1] - span[0] for span in own if raw.length(raw.common([span], calls)) == span[1] - span[0]]
         assert min(abs(ns - kernel["alone_ns"]) for ns in alone) <= 0.01 * kernel["alone_ns"]
-        assert min(abs(ns - kernel["concurrent_ns"]) for ns in beside) <= 0.01 * kernel["concurrent_ns"]
+        assert min(abs(ns - kernel["concurrent_ns"]) for ns in concurrent) <= 0.01 * kernel["concurrent_ns"]
         assert kernel["concurrent_ns"] > 1.25 * kernel["alone_ns"]
 
 
@@ -364,7 +364,7 @@ def test_no_queue_and_no_starved_collective_is_claimed_of_real_runs(name):
     assert judge(run, StarvedCollectives()) == {}
 
 
-def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_beside_compute():
+def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_during_compute():
     run = others("nanogpt_h100_8ranks")
     speeds = run.run_table(collective_contention.bandwidths)
     found = speeds.filter(pl.col("op") == "reduce_scatter", pl.col("dtype") == "BFloat16").row(0, named=True)
@@ -380,9 +380,9 @@ def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_beside_compute():
     trace = raw_of(run, 0)
     computing = [k.span for k in trace.of("kernel") if not k.name.startswith("nccl")]
     kernels = {s.start: s for s in trace.of("kernel") if s.args.get("In msg nelems") == found["bytes"] // 2}
-    mine = calls.filter(pl.col("rank") == 0).select("rank", "activity_id")
-    told = run.table(collective_contention.calls).join(mine, on=["rank", "activity_id"])
-    assert told.height > 3
-    for start, dur, beside in told.select("start_ns", "dur_ns", "compute_ns").iter_rows():
-        assert (kernels[start].end - start, raw.length(raw.common([kernels[start].span], computing))) == (dur, beside)
+    of_rank_0 = calls.filter(pl.col("rank") == 0).select("rank", "activity_id")
+    calls_of_rank_0 = run.table(collective_contention.calls).join(of_rank_0, on=["rank", "activity_id"])
+    assert calls_of_rank_0.height > 3
+    for start, dur, both in calls_of_rank_0.select("start_ns", "dur_ns", "compute_ns").iter_rows():
+        assert (kernels[start].end - start, raw.length(raw.common([kernels[start].span], computing))) == (dur, both)
     assert found["alone_bus_bytes_per_s"] == pytest.approx(found["bytes"] * 7 / 8 * 1e9 / found["alone_ns"])

@@ -19,9 +19,9 @@ def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_writes_a_run_with_its_truth_and_says_what_it_did(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    asked = ("--strategy", "fsdp1", "--model", "llama2-7b", "--layers", "3", "--gpus", "16", "--seq", "2048")
+    options = ("--strategy", "fsdp1", "--model", "llama2-7b", "--layers", "3", "--gpus", "16", "--seq", "2048")
     done = _simulate(
-        *asked, "--steps", "2", "--ranks-written", "2", "--seed", "7", "--fault", "slow-rank:1:1.4", "--out", str(out)
+        *options, "--steps", "2", "--ranks-written", "2", "--seed", "7", "--fault", "slow-rank:1:1.4", "--out", str(out)
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Simulated: fsdp1, 7b with 3 layers on 16 a100-80; 2 steps of ")
@@ -39,7 +39,7 @@ def test_the_faults_are_listed_one_a_line_name_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "message"),
     [
         (("--strategy", "fsdp3"), "'fsdp3' is not a strategy; known: ddp, fsdp1"),
         (("--model", "gpt"), "'gpt' is not a known model"),
@@ -51,18 +51,18 @@ def test_the_faults_are_listed_one_a_line_name_first() -> None:
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(
-    asked: tuple[str, ...],
-    said: str,
+    options: tuple[str, ...],
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = ("--out", str(tmp_path / "run")) if asked else ()
-    monkeypatch.setattr(sys, "argv", ["tracekit", "simulate", *asked, *out])
+    out = ("--out", str(tmp_path / "run")) if options else ()
+    monkeypatch.setattr(sys, "argv", ["tracekit", "simulate", *options, *out])
     with pytest.raises(SystemExit) as left:
         cli.main()
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert left.value.code == 2
-    assert said in told
-    assert told.count("\n") == 1
+    assert message in errors
+    assert errors.count("\n") == 1
     assert not (tmp_path / "run").exists()

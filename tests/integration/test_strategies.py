@@ -37,13 +37,13 @@ RECOMPUTED = {
 WAYS = {
     "fsdp2, gathered two layers ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=2)),
     "fsdp2, never ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=0)),
-    "fsdp2, kept gathered": Training("fsdp2", steps=6, options=ShardOptions(reshard_after_forward=False)),
+    "fsdp2, not resharded": Training("fsdp2", steps=6, options=ShardOptions(reshard_after_forward=False)),
     "fsdp2, resharded to pairs": Training("fsdp2", steps=6, options=ShardOptions(reshard_after_forward=2)),
     "fsdp2, two replicas": Training("fsdp2", steps=6, replicas=2),
     "fsdp1, two replicas": Training("fsdp1", steps=6, replicas=2),
     "fsdp1, never ahead": Training("fsdp1", steps=6, options=ShardOptions(prefetch=0)),
     "yafsdp, two replicas": Training("yafsdp", steps=6, replicas=2),
-    "yafsdp, kept gathered": Training("yafsdp", steps=6, options=ShardOptions(reshard_after_forward=False)),
+    "yafsdp, not resharded": Training("yafsdp", steps=6, options=ShardOptions(reshard_after_forward=False)),
     "yafsdp, norms with their layers": Training("yafsdp", steps=6, options=ShardOptions(gather_norms_once=False)),
 } | {
     f"{name}, two of three layers recomputed{', reentrant' if reentrant else ''}": Training(

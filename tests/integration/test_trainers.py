@@ -37,7 +37,7 @@ def losses(run: Path) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A run of 12 steps, steps 2 and 3 profiled, checkpoints after 3, 6, 9 and 12 steps, the last two kept."""
+    """A run of 12 steps, steps 2 and 3 profiled, checkpoints after 3, 6, 9 and 12 steps, only the last two retained."""
     run = tmp_path_factory.mktemp("runs") / "fsdp2"
     wanted = ["--strategy", "fsdp2", "--out", str(run), "--steps", "12", "--checkpoint-every", "3"]
     code, out, err = train(*wanted, *LEAN, *ACTIVE, "--learning-rate", "3e-3")

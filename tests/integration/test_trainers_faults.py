@@ -21,7 +21,7 @@ from tracekit import conventions
 STEPS, LAYERS, ACTIVE = 5, 2, 2
 PLAIN = (1, 3)
 SLOW_RANK_MS, LATE_MS, DATA_MS, FSYNC_MS, RATE = 100, 5, 60, 300, 1_000_000
-ASKED = (
+FAULT_OPTIONS = (
     f"slow-rank=1:{SLOW_RANK_MS}ms",
     f"late-launch={LATE_MS}ms",
     "no-prefetch",
@@ -34,7 +34,7 @@ ASKED = (
     f"dataloader={DATA_MS}ms",
 )
 REGRESSED = ("more-compute=3", "more-communication=64", "more-memory=5")
-NAMES = tuple(text.partition("=")[0] for text in ASKED)
+NAMES = tuple(text.partition("=")[0] for text in FAULT_OPTIONS)
 SETTINGS = {"steps": STEPS, "checkpoint_every": 3, "prefetch": 1}
 
 
@@ -48,11 +48,16 @@ def outcomes(folder: Path) -> Mapping[str, process_group.Outcome]:
     # What is compared by its time is trained in turns.
     cases = {
         name: case(micro("fsdp2", folder / name, **SETTINGS, fault=fault))
-        for name, fault in (("none", ()), ("slow-rank", ASKED[:1]), ("again", ()), ("slow-rank again", ASKED[:1]))
+        for name, fault in (
+            ("none", ()),
+            ("slow-rank", FAULT_OPTIONS[:1]),
+            ("again", ()),
+            ("slow-rank again", FAULT_OPTIONS[:1]),
+        )
     }
-    for name, asked in zip(NAMES[1:], ASKED[1:], strict=True):
+    for name, fault in zip(NAMES[1:], FAULT_OPTIONS[1:], strict=True):
         of_saves = {"profile_wait": 99} if FAULTS[name].needs_saves else {}
-        cases[name] = case(micro("fsdp2", folder / name, **{**SETTINGS, **of_saves}, fault=(asked,)))
+        cases[name] = case(micro("fsdp2", folder / name, **{**SETTINGS, **of_saves}, fault=(fault,)))
     cases["regressions"] = case(micro("fsdp2", folder / "regressions", **SETTINGS, fault=REGRESSED))
     for name in ("yafsdp", "fsdp1"):
         cases[name] = case(micro(name, folder / name, steps=4))
@@ -78,8 +83,8 @@ def test_losses_are_those_without_the_fault_and_the_truth_is_written_down(
     assert [losses for losses, _ in trained(outcomes, name)] == healthy
     assert len(healthy[0]) == STEPS
     (truth,) = trainings.manifest(folder / name)["faults"]
-    asked = faults.parse(dict(zip(NAMES, ASKED, strict=True))[name])
-    assert truth == {"name": name, "args": vars(asked), "seen_by": list(asked.seen_by)}
+    fault = faults.parse(dict(zip(NAMES, FAULT_OPTIONS, strict=True))[name])
+    assert truth == {"name": name, "args": vars(fault), "seen_by": list(fault.seen_by)}
     assert trainings.manifest(folder / "none")["faults"] == []
 
 

@@ -24,13 +24,13 @@ from tests.support import process_group
 REPORTED = {"steps": 3, "profile_wait": 9, "memory_report": True}
 RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in STRATEGIES},
-    "fsdp1 kept": ("fsdp1", {"keep_gathered": True}),
-    "fsdp2 kept": ("fsdp2", {"keep_gathered": True}),
+    "fsdp1 not resharded": ("fsdp1", {"keep_gathered": True}),
+    "fsdp2 not resharded": ("fsdp2", {"keep_gathered": True}),
     "fsdp2 ahead": ("fsdp2", {"prefetch": 1}),
     "yafsdp bf16": ("yafsdp", {"precision": "bf16"}),
     "fsdp2 bf16": ("fsdp2", {"precision": "bf16"}),
     "yafsdp fp64": ("yafsdp", {"precision": "fp64"}),
-    "yafsdp kept": ("yafsdp", {"keep_gathered": True}),
+    "yafsdp not resharded": ("yafsdp", {"keep_gathered": True}),
     "yafsdp one buffer": ("yafsdp", {"fault": ("no-prefetch",)}),
     "yafsdp recomputed": ("yafsdp", {"checkpoint_layers": 1, "micro_batches": 2, "dropout": 0.1}),
     "ddp recomputed": ("ddp", {"checkpoint_layers": 2, "reentrant": True}),
@@ -52,7 +52,7 @@ def counted(strategy: str, folder: Path) -> tuple[dict[str, int], dict[str, int 
         with torch.autograd.graph.saved_tensors_hooks(functools.partial(keep, saved), lambda tensor: tensor):
             logits = model(tokens)
             loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        held = blocks([logits, loss])
+        outputs = blocks([logits, loss])
         loss.backward()
         optimizer.step()
         found = {
@@ -62,8 +62,8 @@ def counted(strategy: str, folder: Path) -> tuple[dict[str, int], dict[str, int 
         }
         if strategy == "ddp":  # elsewhere gathered weights are among what is saved
             inputs = blocks([tokens])
-            kept = {address: size for address, size in saved.items() if address not in weights | inputs}
-            found["activations_bytes"] = sum({**kept, **held}.values())
+            activations = {address: size for address, size in saved.items() if address not in weights | inputs}
+            found["activations_bytes"] = sum({**activations, **outputs}.values())
         optimizer.zero_grad()
     return found, dict(predicted(config, options, dist.get_rank()).as_row())
 
@@ -132,7 +132,7 @@ def test_the_peak_is_what_lasts_and_what_is_under_way_at_most(
         assert measured["reserved_bytes"] is None
         assert lasting + measured["activations_bytes"] <= measured["peak_bytes"]
         assert lasting + measured["gradients_bytes"] <= measured["peak_bytes"]
-        # Besides what the report names there are the gradients of a layer, and what its operators take for a moment.
+        # The report leaves out the gradients of one layer and temporary buffers of its operators.
         assert measured["peak_bytes"] < 1.2 * sum(measured[f"{kind}_bytes"] for kind in KINDS)
 
 

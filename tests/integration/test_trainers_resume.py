@@ -46,7 +46,7 @@ def prepare(folder: Path) -> None:
     dist.barrier()
 
 
-def told(config: TrainingConfig) -> str:
+def error_message(config: TrainingConfig) -> str:
     """Train and return what this rank said on stdout."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -119,7 +119,7 @@ def outcomes(folder: Path) -> Mapping[str, process_group.Outcome]:
             for name in OTHERS
         },
         "done": functools.partial(
-            told, micro("fsdp2", folder / "done", **{**LONG, "steps": 3}, resume=third, override=("steps=3",))
+            error_message, micro("fsdp2", folder / "done", **{**LONG, "steps": 3}, resume=third, override=("steps=3",))
         ),
         "past the damage": case(micro("fsdp2", folder / "damaged", **LONG, resume="newest")),
         "nothing there": case(micro("fsdp2", folder / "new", **LONG, resume=str(folder / "nowhere"))),
@@ -159,7 +159,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_random_numbers_included(
 ) -> None:
     name = "from the third step" if strategy == "fsdp2" else f"{strategy} on"
     assert losses(outcomes, name) == [of_rank[3:] for of_rank in losses(outcomes, strategy)]
-    # Random numbers matter here: the masks of dropout are drawn anew in each step.
+    # Random numbers matter here: each step draws new dropout masks.
     assert losses(outcomes, "without dropout")[0][3:] != losses(outcomes, "fsdp2")[0][3:]
 
 
@@ -183,7 +183,7 @@ def test_a_flipped_bit_is_refused_and_the_checkpoint_before_it_used(
     assert "step-000006 is damaged: rank 1: __1_0.distcp differs from the saved file; trying the previous one" in words
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused(outcomes: Mapping[str, process_group.Outcome]) -> None:
+def test_a_damaged_checkpoint_that_was_requested_is_refused(outcomes: Mapping[str, process_group.Outcome]) -> None:
     assert "no complete checkpoint" in said(outcomes, "nothing there")
     words = said(outcomes, "the damaged one by name")
     assert words.startswith("InvalidConfigError: --resume step-000006: damaged: rank 1: __1_0.distcp")

@@ -59,10 +59,10 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_up(tmp_path: Path) -> None:
     assert ranks_of(process.pid) == []
 
 
-def on_a_disk_of(size_bytes: int, place: Path, kept: Path) -> tuple[str, ...]:
+def on_a_disk_of(size_bytes: int, place: Path, copy: Path) -> tuple[str, ...]:
     """Return what runs a command with a small disk of its own at `place`, and keeps afterwards what is there."""
     script = (
-        f'mount -t tmpfs -o size={size_bytes} tmpfs {place} || exit 77; "$@"; code=$?; cp -r {place} {kept}; exit $code'
+        f'mount -t tmpfs -o size={size_bytes} tmpfs {place} || exit 77; "$@"; code=$?; cp -r {place} {copy}; exit $code'
     )
     return ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
 
@@ -83,7 +83,7 @@ def small_disk(tmp_path: Path) -> Path:
 
 def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small_disk: Path, tmp_path: Path) -> None:
     # A trace, and a third checkpoint, are more than fits.
-    kept = tmp_path / "kept"
+    copy = tmp_path / "copy"
     run = small_disk / "run"
     window = ["--profile-wait", "0", "--profile-warmup", "1", "--profile-active", "4"]
     saves = ["--checkpoint-every", "3", "--keep", "9", "--steps", "30"]
@@ -95,9 +95,9 @@ def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small
         *MICRO,
         *window,
         *saves,
-        prefix=on_a_disk_of(4_000_000, small_disk, kept),
+        prefix=on_a_disk_of(4_000_000, small_disk, copy),
     )
-    left = {path.name for path in (kept / "run").iterdir()}
+    left = {path.name for path in (copy / "run").iterdir()}
     # Of the metrics there is what the disk had room for.
     begun = {name for name in left if name.endswith(conventions.PARTIAL_SUFFIX) and "metrics" not in name}
     assert not begun
@@ -109,10 +109,10 @@ def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small
     last = err.splitlines()[-1]
     assert "could not be saved: rank" in last
     assert "No space left on device" in last
-    assert f"{checkpoints(kept / 'run')[-1]} is the last complete one" in last
+    assert f"{checkpoints(copy / 'run')[-1]} is the last complete one" in last
     assert last.endswith("continue with --resume")
-    for name in checkpoints(kept / "run"):
-        folder = kept / "run" / "checkpoints" / name
+    for name in checkpoints(copy / "run"):
+        folder = copy / "run" / "checkpoints" / name
         assert not any(seal.damage(folder, file, was) for file, was in seal.read(folder).files.items())
 
 
@@ -150,9 +150,9 @@ def test_a_rank_that_is_done_does_not_take_the_interpreter_down() -> None:
     script = (
         "import atexit, os\n"
         "from instrumented_trainers import launch\n"
-        "class Held:\n"
+        "class Holder:\n"
         "    def __del__(self, write=os.write): write(1, b'taken down')\n"
-        "held = Held()\n"
+        "holder = Holder()\n"
         "atexit.register(print, 'as Python does')\n"
         "print('all done')\n"
         "launch.leave(3)\n"

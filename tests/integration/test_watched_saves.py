@@ -75,11 +75,11 @@ def load(path: Path) -> None:
 
 
 def load_by_reader(path: Path) -> None:
-    held = Holder(1.0)
-    dcp.save({"held": held}, checkpoint_id=path)
+    saved = Holder(1.0)
+    dcp.save({"tensor": saved}, checkpoint_id=path)
     other = Holder(0.0)
-    dcp.load({"held": other}, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner())
-    assert torch.equal(held.tensor, other.tensor)
+    dcp.load({"tensor": other}, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner())
+    assert torch.equal(saved.tensor, other.tensor)
 
 
 def train_while(future: Any) -> None:
@@ -198,7 +198,7 @@ def run(case: Callable[[Path], None], folder: Path, name: str, *, recorded: bool
     dist.barrier()
     assert os.fsync is fsync
     lines = log / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX)
-    # A future tells those who wait for it that it is done before it tells those who asked to be called.
+    # A future wakes its waiters before it runs its callbacks.
     deadline = time.monotonic() + 30
     while recorded and lines.exists() and lines.read_text().count('"complete"') < SAVES_IN_BACKGROUND.get(name, 0):
         assert time.monotonic() < deadline
@@ -209,7 +209,7 @@ def run(case: Callable[[Path], None], folder: Path, name: str, *, recorded: bool
 
 
 def words(error: BaseException) -> str:
-    """Return an exception as it is told, without the places in the code, which ours lie among."""
+    """Return the text of an exception without its source locations, which include ours."""
     failures = getattr(error, "failures", None)
     parts = (
         [f"{rank}: {type(each).__name__}: {each}" for rank, (each, _) in sorted(failures.items())] if failures else []
@@ -324,7 +324,7 @@ def test_a_save_by_thread_has_two_clocks(outcomes: Any, name: str) -> None:
         assert complete["bytes"] == saved["total"]["bytes"]
 
 
-def test_a_stager_of_its_own_thread_stages_beside_training(outcomes: Any) -> None:
+def test_a_stager_of_its_own_thread_stages_during_training(outcomes: Any) -> None:
     for rank in outcomes["by thread and stager"][0]:
         staged = [line for line in rank["lines"] if line["stage"] == "stage" and line["bytes"] is None]
         assert [line["blocking"] for line in staged] == [True, False]  # handing it over, and the copying
@@ -341,8 +341,8 @@ def test_a_save_by_process_is_seen_on_both_sides(outcomes: Any) -> None:
             there = of([line for line in lines if line["stage"] != "complete"], worker="process")
             assert {"plan", "stage", "serialize", "write", "fsync", "total"} <= set(there)
             assert not any(line["blocking"] for line in there.values())
-            mine = of(lines, worker="main")
-            assert there["total"]["process"] != mine["total"]["process"]
+            main = of(lines, worker="main")
+            assert there["total"]["process"] != main["total"]["process"]
             complete = of(lines, stage="complete")["complete"]
             assert complete["worker"] == "process"
             assert complete["durable"] is None

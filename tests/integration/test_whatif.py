@@ -38,7 +38,7 @@ def test_recorded_runs_are_reproduced_with_nothing_changed(name):
     assert off(tracekit.load(SAMPLES / name)) < REPRODUCED
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the traces of others lie beside the checkout: not there")
+@pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
 @pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks"])
 def test_public_runs_without_recorded_waits_are_reproduced(name):
     assert off(tracekit.load(SHARED / name)) < REPRODUCED

@@ -1,4 +1,4 @@
-"""How YaFSDP behaves besides computing the right thing: memory, failures, and what it refuses by name."""
+"""YaFSDP's memory, its behaviour on failures, and the models and options that it refuses by name."""
 
 import copy
 import functools
@@ -79,12 +79,12 @@ def shard_sizes() -> tuple[int, int]:
 
 
 def gradient_of_a_stored_activation() -> bool:
-    """Go backward from what a hook kept, not from what the model returned."""
+    """Run backward from a tensor that a hook stored, not from the model's output."""
     model, _ = sharded_toy()
-    kept: list[Tensor] = []
-    model.embedding.register_forward_hook(lambda _, args, output: kept.append(output))
+    stored: list[Tensor] = []
+    model.embedding.register_forward_hook(lambda _, args, output: stored.append(output))
     model(tokens())
-    kept[0].sum().backward()
+    stored[0].sum().backward()
     return model.embedding.weight.grad is not None and all(p.grad is None for p in model.layers.parameters())
 
 
@@ -105,7 +105,7 @@ def materialized(device: str) -> list[Tensor]:
     return [parameter.detach() for parameter in toy.parameters()]
 
 
-def most_held_while_materializing() -> tuple[int, int]:
+def peak_while_materializing() -> tuple[int, int]:
     """Return the most elements that modules saw whole at once, and how many the model has."""
     with torch.device("meta"):
         toy = Toy()
@@ -116,8 +116,8 @@ def most_held_while_materializing() -> tuple[int, int]:
 
     def reset(module: nn.Module) -> None:
         nonlocal most
-        held = [p for name, p in toy.named_parameters() if p.shape == shapes[name] and p.dim() > 1]
-        most = max(most, sum(parameter.numel() for parameter in held))
+        materialized = [p for name, p in toy.named_parameters() if p.shape == shapes[name] and p.dim() > 1]
+        most = max(most, sum(parameter.numel() for parameter in materialized))
         reset_parameters(module)
 
     materialize(toy, reset)
@@ -131,10 +131,10 @@ def forgotten() -> list[bool]:
     """Return whether model and engine are gone once nobody holds the model."""
     model, optimizer = sharded_toy()
     train_step(model, optimizer)
-    kept = [weakref.ref(model), weakref.ref(units_in(model).__next__().engine)]
+    references = [weakref.ref(model), weakref.ref(units_in(model).__next__().engine)]
     del model, optimizer
     gc.collect()
-    return [reference() is None for reference in kept]
+    return [reference() is None for reference in references]
 
 
 def follow_the_guide() -> tuple[float, float, int]:
@@ -188,7 +188,7 @@ def only_forward(model: Any) -> None:
 
 
 def move_memory(model: Any) -> None:
-    """As ``model.to(memory_format=…)`` and others do that make all tensors anew."""
+    """Do as ``model.to(memory_format=…)`` and others that create all tensors again."""
     model(tokens())
     model._apply(torch.clone)
 
@@ -202,7 +202,7 @@ FAILURES: dict[str, Callable[[Any], None]] = {
 
 
 def _raise(*_: Any) -> None:
-    raise RuntimeError("as it was told")
+    raise RuntimeError("raised on purpose")
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def outcomes() -> dict[str, process_group.Outcome]:
         "stored activation": gradient_of_a_stored_activation,
         "drawn on meta": functools.partial(materialized, "meta"),
         "drawn on cpu": functools.partial(materialized, "cpu"),
-        "held while materializing": most_held_while_materializing,
+        "peak while materializing": peak_while_materializing,
         "forgotten": forgotten,
         "guide": follow_the_guide,
     }
@@ -443,20 +443,20 @@ def test_layers_use_the_two_buffers_in_turn(outcomes: dict[str, process_group.Ou
 
 
 def test_a_rank_keeps_its_share_of_the_weights_and_little_more(outcomes: dict[str, process_group.Outcome]) -> None:
-    for whole, kept in outcomes["shard sizes"].results():
+    for whole, shard in outcomes["shard sizes"].results():
         padding = 8 * (LAYERS + 1)
-        assert whole / WORLD_SIZE <= kept <= whole / WORLD_SIZE + padding
+        assert whole / WORLD_SIZE <= shard <= whole / WORLD_SIZE + padding
 
 
 def test_weights_drawn_after_sharding_on_meta_are_those_drawn_before_sharding(
     outcomes: dict[str, process_group.Outcome],
 ) -> None:
     for found, expected in zip(outcomes["drawn on meta"].results(), outcomes["drawn on cpu"].results(), strict=True):
-        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+        assert all(torch.equal(actual, other) for actual, other in zip(found, expected, strict=True))
 
 
 def test_one_module_at_a_time_is_whole_while_weights_are_drawn(outcomes: dict[str, process_group.Outcome]) -> None:
-    for most, whole in outcomes["held while materializing"].results():
+    for most, whole in outcomes["peak while materializing"].results():
         assert 0 < most <= whole / LAYERS
 
 
@@ -477,7 +477,7 @@ def test_the_code_in_the_guide_trains(outcomes: dict[str, process_group.Outcome]
 @pytest.mark.parametrize("failure", FAILURES)
 def test_trains_on_after(outcomes: dict[str, process_group.Outcome], failure: str) -> None:
     for message, difference in outcomes[failure].results():
-        assert message == ("as it was told" if failure.startswith("in ") else "")
+        assert message == ("raised on purpose" if failure.startswith("in ") else "")
         assert difference < 1e-5
 
 

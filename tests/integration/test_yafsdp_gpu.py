@@ -30,7 +30,7 @@ WARM_UP_STEPS, STEPS = 3, 5
 
 
 class Memory(NamedTuple):
-    """What the caching allocator did in some steps after warm-up, less what was held before the model was made."""
+    """The caching allocator's work in some steps after warm-up, less what was allocated before the model was built."""
 
     peak_bytes: int
     """The most that tensors took."""
@@ -43,7 +43,7 @@ def memory(strategy: str, micro_batches: int) -> Memory:
     """Train in bf16 and return what the allocator did."""
     gc.collect()  # models of earlier cases are full of reference cycles
     torch.cuda.empty_cache()
-    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     options = ShardOptions(torch.bfloat16, torch.float32)
     case = Training(
         strategy,
@@ -66,7 +66,7 @@ def memory(strategy: str, micro_batches: int) -> Memory:
         training.step(case, model, optimizer, number)
     torch.cuda.synchronize()
     return Memory(
-        torch.cuda.max_memory_allocated() - held,
+        torch.cuda.max_memory_allocated() - allocated,
         torch.cuda.max_memory_reserved() - reserved,
         torch.cuda.memory_stats()["num_device_alloc"] - before,
     )
@@ -89,8 +89,8 @@ def outcomes() -> dict[str, process_group.Outcome]:
 
 def pairs(micro_batches: int) -> list[tuple[Memory, Memory]]:
     """Return YaFSDP's memory and FSDP2's, by rank."""
-    mine, theirs = (outcomes()[f"{name}, {micro_batches} micro-batches"].results() for name in ("yafsdp", "fsdp2"))
-    return list(zip(mine, theirs, strict=True))
+    yafsdp, fsdp2 = (outcomes()[f"{name}, {micro_batches} micro-batches"].results() for name in ("yafsdp", "fsdp2"))
+    return list(zip(yafsdp, fsdp2, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -107,17 +107,17 @@ def test_a_divisor_off_by_a_thousandth_is_seen() -> None:
 def test_takes_no_more_memory_from_the_device_than_fsdp2() -> None:
     # By the formula in docs/yafsdp.md the tensors of both come to the same here, within a hundredth. What the device
     # gives for them differs: FSDP2's come and go on several streams, and the allocator keeps a pool for each.
-    for mine, theirs in pairs(micro_batches=1):
-        assert mine.reserved_bytes <= theirs.reserved_bytes, (mine, theirs)
+    for yafsdp, fsdp2 in pairs(micro_batches=1):
+        assert yafsdp.reserved_bytes <= fsdp2.reserved_bytes, (yafsdp, fsdp2)
 
 
 def test_needs_less_memory_than_fsdp2_where_gradients_add_up() -> None:
     # FSDP2 keeps the whole gradients of all layers from one micro-batch to the next, YaFSDP their shards.
-    for mine, theirs in pairs(micro_batches=2):
-        assert mine.peak_bytes < theirs.peak_bytes, (mine, theirs)
+    for yafsdp, fsdp2 in pairs(micro_batches=2):
+        assert yafsdp.peak_bytes < fsdp2.peak_bytes, (yafsdp, fsdp2)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_asks_the_device_for_no_memory_after_warm_up(micro_batches: int) -> None:
-    for mine, _ in pairs(micro_batches):
-        assert mine.device_allocations == 0
+    for yafsdp, _ in pairs(micro_batches):
+        assert yafsdp.device_allocations == 0

@@ -56,7 +56,7 @@ ALL_CASES = {path: Case(path) for path in PATHS} | {
     "one buffer": Case(buffers=1),
     "three buffers": Case(buffers=3),
     "three buffers, conditional": Case("conditional", buffers=3),
-    "weights kept after forward": Case(reshard_after_forward=False),
+    "weights not resharded after forward": Case(reshard_after_forward=False),
     "gradients zeroed, not dropped": Case(set_to_none=False),
     "gradients of two steps add up": Case(clear_every=2),
 }

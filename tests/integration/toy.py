@@ -14,7 +14,7 @@ VOCABULARY, WIDTH, LAYERS, HEADS = 67, 24, 5, 2
 
 
 class Block(nn.Module):
-    """Attention and feed-forward; `spare` takes part only if told to."""
+    """Attention and feed-forward; `spare` is used only on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 @dataclass
 class Situation:
-    """What a forward pass may depend on besides its input: the same for the sharded model and for the reference."""
+    """State other than the input on which a forward pass may depend; equal for the sharded model and the reference."""
 
     step: int = 0
     rank: int = 0

@@ -61,7 +61,7 @@ def test_every_room_has_a_paragraph():
     assert not missing
 
 
-def test_no_module_lies_loose_beside_the_rooms():
+def test_every_module_belongs_to_a_room():
     loose = {path.stem for path in (ROOT / "tracekit").glob("*.py")}
     assert loose <= {"__init__", "__main__", "conventions", "errors"}
 

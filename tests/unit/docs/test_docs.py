@@ -1,4 +1,4 @@
-"""What the pages tell a reader to type exists, and so does what they link to. Nothing is run here."""
+"""Commands, options and modules in the documentation exist, and so do the targets of its links. Nothing is run here."""
 
 import re
 import shlex
@@ -165,11 +165,11 @@ def test_no_picture_lies_about_that_no_page_shows() -> None:
         (["record", "--stpes", "3:5", "--", "true"], "refuses its options"),
     ],
 )
-def test_a_command_that_is_none_is_told(words: list[str], why: str) -> None:
+def test_a_command_that_does_not_exist_is_reported(words: list[str], why: str) -> None:
     assert why in (refused(words) or "")
 
 
-def test_every_change_is_told_in_a_line() -> None:
+def test_every_change_has_one_line_in_the_changelog() -> None:
     versions = HISTORIC.read_text(encoding="utf-8").split("\n## ")[1:]
     entries = [line for version in versions for line in version.splitlines()[1:] if line]
     assert entries

@@ -44,13 +44,13 @@ def test_the_schema_fits_the_terminal_and_names_every_column(width):
 
 
 def test_the_schema_as_json_holds_the_same():
-    told = json.loads(schema_pages.as_json(run_query.TABLES.values()))
-    assert [each["name"] for each in told] == list(run_query.TABLES)
-    ops = next(each for each in told if each["name"] == "ops")
+    tables = json.loads(schema_pages.as_json(run_query.TABLES.values()))
+    assert [each["name"] for each in tables] == list(run_query.TABLES)
+    ops = next(each for each in tables if each["name"] == "ops")
     assert {"name": "start_ns", "type": "integer", "unit": "ns", "meaning": "Start."} in ops["columns"]
 
 
-def test_a_table_is_found_by_any_case_and_a_wrong_name_tells_the_near_ones():
+def test_a_table_is_found_by_any_case_and_an_unknown_name_lists_similar_ones():
     assert run_query.find_table("OPS").name == "ops"
     with pytest.raises(InputError, match="did you mean collectives"):
         run_query.find_table("collective")
