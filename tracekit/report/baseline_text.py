@@ -3,7 +3,6 @@
 import numpy as np
 from rich.console import RenderableType
 
-from tracekit.model import units
 from tracekit.regression.baseline import Baseline
 from tracekit.regression.metrics import compared_metrics
 from tracekit.regression.samples import job_samples
@@ -36,8 +35,7 @@ def _findings(baseline: Baseline) -> list[list[str]]:
     rows = []
     for name, each in baseline.known_findings.items():
         worst = max(each, key=lambda one: (one.severity, one.impact))
-        cost = units.share(worst.impact) if worst.impact or not worst.cost_bytes else units.size(worst.cost_bytes)
-        rows.append([worst.severity.label, phrases.rule_name(worst.code), name, cost])
+        rows.append([worst.severity.label, phrases.rule_name(worst.code), name, phrases.share_or_size(worst)])
     return rows or [["none", "", "", ""]]
 
 

@@ -53,13 +53,10 @@ def _annotation(run: str, gate: CheckResult, item: CheckItem, checkout: Checkout
 
 
 def _command(level: Level, properties: dict[str, str], message: str) -> str:
-    fields = ",".join(f"{name}={_property(escaping.inert(value, _MAX_TITLE))}" for name, value in properties.items())
+    texts = {name: _data(escaping.inert(value, _MAX_TITLE)) for name, value in properties.items()}
+    fields = ",".join(f"{name}={text.replace(':', '%3A').replace(',', '%2C')}" for name, text in texts.items())
     return f"::{level} {fields}::{_data(escaping.inert(message, _MAX_MESSAGE))}"
 
 
 def _data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

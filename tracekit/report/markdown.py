@@ -32,7 +32,8 @@ def render(gates: Sequence[CheckResult], checkout: Checkout, *, key: str = DEFAU
     """Return the comment on all runs, failing runs first. Raises ConfigError where `key` cannot name a comment."""
     text = f"{marker(key)}\n### {_title(gates)}\n"
     named = sorted(ci_results.named(gates), key=lambda each: not each[1].failures)
-    footer = _footer(gates)
+    version = escaped(gates[0].report.tool_version) if gates else ""
+    footer = f"\n<sub>tracekit {version} · `tracekit explain CODE` explains a finding and its fix</sub>\n"
     room = MAX_BYTES - _RESERVE_BYTES - _size(text) - _size(footer)
     # All heads come before any details; passing runs leave room for the details of failing ones.
     heads: list[str] = []
@@ -183,11 +184,6 @@ def _folded(parts: Iterable[str], room: int) -> tuple[str, int]:
         return "", room
     folded = before + "\n\n".join(shown) + "\n" + after
     return folded, room - _size(folded)
-
-
-def _footer(gates: Sequence[CheckResult]) -> str:
-    version = escaped(gates[0].report.tool_version) if gates else ""
-    return f"\n<sub>tracekit {version} · `tracekit explain CODE` explains a finding and its fix</sub>\n"
 
 
 def _size(text: str) -> int:

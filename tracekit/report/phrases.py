@@ -9,6 +9,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
+from tracekit.regression.baseline import KnownFinding
 from tracekit.rules import all_rules
 from tracekit.rules.rule import Finding, Severity
 
@@ -51,7 +52,7 @@ def cost(found: Finding) -> str:
     return " · ".join(parts)
 
 
-def share_or_size(found: Finding) -> str:
+def share_or_size(found: Finding | KnownFinding) -> str:
     """Return what a finding costs as a share of the step, or in bytes where it costs no time."""
     return units.share(found.impact) if found.impact or not found.cost_bytes else units.size(found.cost_bytes)
 

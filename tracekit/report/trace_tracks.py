@@ -260,11 +260,11 @@ def _only_step(
 
 def _flows(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
     """Return the launches of other lanes: on a CPU run most activities are the op itself, which needs no arrow."""
-    shown = slices.filter(pl.col("source") == "activities").select(pl.col("id").alias("activity_id"))
-    launches = slices.filter(pl.col("source") == "ops").select(pl.col("id").alias("launch_id"))
-    issued = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("lane").alias("launch_lane"))
+    shown = slices.filter(pl.col("source") == "activities").select(activity_id="id")
+    launches = slices.filter(pl.col("source") == "ops").select(launch_id="id")
+    issued = trace.ops.select(launch_id="id", launch_lane="lane")
     return (
-        trace.activities.select("launch_id", pl.col("id").alias("activity_id"), "lane")
+        trace.activities.select("launch_id", "lane", activity_id="id")
         .drop_nulls()
         .join(issued, on="launch_id")
         .filter(pl.col("lane") != pl.col("launch_lane"))

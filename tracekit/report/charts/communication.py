@@ -44,7 +44,7 @@ def stall_causes(by_rank: pl.DataFrame) -> go.Figure:
         by_rank_ns = dict(by_rank.filter(pl.col("cause") == cause).select("rank", "dur_ns").iter_rows())
         if any(by_rank_ns.values()):
             _stack(figure, ranks, [by_rank_ns.get(rank, 0) for rank in ranks], total, label=label, colour=colour)
-    return _with_rank_axis(figure, ranks)
+    return style.with_labelled_rows(figure, [f"rank {rank}" for rank in ranks], showlegend=True)
 
 
 def communication_parts(by_rank: pl.DataFrame) -> go.Figure:
@@ -57,7 +57,7 @@ def communication_parts(by_rank: pl.DataFrame) -> go.Figure:
     figure = go.Figure()
     for column, (label, colour) in COMMUNICATION_PARTS.items():
         _stack(figure, ranks, by_rank[column].to_list(), total, label=label, colour=colour)
-    return _with_rank_axis(figure, ranks)
+    return style.with_labelled_rows(figure, [f"rank {rank}" for rank in ranks], showlegend=True)
 
 
 def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
@@ -161,10 +161,6 @@ def _stack(
         ],
         hover=f"<b>%{{customdata[0]}}</b><br>{escaping.escape(label)} %{{customdata[1]}} (%{{customdata[2]}})",
     )
-
-
-def _with_rank_axis(figure: go.Figure, ranks: Sequence[int]) -> go.Figure:
-    return style.with_labelled_rows(figure, [f"rank {rank}" for rank in ranks], showlegend=True)
 
 
 def _legend_name(op: str, group: str | None, axis: str | None, size: int | None) -> str:

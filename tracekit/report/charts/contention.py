@@ -1,7 +1,5 @@
 """Work that shares a device: what runs concurrently, how much it is slowed, and delayed preparation of collectives."""
 
-from collections.abc import Sequence
-
 import plotly.graph_objects as go
 import polars as pl
 
@@ -93,7 +91,7 @@ def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
     """Return how long each preparation of a collective took and what it takes alone, on logarithmic axes.
 
     `preparation` is `analysis.contention.preparation` of a run. Points on the diagonal took as long as alone; points
-    far above it were slowed. At costliest MAX_POINTS points are drawn, those with the largest loss.
+    far above it were slowed. At most MAX_POINTS are drawn, those with the largest loss.
     """
     known = preparation.drop_nulls("alone_ns").filter(pl.col("alone_ns") > 0, pl.col("dur_ns") > 0)
     costliest = known.sort(pl.col("dur_ns") - pl.col("alone_ns"), descending=True).head(MAX_POINTS)
@@ -115,17 +113,14 @@ def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
             customdata=[[_preparation_hover(row)] for row in rows.iter_rows(named=True)],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
-    _diagonal(figure, [*costliest["alone_ns"], *costliest["dur_ns"]])
-    figure.update_xaxes(title="duration alone", **style.log_axis(costliest["alone_ns"], units.duration))
-    figure.update_yaxes(title="measured duration", **style.log_axis(costliest["dur_ns"], units.duration))
-    return style.with_style(figure, height_px=380)
-
-
-def _diagonal(figure: go.Figure, values: Sequence[float]) -> None:
+    values = [*costliest["alone_ns"], *costliest["dur_ns"]]
     if values:
         ends = [min(values), max(values)]
         line = {"color": COLOURS["phase"], "width": 1.2, "dash": "dot"}
         figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="same as alone", hoverinfo="skip")
+    figure.update_xaxes(title="duration alone", **style.log_axis(costliest["alone_ns"], units.duration))
+    figure.update_yaxes(title="measured duration", **style.log_axis(costliest["dur_ns"], units.duration))
+    return style.with_style(figure, height_px=380)
 
 
 def _marker_offset(number: int, count: int) -> float:

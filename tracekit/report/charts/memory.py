@@ -61,7 +61,15 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
             hovertemplate=f"<b>{escaping.escape(owner, 120)}</b> %{{customdata[0]}} at %{{x:,.3f}} ms<extra></extra>",
         )
     if moments["reserved_bytes"].is_not_null().any():
-        _line(figure, moments, begin_ns, divisor)
+        figure.add_scatter(
+            x=((moments["at_ns"] - begin_ns) / 1e6).round(6).to_list(),
+            y=(moments["reserved_bytes"] / divisor).round(4).to_list(),
+            name="reserved",
+            mode="lines",
+            line={"width": 2, "dash": "dash", "shape": "hv", "color": COLOURS["phase"]},
+            customdata=[["" if size is None else units.size(size)] for size in moments["reserved_bytes"]],
+            hovertemplate="<b>reserved</b> %{customdata[0]} at %{x:,.3f} ms<extra></extra>",
+        )
     _mark_peak(figure, moments, begin_ns, divisor)
     figure.update_xaxes(ticksuffix=" ms")
     figure.update_yaxes(title="allocated", ticksuffix=f" {unit}", rangemode="tozero")
@@ -195,18 +203,6 @@ def _colours(owners: Sequence[str]) -> list[str]:
     further = iter([colour for colour in _EXTRA_COLOURS if colour not in {_OWNERS.get(owner) for owner in owners}])
     spare = iter(sample_colorscale("Viridis", [i / max(len(owners) - 1, 1) for i in range(len(owners))]))
     return [_OWNERS.get(owner) or next(further, None) or str(next(spare)) for owner in owners]
-
-
-def _line(figure: go.Figure, moments: pl.DataFrame, begin_ns: int, divisor: int) -> None:
-    figure.add_scatter(
-        x=((moments["at_ns"] - begin_ns) / 1e6).round(6).to_list(),
-        y=(moments["reserved_bytes"] / divisor).round(4).to_list(),
-        name="reserved",
-        mode="lines",
-        line={"width": 2, "dash": "dash", "shape": "hv", "color": COLOURS["phase"]},
-        customdata=[["" if size is None else units.size(size)] for size in moments["reserved_bytes"]],
-        hovertemplate="<b>reserved</b> %{customdata[0]} at %{x:,.3f} ms<extra></extra>",
-    )
 
 
 def _mark_peak(figure: go.Figure, moments: pl.DataFrame, begin_ns: int, divisor: int) -> None:

@@ -31,12 +31,7 @@ _HOST_CATEGORIES = {
     "python": "python_function",
     "overhead": "overhead",
 }
-_DEVICE_CATEGORIES = {
-    "compute": "kernel",
-    "communication": "kernel",
-    "memcpy": "gpu_memcpy",
-    "memset": "gpu_memset",
-}
+_DEVICE_CATEGORIES = {"compute": "kernel", "communication": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 _DRIVER_CALL = "^cu[A-Z]"
 _MISSING = {
     "stream": -1, "bytes": -1, "memory_bw_gbps": 0.0, "wait_on_stream": -1, "wait_on_cuda_event_record_corr_id": -1,
@@ -67,7 +62,7 @@ def to_hta(
     from hta.common.trace_parser import infer_gpu_type
     from hta.trace_analysis import TraceAnalysis
 
-    traces = _select_traces(list(_window(run, window)), None if ranks is None else set(ranks))
+    traces = _select_traces(_window(run, window), None if ranks is None else set(ranks))
     handed = HtaTrace(trace_files={}, trace_dir=run.path)
     # The zero of the times in the first file, so that rounding to µs falls as it does on the file's own.
     zero_ns = next((int(base) for t in traces if (base := t.header.get("baseTimeNanoseconds"))), 0)
@@ -104,14 +99,13 @@ def _select_traces(traces: list[Trace], ranks: set[int] | None) -> list[Trace]:
     return [trace for trace in traces if trace.on_device]
 
 
-def _window(run: Run, window: int | None) -> Iterable[Trace]:
+def _window(run: Run, window: int | None) -> list[Trace]:
     windows = sorted({source.window for source in run.sources})
     chosen = windows[0] if window is None else window
     if chosen not in windows:
         raise InputError(f"{run.path}: no window {chosen}; there are {', '.join(map(str, windows))}")
-    return (
-        run.trace(rank, chosen) for rank in run.ranks if any(s.rank == rank for s in run.sources if s.window == chosen)
-    )
+    ranks = {source.rank for source in run.sources if source.window == chosen}
+    return [run.trace(rank, chosen) for rank in run.ranks if rank in ranks]
 
 
 def _frame(trace: Trace, zero_ns: int, symbols: "TraceSymbolTable") -> "pd.DataFrame":
@@ -149,15 +143,9 @@ def _host(trace: Trace) -> pl.DataFrame:
 
 def _device(trace: Trace) -> pl.DataFrame:
     lanes = trace.lanes.drop_nulls("device").select("lane", "stream", "pid", "tid")
-    details = trace.collectives.select(
-        pl.col("activity_id").alias("id"),
-        pl.col("op").alias("collective_name"),
-        pl.col("dtype").alias("msg_dtype"),
-        pl.col("group_size"),
-    )
-    rows = trace.activities.join(lanes, on="lane", maintain_order="left").join(
-        details, on="id", how="left", maintain_order="left"
-    )
+    details = trace.collectives.select("group_size", id="activity_id", collective_name="op", msg_dtype="dtype")
+    rows = trace.activities.join(lanes, on="lane", maintain_order="left")
+    rows = rows.join(details, on="id", how="left", maintain_order="left")
     unlinked = trace.ops.height + pl.col("id")  # a number that no launch has
     return rows.select(
         pl.col("id").alias("activity_id"),
@@ -174,15 +162,8 @@ def _device(trace: Trace) -> pl.DataFrame:
 
 def _linked(events: pl.DataFrame) -> pl.DataFrame:
     """Add correlation, and as index_correlation the row at its other end: 0 where that is not there, else -1."""
-    launches = events.filter(pl.col("op_id").is_not_null()).select(
-        pl.col("op_id").alias("launch_id"), pl.col("index").alias("launch")
-    )
-    launched = (
-        events.drop_nulls("launch_id")
-        .group_by("launch_id")
-        .agg(pl.col("index").last().alias("launched"))
-        .rename({"launch_id": "op_id"})
-    )
+    launches = events.drop_nulls("op_id").select(launch_id="op_id", launch="index")
+    launched = events.drop_nulls("launch_id").group_by(op_id="launch_id").agg(launched=pl.col("index").last())
     correlation = pl.col("number").fill_null(-1)
     return (
         events.join(launches, on="launch_id", how="left", maintain_order="left")

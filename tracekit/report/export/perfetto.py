@@ -53,7 +53,9 @@ def write(
     chosen = _chosen(run, ranks, step)
     clocks_by_trace = clocks(run) if clocks_by_trace is None else clocks_by_trace
     # Perfetto knows no time before zero; traces of relative clocks may have one.
-    zero_ns = min(0, _earliest(run, clocks_by_trace))
+    starts = run.table(extent).select("window", "rank", "first_ns").iter_rows()
+    moved = (clocks_by_trace.get((w, r), Clock()).to_run(np.array([first_ns])) for w, r, first_ns in starts)
+    zero_ns = min([0, *(int(time_ns) for (time_ns,) in moved)])
     several = len({source.window for source in run.sources}) > 1
     done = ExportCounts()
     for number, source in enumerate(chosen, 1):
@@ -105,8 +107,3 @@ def _chosen(run: Run, ranks: Iterable[int] | None, step: int | None) -> list[Sou
         known = ", ".join(map(str, sorted({number for found in steps.values() for number in found}))) or "none"
         raise InputError(f"--step {step}: no such step; the traces have {known}")
     return chosen
-
-
-def _earliest(run: Run, moving: Mapping[TraceKey, Clock]) -> int:
-    rows = run.table(extent).select("window", "rank", "first_ns").iter_rows()
-    return min((int(moving.get((w, r), Clock()).to_run(np.array([first]))[0]) for w, r, first in rows), default=0)

@@ -57,11 +57,11 @@ def write_trace(
 
 def _with_flows(slices: pl.DataFrame, flows: pl.DataFrame) -> pl.DataFrame:
     """Add how many flows leave a slice, and how many end at it."""
-    leaving = flows.group_by(pl.col("launch_id").alias("id")).agg(pl.len().cast(pl.Int64).alias("flows"))
-    ending = flows.select(pl.col("activity_id").alias("id")).unique().with_columns(last_flows=pl.lit(1, pl.Int64))
-    return slices.join(
-        leaving.with_columns(source=pl.lit("ops")), on=["source", "id"], how="left", maintain_order="left"
-    ).join(ending.with_columns(source=pl.lit("activities")), on=["source", "id"], how="left", maintain_order="left")
+    leaving = flows.group_by(id="launch_id").agg(source=pl.lit("ops"), flows=pl.len().cast(pl.Int64))
+    ending = flows.select(id="activity_id").unique()
+    ending = ending.with_columns(source=pl.lit("activities"), last_flows=pl.lit(1, pl.Int64))
+    with_leaving = slices.join(leaving, on=["source", "id"], how="left", maintain_order="left")
+    return with_leaving.join(ending, on=["source", "id"], how="left", maintain_order="left")
 
 
 def _with_uuids(rows: pl.DataFrame, first: int) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -74,13 +74,10 @@ def _gradients(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
 
 def _waits(trace: Trace, id: int, source: str) -> Iterable[_Pair]:  # noqa: A002
     links = _dependencies(trace)
-    if source == "activities":
-        own = (pl.col("kind") == EVENT) & ((pl.col("waiting_id") == id) | (pl.col("awaited_id") == id))
-        synced = (pl.col("kind") == SYNC) & (pl.col("awaited_id") == id)
-        links = links.filter(own | synced)
-    else:
-        links = links.filter((pl.col("kind") == SYNC) & (pl.col("waiting_id") == id))
-    rows = links.head(MAX_ARROWS).select("awaited_id", "waiting_id", "kind").iter_rows()
+    is_event, is_sync = pl.col("kind") == EVENT, pl.col("kind") == SYNC
+    waits, awaited = pl.col("waiting_id") == id, pl.col("awaited_id") == id
+    concerned = (is_event & (waits | awaited)) | (is_sync & awaited) if source == "activities" else is_sync & waits
+    rows = links.filter(concerned).head(MAX_ARROWS).select("awaited_id", "waiting_id", "kind").iter_rows()
     return [
         ("activities", awaited, "activities" if how == EVENT else "ops", waits, how) for awaited, waits, how in rows
     ]

@@ -50,7 +50,7 @@ def group_starts(*columns: Ints) -> Flags:
 
 
 def links(row: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
-    """Return the level at which each slice is merged with the next; NEVER for the last of a row. Shape (n,).
+    """Return the level at which each slice is merged with the next; NO_LEVEL for the last of a row. Shape (n,).
 
     Slices are sorted by row and start; no start is negative.
     """

@@ -34,21 +34,19 @@ def find_by_name(scene: Scene, text: str, *, ranks: Collection[int] | None = Non
 
     `ranks` limits the search to some ranks; the table has the first `limit` slices.
     """
-    wanted = _wanted(scene, text)
+    folded = text.casefold()
+    wanted = np.array([bool(folded) and folded in name for name in scene.casefolded_names], bool)
     total, total_ns, parts = 0, 0, [pl.DataFrame(schema=MATCHES)]
     for part in scene.parts:
         if ranks is None or part.rank in ranks:
             index = part.by_name_index[wanted[part.by_name_index["name"]]]
             total += int(index["count"].sum())
             total_ns += int(index["busy_ns"].sum())
-            parts.append(_table(scene, part, _earliest(part, index, limit)))
+            rows = part.table(_earliest(part, index, limit))
+            name = scene.names["name"].gather(rows["name_id"]).alias("name")
+            parts.append(schema.select(rows.with_columns(name), MATCHES))
     matches = pl.concat(parts).sort("start_ns", "track", "row", "id")
     return Matches(total, total_ns, matches.head(limit))
-
-
-def _wanted(scene: Scene, text: str) -> Array:
-    folded = text.casefold()
-    return np.array([bool(folded) and folded in name for name in scene.casefolded_names], bool)
 
 
 def _earliest(part: Part, index: Array, limit: int) -> Ints:
@@ -69,9 +67,3 @@ def _earliest(part: Part, index: Array, limit: int) -> Ints:
     until_ns = np.partition(start_ns[positions], limit - 1)[limit - 1]
     past = ranges.first_true(first, first + count, lambda at: start_ns[part.by_name[at]] > until_ns)
     return part.by_name[ranges.positions(first, past - first)].astype(np.int64)
-
-
-def _table(scene: Scene, part: Part, places: Ints) -> pl.DataFrame:
-    rows = part.table(places)
-    named = rows.with_columns(scene.names["name"].gather(rows["name_id"]).alias("name"))
-    return schema.select(named, MATCHES)

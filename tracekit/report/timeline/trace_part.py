@@ -71,8 +71,8 @@ class Part:
 
 
 def build_part(layout: TraceLayout, rank: int, *, first_track: int, names: Ints) -> Part:
-    """Make the part of a rank's trace: its tracks get numbers from `first_track`, what `laid.named` lists `names`."""
-    rows = _rows(layout)
+    """Make the part of a rank's trace: its tracks get numbers from `first_track`, its names the ids `names`."""
+    rows = np.cumsum(group_starts(layout.track, layout.row)) - 1
     start_ns, name = layout.start_ns, names[layout.name] if len(names) else layout.name
     origin_ns = int(start_ns.min()) if len(start_ns) else 0
     ends, runs = merge_levels(rows, start_ns - origin_ns, layout.dur_ns, name)
@@ -90,11 +90,6 @@ def build_part(layout: TraceLayout, rank: int, *, first_track: int, names: Ints)
     run_sequence, run_segments = _segments(rows[runs.first], runs.ends, run_place)
     slices = slices[sequence]
     return Part(rank, slices, segments, merged[run_sequence], run_segments, *_by_name(slices))
-
-
-def _rows(laid: TraceLayout) -> Ints:
-    """Return the number of each slice's row among all rows; they are sorted by it."""
-    return np.cumsum(group_starts(laid.track, laid.row)) - 1
 
 
 def _segments(row: Ints, ends: Ints, place: tuple[Ints, Ints]) -> tuple[Ints, Array]:

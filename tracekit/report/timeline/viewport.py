@@ -14,17 +14,10 @@ from tracekit.report.timeline.mapped_file import Array
 from tracekit.report.timeline.scene import Scene
 from tracekit.report.timeline.trace_part import Part
 
-VIEW = {
-    "track": pl.Int32,
-    "row": pl.Int32,
-    "start_ns": pl.Int64,
-    "dur_ns": pl.Int64,
-    "name_id": pl.UInt32,
-    "id": pl.Int32,
-    "kind": pl.UInt8,
-    "count": pl.UInt32,
-    "busy_ns": pl.Int64,
-}
+_SHORT_TYPES = {"track": pl.Int32, "row": pl.Int32, "id": pl.Int32, "kind": pl.UInt8}
+VIEW = schema.columns(
+    "track row start_ns dur_ns name_id id kind count busy_ns", name_id=pl.UInt32, count=pl.UInt32, **_SHORT_TYPES
+)
 _MERGED = -1  # in place of an id
 _FEW = 64
 
