@@ -33,6 +33,7 @@ _ANONYMOUS: Mapping[type[ast.expr], str] = {
 }
 _MAX_FILES = _MAX_FOLDERS = 20_000  # the working directory may be no repository but the root of a file system
 _MAX_SOURCE_BYTES = 4 << 20
+_SKIPPED_FOLDERS = ("site-packages", "node_modules", "__pycache__")
 _MAX_EVIDENCE_ROWS = 1000
 
 
@@ -163,12 +164,10 @@ def _main_evidence(evidence: pl.DataFrame) -> tuple[int, int | None, pl.DataFram
     if rows.is_empty():
         return None
     keys = [name for name in ("window", "rank") if name in rows.columns]
-    total = (
-        rows.group_by(keys).agg(pl.col("dur_ns").sum()).sort("dur_ns", *keys, descending=[True] + [False] * len(keys))
-    )
-    first = total.row(0, named=True)
-    chosen = rows.join(total.head(1).select(keys), on=keys, how="semi", nulls_equal=True)
-    return int(first["rank"]), first.get("window"), chosen
+    totals = rows.group_by(keys).agg(pl.col("dur_ns").sum())
+    first = totals.sort("dur_ns", *keys, descending=[True] + [False] * len(keys)).head(1)
+    chosen = rows.join(first.select(keys), on=keys, how="semi", nulls_equal=True)
+    return int(first["rank"][0]), first["window"][0] if "window" in keys else None, chosen
 
 
 def _scripts(command: Sequence[object]) -> Iterator[str]:
@@ -185,11 +184,7 @@ def _python_files(root: Path) -> Iterator[Path]:
         if "pyvenv.cfg" in files and folder != str(root):  # a virtual environment in the checkout
             folders.clear()
             continue
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".") and name not in ("site-packages", "node_modules", "__pycache__")
-        )
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
@@ -224,9 +219,8 @@ def _functions(path: Path) -> tuple[_Function, ...]:
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             functions.append(_Function(node.name, first, node.end_lineno or first, node.lineno))
         elif isinstance(node, ast.expr) and type(node) in _ANONYMOUS:
-            functions.append(
-                _Function(_ANONYMOUS[type(node)], node.lineno, node.end_lineno or node.lineno, node.lineno)
-            )
+            last = node.end_lineno or node.lineno
+            functions.append(_Function(_ANONYMOUS[type(node)], node.lineno, last, node.lineno))
     return tuple(functions)
 
 

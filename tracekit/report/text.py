@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import polars as pl
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
 from tracekit.analysis.time import summary
@@ -48,7 +48,7 @@ def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH,
         grid = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
         for _ in reports:
             grid.add_column(width=side)
-        grid.add_row(*(Group(*_report(report, run, side)) for report, run in reports))
+        grid.add_row(*(_stacked(_report(report, run, side)) for report, run in reports))
         parts.append(grid)
     else:
         for report, run in reports:
@@ -173,3 +173,10 @@ def _cell(findings: Sequence[Finding], code: str) -> str:
     costs += [units.duration(worst.cost_ns)] if worst.cost_ns else []
     costs += [units.size(worst.cost_bytes)] if worst.cost_bytes else []
     return f"{worst.severity.label}{number}  {' · '.join(costs)}"
+
+
+def _stacked(parts: Sequence[RenderableType]) -> Table:
+    grid = Table.grid()
+    for part in parts:
+        grid.add_row(part)
+    return grid

@@ -309,11 +309,12 @@ def _segment_ends(figure: go.Figure, placed: pl.DataFrame, divisor: int) -> None
     lasts = placed.group_by("segment_address", maintain_order=True).last()
     if lasts.height > _MOST_EDGES:
         return
-    xs: list[float | None] = []
-    ys: list[float | None] = []
-    for row, at, part in lasts.select("row", "at_bytes", "part_bytes").iter_rows():
-        xs += [(at + part) / divisor, (at + part) / divisor, None]
-        ys += [row - 0.5, row + 0.5, None]
+    ends = lasts.select("row", (pl.col("at_bytes") + pl.col("part_bytes")) / divisor).rows()
     figure.add_scatter(
-        x=xs, y=ys, mode="lines", line={"width": 1, "color": COLOURS["phase"]}, hoverinfo="skip", showlegend=False
+        x=[x for _, end in ends for x in (end, end, None)],
+        y=[y for row, _ in ends for y in (row - 0.5, row + 0.5, None)],
+        mode="lines",
+        line={"width": 1, "color": COLOURS["phase"]},
+        hoverinfo="skip",
+        showlegend=False,
     )
