@@ -153,7 +153,7 @@ def _recording(recording: Recording) -> str:
     series = [_json(item) for item in _series(recording.samples, ["metric"], steps)]
     units = [_json(item) for item in _series(recording.units, ["metric", "unit"], steps)]
     work = [
-        _json(_Work(kind, phase, name, _rounded(amount, _DIGITS)))
+        _json(_Work(kind, phase, name, _rounded(amount)))
         for kind, phase, name, amount in recording.work.select(*unit_work.WORK_COLUMNS).iter_rows()
     ]
     findings = [
@@ -176,8 +176,7 @@ def _series(table: pl.DataFrame, by: Sequence[str], steps: dict[tuple[int | None
         unit = row.get("unit")
         scale = 1 if unit is None else _scale([value for values in row["value"] for value in values])
         samples = [
-            [_rounded(value, _DIGITS) if unit is None else round(value / scale) for value in values]
-            for values in row["value"]
+            [_rounded(value) if unit is None else round(value / scale) for value in values] for values in row["value"]
         ]
         yield _Series(row["metric"], row["rank"], number, samples, unit, scale)
 
@@ -188,10 +187,10 @@ def _scale(values: Sequence[float]) -> int:
     return 10 ** max(0, math.floor(math.log10(largest)) - _UNIT_DIGITS + 1) if largest > 0 else 1
 
 
-def _rounded(value: float, digits: int) -> float:
+def _rounded(value: float) -> float:
     if value == 0:
         return 0
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    decimals = _DIGITS - 1 - math.floor(math.log10(abs(value)))
     rounded = round(value, decimals)
     return int(rounded) if rounded == int(rounded) else rounded
 

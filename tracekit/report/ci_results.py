@@ -34,7 +34,7 @@ class CheckItem:
 
     kind: ItemKind
     id: str
-    """As `Gate.failures` names it."""
+    """As in `CheckResult.failures`."""
     title: str
     message: str
     """Sentences with the numbers, and what to change."""
@@ -87,18 +87,13 @@ def level(judged: JudgedFinding) -> Level:
     return Level.WARNING
 
 
-def rule_title(code: str) -> str:
-    """Return a rule's name and code: "exposed-communication (COMM001)"."""
-    name = phrases.rule_name(code)
-    return f"{name} ({code})" if name != code else code
-
-
 def _finding(judged: JudgedFinding) -> CheckItem:
     found = judged.finding
     worse = judged.status is FindingStatus.WORSE and judged.impact_before is not None
     before = f" It was {100 * (judged.impact_before or 0):.1f}% of the step in the baseline." if worse else ""
     message = f"{found.message}{before}" + (f" Fix: {found.fix}" if found.fix else "")
-    title, status = rule_title(found.code), judged.status
+    name, status = phrases.rule_name(found.code), judged.status
+    title = f"{name} ({found.code})" if name != found.code else name
     return CheckItem(ItemKind.FINDING, found.id, title, message, level(judged), judged.fails, status, found)
 
 

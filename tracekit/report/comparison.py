@@ -14,7 +14,7 @@ from tracekit.regression.metrics import all_metrics, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Limit
 from tracekit.report import markdown_escaping, text_layout
-from tracekit.report.json import to_json_value
+from tracekit.report.json_values import to_json_value
 
 SCHEMA = "tracekit.comparison/1"
 STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.INCONCLUSIVE: "yellow"}

@@ -16,7 +16,7 @@ from tracekit.regression.history.trends import Group, MetricShift, Series, lates
 from tracekit.regression.metrics import metric_of
 from tracekit.report import phrases, text_layout
 from tracekit.report.comparison import label
-from tracekit.report.json import to_json_value
+from tracekit.report.json_values import to_json_value
 
 SCHEMA = "tracekit.history/1"
 MAX_CHANGES = 12

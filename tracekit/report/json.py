@@ -6,7 +6,6 @@ Versions only add keys: a reader may ignore keys that it does not know.
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -23,6 +22,7 @@ from tracekit.regression.comparison import RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.samples import SAMPLE_COLUMNS, run_samples
 from tracekit.report import phrases
+from tracekit.report.json_values import to_json_value
 from tracekit.rules.rule import Finding, Report
 
 MAX_EVIDENCE_ROWS = 100
@@ -227,17 +227,6 @@ def _samples(table: pl.DataFrame) -> list[dict[str, Any]]:
         {"metric": metric, "rank": rank, "steps": steps, "values": to_json_value(values)}
         for metric, rank, steps, values in series.iter_rows()
     ]
-
-
-def to_json_value(value: object) -> Any:
-    """Return a value as strict JSON can hold it: null for NaN and infinity, text for other types."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): to_json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json_value(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 def _dumps(value: object) -> str:

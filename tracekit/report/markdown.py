@@ -77,7 +77,8 @@ def _head(name: str, gate: CheckResult, *, several: bool) -> str:
     against = f" · against {code(gate.baseline)}" if gate.baseline else ""
     parts = [f"{mark}**{code(name) or 'run'}** · {escaped(phrases.subtitle(gate.report.run), 200)}{against}"]
     parts += [f"**{escaped(cause.name)}** {escaped(cause.message)}" for cause in gate.causes[:_MAX_ROWS]]
-    parts += [_metrics(gate), _budgets(gate), _findings(gate), _picture(gate)]
+    picture = (gate.comparison and text_charts.before_and_now(gate.comparison)) or text_charts.by_rank(gate.report.run)
+    parts += [_metrics(gate), _budgets(gate), _findings(gate), f"```text\n{picture}\n```" if picture else ""]
     return "\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -138,12 +139,6 @@ def _row(judged: JudgedFinding, *, has_baseline: bool) -> tuple[str, ...]:
         cost += f", {100 * judged.impact_before:.1f}% before"
     status = f"{found.severity.label}, {judged.status}" if has_baseline else found.severity.label
     return code(found.id), escaped(phrases.rule_name(found.code)), cost, f"❌ {status}" if judged.fails else status
-
-
-def _picture(gate: CheckResult) -> str:
-    before_and_now = text_charts.before_and_now(gate.comparison) if gate.comparison else ""
-    drawn = before_and_now or text_charts.by_rank(gate.report.run)
-    return f"```text\n{drawn}\n```" if drawn else ""
 
 
 def _details(gate: CheckResult, checkout: Checkout) -> Iterator[str]:

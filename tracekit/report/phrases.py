@@ -77,12 +77,11 @@ def from_trace_start(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], i
     window = pl.col("window") if "window" in table.columns else pl.lit(0, pl.Int64)
     origins = pl.DataFrame(
         [(w, r, ns) for (w, r), ns in origins_ns.items()],
-        schema={"_window": pl.Int64, "_rank": pl.Int64, "_origin_ns": pl.Int64},
+        schema={"_window": pl.Int64, "rank": pl.Int64, "_origin_ns": pl.Int64},
         orient="row",
     )
-    placed = table.with_columns(window.alias("_window"), pl.col("rank").alias("_rank")).join(
-        origins, on=["_window", "_rank"], how="left", maintain_order="left"
-    )
+    rows = table.with_columns(_window=window)
+    placed = rows.join(origins, on=["_window", "rank"], how="left", maintain_order="left")
     return placed.with_columns(pl.col("start_ns") - pl.col("_origin_ns")).select(table.columns)
 
 

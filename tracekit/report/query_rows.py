@@ -1,14 +1,13 @@
 """The rows of a query -> text, CSV or JSON, without readable units: users of SQL compute with the values."""
 
 import json
-import math
-from collections.abc import Mapping
 
 import polars as pl
 from rich.console import RenderableType
 
 from tracekit.model import escaping
 from tracekit.report import text_layout
+from tracekit.report.json_values import to_json_value
 
 _MIN_TEXT = 24
 _EXACT = 1e6  # larger numbers need more than six digits
@@ -41,7 +40,7 @@ def as_csv(rows: pl.DataFrame) -> str:
     """Return the rows as CSV with a header; lists and structs as JSON, a missing value as an empty field."""
     nested = [name for name, dtype in rows.schema.items() if dtype.is_nested()]
     flat = rows.with_columns(
-        pl.Series(name, [None if value is None else json.dumps(_json_value(value)) for value in rows[name].to_list()])
+        pl.Series(name, [None if value is None else json.dumps(to_json_value(value)) for value in rows[name].to_list()])
         for name in nested
     )
     binary = [name for name, dtype in flat.schema.items() if dtype == pl.Binary]
@@ -50,7 +49,7 @@ def as_csv(rows: pl.DataFrame) -> str:
 
 def as_json(rows: pl.DataFrame) -> str:
     """Return the rows as a JSON array of objects; NaN and infinity as null."""
-    return json.dumps([_json_value(row) for row in rows.iter_rows(named=True)], indent=2, allow_nan=False) + "\n"
+    return json.dumps([to_json_value(row) for row in rows.iter_rows(named=True)], indent=2, allow_nan=False) + "\n"
 
 
 def _size(rows: pl.DataFrame, more: bool) -> str:
@@ -74,17 +73,4 @@ def _cell(value: object) -> str:
         return "—"
     if isinstance(value, float):
         return f"{value:.6g}" if abs(value) < _EXACT else f"{value:.0f}"
-    return json.dumps(_json_value(value)) if isinstance(value, list | dict) else str(value)
-
-
-def _json_value(value: object) -> object:
-    """Return a value of a type that JSON has."""
-    if isinstance(value, Mapping):
-        return {str(key): _json_value(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(each) for each in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, bytes):
-        return value.hex()
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+    return json.dumps(to_json_value(value)) if isinstance(value, list | dict) else str(value)

@@ -35,7 +35,7 @@ _UNKNOWN = "unknown rank"
 def stall_causes(by_rank: pl.DataFrame) -> go.Figure:
     """Return stacked bars of the gaps of one kind of work, one bar per rank, split by cause.
 
-    `by_rank` is the part of one `of` (communication or compute) of `analysis.standing.by_rank`.
+    `by_rank` is the part of one `of` (communication or compute) of `analysis.compute.stall_attribution.by_rank`.
     """
     ranks = by_rank["rank"].unique().sort().to_list()
     total = dict(by_rank.group_by("rank").agg(pl.col("dur_ns").sum()).iter_rows())
@@ -50,7 +50,7 @@ def stall_causes(by_rank: pl.DataFrame) -> go.Figure:
 def communication_parts(by_rank: pl.DataFrame) -> go.Figure:
     """Return stacked bars of each rank's communication: hidden, exposed while data moves, exposed while waiting.
 
-    `by_rank` is `analysis.communication.by_rank`.
+    `by_rank` is `analysis.communication.exposed_communication.by_rank`.
     """
     ranks = by_rank["rank"].to_list()
     total = dict(by_rank.select("rank", "communication_ns").iter_rows())
@@ -63,7 +63,7 @@ def communication_parts(by_rank: pl.DataFrame) -> go.Figure:
 def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     """Return which rank waits for which: a row per waiting rank, a column per late rank.
 
-    `waited` is `analysis.lockstep.waited`; a last column holds waits for an unknown rank.
+    `waited` is `rank_timelines.wait_times`; a last column holds waits for an unknown rank.
     """
     known = {(rank, peer): ns for rank, peer, ns in waited.select("rank", "peer_rank", "waited_ns").iter_rows()}
     columns: list[int | None] = [*ranks, *([None] if any(peer is None for _, peer in known) else [])]
@@ -109,7 +109,7 @@ def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
 def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
     """Return the bandwidth of each message by its size on logarithmic axes, a colour per kind of collective.
 
-    `speeds` is `analysis.traffic.speeds`; `kind` is ALGORITHM (size over time) or BUS (as nccl-tests counts it, which
+    `speeds` is `traffic.speeds`; `kind` is ALGORITHM (size over time) or BUS (as nccl-tests counts it, which
     for all collectives compares with the link). Open markers are lower bounds: some ranks of their group
     have no trace. At most MAX_POINTS messages are drawn, sampled evenly from each collective and group.
     """

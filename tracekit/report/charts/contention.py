@@ -22,7 +22,7 @@ _MARKER_SPREAD = 0.6
 def slowdowns(pairs: pl.DataFrame) -> go.Figure:
     """Return the slowdown of each kind of work next to another kind: one marker per rank, with its interval.
 
-    `pairs` is `analysis.collective_contention.all_pairs`; pairs that never ran alone have no marker.
+    `pairs` is `analysis.compute.collective_contention.all_pairs`; pairs that never ran alone have no marker.
     """
     known = pairs.drop_nulls("slowdown")
     names = known.select("kind", "concurrent_kind").unique(maintain_order=True).sort("kind", "concurrent_kind").rows()
@@ -62,7 +62,7 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
 def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
     """Return how long one kind of work ran concurrently with each other kind, in bars by phase, summed over ranks.
 
-    `by_phase` is `analysis.contended.by_phase`.
+    `by_phase` is `analysis.compute.contention_totals.by_phase`.
     """
     own = by_phase.filter(pl.col("kind") == of).with_columns(pl.col("phase").fill_null(_NO_PHASE))
     phases = own.group_by("phase").agg(pl.col("overlapped_ns").sum()).sort("overlapped_ns", descending=True)
@@ -90,7 +90,7 @@ def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go
 def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
     """Return how long each preparation of a collective took and what it takes alone, on logarithmic axes.
 
-    `preparation` is `analysis.contention.preparation` of a run. Points on the diagonal took as long as alone; points
+    `preparation` is `contention.preparation` of a run. Points on the diagonal took as long as alone; points
     far above it were slowed. At most MAX_POINTS are drawn, those with the largest loss.
     """
     known = preparation.drop_nulls("alone_ns").filter(pl.col("alone_ns") > 0, pl.col("dur_ns") > 0)

@@ -56,7 +56,10 @@ def lost_time(
         )
     ends = [math.log10(interval / 60) for interval in (intervals_s[0], intervals_s[-1])]
     figure.update_xaxes(title="minutes between checkpoints", type="log", range=ends, dtick=1)
-    figure.update_yaxes(title="share of time lost", ticksuffix="%", range=[0, _top(lost)])
+    # Up to four times the least loss, so that the minimum is visible.
+    least = min(lost.get(LOST) or next(iter(lost.values())), default=0.25)
+    top = 100 * min(1.0, max(4 * least, 0.01))
+    figure.update_yaxes(title="share of time lost", ticksuffix="%", range=[0, top])
     return style.with_style(figure, height_px=380)
 
 
@@ -104,9 +107,3 @@ def bubbles(micro_batches: Sequence[int], ratios: Mapping[str, Sequence[float]],
     figure.update_xaxes(title="micro-batches per step", type="log", tickvals=list(micro_batches))
     figure.update_yaxes(title="pipeline idle", ticksuffix="%", rangemode="tozero")
     return style.with_style(figure, height_px=340)
-
-
-def _top(lost: Mapping[str, Sequence[float]]) -> float:
-    """Return the end of the axis: four times the least loss, so that the minimum is visible."""
-    least = min(lost.get(LOST) or next(iter(lost.values())), default=0.25)
-    return 100 * min(1.0, max(4 * least, 0.01))

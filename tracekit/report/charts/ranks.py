@@ -19,7 +19,6 @@ LABELS = {
 }
 """The legend text of each activity, and the kind of work whose colour it has."""
 MAX_SPANS = 6000
-_ROW_PX = 30
 
 SLOWER, EXPOSED, WAITED = "longer_ratio", "exposed_ratio", "waited_ratio"
 MEASURES = {
@@ -37,7 +36,7 @@ _MIN_SCALE = 0.02  # the least value of the full colour
 def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | None = None) -> go.Figure:
     """Return what each rank does in a window of the run's clock (ns), one row per rank and device.
 
-    `doings` has the columns of `analysis.lockstep`. 0 ms on the axis is `origin_ns`, or the window's start. Of more
+    `activity` is `rank_timelines.states`. 0 ms on the axis is `origin_ns`, or the window's start. Of more
     than `MAX_SPANS` spans, adjacent ones too short to see are merged.
     """
     origin_ns = window[0] if origin_ns is None else origin_ns
@@ -62,7 +61,7 @@ def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | No
     figure.update_layout(barmode="overlay", dragmode="zoom")
     figure.update_xaxes(range=[(edge - origin_ns) / 1e6 for edge in window], ticksuffix=" ms")
     style.label_all_rows(figure, names)
-    return style.with_style(figure, height_px=130 + _ROW_PX * rows.height)
+    return style.with_style(figure, height_px=130 + 30 * rows.height)
 
 
 def _thin(shown: pl.DataFrame, window: Window) -> pl.DataFrame:
@@ -103,7 +102,7 @@ def _hover(row: Mapping[str, Any], label: str) -> str:
 def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
     """Return a heatmap of ranks (rows) and steps (columns), coloured by `measure`, one of MEASURES.
 
-    `table` is `analysis.communication.spread`, of one window. The customdata of a cell starts with its rank and step.
+    `table` is `exposed_communication.spread`, of one window. The customdata of a cell starts with its rank and step.
     With more than MAX_CELLS cells, a click does not select a cell.
     """
     steps = {step: place for place, step in enumerate(table["step"].unique().sort())}

@@ -17,15 +17,14 @@ _KINDS = {
     "MEM": ("compute", COLOURS["compute"]),
 }
 """What a cause is about and its colour, by how the code of the rule that speaks of it begins."""
-_WIDTH = 0.7
-"""Of a bar: Plotly would take the distance to the next of the same colour."""
+_WIDTH = 0.7  # else Plotly takes the distance to the next bar of the same colour
 _SEVERAL = ("several causes", COLOURS["evidence"])
 
 
 def potential_savings(ranked: pl.DataFrame) -> go.Figure:
     """Return the potential saving per step of each cause by itself, as bars in the order of the table.
 
-    `ranked` is `reports.whatif.as_table`. The colour says what a cause is about, a paler bar has less confidence.
+    `ranked` is `report.what_if.as_table`. The colour says what a cause is about, a paler bar has less confidence.
     """
     rows = list(ranked.iter_rows(named=True))
     figure = go.Figure()
@@ -55,7 +54,7 @@ def potential_savings(ranked: pl.DataFrame) -> go.Figure:
 def savings_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
     """Return what a replayed step takes on each rank: the remaining time without a cause and the saving, stacked.
 
-    `by_rank` is that of one saving in `whatif.saving.by_rank`, `code` that of the rule that speaks of its cause; ''
+    `by_rank` is that of one saving in `savings.by_rank`, `code` is that of the rule of its cause; ''
     for several causes.
     """
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]

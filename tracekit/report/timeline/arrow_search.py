@@ -34,17 +34,14 @@ def arrows(run: Run, scene: Scene, track: int, id: int) -> pl.DataFrame:  # noqa
     trace = run.trace(of["rank"], scene.window)
     pairs: list[_Pair] = []
     if of["source"] == "activities":
-        pairs = [*_launch_of(trace, id), *_waits(trace, id, "activities")]
+        work = trace.activities.filter(pl.col("id") == id)
+        pairs = [*_launches(trace, work), *_waits(trace, id, "activities")]
     elif of["source"] == "ops":
         pairs = [*_launched_by(trace, id), *_gradients(trace, id), *_waits(trace, id, "ops")]
     rows = [_arrows_on_rank(scene, of["rank"], pairs[:MAX_ARROWS])]
     if of["source"] == "activities":
         rows.append(_collective_arrows(run, scene, of["rank"], id))
     return pl.concat(rows)
-
-
-def _launch_of(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
-    return _launches(trace, trace.activities.filter(pl.col("id") == id))
 
 
 def _launched_by(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002

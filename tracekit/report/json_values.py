@@ -1,0 +1,18 @@
+"""Values as strict JSON can hold them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def to_json_value(value: object) -> Any:
+    """Return a value of a type that JSON has: null for NaN and infinity, hex digits for bytes, text for other types."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_value(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
