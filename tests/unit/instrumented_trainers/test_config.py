@@ -39,9 +39,9 @@ def test_overrides_replace_options_under_their_full_names() -> None:
 
 
 def test_missing_options_have_the_defaults_of_the_config() -> None:
-    asked = parse(REQUIRED)
-    default = TrainingConfig(strategy="ddp", out=Path("runs/x"), device=asked.device, world_size=asked.world_size)
-    assert asked == default
+    parsed = parse(REQUIRED)
+    default = TrainingConfig(strategy="ddp", out=Path("runs/x"), device=parsed.device, world_size=parsed.world_size)
+    assert parsed == default
 
 
 def test_the_launchers_world_size_has_priority(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a rank that was killed leaves, as the line that ends the training tells it."""
+"""The last line of a training whose rank was killed: what was being saved, and where to resume."""
 
 from pathlib import Path
 
@@ -24,15 +24,15 @@ def test_there_is_no_hint_for_a_rank_killed_outside_of_a_save(tmp_path: Path) ->
 
 def test_there_is_no_checkpoint_to_resume_from_after_a_rank_is_killed_in_the_first_save(tmp_path: Path) -> None:
     begin(tmp_path, 2, "__0_0.distcp", "__1_0.distcp")
-    told = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
-    assert told.startswith(" while step-000002/__1_0.distcp was written")
-    assert told.endswith("there is no earlier checkpoint: start again")
+    hint = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
+    assert hint.startswith(" while step-000002/__1_0.distcp was written")
+    assert hint.endswith("there is no earlier checkpoint: start again")
 
 
 def test_a_rank_killed_before_its_first_file_is_reported_with_the_checkpoint(tmp_path: Path) -> None:
     whole = begin(tmp_path, 2, "__0_0.distcp")
     seal.write(whole, Seal(2, 8, "ddp", 2, {}))
     begin(tmp_path, 4, "__0_0.distcp")
-    told = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
-    assert told.startswith(" while step-000004 was written")
-    assert told.endswith(f"resume with --resume {whole}")
+    hint = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
+    assert hint.startswith(" while step-000004 was written")
+    assert hint.endswith(f"resume with --resume {whole}")

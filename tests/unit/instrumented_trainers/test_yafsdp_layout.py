@@ -21,13 +21,13 @@ def test_shards_hold_every_element_once_and_in_order(parameters: list[torch.Size
     shards = flat.reshape(world_size, layout.shard_numel)
 
     for index, shape in enumerate(parameters):
-        held = []
+        elements_by_rank = []
         for rank in range(world_size):
             part = layout.part(index, rank)
             elements = shards[rank][part.start : part.stop].tolist()
             assert not elements or elements[0] == 1000 * index + part.origin
-            held += elements
-        assert held == list(range(1000 * index, 1000 * index + shape.numel()))
+            elements_by_rank += elements
+        assert elements_by_rank == list(range(1000 * index, 1000 * index + shape.numel()))
 
 
 @given(st.lists(shapes, max_size=6), st.integers(1, 5))
