@@ -75,7 +75,7 @@ class HostState:
         self._depth = hardware.queue_depth
         self._launch_ns = 1 if ideal else round(hardware.launch_s * 1e9)
         self._call_ns, self._space_ns = (1, 0) if ideal else (_EVENT_CALL_NS, _SPACE_NS)
-        self._do: dict[type[Any], Callable[[Any], bool]] = {
+        self._do: dict[type[Any], Callable[[Any], bool | None]] = {  # False: the host must wait
             OpenSlice: self._begin_slice,
             CloseSlice: self._end_slice,
             SwitchThread: self._switch,
@@ -102,7 +102,7 @@ class HostState:
         self._waiting, self._running = False, True
         while self._position < len(self._program):
             instruction = self._program[self._position]
-            if not self._do[type(instruction)](instruction):
+            if self._do[type(instruction)](instruction) is False:
                 self._waiting = True
                 break
             self._position += 1
@@ -123,36 +123,31 @@ class HostState:
         self.run(0)  # its clock is set by the awaited event
 
     # Slices ----------------------------------------------------------------------------------------------------------
-    def _begin_slice(self, what: OpenSlice) -> bool:
+    def _begin_slice(self, what: OpenSlice) -> None:
         self._ids += 1
         self._clock_ns += self._space_ns
         self._open[self._thread].append(
             HostSlice(self._thread, what.name, what.category, self._clock_ns, 0, self._ids, args=what.args)
         )
         self._clock_ns += what.cost_ns
-        return True
 
-    def _end_slice(self, _: CloseSlice) -> bool:
+    def _end_slice(self, _: CloseSlice) -> None:
         self._clock_ns += self._space_ns
         closed = self._open[self._thread].pop()
         closed.end_ns = self._clock_ns
         self._record.slices.append(closed)
         if self._thread == MAIN_THREAD and not self._open[self._thread]:
             self._record.host_steps[self._step] = (closed.start_ns, closed.end_ns)
-        return True
 
-    def _switch(self, what: SwitchThread) -> bool:
+    def _switch(self, what: SwitchThread) -> None:
         self._thread = what.thread
         self._open.setdefault(what.thread, [])
-        return True
 
-    def _spend(self, what: PassTime) -> bool:
+    def _spend(self, what: PassTime) -> None:
         self._clock_ns += what.ns
-        return True
 
-    def _begin_step(self, what: Step) -> bool:
+    def _begin_step(self, what: Step) -> None:
         self._step = what.number
-        return True
 
     def _runtime(self, name: str, start_ns: int, end_ns: int) -> int:
         """Note a runtime call, and return its correlation."""
@@ -189,20 +184,18 @@ class HostState:
         self._engine.enqueue(device.stream(kernel.stream), work, self._clock_ns + _LAUNCH_LATENCY_NS)
         return True
 
-    def _record_event(self, what: Record) -> bool:
+    def _record_event(self, what: Record) -> None:
         correlation = self._runtime("cudaEventRecord", self._clock_ns, self._clock_ns + self._call_ns)
         event = self._events[what.event] = Event(what.stream, correlation)
         self._engine.enqueue(self._device.stream(what.stream), event, self._clock_ns)
-        return True
 
-    def _wait(self, what: Wait) -> bool:
+    def _wait(self, what: Wait) -> None:
         correlation = self._runtime("cudaStreamWaitEvent", self._clock_ns, self._clock_ns + self._call_ns)
         event = self._events[what.event]
         self._engine.enqueue(self._device.stream(what.stream), EventWait(event), self._clock_ns)
         self._record.waits.append(
             StreamWait(what.stream, event.stream, self._clock_ns, correlation, event.correlation, self._owner)
         )
-        return True
 
     def _synchronize(self, what: Synchronize) -> bool:
         event, start_ns = self._events[what.event], self._clock_ns
@@ -227,14 +220,11 @@ class HostState:
         return True
 
     # Memory ----------------------------------------------------------------------------------------------------------
-    def _allocate(self, what: Allocate) -> bool:
+    def _allocate(self, what: Allocate) -> None:
         self._memory.allocate(what.buffer, what.bytes, self._thread, self._clock_ns)
-        return True
 
-    def _free(self, what: Free) -> bool:
+    def _free(self, what: Free) -> None:
         self._memory.free(what.buffer, self._thread, self._clock_ns)
-        return True
 
-    def _flush(self, what: Flush) -> bool:
+    def _flush(self, what: Flush) -> None:
         self._memory.flush(empties=what.empties)
-        return True

@@ -1,6 +1,6 @@
 """Process groups, their links, and how long transfers take."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tracekit.conventions.strategies import RING_PASSES
 from tracekit.simulate.costs import Rates, rates, ring_s
@@ -63,5 +63,5 @@ class World:
     def _rates_of(self, link: str) -> Rates:
         of = rates(self._job.hardware, spans_nodes=link == NETWORK)
         if self._job.strategy == HSDP and link == NETWORK:  # one ring per GPU of a node shares the node's network
-            return Rates(**{**vars(of), "bus_bytes_per_s": of.bus_bytes_per_s / self._job.node})
+            return replace(of, bus_bytes_per_s=of.bus_bytes_per_s / self._job.node)
         return of

@@ -42,22 +42,20 @@ def build(trace: Trace) -> TraceGraph:
         pl.Series("chain_ns", gap_ns.sum(axis=1)),
         pl.Series("own_ns", own),
         pl.Series("gap_ns", gap_ns, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
-        pl.lit(HOST, pl.Int8).alias("what"),
-        pl.lit(-1, pl.Int64).alias("launch"),
-        pl.lit(0, pl.Int64).alias("launch_ns"),
-        pl.lit(-1, pl.Int8).alias("host_state"),
-        pl.lit(None, pl.Int64).alias("device"),
+        what=pl.lit(HOST, pl.Int8),
+        launch=pl.lit(-1, pl.Int64),
+        launch_ns=pl.lit(0, pl.Int64),
     )
     work = calls.with_columns(
         pl.when(pl.col("previous") >= 0).then(pl.col("previous") + first_call).otherwise(-1).alias("chain"),
         pl.Series("chain_ns", woken),
         pl.Series("launch_ns", woken),
         (pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
-        pl.lit(WORK, pl.Int8).alias("what"),
-        pl.lit(-1, pl.Int8).alias("host_state"),
+        what=pl.lit(WORK, pl.Int8),
     )
     edges = edge_table(waits, awaited[waits] + first_call, "sync", inferred=True, lag_ns=lag)
-    return TraceGraph(number_nodes(pl.concat([nodes, work], how="diagonal_relaxed")), conform_edges(edges))
+    every = pl.concat([nodes, work], how="diagonal_relaxed").with_columns(host_state=-1)
+    return TraceGraph(number_nodes(every), conform_edges(edges))
 
 
 def _host(trace: Trace) -> pl.DataFrame:

@@ -1,6 +1,7 @@
 """Predictions of other sharding strategies, networks and recomputation, from the recorded work."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import (
+    contention_free,
     contention_update,
     earlier_collectives,
     hsdp,
@@ -141,7 +143,9 @@ def _predicted(
 
 def _fsdp2(graph: Graph) -> Graph:
     unlimited = transforms.rate_limiter(graph)
-    return transforms.apply_if_known(transforms.TRANSFORMS["give-way"], unlimited)
+    with suppress(InsufficientDataError):
+        return contention_free.without_give_way(unlimited)
+    return unlimited
 
 
 def _yafsdp(graph: Graph) -> Graph:

@@ -122,14 +122,6 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     return late
 
 
-def apply_if_known(change: Callable[[Graph], Graph], graph: Graph) -> Graph:
-    """Return the changed graph, or the graph itself where data for the change is missing."""
-    try:
-        return change(graph)
-    except InsufficientDataError:
-        return graph
-
-
 def is_transfer(graph: Graph) -> Flags:
     """Return which nodes transfer data: collectives of the ranks, and join nodes."""
     return np.concatenate((graph.matches("kind", "communication"), np.ones(len(graph.own_ns) - graph.count, bool)))

@@ -83,14 +83,8 @@ def churn(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> p
 
     One row per step, where the profiler marked steps in the snapshot, else one for the whole history.
     """
-    taken = played.moved_bytes > 0
-    events = pl.DataFrame(
-        {
-            "at_ns": history.at_ns,
-            "moved": played.moved_bytes,
-            "allocated_bytes": allocated_over_time(history, played)[1:],
-        }
-    )
+    allocated = allocated_over_time(history, played)[1:]
+    events = pl.DataFrame({"at_ns": history.at_ns, "moved": played.moved_bytes, "allocated_bytes": allocated})
     marks = snapshot.annotations.filter(pl.col("stage") == "START", pl.col("device") == history.device)
     marks = marks.with_columns(step=pl.col("name").str.extract(_STEP).cast(pl.Int64)).drop_nulls("step").sort("at_ns")
     step = pl.lit(None, pl.Int64)
@@ -98,14 +92,15 @@ def churn(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> p
         place = np.searchsorted(marks["at_ns"].to_numpy(), history.at_ns, side="right") - 1
         known = marks["step"].gather(np.maximum(place, 0).astype(np.uint32))
         step = pl.when(pl.Series(place >= 0)).then(known)
+    taken = pl.col("moved").filter(pl.col("moved") > 0)
     sums = (
-        events.with_columns(step=step, taken=pl.Series(taken))
+        events.with_columns(step=step)
         .group_by("step")
         .agg(
-            count=pl.col("taken").sum(),
-            bytes=pl.col("moved").filter("taken").sum(),
+            count=taken.len(),
+            bytes=taken.sum(),
             peak_bytes=pl.col("allocated_bytes").max(),
-            distinct_sizes=pl.col("moved").filter("taken").n_unique(),
+            distinct_sizes=taken.n_unique(),
         )
     )
     wide = sums.with_columns(

@@ -1,9 +1,10 @@
 """The allocator state before the first event of a history, reconstructed by running the history backwards."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import polars as pl
 
@@ -11,6 +12,8 @@ from tracekit.replay.allocator import BlockState, SegmentState, Settings
 from tracekit.replay.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, UNLIMITED
 
 _NEVER = 1 << 62
+_Hints: TypeAlias = Sequence[tuple[int, int]]
+"""Addresses at which blocks were allocated, in order, each with the index of its first allocation."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +38,13 @@ def initial_segments(
     initial = _initial_blocks(events, final)
     addresses = [block.address for block in initial]
     taken = events.filter(pl.col("action") == "alloc").group_by("address").agg(pl.col("index").min()).sort("address")
-    hints = _Hints(taken["address"].to_list(), taken["index"].to_list())
+    hints = taken.rows()
     segments_at_start = []
     for segment in _segments_before(events, final):
         first = bisect_left(addresses, segment.address)
         past = bisect_left(addresses, segment.address + segment.bytes)
         segments_at_start.append(segment._replace(blocks=tuple(_blocks(segment, initial[first:past], hints, settings))))
     return tuple(segments_at_start)
-
-
-@dataclass(frozen=True)
-class _Hints:
-    """Addresses at which blocks were allocated, and the index of the first such event."""
-
-    address: list[int]
-    index: list[int]
-
-    def behind(self, end: int, until: int) -> int | None:
-        """Return the first address at or shortly after `end` at which a block was allocated before `until`."""
-        first, past = bisect_left(self.address, end), bisect_right(self.address, end + SMALL_BYTES)
-        return next((self.address[i] for i in range(first, past) if self.index[i] < until), None)
 
 
 def _initial_blocks(events: pl.DataFrame, final: Sequence[SegmentState]) -> list[_InitialBlock]:
@@ -99,8 +89,10 @@ def _size(segment: SegmentState, block: _InitialBlock, room: int, hints: _Hints,
     # A large block is split only if more than 1 MiB remains; blocks of max_split_size or more are never split.
     if room - size <= SMALL_BYTES or (settings.max_split_bytes < UNLIMITED and size >= settings.max_split_bytes):
         return room
-    behind = hints.behind(block.address + size, block.until)
-    return size if behind is None else behind - block.address
+    # A block allocated shortly behind it, while it was allocated, shows where it ends.
+    end = block.address + size
+    first, past = bisect_left(hints, (end, 0)), bisect_left(hints, (end + SMALL_BYTES + 1, 0))
+    return next((address - block.address for address, index in hints[first:past] if index < block.until), size)
 
 
 def _segments_before(events: pl.DataFrame, final: Sequence[SegmentState]) -> list[SegmentState]:
