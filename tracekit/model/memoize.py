@@ -1,23 +1,22 @@
-"""Cache of intermediate results that several facts of a trace share."""
+"""Cache of intermediate results that several facts of a trace, run or graph share."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from tracekit.model.trace import Trace
-
+K = TypeVar("K")
 T = TypeVar("T")
 
 
-def memoize(measure: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Cache the result of a pure function of a trace for as long as the trace exists."""
-    results: WeakKeyDictionary[Trace, T] = WeakKeyDictionary()
+def memoize(measure: Callable[[K], T]) -> Callable[[K], T]:
+    """Cache the result of a pure function of one object for as long as the object exists."""
+    results: WeakKeyDictionary[K, T] = WeakKeyDictionary()
 
     @wraps(measure)
-    def memoized(trace: Trace) -> T:
-        if trace not in results:
-            results[trace] = measure(trace)
-        return results[trace]
+    def memoized(source: K) -> T:
+        if source not in results:
+            results[source] = measure(source)
+        return results[source]
 
     return memoized

@@ -8,12 +8,12 @@ recording never shows them together.
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from tracekit.model import intervals
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contention_free
 from tracekit.replay.graph.dependency_graph import COLLECTIVE, Graph, InsufficientDataError, Replay
@@ -80,16 +80,12 @@ def extrapolates(graph: Graph, played: Replay) -> bool:
 
 _GUESSED = 0.1  # of the time of preparation: less changes little
 
-_CONTENTION: WeakKeyDictionary[Graph, _Contention | None] = WeakKeyDictionary()
 
-
+@memoize
 def _contention(graph: Graph) -> _Contention | None:
-    if graph not in _CONTENTION:
-        _CONTENTION[graph] = _measured(graph) if graph.on_device else None
-    return _CONTENTION[graph]
-
-
-def _measured(graph: Graph) -> _Contention | None:
+    """Return the recorded contention; None on a CPU run, or where nothing is slowed."""
+    if not graph.on_device:
+        return None
     is_kernel = graph.matches("kind", "compute")
     prepares = is_kernel & graph.frame["at"].is_in(graph.prepared["node"].implode()).to_numpy()
     compute_loss = np.zeros(graph.count)

@@ -11,7 +11,7 @@ from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import host_time
-from tracekit.replay.graph.nodes import HOST, WORK, TraceGraph, conform_edges, edge_table, number_nodes
+from tracekit.replay.graph.nodes import HOST, WORK, TraceGraph, edge_table, number_nodes
 
 _BUSY = [host_state.HOST_STATES.index(each) for each in (host_state.DATA, host_state.CHECKPOINT)]
 
@@ -55,7 +55,7 @@ def build(trace: Trace) -> TraceGraph:
     )
     edges = edge_table(waits, awaited[waits] + first_call, "sync", inferred=True, lag_ns=lag)
     every = pl.concat([nodes, work], how="diagonal_relaxed").with_columns(host_state=-1)
-    return TraceGraph(number_nodes(every), conform_edges(edges))
+    return TraceGraph(number_nodes(every), edges)
 
 
 def _host(trace: Trace) -> pl.DataFrame:

@@ -38,16 +38,8 @@ def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
     return schema.conform(with_ids, NODE_COLUMNS)
 
 
-def conform_edges(found: pl.DataFrame) -> pl.DataFrame:
-    """Return edges with all edge columns."""
-    return schema.select(found, EDGE_COLUMNS)
-
-
 def edge_table(waiting: Ints, awaited: Ints, how: str, *, inferred: bool, lag_ns: Ints | int = 0) -> pl.DataFrame:
     """Return edges of one kind as a table."""
     lag = np.broadcast_to(np.asarray(lag_ns, np.int64), np.shape(waiting))
-    return conform_edges(
-        pl.DataFrame({"waiting": waiting, "awaited": awaited, "lag_ns": lag}).with_columns(
-            pl.lit(how).alias("kind"), pl.lit(inferred).alias("inferred")
-        )
-    )
+    table = pl.DataFrame({"waiting": waiting, "awaited": awaited, "lag_ns": lag})
+    return schema.select(table.with_columns(kind=pl.lit(how), inferred=pl.lit(inferred)), EDGE_COLUMNS)

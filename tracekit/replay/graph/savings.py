@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, contention_update, dependency_graph, steps
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
@@ -63,19 +64,17 @@ def combined_saving(run: Run, names: Iterable[str]) -> Saving:
     return known[wanted]
 
 
+@memoize
 def replayed_steps(run: Run) -> pl.DataFrame:
     """Return the recorded steps of a run and their replay without changes: columns of `steps.COLUMNS`."""
-    if run not in _BASELINES:
-        tables = [steps.durations(each, each.replayed) for each in graphs_of(run)]
-        _BASELINES[run] = pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
-    return _BASELINES[run]
+    tables = [steps.durations(each, each.replayed) for each in graphs_of(run)]
+    return pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
 
 
+@memoize
 def graphs_of(run: Run) -> list[Graph]:
     """Return the graphs of a run, one per window, built once."""
-    if run not in _GRAPHS:
-        _GRAPHS[run] = dependency_graph.graphs(run)
-    return _GRAPHS[run]
+    return dependency_graph.graphs(run)
 
 
 def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
@@ -94,8 +93,6 @@ def infers_waits(run: Run) -> bool:
     return any(bool((each.edges.inferred & (each.edges.kind == _EVENT)).any()) for each in graphs_of(run))
 
 
-_GRAPHS: WeakKeyDictionary[Run, list[Graph]] = WeakKeyDictionary()
-_BASELINES: WeakKeyDictionary[Run, pl.DataFrame] = WeakKeyDictionary()
 _SAVINGS: WeakKeyDictionary[Run, dict[tuple[str, ...], Saving]] = WeakKeyDictionary()
 _EVENT = "event"
 _INFERRED = 0.8

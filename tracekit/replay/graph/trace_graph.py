@@ -21,7 +21,6 @@ from tracekit.replay.graph.nodes import (
     WAIT,
     WORK,
     TraceGraph,
-    conform_edges,
     edge_table,
     number_nodes,
 )
@@ -106,10 +105,9 @@ def _on_device(trace: Trace) -> TraceGraph:
     launch_of = {call: row for row, call in reversed(list(enumerate(calls.id.tolist())))}  # the first row of a call
     launch = np.array([launch_of.get(each, -1) for each in items["launch_id"].fill_null(-1).to_list()], np.int64)
     last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
-    launch = np.where(items["is_wait"].to_numpy(), last_call, launch)
-    chain = items["previous"].to_numpy().astype(np.int64)
-    gap = np.where(items["is_wait"].to_numpy() | (chain < 0), 0, KERNEL_GAP_NS)
-    gap = np.where(_after_wait(items), 0, gap)
+    is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
+    launch = np.where(is_wait, last_call, launch)
+    gap = np.where(is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)], 0, KERNEL_GAP_NS)
     waits = _host_waits(trace, calls, items, first_item)
     own = _own(calls, waits, items, first_item)
     host = pl.DataFrame(
@@ -144,9 +142,8 @@ def _on_device(trace: Trace) -> TraceGraph:
     lane_waits = dependencies.item_waits(trace).select(
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
-    return TraceGraph(
-        node_table, conform_edges(pl.concat([waits, lane_waits, _queue(calls, items, launch, first_item)]))
-    )
+    edge_parts = [waits, lane_waits, _queue(calls, items, launch, first_item)]
+    return TraceGraph(node_table, schema.select(pl.concat(edge_parts), EDGE_COLUMNS))
 
 
 def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series:
@@ -169,11 +166,6 @@ def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
         return every
     of_work = pl.concat(known).with_columns(pl.lit(WORK, pl.Int8).alias("what"))
     return every.join(of_work, on=["ref", "what"], how="left", maintain_order="left")
-
-
-def _after_wait(items: pl.DataFrame) -> Flags:
-    previous = items["previous"].to_numpy()
-    return np.asarray((previous >= 0) & items["is_wait"].to_numpy()[np.maximum(previous, 0)])
 
 
 _NEAR_NS = 20_000

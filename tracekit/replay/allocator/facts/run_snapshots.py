@@ -1,7 +1,6 @@
 """Facts about the memory snapshots in a run's folder."""
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 import polars as pl
 
@@ -10,6 +9,7 @@ from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
+from tracekit.model.memoize import memoize
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.replay.allocator import playback
@@ -30,7 +30,7 @@ def pools(run: Run) -> pl.DataFrame:
     largest_request_bytes (of the history, on the pool's stream and of its kind); one row per snapshot and pool. Only
     the first 128 MiB of snapshots are read, and those that cannot be read are left to `data_quality`.
     """
-    return _looked_at(run)[0]
+    return _snapshot_tables(run)[0]
 
 
 def histories(run: Run) -> pl.DataFrame:
@@ -39,12 +39,12 @@ def histories(run: Run) -> pl.DataFrame:
     Columns window, rank, device, events, retries, device_allocations, path; one row per snapshot and device, of the
     same snapshots as `pools`.
     """
-    return _looked_at(run)[1]
+    return _snapshot_tables(run)[1]
 
 
 def data_quality(run: Run) -> pl.DataFrame:
     """Return a row for each memory snapshot of a run that cannot be read: columns as RUN_DATA_QUALITY."""
-    return _looked_at(run)[2]
+    return _snapshot_tables(run)[2]
 
 
 def table(name: str) -> Callable[[Run], pl.DataFrame]:
@@ -65,29 +65,27 @@ def table(name: str) -> Callable[[Run], pl.DataFrame]:
 
 
 _POOL = ["device", "pool", "kind", "stream"]
-_KNOWN: WeakKeyDictionary[Run, tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]] = WeakKeyDictionary()
 
 
-def _looked_at(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+@memoize
+def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """Return pools, histories and data-quality issues: each snapshot is read once for all."""
-    if run not in _KNOWN:
-        found: list[pl.DataFrame] = [pl.DataFrame(schema=POOL_COLUMNS)]
-        rows: list[tuple[object, ...]] = []
-        bad = snapshot_files.unreadable(run)
-        for file in snapshot_files.first_files(run):
-            try:
-                snapshot = reader.read(file.path)
-            except TracekitError as error:
-                bad.append((file.rank, file.path, "unreadable_snapshot", str(error), 0.0))
-                continue
-            found.append(_pools(snapshot, file))
-            for device in snapshot.devices:
-                history = playback.from_snapshot(snapshot, device)
-                counts = (len(history.action), history.retries, len(history.segment_allocations))
-                rows.append((file.window, file.rank, device, *counts, file.path))
-        histories = pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
-        _KNOWN[run] = pl.concat(found), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
-    return _KNOWN[run]
+    found: list[pl.DataFrame] = [pl.DataFrame(schema=POOL_COLUMNS)]
+    rows: list[tuple[object, ...]] = []
+    bad = snapshot_files.unreadable(run)
+    for file in snapshot_files.first_files(run):
+        try:
+            snapshot = reader.read(file.path)
+        except TracekitError as error:
+            bad.append((file.rank, file.path, "unreadable_snapshot", str(error), 0.0))
+            continue
+        found.append(_pools(snapshot, file))
+        for device in snapshot.devices:
+            history = playback.from_snapshot(snapshot, device)
+            counts = (len(history.action), history.retries, len(history.segment_allocations))
+            rows.append((file.window, file.rank, device, *counts, file.path))
+    histories = pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
+    return pl.concat(found), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
 
 
 def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:
