@@ -3,27 +3,10 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tracekit.simulate import program
 from tracekit.simulate.device import Device, Event, EventWait, Item, Stream, Transfer, Work
 from tracekit.simulate.job import Job
 from tracekit.simulate.memory import Memory
-from tracekit.simulate.program import (
-    MAIN_THREAD,
-    Allocate,
-    Call,
-    CloseSlice,
-    Flush,
-    Free,
-    Instruction,
-    Kernel,
-    Launch,
-    OpenSlice,
-    PassTime,
-    Record,
-    Step,
-    SwitchThread,
-    Synchronize,
-    Wait,
-)
 from tracekit.simulate.recording import HostSlice, HostWait, StreamWait
 
 _LAUNCH_LATENCY_NS = 2_000
@@ -43,29 +26,29 @@ class Scheduler(Protocol):
     def enqueue(self, stream: Stream, item: Item, ready_ns: int) -> None:
         """Put an item at the end of a stream; it can be reached from `ready_ns` on."""
 
-    def duration_ns(self, device: Device, kernel: Kernel, key: int, step: int) -> float:
+    def duration_ns(self, device: Device, kernel: program.Kernel, key: int, step: int) -> float:
         """Return how long a kernel takes alone on a device in a step, jitter included."""
 
     def jitter(self, key: int) -> float:
         """Return a factor around 1 that is the same for the same key."""
 
-    def issue(self, device: Device, kernel: Kernel, key: int, step: int) -> Transfer:
+    def issue(self, device: Device, kernel: program.Kernel, key: int, step: int) -> Transfer:
         """Add a collective to the queue of its group's communicator."""
 
 
 class HostState:
     """Where a rank's host is in its program, and its clock."""
 
-    def __init__(self, engine: Scheduler, device: Device, program: list[Instruction]) -> None:
-        self._engine, self._device, self._program = engine, device, program
+    def __init__(self, engine: Scheduler, device: Device, instructions: list[program.Instruction]) -> None:
+        self._engine, self._device, self._program = engine, device, instructions
         self._record = device.record
         self._position = 0
         self._clock_ns = 0
         self._waiting = self._running = False
         self._queue_was_full = False
         self._step = 0
-        self._thread = MAIN_THREAD
-        self._open: dict[int, list[HostSlice]] = {MAIN_THREAD: []}
+        self._thread = program.MAIN_THREAD
+        self._open: dict[int, list[HostSlice]] = {program.MAIN_THREAD: []}
         self._ids = self._correlations = 0
         self._events: dict[int, Event] = {}
         self._issued: dict[str, int] = {}
@@ -76,19 +59,19 @@ class HostState:
         self._launch_ns = 1 if ideal else round(hardware.launch_s * 1e9)
         self._call_ns, self._space_ns = (1, 0) if ideal else (_EVENT_CALL_NS, _SPACE_NS)
         self._do: dict[type[Any], Callable[[Any], bool | None]] = {  # False: the host must wait
-            OpenSlice: self._begin_slice,
-            CloseSlice: self._end_slice,
-            SwitchThread: self._switch,
-            PassTime: self._spend,
-            Call: self._call,
-            Launch: self._launch,
-            Record: self._record_event,
-            Wait: self._wait,
-            Synchronize: self._synchronize,
-            Allocate: self._allocate,
-            Free: self._free,
-            Flush: self._flush,
-            Step: self._begin_step,
+            program.OpenSlice: self._begin_slice,
+            program.CloseSlice: self._end_slice,
+            program.SwitchThread: self._switch,
+            program.PassTime: self._spend,
+            program.Call: self._call,
+            program.Launch: self._launch,
+            program.Record: self._record_event,
+            program.Wait: self._wait,
+            program.Synchronize: self._synchronize,
+            program.Allocate: self._allocate,
+            program.Free: self._free,
+            program.Flush: self._flush,
+            program.Step: self._begin_step,
         }
 
     @property
@@ -123,7 +106,7 @@ class HostState:
         self.run(0)  # its clock is set by the awaited event
 
     # Slices ----------------------------------------------------------------------------------------------------------
-    def _begin_slice(self, what: OpenSlice) -> None:
+    def _begin_slice(self, what: program.OpenSlice) -> None:
         self._ids += 1
         self._clock_ns += self._space_ns
         self._open[self._thread].append(
@@ -131,22 +114,22 @@ class HostState:
         )
         self._clock_ns += what.cost_ns
 
-    def _end_slice(self, _: CloseSlice) -> None:
+    def _end_slice(self, _: program.CloseSlice) -> None:
         self._clock_ns += self._space_ns
         closed = self._open[self._thread].pop()
         closed.end_ns = self._clock_ns
         self._record.slices.append(closed)
-        if self._thread == MAIN_THREAD and not self._open[self._thread]:
+        if self._thread == program.MAIN_THREAD and not self._open[self._thread]:
             self._record.host_steps[self._step] = (closed.start_ns, closed.end_ns)
 
-    def _switch(self, what: SwitchThread) -> None:
+    def _switch(self, what: program.SwitchThread) -> None:
         self._thread = what.thread
         self._open.setdefault(what.thread, [])
 
-    def _spend(self, what: PassTime) -> None:
+    def _spend(self, what: program.PassTime) -> None:
         self._clock_ns += what.ns
 
-    def _begin_step(self, what: Step) -> None:
+    def _begin_step(self, what: program.Step) -> None:
         self._step = what.number
 
     def _runtime(self, name: str, start_ns: int, end_ns: int) -> int:
@@ -164,7 +147,7 @@ class HostState:
         return slices[-1].id if slices else 0
 
     # The device ------------------------------------------------------------------------------------------------------
-    def _launch(self, what: Launch) -> bool:
+    def _launch(self, what: program.Launch) -> bool:
         device, kernel = self._device, what.kernel
         if device.launched - device.done >= self._depth:
             self._queue_was_full = True
@@ -184,12 +167,12 @@ class HostState:
         self._engine.enqueue(device.stream(kernel.stream), work, self._clock_ns + _LAUNCH_LATENCY_NS)
         return True
 
-    def _record_event(self, what: Record) -> None:
+    def _record_event(self, what: program.Record) -> None:
         correlation = self._runtime("cudaEventRecord", self._clock_ns, self._clock_ns + self._call_ns)
         event = self._events[what.event] = Event(what.stream, correlation)
         self._engine.enqueue(self._device.stream(what.stream), event, self._clock_ns)
 
-    def _wait(self, what: Wait) -> None:
+    def _wait(self, what: program.Wait) -> None:
         correlation = self._runtime("cudaStreamWaitEvent", self._clock_ns, self._clock_ns + self._call_ns)
         event = self._events[what.event]
         self._engine.enqueue(self._device.stream(what.stream), EventWait(event), self._clock_ns)
@@ -197,7 +180,7 @@ class HostState:
             StreamWait(what.stream, event.stream, self._clock_ns, correlation, event.correlation, self._owner)
         )
 
-    def _synchronize(self, what: Synchronize) -> bool:
+    def _synchronize(self, what: program.Synchronize) -> bool:
         event, start_ns = self._events[what.event], self._clock_ns
         if event.done_ns is None:
             return False
@@ -207,7 +190,7 @@ class HostState:
         )
         return True
 
-    def _call(self, what: Call) -> bool:
+    def _call(self, what: program.Call) -> bool:
         if what.drains and self._device.done < self._device.launched:
             return False
         start_ns = self._clock_ns
@@ -220,11 +203,11 @@ class HostState:
         return True
 
     # Memory ----------------------------------------------------------------------------------------------------------
-    def _allocate(self, what: Allocate) -> None:
+    def _allocate(self, what: program.Allocate) -> None:
         self._memory.allocate(what.buffer, what.bytes, self._thread, self._clock_ns)
 
-    def _free(self, what: Free) -> None:
+    def _free(self, what: program.Free) -> None:
         self._memory.free(what.buffer, self._thread, self._clock_ns)
 
-    def _flush(self, what: Flush) -> None:
+    def _flush(self, what: program.Flush) -> None:
         self._memory.flush(empties=what.empties)

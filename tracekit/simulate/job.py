@@ -8,12 +8,10 @@ from tracekit.errors import InputError
 from tracekit.plan.models import Model
 from tracekit.simulate.hardware import Hardware
 
-DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1 = (
-    strategy.name for strategy in strategies.STRATEGIES.values() if strategy.simulated
-)
 STRATEGIES: Mapping[str, str] = {
     strategy.name: strategy.label for strategy in strategies.STRATEGIES.values() if strategy.simulated
 }
+DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1 = STRATEGIES
 
 
 @dataclass(frozen=True)

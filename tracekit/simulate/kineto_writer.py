@@ -19,11 +19,7 @@ TRACE_SUFFIX = ".simulated" + conventions.TRACE_SUFFIX
 
 _Event: TypeAlias = dict[str, Any]
 _NAMED_RANKS = 30  # NCCL's arguments cut longer lists
-_NCCL_NAMES = {
-    "all_gather": "_allgather_base",
-    "reduce_scatter": "_reduce_scatter_base",
-    "all_reduce": "allreduce",
-}
+_NCCL_NAMES = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base", "all_reduce": "allreduce"}
 _CUDA = 1
 _NO_STREAM = -1
 _SYNCS = {

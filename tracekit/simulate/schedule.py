@@ -4,25 +4,9 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 
 from tracekit import conventions
-from tracekit.simulate import costs, kernels, memory
+from tracekit.simulate import costs, kernels, memory, program
 from tracekit.simulate.job import Job
 from tracekit.simulate.kernels import Op
-from tracekit.simulate.program import (
-    AUTOGRAD_THREAD,
-    COPY,
-    GATHER_STREAM,
-    MAIN_STREAM,
-    SHARD,
-    Allocate,
-    Call,
-    Flush,
-    Free,
-    Host,
-    Kernel,
-    PassTime,
-    Step,
-    Synchronize,
-)
 
 _READ_BYTES = 4
 _PCIE_BYTES_PER_S = 20e9
@@ -42,7 +26,7 @@ class Schedule:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.parts = costs.parts_of(job)
-        self.host = Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
+        self.host = program.Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
         self.layers = job.model.layers
         self.micro_batch = 0
         self._forward_ops = list(kernels.layer_forward(job, self.parts))
@@ -81,7 +65,7 @@ class Schedule:
         """Write one training step down."""
         host, impairments = self.host, self.job.impairments
         with host.span(f"ProfilerStep#{number}"):
-            host.add(Step(number))
+            host.add(program.Step(number))
             host.begin(f"{number} data")
             self._load_batch()
             for micro_batch in range(self.job.micro_batches):
@@ -107,12 +91,10 @@ class Schedule:
         """Whether gradients are reduced in this micro-batch."""
         return self.is_last_micro_batch or self.job.impairments.reduces_every_micro_batch
 
-    def collective(
-        self, op: str, stream: int, parameters: int, *, group: str = SHARD, dtype: str | None = None, ranks: int = 0
-    ) -> None:
+    def collective(self, op: str, stream: int, parameters: int, *, group: str = program.SHARD, ranks: int = 0) -> None:
         """Run a collective on a unit's weights or gradients: in several where the unit is cut up."""
         whole = -(-parameters // self.job.impairments.collectives_per_unit)
-        kind = dtype or ("BFloat16" if op == "all_gather" else "Float")
+        kind = "BFloat16" if op == "all_gather" else "Float"
         kernel = kernels.collective(op, group, stream, whole=whole, ranks=ranks or self.job.shards, dtype=kind)
         outer, backend, collective_name = _COLLECTIVE_NAMES[op]
         message = kernel.collective
@@ -130,16 +112,16 @@ class Schedule:
     # Its parts -------------------------------------------------------------------------------------------------------
     def _load_batch(self) -> None:
         size_bytes = 8 * 2 * self.job.tokens
-        copy = Kernel(
+        copy = program.Kernel(
             "Memcpy HtoD (Pinned -> Device)",
-            COPY,
-            MAIN_STREAM,
+            program.COPY,
+            program.MAIN_STREAM,
             max(1_000, round(size_bytes / _PCIE_BYTES_PER_S * 1e9)),
             bytes=size_bytes,
         )
         with self.host.span(conventions.span_name(conventions.DATA)):
             with self.host.span("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", cost_ns=50_000):
-                self.host.add(PassTime(self.job.impairments.data_stall_ns))
+                self.host.add(program.PassTime(self.job.impairments.data_stall_ns))
             with self.host.op("aten::to"), self.host.op("aten::_to_copy"), self.host.op("aten::copy_"):
                 self.host.launch(copy)
 
@@ -152,7 +134,7 @@ class Schedule:
             self._run([kernels.embedding(self.job, backward=False)])
             for layer in range(self.layers):
                 host.begin(f"{place} {layer}")
-                host.add(PassTime(self.job.impairments.launch_delay_ns))
+                host.add(program.PassTime(self.job.impairments.launch_delay_ns))
                 self.enter_forward(layer)
                 recomputes = layer < self.job.recomputed_layers
                 self._allocate(f"activations {layer}", memory.INPUT_BYTES if recomputes else memory.ACTIVATION_BYTES)
@@ -166,7 +148,7 @@ class Schedule:
     def _backward(self, number: int) -> None:
         host = self.host
         place = f"{number} {self.micro_batch} backward"
-        with host.span(conventions.span_name(conventions.BACKWARD)), host.on(AUTOGRAD_THREAD):
+        with host.span(conventions.span_name(conventions.BACKWARD)), host.on(program.AUTOGRAD_THREAD):
             host.begin(f"{place} head")
             self.begin_backward()
             self._run(kernels.head(self.job, self.parts, backward=True))
@@ -181,8 +163,8 @@ class Schedule:
                         self._allocate(f"recomputed {layer}", memory.ACTIVATION_BYTES)
                         self._run(self._forward_ops)
                 self._run(self._backward_ops)
-                host.add(Free(f"recomputed {layer}"))
-                host.add(Free(f"activations {layer}"))
+                host.add(program.Free(f"recomputed {layer}"))
+                host.add(program.Free(f"activations {layer}"))
                 self.leave_backward(layer)
             host.begin(f"{place} root")
             self._run([kernels.embedding(self.job, backward=True)])
@@ -199,33 +181,34 @@ class Schedule:
 
     def _allocate(self, buffer: str, bytes_per_unit: float) -> None:
         """Allocate a buffer of so many bytes per token and unit of width."""
-        self.host.add(Allocate(buffer, round(bytes_per_unit * self.job.tokens * self.job.model.width)))
+        self.host.add(program.Allocate(buffer, round(bytes_per_unit * self.job.tokens * self.job.model.width)))
 
     def _read_output(self) -> None:
         host_read_ns = self.job.impairments.host_read_ns
         if host_read_ns is None:
             return
-        copy = Kernel("Memcpy DtoH (Device -> Pageable)", COPY, MAIN_STREAM, 1_500, bytes=_READ_BYTES)
+        name = "Memcpy DtoH (Device -> Pageable)"
+        copy = program.Kernel(name, program.COPY, program.MAIN_STREAM, 1_500, bytes=_READ_BYTES)
         with self.host.op("aten::item"), self.host.op("aten::_local_scalar_dense"):
             self.host.launch(copy)
-            self.host.add(Synchronize(self.host.record(MAIN_STREAM), "cudaStreamSynchronize"))
-        self.host.add(PassTime(host_read_ns))
+            self.host.add(program.Synchronize(self.host.record(program.MAIN_STREAM), "cudaStreamSynchronize"))
+        self.host.add(program.PassTime(host_read_ns))
 
     def _retry(self) -> None:
         """Let the allocator run out of memory: it waits for the device, frees its cache and allocates it again."""
         with self.host.op("aten::empty"):
-            self.host.add(Call("cudaDeviceSynchronize", 5_000, drains=True))
+            self.host.add(program.Call("cudaDeviceSynchronize", 5_000, drains=True))
             for _ in range(self.job.impairments.retry_cuda_calls):
-                self.host.add(Call("cudaFree", 400_000, drains=True))
-            self.host.add(Flush(empties=True))
+                self.host.add(program.Call("cudaFree", 400_000, drains=True))
+            self.host.add(program.Flush(empties=True))
             for _ in range(self.job.impairments.retry_cuda_calls):
-                self.host.add(Call("cudaMalloc", 600_000))
-            self.host.add(Flush(empties=False))
+                self.host.add(program.Call("cudaMalloc", 600_000))
+            self.host.add(program.Flush(empties=False))
 
     def _save(self) -> None:
         with self.host.span(conventions.span_name(conventions.CHECKPOINT)):
-            self.host.add(Call("cudaDeviceSynchronize", 5_000, drains=True))
-            self.host.add(PassTime(self.job.impairments.save_ns))
+            self.host.add(program.Call("cudaDeviceSynchronize", 5_000, drains=True))
+            self.host.add(program.PassTime(self.job.impairments.save_ns))
 
 
 class Sharded(Schedule):
@@ -242,15 +225,15 @@ class Sharded(Schedule):
     def gather(self, layer: int | None, *, after: int | None = None) -> None:
         """Gather a unit on the gather stream, after an event; without prefetching, after all compute so far."""
         if after is not None:
-            self.host.wait(GATHER_STREAM, after)
+            self.host.wait(program.GATHER_STREAM, after)
         if not self.job.impairments.prefetches:
-            self.host.follow(GATHER_STREAM, MAIN_STREAM)
-        self.collective("all_gather", GATHER_STREAM, self.parameters(layer))
-        self.gathers[layer] = self.host.record(GATHER_STREAM)
+            self.host.follow(program.GATHER_STREAM, program.MAIN_STREAM)
+        self.collective("all_gather", program.GATHER_STREAM, self.parameters(layer))
+        self.gathers[layer] = self.host.record(program.GATHER_STREAM)
 
     def await_gather(self, layer: int | None) -> None:
         """Let compute wait for a unit's gather."""
-        self.host.wait(MAIN_STREAM, self.gathers.pop(layer))
+        self.host.wait(program.MAIN_STREAM, self.gathers.pop(layer))
 
     def parameters(self, layer: int | None) -> int:
         """Return the weights of a unit; the root holds embedding and head."""
@@ -273,7 +256,7 @@ class Sharded(Schedule):
 
     def free_weights(self, layer: int | None) -> None:
         """Free the buffer of a unit's gathered weights."""
-        self.host.add(Free(f"weights {layer}"))
+        self.host.add(program.Free(f"weights {layer}"))
 
     def span(self, name: str, layer: int | None = None) -> AbstractContextManager[None]:
         """Surround what is written meanwhile by a span of a unit."""

@@ -43,8 +43,6 @@ def build(trace: Trace) -> TraceGraph:
         pl.Series("own_ns", own),
         pl.Series("gap_ns", gap_ns, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
         what=pl.lit(HOST, pl.Int8),
-        launch=pl.lit(-1, pl.Int64),
-        launch_ns=pl.lit(0, pl.Int64),
     )
     work = calls.with_columns(
         pl.when(pl.col("previous") >= 0).then(pl.col("previous") + first_call).otherwise(-1).alias("chain"),
@@ -54,8 +52,7 @@ def build(trace: Trace) -> TraceGraph:
         what=pl.lit(WORK, pl.Int8),
     )
     edges = edge_table(waits, awaited[waits] + first_call, "sync", inferred=True, lag_ns=lag)
-    every = pl.concat([nodes, work], how="diagonal_relaxed").with_columns(host_state=-1)
-    return TraceGraph(number_nodes(every), edges)
+    return TraceGraph(number_nodes(pl.concat([nodes, work], how="diagonal_relaxed")), edges)
 
 
 def _host(trace: Trace) -> pl.DataFrame:

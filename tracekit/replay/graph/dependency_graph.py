@@ -115,9 +115,6 @@ class Edges:
     kind: npt.NDArray[np.str_]
     inferred: Flags
 
-    def __len__(self) -> int:
-        return len(self.waiting)
-
     def select(self, which: Flags) -> "Edges":
         """Return some of the edges."""
         return Edges(*(column[which] for column in vars(self).values()))
@@ -157,9 +154,7 @@ def replay(graph: Graph) -> Replay:
 
     One pass in topological order. A collective ends on all ranks its own duration after the last arrival.
     """
-    position = np.empty(len(graph.order) + 1, np.int64)
-    position[graph.order] = np.arange(1, len(graph.order) + 1)
-    position[-1] = 0  # the root, at time 0: -1 in nodes without a wait
+    position = np.append(graph.position + 1, 0)  # last the root, at time 0: -1 in nodes without a wait
     third, third_ns, more = _slots(graph, position)
     columns = (
         position[graph.chain][graph.order],

@@ -145,7 +145,7 @@ def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
     had = (graph.edges.kind == COMMUNICATOR).any() or (graph.edges.kind == COLLECTIVE).any()
     every = graph.edges.select(graph.edges.kind != COMMUNICATOR)
     chain = _chained(graph, swapped.filter(pl.col("op").n_unique().over("rank", "lane") > 1))
-    both = every.concat(replace(across, inferred=np.ones(len(across), bool))) if had else every
+    both = every.concat(replace(across, inferred=np.ones_like(across.inferred))) if had else every
     return sort_topologically(replace(graph, edges=both, chain=chain), graph.position)
 
 

@@ -30,12 +30,14 @@ class TraceGraph(NamedTuple):
 
 
 def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
-    """Return nodes with all node columns (null where missing), numbered."""
+    """Return nodes with all node columns, numbered; without launch, state or gap where these are missing."""
     nothing = pl.lit([0] * host_time.STATE_COUNT, pl.Array(pl.Int64, host_time.STATE_COUNT))
     with_ids = every.with_columns(
         pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing)
     )
-    return schema.conform(with_ids, NODE_COLUMNS)
+    return schema.conform(with_ids, NODE_COLUMNS).with_columns(
+        pl.col("launch", "host_state").fill_null(-1), pl.col("launch_ns").fill_null(0)
+    )
 
 
 def edge_table(waiting: Ints, awaited: Ints, how: str, *, inferred: bool, lag_ns: Ints | int = 0) -> pl.DataFrame:

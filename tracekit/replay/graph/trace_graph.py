@@ -120,40 +120,28 @@ def _on_device(trace: Trace) -> TraceGraph:
             "end_ns": calls.end_ns,
             "chain": np.arange(first_item, dtype=np.int64) - 1,
             "chain_ns": calls.gap_ns.sum(axis=1),
-            "launch": np.full(first_item, -1, np.int64),
-            "launch_ns": np.zeros(first_item, np.int64),
             "own_ns": own,
             "host_state": pl.Series(calls.state, dtype=pl.Int8),
             "gap_ns": pl.Series(calls.gap_ns, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
         }
     )
+    again = recomputation.recomputed_activities(trace)
+    is_recomputed = pl.col("ref").is_in(again["id"].implode()) if again.height else pl.lit(value=False)
     work = items.select(
         pl.when("is_wait").then(WAIT).otherwise(WORK).cast(pl.Int8).alias("what"),
         "ref", "device", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns",
         pl.Series("chain", np.where(chain >= 0, chain + first_item, -1)),
         pl.Series("chain_ns", gap),
         pl.Series("launch", launch),
-        pl.lit(0, pl.Int64).alias("launch_ns"),
         pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
-        pl.lit(-1, pl.Int8).alias("host_state"),
+        (~pl.col("is_wait") & is_recomputed).alias("recomputed"),
     )  # fmt: skip
-    every = pl.concat([host, work], how="diagonal_relaxed").with_columns(_recomputed(trace, items, first_item))
-    node_table = number_nodes(_with_kernels(trace, every))
+    node_table = number_nodes(_with_kernels(trace, pl.concat([host, work], how="diagonal_relaxed")))
     lane_waits = dependencies.item_waits(trace).select(
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
     edge_parts = [waits, lane_waits, _queue(calls, items, launch, first_item)]
     return TraceGraph(node_table, schema.select(pl.concat(edge_parts), EDGE_COLUMNS))
-
-
-def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series:
-    """Return which nodes recompute activations."""
-    again = recomputation.recomputed_activities(trace)
-    found = np.zeros(first_item + len(items), bool)
-    if again.height:
-        is_recomputed = ~pl.col("is_wait") & pl.col("ref").is_in(again["id"].implode())
-        found[first_item:] = items.select(is_recomputed).to_series().to_numpy()
-    return pl.Series("recomputed", found)
 
 
 def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
