@@ -1,20 +1,6 @@
 """Settings: the rules that run, their thresholds, ignored findings with reasons, and what fails a check.
 
-They are in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml:
-
-    [tool.tracekit]
-    fail_on = "warning"
-    select = ["COMM", "blocking-checkpoint"]
-    ignore = [{code = "MEM001", reason = "known, being fixed", until = 2027-01-31}]
-
-    [tool.tracekit.rules.COMM001]
-    max_exposed_ratio = 0.3
-
-    [tool.tracekit.baseline]
-    metrics = ["step_time", "allocated"]
-
-    [tool.tracekit.budget]
-    step_time = "412ms"
+They are in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml; docs/ci.md shows all keys.
 """
 
 import dataclasses

@@ -3,16 +3,10 @@
     [tool.tracekit.budget]
     step_time = "412ms"
     exposed_communication_ratio = 0.15
-    checkpoint_overhead_ratio = 0.05
-    peak_reserved = "70GiB"
 
     [[tool.tracekit.budget.where]]
-    unit = "layers.*"
+    unit = "layers.*"  # or rank = "0-3"
     compute = "9ms"
-
-    [[tool.tracekit.budget.where]]
-    rank = "0-3"
-    peak_allocated = "60GiB"
 
 A budget of a metric of which more is better, such as tokens_per_second, is the least that is allowed.
 """

@@ -48,7 +48,7 @@ class TraceRun:
         """
         self.stop()
         if self._run is None:
-            self._refuse_what_lacks_steps()
+            self._require_steps()
             self._run = loader.load(str(self.folder), cache=False)
         return self._run
 
@@ -142,31 +142,30 @@ class TraceRun:
         self._steps_by_test = self._seen_since = self._of_ranks = False
         self._steps_done = 0
 
-    def _refuse_what_lacks_steps(self) -> None:
+    def _require_steps(self) -> None:
+        """Raise InputError, with the likely reason, unless all steps that were to be recorded are recorded."""
         first, end = self.steps
         wanted = f"steps {first}:{end} were to be recorded"
-        if self._of_ranks:
-            if not any(_traces(self.folder)):
-                raise InputError(
-                    f"{wanted} in processes that the test starts, and none was: their optimizers made "
-                    "fewer steps, or they were not started by subprocess or spawn"
-                )
+        has_traces = any(_traces(self.folder))
+        if self._of_ranks and not has_traces:
+            raise InputError(
+                f"{wanted} in processes that the test starts, and none was: their optimizers made "
+                "fewer steps, or they were not started by subprocess or spawn"
+            )
+        if has_traces and (self._of_ranks or self._steps_done >= end):
             return
-        if conventions.RECORD_VARIABLE in os.environ and not any(_traces(self.folder)):
+        if conventions.RECORD_VARIABLE in os.environ and not has_traces:
             raise InputError("pytest itself is recorded by tracekit record, and torch has one profiler only")
-        if self._steps_done >= end and any(_traces(self.folder)):
-            return
-        unseen = self._watched.unseen if self._watched is not None else 0
         if self._steps_done >= end:
             raise InputError(f"{wanted}, and were not: stderr says why")
-        seen = f"the test made {self._steps_done or 'none'}" + (" of them" if not self._steps_done else "")
+        seen = f"the test made {self._steps_done}" if self._steps_done else "the test made none of them"
         hint = "trace_run.step() ends a step where no torch optimizer does"
-        if not self._steps_done:
-            hint += ", and processes that the test starts are recorded in a block: with trace_run.ranks()"
-        if unseen:
+        if self._watched is not None and (unseen := self._watched.unseen):
             hint = (
                 f"{unseen} optimizer steps were inside of backward or on other threads: call trace_run.step() instead"
             )
+        elif not self._steps_done:
+            hint += ", and processes that the test starts are recorded in a block: with trace_run.ranks()"
         raise InputError(f"{wanted}, but {seen}: {hint}")
 
 

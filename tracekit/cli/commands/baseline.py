@@ -1,13 +1,14 @@
 """``tracekit baseline``: save, update and show the baseline that later runs are compared with."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import AllowDifferent, ConfigFile, UseCache
+from tracekit.cli.options import AllowDifferent, ConfigFile, UseCache, expand_options
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -32,14 +33,40 @@ Runs = Annotated[
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The baseline file.", show_default=False)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordingOptions:
+    """How to check recordings for a baseline."""
+
+    config: ConfigFile = None
+    allow_different: AllowDifferent = False
+    cache: UseCache = True
+
+    def settings(self) -> "CheckSettings":
+        """Return the settings of the check. Raises ConfigError."""
+        from tracekit.cli import settings
+        from tracekit.rules import all_rules
+
+        return settings.resolve(self.config, all_rules())
+
+    def check(self, runs: Sequence[str]) -> "list[tuple[Report, Run]]":
+        """Return each run with its report. Raises ConfigError for more runs than a baseline can have."""
+        from tracekit.cli import settings
+        from tracekit.regression import baseline as baselines
+        from tracekit.rules import all_rules
+
+        if len(runs) > baselines.MAX_RECORDINGS:
+            raise ConfigError(f"a baseline has at most {baselines.MAX_RECORDINGS} recordings, not {len(runs)}")
+        rules = settings.configured_rules(self.settings(), all_rules())
+        return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=self.cache)
+
+
 @baseline.command(short_help="Save recordings as a baseline.")
+@expand_options
 def save(
     runs: Runs,
     *,
     out: Annotated[Path, typer.Option("--output", "--out", "-o", metavar="FILE", help="Baseline file to write.")],
-    config: ConfigFile = None,
-    allow_different: AllowDifferent = False,
-    cache: UseCache = True,
+    options: RecordingOptions,
 ) -> None:
     """Save samples, findings and fingerprint of a run, a few kilobytes, for tracekit check --baseline.
 
@@ -48,13 +75,13 @@ def save(
     """
     from tracekit.regression import baseline as baselines
 
-    reports = _checked(runs, _settings(config), cache=cache)
-    saved = baselines.of_reports(reports, allow_different=allow_different)
+    saved = baselines.of_reports(options.check(runs), allow_different=options.allow_different)
     _write(saved, out)
     output.notify(f"{out}: {_counted(saved)} of {saved.name}, {out.stat().st_size:,} bytes{_advice(saved)}")
 
 
 @baseline.command(short_help="Update a baseline with newer runs.")
+@expand_options
 def update(
     file: File,
     runs: Runs,
@@ -63,9 +90,7 @@ def update(
         list[str] | None,
         typer.Option(metavar="CODE,…", help="Accept these regressions: rules, finding ids or metrics. Repeatable."),
     ] = None,
-    config: ConfigFile = None,
-    allow_different: AllowDifferent = False,
-    cache: UseCache = True,
+    options: RecordingOptions,
 ) -> None:
     """Update a baseline with runs that are no worse, or whose regressions are accepted by name.
 
@@ -76,16 +101,16 @@ def update(
     from tracekit.regression import baseline as baselines
     from tracekit.regression import gate as checks
 
-    settings = _settings(config)
+    settings = options.settings()
     old = _read(file)
-    reports = _checked(runs, settings, cache=cache)
+    reports = options.check(runs)
     result = checks.judge(
         reports[0][0],
         checks.least_severity(settings.fail_on),
         baseline=old,
         thresholds=settings.baseline,
         repeats=[run for _, run in reports[1:]],
-        allow_different=allow_different,
+        allow_different=options.allow_different,
     )
     accepted = [name for names in accept or [] for name in output.split_names(names)]
     regressions = checks.not_accepted(result, accepted)
@@ -94,7 +119,7 @@ def update(
             f"{file} is unchanged: {', '.join(regressions)} got worse; fix it, or --accept {','.join(regressions)}"
         )
         raise typer.Exit(REFUSED)
-    new = baselines.of_reports(reports, allow_different=allow_different)
+    new = baselines.of_reports(reports, allow_different=options.allow_different)
     updated, reason = checks.updated(old, new, result, thresholds=settings.baseline)
     if updated is not old:
         _write(updated, file)
@@ -123,24 +148,6 @@ def _read(file: Path) -> "Baseline":
     if not file.is_file():
         raise InputError(f"{file}: there is no such file; tracekit baseline save creates one")
     return baseline_json.read(file)
-
-
-def _settings(path: Path | None) -> "CheckSettings":
-    from tracekit.cli import settings
-    from tracekit.rules import all_rules
-
-    return settings.resolve(path, all_rules())
-
-
-def _checked(runs: Sequence[str], check_settings: "CheckSettings", *, cache: bool) -> "list[tuple[Report, Run]]":
-    from tracekit.cli import settings
-    from tracekit.regression import baseline as baselines
-    from tracekit.rules import all_rules
-
-    if len(runs) > baselines.MAX_RECORDINGS:
-        raise ConfigError(f"a baseline has at most {baselines.MAX_RECORDINGS} recordings, not {len(runs)}")
-    rules = settings.configured_rules(check_settings, all_rules())
-    return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=cache)
 
 
 def _write(saved: "Baseline", path: Path) -> None:
