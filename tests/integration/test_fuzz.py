@@ -241,7 +241,7 @@ def test_headers_of_any_values_leave_a_run_that_loads(tmp_path):
         run.table(trace_quality.data_quality)
 
 
-def test_a_header_may_spell_what_is_no_text(tmp_path):
+def test_a_header_may_contain_lone_surrogates(tmp_path):
     document = device_trace(steps=2)
     document["distributedInfo"] |= {"pg_config": [{"pg_name": "\ud800", "pg_desc": "a\udfff", "ranks": [0]}]}
     (tmp_path / "rank0.json").write_text(json.dumps(document))

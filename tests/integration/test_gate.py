@@ -1,4 +1,4 @@
-"""Checks against baselines on recorded runs, as a build makes them: exit codes, what is told, what is kept on disk."""
+"""Checks against baselines on recorded runs, as CI makes them: exit codes, verdicts, files on disk."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gate(*arguments: object, cwd: Path | None = None) -> tuple[int, dict]:
-    """Return exit code and gate of a check, its report held against the published schema."""
+    """Return exit code and gate of a check, after validating its report against the published schema."""
     done = tracekit("check", *arguments, "--format", "json", cwd=cwd)
     document = json.loads(done.stdout)
     jsonschema.Draft202012Validator(json.loads(report_json.schema())).validate(document)
@@ -42,21 +42,21 @@ def test_a_recorded_baseline_is_small_and_obeys_its_schema(folder: Path) -> None
         jsonschema.Draft202012Validator(json.loads(saved.schema())).validate(json.loads(path.read_text()))
 
 
-def test_a_run_beside_its_own_baseline_passes(folder: Path) -> None:
+def test_a_run_passes_against_its_own_baseline(folder: Path) -> None:
     for against in (folder / "healthy-ddp.json", FAULTS / "healthy-ddp"):
-        code, told = gate(FAULTS / "healthy-ddp", "--baseline", against, "--fail-on", "info")
-        assert (code, told["passed"], told["failures"], told["fixed"]) == (0, True, [], [])
-        assert {each["standing"] for each in told["findings"]} <= {"known"}
-        assert told["baseline"] == "healthy-ddp"
+        code, result = gate(FAULTS / "healthy-ddp", "--baseline", against, "--fail-on", "info")
+        assert (code, result["passed"], result["failures"], result["fixed"]) == (0, True, [], [])
+        assert {each["standing"] for each in result["findings"]} <= {"known"}
+        assert result["baseline"] == "healthy-ddp"
 
 
 def test_recorded_churn_fails_and_its_cause_is_memory(folder: Path) -> None:
-    code, told = gate(FAULTS / "churn", "--baseline", folder / "healthy-ddp.json")
+    code, result = gate(FAULTS / "churn", "--baseline", folder / "healthy-ddp.json")
     assert code == 1
-    assert told["failures"] == ["allocated_bytes", "peak_allocated_bytes"]
-    assert told["causes"][0]["name"] == "memory"
-    assert "in forward" in told["causes"][0]["message"]
-    by_name = {each["metric"]: each for each in told["metrics"]}
+    assert result["failures"] == ["allocated_bytes", "peak_allocated_bytes"]
+    assert result["causes"][0]["name"] == "memory"
+    assert "in forward" in result["causes"][0]["message"]
+    by_name = {each["metric"]: each for each in result["metrics"]}
     assert by_name["allocated_bytes"]["fails"]
     assert by_name["sent_bytes"]["verdict"] == "same"
 
@@ -71,24 +71,24 @@ def test_the_text_says_first_that_it_failed_and_why(folder: Path) -> None:
     assert "worse, fails" in done.stdout
 
 
-def test_new_findings_fail_from_the_bar_on(folder: Path) -> None:
+def test_new_findings_fail_from_the_chosen_severity_on(folder: Path) -> None:
     against = ("--baseline", folder / "healthy-save.json")
-    code, told = gate(FAULTS / "small-tensors", *against)
-    assert (code, told["failures"]) == (0, [])
-    code, told = gate(FAULTS / "small-tensors", *against, "--fail-on", "warning")
+    code, result = gate(FAULTS / "small-tensors", *against)
+    assert (code, result["failures"]) == (0, [])
+    code, result = gate(FAULTS / "small-tensors", *against, "--fail-on", "warning")
     assert code == 1
-    assert {"CKPT001", "CKPT002"} <= set(told["failures"])
-    standings = {each["id"]: each["standing"] for each in told["findings"]}
+    assert {"CKPT001", "CKPT002"} <= set(result["failures"])
+    standings = {each["id"]: each["standing"] for each in result["findings"]}
     assert (standings["CKPT001"], standings["CKPT002"]) == ("worse", "new")
 
 
-def test_a_run_of_something_else_is_refused_by_the_fields_that_differ(folder: Path) -> None:
+def test_a_run_of_another_training_is_refused_with_the_fields_that_differ(folder: Path) -> None:
     done = tracekit("check", FAULTS / "no-prefetch", "--baseline", folder / "healthy-ddp.json")
     assert (done.returncode, done.stdout) == (4, "")
     assert "strategy differs: ddp in the baseline healthy-ddp, fsdp2 in no-prefetch" in only_line(done)
-    code, told = gate(FAULTS / "no-prefetch", "--baseline", folder / "healthy-ddp.json", "--allow-different", *FEW)
+    code, result = gate(FAULTS / "no-prefetch", "--baseline", folder / "healthy-ddp.json", "--allow-different", *FEW)
     assert code == 1
-    assert any("strategy differs" in note for note in told["notes"])
+    assert any("strategy differs" in note for note in result["notes"])
 
 
 def test_a_file_that_is_no_baseline_is_named_in_one_line(folder: Path, tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_a_baseline_is_shown(folder: Path) -> None:
     assert json.loads(tracekit("baseline", "schema").stdout)["$id"] == "tracekit.baseline/1"
 
 
-def test_again_counts_further_recordings(folder: Path) -> None:
-    _, told = gate(
+def test_repeat_adds_recordings_to_the_comparison(folder: Path) -> None:
+    _, result = gate(
         FAULTS / "churn", "--repeat", FAULTS / "healthy-ddp", "--baseline", folder / "healthy-ddp.json", *FEW
     )
-    (allocated,) = (each for each in told["metrics"] if each["metric"] == "allocated_bytes")
+    (allocated,) = (each for each in result["metrics"] if each["metric"] == "allocated_bytes")
     assert allocated["candidate_samples"] == 4
     both = tracekit("check", FAULTS / "churn", FAULTS / "healthy-ddp", "--repeat", FAULTS / "churn")
     assert both.returncode == 2
@@ -182,8 +182,8 @@ def test_budgets_in_the_settings_fail_a_check_without_a_baseline(tmp_path: Path)
         exposed_communication = "1ms"
         """,
     )
-    code, told = gate(run, "--select", "COMM001", cwd=here)
-    outcomes = {each["budget"]: (each["outcome"], each["fails"]) for each in told["budgets"]}
+    code, result = gate(run, "--select", "COMM001", cwd=here)
+    outcomes = {each["budget"]: (each["outcome"], each["fails"]) for each in result["budgets"]}
     assert code == 1
     assert outcomes == {
         "step_time": ("broken", True),
@@ -198,7 +198,7 @@ def test_budgets_in_the_settings_fail_a_check_without_a_baseline(tmp_path: Path)
     assert "inconclusive, which fails: strict" in strict.stdout
 
 
-def test_a_budget_that_makes_no_sense_names_file_and_key(tmp_path: Path) -> None:
+def test_an_invalid_budget_is_an_error_with_file_and_key(tmp_path: Path) -> None:
     here = settings(tmp_path, '[budget]\nstep_time = "412 MiB"\n')
     done = tracekit("check", SAMPLES / "demo-fsdp2", cwd=here)
     assert done.returncode == 2

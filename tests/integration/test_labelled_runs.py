@@ -1,4 +1,4 @@
-"""Rules against the truth on runs that nobody has seen before, and on the recorded faults beside their twins."""
+"""Rules against the known faults of new simulated runs, and of recorded runs with their healthy twins."""
 
 import time
 

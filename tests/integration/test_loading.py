@@ -121,7 +121,7 @@ def test_exposed_time_of_each_collective_equals_plain_python_and_saves_are_left_
         assert exposed == dur - covered(hidden)
 
 
-def test_the_checkpoint_inside_a_sample_is_judged(sample):
+def test_rules_judge_the_checkpoint_inside_a_sample(sample):
     codes = {finding.code: finding for finding in check(sample).findings}
     total = sample.trace(0).checkpoints.filter(pl.col("stage") == "total")["dur_ns"]
     assert codes["CKPT001"].evidence.filter(pl.col("stage") == "total", pl.col("rank") == 0)[

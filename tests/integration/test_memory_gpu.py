@@ -49,18 +49,20 @@ def history(trained):
     return playback.from_snapshot(reader.read(trained[0] / "rank00000.memory.pickle"), 0)
 
 
-def test_the_trace_tells_the_very_blocks_and_times_that_the_snapshot_tells(trained, history):
+def test_trace_and_snapshot_have_the_same_blocks_and_times(trained, history):
     trace = tracekit.load(str(trained[0]), cache=False).trace(0)
-    told = trace.allocations.filter(pl.col("device") == 0)
+    events = trace.allocations.filter(pl.col("device") == 0)
     played = playback.replay_as_recorded(history)
-    mine = np.isin(history.action, (ALLOC, REQUEST))
-    blocks = list(zip(history.address[mine].tolist(), played.moved_bytes[mine].tolist(), strict=True))
-    traced = list(told.select("address", "delta_bytes").iter_rows())
+    is_allocation = np.isin(history.action, (ALLOC, REQUEST))
+    blocks = list(zip(history.address[is_allocation].tolist(), played.moved_bytes[is_allocation].tolist(), strict=True))
+    traced = list(events.select("address", "delta_bytes").iter_rows())
     begin = next(i for i in range(len(blocks)) if blocks[i : i + len(traced)] == traced)
-    held = snapshot_facts.allocated_over_time(history, played)[1:][mine][begin : begin + len(traced)]
+    allocated_bytes = snapshot_facts.allocated_over_time(history, played)[1:][is_allocation][
+        begin : begin + len(traced)
+    ]
     live = allocations.live(trace).filter(pl.col("device") == 0)
-    assert live["live_bytes"].to_list() == held.tolist()
-    apart_ns = told["at_ns"].to_numpy() - history.at_ns[mine][begin : begin + len(traced)]
+    assert live["live_bytes"].to_list() == allocated_bytes.tolist()
+    apart_ns = events["at_ns"].to_numpy() - history.at_ns[is_allocation][begin : begin + len(traced)]
     assert abs(np.median(apart_ns)) < 50_000_000
 
 
@@ -76,7 +78,7 @@ def test_a_replay_takes_the_recorded_segments_and_torchs_own_counts_agree(traine
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4"])
-def test_what_a_replay_predicts_for_other_settings_is_what_they_come_to(tmp_path, history, settings):
+def test_a_replay_predicts_the_result_of_other_settings(tmp_path, history, settings):
     predicted = playback.predict(history, Settings.parse(settings))
     counted = train(tmp_path / "run", settings)
     assert predicted.peak_reserved_bytes == pytest.approx(counted["reserved_bytes.all.peak"], rel=TOLERANCE)

@@ -92,7 +92,7 @@ def test_perfettos_own_reader_opens_the_file_without_an_error_and_finds_every_sl
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("nanogpt_h100_8ranks", [4]), ("torchrec_v100_4ranks", None)])
-def test_by_the_published_schema_a_recorded_run_is_whole_and_no_track_overlaps(name, ranks):
+def test_an_export_obeys_the_published_schema_and_no_track_overlaps(name, ranks):
     if not (OTHERS / name).exists():
         pytest.skip("no traces of other projects next to this checkout")
     run = tracekit.load(OTHERS / name)

@@ -39,7 +39,7 @@ LOOP = """
 """
 TESTS = """
     @pytest.mark.trace_budget(step_time="10s", exposed_communication_ratio=0.2, steps="3:8")
-    def test_kept():
+    def test_within_budget():
         train()
 
 
@@ -76,7 +76,7 @@ TESTS = """
         assert trace_run.run.trace(0).steps["step"].to_list() == [3, 4, 5, 6, 7]
 
 
-    def test_steps_told_by_the_test(trace_run):
+    def test_steps_named_by_the_test(trace_run):
         model = torch.nn.Linear(64, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with trace_run.record("1:3") as recording:
@@ -103,7 +103,7 @@ TESTS = """
         assert trace_run.run.trace(0).steps.height == 5
 
 
-    def test_no_step_is_said_where_the_run_is_asked_for(trace_run):
+    def test_no_step_is_named_when_the_run_is_requested(trace_run):
         with pytest.raises(Exception, match="steps 3:8 were to be recorded, but the test made none of them"):
             trace_run.run
 
@@ -128,12 +128,12 @@ TESTS = """
 
 
 def run_pytest(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *NAMED, *words],
         cwd=folder,
-        env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "TMPDIR": str(folder)},
+        env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -190,21 +190,21 @@ def test_the_summary_has_a_line_per_judged_test(done):
     table = said.stdout.partition("recorded trainings")[2].partition("short test summary")[0]
     lines = {line.split()[0]: line for line in table.splitlines()[1:-1]}
     assert set(lines) == {
-        "test", "test_train.py::test_kept", "test_train.py::test_broken", "test_train.py::test_short",
+        "test", "test_train.py::test_within_budget", "test_train.py::test_broken", "test_train.py::test_short",
         "test_train.py::test_unmeasured",
         "test_train.py::TestClass::test_parametrized[5]", "test_train.py::TestClass::test_parametrized[2]",
         "test_train.py::TestOfUnittest::test_method",
     }  # fmt: skip
-    assert re.search(r"\d ms|\d µs|\d s", lines["test_train.py::test_kept"])
-    assert "KiB" in lines["test_train.py::test_kept"]
+    assert re.search(r"\d ms|\d µs|\d s", lines["test_train.py::test_within_budget"])
+    assert "KiB" in lines["test_train.py::test_within_budget"]
     assert "broken: step_time" in lines["test_train.py::test_broken"]
     assert max(map(len, table.splitlines())) <= 160
 
 
 def test_runs_of_failed_tests_stay_and_the_profiler_says_nothing(done):
     said, _, folder = done
-    kept = {path.name.rpartition("-")[0] for path in (folder / "traces").iterdir()}
-    assert kept == {
+    traces = {path.name.rpartition("-")[0] for path in (folder / "traces").iterdir()}
+    assert traces == {
         "test_train.py-test_broken", "test_train.py-test_short", "test_train.py-test_raises",
         "test_train.py-test_unmeasured",
         "test_train.py-TestClass-test_parametrized-2", "test_train.py-TestOfUnittest-test_method",
@@ -268,14 +268,14 @@ def test_the_example_of_the_guide_says_what_the_guide_says(tmp_path):
     example = guide.partition("```python\n")[2].partition("```")[0]
     said = run_pytest(written(tmp_path, "test_training.py", example))
     assert "1 failed, 2 passed" in said.stdout
-    told, promised = (re.sub(r"[\d.]+ (ms|s)|\d+ \S?s|/\S+", "…", text) for text in (said.stdout, guide))
+    printed, quoted = (re.sub(r"[\d.]+ (ms|s)|\d+ \S?s|/\S+", "…", text) for text in (said.stdout, guide))
     message = "trace budget broken, by steps 3–7\n      step_time: …, at most … is allowed.\n      allocations: "
-    assert message in promised
-    assert message.replace("\n    ", "\n") in told
-    assert re.search(r"::test_a_step_is_fast_and_small .* met\n", told)
+    assert message in quoted
+    assert message.replace("\n    ", "\n") in printed
+    assert re.search(r"::test_a_step_is_fast_and_small .* met\n", printed)
 
 
-def test_a_mark_that_makes_no_sense_is_an_error_of_collection_that_names_what_there_is(tmp_path):
+def test_an_invalid_mark_is_a_collection_error_that_lists_valid_names(tmp_path):
     tests = """
         @pytest.mark.trace_budget(step_tme="50ms")
         def test_metric(): ...
@@ -288,7 +288,7 @@ def test_a_mark_that_makes_no_sense_is_an_error_of_collection_that_names_what_th
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"step_time": "50 parsecs"}, "step_time: expected text of a number and a unit"),
         ({"step_time": 50}, "step_time: expected text"),
@@ -299,16 +299,16 @@ def test_a_mark_that_makes_no_sense_is_an_error_of_collection_that_names_what_th
         ({"nonsense": 1}, "there are step_time, .*steps, fail_on"),
     ],
 )
-def test_what_a_mark_cannot_mean(given, told):
-    with pytest.raises((ConfigError, ValueError), match=told):
+def test_an_invalid_mark_is_an_error(given, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
         marks.parse_marks([((), given)])
 
 
 def test_a_mark_needs_names_and_the_nearest_wins():
     with pytest.raises(ConfigError, match="has no name"):
         marks.parse_marks([(("50ms",), {})])
-    asked = marks.parse_marks([((), {"steps": "1:4", "step_time": "1s"}), ((), {"step_time": "2s", "strict": True})])
-    assert (asked.steps, asked.budgets.budgets[0].limit, asked.budgets.is_strict) == ((1, 4), 2e9, True)
+    options = marks.parse_marks([((), {"steps": "1:4", "step_time": "1s"}), ((), {"step_time": "2s", "strict": True})])
+    assert (options.steps, options.budgets.budgets[0].limit, options.budgets.is_strict) == ((1, 4), 2e9, True)
 
 
 def test_the_entry_point_is_the_plugin_and_it_imports_nothing_heavy():

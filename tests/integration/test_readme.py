@@ -1,4 +1,4 @@
-"""The README shows what the commands print: ``pytest --update-golden`` writes it there anew."""
+"""The README shows what the commands print: ``pytest --update-golden`` rewrites it."""
 
 import re
 from pathlib import Path

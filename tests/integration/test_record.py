@@ -1,4 +1,4 @@
-"""`tracekit record -- …` on trainings that know nothing of it: each as it would be alone, and a run beside it."""
+"""`tracekit record -- …` on unmodified trainings: each behaves as without it, and a run is recorded."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Done, Path]:
     return do(training, folder), do(bare, folder), folder / "runs" / "ddp"
 
 
-def test_a_recorded_training_does_what_it_does_alone(ddp: tuple[Done, Done, Path]) -> None:
+def test_a_recorded_training_behaves_as_without_the_recorder(ddp: tuple[Done, Done, Path]) -> None:
     alone, done, _ = ddp
     assert done.code == alone.code == 0, done.err
     assert losses(done) == losses(alone)
@@ -114,7 +114,7 @@ def test_a_step_of_several_optimizers_is_one_step(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "run")) == 9
 
 
-def test_a_step_that_a_scaler_skips_is_counted_and_told(tmp_path: Path) -> None:
+def test_a_step_that_a_scaler_skips_is_counted_and_reported(tmp_path: Path) -> None:
     training = launched(1, "plain_scaler.py", "--steps", "14")
     done = do(command("--quiet", "--steps", "8:12", "--out", "run", "--", *training), tmp_path)
     assert done.code == 0, done.err
@@ -140,7 +140,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("end", "code", "steps", "words"), ENDS, ids=lambda value: str(value)[:12])
-def test_however_a_training_ends_it_ends_so_and_one_line_says_what_there_is(
+def test_a_training_ends_as_without_the_recorder_and_one_line_names_the_files(
     tmp_path: Path, end: str, code: int, steps: "list[int] | None", words: str
 ) -> None:
     record = command("record", "--out", "run", "--", *script("plain_single.py", end))
@@ -229,7 +229,7 @@ def test_two_nodes_with_disks_of_their_own_end_in_one_run(tmp_path: Path) -> Non
         assert not list((tmp_path / f"node{node}" / "scratch").iterdir())
 
 
-def test_windows_can_be_asked_for_while_a_training_runs(tmp_path: Path) -> None:
+def test_windows_can_be_requested_while_a_training_runs(tmp_path: Path) -> None:
     """By a signal to the launcher, then by --attach; both name steps still to come, so ranks need not wait."""
     options = ["--quiet", "--steps", "none", "--signal", "USR2", "--out", "run"]
     training = start(command(*options, "--", *script("plain_single.py", "long")), tmp_path, SECONDS_AT_MOST="40")
@@ -304,7 +304,7 @@ def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path: Path) -> None:
     assert done.out.split() == ["yes", str(tmp_path / "sitecustomize.py")]
 
 
-def test_a_run_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_of_another_training_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     done = do(command("--quiet", "--steps", "3:5", "--out", "run", "--", *script("plain_single.py")), tmp_path)
@@ -313,7 +313,7 @@ def test_a_run_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     assert steps_by_rank(load(tmp_path / "run-2")) == {0: [3, 4]}
 
 
-def test_the_launcher_dies_and_the_training_with_it(tmp_path: Path) -> None:
+def test_the_training_dies_with_its_launcher(tmp_path: Path) -> None:
     program = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
     process = start(command("--quiet", "--", *program), tmp_path)
     assert process.stdout is not None

@@ -82,7 +82,7 @@ def test_the_simulator_shards_over_what_the_table_says(strategy: Strategy, shard
     assert Job(strategy.name, MODELS["tiny"], HARDWARE["a100-80"], gpus=16, seq=128).shards == shards
 
 
-def test_an_all_reduce_goes_round_a_ring_twice() -> None:
+def test_an_all_reduce_passes_a_ring_twice() -> None:
     assert ring_hops(ALL_REDUCE, 8) == 2 * ring_hops(ALL_GATHER, 8) == 14
 
 

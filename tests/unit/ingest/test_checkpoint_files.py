@@ -148,7 +148,7 @@ class _Runs:
         return os.system, (self.command,)
 
 
-def test_a_metadata_that_would_run_code_runs_none_and_is_refused(step: Path) -> None:
+def test_metadata_that_would_run_code_is_refused(step: Path) -> None:
     (step / ".metadata").write_bytes(pickle.dumps({"storage_data": _Runs(f"touch {step}/ran")}))
     problem = only_problem(step)
     assert "would import posix.system" in problem.what
@@ -162,7 +162,7 @@ def test_deeply_nested_metadata_does_not_crash_the_process() -> None:
         inert_pickle.MetadataUnpickler(io.BytesIO(nested)).read()
 
 
-def test_a_metadata_cannot_lead_out_of_its_folder(step: Path) -> None:
+def test_metadata_cannot_refer_to_files_outside_its_folder(step: Path) -> None:
     data = (step / ".metadata").read_bytes()
     (step / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"../../secret"))
     assert "lies outside of the checkpoint" in only_problem(step).what
@@ -179,7 +179,7 @@ def test_garbled_metadata_is_reported_as_damaged(saved: Path, data: st.DataObjec
         inert_pickle.MetadataUnpickler(io.BytesIO(bytes(raw))).read()
 
 
-def test_what_torch_saved_alone_is_verified_by_its_checksums(saved: Path, tmp_path: Path) -> None:
+def test_a_file_of_torch_save_is_verified_by_its_checksums(saved: Path, tmp_path: Path) -> None:
     file = Path(shutil.copy(saved / "alone.pt", tmp_path))
     assert checkpoint_files.verify(file)[0].checked_bytes == file.stat().st_size
     flip(file)
@@ -188,7 +188,7 @@ def test_what_torch_saved_alone_is_verified_by_its_checksums(saved: Path, tmp_pa
     assert only_problem(file).what.startswith("is damaged")
 
 
-def test_what_torch_saved_without_checksums_is_said_to_be_unverified(tmp_path: Path) -> None:
+def test_a_file_of_torch_save_without_checksums_is_reported_as_unverified(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(NUMBERS, tmp_path / "model.pt")
@@ -248,14 +248,14 @@ def test_an_unreadable_file_is_not_reported_as_damaged(step: Path) -> None:
     assert "what to do: make the files readable to you and verify again" in done.stdout
 
 
-def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_a_one_line_error(tmp_path: Path) -> None:
     done = tracekit("checkpoint", "verify", tmp_path)
     assert done.returncode == 2
     assert "no checkpoint here" in only_line(done)
     assert tracekit("checkpoint", "verify", tmp_path / "none").returncode == 2
 
 
-def test_it_needs_no_torch(step: Path) -> None:
+def test_verification_needs_no_torch(step: Path) -> None:
     script = (
         "import sys; sys.modules['torch'] = None; from tracekit.cli import main; "
         f"sys.argv = ['tracekit', 'checkpoint', 'verify', {str(step)!r}]; main()"

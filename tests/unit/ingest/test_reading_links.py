@@ -53,7 +53,7 @@ def around(trace, op_id):
 # Work, launch, op, annotation, step ---------------------------------------------------------------------------------
 
 
-def test_from_a_kernel_to_its_launch_op_annotation_and_step(tmp_path):
+def test_a_kernel_is_linked_to_its_launch_op_annotation_and_step(tmp_path):
     # time µs   0        20        40        60        80
     # step      [5                          ][6             ]
     # host      [forward [linear[mm[launch]]]]
@@ -76,7 +76,7 @@ def test_from_a_kernel_to_its_launch_op_annotation_and_step(tmp_path):
     assert trace.ops["id"].to_list() == list(range(trace.ops.height))
 
 
-def test_of_launches_with_one_correlation_the_first_counts(tmp_path):
+def test_the_first_of_several_launches_with_one_correlation_counts(tmp_path):
     # cudaLaunchKernel calls cuLaunchKernel under the same number
     trace = read(
         tmp_path,
@@ -127,7 +127,7 @@ def test_slices_that_end_together_or_touch_nest_as_drawn(tmp_path):
     assert parents == {"a": [], "b": ["a"], "c": ["b", "a"], "d": [], "e": [], "f": ["e"]}
 
 
-def test_of_steps_marked_on_several_threads_each_counts_once(tmp_path):
+def test_a_step_marked_on_several_threads_counts_once(tmp_path):
     marks = [span(f"ProfilerStep#{n}", 100 * n, 100, tid=tid) for n in (1, 2) for tid in (1, 2)]
     trace = read(tmp_path, *marks, *launched("k", 110, 1, on_us=120), *launched("k", 210, 2, on_us=220))
     assert trace.steps.select("step", "host_start_ns", "host_end_ns").rows() == [
@@ -182,7 +182,7 @@ def test_a_backward_op_knows_the_forward_op_of_its_number(tmp_path):
     }
 
 
-def test_of_forward_ops_with_one_number_the_last_made_the_node(tmp_path):
+def test_the_last_of_several_forward_ops_with_one_number_made_the_node(tmp_path):
     # ops without a gradient carry the number of the next node that is made
     trace = read(
         tmp_path,
@@ -274,7 +274,7 @@ def test_the_peer_of_a_send_is_a_rank_of_its_group(tmp_path, collective, args, p
     assert (row["op"], row["peer"]) == ("all_reduce" if collective == "allreduce" else collective, peer)
 
 
-def test_else_by_the_op_around_its_launch(tmp_path):
+def test_without_kernel_arguments_a_collective_is_described_by_the_op_around_its_launch(tmp_path):
     trace = read(
         tmp_path,
         op("c10d::_reduce_scatter_base_", 1, 20),
@@ -285,7 +285,7 @@ def test_else_by_the_op_around_its_launch(tmp_path):
     assert only(trace) == ROW
 
 
-def test_else_sizes_come_from_the_shapes_of_that_op(tmp_path):
+def test_without_described_sizes_they_come_from_the_shapes_of_that_op(tmp_path):
     shapes = {"Input Dims": [[100, 2], [400, 2], [], []], "Input type": ["c10::BFloat16", "c10::BFloat16", "", ""]}
     trace = read(
         tmp_path,
@@ -450,7 +450,7 @@ def test_a_gloo_slice_takes_kind_size_and_unit_of_the_op_that_issued_it(tmp_path
     assert issuers == ["c10d::_allgather_base_", "c10d::_reduce_scatter_base_"]
 
 
-def test_where_some_were_issued_before_the_trace_kinds_that_agree_are_still_matched(tmp_path):
+def test_collectives_issued_before_the_trace_do_not_stop_matching_by_kind(tmp_path):
     trace = read(
         tmp_path,
         op("gloo:broadcast", 1, 2, tid=9, category="user_annotation", **dims([8])),  # issued before the trace

@@ -79,7 +79,7 @@ def expected_of(path: Path) -> dict:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_snapshot_of_any_protocol_is_what_the_unpickler_of_the_standard_library_says(protocol, tmp_path):
+def test_a_snapshot_of_any_protocol_reads_as_the_standard_library_reads_it(protocol, tmp_path):
     path = write(tmp_path / "a.pickle", simulated(), protocol)
     snapshot = reader.read(path)
     assert as_dict(snapshot) == expected_of(path)
@@ -333,7 +333,7 @@ def test_a_pickle_that_is_not_a_snapshot_is_refused(tmp_path):
             reader.read(_file(tmp_path, pickle.dumps(data)))
 
 
-def test_a_file_that_is_not_there_is_an_input_error(tmp_path):
+def test_a_missing_file_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
         reader.read(tmp_path / "absent.pickle")
 
@@ -375,12 +375,12 @@ def _file(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-def test_a_snapshot_is_known_by_its_time_too_and_a_link_that_leads_nowhere_is_none():
+def test_a_snapshots_time_is_part_of_its_key_and_a_dangling_link_has_none():
     run = run_with_snapshots(program_on_streams((0, 90)))
     (before,) = snapshot_files.files(run)
     os.utime(before.path, ns=(1, 1))
     (after,) = snapshot_files.files(run)
     assert (after.path, after.size_bytes, after.modified_ns) == (before.path, before.size_bytes, 1)
-    assert after != before  # what is kept of one is not taken for the other's
+    assert after != before  # results cached for one are not used for the other
     Path(run.path, "rank00001.memory.pickle").symlink_to("nowhere")
     assert snapshot_files.files(run) == (after,)

@@ -28,7 +28,7 @@ def event(number: int, name: str, **args: object) -> dict[str, object]:
 EVENTS = [
     event(0, "/home/alice/llm/model.py(12): forward", stack="/opt/x/site-packages/torch/nn/modules/linear.py(3): f"),
     event(1, "aten::mm"),
-    event(2, "Torch-Compiled Region: 0/0", note="alice@example.com asked tcp://gpu-node17:29500 and 10.1.2.3"),
+    event(2, "Torch-Compiled Region: 0/0", note="alice@example.com via tcp://gpu-node17:29500 and 10.1.2.3"),
     event(3, "a / b", kernel_file="/tmp/torchinductor_alice/ab/cab.py", where="C:\\Users\\bob\\work\\run.py"),
 ]
 
@@ -69,7 +69,7 @@ def test_no_user_host_or_path_is_left(tmp_path: Path, indent: int | None) -> Non
         assert secret not in copied
 
 
-def test_what_analysis_needs_stays(tmp_path: Path) -> None:
+def test_names_that_analysis_needs_stay(tmp_path: Path) -> None:
     scrub(write_run(tmp_path / "run"), tmp_path / "out")
 
     trace = json.loads(texts(tmp_path / "out")["rank00000.pt.trace.json.gz"])
@@ -120,7 +120,7 @@ def test_words_named_by_the_caller_are_removed(tmp_path: Path) -> None:
     assert texts(tmp_path / "out")["rank00000.metrics.jsonl"] == '{"step": 1, "loss": 2.5, "note": "project <user1>"}\n'
 
 
-def test_a_host_in_a_file_name_goes(tmp_path: Path) -> None:
+def test_a_host_in_a_file_name_is_removed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     trace = json.dumps({"traceEvents": EVENTS})
     (tmp_path / "run" / "build-box_4242.1700000000.pt.trace.json").write_text(trace)
@@ -142,7 +142,7 @@ def test_gzip_headers_name_nothing(tmp_path: Path) -> None:
     assert raw[3] == 0  # no flags: neither a name nor a comment
 
 
-def test_a_user_with_letters_beyond_ascii_goes_in_both_spellings(tmp_path: Path) -> None:
+def test_a_user_with_non_ascii_letters_is_removed_in_both_spellings(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     escaped = '{"traceEvents": [{"ph": "X", "name": "/home/\\u00e9mile/x.py", "ts": 1}], "note": "by \\u00e9mile"}'
     (tmp_path / "run" / "rank0.json").write_text(escaped)

@@ -55,7 +55,7 @@ def test_without_backward_ops_every_optimizer_step_ends_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["ProfilerStep#4", "ProfilerStep#12"])
-def test_marks_of_the_profiler_go_before(tmp_path: Path, name: str) -> None:
+def test_profiler_marks_take_precedence(tmp_path: Path, name: str) -> None:
     trace = read(tmp_path, ("aten::mul", 1.0, 1.0), (name, 0.0, 30.0), ("Optimizer.step#SGD.step", 2.0, 1.0))
     assert trace.steps["step"].to_list() == [int(name.partition("#")[2])]
     assert trace.data_quality.is_empty()

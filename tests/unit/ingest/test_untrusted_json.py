@@ -1,4 +1,4 @@
-"""What JSON of others may say: nothing that cannot be written again, nothing that ends us."""
+"""JSON of any content can be serialized again or is a ValueError."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.browser import recorded
 from tests.support import cli_runner
 from tracekit.ingest import untrusted_json
 
-HALF = "\ud800"
+SURROGATE = "\ud800"
 texts = st.text(st.characters() | st.characters(categories=["Cs"]), max_size=5)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
@@ -20,7 +20,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_what_was_parsed_can_be_written_and_only_halves_of_characters_are_others(value):
+def test_parsed_values_can_be_serialized_and_only_lone_surrogates_change(value):
     text = json.dumps(value)
     found = untrusted_json.parse(text)
     assert found == untrusted_json.parse(text.encode())
@@ -30,7 +30,7 @@ def test_what_was_parsed_can_be_written_and_only_halves_of_characters_are_others
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "[1", b"\xff"])
-def test_what_is_no_json_is_a_value_error(text):
+def test_invalid_json_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"nested|Expecting|decode"):
         untrusted_json.parse(text)
 
@@ -42,16 +42,16 @@ def run(tmp_path):
     return folder
 
 
-def halved(value):
-    """Return a manifest whose texts, names of keys too, end with half a character."""
+def with_surrogates(value):
+    """Return a manifest whose strings, keys included, end with a lone surrogate."""
     if isinstance(value, dict):
-        return {name: halved(inner) for name, inner in value.items()} | {f"more{HALF}": HALF}
-    return value + HALF if isinstance(value, str) else value
+        return {name: with_surrogates(inner) for name, inner in value.items()} | {f"more{SURROGATE}": SURROGATE}
+    return value + SURROGATE if isinstance(value, str) else value
 
 
-def test_a_manifest_with_halves_of_characters_goes_through_every_command(run, tmp_path):
+def test_every_command_accepts_a_manifest_with_lone_surrogates(run, tmp_path):
     path = run / "run.json"
-    path.write_text(json.dumps(halved(json.loads(path.read_text()))))
+    path.write_text(json.dumps(with_surrogates(json.loads(path.read_text()))))
     for words in (
         "baseline save run --out baseline.json",
         "check run --baseline baseline.json --fail-on never --history history.duckdb --also html=report.html",

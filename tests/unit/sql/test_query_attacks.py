@@ -161,7 +161,7 @@ def test_an_attack_gives_one_line_and_changes_nothing(run, folder, sql):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_duckdb_itself_is_sealed_even_where_our_own_check_would_let_a_function_pass(folder):
+def test_duckdb_itself_refuses_functions_that_our_own_check_would_accept(folder):
     known = duckdb.connect().execute("SELECT DISTINCT function_name FROM duckdb_functions()").fetchall()
     reading = sorted(name for (name,) in known if name.startswith(("read_", "parquet_", "glob", "sniff")))
     assert len(reading) > 10
@@ -227,11 +227,11 @@ def test_no_process_outlives_its_query():
         run_query.check("SELECT * FROM nothing")
 
 
-def test_the_process_of_a_query_has_nothing_of_the_environment(folder):
+def test_the_process_of_a_query_does_not_inherit_the_environment(folder):
     assert SECRET not in " ".join(run_query._environment().values())
 
 
-def test_a_program_without_a_main_guard_can_ask(tmp_path):
+def test_a_program_without_a_main_guard_can_query(tmp_path):
     """A script that calls query at its top level: a process that imports it again would start another, and so on."""
     script = tmp_path / "script.py"
     script.write_text(

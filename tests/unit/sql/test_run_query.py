@@ -26,7 +26,7 @@ def run() -> Run:
     return drawn_traces.run(*(drawn_traces.trace(picture, rank=rank) for rank, picture in pictures.items()))
 
 
-def test_the_rows_of_all_ranks_stand_in_one_table_with_window_and_rank_in_front(run):
+def test_a_table_has_the_rows_of_all_ranks_with_window_and_rank_first(run):
     found = tracekit.query(run, "SELECT * FROM activities")
     assert found.columns == ["window", "rank", *schema.ACTIVITIES.schema]
     assert found.height == sum(trace.activities.height for trace in run.traces())
@@ -182,7 +182,7 @@ def test_a_query_may_end_in_a_semicolon_and_hold_comments(run):
 # Trace tables as pandas ----------------------------------------------------------------------------------------------
 
 
-def test_the_tables_of_a_trace_are_pandas_frames_for_those_who_want_them():
+def test_the_tables_of_a_trace_convert_to_pandas():
     trace = drawn_traces.trace("step  000111\ncompute aab.cc", start_ns=2**60 + 1)
     frame = trace.activities.to_pandas()
     assert list(frame.columns) == list(schema.ACTIVITIES.schema)
