@@ -1,7 +1,7 @@
 """The training step that all strategies share: who runs what in which order. Strategies fill in their hooks."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 
 from tracekit import conventions
 from tracekit.simulate import costs, kernels, memory, program
@@ -172,12 +172,16 @@ class Schedule:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            with ExitStack() as nodes:
-                if op.node:
-                    nodes.enter_context(self.host.op(f"autograd::engine::evaluate_function: {op.node}"))
-                    nodes.enter_context(self.host.span(op.node, "cpu_op"))
-                with self.host.op(op.name, {"Input Dims": op.dims} if op.dims else None):
-                    self.host.launch(op.kernel)
+            if op.node:
+                node = f"autograd::engine::evaluate_function: {op.node}"
+                with self.host.op(node), self.host.span(op.node, "cpu_op"):
+                    self._run_one(op)
+            else:
+                self._run_one(op)
+
+    def _run_one(self, op: Op) -> None:
+        with self.host.op(op.name, {"Input Dims": op.dims} if op.dims else None):
+            self.host.launch(op.kernel)
 
     def _allocate(self, buffer: str, bytes_per_unit: float) -> None:
         """Allocate a buffer of so many bytes per token and unit of width."""
