@@ -25,7 +25,7 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
     """Return the rows as a table in readable units; a column without any value is left out."""
     from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
 
-    shown = text_layout.without_empty_columns(rows)
+    shown = text_layout.without_empty_columns(_without_only_window(rows))
     if shown.is_empty():
         subjects = {
             "came_last": "collectives that ranks share",
@@ -35,3 +35,8 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
         return f"The traces contain no {missing}.\n"
     table = text_layout.frame(shown, _HEADINGS, gap=text_layout.gap(width))
     return text_layout.print_to_string([table], width=width, color=color)
+
+
+def _without_only_window(rows: pl.DataFrame) -> pl.DataFrame:
+    """Leave out the column `window` where all rows are of one window."""
+    return rows.drop("window") if "window" in rows.columns and rows["window"].n_unique() < 2 else rows

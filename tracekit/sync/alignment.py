@@ -36,7 +36,7 @@ def offsets(run: Run) -> pl.DataFrame:
             pl.col("rough_ns").fill_null(0), pl.col("clock_domain").fill_null(pl.col("rank"))
         )
         parts.append(_solve_window(known, _ends(of_window)))
-    return OFFSETS.conform(pl.concat(parts)) if parts else OFFSETS.empty()
+    return pl.concat(parts) if parts else OFFSETS.empty()
 
 
 def on_run_clock(table: pl.DataFrame, offsets: pl.DataFrame, columns: tuple[str, ...]) -> pl.DataFrame:
@@ -109,7 +109,8 @@ def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
                 "matched_by": matched_by.mode().sort()[0] if is_aligned else collective_matching.NONE,
             }
         )
-    return pl.DataFrame(rows, infer_schema_length=None).with_columns(known["window"])
+    # Conformed per window: where no rank is aligned, residual_ns has only nulls and no type that concat accepts.
+    return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None).with_columns(known["window"]))
 
 
 def _refine_offsets(offset: _Floats, rank: _Ints, instance: _Ints, own: _Floats) -> _Floats:
@@ -201,7 +202,10 @@ def _unaligned_issues(offsets: pl.DataFrame) -> list[dict[str, object]]:
     unaligned = offsets.filter(pl.col("residual_ns").is_null(), pl.len().over("window") > 1)
     if unaligned.height:
         ranks = f"rank{'s' * (unaligned['rank'].n_unique() > 1)} {units.ranges(unaligned['rank'].unique())}"
-        message = f"The clock of {ranks} is not aligned with other ranks: too few shared collectives."
+        message = (
+            f"The clock of {ranks}{_in_windows(unaligned, offsets)} is not aligned with other ranks: too few shared "
+            "collectives."
+        )
         share = unaligned.height / offsets.height
         rows.append({"kind": "clock_unaligned", "message": message, "affected_ratio": share})
     aligned = offsets.filter(pl.col("residual_ns").is_not_null())
@@ -210,6 +214,12 @@ def _unaligned_issues(offsets: pl.DataFrame) -> list[dict[str, object]]:
         message = f"{parts} sets of ranks share no collective, so each set has its own clock."
         rows.append({"kind": "clock_unaligned", "message": message, "affected_ratio": 0.0})
     return rows
+
+
+def _in_windows(unaligned: pl.DataFrame, offsets: pl.DataFrame) -> str:
+    windows = unaligned["window"].unique()
+    several = "s" * (len(windows) > 1)
+    return f" in window{several} {units.ranges(windows)}" if offsets["window"].n_unique() > len(windows) else ""
 
 
 def _us(ns: int) -> str:

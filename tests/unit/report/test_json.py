@@ -17,6 +17,7 @@ from tracekit.rules.rule import Finding, IgnoredFinding, Severity
 
 SUMMARY_COLUMNS = [
     "rank",
+    "window",
     "step",
     "duration_ns",
     "compute_ns",
@@ -69,7 +70,8 @@ def test_summary_rows_are_by_step_and_then_by_rank_and_sum_exactly() -> None:
     run = sample_report.run()
     rows = json.loads(report_json.render(sample_report.report(run), run))["summary"]
     assert [list(row) for row in rows] == [SUMMARY_COLUMNS] * 12
-    assert [(row["rank"], row["step"]) for row in rows[-3:]] == [(1, 4), (0, None), (1, None)]
+    places = [(row["rank"], row["window"], row["step"]) for row in rows[-3:]]
+    assert places == [(1, 0, 4), (0, None, None), (1, None, None)]
     for row in rows:
         parts = ("compute_ns", "exposed_communication_ns", "exposed_copy_ns", "idle_ns")
         assert sum(row[part] for part in parts) == row["duration_ns"]

@@ -1,5 +1,7 @@
 """Clock offsets and matched collectives of simulated runs, against the known truth."""
 
+import dataclasses
+
 import numpy as np
 import polars as pl
 import pytest
@@ -134,6 +136,23 @@ def test_ranks_without_a_common_collective_are_not_on_one_clock():
     assert rows["clock_domain"].n_unique() == 2
     assert rows["offset_ns"].to_list() == [0, CLOCKS[1], 0, CLOCKS[3] - CLOCKS[2]]
     assert "2 sets of ranks share no collective" in " ".join(alignment.data_quality(run)["message"])
+
+
+@pytest.mark.parametrize("unaligned", [0, 1])
+def test_a_window_whose_clocks_cannot_be_aligned_leaves_the_other_aligned(unaligned):
+    job = world(2)
+    traces = []
+    for window in (0, 1):
+        for rank in job.ranks:
+            trace = dataclasses.replace(job.trace(rank, behind_ns=CLOCKS[rank]), window=window)
+            empty = {"collectives": trace.collectives.clear()} if window == unaligned else {}
+            traces.append(dataclasses.replace(trace, **empty))
+    run = drawn_traces.run(*traces)
+    rows = run.offsets.sort("window", "rank")
+    assert rows.filter(pl.col("residual_ns").is_null())["window"].to_list() == [unaligned] * 2
+    assert rows.filter(pl.col("window") != unaligned)["offset_ns"].to_list() == [0, CLOCKS[1]]
+    message = f"The clock of ranks 0–1 in window {unaligned} is not aligned"
+    assert message in " ".join(alignment.data_quality(run)["message"])
 
 
 def test_a_rank_that_shares_too_few_collectives_keeps_its_clock_and_is_reported():

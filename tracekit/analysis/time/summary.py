@@ -5,24 +5,26 @@ import polars as pl
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 
-COLUMNS = ("rank", "step", "duration_ns", *breakdown.TERMS, "idle_ns")
+_TIMES = ("duration_ns", *breakdown.TERMS, "idle_ns")
+COLUMNS = ("rank", "window", "step", *_TIMES)
 
 
 def by_step(run: Run) -> pl.DataFrame:
-    """Return one row per rank and step, in that order. Columns are COLUMNS; see `breakdown`.
+    """Return one row per rank, window and step, in that order. Columns are COLUMNS; see `breakdown`.
 
     For a rank with several devices, the slowest device counts.
     """
-    return _slowest_device(run.table(breakdown.by_step)).select(COLUMNS).sort("rank", "step")
+    return _slowest_device(run.table(breakdown.by_step)).select(COLUMNS).sort("rank", "window", "step")
 
 
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return one row per rank over its whole device window, first activity to last; `step` is null.
+    """Return one row per rank over its whole device window, first activity to last; `window` and `step` are null.
 
     Columns are COLUMNS. Several profiled windows are added up; of several devices the slowest counts.
     """
     windows = _slowest_device(run.table(breakdown.by_rank))
-    return windows.group_by("rank").agg(pl.col("step").first(), pl.col(COLUMNS[2:]).sum()).select(COLUMNS).sort("rank")
+    sums = windows.group_by("rank").agg(pl.col("step").first(), pl.col(_TIMES).sum())
+    return sums.with_columns(pl.lit(None, pl.Int64).alias("window")).select(COLUMNS).sort("rank")
 
 
 def by_clock(run: Run) -> pl.DataFrame:
