@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from tests.support.kineto_files import slice_
-from tracekit.ingest.readers.kineto import collectives, name_patterns, reader
+from tracekit.ingest.readers.kineto import collectives, communication_kernels, reader
 
 
 def read(folder, *events, **header):
@@ -189,7 +189,7 @@ COMPUTE = (
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_collective_is_known_by_the_name_of_its_kernel(tmp_path, name):
     trace = read(tmp_path, kernel(name, 5))
-    assert name_patterns.is_collective_name(name)
+    assert communication_kernels.kind_of(name) == "communication"
     assert trace.activities["kind"].to_list() == ["communication"]
     assert trace.collectives.select("op", "dtype").rows() == [KERNELS[name]]
 
@@ -263,6 +263,69 @@ def test_on_a_device_kernels_that_such_a_slice_launched_are_the_collective(tmp_p
         "gemm": "compute",
     }
     assert trace.collectives["op"].to_list() == ["all_gather", "all_reduce"]
+
+
+def test_an_asynchronous_collective_s_open_slice_does_not_claim_the_kernels_of_ops_inside(tmp_path):
+    # time µs  10                                60
+    # host     hccl:all_to_all ..................
+    #             aten::mm(launch)  launch
+    # device                 work        send
+    trace = read(
+        tmp_path,
+        slice_("user_annotation", "hccl:all_to_all", 10, 50, tid=1),
+        slice_("cpu_op", "aten::mm", 12, 10, tid=1),
+        slice_("mtia_runtime", "runtimeLaunch", 14, 2, tid=1, correlation=1),
+        kernel("work", 30, 5, correlation=1, category="mtia_ccp_events"),
+        slice_("mtia_runtime", "runtimeLaunch", 40, 2, tid=1, correlation=2),
+        kernel("send", 50, 5, correlation=2, category="mtia_ccp_events"),
+        kernel("dma_request", 70, 5, category="mtia_ccp_events"),
+    )
+    assert dict(trace.activities.select("name", "kind").rows()) == {
+        "work": "compute",
+        "send": "communication",
+        "dma_request": "memcpy",
+    }
+
+
+@pytest.mark.parametrize(
+    "op", ["symm_mem::exchange", "_c10d_functional::wait", "record_param_comms", "vllm::all_reduce"]
+)
+def test_an_undecided_kernel_communicates_if_the_op_that_launched_it_does(tmp_path, op):
+    trace = read(
+        tmp_path,
+        slice_("cpu_op", op, 10, 20, tid=1),
+        slice_("cuda_runtime", "cudaLaunchKernel", 12, 2, tid=1, correlation=1),
+        slice_("cuda_runtime", "cudaLaunchKernel", 16, 2, tid=1, correlation=2),
+        kernel("allreduce_norm_fused", 30, 5, correlation=1),
+        kernel("cast", 40, 5, correlation=2),
+    )
+    assert trace.activities["kind"].to_list() == ["communication", "compute"]
+    assert "undecided_communication" not in trace.data_quality["kind"].to_list()
+
+
+def test_an_undecided_kernel_communicates_on_a_stream_that_only_communicates(tmp_path):
+    trace = read(
+        tmp_path,
+        kernel("gemm", 0, 90),
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 0, 10, stream=20),
+        kernel("my_comm_kernel", 20, 10, stream=20),
+        kernel("my_comm_kernel", 100, 10),
+    )
+    assert trace.activities.filter(name="my_comm_kernel").select("lane", "kind").rows() == [
+        (1, "communication"),
+        (0, "compute"),
+    ]
+
+
+def test_undecided_kernels_are_a_data_quality_issue_with_their_share_of_the_time(tmp_path):
+    trace = read(tmp_path, kernel("gemm", 0, 75), kernel("combine_bias", 100, 25), kernel("combine_bias", 200, 0))
+    assert trace.activities["kind"].to_list() == ["compute"] * 3
+    (row,) = trace.data_quality.filter(kind="undecided_communication").rows(named=True)
+    assert row["affected_ratio"] == 0.25
+    assert row["message"] == (
+        "2 kernels are named like communication, but nothing shows that they communicate: combine_bias. "
+        "They count as compute."
+    )
 
 
 # Roles ----------------------------------------------------------------------------------------------------------------

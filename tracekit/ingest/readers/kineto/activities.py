@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto import columns, name_patterns
+from tracekit.ingest.readers.kineto import columns, communication_kernels
 from tracekit.ingest.readers.kineto.events import Args
 from tracekit.ingest.readers.kineto.host_slices import Host, nulled
 from tracekit.ingest.readers.kineto.stream import Events
@@ -14,8 +14,9 @@ from tracekit.model import intervals, nesting
 from tracekit.model.nesting import Flags, Ints
 
 _KINDS = pl.Series(("compute", "communication", "memcpy", "memset"))
-_COMPUTE, _COMMUNICATION = 0, 1
+_COMPUTE, _COMMUNICATION, _MEMCPY, _UNDECIDED = 0, 1, 2, -1
 _KIND_OF = np.array([_COMPUTE, 2, 3, _COMMUNICATION], np.int64)  # in the order of columns.DEVICE_KINDS
+_KIND_BY_NAME = {"compute": _COMPUTE, "communication": _COMMUNICATION, "copy": _MEMCPY, "undecided": _UNDECIDED}
 _MAX_DEPTH = 64
 _KERNEL = columns.DEVICE_KINDS.index("kernel")
 
@@ -65,22 +66,24 @@ def lanes_of(placed: pl.DataFrame) -> pl.DataFrame:
 
 def on_device(
     placed: pl.DataFrame, events: Events, host: Host, kernel_args: dict[int, Args], slice_args: dict[int, Args]
-) -> tuple[pl.DataFrame, list[CommunicationActivity]]:
-    """Return the activities of the streams, and what may describe the collectives among them.
+) -> tuple[pl.DataFrame, list[CommunicationActivity], pl.DataFrame]:
+    """Return the activities of the streams, what may describe the collectives among them, and the undecided kernels.
+
+    Undecided are kernels that count as compute although their names hint at communication: columns name, dur_ns.
 
     `kernel_args` holds what kernels say of collectives by row, `slice_args` what host slices say by id.
     """
     work, distinct = placed.sort("start_ns", maintain_order=True), events.names
     launch = host.find("runtime", "correlation", work["correlation"].to_numpy())
     owner = host.find("cpu_op", "external_id", work["external_id"].to_numpy())
-    communicates = (
-        name_patterns.collective_kernels(distinct)[work["name"].to_numpy()] if len(work) else np.empty(0, bool)
-    )
-    has_args = np.isin(work["row"].to_numpy(), np.array(list(kernel_args), np.int64))
+    kind = _kinds(work, distinct)
     kernel = work["kind"].to_numpy() == _KERNEL
-    known = kernel & (communicates | has_args)
-    known |= _by_annotation(host, launch, kernel, known)
-    kind = np.where(known, _COMMUNICATION, _KIND_OF[work["kind"].to_numpy()])
+    kind[kernel & np.isin(work["row"].to_numpy(), np.array(list(kernel_args), np.int64))] = _COMMUNICATION
+    kind[_by_annotation(host, launch, kernel & (kind != _MEMCPY), kind == _COMMUNICATION)] = _COMMUNICATION
+    kind[_by_launching_op(host, np.where(launch >= 0, launch, owner), kind == _UNDECIDED)] = _COMMUNICATION
+    kind[_by_stream(work["lane"].to_numpy(), kind)] = _COMMUNICATION
+    undecided = kind == _UNDECIDED
+    kind[undecided] = _COMPUTE
     table = pl.DataFrame(
         {
             "id": np.arange(len(work), dtype=np.int64),
@@ -95,13 +98,18 @@ def on_device(
             "block": pl.Series([_sizes(block) for _, block in events.grids], dtype=pl.String).gather(work["grid"]),
         }
     ).with_columns(host.context(launch, owner))
+    doubtful = table.select("name", "dur_ns").filter(undecided)
     which = np.flatnonzero(kind == _COMMUNICATION)
     issuers = [_climb(host, int(at), slice_args) for at in np.where(launch >= 0, launch, owner)[which]]
     rows, called = work["row"].gather(which).to_list(), table["name"].gather(which).to_list()
-    return table, [
-        CommunicationActivity(int(i), name, kernel_args.get(row), issuer)
-        for i, row, name, issuer in zip(which, rows, called, issuers, strict=True)
-    ]
+    return (
+        table,
+        [
+            CommunicationActivity(int(i), name, kernel_args.get(row), issuer)
+            for i, row, name, issuer in zip(which, rows, called, issuers, strict=True)
+        ],
+        doubtful,
+    )
 
 
 def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list[CommunicationActivity]]:
@@ -205,13 +213,44 @@ def _sizes(raw: bytes) -> str | None:
     return "x".join(re.findall(r"\d+", raw.decode("utf-8", "replace"))) or None
 
 
+def _kinds(work: pl.DataFrame, distinct: pl.Series) -> Ints:
+    """Return the kind of each piece of work: of a kernel by its name, of others by what the profiler calls them."""
+    recorded, named = work["kind"].to_numpy(), work["name"].to_numpy()
+    kind = _KIND_OF[recorded]
+    used, at = np.unique(named[recorded == _KERNEL], return_inverse=True)
+    names = distinct.gather(used) if len(used) else ()
+    by_name = np.array([_KIND_BY_NAME[communication_kernels.kind_of(name)] for name in names], np.int64)
+    kind[recorded == _KERNEL] = by_name[at]
+    return kind
+
+
 def _by_annotation(host: Host, launch: Ints, kernel: Flags, known: Flags) -> Flags:
-    """Return the kernels that a custom backend's slice launched (mybackend:all_reduce), if it launched no known one."""
+    """Return the kernels that a custom backend's slice launched (mybackend:all_reduce), if it launched no known one.
+
+    Launched by an op inside the slice they are that op's: the slice of an asynchronous collective may stay open while
+    the thread goes on.
+    """
     if not len(host.named) or not host.names.runs_collective.any():
         return np.zeros(len(launch), bool)
-    around = nesting.nearest(host.parent, host.names.runs_collective[host.named])
+    runs = host.names.runs_collective[host.named]
+    around = nesting.nearest(host.parent, runs | (host.is_kind("cpu_op") & host.names.is_compute_op[host.named]))
     slice_of = np.where(launch >= 0, around[np.maximum(launch, 0)], -1)
+    slice_of = np.where(runs[np.maximum(slice_of, 0)], slice_of, -1)
     return kernel & (slice_of >= 0) & ~np.isin(slice_of, slice_of[known & (slice_of >= 0)])
+
+
+def _by_launching_op(host: Host, launch: Ints, undecided: Flags) -> Flags:
+    """Return which of the undecided kernels an op launched that communicates."""
+    if not undecided.any() or not len(host.named):
+        return np.zeros(len(launch), bool)
+    around = nesting.nearest(host.parent, host.names.is_communication_op[host.named])
+    return undecided & (launch >= 0) & (around[np.maximum(launch, 0)] >= 0)
+
+
+def _by_stream(lane: Ints, kind: Ints) -> Flags:
+    """Return which of the undecided kernels run on a stream that communicates and computes nothing."""
+    communicates, computes = (np.unique(lane[kind == which]) for which in (_COMMUNICATION, _COMPUTE))
+    return np.asarray((kind == _UNDECIDED) & np.isin(lane, np.setdiff1d(communicates, computes)))
 
 
 def _without_waits(host: Host, compute: Ints) -> Ints:

@@ -1,39 +1,18 @@
 """Collectives by the field's names, with their sizes, and the process groups they run in."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import polars as pl
 
 from tracekit.ingest.readers.kineto import message_sizes
 from tracekit.ingest.readers.kineto.activities import CommunicationActivity
+from tracekit.ingest.readers.kineto.communication_kernels import op_of
 from tracekit.ingest.readers.kineto.events import Args
 from tracekit.ingest.readers.kineto.host_slices import Host
 from tracekit.model import schema
 from tracekit.model.manifest import MAX_RANKS
-
-_OPS = (
-    ("reduce_scatter", "reduce_scatter"),
-    ("reducescatter", "reduce_scatter"),
-    ("allgather", "all_gather"),
-    ("all_gather", "all_gather"),
-    ("allreduce", "all_reduce"),
-    ("all_reduce", "all_reduce"),
-    ("cross_device_reduce", "all_reduce"),
-    ("alltoall", "all_to_all"),
-    ("all_to_all", "all_to_all"),
-    ("broadcast", "broadcast"),
-    ("sendrecv", "send_recv"),
-    ("gather", "gather"),
-    ("scatter", "scatter"),
-    ("reduce", "reduce"),
-    ("send", "send"),
-    ("recv", "recv"),
-    ("barrier", "barrier"),
-)
 
 
 def table(communication: Iterable[CommunicationActivity], host: Host, slice_args: Mapping[int, Args]) -> pl.DataFrame:
@@ -43,17 +22,6 @@ def table(communication: Iterable[CommunicationActivity], host: Host, slice_args
     """
     rows = [_row(activity, host, slice_args) for activity in communication]
     return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
-
-
-@lru_cache(maxsize=4096)
-def op_of(name: str) -> str | None:
-    """Return the collective that a kernel, slice or c10d op runs, by its standard name; None if unknown.
-
-    >>> op_of("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
-    'reduce_scatter'
-    """
-    short = re.sub(r"\(.*", "", name).lower().removeprefix("c10d::").replace("_base", "").strip("_")
-    return next((op for part, op in _OPS if part in short), None)
 
 
 def groups(header: Mapping[str, Any], collective_args: Iterable[Args]) -> pl.DataFrame:

@@ -11,11 +11,16 @@ from tracekit.model import schema, units
 Row = tuple[str, str, float | None]
 
 _ENOUGH_TIMES = 64
+_LEAST_UNDECIDED = 0.005
+_MOST_NAMES, _LONGEST_NAME = 3, 80
 
 
-def table(events: Events, steps: Steps, *, bad_times: int) -> pl.DataFrame:
-    """Return the data-quality issues that reading raises: one row per kind."""
-    rows = [*_damage(events), *_content(events, steps, bad_times)]
+def table(events: Events, steps: Steps, *, bad_times: int, undecided: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
+    """Return the data-quality issues that reading raises: one row per kind.
+
+    `undecided` are kernels that only look like communication (columns name, dur_ns), `busy_ns` the time of all work.
+    """
+    rows = [*_damage(events), *_content(events, steps, bad_times), *_undecided(undecided, busy_ns)]
     return pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
 
 
@@ -59,6 +64,19 @@ def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
     resolution = _resolution(events)
     if resolution:
         yield "clock_resolution", resolution, 0.0
+
+
+def _undecided(kernels: pl.DataFrame, busy_ns: int) -> Iterator[Row]:
+    share = int(kernels["dur_ns"].sum()) / max(busy_ns, 1)
+    if share >= _LEAST_UNDECIDED:
+        names = kernels.group_by("name").agg(pl.col("dur_ns").sum()).sort("dur_ns", "name", descending=[True, False])
+        longest = ", ".join(name[:_LONGEST_NAME] for name in names["name"].head(_MOST_NAMES))
+        more = f" and {names.height - _MOST_NAMES} more" if names.height > _MOST_NAMES else ""
+        message = (
+            f"{kernels.height:,} kernels are named like communication, but nothing shows that they communicate: "
+            f"{longest}{more}. They count as compute."
+        )
+        yield "undecided_communication", message, share
 
 
 def _resolution(events: Events) -> str | None:

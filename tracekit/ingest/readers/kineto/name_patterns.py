@@ -1,6 +1,5 @@
 """What names of slices and kernels mean. Each distinct name is classified once."""
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +16,9 @@ _COLLECTIVE_WORDS = (
     "all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|reduce|gather|scatter|barrier"
 )
 _COLLECTIVE_SPAN = rf"(?i)^([a-z]\w*):_?(?:{_COLLECTIVE_WORDS})\w*$"
-_COLLECTIVE_KERNEL = (
-    r"(?i)^(?:nccl|rccl|mscclpp|msccl|oneccl|xccl|hccl)|nccl(?:Dev)?Kernel|"
-    r"^(?:void )?(?:[\w:]*::)?(?:(?:one|two)_shot_all_?reduce|multimem_|nvshmem|cross_device_reduce)"
+_COMMUNICATION_OP = (
+    r"(?i)^(?:c10d|_c10d_functional|symm_mem)::|^record_param_comms|"
+    r"^\w+::\w*(?:all_?(?:reduce|gather|to_?all)|reduce_?scatter|(?:latency|moe|ep)_(?:dispatch|combine))"
 )
 _DISPATCHER_OP = r"^\w+::"
 _NOT_COMPUTE = r"^(autograd|torch|c10d|_c10d_functional|gloo|mpi|ucc)::"
@@ -43,6 +42,8 @@ class HostNames:
     """c10d ops: they issue a collective."""
     is_collective_op: Flags
     """c10d ops, functional ones included: time inside them is not compute."""
+    is_communication_op: Flags
+    """Ops that communicate, of any library: a kernel that one launched communicates if its name hints at it."""
     runs_collective: Flags
     """Slices that run a collective on the host, such as gloo:all_reduce."""
     is_compute_op: Flags
@@ -63,6 +64,7 @@ def host_names(names: pl.Series) -> HostNames:
         name.str.starts_with("Optimizer.step#").alias("optimizer"),
         (name.str.starts_with("c10d::") & ~name.str.contains("barrier|monitored")).alias("issues_collective"),
         name.str.contains(r"^(c10d|_c10d_functional)::").alias("is_collective_op"),
+        name.str.contains(_COMMUNICATION_OP).alias("is_communication_op"),
         (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"])).alias("runs_collective"),
         (name.str.contains(_DISPATCHER_OP) & ~name.str.contains(_NOT_COMPUTE)).alias("is_compute_op"),
     )
@@ -72,18 +74,12 @@ def host_names(names: pl.Series) -> HostNames:
     )
 
 
-_FLAGS = ("backward", "optimizer", "issues_collective", "is_collective_op", "runs_collective", "is_compute_op")
-
-
-def collective_kernels(names: pl.Series) -> Flags:
-    """Return which of the distinct names of kernels are collectives."""
-    return names.str.contains(_COLLECTIVE_KERNEL).to_numpy()
-
-
-def is_collective_name(name: str) -> bool:
-    """Return whether a kernel or slice of this name is a collective.
-
-    >>> is_collective_name("ncclDevKernel_Generic(ncclDevComm*)"), is_collective_name("hipSync_dma_kernel")
-    (True, False)
-    """
-    return bool(re.search(_COLLECTIVE_KERNEL, name) or re.match(_COLLECTIVE_SPAN, name))
+_FLAGS = (
+    "backward",
+    "optimizer",
+    "issues_collective",
+    "is_collective_op",
+    "is_communication_op",
+    "runs_collective",
+    "is_compute_op",
+)

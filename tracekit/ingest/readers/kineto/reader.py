@@ -143,20 +143,23 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
     built = host_slices.build(slices, events.names, events.shapes, threads)
     ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
     slice_args = {int(at): s.args for at, s in zip(ids, events.host_collectives, strict=True) if at >= 0}
+    undecided = pl.DataFrame(schema={"name": pl.String, "dur_ns": pl.Int64})
     if device.is_empty():
         activities, communication = work.on_host(built, slice_args)
     else:
         placed = work.streams(device, events.threads, len(lanes))
         lanes = pl.concat([lanes, work.lanes_of(placed)], how="diagonal_relaxed")
         kernel_args = {s.row: s.args for s in events.device_collectives}
-        activities, communication = work.on_device(placed, events, built, kernel_args, slice_args)
+        activities, communication, undecided = work.on_device(placed, events, built, kernel_args, slice_args)
     activities = schema.ACTIVITIES.conform(activities)
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
     memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
     waited = _timed(events.syncs, base_ns)
     bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
-    found = data_quality.table(events, built.steps, bad_times=bad_times)
+    found = data_quality.table(
+        events, built.steps, bad_times=bad_times, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
+    )
     collective_args: list[Args] = [s.args for s in (*events.device_collectives, *events.host_collectives)]
     trace = Trace(
         rank=rank,
