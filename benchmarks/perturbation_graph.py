@@ -1,0 +1,389 @@
+"""Recorded multi-rank traces as a dependency graph, replayed with changes: what would have been recorded then.
+
+An independent program: it reads Kineto JSON with the standard library and shares no code with tracekit, so what
+tracekit says of a changed recording can be compared with what was changed. All times are in µs.
+
+The graph of a recording:
+
+- The host of a rank is one line in time. A pause inserted at a moment moves all that its threads do afterwards.
+- A call that waits for the device (cudaStreamSynchronize, a copy to the host) ends when the awaited kernel has ended.
+- A kernel starts when it was launched, when the kernel before it on its stream has ended, and when the kernel of
+  another stream has ended that it waited for by an event. What it was later than that in the recording stays.
+- A collective's kernel ends, on every rank, as long after the last rank's start as it did in the recording.
+"""
+
+import bisect
+import gzip
+import json
+import re
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_RUNTIME = {"cuda_runtime", "cuda_driver", "Runtime", "hip_runtime"}
+_SYNC_CALL = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize")
+_WAIT_CALL = re.compile(r"(cuda|hip)StreamWaitEvent")
+_COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
+_LATENCY_US = 4.0
+"""Least time from a launch to the start of its kernel."""
+_NEAR_US = 12.0
+"""A kernel that starts this soon after another stream's kernel has ended may have waited for it."""
+_QUEUED_US = 30.0
+"""A kernel that was launched this long before it started did not wait for its launch."""
+
+
+@dataclass
+class Kernel:
+    """A piece of work on a device, with what it depends on."""
+
+    event: Event
+    start: float
+    end: float
+    stream: tuple[Any, Any]
+    launch: float | None
+    """Start of the call that launched it."""
+    after: list["Kernel"] = field(default_factory=list)
+    members: list[tuple["Rank", "Kernel"]] = field(default_factory=list)
+    """Of a collective: its kernels on all ranks, this one included."""
+    stretch: float = 1.0
+    """Factor for the time that it takes; of a collective, for its transfer."""
+    new_start: float | None = None
+    new_end: float | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it exchanges data with other ranks."""
+        return self.event["cat"] == "kernel" and _COLLECTIVE.search(self.event["name"]) is not None
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Time inserted on the host: at a moment, or (awaits) where a recorded call waits for the device until `at`."""
+
+    at: float
+    dur: float
+    drains: bool = False
+    """The host first waits until the device has done all that was launched before."""
+    awaits: Kernel | None = None
+    call: tuple[float, float] | None = None
+    """Start and end of a recorded call that waits."""
+    slices: tuple[Event, ...] = ()
+    """Slices to record for the pause: ts and dur are relative to it; a dur of None is that of the pause."""
+
+
+class Rank:
+    """One rank's recording."""
+
+    def __init__(self, document: dict[str, Any], number: int) -> None:
+        self.document, self.number = document, number
+        events: list[Event] = document["traceEvents"]
+        self.events = events
+        spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+        calls = {
+            event["args"]["correlation"]: event
+            for event in spans
+            if event.get("cat") in _RUNTIME and "correlation" in event.get("args", {})
+        }
+        self.calls = sorted((e for e in spans if e.get("cat") in _RUNTIME), key=lambda event: event["ts"])
+        self.kernels = sorted(
+            (_kernel(event, calls) for event in spans if event.get("cat") in _DEVICE), key=lambda k: (k.start, k.end)
+        )
+        host = [e for e in spans if e.get("cat") in ("cpu_op", "user_annotation", "Operator", *_RUNTIME)]
+        self.host_slices = sorted(host, key=lambda event: event["ts"])
+        self.steps = sorted(
+            (float(e["ts"]), float(e["ts"] + e["dur"]))
+            for e in host
+            if str(e["name"]).startswith("ProfilerStep#") and e["cat"] == "user_annotation"
+        )
+        threads: dict[tuple[Any, Any], float] = defaultdict(float)
+        for event in host:
+            threads[event["pid"], event["tid"]] += 1
+        self.main_thread = max(threads, key=lambda thread: threads[thread])
+        self.pauses: list[Pause] = [*_recorded_waits(self)]
+        self._link()
+        self._shifts: list[tuple[float, float]] = []
+        self._resolved = 0
+        self.placed: list[tuple[Pause, float, float]] = []
+        """Each pause of the replay with its start and end."""
+
+    @property
+    def start(self) -> float:
+        """When the recording's first piece of host or device work starts."""
+        return min(float(self.host_slices[0]["ts"]), self.kernels[0].start)
+
+    @property
+    def end(self) -> float:
+        """When its last kernel ends."""
+        return max(kernel.end for kernel in self.kernels)
+
+    @property
+    def new_end(self) -> float:
+        """The same after the replay."""
+        return max(kernel.new_end or kernel.end for kernel in self.kernels)
+
+    @property
+    def compute_stream(self) -> tuple[Any, Any]:
+        """The stream with most time in kernels that compute."""
+        busy: dict[tuple[Any, Any], float] = defaultdict(float)
+        for kernel in self.kernels:
+            busy[kernel.stream] += 0.0 if kernel.is_collective else kernel.end - kernel.start
+        return max(busy, key=lambda stream: busy[stream])
+
+    def _link(self) -> None:
+        waits = [float(call["ts"]) for call in self.calls if _WAIT_CALL.match(call["name"])]
+        by_launch = sorted((k for k in self.kernels if k.launch is not None), key=lambda k: k.launch or 0.0)
+        follows_wait = set()
+        at = 0
+        for previous, kernel in zip([None, *by_launch], by_launch, strict=False):
+            since = previous.launch if previous is not None and previous.launch is not None else -1.0
+            while at < len(waits) and waits[at] <= since:
+                at += 1
+            if at < len(waits) and waits[at] <= (kernel.launch or 0.0):
+                follows_wait.add(id(kernel))
+        last: dict[tuple[Any, Any], Kernel] = {}
+        ends: list[tuple[float, int]] = []
+        for index, kernel in enumerate(self.kernels):
+            before = last.get(kernel.stream)
+            if before is not None and before.end <= kernel.start + 1:
+                kernel.after.append(before)
+            queued = kernel.launch is not None and kernel.start - kernel.launch > _QUEUED_US
+            idle = before is None or kernel.start - before.end > 2
+            if id(kernel) in follows_wait or kernel.is_collective or (queued and idle):
+                kernel.after.extend(self._awaited(kernel, ends, near=_NEAR_US if not kernel.is_collective else 1e12))
+            last[kernel.stream] = kernel
+            bisect.insort(ends, (kernel.end, index))
+
+    def _awaited(self, kernel: Kernel, ends: list[tuple[float, int]], *, near: float) -> Iterable[Kernel]:
+        """Yield the last kernel of another stream that ended before this one started and was launched before it."""
+        at = bisect.bisect_right(ends, (kernel.start + 1, len(self.kernels)))
+        for end, index in reversed(ends[max(0, at - 64) : at]):
+            other = self.kernels[index]
+            if kernel.start - end > near:
+                return
+            launched_before = other.launch is None or kernel.launch is None or other.launch <= kernel.launch
+            if other.stream != kernel.stream and launched_before:
+                yield other
+                return
+
+    def host(self, time: float) -> float:
+        """Return when a moment of the host's is, in the replay."""
+        while self._resolved < len(self.pauses) and self.pauses[self._resolved].at <= time:
+            pause = self.pauses[self._resolved]
+            shift = self._shifts[-1][1] if self._shifts else 0.0
+            self._resolved += 1
+            self._shifts.append((pause.at, self._after(pause, shift)))
+            self.placed.append((pause, pause.at + shift, pause.at + self._shifts[-1][1]))
+        at = bisect.bisect_right(self._shifts, (time, float("inf")))
+        return time + (self._shifts[at - 1][1] if at else 0.0)
+
+    def _after(self, pause: Pause, shift: float) -> float:
+        """Return by how much the host is later after a pause."""
+        if pause.call is not None:
+            start, end = pause.call
+            if pause.awaits is None:
+                return shift
+            waited = pause.awaits.end > start
+            least = start + shift + (min(end - start, 5.0) if waited else end - start)
+            tail = max(end - pause.awaits.end, 0.0) if waited else 3.0
+            return max(least, resolve(pause.awaits, self) + tail) - end
+        start = pause.at + shift
+        if pause.drains:
+            launched = [k for k in self.kernels if k.launch is not None and k.launch < pause.at]
+            start = max([start, *(resolve(kernel, self) for kernel in launched[-400:])])
+        return start + pause.dur - pause.at
+
+    def prepare(self) -> None:
+        """Sort the pauses; called before a replay."""
+        self.pauses.sort(key=lambda pause: pause.at)
+        self._shifts, self._resolved, self.placed = [], 0, []
+        for kernel in self.kernels:
+            kernel.new_start = kernel.new_end = None
+
+    def starts_at(self, kernel: Kernel) -> float:
+        """Return when a kernel starts in the replay."""
+        if kernel.new_start is None:
+            ready, new_ready = -1e300, -1e300
+            if kernel.launch is not None:
+                ready, new_ready = kernel.launch + _LATENCY_US, self.host(kernel.launch) + _LATENCY_US
+            for other in kernel.after:
+                ready, new_ready = max(ready, other.end), max(new_ready, resolve(other, self))
+            kernel.new_start = kernel.start if ready == -1e300 else new_ready + max(kernel.start - ready, 0.0)
+            if ready > kernel.start:  # the recording contradicts the graph by that much: keep it
+                kernel.new_start = new_ready - (ready - kernel.start)
+        return kernel.new_start
+
+
+class Job:
+    """The recordings of all ranks of a job."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self.instances = _instances(ranks)
+        for members in self.instances:
+            for _, kernel in members:
+                kernel.members = members
+
+    def replay(self) -> None:
+        """Compute when everything happens with the changes made to pauses and kernels."""
+        for rank in self.ranks:
+            rank.prepare()
+
+        def run() -> None:
+            for rank in self.ranks:
+                for kernel in rank.kernels:
+                    resolve(kernel, rank)
+
+        # The graph is deep: a kernel depends on the one before it, and so on.
+        sys.setrecursionlimit(1_000_000)
+        threading.stack_size(1 << 29)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        threading.stack_size(0)
+
+    def documents(self) -> list[dict[str, Any]]:
+        """Return the replayed recordings, as Kineto would have written them."""
+        return [_document(rank) for rank in self.ranks]
+
+    @property
+    def lost_us(self) -> float:
+        """How much longer the replayed recording is than the original: of the rank that ends last."""
+        return max(rank.new_end for rank in self.ranks) - max(rank.end for rank in self.ranks)
+
+
+def resolve(kernel: Kernel, rank: Rank) -> float:
+    """Return when a kernel ends in the replay."""
+    if kernel.new_end is None:
+        start = rank.starts_at(kernel)
+        duration = kernel.end - kernel.start
+        if not kernel.members:
+            kernel.new_end = start + duration * kernel.stretch
+        else:
+            last = max(other.start for _, other in kernel.members)
+            new_last = max(owner.starts_at(other) for owner, other in kernel.members)
+            transfer = kernel.end - last
+            kernel.new_end = (
+                new_last + transfer * kernel.stretch if transfer > 0 else max(start + duration, new_last + transfer)
+            )
+    return kernel.new_end
+
+
+def load(paths: Iterable[Path]) -> Job:
+    """Read the recordings of a job, one file a rank, in the order of ranks."""
+    return Job([Rank(_read(path), number) for number, path in enumerate(sorted(paths))])
+
+
+def write(document: dict[str, Any], path: Path) -> None:
+    """Write a recording, compressed."""
+    with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
+        json.dump(document, file)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+        document: dict[str, Any] = json.load(file)
+    return document
+
+
+def _kernel(event: Event, calls: dict[Any, Event]) -> Kernel:
+    call = calls.get(event.get("args", {}).get("correlation"))
+    start = float(event["ts"])
+    launch = None if call is None else min(float(call["ts"]), start)
+    return Kernel(event, start, start + float(event["dur"]), (event["pid"], event["tid"]), launch)
+
+
+def _recorded_waits(rank: Rank) -> Iterable[Pause]:
+    """Yield the calls in which the host waits for the device, with the kernel that each waits for."""
+    copies = {
+        kernel.event.get("args", {}).get("correlation"): kernel
+        for kernel in rank.kernels
+        if kernel.event["cat"] == "gpu_memcpy" and "DtoH" in kernel.event["name"].replace(" ", "").replace("->", "to")
+    }
+    by_launch = sorted((k for k in rank.kernels if k.launch is not None), key=lambda kernel: kernel.launch or 0.0)
+    launches = [kernel.launch or 0.0 for kernel in by_launch]
+    for call in rank.calls:
+        start, end = float(call["ts"]), float(call["ts"] + call["dur"])
+        copy = copies.get(call.get("args", {}).get("correlation"))
+        if copy is not None and start <= copy.end <= end + 5:
+            yield Pause(end, 0.0, awaits=copy, call=(start, end))
+        elif _SYNC_CALL.match(call["name"]):
+            launched = by_launch[
+                max(0, bisect.bisect_left(launches, start) - 300) : bisect.bisect_left(launches, start)
+            ]
+            ended = [kernel for kernel in launched if kernel.end <= end + 2]
+            waited = max(ended, key=lambda kernel: kernel.end, default=None)
+            if "Device" in call["name"] and waited is not None:
+                waited = max(launched, key=lambda kernel: kernel.end)
+                waited = waited if waited.end <= end + 2 else max(ended, key=lambda kernel: kernel.end)
+            yield Pause(end, 0.0, awaits=waited, call=(start, end))
+
+
+def _instances(ranks: list[Rank]) -> list[list[tuple[Rank, Kernel]]]:
+    """Match the collectives of all ranks: all end together, so the last ones of each rank are the same."""
+    sequences = [[kernel for kernel in rank.kernels if kernel.is_collective] for rank in ranks]
+    length = min(map(len, sequences))
+    if length == 0 or len(ranks) == 1:
+        return []
+    found = []
+    for place in range(1, length + 1):
+        members = [(rank, kernels[-place]) for rank, kernels in zip(ranks, sequences, strict=True)]
+        names = {kernel.event["name"] for _, kernel in members}
+        if len(names) != 1:
+            raise ValueError(f"the ranks' collectives differ: {sorted(names)}")
+        found.append(members)
+    return found
+
+
+def _document(rank: Rank) -> dict[str, Any]:
+    moved = {id(kernel.event): kernel for kernel in rank.kernels}
+    starts = {(k.event["pid"], k.event["tid"], k.event["ts"]): k for k in rank.kernels}
+    events = []
+    for event in rank.events:
+        copy = dict(event)
+        kernel = moved.get(id(event)) or (
+            starts.get((event.get("pid"), event.get("tid"), event.get("ts"))) if event.get("ph") == "f" else None
+        )
+        if kernel is not None and kernel.new_start is not None and kernel.new_end is not None:
+            copy["ts"] = round(kernel.new_start, 3)
+            if "dur" in copy:
+                copy["dur"] = round(kernel.new_end - kernel.new_start, 3)
+        elif event.get("cat") == "gpu_user_annotation":
+            _around_kernels(copy, event, rank)
+        elif isinstance(event.get("ts"), int | float):
+            copy["ts"] = round(rank.host(event["ts"]), 3)
+            if isinstance(event.get("dur"), int | float):
+                copy["dur"] = round(rank.host(event["ts"] + event["dur"]) - copy["ts"], 3)
+        events.append(copy)
+    events.extend(_slices_of_pauses(rank))
+    return {**rank.document, "traceEvents": events}
+
+
+def _around_kernels(copy: Event, event: Event, rank: Rank) -> None:
+    low = bisect.bisect_left(rank.kernels, event["ts"] - 1, key=lambda kernel: kernel.start)
+    high = bisect.bisect_right(rank.kernels, event["ts"] + event["dur"] + 1, key=lambda kernel: kernel.start)
+    inside = [k for k in rank.kernels[low:high] if k.stream[1] == event["tid"] and k.new_end is not None]
+    if inside:
+        copy["ts"] = round(min(k.new_start or k.start for k in inside), 3)
+        copy["dur"] = round(max(k.new_end or k.end for k in inside) - copy["ts"], 3)
+
+
+def _slices_of_pauses(rank: Rank) -> Iterable[Event]:
+    pid, tid = rank.main_thread
+    for pause, start, end in rank.placed:
+        for piece in pause.slices:
+            dur = piece["dur"] if piece["dur"] is not None else max(end - start - piece["ts"], 1.0)
+            yield {
+                "ph": "X",
+                "pid": pid,
+                "tid": tid,
+                **piece,
+                "ts": round(start + piece["ts"], 3),
+                "dur": round(dur, 3),
+            }

@@ -1,0 +1,368 @@
+"""What `check` says of real recordings into which an independent program put a trouble of known cost.
+
+    python -m benchmarks.perturbed FOLDER… [--seeds 3] [--out FILE]
+
+Each FOLDER holds the recordings of all ranks of one job. `perturbation_graph` replays them with one change, such as a
+rank whose kernels are slower, and writes what would have been recorded. A change is found if `check` reports it with
+the right code and rank, and the control (the recording replayed unchanged) does not, or at a lower cost.
+"""
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tracekit
+from benchmarks import perturbation_graph
+from benchmarks.perturbation_graph import Event, Job, Pause, Rank
+from tracekit.rules.rule import Finding, Severity
+
+SIZES = (0.05, 0.12, 0.3)
+"""How large a change is, as a share of a step."""
+MATTERS = 0.03
+"""What costs a smaller share of the recording need not be found."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of trouble."""
+
+    name: str
+    apply: Callable[[Job, float, random.Random], int | None]
+    """Change the job by a share of its step; return the rank that is at fault, None if none or all are."""
+    codes: tuple[str, ...]
+    """Rules that may report it."""
+    also: tuple[str, ...] = ()
+    """Rules that may report its consequence besides."""
+    needs_ranks: int = 1
+
+
+def slow_rank(job: Job, size: float, rng: random.Random) -> int:
+    """Slow the compute kernels of one rank down."""
+    rank = rng.choice(job.ranks)
+    for kernel in rank.kernels:
+        if not kernel.is_collective:
+            kernel.stretch = 1 + 3 * size
+    return rank.number
+
+
+def late_host(job: Job, size: float, rng: random.Random) -> int:
+    """Let the host of one rank pause in every step, without waiting for the device."""
+    rank = rng.choice(job.ranks)
+    for start, end in _steps(rank):
+        rank.pauses.append(Pause(start + rng.uniform(0.2, 0.6) * (end - start), size * _step_us(rank)))
+    return rank.number
+
+
+def blocking_pause(job: Job, size: float, rng: random.Random) -> int:
+    """Let one rank synchronize with the device in every step and then compute on the host."""
+    rank = rng.choice(job.ranks)
+    for start, end in _steps(rank):
+        _drain(rank, start + rng.uniform(0.2, 0.6) * (end - start), size * _step_us(rank), "cudaDeviceSynchronize")
+    return rank.number
+
+
+def item_calls(job: Job, size: float, rng: random.Random) -> None:
+    """Let every rank read scalars from the device, several times a step."""
+    places = [rng.uniform(0.1, 0.9) for _ in range(round(20 * size) + 2)]
+    for rank in job.ranks:
+        for start, end in _steps(rank):
+            for place in places:
+                _drain(rank, start + place * (end - start), size * _step_us(rank) / len(places), "aten::item")
+
+
+def data_stall(job: Job, size: float, _rng: random.Random) -> None:
+    """Let every rank wait for its data loader at the start of every step."""
+    for rank in job.ranks:
+        _load_data(rank, size)
+
+
+def data_stall_of_one(job: Job, size: float, rng: random.Random) -> int:
+    """Let one rank wait for its data loader at the start of every step."""
+    rank = rng.choice(job.ranks)
+    _load_data(rank, size)
+    return rank.number
+
+
+def slow_collectives(job: Job, size: float, rng: random.Random) -> None:
+    """Let collectives transfer data more slowly, while the others of a job stay as they are."""
+    names = sorted({members[0][1].event["name"] for members in job.instances})
+    name = rng.choice(names)
+    for members in job.instances:
+        for _, kernel in members:
+            if kernel.event["name"] == name:
+                kernel.stretch = 1 + 8 * size
+
+
+def contention(job: Job, size: float, _rng: random.Random) -> None:
+    """Slow compute kernels down while a collective is on the device."""
+    for rank in job.ranks:
+        busy = sorted((k.start, k.end) for k in rank.kernels if k.is_collective)
+        for kernel in rank.kernels:
+            if not kernel.is_collective:
+                both = sum(max(0.0, min(kernel.end, end) - max(kernel.start, start)) for start, end in busy)
+                kernel.stretch = 1 + 3 * size * both / max(kernel.end - kernel.start, 1e-3)
+
+
+def allocation_retries(job: Job, size: float, rng: random.Random) -> None:
+    """Let the allocator of every rank free its cache and allocate anew in every step."""
+    for rank in job.ranks:
+        for start, end in _steps(rank):
+            dur = size * _step_us(rank)
+            calls = [_slice("cuda_runtime", "cudaFree", dur * i / 8, dur / 9) for i in range(4)]
+            calls += [_slice("cuda_runtime", "cudaMalloc", dur * (4 + i) / 8, dur / 9) for i in range(4)]
+            place = start + rng.uniform(0.2, 0.6) * (end - start)
+            rank.pauses.append(Pause(place, dur, drains=True, slices=tuple(calls)))
+
+
+def checkpoint(job: Job, size: float, rng: random.Random) -> None:
+    """Let all ranks save a checkpoint at the end of one step."""
+    _save(job, size, rng, "DistributedCheckpoint.save_checkpoint")
+
+
+def nameless_save(job: Job, size: float, rng: random.Random) -> None:
+    """Let all ranks save a checkpoint that no span names."""
+    _save(job, size, rng, None)
+
+
+def clock_skew(job: Job, size: float, rng: random.Random) -> None:
+    """Let the clock of one rank be late by more than a step: nothing is slower."""
+    rank = rng.choice(job.ranks)
+    for event in rank.events:
+        if isinstance(event.get("ts"), int | float):
+            event["ts"] += (1 + 10 * size) * _step_us(rank)
+
+
+def missing_rank(job: Job, _size: float, rng: random.Random) -> None:
+    """Leave the recording of one rank out: nothing is slower."""
+    job.ranks.remove(rng.choice(job.ranks[1:]))
+
+
+def pause_of_one(job: Job, size: float, rng: random.Random) -> int:
+    """Let the host of one rank pause once, as for a garbage collection, for as long as it takes to be seen."""
+    rank = rng.choice(job.ranks)
+    start, end = rng.choice(_steps(rank))
+    rank.pauses.append(Pause(start + rng.uniform(0.1, 0.3) * (end - start), 3 * size * _step_us(rank)))
+    return rank.number
+
+
+def late_group(job: Job, size: float, _rng: random.Random) -> None:
+    """Let two ranks, as of one host, launch late in every step."""
+    for rank in (job.ranks[0], job.ranks[-1]):
+        for start, end in _steps(rank):
+            rank.pauses.append(Pause(start + 0.1 * (end - start), size * _step_us(rank)))
+
+
+KINDS = (
+    Kind("slow rank", slow_rank, ("RANK001",), ("RANK003",), needs_ranks=2),
+    Kind("late host of one rank", late_host, ("RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
+    Kind("blocking pause of one rank", blocking_pause, ("HOST002", "RANK001"), ("RANK003", "HOST001"), needs_ranks=2),
+    Kind("reading scalars", item_calls, ("HOST002",), ("HOST001",)),
+    Kind("data stall", data_stall, ("HOST003",)),
+    Kind("data stall of one rank", data_stall_of_one, ("HOST003", "RANK001"), ("RANK003",), needs_ranks=2),
+    Kind("slow collectives", slow_collectives, ("RANK002", "COMM001"), ("STREAM004",)),
+    Kind("contention", contention, ("STREAM003",), ("COMM001",)),
+    Kind("allocation retries", allocation_retries, ("MEM001", "MEM007")),
+    Kind("checkpoint", checkpoint, ("CKPT001", "CKPT002", "CKPT003")),
+    Kind("save without a name", nameless_save, ("HOST001", "HOST002", "OUTLIER001")),
+    Kind("clock skew", clock_skew, ()),
+    Kind("missing rank", missing_rank, (), ("DATA001",), needs_ranks=3),
+    Kind("one pause of one rank", pause_of_one, ("OUTLIER001", "RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
+    Kind("late launches of two ranks", late_group, ("RANK001", "RANK003"), ("HOST001",), needs_ranks=3),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `check` said of one changed recording."""
+
+    folder: str
+    kind: str
+    size: float
+    seed: int
+    lost_ratio: float
+    """How much longer the recording is, as a share of its length."""
+    truth_ns: float
+    """The same for each step."""
+    found: str | None
+    """The code and severity that report it; None if none does."""
+    cost_ns: float | None
+    """What the finding says that it costs a step, beyond the control's."""
+    unexpected: tuple[str, ...]
+    """Further warnings that the control does not have, and whose cause is not there."""
+
+    @property
+    def matters(self) -> bool:
+        """Whether the change costs enough that it should be found."""
+        return self.lost_ratio >= MATTERS and self.kind not in ("clock skew", "missing rank")
+
+
+def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, control: Sequence[Finding]) -> Result:
+    """Change a job's recordings, check them, and compare with the control."""
+    job = perturbation_graph.load(folder.glob("*.json.gz"))
+    steps = max(len(_steps(job.ranks[0])), 1)
+    culprit = kind.apply(job, size, random.Random(f"{folder.name} {kind.name} {size} {seed}"))
+    length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)
+    findings = checked(job, scratch)
+    truth_ns = 1000 * job.lost_us / steps
+    found, cost_ns = _matching(findings, control, kind.codes, culprit, truth_ns)
+    known = {(finding.code, finding.subject) for finding in control}
+    allowed = {*kind.codes, *kind.also}
+    unexpected = [
+        f"{finding.code} {finding.subject}"
+        for finding in findings
+        if finding.severity >= Severity.WARNING
+        and finding.code not in allowed
+        and (finding.code, finding.subject) not in known
+    ]
+    return Result(
+        folder.name, kind.name, size, seed, job.lost_us / length_us, truth_ns, found, cost_ns, tuple(unexpected)
+    )
+
+
+def checked(job: Job, scratch: Path) -> Sequence[Finding]:
+    """Replay a job, write its recordings to a new folder, and return what `check` finds."""
+    job.replay()
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    for rank, document in zip(job.ranks, job.documents(), strict=True):
+        perturbation_graph.write(document, folder / f"rank{rank.number}.pt.trace.json.gz")
+    run = tracekit.load(str(folder), cache=False)
+    findings = list(tracekit.check(run).findings)
+    shutil.rmtree(folder)
+    return findings
+
+
+def _matching(
+    findings: Sequence[Finding], control: Sequence[Finding], codes: Sequence[str], culprit: int | None, truth_ns: float
+) -> tuple[str | None, float | None]:
+    """Return code and severity of the finding that reports the change, warnings first, and its cost."""
+    for finding in sorted(findings, key=lambda each: (each.severity < Severity.WARNING, -each.cost_ns)):
+        before = max((each.cost_ns for each in control if each.code == finding.code), default=0)
+        right_rank = culprit is None or not finding.ranks or culprit in finding.ranks
+        if finding.code in codes and right_rank and finding.cost_ns - before >= truth_ns / 4:
+            return f"{finding.code} {finding.severity.name.lower()}", finding.cost_ns - before
+    return None, None
+
+
+def _steps(rank: Rank) -> list[tuple[float, float]]:
+    return rank.steps or [(rank.start, rank.end)]
+
+
+def _step_us(rank: Rank) -> float:
+    """Return the median step's length: a change takes as long in a step that is longer."""
+    return statistics.median(end - start for start, end in _steps(rank))
+
+
+def _slice(category: str, name: str, at: float, dur: float | None) -> Event:
+    return {"cat": category, "name": name, "ts": at, "dur": dur, "args": {}}
+
+
+def _drain(rank: Rank, at: float, dur: float, name: str) -> None:
+    if name.startswith("cuda"):
+        slices = (_slice("cuda_runtime", name, 0.5, None),)
+    else:
+        slices = (
+            _slice("cpu_op", name, 0.1, None),
+            _slice("cpu_op", "aten::_local_scalar_dense", 0.2, None),
+            _slice("cuda_runtime", "cudaStreamSynchronize", 0.5, None),
+        )
+    # The call ends when the device has done its work; what follows is Python's.
+    rank.pauses.append(Pause(at, 0.0, drains=True, slices=slices))
+    rank.pauses.append(Pause(at, dur))
+
+
+def _load_data(rank: Rank, size: float) -> None:
+    for start, _ in _steps(rank):
+        name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+        rank.pauses.append(
+            Pause(start + 1, size * _step_us(rank), slices=(_slice("user_annotation", name, 0.0, None),))
+        )
+
+
+def _save(job: Job, size: float, rng: random.Random, name: str | None) -> None:
+    number = rng.randrange(len(_steps(job.ranks[0])))
+    for rank in job.ranks:
+        start, end = _steps(rank)[min(number, len(_steps(rank)) - 1)]
+        slices = (_slice("user_annotation", name, 0.0, None),) if name else ()
+        rank.pauses.append(Pause(end - 0.02 * (end - start), 5 * size * _step_us(rank), drains=True, slices=slices))
+
+
+def table(results: Sequence[Result]) -> list[str]:
+    """Return the results as lines of Markdown: for each kind of trouble, over all recordings."""
+    lines = [
+        "| trouble | recordings | cost ≥ 3% | found | as a warning | price within 15% | median error | unexpected |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in [*dict.fromkeys(result.kind for result in results), None]:
+        those = [result for result in results if name in (None, result.kind)]
+        due = [result for result in those if result.matters]
+        found = [result for result in due if result.found]
+        errors = [abs(r.cost_ns / r.truth_ns - 1) for r in found if r.cost_ns is not None]
+        cells = (
+            name or "**all**",
+            str(len(those)),
+            str(len(due)),
+            str(len(found)),
+            str(sum("info" not in (result.found or "") for result in found)),
+            str(sum(error <= 0.15 for error in errors)),
+            f"{statistics.median(errors):.0%}" if errors else "",
+            str(sum(len(result.unexpected) for result in those)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all kinds and sizes on all folders, print the table and what was missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--kind", action="append", help="only this kind of trouble; repeatable")
+    parser.add_argument("--out", type=Path, help="put the table between the marks of this file")
+    options = parser.parse_args(arguments)
+    kinds = [kind for kind in KINDS if not options.kind or kind.name in options.kind]
+    with tempfile.TemporaryDirectory() as scratch:
+        results = list(_measured(options.folders, kinds, options.seeds, options.first_seed, Path(scratch)))
+    lines = table(results)
+    print("\n".join(lines))
+    print()
+    for result in results:
+        if (result.matters and not result.found) or result.unexpected:
+            print(
+                f"{result.folder}, {result.kind} {result.size:.0%}, seed {result.seed}: costs {result.lost_ratio:.1%}, "
+                f"found {result.found}, unexpected {', '.join(result.unexpected) or 'none'}"
+            )
+    if options.out:
+        before, _, rest = options.out.read_text(encoding="utf-8").partition(_BEGIN)
+        text = "\n".join(lines)
+        options.out.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    return 0
+
+
+_BEGIN, _END = "<!-- measured by benchmarks.perturbed -->", "<!-- end -->"
+
+
+def _measured(
+    folders: Iterable[Path], kinds: Sequence[Kind], seeds: int, first: int, scratch: Path
+) -> Iterable[Result]:
+    for folder in folders:
+        job = perturbation_graph.load(folder.glob("*.json.gz"))
+        control = checked(job, scratch)
+        for kind in kinds:
+            if len(job.ranks) < kind.needs_ranks:
+                continue
+            for size in SIZES:
+                for seed in range(first, first + seeds):
+                    result = measure(folder, kind, size, seed, scratch, control)
+                    print(replace(result, folder=folder.name), file=sys.stderr)
+                    yield result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

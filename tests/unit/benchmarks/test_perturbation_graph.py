@@ -1,0 +1,100 @@
+"""The graph that changes recordings: replayed unchanged it is the recording; a change costs what it must."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import perturbation_graph
+from benchmarks.perturbation_graph import Job, Pause, Rank
+
+SHARED = Path(__file__).parents[4] / "shared" / "traces"
+FOLDERS = ("nanogpt_h100_8ranks", "megatron_tp8_a100_8ranks", "torchrec_v100_4ranks")
+
+
+def event(category, name, at, dur, tid=1, **args):
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid, "ts": at, "dur": dur, "args": args}
+
+
+def recording(late_us=0.0):
+    # time µs   0      100       200    300
+    # host      launch launch .. sync...
+    # stream 7  mm     ..........mm
+    # stream 9         nccl......
+    return {
+        "traceEvents": [
+            event("user_annotation", "ProfilerStep#1", 0, 300),
+            event("cuda_runtime", "cudaLaunchKernel", 10, 5, correlation=1),
+            event("kernel", "mm", 20, 60 + late_us, tid=7, correlation=1),
+            event("cuda_runtime", "cudaLaunchKernelExC", 30, 5, correlation=2),
+            event("kernel", "ncclDevKernel_AllReduce", 85 + late_us, 100 - late_us, tid=9, correlation=2),
+            event("cuda_runtime", "cudaStreamWaitEvent", 40, 2, correlation=3),
+            event("cuda_runtime", "cudaLaunchKernel", 45, 5, correlation=4),
+            event("kernel", "mm", 190, 50, tid=7, correlation=4),
+            event("cuda_runtime", "cudaDeviceSynchronize", 100, 145, correlation=5),
+        ]
+    }
+
+
+def job():
+    return Job([Rank(recording(), 0), Rank(recording(late_us=40), 1)])
+
+
+def spans(document):
+    return {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in document["traceEvents"]}
+
+
+def test_an_unchanged_recording_is_replayed_as_it_was():
+    unchanged = job()
+    unchanged.replay()
+    for rank, document in zip(unchanged.ranks, unchanged.documents(), strict=True):
+        assert document["traceEvents"] == rank.document["traceEvents"]
+    assert unchanged.lost_us == 0
+
+
+def test_a_slower_kernel_moves_the_collective_of_all_ranks_and_what_waits_for_it():
+    slow = job()
+    slow.ranks[1].kernels[0].stretch = 1.5  # 100 µs to 150
+    slow.replay()
+    assert slow.lost_us == 50
+    first, second = map(spans, slow.documents())
+    assert first["ncclDevKernel_AllReduce"] == (85, 235)  # waits for the other
+    assert second["ncclDevKernel_AllReduce"] == (175, 235)
+    assert first["mm"] == second["mm"] == (240, 290)
+    assert first["cudaDeviceSynchronize"] == (100, 295)
+
+
+def test_a_rank_that_is_early_absorbs_a_delay():
+    slow = job()
+    slow.ranks[0].kernels[0].stretch = 1.5  # 60 µs to 90: still before the other rank
+    slow.replay()
+    assert slow.lost_us == 0
+
+
+def test_a_pause_of_the_host_moves_what_is_launched_after_it():
+    paused = job()
+    paused.ranks[0].pauses.append(Pause(25, 200, slices=(event("user_annotation", "pause", 0, None),)))
+    paused.replay()
+    document = spans(paused.documents()[0])
+    assert document["pause"] == (25, 225)
+    assert document["ncclDevKernel_AllReduce"][0] == 239  # 9 µs after its launch at 230, as late as it was
+    assert paused.lost_us == 239 - 125  # the other rank's began at 125
+
+
+def test_a_pause_that_drains_begins_when_the_device_has_done_what_was_launched():
+    drained = job()
+    drained.ranks[0].pauses.append(Pause(60, 10, drains=True, slices=(event("cpu_op", "aten::item", 0, None),)))
+    drained.replay()
+    start, end = spans(drained.documents()[0])["aten::item"]
+    assert (start, end) == (60, 250)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_real_recordings_are_replayed_as_they_were(folder):
+    if not (SHARED / folder).is_dir():
+        pytest.skip("needs the recordings of others")
+    recorded = perturbation_graph.load((SHARED / folder).glob("*.json.gz"))
+    assert len(recorded.instances) > 30
+    recorded.replay()
+    assert recorded.lost_us == 0
+    for rank in recorded.ranks:
+        assert all(kernel.new_start == kernel.start and kernel.new_end == kernel.end for kernel in rank.kernels)
