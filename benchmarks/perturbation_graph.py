@@ -151,7 +151,7 @@ class Rank:
         ends: list[tuple[float, int]] = []
         for index, kernel in enumerate(self.kernels):
             before = last.get(kernel.stream)
-            if before is not None and before.end <= kernel.start + 1:
+            if before is not None:
                 kernel.after.append(before)
             queued = kernel.launch is not None and kernel.start - kernel.launch > _QUEUED_US
             idle = before is None or kernel.start - before.end > 2
@@ -213,7 +213,8 @@ class Rank:
             if kernel.launch is not None:
                 ready, new_ready = kernel.launch + _LATENCY_US, self.host(kernel.launch) + _LATENCY_US
             for other in kernel.after:
-                ready, new_ready = max(ready, other.end), max(new_ready, resolve(other, self))
+                overlap = max(other.end - kernel.start, 0.0)  # such as of a kernel launched early by its predecessor
+                ready, new_ready = max(ready, other.end - overlap), max(new_ready, resolve(other, self) - overlap)
             kernel.new_start = kernel.start if ready == -1e300 else new_ready + max(kernel.start - ready, 0.0)
             if ready > kernel.start:  # the recording contradicts the graph by that much: keep it
                 kernel.new_start = new_ready - (ready - kernel.start)
