@@ -216,7 +216,7 @@ def _sizes(raw: bytes) -> str | None:
 def _kinds(work: pl.DataFrame, distinct: pl.Series) -> Ints:
     """Return the kind of each piece of work: of a kernel by its name, of others by what the profiler calls them."""
     recorded, named = work["kind"].to_numpy(), work["name"].to_numpy()
-    kind = _KIND_OF[recorded]
+    kind: Ints = _KIND_OF[recorded]
     used, at = np.unique(named[recorded == _KERNEL], return_inverse=True)
     names = distinct.gather(used) if len(used) else ()
     by_name = np.array([_KIND_BY_NAME[communication_kernels.kind_of(name)] for name in names], np.int64)

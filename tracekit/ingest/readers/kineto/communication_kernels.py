@@ -224,7 +224,8 @@ def _split(name: str) -> tuple[str, str]:
     mangled = _MANGLED.match(plain)
     if mangled:
         return "::".join(_mangled_parts(mangled[1])), ""
-    function, depth = [], 0
+    function: list[str] = []
+    depth = 0
     for at, character in enumerate(plain):
         if character == "<":
             depth += 1
