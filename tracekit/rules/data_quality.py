@@ -44,6 +44,11 @@ _KINDS = {
     "several_ranks": _Kind(_ERROR, "Pass one trace file per rank, or a folder with all of them."),
     "unmatched_pairs": _degrading("Stop the profiler after the profiled work has ended."),
     "unknown_kinds": _degrading("Report this trace to tracekit's authors: the profiler that wrote it is unknown."),
+    "undecided_communication": _Kind(
+        _INFO,
+        "If these kernels exchange data between devices, more communication is exposed than reported: tell tracekit's "
+        "authors their names.",
+    ),
     "damaged_header": _Kind(_WARNING, _RECORD_AGAIN + "The rank was taken from the file name."),
     "stray_bytes": _Kind(_INFO, "No action needed: only the marked characters of names are lost."),
     "bad_manifest": _Kind(_WARNING, "Write run.json again, or remove it: the traces alone are enough."),

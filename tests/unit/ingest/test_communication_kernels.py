@@ -132,3 +132,16 @@ def test_a_name_that_only_hints_at_communication_is_undecided(name):
 )
 def test_a_broken_name_is_compute(name):
     assert (kind_of(name), op_of(name)) == ("compute", None)
+
+
+def test_the_guide_lists_the_libraries(request):
+    begin, end = "<!-- written by tests/unit/ingest/test_communication_kernels.py --update-golden -->\n", "<!-- end -->"
+    rows = [f"| {library.name} | {library.source} |" for library in communication_kernels.LIBRARIES]
+    table = "\n".join(["| library | names from |", "|---|---|", *rows, ""])
+    page = Path(__file__).parents[3] / "docs" / "data_model.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    shown, _, after = rest.partition(end)
+    if request.config.getoption("--update-golden"):
+        page.write_text(f"{before}{begin}{table}{end}{after}", encoding="utf-8")
+        shown = table
+    assert shown == table, "write it with --update-golden"

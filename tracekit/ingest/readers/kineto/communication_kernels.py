@@ -48,7 +48,11 @@ LIBRARIES = (
         r"(?:\w+::)*(intranode|internode|internode_ll)::(?!get_)\w*(dispatch|combine|notify|barrier|clean)",
         "github.com/deepseek-ai/DeepEP csrc/kernels/api.cuh",
     ),
-    Library("DeepEP hybrid", r"(?:\w+::)*hybrid_ep::(dispatch|combine|device_sync)", "DeepEP branch hybrid-ep"),
+    Library(
+        "DeepEP hybrid",
+        r"(?:\w+::)*hybrid_ep::(dispatch|combine|device_sync)",
+        "github.com/deepseek-ai/DeepEP, branch hybrid-ep",
+    ),
     Library(
         "MORI",
         r"(?:mori::moe::)?Ep(Dispatch|Combine)(Inter|Intra)Node",
@@ -100,11 +104,23 @@ LIBRARIES = (
         "github.com/NVIDIA/TransformerEngine transformer_engine/common/comm_gemm_overlap/userbuffers",
         "all_gather",
     ),
-    Library("userbuffers, reduce-scatter", r"userbuffers_\w*_rs(_|$)", "the same", "reduce_scatter"),
-    Library("userbuffers, all-reduce", r"userbuffers_\w*sum", "the same", "all_reduce"),
-    Library("userbuffers, point to point", r"kuserbuffers_", "the same"),
     Library(
-        "namespaces of collectives", r"(?:\w+::)*\w*(all_?reduce|all_?to_?all)\w*::(?!\w*prepare)\w+", "flashinfer"
+        "userbuffers, reduce-scatter",
+        r"userbuffers_\w*_rs(_|$)",
+        "github.com/NVIDIA/TransformerEngine, the same folder",
+        "reduce_scatter",
+    ),
+    Library(
+        "userbuffers, all-reduce",
+        r"userbuffers_\w*sum",
+        "github.com/NVIDIA/TransformerEngine, the same folder",
+        "all_reduce",
+    ),
+    Library("userbuffers, point to point", r"kuserbuffers_", "github.com/NVIDIA/TransformerEngine, the same folder"),
+    Library(
+        "namespaces of collectives",
+        r"(?:\w+::)*\w*(all_?reduce|all_?to_?all)\w*::(?!\w*prepare)\w+",
+        "github.com/flashinfer-ai/flashinfer",
     ),
 )
 
