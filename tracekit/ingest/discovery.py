@@ -3,14 +3,15 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import cast
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest import decompression, readers
+from tracekit.ingest import decompression, readers, run_separation
 from tracekit.ingest.files import File, natural_key
-from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.readers.reader import TraceInfo
+from tracekit.ingest.run_separation import HOUR_NS
+from tracekit.ingest.trace_files import QualityIssue, TraceFile
 from tracekit.model.manifest import MAX_RANKS
 
 _RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
@@ -19,32 +20,7 @@ _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
 _WINDOW_FOLDER = re.compile(r"/window(\d+)/")
 _REMOTE_HEAD_BYTES = 4 << 20
 _TRACE_NAME = (".trace.json", ".trace.json.gz", ".trace.json.zst")
-_HOUR_NS = 3_600_000_000_000
 _SAME_START_NS = 1_000_000
-
-
-@dataclass(frozen=True)
-class QualityIssue:
-    """One row of a run's data_quality."""
-
-    kind: str
-    message: str
-    path: str | None = None
-    rank: int | None = None
-    affected_ratio: float = 0.0
-
-
-@dataclass(frozen=True)
-class TraceFile:
-    """One trace of a file, known from the header before the trace is read."""
-
-    file: File
-    reader: Reader
-    info: TraceInfo
-    job: tuple[object, ...]
-    """Folder of the manifest, world size and job id."""
-    rank: int = -1
-    window: int = 0
 
 
 def identify(
@@ -53,7 +29,7 @@ def identify(
     manifest_folders: Iterable[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[TraceFile], list[QualityIssue]]:
-    """Return the traces of one job in these files, and an issue for what is left out, guessed or inconsistent.
+    """Return the traces of one run in these files, and an issue for what is left out, guessed or inconsistent.
 
     Raises BadTraceError if no file has a trace.
     """
@@ -66,7 +42,11 @@ def identify(
     if not traces:
         raise BadTraceError(issues[0].message if issues else "no trace")
     ranked = _with_ranks(traces, issues)
-    numbered = _windows(_without_copies(_one_job(ranked, issues), issues), issues)
+    run = run_separation.latest_run(ranked, issues)
+    if len(run) < len(ranked):  # ranks that were assumed from the order of all files
+        issues[:] = [issue for issue in issues if issue.kind != "rank_guessed"]
+        run = _with_ranks(run, issues)
+    numbered = _windows(_without_copies(run, issues), issues)
     return sorted(numbered, key=lambda t: (t.window, t.rank)), issues
 
 
@@ -136,18 +116,29 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
     silent = [t for t in traces if id(t) not in stated]
     named = _named_ranks([t.file for t in silent])
     free = iter(sorted(set(range(len(traces))) - set(stated.values()) - set(named.values())))
+    of_process: dict[tuple[object, ...], int] = {}
     ranked = []
     for t in traces:
         rank, how = stated.get(id(t)), ""
         if rank is None and (rank := named.get(t.file.path)) is not None:
             how = f"the trace does not state its rank; rank {rank} is assumed from its name"
         elif rank is None:
-            rank = next(free, len(traces))
+            process = _process(t)
+            rank = of_process.get(process) if process else None
+            rank = next(free, len(traces)) if rank is None else rank
+            of_process[process] = rank
             how = f"neither trace nor name state a rank; rank {rank} is assumed from the order of files"
         if how and len(traces) > 1:
             issues.append(QualityIssue("rank_guessed", f"{t.file.path}: {how}", t.file.path, rank))
-        ranked.append(replace(t, rank=rank))
+        is_stated = id(t) in stated or _word_rank(t.file) is not None
+        ranked.append(replace(t, rank=rank, is_rank_assumed=not is_stated))
     return ranked
+
+
+def _process(t: TraceFile) -> tuple[object, ...]:
+    """Return what files of one process share, whose windows they are: the name up to a time stamp, and process id."""
+    stamp = _STAMP.search(t.file.name)
+    return () if stamp is None or t.info.process_id is None else (t.file.name[: stamp.start()], t.info.process_id)
 
 
 def _named_ranks(files: Sequence[File]) -> dict[str, int]:
@@ -166,52 +157,6 @@ def _named_ranks(files: Sequence[File]) -> dict[str, int]:
 def _word_rank(file: File) -> int | None:
     found = _RANK_WORD.search(file.name) or _RANK_WORD.search(file.folder.rpartition("/")[2])
     return int(found[1]) if found and len(found[1]) < 8 and int(found[1]) < MAX_RANKS else None
-
-
-# Jobs ----------------------------------------------------------------------------------------------------------------
-
-
-def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    """Return the traces of the job with most ranks (the latest of several); report the others as left out."""
-    jobs: dict[tuple[object, ...], list[TraceFile]] = defaultdict(list)
-    for t in ranked:
-        jobs[t.job].append(t)
-    _assign_unstated_jobs(jobs)
-    if len(jobs) == 1:
-        return next(iter(jobs.values()))
-    chosen = max(jobs, key=lambda job: (len({t.rank for t in jobs[job]}), max(t.info.start_ns or 0 for t in jobs[job])))
-    for job, others in jobs.items():
-        if job != chosen:
-            message = (
-                f"{len(others)} files are of another job ({_difference(job, chosen)}) and are left out: "
-                f"{_first_paths([t.file.path for t in others])}; load them by themselves."
-            )
-            share = len(others) / len(ranked)
-            issues.append(QualityIssue("mixed_jobs", message, others[0].file.path, affected_ratio=share))
-    left_out = {t.file.path for job in jobs if job != chosen for t in jobs[job]}
-    issues[:] = [d for d in issues if d.kind != "rank_guessed" or d.path not in left_out]
-    return jobs[chosen]
-
-
-def _assign_unstated_jobs(jobs: dict[tuple[object, ...], list[TraceFile]]) -> None:
-    """Assign files without a stated job to the only stated job of their folder, if that job lacks their ranks."""
-    for job in [job for job in jobs if job[1] is None]:
-        others = [other for other in jobs if other[1] is not None and other[0] == job[0]]
-        if len(others) != 1:
-            continue
-        taken = {t.rank for t in jobs[others[0]]}
-        wanted = [t for t in jobs[job] if t.rank not in taken and t.rank < cast("int", others[0][1])]
-        if len(wanted) == len(jobs[job]):
-            jobs[others[0]] += jobs.pop(job)
-
-
-def _difference(job: tuple[object, ...], chosen: tuple[object, ...]) -> str:
-    names = ("folder", "world size", "job id")
-    return "; ".join(
-        f"{name} {'not stated' if other is None else other}, not {'not stated' if ours is None else ours}"
-        for name, other, ours in zip(names, job, chosen, strict=True)
-        if other != ours
-    )
 
 
 # Copies and windows --------------------------------------------------------------------------------------------------
@@ -292,13 +237,13 @@ def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssu
     for at, t in ordered:
         of_rank[t.rank].append(at)
     repeats = [b - a for starts in of_rank.values() for a, b in pairwise(starts)]
-    pause_ns = min([_HOUR_NS, *(gap // 2 for gap in repeats)])
+    pause_ns = min([HOUR_NS, *(gap // 2 for gap in repeats)])
     placed: list[TraceFile] = []
     window, began, there = 0, ordered[0][0], set[int]()
     for at, t in ordered:
         if t.rank in there or at - began > pause_ns:
-            if at - began > _HOUR_NS:
-                hours = (at - began) / _HOUR_NS
+            if at - began > HOUR_NS:
+                hours = (at - began) / HOUR_NS
                 message = (
                     f"Windows {window} and {window + 1} began {hours:.1f} h apart. If these are two jobs, load each"
                 )
@@ -320,10 +265,6 @@ def _one_per_rank(placed: list[TraceFile], issues: list[QualityIssue]) -> list[T
 
 
 # Text ----------------------------------------------------------------------------------------------------------------
-
-
-def _first_paths(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _numbers(ranks: Sequence[int]) -> str:

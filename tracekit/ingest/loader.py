@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from tracekit.ingest import discovery, files, readers
-from tracekit.ingest.discovery import QualityIssue, TraceFile
 from tracekit.ingest.files import File, RunLocation
 from tracekit.ingest.readers import manifest
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
+from tracekit.ingest.trace_files import QualityIssue, TraceFile
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import RUN_DATA_QUALITY, Run, Source
 from tracekit.model.trace import Trace

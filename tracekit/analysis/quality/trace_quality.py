@@ -1,21 +1,19 @@
 """Data-quality issues of a trace, each with the share of time that it affects."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.time import breakdown
-from tracekit.model import schema, units
+from tracekit.model import environment, schema, units
 from tracekit.model.trace import Trace
 
 _Row: TypeAlias = tuple[str, str, float]
 
 VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
-_VERSION = re.compile(r"(^|_)version$")
 _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
 _DROPPED = re.compile(r"(?i)dropped (\d+) (activity )?records|exceeded max gpu buffer count")
 _WARM_UP = 2.0  # times the median of the other steps: only a first step takes that long
@@ -36,14 +34,7 @@ def versions(trace: Trace) -> pl.DataFrame:
 
     Columns name, value; one row per fact, such as cuda_driver_version, nccl_version, device.
     """
-    header = trace.header
-    facts = {name: value for name, value in header.items() if _VERSION.search(name)}
-    info = header.get("distributedInfo")
-    if isinstance(info, Mapping):
-        facts |= {name: info[name] for name in ("nccl_version", "backend") if info.get(name)}
-    if devices := _devices(header):
-        facts["device"] = devices
-    rows = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in sorted(facts.items())]
+    rows = list(environment.environment(trace.header).items())
     return pl.DataFrame(rows, schema=VERSION_COLUMNS, orient="row")
 
 
@@ -145,12 +136,6 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
 
 
 _FEWEST_OTHERS = 2
-
-
-def _devices(header: Mapping[str, Any]) -> str | None:
-    listed = header.get("deviceProperties")
-    names = [device.get("name") for device in _listed(listed) if isinstance(device, Mapping)]
-    return ", ".join(sorted({str(name) for name in names if name})) or None
 
 
 def _listed(value: object) -> list[Any]:

@@ -2,7 +2,7 @@
 # ruff: noqa: ARG002  # what a method of the protocol does not use, a reader may
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +24,10 @@ class TraceInfo:
     """About when the recording began."""
     recording_id: str | None = None
     """The same for copies of one recording."""
+    process_id: int | None = None
+    """Of the process that was recorded."""
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Versions of software and names of devices, by name."""
     shares_file: bool = False
     """Whether the file may hold traces of other ranks too."""
     trace: Trace | None = field(default=None, repr=False, compare=False)

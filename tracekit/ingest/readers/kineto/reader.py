@@ -28,12 +28,16 @@ from tracekit.ingest.readers.kineto.header import read_header
 from tracekit.ingest.readers.kineto.scan import Scan
 from tracekit.ingest.readers.kineto.stream import Events
 from tracekit.ingest.readers.reader import Reader, TraceInfo
-from tracekit.model import schema
+from tracekit.model import environment, schema
 from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
 
 _FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
+_HOST_SLICE = re.compile(
+    rb'"cat"\s*:\s*"(?:cpu_op|user_annotation|python_function|(?:cuda|hip)_(?:runtime|driver)|Operator|Runtime)"'
+    rb'[^{}]{0,500}?"pid"\s*:\s*(\d{1,9})\s*[,}]'
+)
 
 
 class KinetoTraces(Reader):
@@ -65,6 +69,8 @@ class KinetoTraces(Reader):
                 job_id=job_id if isinstance(job_id, str) else None,
                 start_ns=start_ns,
                 recording_id=None if trace_id is None else str(trace_id),
+                process_id=_process_id(head),
+                environment=environment.environment(header),
             )
         ]
 
@@ -133,6 +139,12 @@ def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:
     base_ns = header.get("baseTimeNanoseconds")
     base_ns = base_ns if isinstance(base_ns, int) and not isinstance(base_ns, bool) else 0
     return None if first is None else base_ns + round(float(first[1]) * 1000)
+
+
+def _process_id(head: bytes) -> int | None:
+    """Return the process id of the first host slice; kernels have a device's number in its place."""
+    first = _HOST_SLICE.search(head)
+    return None if first is None else int(first[1])
 
 
 def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame) -> Trace:
