@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 import tracekit
@@ -13,8 +14,9 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.plan import models
-from tracekit.replay.graph import savings, strategies
+from tracekit.replay.graph import savings, strategies, trace_graph
 from tracekit.replay.graph.hsdp import NodeSpec
+from tracekit.replay.graph.nodes import HOST
 from tracekit.rules.engine import check
 from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import Job
@@ -39,9 +41,28 @@ def test_recorded_runs_are_reproduced_with_nothing_changed(name):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
-@pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks"])
+@pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
 def test_public_runs_without_recorded_waits_are_reproduced(name):
     assert off(tracekit.load(SHARED / name)) < REPRODUCED
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
+@pytest.mark.parametrize("name", ["torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
+def test_findings_are_priced_where_work_was_queued_before_the_window(name):
+    # Up to 24% of the device's work has no recorded launch, all of it before the first that has one.
+    report = tracekit.check(tracekit.load(SHARED / name))
+    (late,) = [finding for finding in report.findings if finding.code == "HOST001"]
+    assert "Potential saving by replay" in late.message
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
+def test_a_blocking_call_waits_for_the_work_of_its_own_op():
+    # aten::copy_ launches a pageable copy and waits for its stream: 33 ms, returning 37 µs after the copy has ended.
+    trace = tracekit.load(SHARED / "torchrec_v100_4ranks").trace(0)
+    calls = trace_graph.nodes(trace).filter(pl.col("what") == HOST, pl.col("step") == 5)
+    long = calls.filter(pl.col("end_ns") - pl.col("start_ns") > 30_000_000)
+    assert trace.ops["name"].gather(long["ref"].to_list()).to_list() == ["cudaStreamSynchronize"]
+    assert long["own_ns"].item() < 100_000
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ def attribute_costs(report: Report) -> Report:
     """Return the report with the cost of each finding taken from a replay without its cause, where possible.
 
     It is possible on runs with devices that have the launches of 90% of their work and 100 activities or more on each
-    rank, and whose replay is within 2% of the recorded steps; there, for findings with a `what_if`. Cost and impact
+    rank, and whose replay is within 2% of the recorded steps; there, for findings with a `what_if`. Work that was
+    queued before the window needs no launch: its start is an input of the replay. Cost and impact
     become those of the finding's own steps, per step, and the message states them. A finding whose replay saves less
     than its `min_saved_ratio` becomes information, since the step has another bottleneck behind this one; it is left
     out if it was information before, or if the rule did not measure more either. Otherwise the cost that the rule
@@ -39,10 +40,10 @@ def _can_be_replayed(run: Run) -> bool:
         return False
     for graph in savings.graphs_of(run):
         work = graph.column("what") == WORK
-        launched = graph.launch[: graph.count][work] >= 0
         if work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique():
             return False
-        if launched.sum() < _MIN_LAUNCHED_RATIO * work.sum():
+        judged = work & ~graph.is_queued_before
+        if (graph.launch[: graph.count][judged] >= 0).sum() < _MIN_LAUNCHED_RATIO * judged.sum():
             return False
     replayed = savings.replayed_steps(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")

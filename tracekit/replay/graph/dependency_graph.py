@@ -81,6 +81,11 @@ class Graph:
         return np.asarray(marked["main"].fill_null(value=False).to_numpy())
 
     @cached_property
+    def is_queued_before(self) -> Flags:
+        """Return which of the ranks' nodes are work queued before the window: see `queued_before`."""
+        return queued_before(self.frame, self.launch[: self.count])
+
+    @cached_property
     def replayed(self) -> "Replay":
         """Return the replay of the unchanged graph, computed once."""
         return replay(self)
@@ -147,6 +152,18 @@ def graphs(run: Run) -> list[Graph]:
         here = pl.col("window") == window
         found.append(_graph(run, int(str(window)), window_nodes, edges.filter(here), windows.filter(here)))
     return found
+
+
+def queued_before(frame: pl.DataFrame, launch: Ints) -> Flags:
+    """Return which nodes are work before the first work of their stream with a recorded launch (`launch` >= 0).
+
+    A stream runs work in launch order, so it was launched before the window began. What it waited for is not recorded:
+    its start is given.
+    """
+    work = frame.select("rank", "lane", "start_ns", is_work=pl.col("what") == WORK, launched=pl.Series(launch >= 0))
+    first_ns = pl.col("start_ns").filter("is_work", "launched").min().over("rank", "lane")
+    earlier = (pl.col("is_work") & (pl.col("start_ns") < first_ns)).fill_null(value=False)
+    return np.asarray(work.select(earlier & ~pl.col("launched")).to_series().to_numpy())
 
 
 def replay(graph: Graph) -> Replay:
@@ -360,8 +377,9 @@ def _join_edges(joint_of: Ints) -> Edges:
 
 
 def _release_edges(placed: pl.DataFrame, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
-    """Return the waits for the window's start: of each rank's host, and of work launched before."""
-    free = np.flatnonzero((chain[: placed.height] < 0) & (launch[: placed.height] < 0))
+    """Return the waits for the window's start: of each rank's host, and of work queued before."""
+    free = (chain[: placed.height] < 0) & (launch[: placed.height] < 0)
+    free = np.flatnonzero(free | queued_before(placed, placed["launch"].to_numpy()))
     return edges(free, np.full(len(free), -1, np.int64), RELEASE, placed["start_ns"].to_numpy()[free] - origin_ns)
 
 

@@ -13,7 +13,7 @@ from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
-from tracekit.replay.graph import cpu_run, host_time
+from tracekit.replay.graph import cpu_run, device_sharing, host_time
 from tracekit.replay.graph.host_time import Calls
 from tracekit.replay.graph.nodes import (
     EDGE_COLUMNS,
@@ -48,8 +48,8 @@ def edges(trace: Trace) -> pl.DataFrame:
     """Return the other waits between a trace's nodes.
 
     Columns waiting, awaited (nodes), lag_ns (the minimum from the end of one to the start of the other), kind (event,
-    sync, queue, communicator, start_order, collective), inferred; one row per wait. For `start_order` the waiting node
-    starts no earlier than the awaited one starts.
+    sync, queue, communicator, start_order, collective, resources), inferred; one row per wait. For `start_order` the
+    waiting node starts no earlier than the awaited one starts.
     """
     return build(trace).edges
 
@@ -140,7 +140,8 @@ def _on_device(trace: Trace) -> TraceGraph:
     lane_waits = dependencies.item_waits(trace).select(
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
-    edge_parts = [waits, lane_waits, _queue(calls, items, launch, first_item)]
+    shared = device_sharing.resource_waits(items, lane_waits, first_item)
+    edge_parts = [waits, lane_waits, shared, _queue(calls, items, launch, first_item)]
     return TraceGraph(node_table, schema.select(pl.concat(edge_parts), EDGE_COLUMNS))
 
 
@@ -168,8 +169,12 @@ def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int
     waiting = np.array([rows[call] for call, found in known.items() for _ in found], np.int64)
     awaited = np.array([item for found in known.values() for item in found], np.int64)
     unknown = np.array([call not in known for call in calls.id.tolist()], bool)
+    synced = _synced_op_work(trace, calls, items, unknown)
+    unknown[synced["row"].to_numpy()] = False
+    late = synced.filter(pl.col("end_ns") > pl.col("called_ns"))
     return pl.concat([
         edge_table(waiting, awaited + first_item, "sync", inferred=False),
+        edge_table(late["row"].to_numpy(), late["item"].to_numpy() + first_item, "sync", inferred=True),
         _own_work(calls, items, first_item),
         _drained(calls, items, unknown, first_item),
         _ended_with(calls, items, unknown, first_item),
@@ -181,6 +186,31 @@ def _own_work(calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFram
     rows = pl.DataFrame({"launch_id": calls.id[calls.waits_itself], "row": np.flatnonzero(calls.waits_itself)})
     found = rows.join(items.filter(~pl.col("is_wait")), on="launch_id")
     return edge_table(found["row"].to_numpy(), found["item"].to_numpy() + first_item, "sync", inferred=False)
+
+
+def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Flags) -> pl.DataFrame:
+    """Return the last work that the op of a blocking call launched before it: that is what the call waits for.
+
+    An op such as aten::copy_ launches a copy and waits for its stream; work that ends on another stream meanwhile is a
+    coincidence. Columns row (of the call), called_ns, item, end_ns; one row per such call whose work ended by its end.
+    """
+    parents = trace.ops.select("id", "parent_id").filter(pl.col("parent_id") >= 0)
+    rows = np.flatnonzero(calls.blocks & unknown & ~calls.drains & ~calls.waits_itself)
+    blocking = pl.DataFrame(
+        {"row": rows, "id": calls.id[rows], "called_ns": calls.start_ns[rows], "returned_ns": calls.end_ns[rows]}
+    ).join(parents, on="id")
+    launched = items.filter(~pl.col("is_wait")).select("item", "launch_id", "launched_ns", "end_ns")
+    work = launched.join(parents, left_on="launch_id", right_on="id").select(
+        "parent_id", "launched_ns", "item", "end_ns"
+    )
+    return (
+        blocking.join(work, on="parent_id")
+        .filter(pl.col("launched_ns") <= pl.col("called_ns"))
+        .sort("row", "launched_ns", "item")
+        .unique("row", keep="last", maintain_order=True)
+        .filter(pl.col("end_ns") <= pl.col("returned_ns") + _NEAR_NS)
+        .select("row", "called_ns", "item", "end_ns")
+    )
 
 
 def _drained(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int) -> pl.DataFrame:

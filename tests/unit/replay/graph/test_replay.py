@@ -8,7 +8,17 @@ import polars as pl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracekit.replay.graph.dependency_graph import START_ORDER, Edges, Graph, edges, replay, sort_topologically
+from tracekit.replay.graph import device_sharing
+from tracekit.replay.graph.dependency_graph import (
+    START_ORDER,
+    Edges,
+    Graph,
+    edges,
+    queued_before,
+    replay,
+    sort_topologically,
+)
+from tracekit.replay.graph.nodes import EDGE_COLUMNS, WORK
 
 NONE = np.empty(0, np.int64)
 
@@ -70,6 +80,26 @@ def test_inferred_edges_on_cycles_are_dropped():
     back = Edges(np.array([0]), np.array([1]), np.array([0]), np.array(["event"]), np.array([True]))
     played = replay(sort_topologically(replace(whole, edges=back), np.zeros(2, np.int64)))
     assert played.end_ns.tolist() == [2, 5]
+
+
+def test_work_before_the_first_launched_one_of_its_stream_was_queued_before_the_window():
+    # lane 0   a a . B . c      only B has a recorded launch: a was queued before, c's launch is missing
+    # lane 1   d                no launch at all: not known
+    frame = pl.DataFrame({"rank": [0] * 4, "lane": [0, 0, 0, 1], "start_ns": [0, 3, 5, 0], "what": [WORK] * 4})
+    assert queued_before(frame, np.array([-1, 7, -1, -1])).tolist() == [True, False, False, False]
+
+
+def test_a_kernel_waits_for_the_last_wave_of_another_that_fills_the_device():
+    # lane 0   . 0 0 0 0 0 0 0 0 0 .
+    # lane 1   . . . . . . . . . 1 1    launched long before, starts in the last tenth of 0
+    # lane 2   . . . . 2 2 . . . . .    starts in the middle of it: no wait
+    kernels = pl.DataFrame({
+        "item": [0, 1, 2], "is_wait": [False] * 3, "launch_id": [5, 6, 7], "device": [0] * 3, "lane": [0, 1, 2],
+        "kind": ["compute"] * 3, "start_ns": [100_000, 980_000, 500_000],
+        "end_ns": [1_000_000, 1_100_000, 600_000], "launched_ns": [10_000, 20_000, 30_000], "previous": [-1] * 3,
+    })  # fmt: skip
+    found = device_sharing.resource_waits(kernels, pl.DataFrame(schema=EDGE_COLUMNS), 10)
+    assert found.select("waiting", "awaited", "lag_ns").rows() == [(11, 10, -20_000)]
 
 
 @st.composite
