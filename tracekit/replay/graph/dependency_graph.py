@@ -378,8 +378,8 @@ def _join_edges(joint_of: Ints) -> Edges:
 
 def _release_edges(placed: pl.DataFrame, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
     """Return the waits for the window's start: of each rank's host, and of work queued before."""
-    free = (chain[: placed.height] < 0) & (launch[: placed.height] < 0)
-    free = np.flatnonzero(free | queued_before(placed, placed["launch"].to_numpy()))
+    unbound = (chain[: placed.height] < 0) & (launch[: placed.height] < 0)
+    free = np.flatnonzero(unbound | queued_before(placed, placed["launch"].to_numpy()))
     return edges(free, np.full(len(free), -1, np.int64), RELEASE, placed["start_ns"].to_numpy()[free] - origin_ns)
 
 

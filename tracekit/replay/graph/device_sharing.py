@@ -41,7 +41,7 @@ def _ready_ns(items: pl.DataFrame, known: pl.DataFrame, first_item: int) -> Ints
     on = known["awaited"].to_numpy() - first_item
     awaited_ns = np.where((known["kind"] == "start_order").to_numpy(), start[on], end[on])
     np.maximum.at(ready_ns, known["waiting"].to_numpy() - first_item, awaited_ns + known["lag_ns"].to_numpy())
-    return ready_ns
+    return np.asarray(ready_ns)
 
 
 def _in_last_wave(kernels: pl.DataFrame, late: Flags) -> tuple[Ints, Ints]:
