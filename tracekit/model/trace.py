@@ -41,6 +41,15 @@ class Trace:
         """Whether the trace has device activity; if not, a lane is a host thread."""
         return self.lanes.get_column("device").is_not_null().any()
 
+    @property
+    def in_steps(self) -> pl.Expr:
+        """Which rows of a table with column step belong to a step: any row if no steps are marked.
+
+        The steps table then has one row per device for the whole window, step null.
+        """
+        marked = self.steps["step"].is_not_null().any()
+        return pl.col("step").is_not_null() if marked else pl.lit(value=True)
+
     def replaced(self, **fields: Any) -> "Trace":
         """Return the trace with other values in some fields or tables."""
         trace = object.__new__(type(self))

@@ -46,10 +46,15 @@ def rule_name(code: str) -> str:
 
 def cost(found: Finding) -> str:
     """Return the cost of a finding in a few words: "38.9% of step time · 16.1 ms a step"; '' if it has no cost."""
-    parts = [f"{units.share(found.impact)} of step time"] if found.impact else []
-    parts += [f"{units.duration(found.cost_ns)} a step"] if found.cost_ns else []
+    parts = [f"{units.share(found.impact)} of {time_noun(found)}"] if found.impact else []
+    parts += [units.duration(found.cost_ns) + (" a step" * (not found.is_of_window))] if found.cost_ns else []
     parts += [units.size(found.cost_bytes)] if found.cost_bytes else []
     return " · ".join(parts)
+
+
+def time_noun(found: Finding) -> str:
+    """Return what the impact of a finding is a share of: "step time", or "the window" where no steps are marked."""
+    return "the window" if found.is_of_window else "step time"
 
 
 def share_or_size(found: Finding | KnownFinding) -> str:

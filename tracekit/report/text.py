@@ -70,7 +70,8 @@ def _verdict(findings: Sequence[Finding]) -> RenderableType:
         return text_layout.line((phrases.headline(findings), f"{text_layout.BOLD} {text_layout.GOOD}"))
     worst = max(found.severity for found in findings).label
     costliest = max(findings, key=lambda found: found.impact)
-    cost = f"  costliest: {phrases.rule_name(costliest.code)}, {units.share(costliest.impact)} of step time"
+    share = f"{units.share(costliest.impact)} of {phrases.time_noun(costliest)}"
+    cost = f"  costliest: {phrases.rule_name(costliest.code)}, {share}"
     counts = (phrases.severity_counts(findings), text_layout.SEVERITY_STYLES[worst])
     return text_layout.line(counts, (cost if costliest.impact else "", text_layout.BOLD))
 

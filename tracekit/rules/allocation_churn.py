@@ -40,9 +40,19 @@ class ChangingSizes(Rule):
     """
 
     code: ClassVar[str] = "MEM010"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.churn, allocations.new_sizes)
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.churn, allocations.new_sizes, allocations.peaks, breakdown.by_step)
     min_new_size_ratio: float = 0.1
     warmup_steps: int = 1
+
+    def blind_spot(self, run: Run) -> str | None:
+        """Return why sizes cannot be judged where no steps are marked."""
+        steps = run.table(breakdown.by_step)["step"]
+        if steps.is_empty() or steps.is_not_null().any() or run.table(allocations.peaks).is_empty():
+            return None
+        return (
+            "the traces mark no steps, so new sizes cannot be told from first allocations; call profiler.step() in "
+            "every step."
+        )
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the rank whose representative step allocates most in new sizes."""

@@ -74,7 +74,7 @@ class SteadyDeviceAllocation(Rule):
             f"{units.duration(worst['host_ns'])} on the host.",
             _DEVICE_CALLS_FIX,
             impact=worst["stall_ratio"],
-            cost_ns=worst["stalled_ns"] if worst["step"] is not None else 0,
+            cost_ns=worst["stalled_ns"],
             # With one step, or none, warm-up cannot be separated from steady state.
             confidence=0.8 if steps["step"].n_unique() > 1 else 0.5,
             ranks=distinct(judged, "rank"),
@@ -82,6 +82,7 @@ class SteadyDeviceAllocation(Rule):
             evidence=_calls_of(run, worst),
             what_if=WhatIf("allocator") if worst["stall_ratio"] >= self.min_stall_ratio else None,
             subject="device calls",
+            is_of_window=worst["step"] is None,
         )
 
     def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:

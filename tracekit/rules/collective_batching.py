@@ -180,11 +180,22 @@ class ReducedEveryMicroBatch(Rule):
     )
     min_lost_ratio: float = 0.01
 
+    def blind_spot(self, run: Run) -> str | None:
+        """Return why micro-batches cannot be told from steps where no steps are marked."""
+        repeated = _repeated(run.table(backward_passes.gradient_reductions))
+        losses = steps_without_saves.losses(run, repeated, "exposed_ns").filter(pl.col("step").is_null())
+        if step_losses.worst(losses, self.min_lost_ratio) is None:
+            return None
+        return (
+            "the trace marks no steps, so it does not show whether its backward passes are micro-batches of one step; "
+            "call profiler.step() in every step."
+        )
+
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         if strategy.of_run(run) == YAFSDP:
             return
-        repeated = _repeated(run.table(backward_passes.gradient_reductions))
+        repeated = _repeated(run.table(backward_passes.gradient_reductions).drop_nulls("step"))
         loss = step_losses.worst(steps_without_saves.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
         if loss is None:
             return

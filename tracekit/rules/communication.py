@@ -83,12 +83,13 @@ class ExposedCommunication(Rule):
             _message(worst),
             _fix(run, worst, representative_step.rows_of(collectives, worst)),
             impact=worst["exposed_ratio"],
-            cost_ns=worst["exposed_ns"] if worst["step"] is not None else 0,
+            cost_ns=worst["exposed_ns"],
             confidence=0.9,
             what_if=WhatIf("communication") if severity >= Severity.WARNING else None,
             ranks=distinct(over, "rank"),
             steps=distinct(steps, "step"),
             evidence=_evidence(worst, collectives),
+            is_of_window=worst["step"] is None,
         )
 
     def _severity(self, exposed_ratio: float) -> Severity:
@@ -175,7 +176,7 @@ def _collectives(run: Run) -> pl.DataFrame:
 
 def _message(worst: dict[str, Any]) -> str:
     message = (
-        f"{units.share(worst['exposed_ratio'])} of the step is exposed communication: "
+        f"{units.share(worst['exposed_ratio'])} of the {representative_step.noun(worst)} is exposed communication: "
         f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
         f"{representative_step.describe(worst)}. Compute overlaps {units.share(_overlapped_ratio(worst))} of its "
         "communication."

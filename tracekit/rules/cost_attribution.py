@@ -74,7 +74,8 @@ def _with_replayed_cost(run: Run, finding: Finding, *, replayable: bool) -> Iter
 def _reprice(finding: Finding, what_if: WhatIf, saved_ns: int, step_ns: int) -> Finding:
     saved_ns = max(0, min(saved_ns, finding.cost_ns) if what_if.is_partial else saved_ns)
     share = min(1.0, saved_ns / step_ns)
-    saving = f"Potential saving by replay: {units.duration(saved_ns)} per step ({units.share(share)})."
+    per = "in the window" if finding.is_of_window else "per step"
+    saving = f"Potential saving by replay: {units.duration(saved_ns)} {per} ({units.share(share)})."
     return replace(finding, cost_ns=saved_ns, impact=share, message=f"{finding.message} {saving}")
 
 

@@ -67,13 +67,16 @@ class LateLaunch(Rule):
         loss = step_losses.worst(steps_without_saves.losses(run, late, "dur_ns"), self.min_late_ratio)
         if loss is None:
             return
+        # Without steps, a place that recurs on the host of a CPU run may be a coincidence.
+        is_certain = on_device or loss.row["step"] is not None
         doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
         most = largest_first(doing, "dur_ns", "detail").row(0, named=True)
         yield loss.finding(
             self,
-            Severity.WARNING,
-            f"The step is launch-bound: compute is idle {loss} because no kernel has been launched. During "
-            f"{units.duration(most['dur_ns'])} of that, the host is {_ACTIVITIES[most['detail']]}.",
+            Severity.WARNING if is_certain else Severity.INFO,
+            f"The {representative_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
+            f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
+            f"{_ACTIVITIES[most['detail']]}.",
             "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: torch.compile, "
             'mode="reduce-overhead" (CUDA graphs), fused optimizers (fused=True), larger micro-batches.',
             confidence=0.8 if on_device else 0.6,
@@ -82,8 +85,11 @@ class LateLaunch(Rule):
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
-        """Return the long Python pauses that occur at the same place in every step, with the shortest duration."""
-        judged = steps_without_saves.steps(run).drop_nulls("step")
+        """Return the long Python pauses that occur at the same place in every step, with the shortest duration.
+
+        Where no steps are marked: those before the same compute that occur several times in the window.
+        """
+        judged = steps_without_saves.steps(run)
         every = judged.group_by(DEVICE).agg(pl.len().alias("steps"))
         pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
         pauses = pauses.join(judged, on=KEY, how="semi", nulls_equal=True)
@@ -91,8 +97,11 @@ class LateLaunch(Rule):
         at_place = counted.with_columns(
             pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
         )
-        recurring = at_place.filter((pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1))
-        return recurring.select(late.columns)
+        in_steps = (pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1) & pl.col("step").is_not_null()
+        by_name = [*DEVICE, "phase", "name"]
+        in_window = pl.col("step").is_null() & (pl.len().over(by_name) > 1)
+        shortest_ns = pl.when(pl.col("step").is_null()).then(pl.col("dur_ns").min().over(by_name)).otherwise("dur_ns")
+        return at_place.filter(in_steps | in_window).with_columns(shortest_ns).select(late.columns)
 
 
 @dataclass(frozen=True)
@@ -147,9 +156,9 @@ class BlockingSync(Rule):
 
     def _reads(self, run: Run) -> Iterator[Finding]:
         reads = run.table(launch_delay.device_reads)
-        steps = steps_without_saves.steps(run).drop_nulls("step")
+        steps = steps_without_saves.steps(run)
         counts = reads.group_by("window", "rank", "step").agg(pl.len().cast(pl.Int64).alias("reads"))
-        counted = steps.join(counts, on=["window", "rank", "step"], how="left").with_columns(
+        counted = steps.join(counts, on=["window", "rank", "step"], how="left", nulls_equal=True).with_columns(
             pl.col("reads").fill_null(0)
         )
         worst = representative_step.worst(counted, "reads")
@@ -166,6 +175,7 @@ class BlockingSync(Rule):
             ranks=distinct(reading, "rank"),
             steps=distinct(reading, "step"),
             evidence=representative_step.rows_of(reads, worst).head(_EVIDENCE_ROWS),
+            is_of_window=worst["step"] is None,
         )
 
 
@@ -203,7 +213,7 @@ class DataStall(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's representative step exceeds the threshold."""
         late = run.table(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA)
-        last = (pl.col("step") == pl.col("step").max().over(DEVICE)) & (pl.len().over(DEVICE) > 1)
+        last = pl.col("step").eq_missing(pl.col("step").max().over(DEVICE)) & (pl.len().over(DEVICE) > 1)
         steps = steps_without_saves.losses(run, late, "dur_ns").filter(~last)
         loss = step_losses.worst(steps, self.min_stall_ratio)
         if loss is None:
@@ -211,7 +221,8 @@ class DataStall(Rule):
         yield loss.finding(
             self,
             Severity.WARNING,
-            f"Data loading stalls the step: compute is idle {loss} while the host waits for a batch.",
+            f"Data loading stalls the {representative_step.noun(loss.row)}: compute is idle {loss} while the host "
+            "waits for a batch.",
             "Prefetch batches: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True). "
             "Or make decoding and augmentation cheaper, or use faster storage.",
             confidence=0.9,

@@ -70,10 +70,7 @@ class SlowLink(Rule):
     def _durations(self, run: Run) -> pl.DataFrame:
         """Return the steps of each group with steady transfer times, with the step's duration."""
         durations = (
-            steps_without_saves.steps(run)
-            .drop_nulls("step")
-            .group_by("window", "step")
-            .agg(pl.col("duration_ns").median().cast(pl.Int64))
+            steps_without_saves.steps(run).group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
         )
         steady = run.run_table(group_bandwidth.step_variation).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
         return durations.join(steady, on="window")
@@ -118,12 +115,15 @@ class SlowLink(Rule):
         ranks = _ranks(worst)
         all_traced, to_peers = len(worst["ranks"]) == worst["group_size"], worst["reference"] == "peers"
         reference = "its peers" if to_peers else "before"
-        first = int(slow["step"].min())  # type: ignore[arg-type]
+        is_of_window = worst["step"] is None
+        first = min(distinct(slow, "step"), default=None)
+        over = f"in {slow.height} of {worst['since']} steps since step {first}"
+        place = "the window" if is_of_window else f"step {worst['step']}"
         message = (
             f"The group {worst['axis'] or worst['group'] or 'of all ranks'} of {ranks} takes {worst['ratio']:.1f} "
             f"times as long as {reference} for the same collectives: {_speed(worst, 'transfer_ns')} instead of "
-            f"{_speed(worst, 'usual_ns')}, in {slow.height} of {worst['since']} steps since step {first}. The exposed "
-            f"part is {describe_loss(worst, 'extra_ns')} in step {worst['step']}."
+            f"{_speed(worst, 'usual_ns')}, {'in the window' if is_of_window else over}. The exposed "
+            f"part is {describe_loss(worst, 'extra_ns')} in {place}."
         )
         ring = " All members of a ring see its slowest link, so one group does not identify the rank."
         untraced = " Or ranks without a trace arrive late."
@@ -142,6 +142,7 @@ class SlowLink(Rule):
             what_if=WhatIf("slow-link") if is_costly else None,
             evidence=_evidence(run, worst),
             subject=f"{worst['axis']} {ranks}",
+            is_of_window=is_of_window,
         )
 
 
@@ -163,8 +164,9 @@ def _speed(worst: dict[str, Any], name: str) -> str:
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     here = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _GROUP)
     group_rows = run.run_table(group_bandwidth.transfers).filter(here)
-    own = group_rows.filter(pl.col("step") == worst["step"]).sort("transfer_ns", descending=True)
-    others = group_rows.filter(pl.col("step") != worst["step"]).sort("step", "start_ns")
+    is_quoted = pl.col("step").eq_missing(pl.lit(worst["step"], pl.Int64))
+    own = group_rows.filter(is_quoted).sort("transfer_ns", descending=True)
+    others = group_rows.filter(~is_quoted).sort("step", "start_ns")
     return pl.concat([own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]).select(
         "window", "rank", "step", "unit", "op", "group", "bytes", "nth", "start_ns", "dur_ns", "transfer_ns"
     )

@@ -4,7 +4,9 @@ from typing import Any
 
 import polars as pl
 
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
+from tracekit.model.run import Run
 from tracekit.rules.rule import largest_first
 
 DEVICE = ("window", "rank", "device")
@@ -27,10 +29,21 @@ def worst(steps: pl.DataFrame, by: str) -> dict[str, Any] | None:
     return None if medians.is_empty() else medians.row(0, named=True)
 
 
+def in_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of a table with columns KEY that belong to a step; where none are marked, to the window."""
+    steps = run.table(breakdown.by_step).select(KEY).unique()
+    return table.join(steps, on=KEY, how="semi", nulls_equal=True, maintain_order="left")
+
+
 def describe(row: dict[str, Any]) -> str:
-    """Return "the representative step (7) of rank 0", or "the trace of rank 0" where the trace has no steps."""
+    """Return "the representative step (7) of rank 0", or "the trace of rank 0" where no steps are marked."""
     rank = f"rank {row['rank']}"
     return f"the trace of {rank}" if row["step"] is None else f"the representative step ({row['step']}) of {rank}"
+
+
+def noun(row: dict[str, Any]) -> str:
+    """Return what `row` is a row of, "step", or "window" where no steps are marked."""
+    return "window" if row["step"] is None else "step"
 
 
 def describe_loss(row: dict[str, Any], name: str = "lost_ns") -> str:

@@ -67,6 +67,8 @@ class Finding:
     """The cause to remove in a replay; None where the rule itself measures the cost."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
+    is_of_window: bool = False
+    """Whether impact and cost are of the whole window, because no steps are marked in it."""
 
     @property
     def id(self) -> str:

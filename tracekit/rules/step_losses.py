@@ -19,7 +19,7 @@ def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) ->
     """
     names = [name for name in lost.columns if name.endswith("_ns") and name != "start_ns"]
     sums = lost.group_by(representative_step.KEY).agg(pl.col(names).sum())
-    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
+    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
     bound = pl.col("duration_ns") if max_loss is None else max_loss
     return (
         steps.with_columns(bound.clip(0).alias("_max_loss_ns"))
@@ -73,6 +73,7 @@ class StepLoss:
             evidence=evidence,
             what_if=what_if,
             subject=subject,
+            is_of_window=self.row["step"] is None,
         )
 
 

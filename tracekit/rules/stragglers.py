@@ -40,7 +40,8 @@ class Straggler(Rule):
     subtracted. In each step the median over the other ranks counts. More than half of all waiting in collectives must
     be for this rank, and the loss must not vary by more than `max_spread_ratio` (interquartile range over median)
     between steps: a slow rank is late by the same time in each. Differences below the clock error are ignored. Steps
-    that save are left out.
+    that save are left out. Where no steps are marked, the window's collectives are divided into four parts: the rank
+    must have most of the waiting in three of them, and no single collective more than a quarter of it.
 
     How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
     -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
@@ -65,7 +66,10 @@ class Straggler(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
         for (rank,), rank_steps in run.run_table(stragglers.straggler_costs).group_by("late_rank", maintain_order=True):
-            worst = self._persistent_step(rank_steps.sort("order"))
+            if rank_steps["step"].is_null().all():
+                worst = self._persistent_window(run, rank_steps)
+            else:
+                worst = self._persistent_step(rank_steps.sort("order"))
             if worst is not None:
                 yield self._finding(run, int(str(rank)), worst)
 
@@ -87,23 +91,32 @@ class Straggler(Rule):
             "first": since["step"][0],
         }
 
+    def _persistent_window(self, run: Run, windows: pl.DataFrame) -> dict[str, Any] | None:
+        """Return the worst window without marked steps in which a rank is late throughout; else None."""
+        late = windows.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST)).join(
+            _led_throughout(run, self.min_steps_ratio), on=["window", "late_rank"], maintain_order="left"
+        )
+        if late.is_empty():
+            return None
+        return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
+
     def _finding(self, run: Run, rank: int, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
+        is_of_window = worst["step"] is None
         waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == rank)
         in_step = _in_step(worst)
         shown = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         return Finding(
             self.code,
             Severity.WARNING,
-            f"Rank {rank} is a straggler: the other ranks wait {describe_loss(worst)} for it in the representative "
-            f"step ({worst['step']}), and in {late.height} of {worst['since']} steps since step {worst['first']}. It "
+            f"Rank {rank} is a straggler: the other ranks wait {describe_loss(worst)} for it in {_when(worst)}. It "
             f"arrives last at {worst['late_calls']} of {worst['calls']} collectives, with the longest waits at "
             f"{_worst_collective(shown[0])}.",
             f"Check what rank {rank} does before its collectives: GPU clocks and temperature, uneven work, a busy host "
             "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data.",
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
-            confidence=0.8 if worst["is_whole"] else 0.7,
+            confidence=(0.8 if worst["is_whole"] else 0.7) - 0.1 * is_of_window,
             ranks=(rank,),
             steps=distinct(late, "step"),
             what_if=WhatIf("straggler"),
@@ -111,7 +124,26 @@ class Straggler(Rule):
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),
             subject=f"rank {rank}",
+            is_of_window=is_of_window,
         )
+
+
+def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
+    """Return the ranks for which most of the waiting is in most parts of a window, none of it mainly in one call."""
+    is_late = pl.col("led") >= min_parts_ratio * pl.col("parts")
+    return run.run_table(stragglers.late_parts).filter(is_late & (pl.col("largest_ratio") * stragglers.PARTS <= 1))
+
+
+def _when(worst: dict[str, Any]) -> str:
+    """Return the step that a finding quotes, and in how many steps, or parts of a window, the rank is late."""
+    if worst["step"] is None:
+        return (
+            f"the window, and most of the waiting is for it in {worst['led']} of {worst['parts']} parts of the window"
+        )
+    return (
+        f"the representative step ({worst['step']}), and in {worst['late'].height} of {worst['since']} steps since "
+        f"step {worst['first']}"
+    )
 
 
 def _worst_collective(quoted: pl.DataFrame) -> str:
@@ -156,7 +188,7 @@ class UnevenRanks(Rule):
         )
         steps = stragglers.steps(run)
         means = _waits(steps, pieces)
-        if means.is_empty() or _is_one_straggler(run.run_table(stragglers.straggler_costs)):
+        if means.is_empty() or _is_one_straggler(run):
             return
         worst = median_row(means, "wait_ratio", "order")
         if worst["wait_ratio"] <= self.min_wait_ratio:
@@ -167,7 +199,7 @@ class UnevenRanks(Rule):
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in the representative step ({worst['step']}), {_describe(late_ranks)}.",
+            f"in the {_place(worst)}, {_describe(late_ranks)}.",
             f"Check why {_suspects(late_ranks)} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
@@ -178,11 +210,18 @@ class UnevenRanks(Rule):
             evidence=quoted.head(_EVIDENCE_ROWS).select(
                 "window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns"
             ),
+            is_of_window=worst["step"] is None,
         )
 
 
-def _is_one_straggler(accounts: pl.DataFrame) -> bool:
-    """Return whether most of the waiting is for the same rank in most steps, with at least two steps."""
+def _is_one_straggler(run: Run) -> bool:
+    """Return whether most of the waiting is for the same rank in most steps, with at least two steps.
+
+    Where no steps are marked: in most parts of a window.
+    """
+    accounts = run.run_table(stragglers.straggler_costs)
+    if accounts["step"].is_null().all():
+        return _led_throughout(run, Straggler.min_steps_ratio).height > 0
     most = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
     steps = accounts["order"].n_unique()
     return steps > 1 and bool((most["len"] * 2 > steps).any())
@@ -192,7 +231,7 @@ def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
     """Return the mean wait of the ranks in each step: columns of `stragglers.steps`, waited_ns, wait_ratio."""
     total = pieces.group_by(_STEP).agg(pl.col("dur_ns").sum())
     return (
-        steps.join(total, on=_STEP, how="left", maintain_order="left")
+        steps.join(total, on=_STEP, how="left", nulls_equal=True, maintain_order="left")
         .with_columns((pl.col("dur_ns").fill_null(0) // pl.col("ranks")).cast(pl.Int64).alias("waited_ns"))
         .with_columns((pl.col("waited_ns") / pl.col("duration_ns")).alias("wait_ratio"))
     )
@@ -216,5 +255,9 @@ def _suspects(shares: list[tuple[int, float]]) -> str:
     return "ranks " + ", ".join(str(rank) for rank, _ in shares) if len(shares) > 1 else "single ranks"
 
 
+def _place(row: dict[str, Any]) -> str:
+    return "window" if row["step"] is None else f"representative step ({row['step']})"
+
+
 def _in_step(row: dict[str, Any]) -> pl.Expr:
-    return pl.all_horizontal(pl.col(name) == row[name] for name in _STEP)
+    return pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in _STEP)

@@ -71,7 +71,7 @@ class GiveWay(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if compute waits for slowed preparation."""
-        chains = self._chains(run.table(contention.preparation).drop_nulls("step"))
+        chains = self._chains(representative_step.in_steps(run, run.table(contention.preparation)))
         steps = step_losses.by_step(run, chains.select(*representative_step.KEY, "lost_ns", "delay_ns"))
         loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
@@ -141,7 +141,7 @@ class NeedlessOrder(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for the queue and one for the communicators, if they cost enough."""
-        order = self._in_launch_order(run.table(queueing.launch_order))
+        order = self._in_launch_order(representative_step.in_steps(run, run.table(queueing.launch_order)))
         delayed = run.table(queueing.delayed_kernels).with_columns(pl.col("delay_ns").alias("lost_ns"))
         upper_bound = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
         steps = step_losses.by_step(run, order.rename({"delay_ns": "lost_ns"}), max_loss=upper_bound)
@@ -162,7 +162,7 @@ class NeedlessOrder(Rule):
             pl.col("delayed") >= self.min_blocked,
             pl.col("overtakes") <= self.max_overtaking_ratio * pl.col("overtake_chances"),
         )
-        return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi").drop_nulls("step")
+        return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi")
 
     def _finding(self, steps: pl.DataFrame, delayed: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
         loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)

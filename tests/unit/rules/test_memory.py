@@ -80,7 +80,7 @@ def test_without_steps_the_second_half_is_judged():
     (found,) = judge(drawn_traces.run(drawn_traces.trace("compute  aa........aa......aa", ops=calls, steps=whole)))
     assert found.impact == 0.6
     assert "in the second half of the trace of rank 0" in found.message
-    assert found.cost_ns == 0
+    assert (found.cost_ns, found.is_of_window) == (6, True)
     assert found.evidence["start_ns"].drop_nulls().to_list() == [12]
 
 

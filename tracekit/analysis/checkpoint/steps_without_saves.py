@@ -17,26 +17,37 @@ def steps(run: Run) -> pl.DataFrame:
 
     A trace without marked steps is one step, null.
     """
-    return without_saves(run, run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0))
+    return without_saves(run, _all_steps(run))
 
 
 def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
     """Return the rows (with columns window and step) of steps in which no rank saves."""
-    saving = run.table(save_stages.save_spans).select("window", "step")
-    return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
+    return _without_saves(run, rows, is_marked=False)
 
 
 def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
-    """Return the loss of each marked step without saves: the sum of `column` of `rows`, in ns, 0 where there are none.
+    """Return the loss of each step without saves: the sum of `column` of `rows`, in ns, 0 where there are none.
+
+    A trace without marked steps is one step, null, also with a save in it.
 
     Columns PLACE, start_ns, duration_ns, lost_ns, lost_ratio (of the step); one row per step, rank and device.
     """
     sums = rows.group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
     return (
-        steps(run)
-        .drop_nulls("step")
+        _without_saves(run, _all_steps(run), is_marked=True)
         .select(*PLACE, "start_ns", "duration_ns")
         .join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("lost_ns").fill_null(0))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
     )
+
+
+def _all_steps(run: Run) -> pl.DataFrame:
+    return run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
+
+
+def _without_saves(run: Run, rows: pl.DataFrame, *, is_marked: bool) -> pl.DataFrame:
+    """Return the rows of steps without saves; with `is_marked`, a save removes only steps that are marked."""
+    saving = run.table(save_stages.save_spans).select("window", "step")
+    saving = saving.drop_nulls("step") if is_marked else saving
+    return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")

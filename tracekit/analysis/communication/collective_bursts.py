@@ -56,7 +56,7 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
             pl.len().over("burst").alias("count"),
             pl.col("message_bytes").alias("bytes"),
         )
-        .drop_nulls("step")
+        .filter(trace.in_steps)
     )
 
 

@@ -27,7 +27,7 @@ def exposed_times(trace: Trace) -> pl.DataFrame:
     return calls.select(pl.col("id").alias("activity_id"), "exposed_ns")
 
 
-FACTS: tuple[Fact, ...] = (collective_matching.calls, group_axes, exposed_times)
+FACTS: tuple[Fact, ...] = (collective_matching.calls, group_axes, exposed_times, breakdown.by_step)
 """The facts that the run tables of this module read."""
 
 
@@ -41,11 +41,14 @@ def transfers(run: Run) -> pl.DataFrame:
     """
     key = ["window", "rank", "activity_id"]
     waits = run.run_table(collective_instances.waits).select(*key, "wait_ns")
+    windows = run.table(breakdown.by_step).filter(pl.col("step").is_null()).select("window", "rank", "step").unique()
     one, measured = [*_GROUP, "step", *_WHAT], list(collective_instances.BUS_FACTORS)
+    every = run.table(collective_matching.calls)
+    in_window = every.join(windows, on=list(windows.columns), how="semi", nulls_equal=True)
     calls = (
-        run.table(collective_matching.calls)
+        pl.concat([every.drop_nulls("step"), in_window])
         .filter(pl.col("phase").ne_missing(conventions.CHECKPOINT), pl.col("op").is_in(measured))
-        .drop_nulls(["step", "bytes"])
+        .drop_nulls("bytes")
         .join(waits.unique(key), on=key, how="left")
         .join(run.table(exposed_times), on=key, how="left")
         .join(run.table(group_axes).unique(["window", "rank", "group"]), on=["window", "rank", "group"], how="left")

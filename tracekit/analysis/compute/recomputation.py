@@ -95,7 +95,7 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
             pl.when("reentrant").then(pl.lit(CHECKPOINT_NODE)).otherwise(pl.lit(FORWARD_OPS)).alias("evidence"),
             pl.col("at_ns").max().over("region").alias("until_ns"),
         )
-        .drop_nulls("step")
+        .filter(trace.in_steps)
     )
 
 

@@ -49,7 +49,7 @@ def device_reads(trace: Trace) -> pl.DataFrame:
     ops = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi").filter(
         (pl.col("kind") == "cpu_op") & pl.col("name").str.contains(host_state.SYNCHRONIZING),
         pl.col("phase").is_in([conventions.FORWARD, conventions.BACKWARD]),
-        pl.col("step").is_not_null(),
+        trace.in_steps,
     )
     inner = ops.join(ops.select(pl.col("id").alias("parent_id")), on="parent_id", how="semi")
     return ops.join(inner.select("id"), on="id", how="anti").select(*READ_COLUMNS)

@@ -11,6 +11,8 @@ from tracekit.sync import collective_matching
 
 _KEY = ("window", "step")
 _ACTIVITY = ("window", "rank", "activity_id")
+PARTS = 4
+"""Into how many parts a window without marked steps is divided, to see whether a rank is late throughout."""
 
 
 def late_calls(run: Run) -> pl.DataFrame:
@@ -47,10 +49,10 @@ def straggler_costs(run: Run) -> pl.DataFrame:
     idle = _of_others(_idle(run), judged).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
     keys = [*_KEY, "late_rank"]
     late = judged.join(waits.select(pl.col("late_rank").unique()), how="cross").join(
-        waited.select(*keys, "waited_ns", "share"), on=keys, how="left"
+        waited.select(*keys, "waited_ns", "share"), on=keys, how="left", nulls_equal=True
     )
     for columns in (idle, _exposed_longer(run), _calls(run)):
-        late = late.join(columns, on=keys, how="left")
+        late = late.join(columns, on=keys, how="left", nulls_equal=True)
     lost_ns = (
         pl.max_horizontal(pl.min_horizontal("waited_ns", "extra_idle_ns"), "idle_ns") - pl.col("own_transfer_excess_ns")
     ).clip(0)
@@ -68,14 +70,37 @@ def straggler_costs(run: Run) -> pl.DataFrame:
 
 
 def steps(run: Run) -> pl.DataFrame:
-    """Return the steps without saves: window, step, duration_ns (median), ranks (how many), order (number)."""
-    judged = (
-        steps_without_saves.steps(run)
-        .drop_nulls("step")
-        .group_by(_KEY)
-        .agg(pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks"))
+    """Return the steps without saves: window, step, duration_ns (median), ranks (how many), order (number).
+
+    Where no steps are marked, each window is one step, null.
+    """
+    rows = steps_without_saves.steps(run)
+    # A trace without marked steps beside others that have some shares no step with them.
+    rows = rows.filter(pl.col("step").is_not_null() | pl.col("step").is_null().all())
+    judged = rows.group_by(_KEY).agg(
+        pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks")
     )
     return judged.sort(_KEY).with_columns(pl.int_range(pl.len()).alias("order"))
+
+
+def late_parts(run: Run) -> pl.DataFrame:
+    """Return in how many parts of a window most of the waiting in collectives is for each rank; use ``run.run_table``.
+
+    Columns window, late_rank, led (such parts), parts (PARTS, with equal numbers of collectives), largest_ratio (the
+    share of one collective in all waiting for the rank); one row per window and rank that leads a part. Windows with
+    fewer than PARTS collectives have no rows.
+    """
+    key = ["window", "instance"]
+    calls = run.run_table(late_calls).group_by(*key, "late_rank").agg(pl.col("start_ns").min(), pl.col("wait_ns").sum())
+    order, count = pl.col("start_ns").rank("ordinal").over("window") - 1, pl.len().over("window")
+    parted = calls.with_columns((order * PARTS // count).alias("part")).filter(count >= PARTS)
+    sums = parted.group_by("window", "part", "late_rank").agg(pl.col("wait_ns").sum())
+    leads = pl.col("wait_ns") * 2 > pl.col("wait_ns").sum().over("window", "part")
+    led = sums.filter(leads).group_by("window", "late_rank").agg(pl.len().cast(pl.Int64).alias("led"))
+    largest = pl.col("wait_ns").max() / pl.col("wait_ns").sum()
+    whole = calls.group_by("window", "late_rank").agg(largest.alias("largest_ratio"))
+    found = led.with_columns(pl.lit(PARTS, pl.Int64).alias("parts")).join(whole, on=["window", "late_rank"])
+    return found.sort("window", "late_rank")
 
 
 def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
@@ -87,7 +112,9 @@ def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
         pl.col("wait_ns").sort(descending=True).alias("each"), pl.col("wait_ns").sum().alias("all_ns")
     )
     middle = pl.col("each").list.get((pl.col("ranks") - 1) // 2, null_on_oob=True)
-    return sums.join(judged.select(*_KEY, "ranks"), on=_KEY).with_columns(middle.fill_null(0).alias("median_ns"))
+    return sums.join(judged.select(*_KEY, "ranks"), on=_KEY, nulls_equal=True).with_columns(
+        middle.fill_null(0).alias("median_ns")
+    )
 
 
 def _idle(run: Run) -> pl.DataFrame:
@@ -104,17 +131,17 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
 
     extra_idle_ns: how much longer the others'; own_transfer_excess_ns: how much longer its own, waiting excluded.
     """
-    each = run.table(breakdown.by_step).drop_nulls("step")
+    each = run.table(breakdown.by_step)
     waits = _idle(run).group_by(*_KEY, "rank").agg(pl.col("wait_ns").sum())
     # Devices of one rank run in lockstep: the one that waits least shows the rank's own time.
     ranks = (
         each.group_by(*_KEY, "rank")
         .agg(pl.col("exposed_communication_ns").min().alias("exposed_ns"))
-        .join(waits, on=[*_KEY, "rank"], how="left")
+        .join(waits, on=[*_KEY, "rank"], how="left", nulls_equal=True)
         .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))
     )
     own = ranks.select(*_KEY, late_rank="rank", own_ns="exposed_ns", own_moving_ns="moving_ns")
-    others = ranks.join(own, on=_KEY).filter(pl.col("rank") != pl.col("late_rank"))
+    others = ranks.join(own, on=_KEY, nulls_equal=True).filter(pl.col("rank") != pl.col("late_rank"))
     extra_idle_ns = pl.col("exposed_ns").median() - pl.col("own_ns").first()
     own_transfer_excess_ns = pl.col("own_moving_ns").first() - pl.col("moving_ns").median()
     return others.group_by(*_KEY, "late_rank").agg(
@@ -125,7 +152,7 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
 
 def _calls(run: Run) -> pl.DataFrame:
     """Return in how many collectives each rank arrived last per step: late_calls, calls, is_whole."""
-    found = run.run_table(collective_instances.instances).drop_nulls("step")
+    found = run.run_table(collective_instances.instances)
     whole = (pl.col("ranks").list.len() == pl.col("group_size")).all().over(_KEY)
     counted = found.with_columns(pl.len().cast(pl.Int64).over(_KEY).alias("calls"), whole.alias("is_whole"))
     return (

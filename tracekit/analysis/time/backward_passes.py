@@ -28,7 +28,7 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
     parts = [pl.DataFrame(schema=START_COLUMNS)]
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
     for device in breakdown.devices(trace):
-        compute = launches.work(trace, device).filter(pl.col("kind") == "compute").drop_nulls("step")
+        compute = launches.work(trace, device).filter((pl.col("kind") == "compute") & trace.in_steps)
         stretches = (
             compute.with_columns(pl.coalesce("launched_ns", "start_ns").alias("launched_ns"), backward.alias("is_back"))
             .sort("step", "launched_ns", "id")
@@ -69,10 +69,10 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
 
 def with_passes(rows: pl.DataFrame, trace: Trace, at_ns: str) -> pl.DataFrame:
     """Return rows (columns device, step and the time `at_ns`) by that time, with the backward pass begun last."""
-    keyed = pl.col("device").fill_null(-1).alias("_device")
-    starts = backward_starts(trace).with_columns(keyed).drop("device").rename({"launched_ns": at_ns}).sort(at_ns)
+    keyed = pl.col("device", "step").fill_null(-1).name.prefix("_")  # nulls would match nothing
+    starts = backward_starts(trace).with_columns(keyed).drop("device", "step").rename({"launched_ns": at_ns})
     left = rows.with_columns(keyed).sort(at_ns)
-    return left.join_asof(starts, on=at_ns, by=["_device", "step"], check_sortedness=False)
+    return left.join_asof(starts.sort(at_ns), on=at_ns, by=["_device", "_step"], check_sortedness=False)
 
 
 def _reducing(trace: Trace) -> pl.DataFrame:
@@ -80,6 +80,6 @@ def _reducing(trace: Trace) -> pl.DataFrame:
     messages = launches.messages(trace).filter(pl.col("op").is_in(REDUCING)).drop("group_size")
     work = pl.concat([launches.work(trace, device) for device in breakdown.devices(trace)])
     calls = work.drop("bytes").join(messages.rename({"message_bytes": "bytes"}), on="id", maintain_order="left")
-    return calls.drop_nulls("step").with_columns(
+    return calls.filter(trace.in_steps).with_columns(
         pl.coalesce("launched_ns", "start_ns").alias("launched_ns"), pl.col("id").alias("activity_id")
     )
