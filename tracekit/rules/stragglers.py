@@ -6,17 +6,14 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.parallelism import stragglers
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.parallelism import late_ranks, stragglers
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules.representative_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
-from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 40
 _STEP = ("window", "step")
@@ -28,8 +25,9 @@ _MAX_NAMED = 3
 class Straggler(Rule):
     """A straggler: a rank that arrives late at collectives in most steps, while the others are idle.
 
-    What it does: reports a rank for which the others lose more than `min_wait_ratio` of the step, in at least
-    `min_steps_ratio` of the steps since the first such step, and in more than one.
+    What it does: reports a rank, or ranks that arrive late together (such as those of one host), for which the others
+    lose more than `min_wait_ratio` of the step, in at least `min_steps_ratio` of the steps since the first such step,
+    and in more than one. It names what they take longer for: their kernels, or their launches.
 
     Why it costs: a collective moves data only after the last rank arrives, so one slow rank slows all.
 
@@ -41,7 +39,10 @@ class Straggler(Rule):
     be for this rank, and the loss must not vary by more than `max_spread_ratio` (interquartile range over median)
     between steps: a slow rank is late by the same time in each. Differences below the clock error are ignored. Steps
     that save are left out. Where no steps are marked, the window's collectives are divided into four parts: the rank
-    must have most of the waiting in three of them, and no single collective more than a quarter of it.
+    must have most of the waiting in three of them, and no single collective more than a quarter of it. Ranks are late
+    together if the others would wait at least twice as long for all of them as for any one. The cost is the saving of a
+    replay in which nobody waits for these ranks (`tracekit whatif`): while the others wait, their hosts run ahead, so
+    that part of the waiting is hidden. Where a replay without another rank would save more, the finding is information.
 
     How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
     -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
@@ -53,25 +54,20 @@ class Straggler(Rule):
     """
 
     code: ClassVar[str] = "RANK001"
-    facts: ClassVar[tuple[Fact, ...]] = (
-        compute_gap_causes.compute_gap_causes,
-        collective_matching.calls,
-        breakdown.by_step,
-        save_stages.save_spans,
-    )
+    facts: ClassVar[tuple[Fact, ...]] = late_ranks.FACTS
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
-        for (rank,), rank_steps in run.run_table(stragglers.straggler_costs).group_by("late_rank", maintain_order=True):
+        for (_,), rank_steps in run.run_table(stragglers.straggler_costs).group_by("late_rank", maintain_order=True):
             if rank_steps["step"].is_null().all():
                 worst = self._persistent_window(run, rank_steps)
             else:
                 worst = self._persistent_step(rank_steps.sort("order"))
             if worst is not None:
-                yield self._finding(run, int(str(rank)), worst)
+                yield self._finding(run, worst)
 
     def _persistent_step(self, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
         """Return the representative step of a rank that is late in most steps since its first late one; else None."""
@@ -85,7 +81,7 @@ class Straggler(Rule):
         low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in (0.25, 0.5, 0.75))
         if high - low > self.max_spread_ratio * middle:
             return None
-        return median_row(since, "lost_ratio", "order") | {
+        return median_row(since, "lost_ns", "order") | {
             "late": late,
             "since": since.height,
             "first": since["step"][0],
@@ -100,30 +96,35 @@ class Straggler(Rule):
             return None
         return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
 
-    def _finding(self, run: Run, rank: int, worst: dict[str, Any]) -> Finding:
+    def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
         is_of_window = worst["step"] is None
-        waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == rank)
+        ranks = tuple(worst["late_ranks"])
+        waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
         in_step = _in_step(worst)
         shown = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
+        several = len(ranks) > 1
+        name = f"ranks {units.ranges(ranks)}" if several else f"rank {ranks[0]}"
+        is_latest = ranks == late_ranks.latest(run)
+        cause, fix = _cause(run, ranks, worst["lost_ns"])
         return Finding(
             self.code,
-            Severity.WARNING,
-            f"Rank {rank} is a straggler: the other ranks wait {describe_loss(worst)} for it in {_when(worst)}. It "
-            f"arrives last at {worst['late_calls']} of {worst['calls']} collectives, with the longest waits at "
-            f"{_worst_collective(shown[0])}.",
-            f"Check what rank {rank} does before its collectives: GPU clocks and temperature, uneven work, a busy host "
-            "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data.",
+            Severity.WARNING if is_latest else Severity.INFO,
+            f"{name.capitalize()} {'are stragglers' if several else 'is a straggler'}: the other ranks wait "
+            f"{describe_loss(worst)} for {'them' if several else 'it'} in {_when(worst)}. "
+            f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
+            f"collectives, with the longest waits at {_worst_collective(shown[0])}.{cause}",
+            fix.format(ranks=name),
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=(0.8 if worst["is_whole"] else 0.7) - 0.1 * is_of_window,
-            ranks=(rank,),
+            ranks=ranks,
             steps=distinct(late, "step"),
-            what_if=WhatIf("straggler"),
+            what_if=WhatIf("straggler") if is_latest else None,
             evidence=pl.concat(rows.head(_EVIDENCE_ROWS) for rows in shown).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),
-            subject=f"rank {rank}",
+            subject=name,
             is_of_window=is_of_window,
         )
 
@@ -144,6 +145,43 @@ def _when(worst: dict[str, Any]) -> str:
         f"the representative step ({worst['step']}), and in {worst['late'].height} of {worst['since']} steps since "
         f"step {worst['first']}"
     )
+
+
+_CAUSES = {
+    late_ranks.COMPUTE: "Kernels take {} longer per step than on the other ranks.",
+    late_ranks.LAUNCH: "Kernels are launched late: the device is idle for that {} longer per step than on other ranks.",
+    late_ranks.SYNCHRONIZE: "The host waits for the device {} longer per step than on the other ranks.",
+    late_ranks.DATA: "The host waits for data {} longer per step than on the other ranks.",
+    late_ranks.ALLOCATOR: "Device malloc and free calls take {} longer per step than on the other ranks.",
+}
+_LAUNCHED_LATE = "Collectives are launched late: {} of the waiting is for collectives that start directly after launch."
+_SLOW_KERNELS = (
+    "Check the devices of {ranks}: GPU clocks and temperature (nvidia-smi -q -d PERFORMANCE), uneven work (sequence "
+    "lengths, experts), other jobs on the node; move the work to another node to separate hardware from data."
+)
+_SLOW_HOST = (
+    "Check the hosts of {ranks}: what Python does before the launches (data loading, logging, gc), CPU load and "
+    "frequency, other processes and the binding of CPUs on the node (HOST001, HOST003)."
+)
+_UNKNOWN = (
+    "Check what {ranks} does before its collectives: GPU clocks and temperature, uneven work, a busy host "
+    "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data."
+)
+_MIN_EXPLAINED = 0.5
+_MIN_LAUNCHED_LATE = 0.25
+
+
+def _cause(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str, str]:
+    """Return what the late ranks take longer for, and the fix."""
+    longer = late_ranks.extra_time(run, ranks).filter(pl.col("extra_ns") >= _MIN_EXPLAINED * lost_ns)
+    if longer.height:
+        part, extra_ns = longer.row(0)
+        is_compute = part == late_ranks.COMPUTE
+        return f" {_CAUSES[part].format(units.duration(extra_ns))}", _SLOW_KERNELS if is_compute else _SLOW_HOST
+    ratio = late_ranks.launched_late_ratio(run, ranks)
+    if ratio >= _MIN_LAUNCHED_LATE:
+        return f" {_LAUNCHED_LATE.format(units.share(ratio))}", _SLOW_HOST
+    return "", _UNKNOWN
 
 
 def _worst_collective(quoted: pl.DataFrame) -> str:
@@ -194,13 +232,13 @@ class UnevenRanks(Rule):
         if worst["wait_ratio"] <= self.min_wait_ratio:
             return
         quoted = largest_first(pieces.filter(_in_step(worst)), "dur_ns", "start_ns")
-        late_ranks = _late_ranks(quoted)
+        most_late = _late_ranks(quoted)
         yield Finding(
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in the {_place(worst)}, {_describe(late_ranks)}.",
-            f"Check why {_suspects(late_ranks)} arrive late: uneven work (sequence lengths, experts), or temporary "
+            f"in the {_place(worst)}, {_describe(most_late)}.",
+            f"Check why {_suspects(most_late)} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],

@@ -5,6 +5,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.parallelism import late_ranks
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 from tracekit.sync import collective_matching
@@ -18,37 +19,42 @@ PARTS = 4
 def late_calls(run: Run) -> pl.DataFrame:
     """Return the waits of ranks in collectives for a later arrival; use ``run.run_table``.
 
-    Columns window, rank, step, phase, unit, op, instance, late_rank (the last arrival among ranks with a trace),
-    start_ns and dur_ns (on the clock of the rank's trace), wait_ns; one row per rank and collective in which it waited.
+    Columns window, rank, step, phase, unit, op, instance, late_rank (the last arrival among ranks with a trace; the
+    lowest rank of a group that arrives late together), activity_id, start_ns and dur_ns (on the clock of the rank's
+    trace), wait_ns; one row per rank and collective in which it waited, except for its own group.
     """
-    key = ["window", "instance"]
-    last = run.run_table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("late_rank"))
+    last = run.run_table(late_ranks.last_arrivals).drop_nulls("late_rank")
     starts = run.table(collective_matching.calls).select(*_ACTIVITY, "start_ns").unique(_ACTIVITY)
-    waits = run.run_table(collective_instances.waits).filter(pl.col("wait_ns") > 0).join(last.drop_nulls(), on=key)
-    return waits.join(starts, on=_ACTIVITY, how="left", maintain_order="left").select(
-        "window", "rank", "step", "phase", "unit", "op", "instance", "late_rank", "start_ns", "dur_ns", "wait_ns"
-    )
+    waits = run.run_table(collective_instances.waits).filter(pl.col("wait_ns") > 0)
+    members = run.run_table(late_ranks.groups).select("rank", own_group="leader")
+    late = waits.join(last, on=["window", "instance"]).join(members, on="rank", how="left", maintain_order="left")
+    for_others = late.filter(pl.col("own_group").ne_missing(pl.col("late_rank")))
+    return for_others.join(starts, on=_ACTIVITY, how="left", maintain_order="left").select(
+        "window", "rank", "step", "phase", "unit", "op", "instance", "late_rank", "activity_id", "start_ns", "dur_ns",
+        "wait_ns",
+    )  # fmt: skip
 
 
 def straggler_costs(run: Run) -> pl.DataFrame:
     """Return the time that other ranks lose in each step to each rank that arrived last at least once.
 
-    Use ``run.run_table``. Columns window, step, order (number of the step among those judged), late_rank, duration_ns
-    (the median over ranks), waited_ns (in collectives for it, hidden or not: the median over the other ranks), idle_ns
-    (the part of it without compute), lost_ns, lost_ratio, share (of all waiting in the step), late_calls and calls
-    (collectives in which it arrived last, and all of the step), is_whole (all ranks of those have a trace); one row per
-    step and rank. lost_ns is the larger of idle_ns and of the smaller of waited_ns and the others' extra exposed
-    communication: ranks behind a hidden wait are delayed too. The rank's own extra transfer time, without waiting, is
-    subtracted: that is a slow link. Steps with saves are left out.
+    Ranks that arrive late together (`late_ranks.groups`) are one, under the lowest of them. Use ``run.run_table``.
+    Columns window, step, order (number of the step among those judged), late_rank, late_ranks (all of a group, or
+    that one), duration_ns (the median over ranks), waited_ns (in collectives for it, hidden or not: the median over
+    the other ranks), idle_ns (the part of it without compute), lost_ns, lost_ratio, share (of all waiting in the
+    step), late_calls and calls (collectives in which it arrived last, and all of the step), is_whole (all ranks of
+    those have a trace); one row per step and rank. lost_ns is the larger of idle_ns and of the smaller of waited_ns
+    and the others' extra exposed communication: ranks behind a hidden wait are delayed too. The rank's own extra
+    transfer time, without waiting, is subtracted: that is a slow link. Steps with saves are left out.
     """
     waits = run.run_table(late_calls)
     judged = steps(run)
     per_rank = waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("wait_ns").sum())
     share = pl.col("all_ns") / pl.col("all_ns").sum().over(_KEY)
-    waited = _of_others(per_rank, judged).rename({"median_ns": "waited_ns"}).with_columns(share.alias("share"))
-    idle = _of_others(_idle(run), judged).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
+    waited = _of_others(run, per_rank, judged).rename({"median_ns": "waited_ns"}).with_columns(share.alias("share"))
+    idle = _of_others(run, _idle(run), judged).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
     keys = [*_KEY, "late_rank"]
-    late = judged.join(waits.select(pl.col("late_rank").unique()), how="cross").join(
+    late = judged.join(_late_ranks(run, waits), how="cross").join(
         waited.select(*keys, "waited_ns", "share"), on=keys, how="left", nulls_equal=True
     )
     for columns in (idle, _exposed_longer(run), _calls(run)):
@@ -62,8 +68,8 @@ def straggler_costs(run: Run) -> pl.DataFrame:
         .with_columns(lost_ns.alias("lost_ns"))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
         .select(
-            *_KEY, "order", "late_rank", "duration_ns", "waited_ns", "idle_ns", "lost_ns", "lost_ratio", "share",
-            "late_calls", "calls", pl.col("is_whole").fill_null(value=False),
+            *_KEY, "order", "late_rank", "late_ranks", "duration_ns", "waited_ns", "idle_ns", "lost_ns", "lost_ratio",
+            "share", "late_calls", "calls", pl.col("is_whole").fill_null(value=False),
         )
         .sort("late_rank", "order")
     )  # fmt: skip
@@ -103,7 +109,14 @@ def late_parts(run: Run) -> pl.DataFrame:
     return found.sort("window", "late_rank")
 
 
-def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
+def _late_ranks(run: Run, waits: pl.DataFrame) -> pl.DataFrame:
+    """Return each late_rank of a table once, with late_ranks: the ranks of its group, or itself."""
+    members = run.run_table(late_ranks.groups).select("late_ranks", late_rank="leader").unique("late_rank")
+    ranks = waits.select(pl.col("late_rank").unique()).join(members, on="late_rank", how="left")
+    return ranks.with_columns(pl.coalesce("late_ranks", pl.concat_list("late_rank")).alias("late_ranks"))
+
+
+def _of_others(run: Run, per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
     """Return for each step and late rank the median over all other ranks of wait_ns (median_ns), and its sum (all_ns).
 
     Ranks without a row waited 0.
@@ -111,10 +124,12 @@ def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
     sums = per_rank.group_by(*_KEY, "late_rank").agg(
         pl.col("wait_ns").sort(descending=True).alias("each"), pl.col("wait_ns").sum().alias("all_ns")
     )
-    middle = pl.col("each").list.get((pl.col("ranks") - 1) // 2, null_on_oob=True)
-    return sums.join(judged.select(*_KEY, "ranks"), on=_KEY, nulls_equal=True).with_columns(
-        middle.fill_null(0).alias("median_ns")
+    others = pl.col("ranks") - pl.col("late_ranks").list.len().cast(pl.Int64)
+    middle = pl.col("each").list.get(others // 2, null_on_oob=True)
+    with_ranks = sums.join(judged.select(*_KEY, "ranks"), on=_KEY, nulls_equal=True).join(
+        _late_ranks(run, sums), on="late_rank"
     )
+    return with_ranks.with_columns(middle.fill_null(0).alias("median_ns"))
 
 
 def _idle(run: Run) -> pl.DataFrame:
@@ -122,7 +137,8 @@ def _idle(run: Run) -> pl.DataFrame:
     pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
         pl.col("cause") == communication_gap_causes.PEER
     )
-    named = pieces.drop_nulls("peer_rank").rename({"peer_rank": "late_rank"})
+    late = run.run_table(late_calls).select("window", "rank", "late_rank", collective_id="activity_id")
+    named = pieces.join(late.unique(["window", "rank", "collective_id"]), on=["window", "rank", "collective_id"])
     return named.group_by(*_KEY, "late_rank", "rank").agg(pl.col("dur_ns").sum().alias("wait_ns"))
 
 
@@ -140,8 +156,14 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
         .join(waits, on=[*_KEY, "rank"], how="left", nulls_equal=True)
         .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))
     )
-    own = ranks.select(*_KEY, late_rank="rank", own_ns="exposed_ns", own_moving_ns="moving_ns")
-    others = ranks.join(own, on=_KEY, nulls_equal=True).filter(pl.col("rank") != pl.col("late_rank"))
+    leaders = ranks.join(run.run_table(late_ranks.groups), on="rank", how="left").with_columns(
+        pl.coalesce("leader", "rank").alias("late_rank")
+    )
+    own = leaders.group_by(*_KEY, "late_rank").agg(
+        own_ns=pl.col("exposed_ns").median(), own_moving_ns=pl.col("moving_ns").median()
+    )
+    others = leaders.rename({"late_rank": "own_group"}).join(own, on=_KEY, nulls_equal=True)
+    others = others.filter(pl.col("own_group") != pl.col("late_rank"))
     extra_idle_ns = pl.col("exposed_ns").median() - pl.col("own_ns").first()
     own_transfer_excess_ns = pl.col("own_moving_ns").first() - pl.col("moving_ns").median()
     return others.group_by(*_KEY, "late_rank").agg(
@@ -156,7 +178,7 @@ def _calls(run: Run) -> pl.DataFrame:
     whole = (pl.col("ranks").list.len() == pl.col("group_size")).all().over(_KEY)
     counted = found.with_columns(pl.len().cast(pl.Int64).over(_KEY).alias("calls"), whole.alias("is_whole"))
     return (
-        counted.rename({"last_known_rank": "late_rank"})
+        counted.join(run.run_table(late_ranks.last_arrivals), on=["window", "instance"])
         .drop_nulls("late_rank")
         .group_by(*_KEY, "late_rank")
         .agg(pl.len().cast(pl.Int64).alias("late_calls"), pl.col("calls", "is_whole").first())

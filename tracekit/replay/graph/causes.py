@@ -86,8 +86,8 @@ _LISTED = (
     Cause(
         "straggler",
         "RANK001",
-        "no rank is slower than its peers at its own work",
-        "compute and host time by step and phase, compared with the median of the other ranks",
+        "no rank waits for the rank, or the group of ranks, that arrives late",
+        "arrivals at collectives: the ranks without which the others would wait least",
     ),
     Cause(
         "slow-link",

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.analysis.parallelism import late_ranks
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import trace_graph
@@ -34,7 +35,7 @@ class Graph:
     ranks. `own_ns` is a node's duration, `chain_ns` the minimum time after the previous node of its thread or stream.
     `edges` are the other waits. `windows` are the steps (columns of `trace_graph.windows`, and rank), `parts` the
     collectives (at: node, done: the join node, or at; rank, op, group, members, group_size, bytes), `prepared` their
-    preparation (columns of `trace_graph.preparation`).
+    preparation (columns of `trace_graph.preparation`). `late_ranks` are those that the others wait for most.
     """
 
     window: int
@@ -51,6 +52,7 @@ class Graph:
     prepared: pl.DataFrame
     origin_ns: int
     order: Ints = field(repr=False)
+    late_ranks: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -138,7 +140,14 @@ class Replay:
     end_ns: Ints
 
 
-FACTS = (trace_graph.nodes, trace_graph.edges, trace_graph.windows, trace_graph.preparation, collective_matching.calls)
+FACTS = (
+    trace_graph.nodes,
+    trace_graph.edges,
+    trace_graph.windows,
+    trace_graph.preparation,
+    collective_matching.calls,
+    *late_ranks.FACTS,
+)
 """The facts of a graph, measured in one pass over the traces at the first replay."""
 
 
@@ -316,6 +325,7 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
         .drop("base", "window"),
         origin,
         np.empty(0, np.int64),
+        late_ranks.latest(run),
     )
     return sort_topologically(graph, _recorded(placed, joint_of, len(joints)))
 

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, contention_update, dependency_graph, steps
+from tracekit.replay.graph import causes, contention_update, dependency_graph, slow_ranks, steps
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
 from tracekit.replay.graph.transforms import CONTENTION_TRANSFORMS, TRANSFORMS, in_order
 
@@ -95,6 +95,7 @@ def infers_waits(run: Run) -> bool:
 
 _SAVINGS: WeakKeyDictionary[Run, dict[tuple[str, ...], Saving]] = WeakKeyDictionary()
 _EVENT = "event"
+_STRAGGLER = "straggler"
 _INFERRED = 0.8
 _GUESSED = 0.5
 _UNSEEN = "preparation would overlap compute, which this recording never shows: the saving is smaller if that slows it"
@@ -116,6 +117,8 @@ def _saving(run: Run, names: tuple[str, ...]) -> Saving:
     table = before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left").with_columns(
         (pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns")
     )
+    for graph in graphs_of(run) if _STRAGGLER in names else ():
+        table = slow_ranks.with_late_ranks(table, graph.late_ranks)
     per = table.select("window", "step").n_unique()
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per

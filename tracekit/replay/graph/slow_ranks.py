@@ -1,4 +1,4 @@
-"""Ranks with slower work than their peers, and a graph without the difference."""
+"""Ranks that others wait for, and a graph in which nobody waits for them."""
 
 from dataclasses import replace
 
@@ -6,64 +6,37 @@ import numpy as np
 import polars as pl
 
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
-from tracekit.replay.graph.nodes import HOST
 
-_MARKEDLY = 1.04
-_STEP = ["rank", "step"]
-_PLACE = [*_STEP, "part", "phase"]
+_STEP = ["window", "step"]
 
 
-def equalize_ranks(graph: Graph) -> Graph:
-    """Return the graph with each slow rank of a step at the speed of its peers, phase by phase.
+def without_late_ranks(graph: Graph) -> Graph:
+    """Return the graph in which the late ranks take no time of their own, so that nobody waits for them.
 
-    Compute and host time of a rank are scaled to the median of the other ranks, in steps in which its sum exceeds
-    theirs by 4%. Raises InsufficientDataError for a single rank.
+    These are the rank, or the ranks of a group, that the others wait for most (`late_ranks.latest`). Making them as
+    fast as their peers would need to know how fast those would be without waiting; the other ranks' work is known.
+    Raises InsufficientDataError for a single rank.
     """
-    ranks = graph.frame["rank"].n_unique()
-    if ranks < 2:
+    if graph.frame["rank"].n_unique() < 2:
         raise InsufficientDataError("comparing ranks needs the traces of at least two")
-    work = _work(graph)
-    slow = work.join(_factors(work), on=_PLACE, how="inner", nulls_equal=True)
-    host = slow.filter(pl.col("part") == "host")
-    chain_ns, at = graph.chain_ns.copy(), host["at"].to_numpy()
-    chain_ns[at] = np.round(chain_ns[at] * host["factor"].to_numpy())
-    busy = slow.filter((pl.col("part") == "compute") | pl.col("kind").is_null())
-    at = busy["at"].to_numpy()
-    scaled_ns = np.round(graph.own_ns[at] * busy["factor"].to_numpy())
-    return replace(graph.with_durations(at, scaled_ns), chain_ns=chain_ns)
+    at = np.flatnonzero(_is_late(graph))
+    own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
+    own_ns[at] = chain_ns[at] = 0
+    return replace(graph, own_ns=own_ns, chain_ns=chain_ns)
 
 
-def _work(graph: Graph) -> pl.DataFrame:
-    """Return each rank's own work: at (node), rank, step, phase, kind, part (compute, host), took_ns."""
-    columns = ("at", "rank", "step", "phase", "kind")
-    own_ns, chain_ns = graph.own_ns[: graph.count], graph.chain_ns[: graph.count]
-    frame = graph.frame.select(*columns, "what", own_ns=pl.Series(own_ns), chain_ns=pl.Series(chain_ns))
-    compute = frame.filter(pl.col("kind").is_not_null() & (pl.col("kind") != "communication"))
-    # On a CPU run a host node is also an op: its own time is compute, the time before it host time.
-    host_ns = pl.col("chain_ns") + pl.when(pl.col("kind").is_null()).then("own_ns").otherwise(0)
-    host = frame.filter(pl.col("what") == HOST)
-    return pl.concat([
-        compute.select(*columns, part=pl.lit("compute"), took_ns="own_ns"),
-        host.select(*columns, part=pl.lit("host"), took_ns=host_ns),
-    ])  # fmt: skip
+def with_late_ranks(table: pl.DataFrame, late_ranks: tuple[int, ...]) -> pl.DataFrame:
+    """Return the steps of a replay `without_late_ranks` with the late ranks as much faster as the median of the others.
 
-
-def _factors(work: pl.DataFrame) -> pl.DataFrame:
-    """Return the factor to the peers' speed for each rank, step, part and phase in which the rank is slow."""
-    by_place = work.group_by(_PLACE).agg(pl.col("took_ns").sum())
-    by_step = by_place.group_by([*_STEP, "part"]).agg(pl.col("took_ns").sum())
-    slow = _with_peers(by_step, ["step", "part"]).filter(
-        pl.col("took_ns") > _MARKEDLY * pl.col("peers_ns"), pl.col("peers_ns") > 0
+    `table` has the columns of `savings.STEP_COLUMNS`: late ranks do not wait, so their own steps are moved in time.
+    """
+    is_late = pl.col("rank").is_in(list(late_ranks))
+    others_ns = pl.col("saved_ns").filter(~is_late).median().over(_STEP).cast(pl.Int64)
+    saved_ns = pl.when(is_late).then(others_ns).otherwise("saved_ns")
+    return table.with_columns(saved_ns.alias("saved_ns")).with_columns(
+        (pl.col("replayed_ns") - pl.col("saved_ns")).alias("without_ns")
     )
-    each = _with_peers(by_place, ["step", "part", "phase"])
-    chosen = each.join(slow.select(*_STEP, "part"), on=[*_STEP, "part"], how="semi", nulls_equal=True)
-    factor = (pl.col("peers_ns") / pl.col("took_ns")).clip(0, 1)
-    return chosen.filter(pl.col("took_ns") > 0).select(*_PLACE, factor.alias("factor"))
 
 
-def _with_peers(table: pl.DataFrame, place: list[str]) -> pl.DataFrame:
-    """Return the table with the median of the other ranks at each place."""
-    others = table.select(*place, pl.col("rank").alias("other"), pl.col("took_ns").alias("other_ns"))
-    paired = table.join(others, on=place, how="left", nulls_equal=True).filter(pl.col("rank") != pl.col("other"))
-    medians = paired.group_by(["rank", *place]).agg(pl.col("other_ns").median().alias("peers_ns"))
-    return table.join(medians, on=["rank", *place], how="inner", nulls_equal=True)
+def _is_late(graph: Graph) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return np.asarray(graph.frame["rank"].is_in(list(graph.late_ranks)).to_numpy())

@@ -81,7 +81,7 @@ TRANSFORMS: Mapping[str, Callable[[Graph], Graph]] = {
     "slowed-collectives": contention_free.uncontended_collectives,
     "shared-queue": shared_queue,
     "shared-communicator": earlier_collectives.independent_collectives,
-    "straggler": slow_ranks.equalize_ranks,
+    "straggler": slow_ranks.without_late_ranks,
     "slow-link": slow_transfers.equalize_transfers,
     "communication": communication,
     "late-gathers": earlier_collectives.prefetch_all_gathers,
