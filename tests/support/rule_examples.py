@@ -208,6 +208,17 @@ def late_launch_run(*, late_by: int = 0, reads: bool = False, loads: bool = Fals
     return drawn_traces.run(drawn_hosts.trace(picture, dict.fromkeys("ace", 0) | launched, tuple(doing)))
 
 
+def copying_run(**columns: object) -> Run:
+    """Return a run of two steps of 20 in which the device only copies from 8 to 16."""
+    picture = """
+        step     0000000000000000000011111111111111111111
+        compute  aaaaaaaa........bbbbcccccccc........dddd
+        copy     ........hhhhhhhh............hhhhhhhh....
+    """
+    pageable = {"name": "Memcpy HtoD (Pageable -> Device)", "bytes": 1 << 20}
+    return drawn_traces.run(drawn_hosts.trace(picture, columns={"h": pageable | columns}))
+
+
 def queued_run(picture: str) -> Run:
     """Return a run whose work was launched in advance, in order of start; of two at one time the collective first."""
     plain = drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS)
@@ -402,6 +413,7 @@ EXAMPLES: dict[str, Example] = {
     "HOST001": Example(lambda: late_launch_run(late_by=7), late_launch_run),
     "HOST002": Example(lambda: late_launch_run(late_by=7, reads=True), lambda: late_launch_run(late_by=7)),
     "HOST003": Example(lambda: late_launch_run(late_by=8, loads=True), lambda: late_launch_run(late_by=8)),
+    "HOST004": Example(copying_run, lambda: copying_run(phase="checkpoint")),
     "RANK001": Example(lambda: straggler_run(0, 3), lambda: straggler_run(0, 0)),
     "RANK002": Example(lambda: slow_link_run(3, 6), lambda: slow_link_run(3, 3)),
     "MEM002": Example(lambda: recomputation_run(10 * GIB), lambda: recomputation_run(5 * GIB)),

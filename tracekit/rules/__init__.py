@@ -16,6 +16,7 @@ from tracekit.rules.checkpoint_policy import (
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.communication import ExposedCommunication, PreparationGap
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.rules.copies import ExposedCopy
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
@@ -51,6 +52,7 @@ RULES: tuple[type[Rule], ...] = (
     LateLaunch,
     BlockingSync,
     DataStall,
+    ExposedCopy,
     SteadyDeviceAllocation,
     NeedlessRecomputation,
     GrowingMemory,

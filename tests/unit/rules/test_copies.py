@@ -1,0 +1,82 @@
+"""Exposed copies between host and device: how much they cost, which op asked for them, and what is no such copy."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_hosts, drawn_traces
+from tests.support.rule_examples import copying_run
+from tracekit.ingest.loader import load
+from tracekit.rules.copies import ExposedCopy
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
+
+OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"
+
+
+def judged(run, **thresholds):
+    return check(run, [ExposedCopy(**thresholds)]).findings
+
+
+def test_an_exposed_copy_costs_its_time_without_compute():
+    # Of 20 characters of 50 µs, 8 are a copy without compute.
+    (found,) = judged(copying_run())
+    assert (found.severity, found.impact, found.cost_ns) == (Severity.WARNING, 0.4, 8 * drawn_hosts.UNIT_NS)
+    assert "400 µs of 1 ms (40.0%) in the representative step (0) of rank 0, in 1 copy." in found.message
+    assert (
+        "(host to device) by an unknown op (400 µs each, pageable memory, 1 MiB in total at 2.6 GB/s)" in found.message
+    )
+    assert "pin_memory=True" in found.fix
+    assert found.evidence["direction"].to_list() == ["host to device"] * 2
+
+
+def test_a_slow_link_is_called_slow():
+    (found,) = judged(copying_run(), slow_bytes_per_ns=3.0)
+    assert "far below the bandwidth of any PCIe link" in found.message
+
+
+def test_a_copy_to_the_host_gets_a_fix_for_that():
+    (found,) = judged(copying_run(name="Memcpy DtoH (Device -> Pinned)"))
+    assert found.fix.startswith("Keep values on the device")
+    assert "Pageable" not in found.fix
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"name": "Memcpy DtoD (Device -> Device)"}, {"kind": "memset"}, {"phase": "checkpoint"}, {"kind": "compute"}],
+)
+def test_what_is_no_copy_of_training_between_host_and_device_is_left_out(columns):
+    assert judged(copying_run(**columns)) == ()
+
+
+def test_a_copy_that_compute_hides_costs_nothing():
+    picture = """
+        step     00000000000000000000
+        compute  aaaaaaaaaaaaaaaabbbb
+        copy     ........hhhhhhhh....
+    """
+    name = {"name": "Memcpy HtoD (Pinned -> Device)"}
+    assert judged(drawn_traces.run(drawn_hosts.trace(picture, columns={"h": name}))) == ()
+
+
+def test_a_window_without_marked_steps_is_judged():
+    picture = "compute  aaaaaaaa........bbbb\ncopy     ........hhhhhhhh...."
+    whole = pl.DataFrame({"step": [None], "start_ns": [0], "end_ns": [20 * drawn_hosts.UNIT_NS], "device": [0]})
+    trace = drawn_hosts.trace(picture, columns={"h": {"name": "Memcpy DtoH (Device -> Pageable)"}}, steps=whole)
+    (found,) = judged(drawn_traces.run(trace))
+    assert (found.impact, found.is_of_window) == (0.4, True)
+
+
+def test_a_run_on_the_cpu_has_no_copies():
+    assert judged(load(Path(__file__).parents[3] / "sample_traces" / "faults" / "healthy-ddp")) == ()
+
+
+def test_recorded_stacks_name_the_line_that_copies():
+    folder = OTHERS / "tracelens_h100_memory_stacks"
+    if not folder.is_dir():
+        pytest.skip("needs ../shared/traces/tracelens_h100_memory_stacks, which is not part of the project")
+    (found,) = judged(load(folder), info_exposed_ratio=0.01)
+    assert found.severity == Severity.INFO
+    assert "12.9 ms of that is 55 copies (device to host) by aten::to at" in found.message
+    assert "transformers/pipelines/base.py(1173): _ensure_tensor_on_device" in found.message
