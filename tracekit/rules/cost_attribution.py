@@ -80,10 +80,13 @@ def _reprice(finding: Finding, what_if: WhatIf, saved_ns: int, step_ns: int) -> 
 
 
 def _saving_per_step(saved: pl.DataFrame, judged_steps: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return the mean saving and the mean duration of the judged steps, on the slowest rank of each."""
+    """Return the mean saving and the mean duration of the judged steps, on the slowest rank, as in `savings.Saving`.
+
+    Not on the slowest rank of each step: without a cause, ranks move to other times, and single steps with them.
+    """
     judged = saved.filter(pl.col("step").is_in(judged_steps)) if judged_steps else saved
     if judged.is_empty():
         return None
-    slowest = judged.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
-    saved_ns = (slowest["replayed_ns"] - slowest["without_ns"]).sum() // slowest.height
-    return int(saved_ns), max(1, int(slowest["duration_ns"].sum()) // slowest.height)
+    count = judged.select("window", "step").n_unique()
+    saved_ns = (steps.total_ns(judged, "replayed_ns") - steps.total_ns(judged, "without_ns")) // count
+    return saved_ns, max(1, steps.total_ns(judged, "duration_ns") // count)

@@ -42,7 +42,8 @@ class Straggler(Rule):
     must have most of the waiting in three of them, and no single collective more than a quarter of it. Ranks are late
     together if the others would wait at least twice as long for all of them as for any one. The cost is the saving of a
     replay in which nobody waits for these ranks (`tracekit whatif`): while the others wait, their hosts run ahead, so
-    that part of the waiting is hidden. Where a replay without another rank would save more, the finding is information.
+    that part of the waiting is hidden. Below `min_cost_ratio` of the step, or where the others would wait even less
+    without another rank, the finding is information.
 
     How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
     -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
@@ -58,6 +59,7 @@ class Straggler(Rule):
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
+    min_cost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
@@ -120,7 +122,7 @@ class Straggler(Rule):
             confidence=(0.8 if worst["is_whole"] else 0.7) - 0.1 * is_of_window,
             ranks=ranks,
             steps=distinct(late, "step"),
-            what_if=WhatIf("straggler") if is_latest else None,
+            what_if=WhatIf("straggler", self.min_cost_ratio) if is_latest else None,
             evidence=pl.concat(rows.head(_EVIDENCE_ROWS) for rows in shown).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),
