@@ -110,6 +110,8 @@ class Rank:
         self._link()
         self._shifts: list[tuple[float, float]] = []
         self._resolved = 0
+        self.clock_us = 0.0
+        """How much later than in the recording its clock is."""
         self.placed: list[tuple[Pause, float, float]] = []
         """Each pause of the replay with its start and end."""
 
@@ -363,6 +365,9 @@ def _document(rank: Rank) -> dict[str, Any]:
                 copy["dur"] = round(rank.host(event["ts"] + event["dur"]) - copy["ts"], 3)
         events.append(copy)
     events.extend(_slices_of_pauses(rank))
+    for event in events:
+        if rank.clock_us and isinstance(event.get("ts"), int | float):
+            event["ts"] = round(event["ts"] + rank.clock_us, 3)
     return {**rank.document, "traceEvents": events}
 
 

@@ -19,11 +19,13 @@ from pathlib import Path
 
 import tracekit
 from benchmarks import perturbation_graph
-from benchmarks.perturbation_graph import Event, Job, Pause, Rank
+from benchmarks.perturbation_graph import Event, Job, Kernel, Pause, Rank
 from tracekit.rules.rule import Finding, Severity
 
 SIZES = (0.05, 0.12, 0.3)
 """How large a change is, as a share of a step."""
+_ROUNDS = 6
+"""How often contention is applied to its own result."""
 MATTERS = 0.03
 """What costs a smaller share of the recording need not be found."""
 
@@ -90,7 +92,11 @@ def data_stall_of_one(job: Job, size: float, rng: random.Random) -> int:
 
 
 def slow_collectives(job: Job, size: float, rng: random.Random) -> None:
-    """Let collectives transfer data more slowly, while the others of a job stay as they are."""
+    """Let collectives of one name transfer data more slowly, in all groups and steps.
+
+    Nothing in the recording shows how fast they could be, so that no slow link is to be found: only that more
+    communication is exposed.
+    """
     names = sorted({members[0][1].event["name"] for members in job.instances})
     name = rng.choice(names)
     for members in job.instances:
@@ -100,13 +106,21 @@ def slow_collectives(job: Job, size: float, rng: random.Random) -> None:
 
 
 def contention(job: Job, size: float, _rng: random.Random) -> None:
-    """Slow compute kernels down while a collective is on the device."""
-    for rank in job.ranks:
-        busy = sorted((k.start, k.end) for k in rank.kernels if k.is_collective)
-        for kernel in rank.kernels:
-            if not kernel.is_collective:
-                both = sum(max(0.0, min(kernel.end, end) - max(kernel.start, start)) for start, end in busy)
-                kernel.stretch = 1 + 3 * size * both / max(kernel.end - kernel.start, 1e-3)
+    """Slow compute kernels down while a collective is on the device.
+
+    What slower kernels delay changes what overlaps, so the slowdown is applied to its own result until that is steady.
+    """
+    slowdown = 1 + 3 * size
+    for _ in range(_ROUNDS):
+        job.replay()
+        for rank in job.ranks:
+            busy = sorted(_placed(kernel) for kernel in rank.kernels if kernel.is_collective)
+            for kernel in rank.kernels:
+                if not kernel.is_collective:
+                    start, stop = _placed(kernel)
+                    both = sum(max(0.0, min(stop, end) - max(start, begin)) for begin, end in busy)
+                    alone = max(kernel.end - kernel.start, 1e-3)
+                    kernel.stretch = min(slowdown, 1 + both * (1 - 1 / slowdown) / alone)
 
 
 def allocation_retries(job: Job, size: float, rng: random.Random) -> None:
@@ -133,9 +147,7 @@ def nameless_save(job: Job, size: float, rng: random.Random) -> None:
 def clock_skew(job: Job, size: float, rng: random.Random) -> None:
     """Let the clock of one rank be late by more than a step: nothing is slower."""
     rank = rng.choice(job.ranks)
-    for event in rank.events:
-        if isinstance(event.get("ts"), int | float):
-            event["ts"] += (1 + 10 * size) * _step_us(rank)
+    rank.clock_us = (1 + 10 * size) * _step_us(rank)
 
 
 def missing_rank(job: Job, _size: float, rng: random.Random) -> None:
@@ -242,7 +254,7 @@ def _matching(
 ) -> tuple[str | None, float | None]:
     """Return code and severity of the finding that reports the change, warnings first, and its cost."""
     for finding in sorted(findings, key=lambda each: (each.severity < Severity.WARNING, -each.cost_ns)):
-        before = max((each.cost_ns for each in control if each.code == finding.code), default=0)
+        before = max((each.cost_ns for each in control if each.id == finding.id), default=0)
         right_rank = culprit is None or not finding.ranks or culprit in finding.ranks
         if finding.code in codes and right_rank and finding.cost_ns - before >= truth_ns / 4:
             return f"{finding.code} {finding.severity.name.lower()}", finding.cost_ns - before
@@ -256,6 +268,12 @@ def _steps(rank: Rank) -> list[tuple[float, float]]:
 def _step_us(rank: Rank) -> float:
     """Return the median step's length: a change takes as long in a step that is longer."""
     return statistics.median(end - start for start, end in _steps(rank))
+
+
+def _placed(kernel: Kernel) -> tuple[float, float]:
+    """Return when a kernel runs in the last replay."""
+    start = kernel.start if kernel.new_start is None else kernel.new_start
+    return start, kernel.end if kernel.new_end is None else kernel.new_end
 
 
 def _slice(category: str, name: str, at: float, dur: float | None) -> Event:
