@@ -20,7 +20,10 @@ def show(run: OpenRun) -> None:
     by_key = findings.by_key(run.report.findings)
     quality = findings.of_families(run.report.findings, ("DATA",))
     judged = {key: finding for key, finding in by_key.items() if key not in quality}
-    st.html(html_fragments.verdict(list(judged.values())) + html_fragments.data_quality(list(quality.values())))
+    st.html(
+        html_fragments.verdict(list(judged.values()), run.report.cannot_judge)
+        + html_fragments.data_quality(list(quality.values()))
+    )
     st.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
     gains = html_fragments.potential_savings(list(judged.values()), run.step_time_ns)
     left, right = st.columns([3, 2]) if gains else (st.container(), None)
@@ -44,7 +47,9 @@ def _findings(judged: Findings, run: OpenRun) -> None:
     severe = {key: finding for key, finding in judged.items() if finding.severity.label != "info"}
     rest = {key: finding for key, finding in judged.items() if key not in severe}
     if not judged:
-        st.caption("No rule found anything in this run.")
+        cannot_judge = run.report.cannot_judge
+        found = "No rule found anything in this run."
+        st.caption(found if cannot_judge is None else f"The rules on time did not run: {cannot_judge}")
     findings.show_all(severe, run)
     if severe and rest:
         with st.expander(f"{len(rest)} more for information"):
@@ -81,7 +86,7 @@ def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) ->
 
 
 def _notes(run: OpenRun) -> None:
-    count = len(run.report.notes)
+    count = len(run.report.blind_spots) or len(run.report.notes)
     if count:
         with st.expander(f"{count} rule{'s' * (count > 1)} could not judge this run, or only part of it"):
             for note in run.report.notes:

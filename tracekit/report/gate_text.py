@@ -59,6 +59,8 @@ def headline(gate: CheckResult) -> str:
     counts += _count(sum(gate.fails_budget(item) for item in gate.budgets), "budget", " broken")
     if counts:
         return f"Failed: {', '.join(counts)}"
+    if gate.report.cannot_judge is not None:
+        return phrases.headline((), gate.report.cannot_judge)
     return f"Passed: nothing new, nothing worse{against}" if gate.baseline else "Passed"
 
 

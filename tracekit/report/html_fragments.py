@@ -25,12 +25,14 @@ def style() -> str:
     return escaping.asset("fragments.css")
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    """Return the verdict on a run in a coloured box: the costliest finding, and how many there are of each severity."""
-    worst = max((finding.severity for finding in findings), default=None)
-    return escaping.fragment(
-        "verdict", worst.label if worst else "good", phrases.headline(findings), phrases.severity_counts(findings)
-    )
+def verdict(findings: Sequence[Finding], cannot_judge: str | None = None) -> str:
+    """Return the verdict on a run in a coloured box: the costliest finding, and how many there are of each severity.
+
+    Of a run that rules cannot judge, it is the reason, `Report.cannot_judge`.
+    """
+    worst = max((finding.severity for finding in findings), default=None if cannot_judge is None else Severity.ERROR)
+    headline = phrases.headline(findings, cannot_judge)
+    return escaping.fragment("verdict", worst.label if worst else "good", headline, phrases.severity_counts(findings))
 
 
 def numbers(figures: Mapping[str, tuple[str, str]]) -> str:

@@ -16,8 +16,10 @@ from tracekit.rules.rule import Finding, Severity
 _MAX_WORD = 60
 
 
-def headline(findings: Sequence[Finding]) -> str:
-    """Return the sentence to read first: the message of the costliest finding."""
+def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> str:
+    """Return the sentence to read first: why the run cannot be judged, else the message of the costliest finding."""
+    if cannot_judge is not None:
+        return f"Cannot judge this run: {cannot_judge}"
     if not findings:
         return "No problems found"
     return max(findings, key=lambda found: (found.impact, found.severity, found.cost_bytes)).message

@@ -59,15 +59,24 @@ def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH,
 
 def _report(report: Report, run: Run, width: int) -> list[RenderableType]:
     return [
-        _verdict(report.findings),
+        *_verdict(report),
         text_layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
         *body(report, run, report.findings, width),
     ]
 
 
-def _verdict(findings: Sequence[Finding]) -> RenderableType:
+def _verdict(report: Report) -> list[RenderableType]:
+    findings, cannot_judge = report.findings, report.cannot_judge
+    if cannot_judge is not None:
+        style = f"{text_layout.BOLD} {text_layout.SEVERITY_STYLES['error']}"
+        unjudged: list[RenderableType] = [text_layout.line((phrases.headline(findings, cannot_judge), style))]
+        return [*unjudged, _counts(findings)] if findings else unjudged
     if not findings:
-        return text_layout.line((phrases.headline(findings), f"{text_layout.BOLD} {text_layout.GOOD}"))
+        return [text_layout.line((phrases.headline(findings), f"{text_layout.BOLD} {text_layout.GOOD}"))]
+    return [_counts(findings)]
+
+
+def _counts(findings: Sequence[Finding]) -> RenderableType:
     worst = max(found.severity for found in findings).label
     costliest = max(findings, key=lambda found: found.impact)
     share = f"{units.share(costliest.impact)} of {phrases.time_noun(costliest)}"

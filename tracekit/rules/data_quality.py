@@ -68,10 +68,17 @@ _KINDS = {
     "no_device_activity": _Kind(
         _ERROR, "Record with ProfilerActivity.CUDA (on AMD too), with no other profiler using CUPTI on the device."
     ),
+    "no_host_activity": _degrading(
+        "Record with ProfilerActivity.CPU too: it records operators and launches. Rules on the host were not judged."
+    ),
+    "host_only": _Kind(_INFO, "If training ran on the device, record with ProfilerActivity.CUDA (on AMD too)."),
     "no_steps": _Kind(_INFO, _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),
     "unlinked": _degrading(
         "Start the profiler a step earlier (warmup=1 or more): work queued before the start has no recorded launch."
+    ),
+    "lost_launches": _degrading(
+        "Profile fewer steps or without stacks and shapes: the profiler drops what it cannot store."
     ),
     "outside_steps": _degrading("Start and stop the profiler at step boundaries. " + _STEP),
     "dropped_events": _degrading("Profile fewer steps or without stacks and shapes, and synchronize before stopping."),
@@ -88,7 +95,7 @@ _KINDS = {
     "overlapping_slices": _degrading("No action needed: overlapping time is counted once."),
 }
 _OTHER = _degrading("Check the evidence, and record again if it matters.")
-_MEASURED = ("unlinked", "outside_steps", "dropped_events", "overlapping_slices")
+_MEASURED = ("unlinked", "lost_launches", "outside_steps", "dropped_events", "overlapping_slices")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Run the rules on a run and rank their findings."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tracekit.conventions import VERSION
 from tracekit.errors import RuleError
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Fact
-from tracekit.rules import all_rules, cost_attribution
+from tracekit.rules import all_rules, cost_attribution, judgeability
 from tracekit.rules.rule import Finding, Input, Report, Rule, sort_findings
 
 
@@ -27,10 +27,13 @@ def check(
     only if there is such a finding. Raises RuleError, with the rule's code, if a rule crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    run.measure([*(fact for rule in chosen for fact in rule.facts), *facts], on_progress)
+    run.measure([*(fact for rule in chosen for fact in rule.facts), *judgeability.FACTS, *facts], on_progress)
     findings: list[Finding] = []
-    blind_spots: dict[str, str] = {}
+    unrecorded = judgeability.blind_spots(run, chosen)
+    blind_spots = dict(unrecorded)
     for rule in chosen:
+        if rule.code in unrecorded:
+            continue
         try:
             blind = rule.blind_spot(run)
             findings += rule.check(run)
@@ -38,11 +41,19 @@ def check(
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
         blind_spots |= {rule.code: blind} if blind else {}
     inputs = tuple(_input(source.path) for source in run.sources)
-    notes = tuple(f"{code}: {blind}" for code, blind in blind_spots.items())
+    notes = tuple(f"{codes}: {blind}" for blind, codes in _by_reason(blind_spots).items())
     report = Report(run, sort_findings(findings), notes, inputs, VERSION)
     return cost_attribution.attribute_costs(
         replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
     )
+
+
+def _by_reason(blind_spots: Mapping[str, str]) -> dict[str, str]:
+    """Return the codes of the rules that each reason stops from judging, as text."""
+    codes: dict[str, list[str]] = {}
+    for code, blind in blind_spots.items():
+        codes.setdefault(blind, []).append(code)
+    return {blind: ", ".join(own) for blind, own in codes.items()}
 
 
 def _input(path: str) -> Input:

@@ -98,6 +98,19 @@ def is_data_quality(code: str) -> bool:
     return code.rstrip("0123456789") == "DATA"
 
 
+TIMED_FAMILIES = ("COMM", "HOST", "RANK", "STREAM")
+"""The families of rules on the time of steps: communication, host, ranks, streams."""
+
+
+def family(code: str) -> str:
+    """Return the letters of a rule's code.
+
+    >>> family("COMM001")
+    'COMM'
+    """
+    return code.rstrip("0123456789")
+
+
 def distinct(table: pl.DataFrame, column: str) -> tuple[int, ...]:
     """Return the distinct values of an integer column, such as the ranks or steps of a finding; nulls are left out."""
     return tuple(table[column].drop_nulls().unique().sort().to_list())
@@ -182,3 +195,11 @@ class Report:
     """The codes of the rules that ran, in order."""
     blind_spots: Mapping[str, str] = field(default_factory=dict)
     """Why rules could not judge the run, by code; each is also a note."""
+
+    @property
+    def cannot_judge(self) -> str | None:
+        """Return why no rule on time, of those that ran, could judge the run; None if one could."""
+        timed = [code for code in self.rules if family(code) in TIMED_FAMILIES]
+        judging = timed or [code for code in self.rules if family(code) != "DATA"]
+        reasons = [self.blind_spots[code] for code in judging if code in self.blind_spots]
+        return reasons[0] if reasons and len(reasons) == len(judging) else None

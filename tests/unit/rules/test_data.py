@@ -87,14 +87,39 @@ def without_launch(trace, *names):
 
 
 def test_work_without_a_launch_counts_by_its_share_of_device_time():
-    trace = drawn_traces.trace("step 0000000000\ncompute aaaaaabbbb")
+    trace = drawn_traces.trace("step 0000000000\ncompute bbbbaaaaaa")
     assert of_trace(without_launch(trace, "b")) == {"unlinked": 0.4}
+
+
+def test_work_without_a_launch_after_launched_work_is_lost_not_queued_before_the_recording():
+    # The stream runs in order of launch: what follows launched work was launched after the recording began.
+    trace = drawn_traces.trace("step 0000000000\ncompute aaaaaabbbb\ncomm xxxxx.....")
+    assert of_trace(without_launch(trace, "b")) == {"lost_launches": 4 / 15}
+    assert of_trace(without_launch(trace, "x")) == {"unlinked": 5 / 15}
+    assert "in the first 5 ns" in trace_quality.data_quality(without_launch(trace, "x"))["message"][0]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ((), "CPU activity was not recorded"),
+        (("cpu_op",), "Launch calls (CUDA or HIP runtime) were not recorded"),
+        (("cpu_op", "runtime"), "No launch call could be matched"),
+    ],
+)
+def test_a_trace_without_any_launch_says_what_was_not_recorded(kinds, message):
+    table = ops(*((f"op {kind}", kind, 0, 1) for kind in kinds))
+    trace = without_launch(drawn_traces.trace("step 00\ncompute ab", ops=table), "a", "b")
+    assert of_trace(trace) == {"no_host_activity": 1.0}
+    assert trace_quality.data_quality(trace)["message"][0].startswith(message)
+    found = judge(drawn_traces.run(trace))["no_host_activity"]
+    assert (found.severity, "ProfilerActivity.CPU" in found.fix) == (Severity.ERROR, True)
 
 
 def test_work_launched_outside_steps_differs_from_work_without_a_launch():
     trace = drawn_traces.trace("step 00000..000\ncompute aaaaabbccc")
     assert of_trace(trace) == {"outside_steps": 0.2}
-    assert of_trace(without_launch(trace, "b")) == {"unlinked": 0.2}
+    assert of_trace(without_launch(trace, "b")) == {"lost_launches": 0.2}
 
 
 def test_without_marked_steps_no_work_is_outside_steps():
@@ -135,6 +160,44 @@ def test_a_cuda_program_without_device_activity_is_affected_as_a_whole():
     assert of_trace(trace) == {"no_device_activity": 1.0}
     assert judge(drawn_traces.run(trace))["no_device_activity"].severity is Severity.ERROR
     assert of_trace(drawn_traces.trace("step 00\ncompute ab", on_device=False)) == {}
+
+
+def test_kernels_that_end_before_the_launches_are_cut_off():
+    table = launches("cudaLaunchKernel", "cudaLaunchKernel", *["cudaLaunchKernel"] * 8)
+    trace = drawn_traces.trace("step 0000000000\ncompute ab........", ops=table)
+    named = dataclasses.replace(trace, header={"deviceProperties": [{"name": "NVIDIA A100"}]})
+    assert of_trace(named) == {"dropped_events": 0.8}
+    message = trace_quality.data_quality(named)["message"][0]
+    assert message.startswith("The kernels of NVIDIA A100 are cut off: 8 of 10 launches follow the last one")
+
+
+NCCL = {"distributedInfo": {"backend": "nccl", "rank": 0}}
+GPUS = {"deviceProperties": [{"name": "NVIDIA A100"}]}
+
+
+@pytest.mark.parametrize(
+    ("header", "issues"),
+    [
+        ({}, {}),
+        (GPUS, {"host_only": 0.0}),
+        (NCCL | GPUS, {"no_device_activity": 1.0}),
+        (NCCL, {"no_device_activity": 1.0}),
+        ({"distributedInfo": {"backend": "gloo"}, "deviceProperties": []}, {}),
+    ],
+)
+def test_host_activity_alone_is_a_cpu_run_unless_something_shows_a_device(header, issues):
+    trace = drawn_traces.trace("step 00\ncompute ab", on_device=False)
+    assert of_trace(dataclasses.replace(trace, header=header)) == issues
+
+
+def test_a_run_without_device_activity_cannot_be_judged_by_rules_on_time():
+    trace = dataclasses.replace(drawn_traces.trace("step 00\ncompute ab", on_device=False), header=NCCL)
+    report = check(drawn_traces.run(trace))
+    assert "no device activity was recorded" in report.cannot_judge
+    assert {code[:-3] for code in report.blind_spots} >= {"COMM", "HOST", "RANK", "STREAM"}
+    assert not any("on the CPU" in note for note in report.notes)
+    other = check(drawn_traces.run(trace, drawn_traces.trace("step 00\ncompute ab", rank=1)))
+    assert other.cannot_judge is None
 
 
 def test_dropped_events_in_the_header_are_reported():

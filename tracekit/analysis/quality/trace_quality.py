@@ -1,7 +1,7 @@
 """Data-quality issues of a trace, each with the share of time that it affects."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import polars as pl
@@ -16,6 +16,8 @@ _Row: TypeAlias = tuple[str, str, float]
 VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
 _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
 _DROPPED = re.compile(r"(?i)dropped (\d+) (activity )?records|exceeded max gpu buffer count")
+_CUT_OFF = 0.9  # of the launches without device activity: then they are not lost one by one
+_CUT_OFF_LEAST = 0.2  # of all launches: fewer may be queued when the recording stops
 _WARM_UP = 2.0  # times the median of the other steps: only a first step takes that long
 
 
@@ -39,18 +41,43 @@ def versions(trace: Trace) -> pl.DataFrame:
 
 
 def _nothing(trace: Trace) -> Iterator[_Row]:
+    """Traces without any work, and those of a GPU training without its kernels."""
     if trace.activities.is_empty():
         yield "no_work", "No compute, communication or copy was recorded, so nothing can be measured.", 1.0
-    elif not trace.on_device:
-        name = pl.col("name")
-        launches = trace.ops.filter(pl.col("kind") == "runtime", name.str.contains(_LAUNCH)).height
-        if launches:
-            yield (
-                "no_device_activity",
-                f"The host launched {launches:,} kernels and copies, but no device recorded any: times are of "
-                "the host.",
-                1.0,
-            )
+        return
+    if trace.on_device:
+        return
+    devices = environment.device_names(trace.header)
+    launches = _launch_calls(trace).height
+    if launches:
+        on = f" on {devices}" if devices else ""
+        yield (
+            "no_device_activity",
+            f"The host launched {launches:,} kernels and copies{on}, but no device activity was recorded, or it was "
+            "cut off: times are of the host.",
+            1.0,
+        )
+    elif (used := _device_use(trace)) is not None:
+        on = f" ({devices})" if devices else ""
+        yield (
+            "no_device_activity",
+            f"The training ran on a device{on}: {used}. Neither kernels nor launches were recorded: times are of the "
+            "host.",
+            1.0,
+        )
+    elif devices:
+        message = f"The machine has {devices}, but only host activity was recorded: it is read as training on the CPU."
+        yield "host_only", message, 0.0
+
+
+def _device_use(trace: Trace) -> str | None:
+    """Return what shows that a trace without device activity is of training on a device; None if nothing does."""
+    info = trace.header.get("distributedInfo")
+    if isinstance(info, Mapping) and info.get("backend") == "nccl":
+        return "its collectives run over NCCL"
+    if trace.allocations["device"].is_not_null().any():
+        return "it allocates device memory"
+    return None
 
 
 def _launches(trace: Trace) -> Iterator[_Row]:
@@ -59,29 +86,81 @@ def _launches(trace: Trace) -> Iterator[_Row]:
         return
     work = trace.activities
     total_ns = max(int(work["dur_ns"].sum()), 1)
-    unlinked = pl.col("launch_id").is_null()
-    lost_ns = int(work.filter(unlinked)["dur_ns"].sum())
-    if lost_ns:
-        share = lost_ns / total_ns
+    if work["launch_id"].is_null().all():
         yield (
-            "unlinked",
-            f"{units.share(share)} of device time has no recorded launch, so its step and cause are not known.",
-            share,
+            "no_host_activity",
+            f"{_unrecorded_launches(trace)}: step, phase and cause of device work are unknown.",
+            1.0,
         )
-    stepless_ns = int(work.filter(~unlinked, pl.col("step").is_null())["dur_ns"].sum())
+        return
+    yield from _unlinked(work, total_ns)
+    stepless_ns = int(work.filter(pl.col("launch_id").is_not_null(), pl.col("step").is_null())["dur_ns"].sum())
     if stepless_ns and not trace.steps["step"].is_null().all():
         share = stepless_ns / total_ns
         yield "outside_steps", f"{units.share(share)} of device time was launched outside the profiled steps.", share
-    launched = trace.ops.filter(pl.col("kind") == "runtime", pl.col("name").str.contains(_LAUNCH))
-    idle = launched.join(work.select(pl.col("launch_id").alias("id")).drop_nulls(), on="id", how="anti")
-    if idle.height:
-        share = idle.height / launched.height
+    yield from _idle_launches(trace)
+
+
+def _unrecorded_launches(trace: Trace) -> str:
+    recorded = trace.ops.filter(pl.col("kind").is_in(["cpu_op", "python", "runtime"]))["kind"].unique().to_list()
+    if "runtime" in recorded:
+        return "No launch call could be matched to device activity"
+    if recorded:
+        return "Launch calls (CUDA or HIP runtime) were not recorded"
+    return "CPU activity was not recorded, neither operators nor launches"
+
+
+def _unlinked(work: pl.DataFrame, total_ns: int) -> Iterator[_Row]:
+    """Work without a launch: queued before the recording if its stream has no launched work before it, else lost."""
+    is_linked = pl.col("launch_id").is_not_null()
+    after_linked = is_linked.cum_max().over("lane")
+    rows = work.sort("start_ns", "id").with_columns(after_linked.alias("after_linked")).filter(~is_linked)
+    queued, lost = rows.filter(~pl.col("after_linked")), rows.filter("after_linked")
+    if (share := int(queued["dur_ns"].sum()) / total_ns) > 0:
+        end_ns = queued.select((pl.col("start_ns") + pl.col("dur_ns")).max()).item()
+        first = units.duration(end_ns - work.select(pl.col("start_ns").min()).item())
         yield (
-            "dropped_events",
-            f"{idle.height:,} of {launched.height:,} launches have no device activity: the profiler dropped it, or it "
-            "ran after recording stopped.",
+            "unlinked",
+            f"{units.share(share)} of device time, all in the first {first}, was launched before the recording began, "
+            "so its step and cause are not known.",
             share,
         )
+    if (share := int(lost["dur_ns"].sum()) / total_ns) > 0:
+        yield (
+            "lost_launches",
+            f"{units.share(share)} of device time has no recorded launch, though earlier work on the same stream has "
+            "one, so its step and cause are not known.",
+            share,
+        )
+
+
+def _idle_launches(trace: Trace) -> Iterator[_Row]:
+    """Launches without device work: cut off behind the last device activity, or lost one by one."""
+    launched = _launch_calls(trace)
+    work = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()
+    idle = launched.join(work, on="id", how="anti")
+    if idle.is_empty():
+        return
+    share = idle.height / launched.height
+    last_ns = launched.join(work, on="id", how="semi")["start_ns"].max()
+    later = 0 if last_ns is None else idle.filter(pl.col("start_ns") > last_ns).height
+    if later < _CUT_OFF * idle.height or share < _CUT_OFF_LEAST:
+        message = (
+            f"{idle.height:,} of {launched.height:,} launches have no device activity: the profiler dropped it, or it "
+            "ran after recording stopped."
+        )
+    else:
+        devices = environment.device_names(trace.header)
+        on = f" of {devices}" if devices else ""
+        message = (
+            f"The kernels{on} are cut off: {later:,} of {launched.height:,} launches follow the last one whose device "
+            "activity was recorded. Only the work before it was judged."
+        )
+    yield "dropped_events", message, share
+
+
+def _launch_calls(trace: Trace) -> pl.DataFrame:
+    return trace.ops.filter(pl.col("kind") == "runtime", pl.col("name").str.contains(_LAUNCH))
 
 
 def _overlaps(trace: Trace) -> Iterator[_Row]:
