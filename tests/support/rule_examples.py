@@ -219,6 +219,35 @@ def copying_run(**columns: object) -> Run:
     return drawn_traces.run(drawn_hosts.trace(picture, columns={"h": pageable | columns}))
 
 
+def stalled_run(*ranks: str, doing: tuple[tuple[str, str, int, int], ...] = (), step: int = 1) -> Run:
+    """Return ranks with three steps of 40 characters, 20 of compute and then an all-reduce.
+
+    In step `step` the host of each rank that is called "late" launches the second half 40 characters (2 ms) later;
+    `doing` is what it does, from the start of that stall. The all-reduce of the others waits.
+    """
+    groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(ranks)))]})
+    traces = []
+    for rank, state in enumerate(ranks):
+        rows = {"step": "", "compute": "", "comm": ""}
+        launched: dict[str, int] = {}
+        for number in range(3):
+            late = 40 * (number == step)
+            half = late if state == "late" else 0
+            begin, letter = len(rows["step"]), "abc"[number]
+            rows["step"] += str(number) * (40 + late)
+            rows["compute"] += letter * 10 + "." * half + letter.upper() * 10 + "." * (20 + late - half)
+            rows["comm"] += "." * (20 + half) + "y" * (19 + late - half) + "."
+            launched |= {letter: 0, letter.upper(): begin + 10 + half - 1 if half else 0}
+        start = 40 * step + 10
+        slices = tuple((name, kind, start + first, start + past) for name, kind, first, past in doing)
+        picture = "\n".join(f"{name} {cells}" for name, cells in rows.items())
+        made = drawn_hosts.trace(
+            picture, launched, slices if state == "late" else (), rank=rank, groups=groups, ops={"y": "all_reduce"}
+        )
+        traces.append(made)
+    return drawn_traces.run(*traces)
+
+
 def queued_run(picture: str) -> Run:
     """Return a run whose work was launched in advance, in order of start; of two at one time the collective first."""
     plain = drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS)
@@ -414,6 +443,11 @@ EXAMPLES: dict[str, Example] = {
     "HOST002": Example(lambda: late_launch_run(late_by=7, reads=True), lambda: late_launch_run(late_by=7)),
     "HOST003": Example(lambda: late_launch_run(late_by=8, loads=True), lambda: late_launch_run(late_by=8)),
     "HOST004": Example(copying_run, lambda: copying_run(phase="checkpoint")),
+    "STEP001": Example(lambda: stalled_run("late", "", ""), lambda: stalled_run("", "", "")),
+    "STEP002": Example(
+        lambda: stalled_run("late", "late", doing=(("cudaMalloc", "runtime", 0, 39),), step=0),
+        lambda: stalled_run("late", "late", step=0),
+    ),
     "RANK001": Example(lambda: straggler_run(0, 3), lambda: straggler_run(0, 0)),
     "RANK002": Example(lambda: slow_link_run(3, 6), lambda: slow_link_run(3, 3)),
     "MEM002": Example(lambda: recomputation_run(10 * GIB), lambda: recomputation_run(5 * GIB)),

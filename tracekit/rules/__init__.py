@@ -22,6 +22,7 @@ from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
+from tracekit.rules.outlier_steps import ColdStart, OutlierStep
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.rule import Rule
 from tracekit.rules.save_stalls import (
@@ -53,6 +54,8 @@ RULES: tuple[type[Rule], ...] = (
     BlockingSync,
     DataStall,
     ExposedCopy,
+    OutlierStep,
+    ColdStart,
     SteadyDeviceAllocation,
     NeedlessRecomputation,
     GrowingMemory,

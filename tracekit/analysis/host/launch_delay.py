@@ -35,7 +35,7 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         .group_by(*_KEY, maintain_order=True)
         .agg(pl.col(*place, "activity_id", "waits", "start_ns").first(), pl.col("dur_ns").sum())
         .join(dry, on="gap", how="left", maintain_order="left")
-        .join(_places(trace), on="activity_id", how="left", maintain_order="left")
+        .join(places(trace), on="activity_id", how="left", maintain_order="left")
         .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
         .pipe(schema.select, GAP_COLUMNS)
     )
@@ -55,8 +55,8 @@ def device_reads(trace: Trace) -> pl.DataFrame:
     return ops.join(inner.select("id"), on="id", how="anti").select(*READ_COLUMNS)
 
 
-def _places(trace: Trace) -> pl.DataFrame:
-    """Return the number of each compute activity among those of its name in its step."""
+def places(trace: Trace) -> pl.DataFrame:
+    """Return the name of each compute activity, and its number among those of its name in its step."""
     nth = pl.int_range(pl.len()).over("step", "lane", "name").cast(pl.Int64)
     work = [launches.work(trace, device).filter(pl.col("kind") == "compute") for device in breakdown.devices(trace)]
     return pl.concat(part.select("name", activity_id="id", nth=nth) for part in work)

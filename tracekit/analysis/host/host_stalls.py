@@ -1,0 +1,148 @@
+"""Host stalls: single long gaps in compute that the host causes, and what the host did in each."""
+
+import numpy as np
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.communication import communication_gap_causes
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.host import launch_delay
+from tracekit.analysis.time import host_state
+from tracekit.model import intervals, schema
+from tracekit.model.sweep_line import Flags
+from tracekit.model.trace import Trace
+
+PROFILER, COMPILE, AUTOTUNE, KERNEL_LOADING, GARBAGE_COLLECTION, RETRY, ALLOCATION, SAVE, DATA, LAUNCH, SYNC, OTHER = (
+    CAUSES
+) = (
+    "profiler", "compile", "autotune", "kernel_loading", "garbage_collection", "retry", "allocation", "save", "data",
+    "launch", "synchronize", "other",
+)  # fmt: skip
+"""What the host did: of those that cover most of a stall the first counts; `other` is Python and ops of any kind."""
+FIRST_USE = (COMPILE, AUTOTUNE, KERNEL_LOADING, ALLOCATION)
+"""Causes that a training has when it does something for the first time."""
+
+COLUMNS = schema.columns(
+    "step gap_step device place nth cause detail name start_ns dur_ns evidence_ns", place=pl.String
+)
+MIN_STALL_NS = 1_000_000
+_MAX_STALLS = 200
+_MIN_COVERED = 0.5
+_LONG_LAUNCH_NS = 1_000_000
+
+_PATTERNS = {
+    # Kineto's overhead events and what the profiler itself calls.
+    PROFILER: r"^(CUPTI|Buffer Flush|Activity Buffer|Instrumentation|Resource$|Overhead)|cupti",
+    COMPILE: r"(?i)\bcompile_fx|compile_inner|backend_compile|_compile_to_module|async_compile|user_compiler|"
+    r"torch[/._]+_dynamo[/._]+convert_frame|dynamo_timed|TorchDynamo Cache Lookup Miss|\bnvrtc|hiprtc|^cuLink",
+    AUTOTUNE: r"(?i)autotun|do_bench\b|cudnnFind|miopenFind|FindConvolution",
+    KERNEL_LOADING: r"^(cu|hip)(Module|Library|Func)(Load|Unload|Get|Set)|^cuKernel[GS]et|"
+    r"^(cuda|hip)(Func[GS]et|GetFuncBy|Occupancy|ModuleLoad|LibraryLoad)|(?i)lazy function loading",
+    GARBAGE_COLLECTION: r"(?i)\bgc[._ ]?collect|garbage.?collect|<built-in (function|method) collect\b|^gc$",
+    ALLOCATION: r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)|"
+    r"^cuMem(Create|Map|Unmap|Release|SetAccess)",
+    DATA: r"^enumerate\(DataLoader\)",
+    LAUNCH: r"^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch",
+    SYNC: host_state.SYNCHRONIZING,
+}
+_FREE = r"^(cuda|hip)Free$"
+_MALLOC = r"^(cuda|hip)Malloc$"
+_MIN_FREES = 2  # in a retry the allocator frees its whole cache
+
+
+def host_stalls(trace: Trace) -> pl.DataFrame:
+    """Return the longest gaps in compute that the host causes, with what it did.
+
+    Columns COLUMNS: step (that launched the compute which ends the gap), gap_step (whose device window the gap is in),
+    place and nth (name of that compute, and its number among those of that name in its step), cause (of CAUSES), detail
+    (the host's state for most of the time, of `host_state.HOST_STATES`), name (of the innermost slice that covers half
+    of the stall; null if none does), evidence_ns (time in slices that show the cause); one row per gap of MIN_STALL_NS
+    or more, by start.
+    """
+    stalls = _stalls(trace)
+    if stalls.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    spans = intervals.from_table(stalls)
+    ops = _ops_during(trace, spans)
+    covered = {cause: _covered(spans, ops, cause) for cause in _PATTERNS}
+    covered[SAVE] = intervals.coverage(spans, intervals.from_table(save_stages.save_spans(trace)))
+    covered[RETRY] = np.where(_flushes(spans, ops), covered[ALLOCATION], 0)
+    lengths = spans[:, 1] - spans[:, 0]
+    order = [cause for cause in CAUSES if cause != OTHER]
+    shares = np.stack([covered[cause] for cause in order]) >= _MIN_COVERED * lengths
+    cause = np.where(shares.any(axis=0), shares.argmax(axis=0), len(order))
+    evidence_ns = np.stack([*(covered[name] for name in order), np.zeros_like(lengths)])[cause, np.arange(len(spans))]
+    return stalls.with_columns(
+        pl.Series("cause", [CAUSES[index] if index < len(order) else OTHER for index in cause.tolist()], pl.String),
+        pl.Series("evidence_ns", evidence_ns, pl.Int64),
+        pl.Series("name", _innermost(spans, ops), pl.String),
+    ).pipe(schema.select, COLUMNS)
+
+
+def _stalls(trace: Trace) -> pl.DataFrame:
+    """Return the host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
+    pieces = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("cause") == communication_gap_causes.HOST)
+    ended_by = trace.activities.select(activity_id="id", launched_in="step")
+    by_state = pieces.group_by("gap", "detail").agg(
+        pl.col("step", "device", "activity_id").first(), pl.col("start_ns").min(), pl.col("dur_ns").sum()
+    )
+    longest = by_state.sort("dur_ns", "detail", descending=[True, False]).group_by("gap", maintain_order=True)
+    stalls = longest.agg(
+        pl.col("step", "device", "activity_id", "detail").first(), pl.col("start_ns").min(), pl.col("dur_ns").sum()
+    )
+    return (
+        stalls.filter(pl.col("dur_ns") >= MIN_STALL_NS)
+        .sort("dur_ns", "start_ns", descending=[True, False])
+        .head(_MAX_STALLS)
+        .join(ended_by, on="activity_id", how="left", maintain_order="left")
+        .join(launch_delay.places(trace), on="activity_id", how="left", maintain_order="left")
+        .rename({"step": "gap_step", "name": "place"})
+        .with_columns(pl.coalesce("launched_in", "gap_step").alias("step"))
+        .sort("start_ns", "device")
+    )
+
+
+def _ops_during(trace: Trace, spans: intervals.Spans) -> pl.DataFrame:
+    """Return the slices of threads that launch work, and the profiler's, which run during any of the spans."""
+    launching = host_state.launching_threads(trace)["lane"].implode()
+    ops = trace.ops.filter(pl.col("lane").is_in(launching) | (pl.col("kind") == "overhead"))
+    inside = intervals.coverage(intervals.from_table(ops), intervals.union(spans)) > 0
+    return ops.filter(pl.Series(inside))
+
+
+def _covered(spans: intervals.Spans, ops: pl.DataFrame, cause: str) -> intervals.Spans:
+    name, is_call = pl.col("name"), pl.col("kind") == "runtime"
+    matching = name.str.contains(_PATTERNS[cause])
+    if cause == PROFILER:
+        matching &= pl.col("kind") == "overhead"
+    elif cause == LAUNCH:
+        # Launches take microseconds: many short ones are a busy host, one long one is a stall.
+        matching &= is_call & (pl.col("dur_ns") >= _LONG_LAUNCH_NS)
+    elif cause == ALLOCATION:
+        matching &= is_call
+    elif cause == DATA:
+        matching |= (pl.col("phase") == conventions.DATA).fill_null(value=False)
+    return intervals.coverage(spans, intervals.union(intervals.from_table(ops.filter(matching))))
+
+
+def _flushes(spans: intervals.Spans, ops: pl.DataFrame) -> Flags:
+    """Return during which spans the allocator freed its cache and allocated again."""
+    counts = []
+    for pattern in (_FREE, _MALLOC):
+        starts = ops.filter(pl.col("kind") == "runtime", pl.col("name").str.contains(pattern))["start_ns"].sort()
+        at = np.searchsorted(starts.to_numpy(), spans[:, [0, 1]])
+        counts.append(at[:, 1] - at[:, 0])
+    return np.asarray((counts[0] >= _MIN_FREES) & (counts[1] >= 1), np.bool_)
+
+
+def _innermost(spans: intervals.Spans, ops: pl.DataFrame) -> list[str | None]:
+    """Return the name of the shortest slice that covers half of each span."""
+    shortest_ns = int(_MIN_COVERED * (spans[:, 1] - spans[:, 0]).min())
+    long = ops.filter(pl.col("dur_ns") >= shortest_ns).sort("dur_ns", "id")
+    starts, ends, names = long["start_ns"].to_numpy(), (long["start_ns"] + long["dur_ns"]).to_numpy(), long["name"]
+    found: list[str | None] = []
+    for start, end in spans.tolist():
+        covers = np.minimum(ends, end) - np.maximum(starts, start) >= _MIN_COVERED * (end - start)
+        found.append(names[int(covers.argmax())] if covers.any() else None)
+    return found

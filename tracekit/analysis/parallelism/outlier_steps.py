@@ -1,0 +1,206 @@
+"""Outlier steps: single stalls of the host that other steps do not have, and the time that the job loses to them."""
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.host import host_stalls
+from tracekit.analysis.time import breakdown
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.sync import alignment
+
+STALL_COLUMNS = schema.columns(
+    "event window rank step gap_step device cause detail name start_ns dur_ns expected_ns excess_ns run_start_ns "
+    "is_first"
+)
+COLUMNS = {
+    **schema.columns("window step is_first cause detail name is_everyone start_ns stall_ns lost_ns"),
+    **schema.columns("step_ns reference_ns window_ns steps"),
+    "ranks": pl.List(pl.Int64),
+}
+_DEVICE = ["window", "rank", "device"]
+_PLACE = [*_DEVICE, "place", "nth"]
+_FEW = 3
+"""With as many other steps or fewer, all of them must contradict a stall."""
+_USUAL_QUANTILE = 0.75
+_RECURRING_RATIO = 0.5
+_ALONE_RATIO = 4.0
+"""In a window of one step: how much longer than the step's third longest a stall must be."""
+_MIN_STEP_RATIO = 0.02
+_SAME_RATIO = 0.5
+_EVERYONE_RATIO = 0.75
+_UNCERTAIN_RATIO = 0.05
+_SHOWN_RATIO = 0.3
+"""Share of a stall by which the step must be longer: otherwise the device had work, or other steps lose as much."""
+
+
+def outlier_stalls(run: Run) -> pl.DataFrame:
+    """Return the stalls of the host that other steps of the same rank do not have; use ``run.run_table``.
+
+    Columns STALL_COLUMNS: expected_ns (how long the same place, or the longest stall of the same cause, takes in other
+    steps), excess_ns, run_start_ns (on the run's clock), is_first (the first step of several), event (number of the
+    group of stalls that overlap in time on several ranks). One row per stall. With three other steps or fewer, each of
+    them must contradict the stall; a window of one step is compared with its own other stalls. Stalls in saves are left
+    out.
+    """
+    stalls = _without_saves(run, run.table(host_stalls.host_stalls)).with_row_index("id")
+    if stalls.is_empty():
+        return pl.DataFrame(schema=STALL_COLUMNS)
+    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
+    counted = steps.group_by(_DEVICE).agg(
+        pl.len().cast(pl.Int64).alias("steps"), pl.col("step").min().alias("first"), pl.col("duration_ns").median()
+    )
+    joined = stalls.join(counted, on=_DEVICE, nulls_equal=True, maintain_order="left")
+    with_usual = joined.with_columns(_usual(joined, steps, [*_DEVICE, "cause"]), _usual(joined, steps, _PLACE))
+    recurs = pl.when(pl.col("usual_cause") >= _RECURRING_RATIO * pl.col("dur_ns")).then("usual_cause").otherwise(0)
+    third_ns = pl.col("dur_ns").sort(descending=True).get(2, null_on_oob=True).over(_DEVICE).fill_null(0)
+    alone_ns = pl.when(pl.col("dur_ns") >= _ALONE_RATIO * third_ns).then(0).otherwise("dur_ns")
+    expected_ns = pl.when(pl.col("steps") > 1).then(pl.max_horizontal(recurs, "usual_place")).otherwise(alone_ns)
+    is_first = (pl.col("steps") > 1) & (pl.col("step") <= pl.col("first"))
+    # The next step's batch is loaded at the end of a step, so the last step of a window shows no loading.
+    is_judged = (pl.col("cause") != host_stalls.DATA) | (pl.col("steps") > _FEW)
+    outliers = (
+        with_usual.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"))
+        .with_columns((pl.col("dur_ns") - pl.col("expected_ns")).alias("excess_ns"))
+        .filter(
+            is_judged,
+            pl.col("excess_ns")
+            >= pl.max_horizontal(_MIN_STEP_RATIO * pl.col("duration_ns"), _SAME_RATIO * pl.col("dur_ns")),
+        )
+    )
+    at_run = outliers.with_columns(pl.col("start_ns").alias("run_start_ns"))
+    aligned = alignment.on_run_clock(at_run, run.offsets, ("run_start_ns",)).sort("window", "run_start_ns", "rank")
+    reach_ns = (pl.col("run_start_ns") + pl.col("dur_ns")).cum_max().shift(1).over("window")
+    starts_event = (pl.col("run_start_ns") > reach_ns).fill_null(value=True)
+    return aligned.with_columns(starts_event.cum_sum().cast(pl.Int64).alias("event")).pipe(schema.select, STALL_COLUMNS)
+
+
+def outlier_steps(run: Run) -> pl.DataFrame:
+    """Return the steps that take longer because the host of one rank, or of all, stalled once; use ``run.run_table``.
+
+    Columns COLUMNS: step (null where none is marked), is_first (the first of several), cause (of `host_stalls.CAUSES`),
+    detail and name of the longest stall, ranks (those that stall; others wait for them), is_everyone (whether all ranks
+    do), stall_ns (how long, beyond what is usual in other steps), lost_ns (the job's: at most what the step takes
+    longer than the reference), step_ns and reference_ns (of the step, and the median of steps without outliers: the
+    median over ranks), window_ns and steps (of the window); one row per step, cause and set of ranks.
+    """
+    events = _events(run)
+    if events.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    lengths = _step_lengths(run)
+    parts = [
+        _priced(own, lengths.filter(pl.col("window") == window))
+        for (window,), own in events.group_by("window", maintain_order=True)
+    ]
+    return pl.concat(parts).sort("window", "start_ns")
+
+
+def _without_saves(run: Run, stalls: pl.DataFrame) -> pl.DataFrame:
+    """Return the stalls outside saves and, where steps are marked, outside steps in which a rank saves."""
+    saving = run.table(save_stages.save_spans).select("window", "step").drop_nulls().unique()
+    rows = stalls.filter(pl.col("cause") != host_stalls.SAVE)
+    for step in ("step", "gap_step"):
+        rows = rows.join(
+            saving, left_on=["window", step], right_on=["window", "step"], how="anti", maintain_order="left"
+        )
+    return rows
+
+
+def _usual(stalls: pl.DataFrame, steps: pl.DataFrame, key: list[str]) -> pl.Series:
+    """Return how long the longest stall with the same key takes in other steps, for each stall."""
+    longest = stalls.group_by(*key, "gap_step").agg(pl.col("dur_ns").max().alias("_other_ns"))
+    of_step = steps.select(*_DEVICE, pl.col("step").alias("_other")).unique()
+    others = (
+        stalls.select("id", *key, "gap_step")
+        .join(of_step, on=_DEVICE, nulls_equal=True)
+        .filter(pl.col("_other").ne_missing(pl.col("gap_step")))
+        .join(longest, left_on=[*key, "_other"], right_on=[*key, "gap_step"], how="left", nulls_equal=True)
+    )
+    taken_ns = pl.col("_other_ns").fill_null(0)
+    usual_ns = pl.when(pl.len() <= _FEW).then(taken_ns.max()).otherwise(taken_ns.quantile(_USUAL_QUANTILE, "higher"))
+    by_stall = others.group_by("id").agg(usual_ns.cast(pl.Int64).alias("usual"))
+    name = f"usual_{'cause' if 'cause' in key else 'place'}"
+    joined = stalls.select("id").join(by_stall, on="id", how="left", maintain_order="left")
+    return joined["usual"].fill_null(0).alias(name)
+
+
+def _events(run: Run) -> pl.DataFrame:
+    """Return the events with their culprits; those of one step, cause and set of ranks are one."""
+    stalls = run.run_table(outlier_stalls)
+    ranks_of = dict(run.table(breakdown.by_rank).group_by("window").agg(pl.col("rank").n_unique()).iter_rows())
+    by_rank = stalls.sort("excess_ns", descending=True).group_by("window", "event", "rank", maintain_order=True)
+    of_ranks = by_rank.agg(
+        pl.col("step", "gap_step", "is_first", "cause", "detail", "name").first(),
+        pl.col("run_start_ns").min().alias("start_ns"), pl.col("excess_ns").sum(),
+    )  # fmt: skip
+    culprits = of_ranks.filter(pl.col("excess_ns") >= _SAME_RATIO * pl.col("excess_ns").max().over("window", "event"))
+    events = (
+        culprits.group_by("window", "event", maintain_order=True)
+        .agg(
+            pl.col("step", "gap_step", "is_first", "cause", "detail", "name").first(),
+            pl.col("start_ns").min(), pl.col("excess_ns").median().cast(pl.Int64).alias("stall_ns"),
+            pl.col("rank").unique().sort().alias("ranks"),
+        )
+        .with_columns(ranks_of=pl.col("window").replace_strict(ranks_of, return_dtype=pl.Int64))
+        .with_columns(
+            is_everyone=(pl.col("ranks").list.len() >= _EVERYONE_RATIO * pl.col("ranks_of")) & (pl.col("ranks_of") > 1)
+        )
+    )  # fmt: skip
+    largest = events.sort("stall_ns", descending=True)
+    key = [
+        "window",
+        "gap_step",
+        "cause",
+        "is_everyone",
+        pl.when("is_everyone").then(None).otherwise("ranks").alias("_of"),
+    ]
+    return largest.group_by(key, maintain_order=True).agg(
+        pl.col("step", "is_first", "detail", "name", "ranks").first(),
+        pl.col("start_ns").min(), pl.col("stall_ns").sum(),
+    ).drop("_of")  # fmt: skip
+
+
+def _step_lengths(run: Run) -> pl.DataFrame:
+    """Return the median rank's device window of each step. Columns window, step, duration_ns."""
+    of_rank = run.table(breakdown.by_step).group_by("window", "rank", "step").agg(pl.col("duration_ns").max())
+    return of_rank.group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("window", "step")
+
+
+def _priced(events: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:
+    """Return the events of one window with what the job loses to each.
+
+    What a step takes longer than the reference is shared out among its events, the longest stall first. A stall costs
+    at most that, and the spread of the other steps besides if the step shows it.
+    """
+    length_of = dict(lengths.select("step", "duration_ns").iter_rows())
+    reference_ns, spread_ns = _reference({*events["step"].to_list(), *events["gap_step"].to_list()}, length_of)
+    longer_ns = {step: max(0, ns - reference_ns) if len(length_of) > 1 else ns for step, ns in length_of.items()}
+    window = {
+        "window_ns": sum(length_of.values()),
+        "steps": len(length_of),
+        "reference_ns": reference_ns if len(length_of) > 1 else None,
+    }
+    rows = []
+    for event in events.sort("stall_ns", descending=True).iter_rows(named=True):
+        places = list(dict.fromkeys((event["step"], event["gap_step"])))
+        shown_ns = sum(longer_ns.get(step, 0) for step in places)
+        lost_ns = min(event["stall_ns"], shown_ns + (spread_ns if shown_ns >= _SHOWN_RATIO * event["stall_ns"] else 0))
+        left_ns = lost_ns
+        for step in places:
+            part_ns = min(left_ns, longer_ns.get(step, 0))
+            longer_ns[step], left_ns = longer_ns.get(step, 0) - part_ns, left_ns - part_ns
+        rows.append({**event, **window, "lost_ns": lost_ns, "step_ns": length_of.get(event["step"])})
+    return pl.DataFrame(rows, schema=COLUMNS)
+
+
+def _reference(stalled: set[int | None], length_of: dict[int | None, int]) -> tuple[int, int]:
+    """Return the median of the steps without outliers, and their spread; the first step counts if there is no other."""
+    first = min((step for step in length_of if step is not None), default=None)
+    for left_out in ({*stalled, first}, stalled):
+        clean = [ns for step, ns in length_of.items() if step not in left_out]
+        if clean:
+            median_ns = sorted(clean)[(len(clean) - 1) // 2]
+            spread_ns = max(abs(ns - median_ns) for ns in clean)
+            return median_ns, spread_ns if len(clean) > 1 else int(_UNCERTAIN_RATIO * median_ns)
+    shortest_ns = min(length_of.values(), default=0)
+    return shortest_ns, int(_UNCERTAIN_RATIO * shortest_ns)

@@ -1,0 +1,268 @@
+"""Rules on steps that are not like the others: outlier steps, and the cold start of a window."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.host import host_stalls
+from tracekit.analysis.parallelism import outlier_steps
+from tracekit.analysis.time import breakdown, host_state
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
+from tracekit.sync import collective_matching
+
+_FACTS: tuple[Fact, ...] = (
+    host_stalls.host_stalls,
+    breakdown.by_step,
+    breakdown.by_rank,
+    save_stages.save_spans,
+    collective_matching.calls,
+)
+_EVIDENCE_ROWS = 40
+_PAIR = 2
+_HOST_DOES = {
+    host_stalls.RETRY: "frees the allocator's cache and allocates again (cudaMalloc failed: an allocation retry)",
+    host_stalls.ALLOCATION: "allocates device memory",
+    host_stalls.PROFILER: "writes the profiler's buffers, which does not happen without the profiler",
+    host_stalls.COMPILE: "compiles",
+    host_stalls.AUTOTUNE: "tries out kernels (autotuning)",
+    host_stalls.KERNEL_LOADING: "loads kernels at their first use",
+    host_stalls.GARBAGE_COLLECTION: "collects Python's garbage",
+    host_stalls.DATA: "waits for data",
+    host_stalls.LAUNCH: "is blocked in one launch",
+    host_stalls.SYNC: "waits for the device, which is idle",
+}
+_STATE_IS = {
+    host_state.PYTHON: "is in Python or not scheduled",
+    host_state.OP: "is inside an op",
+    host_state.LAUNCH: "is inside a runtime call",
+    host_state.LOCK: "waits for a lock",
+    host_state.RATE_LIMITER: "waits in FSDP's rate limiter",
+}
+_FIXES = {
+    host_stalls.RETRY: "Lower the peak (smaller batch, activation checkpointing), or set "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the next retry may end in an out-of-memory error.",
+    host_stalls.ALLOCATION: "Allocate the largest sizes before training (one step with the longest input), or set "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    host_stalls.PROFILER: "Ignore this step, or record fewer steps and events in a window.",
+    host_stalls.COMPILE: "Find what is compiled again (TORCH_LOGS=recompiles), and mark changing sizes as dynamic.",
+    host_stalls.AUTOTUNE: "Fix the input sizes, or autotune before training: each new size is tried out.",
+    host_stalls.KERNEL_LOADING: "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
+    host_stalls.GARBAGE_COLLECTION: "Call gc.freeze() after the model is built and gc.disable(), and gc.collect() on "
+    "all ranks in the same step.",
+    host_stalls.DATA: "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
+    host_stalls.LAUNCH: "Check what else uses the GPU and the driver at that time (other processes, monitoring, a "
+    "module loaded at its first use).",
+    host_stalls.SYNC: "Check what the host waits for; read values from the device later (non_blocking=True).",
+}
+_FIX_ONE = (
+    "Check what that rank's host does there: garbage collection (gc.freeze, gc.disable and gc.collect on all ranks in "
+    "the same step), logging, other processes on its cores. Record with_stack=True to see the line."
+)
+_FIX_ALL = (
+    "Check what all ranks do there, such as a save, an evaluation or logging, and do it in the background. Mark it "
+    "with torch.profiler.record_function to see its name."
+)
+
+
+@dataclass(frozen=True)
+class OutlierStep(Rule):
+    """A step that takes longer than the others because the host of a rank, or of all ranks, stalled once.
+
+    What it does: reports single stalls that the other steps do not have, with step, rank, cause and the time that the
+    job loses to them over the window: allocation retries, garbage collection, kernels loaded or compiled at their
+    first use, a save or an evaluation that no span names, a launch that blocks.
+
+    Why it costs: the device has no work while the host stalls, and all other ranks wait for that rank in the next
+    collective. Rules on the representative step do not see it.
+
+    How it is measured: gaps in compute of 1 ms or more that the host causes, compared with the same place and with the
+    longest stall of the same cause in the other steps of the rank. With up to three other steps, all of them must be
+    without such a stall; in a window of one step it must be four times as long as the others of that step; unless calls
+    in it prove the cause, it is then information, and left out above `max_alone_ratio` of the window. Stalls that
+    overlap in time on several ranks are one event: of all ranks if three quarters stall as long. The job loses at most
+    the stall, and at most what the step takes longer than the median of the steps without stalls. It is a warning from
+    `min_lost_ratio` of the window; from `min_step_ratio` of a step it is information. On a CPU run, whose ops run on
+    the host and whose threads are often interrupted, only pauses in Python of `min_cpu_step_ratio` of a step count.
+    Saves that have a span belong to CKPT001.
+
+    How to fix: see the cause: for retries a lower peak; gc.disable() and gc.collect() on all ranks in the same step;
+    background saves.
+
+    Blind spots: the window does not show how often it happens. Python and a thread that is not scheduled can be
+    distinguished only with recorded stacks. Steps in which all kernels are slower have no stall.
+    """
+
+    code: ClassVar[str] = "STEP001"
+    facts: ClassVar[tuple[Fact, ...]] = _FACTS
+    min_lost_ratio: float = 0.03
+    min_step_ratio: float = 0.1
+    min_cpu_step_ratio: float = 0.5
+    max_alone_ratio: float = 0.75
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for each cause and set of ranks, the costliest first."""
+        events = run.run_table(outlier_steps.outlier_steps).filter(~is_cold())
+        of = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
+        for _, own in largest_first(events, "lost_ns", "start_ns").group_by("cause", of, maintain_order=True):
+            lost_ns, window_ns = int(own["lost_ns"].sum()), int(own.unique("window")["window_ns"].sum())
+            longest = own.row(0, named=True)
+            if not self._is_clear(run, longest):
+                continue
+            step_ns = longest["reference_ns"] or window_ns
+            least_ns = step_ns * (self.min_step_ratio if self._on_device(run) else self.min_cpu_step_ratio)
+            if lost_ns >= self.min_lost_ratio * window_ns and longest["lost_ns"] >= least_ns / 2:
+                yield self._finding(run, own, self._severity(longest))
+            elif longest["lost_ns"] >= least_ns:
+                yield self._finding(run, own, Severity.INFO)
+
+    def _is_clear(self, run: Run, event: dict[str, Any]) -> bool:
+        """Return whether a stall stands out: on a CPU ops are work, and one step has no other to compare with."""
+        if event["cause"] != host_stalls.OTHER:
+            return True
+        if not self._on_device(run):
+            return bool(event["steps"] > _PAIR and event["detail"] == host_state.PYTHON)
+        is_part = event["stall_ns"] <= self.max_alone_ratio * event["window_ns"]
+        return event["reference_ns"] is not None or bool(is_part)
+
+    def _on_device(self, run: Run) -> bool:
+        return bool(run.table(breakdown.by_step)["device"].is_not_null().any())
+
+    def _severity(self, event: dict[str, Any]) -> Severity:
+        is_proven = event["reference_ns"] is not None or event["cause"] != host_stalls.OTHER
+        return Severity.WARNING if is_proven and event["cause"] != host_stalls.PROFILER else Severity.INFO
+
+    def _finding(self, run: Run, own: pl.DataFrame, severity: Severity) -> Finding:
+        event, windows = own.row(0, named=True), own.unique("window")
+        lost_ns, window_ns, steps = (
+            int(own["lost_ns"].sum()),
+            int(windows["window_ns"].sum()),
+            int(windows["steps"].sum()),
+        )
+        everyone = event["is_everyone"]
+        cause = event["cause"]
+        return Finding(
+            self.code,
+            severity,
+            f"{_where(event)}{_who(event)} for {units.duration(event['stall_ns'])}, while it {_what(event)}"
+            f"{_waits(event, run)}. {_how_often(own, lost_ns, window_ns, steps)}",
+            _FIXES.get(cause, _FIX_ALL if everyone else _FIX_ONE),
+            impact=min(1.0, lost_ns / max(window_ns, 1)),
+            cost_ns=lost_ns // max(steps, 1),
+            confidence=0.8 if event["reference_ns"] is not None else 0.5,
+            ranks=() if everyone else tuple(event["ranks"]),
+            steps=distinct(own, "step"),
+            evidence=_evidence(run, own),
+            subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
+        )
+
+
+@dataclass(frozen=True)
+class ColdStart(Rule):
+    """A window whose first step does things for the first time: it is warm-up, not steady state.
+
+    What it does: reports what the first profiled step spends on first use: device memory that is allocated, kernels
+    that are loaded, compiled or tried out.
+
+    Why it costs: nothing in a long training, but the step is not like the others: its time, its allocations and its
+    launches are not those of steady state.
+
+    How it is measured: stalls of the first step, as in STEP001, whose calls show a first use: cudaMalloc without a
+    flush of the cache, module loading, compiling, autotuning, and long launches on all ranks. From `min_step_ratio` of
+    a step.
+
+    How to fix: profile later steps: schedule(wait=…, warmup=2, …).
+
+    Blind spots: a window of a single step cannot be compared; there the calls are reported where they are.
+    """
+
+    code: ClassVar[str] = "STEP002"
+    facts: ClassVar[tuple[Fact, ...]] = _FACTS
+    min_step_ratio: float = 0.1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding, on all first uses of the run."""
+        events = run.run_table(outlier_steps.outlier_steps).filter(is_cold())
+        events = events.filter(pl.col("lost_ns") >= self.min_step_ratio * pl.col("reference_ns"))
+        if events.is_empty():
+            return
+        event = largest_first(events, "lost_ns", "start_ns").row(0, named=True)
+        lost_ns = int(events["lost_ns"].sum())
+        longest = f"{units.duration(event['stall_ns'])} while the host {_what(event)}"
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"The first profiled step ({event['step']}) is warm-up: it takes {units.duration(lost_ns)} longer than the "
+            f"others ({units.duration(event['reference_ns'])}), {longest}. Judge the other steps.",
+            "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2).",
+            confidence=0.8,
+            steps=distinct(events, "step"),
+            evidence=_evidence(run, events),
+        )
+
+
+def is_cold() -> pl.Expr:
+    """Return whether an event of `outlier_steps.outlier_steps` is a first use in the first step."""
+    loads = pl.col("cause").is_in(host_stalls.FIRST_USE)
+    lazy = pl.col("cause").eq(host_stalls.LAUNCH) & pl.col("is_everyone")
+    return pl.col("is_first") & (loads | lazy)
+
+
+def _where(event: dict[str, Any]) -> str:
+    if event["step"] is None or event["step_ns"] is None:
+        return ""
+    if event["reference_ns"] is None:
+        return f"In step {event['step']}, "
+    longer_ns = max(0, event["step_ns"] - event["reference_ns"])
+    return (
+        f"Step {event['step']} takes {units.duration(longer_ns)} longer than the others "
+        f"({units.duration(event['reference_ns'])}): "
+        if longer_ns >= event["stall_ns"] / 2
+        else f"In step {event['step']}, "
+    )
+
+
+def _who(event: dict[str, Any]) -> str:
+    if event["is_everyone"]:
+        return "the host of every rank stalls"
+    ranks = event["ranks"]
+    return f"the host of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} stalls"
+
+
+def _what(event: dict[str, Any]) -> str:
+    if event["cause"] in _HOST_DOES:
+        inside = event["cause"] in (host_stalls.LAUNCH, host_stalls.SYNC, host_stalls.DATA) and event["name"]
+        return _HOST_DOES[event["cause"]] + (f" ({event['name']})" if inside else "")
+    state = _STATE_IS.get(event["detail"], "is not launching work")
+    return state + (f" ({event['name']})" if event["name"] else "")
+
+
+def _waits(event: dict[str, Any], run: Run) -> str:
+    if event["is_everyone"]:
+        return ", as in a save, an evaluation or logging without a span" if event["cause"] == host_stalls.OTHER else ""
+    return "; the other ranks wait for it" if len(run.ranks) > 1 else ""
+
+
+def _how_often(own: pl.DataFrame, lost_ns: int, window_ns: int, steps: int) -> str:
+    if steps < 2:
+        return f"It costs {units.duration(lost_ns)} ({units.share(lost_ns / max(window_ns, 1))}) of the window."
+    count = own.select(pl.struct("window", "step").n_unique()).item()
+    often = "once" if count == 1 else f"in {count} steps"
+    return (
+        f"It happens {often} in {steps} profiled steps, so it may be rare; there it costs "
+        f"{units.duration(lost_ns)} in total ({units.share(lost_ns / max(window_ns, 1))} of the time)."
+    )
+
+
+def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:
+    stalls = run.run_table(outlier_steps.outlier_stalls)
+    own = stalls.join(
+        events.select("window", "step", "cause").unique(), on=["window", "step", "cause"], how="semi", nulls_equal=True
+    )
+    columns = ("window", "rank", "step", "device", "cause", "detail", "name", "start_ns", "dur_ns", "expected_ns")
+    return largest_first(own, "excess_ns", "rank", "start_ns").select(columns).head(_EVIDENCE_ROWS)
