@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.memory import steady_state
+from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -50,7 +51,9 @@ class SteadyDeviceAllocation(Rule):
     """
 
     code: ClassVar[str] = "MEM001"
-    facts: ClassVar[tuple[Fact, ...]] = (steady_state.device_calls, steady_state.stalls, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        steady_state.device_calls, steady_state.stalls, workload.marks, *steps_without_saves.FACTS,
+    )  # fmt: skip
     min_stall_ratio: float = 0.01
     min_host_ratio: float = 0.05
     warmup_steps: int = 1
@@ -72,7 +75,7 @@ class SteadyDeviceAllocation(Rule):
             f"{worst['calls']:,} device malloc and free calls in {half}{representative_step.describe(worst)} leave the "
             f"device idle for {representative_step.describe_loss(worst, 'stalled_ns')} and take "
             f"{units.duration(worst['host_ns'])} on the host.",
-            _DEVICE_CALLS_FIX,
+            _for(run, _DEVICE_CALLS_FIX),
             impact=worst["stall_ratio"],
             cost_ns=worst["stalled_ns"],
             # With one step, or none, warm-up cannot be separated from steady state.
@@ -115,7 +118,7 @@ class AllocatorRetry(Rule):
     """
 
     code: ClassVar[str] = "MEM007"
-    facts: ClassVar[tuple[Fact, ...]] = (steady_state.retries,)
+    facts: ClassVar[tuple[Fact, ...]] = (steady_state.retries, workload.marks)
     warmup_steps: int = 1
     min_retries: int = 1
 
@@ -139,7 +142,7 @@ class AllocatorRetry(Rule):
             Severity.WARNING,
             f"{_RETRIES}: {worst['retries']} in {worst['steps']} of {own.height} steps on rank {worst['rank']}"
             + (f"; those steps take {units.duration(slowdown_ns)} longer than the others." if slowdown_ns else "."),
-            _RETRY_FIX,
+            _for(run, _RETRY_FIX),
             impact=min(1.0, slowdown_ns * worst["steps"] / own["step_time_ns"].sum()) if slowdown_ns else 0.0,
             cost_ns=int(slowdown_ns * (worst["steps"] / own.height)),
             confidence=0.9,
@@ -160,11 +163,16 @@ class AllocatorRetry(Rule):
             Severity.WARNING,
             f"{_RETRIES}: {worst['retries']} in the {worst['events']:,} events of the memory snapshot of rank "
             f"{worst['rank']}.",
-            _RETRY_FIX,
+            _for(run, _RETRY_FIX),
             confidence=0.8,
             ranks=distinct(retried, "rank"),
             evidence=retried,
         )
+
+
+def _for(run: Run, fix: str) -> str:
+    """Return a fix without what only training needs, where the run infers."""
+    return fix.replace(", activation checkpointing", ", smaller cache") if workload.is_inference(run) else fix
 
 
 def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:

@@ -73,7 +73,7 @@ class SmallCollectives(Rule):
             f"{units.size(int(most['bytes']))}, lose {loss} to latency, about "
             f"{units.duration(int(most['latency_ns']))} each{assumed}. Batching them into "
             f"{int(own['joined'].sum()):,} saves that time.",
-            _LARGER_FIXES.get(strategy.of_run(run) or "", _BATCH_FIX),
+            _batch_fix(strategy.of_run(run), most["op"]),
             confidence=0.7 if most["is_fitted"] else 0.5,
             what_if=WhatIf("small-collectives"),
             evidence=representative_step.evidence(small, loss.row, "lost_ns").select(
@@ -110,11 +110,14 @@ _LARGER_FIXES = {
     ),
     YAFSDP: "Shard larger units: whole layers, not single matrices.",
 }
-_BATCH_FIX = (
-    "Batch them: a flat buffer, torch.distributed._coalescing_manager, or larger buckets (bucket_cap_mb, larger FSDP "
-    "units)."
-)
+_BATCH_FIX = "Batch them: one flat buffer for several tensors, or torch.distributed._coalescing_manager."
+_OWN_OPS = {DDP: ("all_reduce",)} | dict.fromkeys((FSDP1, FSDP2, YAFSDP), ("all_gather", "reduce_scatter"))
+"""The collectives that a wrapper itself starts: its settings batch no others."""
 _EVIDENCE_COLUMNS = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
+
+
+def _batch_fix(used: str | None, op: str) -> str:
+    return _LARGER_FIXES[used] if used is not None and op in _OWN_OPS.get(used, ()) else _BATCH_FIX
 
 
 def _batched(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:

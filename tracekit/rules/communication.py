@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from tracekit import conventions
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.compute import compute_gap_causes, contention
-from tracekit.analysis.parallelism import strategy
+from tracekit.analysis.parallelism import strategy, workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -19,6 +20,7 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, large
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 20
+_SHORT_TYPES = r"(?i)half|float16|bf16|float8|int8|uint8|byte|char"  # compression to 16 bits gains nothing
 _MIN_WAIT_RATIO = 0.02  # share of the step from which the message states the wait for late ranks
 
 
@@ -52,6 +54,7 @@ class ExposedCommunication(Rule):
         breakdown.spans,
         exposed_communication.save_collectives,
         strategy.marks,
+        workload.marks,
         collective_matching.calls,
     )
     info_exposed_ratio: float = 0.1
@@ -123,7 +126,9 @@ class PreparationGap(Rule):
     """
 
     code: ClassVar[str] = "COMM004"
-    facts: ClassVar[tuple[Fact, ...]] = (compute_gap_causes.chains, contention.device_count, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        compute_gap_causes.chains, contention.device_count, strategy.marks, *steps_without_saves.FACTS,
+    )  # fmt: skip
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -138,12 +143,22 @@ class PreparationGap(Rule):
             Severity.INFO,
             f"Compute waits {loss} for copies and casts that prepare collectives, which take "
             f"{units.duration(preparation_ns)}.",
-            "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
-            "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
-            "set_modules_to_backward_prefetch.",
+            _PREPARE_FSDP if strategy.of_run(run) in _SHARDED else _PREPARE_LESS,
             confidence=0.7,
             evidence=representative_step.evidence(chains, loss.row, "lost_ns", _EVIDENCE_ROWS),
         )
+
+
+_SHARDED = (strategy.FSDP1, strategy.FSDP2, strategy.YAFSDP)
+_PREPARE_FSDP = (
+    "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
+    "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
+    "set_modules_to_backward_prefetch."
+)
+_PREPARE_LESS = (
+    "Prepare less: write results into one preallocated buffer, in the layout and type that is sent, instead of "
+    "copying, casting or concatenating before each collective. Or prepare earlier, on the stream of compute."
+)
 
 
 def _preparation_chains(run: Run) -> pl.DataFrame:
@@ -186,8 +201,9 @@ def _message(worst: dict[str, Any]) -> str:
     return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for late ranks."
 
 
-def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
+def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:
     """Return the quoted step's collectives, a row for that step, then the most exposed of other steps and ranks."""
+    collectives = exposed.drop("dtype")
     step_row = pl.DataFrame(
         [
             {name: worst[name] for name in representative_step.KEY}
@@ -210,6 +226,14 @@ def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame) -> str:
     time = largest_first(own.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
     op = time["op"][0] if time.height else None
     gloo = bool(own["name"].str.starts_with("gloo:").any())
+    costliest = own.filter(pl.col("op").eq_missing(pl.lit(op)))
+    backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
     return communication_fixes.fix_for(
-        strategy=strategy.of_run(run), op=op, gloo=gloo, overlapped_ratio=_overlapped_ratio(worst)
+        strategy=strategy.of_run(run),
+        op=op,
+        gloo=gloo,
+        overlapped_ratio=_overlapped_ratio(worst),
+        is_short=bool(costliest["dtype"].drop_nulls().str.contains(_SHORT_TYPES).all() and costliest["dtype"].count()),
+        in_backward=backward_ns * 2 > costliest["exposed_ns"].sum() if costliest["phase"].count() else None,
+        infers=workload.is_inference(run),
     )

@@ -50,6 +50,42 @@ _FIXES = {
         "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), or give each rank more tokens per step."
     ),
 }
+# Those that advise fewer bits, for messages of 16 bits or less.
+_SHORT_FIXES = {
+    (FSDP1, _REDUCE): (
+        "Reduce less often: accumulate gradients under no_sync(), at the cost of memory, or give each rank more tokens "
+        "per step. Gradients are reduced in 16 bits already."
+    ),
+    (FSDP2, _REDUCE): (
+        "Let all-gathers overtake reduce-scatters with set_separate_reduce_scatter_group, or allow more "
+        "reduce-scatters in flight with set_reduce_scatter_max_input_buffers(2). Gradients are reduced in 16 bits "
+        "already."
+    ),
+    (DDP, "all_reduce"): (
+        "All-reduce less often: accumulate gradients under no_sync(), or choose bucket_cap_mb so that the last bucket "
+        "is small. Gradients are reduced in 16 bits already."
+    ),
+    (YAFSDP, _GATHER): (
+        "YaFSDP already prefetches the next unit, in 16 bits: keep weights unsharded with "
+        "fully_shard(reshard_after_forward=False), at the cost of memory, or give each rank more tokens per step."
+    ),
+    (YAFSDP, _REDUCE): (
+        "YaFSDP already overlaps the reduce-scatter with the next layer's backward, in 16 bits: give each rank more "
+        "tokens per step."
+    ),
+}
+_TENSOR_PARALLEL = (
+    "The result of an all-reduce of activations (tensor parallelism) is needed at once, so it cannot start earlier: "
+    "split the batch in two, so that the all-reduce of one half overlaps with the compute of the other; keep the "
+    "tensor-parallel group inside one node and as small as memory allows; or overlap it with its matrix product "
+    "(sequence parallelism with async tensor parallelism{more})."
+)
+_IN_TRAINING, _IN_INFERENCE = ", userbuffers", ", one-shot all-reduce over symmetric memory"
+_UNKNOWN_ALL_REDUCE = (
+    "If these all-reduces reduce gradients, overlap them with backward (DistributedDataParallel, async_op=True) or "
+    "accumulate gradients. If they reduce activations (tensor parallelism), they cannot start earlier: split the batch "
+    "in two to overlap them, or use a smaller tensor-parallel group inside one node."
+)
 _ALL_TO_ALL = "Split the batch in two, so that the all-to-all of one half overlaps with the compute of the other."
 _START_EARLIER = (
     "Start the {op} collectives in the evidence earlier (async_op=True, with wait() where the result is used), or give "
@@ -59,11 +95,30 @@ _START_ANY_EARLIER = _START_EARLIER.replace("{op} ", "")
 _MIN_OVERLAPPED_RATIO = 0.05  # below this share, no communication is overlapped
 
 
-def fix_for(*, strategy: str | None, op: str | None, gloo: bool, overlapped_ratio: float) -> str:
+def fix_for(
+    *,
+    strategy: str | None,
+    op: str | None,
+    gloo: bool,
+    overlapped_ratio: float,
+    is_short: bool = False,
+    in_backward: bool | None = None,
+    infers: bool = False,
+) -> str:
     """Return the fix where collectives of kind `op` are most of the exposed time.
 
-    `overlapped_ratio` is the share of communication that compute overlaps now.
+    `overlapped_ratio` is the share of communication that compute overlaps now, `is_short` whether messages have 16 bits
+    or less, `in_backward` whether most of those collectives are in backward (None where phases are unknown), `infers`
+    whether the run does not train.
     """
+    if op == "all_reduce" and not gloo and strategy in (None, DDP) and (infers or in_backward is False):
+        return _TENSOR_PARALLEL.format(more=_IN_INFERENCE if infers else _IN_TRAINING)
+    if op == "all_reduce" and strategy is None and in_backward is None:
+        return _UNKNOWN_ALL_REDUCE
+    if infers:
+        strategy = None
+    if is_short and (strategy, op) in _SHORT_FIXES:
+        return _SHORT_FIXES[strategy or "", op or ""]
     if gloo and strategy in _GLOO_FIXES and op in (_GATHER, _REDUCE) and overlapped_ratio < _MIN_OVERLAPPED_RATIO:
         return _GLOO_FIXES[strategy]
     if (strategy, op) in _FIXES:

@@ -9,6 +9,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import contention
 from tracekit.analysis.host import launch_delay
+from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import host_state
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -18,7 +19,7 @@ from tracekit.rules.representative_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
-_FACTS: tuple[Fact, ...] = (launch_delay.host_gaps, *steps_without_saves.FACTS, contention.device_count)
+_FACTS: tuple[Fact, ...] = (launch_delay.host_gaps, *steps_without_saves.FACTS, contention.device_count, workload.marks)
 _LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 _ACTIVITIES = {
     host_state.PYTHON: "in Python or not scheduled",
@@ -26,6 +27,10 @@ _ACTIVITIES = {
     host_state.LAUNCH: "inside kernel launches",
     host_state.LOCK: "waiting for a lock",
 }
+_FEWER_LAUNCHES = (
+    "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: torch.compile, "
+    'mode="reduce-overhead" (CUDA graphs), {}.'
+)
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -77,8 +82,11 @@ class LateLaunch(Rule):
             f"The {representative_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
             f"{_ACTIVITIES[most['detail']]}.",
-            "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: torch.compile, "
-            'mode="reduce-overhead" (CUDA graphs), fused optimizers (fused=True), larger micro-batches.',
+            _FEWER_LAUNCHES.format(
+                "larger batches"
+                if workload.is_inference(run)
+                else "fused optimizers (fused=True), larger micro-batches"
+            ),
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
             what_if=WhatIf("late-launch"),

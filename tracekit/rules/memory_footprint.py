@@ -7,6 +7,7 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.analysis.memory import allocations, growth
+from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -185,7 +186,7 @@ class PeakOwner(Rule):
     """
 
     code: ClassVar[str] = "MEM006"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.at_peak,)
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.at_peak, workload.marks)
     min_owned_ratio: float = 0.3
     min_owned_bytes: int = 256 << 20
 
@@ -211,7 +212,7 @@ class PeakOwner(Rule):
             f"({units.share(worst['owned_ratio'])}) of the {units.size(worst['peak_bytes'])} peak of rank "
             f"{worst['rank']}, in {worst['count']:,} block{'' if worst['count'] == 1 else 's'}"
             f"{_allocation_site(worst['module'], worst['stack'])}.",
-            _fix(worst["op"]),
+            _fix(worst["op"], infers=workload.is_inference(run)),
             cost_bytes=worst["bytes"],
             confidence=0.8,
             ranks=distinct(owned, "rank"),
@@ -224,6 +225,9 @@ def _allocation_site(module: str | None, stack: str | None) -> str:
     return f", most of it for {', '.join(map(str, known))}" if known else ""
 
 
-def _fix(op: str) -> str:
+def _fix(op: str, *, infers: bool) -> str:
     alternative = next((fix for names, fix in _ALTERNATIVES if any(name in op for name in names)), None)
+    if infers:  # nothing is stored for backward
+        fix = alternative or "use a smaller batch or shorter chunks of the input"
+        return f"{fix[0].upper()}{fix[1:]}."
     return f"Use activation checkpointing around this op, or {alternative or 'use a smaller micro-batch'}."

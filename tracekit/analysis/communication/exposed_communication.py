@@ -9,7 +9,7 @@ from tracekit.model import intervals, schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
-COLUMNS = schema.columns("activity_id step device lane name op unit phase start_ns dur_ns exposed_ns")
+COLUMNS = schema.columns("activity_id step device lane name op dtype unit phase start_ns dur_ns exposed_ns")
 SPAN_COLUMNS = {"device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64}
 STEP_COLUMNS = schema.columns("window rank") | breakdown.COLUMNS | schema.columns("exposed_ns waited_ns")
 _OF = ("window", "rank", "device")
@@ -22,7 +22,7 @@ def exposed(trace: Trace) -> pl.DataFrame:
     Concurrent collectives each count the same exposed time, so sums over activities may exceed the breakdown's.
     """
     training = breakdown.communication(trace).filter(pl.col("phase").ne_missing(conventions.CHECKPOINT))
-    known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
+    known = trace.collectives.select(pl.col("activity_id").alias("id"), "op", "dtype")
     calls = breakdown.with_exposure(trace, training).join(known, on="id", how="left", maintain_order="left")
     return calls.rename({"id": "activity_id"}).select(*COLUMNS)
 
