@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.checkpoint import save_stages, saves, stalls
+from tracekit.analysis.checkpoint import save_costs, save_stages, saves, stalls
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -43,7 +44,8 @@ class BlockingCheckpoint(Rule):
     the longest of its saves. Ranks meet after planning, after writing and at the end. Between two meetings, the rank
     with most work of its own is the one the others wait for (waiting is not work), and its longest stage is reported.
     Without a log, spans of the trace that are named like saves (record_function annotations, or functions in traces
-    with stacks) are compared with the profiled steps.
+    with stacks) count: what their steps take longer than the others, at least the device's idle time in them, as a
+    share of the profiled steps. A single save may be rare: it is a warning only if it costs a step or `min_blocked_ms`.
 
     How to fix: save asynchronously with pinned staging; then fix the reported stage.
 
@@ -58,7 +60,7 @@ class BlockingCheckpoint(Rule):
         save_stages.saves,
         save_stages.step_times,
         save_stages.save_spans,
-        save_stages.host_steps,
+        breakdown.by_step,
     )
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
@@ -108,31 +110,38 @@ class BlockingCheckpoint(Rule):
         )
 
     def _by_spans(self, run: Run) -> Finding:
-        spans = run.table(save_stages.save_spans)
+        spans, costs = run.table(save_stages.save_spans), run.run_table(save_costs.save_costs)
         by_rank = largest_first(spans.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
         of_rank = pl.col("rank") == by_rank["rank"][0]
-        own, steps = spans.filter(of_rank).sort("start_ns"), run.table(save_stages.host_steps).filter(of_rank)
+        own = spans.filter(of_rank).sort("start_ns")
         longest = largest_first(own, "dur_ns").row(0, named=True)
-        inside_ns = int(own.drop_nulls("step")["dur_ns"].sum())
-        share = inside_ns / int(steps["dur_ns"].sum()) if steps.height else 0.0
+        lost_ns, window_ns, steps = (int(costs[name].sum()) for name in ("lost_ns", "window_ns", "steps"))
+        share = min(1.0, lost_ns / window_ns) if window_ns else 0.0
+        one = own.height == 1
+        counted = "1 save" if one else f"{own.height} saves"
+        of_steps = f" and cost{'s' * one} {units.share(share)} of the {steps} profiled steps" if share else ""
         # One save does not show how often the run saves: the window may have been placed around it.
         often = own["step"].count() > 1
-        of_steps = f", {units.share(share)} of the {steps.height} profiled steps" if share else ""
         return Finding(
             self.code,
-            Severity.WARNING if often and share > self.max_overhead_ratio else Severity.INFO,
-            f"{own.height} save{'s' * (own.height > 1)} in the trace of rank {longest['rank']} "
-            f"{'block' if own.height > 1 else 'blocks'} training for "
+            Severity.WARNING if share > self.max_overhead_ratio and (often or self._is_long(costs)) else Severity.INFO,
+            f"{counted} in the trace of rank {longest['rank']} block{'s' * one} training for "
             f"{units.duration(int(own['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
-            f"{_inside_spans(own)}" + ("." if often else "; the trace does not show how often the run saves."),
+            f"{_inside_spans(own)}"
+            + ("." if often else "; the trace does not show how often the run saves, so it may be rare."),
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
-            impact=share if often else 0.0,
-            cost_ns=inside_ns // steps.height if often and steps.height else 0,
+            impact=share,
+            cost_ns=lost_ns // steps if steps else 0,
             confidence=0.6 if often else 0.4,
             ranks=distinct(spans, "rank"),
             steps=distinct(spans, "step"),
             evidence=pl.concat([own, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
         )
+
+    def _is_long(self, costs: pl.DataFrame) -> bool:
+        """Return whether a save costs a step or more, or blocks for `min_blocked_ms`."""
+        long = (pl.col("lost_ns") >= pl.col("reference_ns")) | (pl.col("lost_ns") >= self.min_blocked_ms * 1_000_000)
+        return costs.filter(long).height > 0
 
 
 def _stages(run: Run) -> pl.DataFrame:

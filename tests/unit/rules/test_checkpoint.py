@@ -106,17 +106,24 @@ def other_recorder(*spans: tuple[str, int, int], kind="annotation"):
     return drawn_traces.trace(TWO_STEPS, ops=table)
 
 
-def test_two_spans_of_saves_give_their_share_of_the_profiled_steps():
+def test_two_spans_of_saves_cost_the_time_in_which_the_device_is_idle():
+    # The device works for 1 of the 2 of the first save, and 1 of the 3 of the second.
     (found,) = judge(other_recorder(("## checkpoint", 8, 10), ("## checkpoint", 17, 20))).findings
-    assert (found.severity, found.impact, found.cost_ns) == (Severity.WARNING, 0.25, 2)
-    assert "2 saves in the trace of rank 0 block training for 5 ns, 25.0% of the 2 profiled steps" in found.message
+    assert (found.severity, found.impact, found.cost_ns) == (Severity.WARNING, 0.15, 1)
+    assert "2 saves in the trace of rank 0 block training for 5 ns and cost 15.0% of the 2 profiled" in found.message
     assert found.evidence.select("start_ns", "dur_ns").rows() == [(8, 2), (17, 3)]
 
 
-def test_one_span_of_a_save_is_information_because_the_interval_is_unknown():
+def test_one_short_save_is_priced_and_is_information_because_the_interval_is_unknown():
     (found,) = judge(other_recorder(("dcp.save", 8, 10))).findings
-    assert (found.severity, found.impact) == (Severity.INFO, 0.0)
-    assert "the trace does not show how often the run saves" in found.message
+    assert (found.severity, found.impact) == (Severity.INFO, 0.05)
+    assert "the trace does not show how often the run saves, so it may be rare" in found.message
+
+
+def test_one_save_that_costs_more_than_a_step_is_a_warning_at_what_its_step_takes_longer():
+    picture = f"step 0000000000{'1' * 40}2222222222\ncompute aaaaaaaaaaaaaa{'.' * 32}aaaabbbbbbbbbb"
+    (found,) = judge(drawn_traces.trace(picture, ops=ops(("dcp.save", "annotation", 12, 46), step=1))).findings
+    assert (found.severity, found.cost_ns) == (Severity.WARNING, 32 // 3)  # idle for 32; steps without saves take 10
 
 
 @pytest.mark.parametrize(

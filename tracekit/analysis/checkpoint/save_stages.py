@@ -104,9 +104,3 @@ def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
 
 def _covered(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
     return intervals.coverage(spans, intervals.from_table(rows))
-
-
-def host_steps(trace: Trace) -> pl.DataFrame:
-    """Return the host windows of the steps. Columns step, start_ns, dur_ns; one row per step that the trace marks."""
-    marked = trace.steps.drop_nulls(["step", "host_start_ns", "host_end_ns"]).unique("step", maintain_order=True)
-    return marked.select("step", start_ns="host_start_ns", dur_ns=pl.col("host_end_ns") - pl.col("host_start_ns"))
