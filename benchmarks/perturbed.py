@@ -57,7 +57,8 @@ def late_host(job: Job, size: float, rng: random.Random) -> int:
     """Let the host of one rank pause in every step, without waiting for the device."""
     rank = rng.choice(job.ranks)
     for start, end in _steps(rank):
-        rank.pauses.append(Pause(start + rng.uniform(0.2, 0.6) * (end - start), size * _step_us(rank)))
+        at = _between_calls(rank, start + rng.uniform(0.2, 0.6) * (end - start))
+        rank.pauses.append(Pause(at, size * _step_us(rank)))
     return rank.number
 
 
@@ -130,7 +131,7 @@ def allocation_retries(job: Job, size: float, rng: random.Random) -> None:
             dur = size * _step_us(rank)
             calls = [_slice("cuda_runtime", "cudaFree", dur * i / 8, dur / 9) for i in range(4)]
             calls += [_slice("cuda_runtime", "cudaMalloc", dur * (4 + i) / 8, dur / 9) for i in range(4)]
-            place = start + rng.uniform(0.2, 0.6) * (end - start)
+            place = _between_calls(rank, start + rng.uniform(0.2, 0.6) * (end - start))
             rank.pauses.append(Pause(place, dur, drains=True, slices=tuple(calls)))
 
 
@@ -159,7 +160,8 @@ def pause_of_one(job: Job, size: float, rng: random.Random) -> int:
     """Let the host of one rank pause once, as for a garbage collection, for as long as it takes to be seen."""
     rank = rng.choice(job.ranks)
     start, end = rng.choice(_steps(rank))
-    rank.pauses.append(Pause(start + rng.uniform(0.1, 0.3) * (end - start), 3 * size * _step_us(rank)))
+    at = _between_calls(rank, start + rng.uniform(0.1, 0.3) * (end - start))
+    rank.pauses.append(Pause(at, 3 * size * _step_us(rank)))
     return rank.number
 
 
@@ -167,7 +169,7 @@ def late_group(job: Job, size: float, _rng: random.Random) -> None:
     """Let two ranks, as of one host, launch late in every step."""
     for rank in (job.ranks[0], job.ranks[-1]):
         for start, end in _steps(rank):
-            rank.pauses.append(Pause(start + 0.1 * (end - start), size * _step_us(rank)))
+            rank.pauses.append(Pause(_between_calls(rank, start + 0.1 * (end - start)), size * _step_us(rank)))
 
 
 KINDS = (
@@ -280,7 +282,21 @@ def _slice(category: str, name: str, at: float, dur: float | None) -> Event:
     return {"cat": category, "name": name, "ts": at, "dur": dur, "args": {}}
 
 
+def _between_calls(rank: Rank, at: float) -> float:
+    """Return the first moment from `at` on at which the host is in no op or runtime call.
+
+    Python runs only there: a pause inside a call, such as a cudaMalloc, would be a longer call instead.
+    """
+    for event in rank.host_slices:
+        if event["ts"] > at:
+            break
+        if event["cat"] != "user_annotation":
+            at = max(at, float(event["ts"] + event["dur"]) + 0.01)
+    return at
+
+
 def _drain(rank: Rank, at: float, dur: float, name: str) -> None:
+    at = _between_calls(rank, at)
     if name.startswith("cuda"):
         slices = (_slice("cuda_runtime", name, 0.5, None),)
     else:

@@ -1,7 +1,7 @@
 """Rules on the host: late launches, blocking synchronization, and data loading."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import polars as pl
@@ -198,14 +198,16 @@ class DataStall(Rule):
     """A device that waits for the next batch.
 
     What it does: reports steps in which compute is idle for more than `min_stall_ratio` of the time because the host is
-    loading data.
+    loading data; or, where the device still had queued work, in which a replay without data loading is faster by
+    `min_saved_ratio`.
 
-    Why it costs: the device is idle until the batch is loaded and copied.
+    Why it costs: the device is idle until the batch is loaded and copied. With queued work it is idle later, when the
+    launches that the loading delayed are missing.
 
     How it is measured: gaps in compute that are the host's, as far as it is in the phase data or in the data loader's
-    __next__. The next step's batch is loaded at the end of a step's device window; the last step of a window shows no
-    loading and is left out if there are others. Steps that save are left out. The message quotes the representative
-    step of the worst device.
+    __next__; for the replay, all of that time in a step's device window. The next step's batch is loaded at the end of
+    a step's device window; the last step of a window shows no loading and is left out if there are others. Steps that
+    save are left out. The message quotes the representative step of the worst device.
 
     How to fix: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True), cheaper decoding
     and augmentation, data on faster or local storage, batches prepared ahead on another thread.
@@ -215,28 +217,58 @@ class DataStall(Rule):
     """
 
     code: ClassVar[str] = "HOST003"
-    facts: ClassVar[tuple[Fact, ...]] = _FACTS
+    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, launch_delay.data_waits)
     min_stall_ratio: float = 0.05
+    min_saved_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's representative step exceeds the threshold."""
         late = run.table(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA)
-        last = pl.col("step").eq_missing(pl.col("step").max().over(DEVICE)) & (pl.len().over(DEVICE) > 1)
-        steps = steps_without_saves.losses(run, late, "dur_ns").filter(~last)
-        loss = step_losses.worst(steps, self.min_stall_ratio)
+        loss = step_losses.worst(_all_but_last(run, late), self.min_stall_ratio)
         if loss is None:
+            yield from self._hidden_stall(run)
             return
         yield loss.finding(
             self,
             Severity.WARNING,
             f"Data loading stalls the {representative_step.noun(loss.row)}: compute is idle {loss} while the host "
             "waits for a batch.",
-            "Prefetch batches: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True). "
-            "Or make decoding and augmentation cheaper, or use faster storage.",
+            _PREFETCH,
             confidence=0.9,
             evidence=_evidence(loss, late),
             what_if=WhatIf("data-loading"),
         )
+
+    def _hidden_stall(self, run: Run) -> Iterator[Finding]:
+        """Yield a finding if the host loads data while the device works on queued kernels: a replay sets its cost."""
+        waits = run.table(launch_delay.data_waits)
+        loss = step_losses.worst(_all_but_last(run, waits), self.min_saved_ratio)
+        if loss is None or not _on_device(run):
+            return
+        evidence = representative_step.evidence(waits, loss.row, "dur_ns")
+        finding = loss.finding(
+            self,
+            Severity.WARNING,
+            f"Data loading delays launches: the host waits {loss} for a batch. The device works on queued kernels "
+            "meanwhile, and is idle later because the next ones are launched late.",
+            _PREFETCH,
+            confidence=0.9,
+            evidence=evidence.select("window", "rank", "step", "device", "start_ns", "dur_ns"),
+            what_if=WhatIf("data-loading", self.min_saved_ratio),
+        )
+        yield replace(finding, impact=0.0, cost_ns=0)
+
+
+_PREFETCH = (
+    "Prefetch batches: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True). "
+    "Or make decoding and augmentation cheaper, or use faster storage."
+)
+
+
+def _all_but_last(run: Run, late: pl.DataFrame) -> pl.DataFrame:
+    """Return the loss of each step but the last, in whose window no data is loaded."""
+    last = pl.col("step").eq_missing(pl.col("step").max().over(DEVICE)) & (pl.len().over(DEVICE) > 1)
+    return steps_without_saves.losses(run, late, "dur_ns").filter(~last)
 
 
 def _on_device(run: Run) -> bool:

@@ -1,15 +1,17 @@
 """Launch delay: compute gaps caused by the host, its state in them, and reads of device values."""
 
+import numpy as np
 import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.time import breakdown, host_state, launches
-from tracekit.model import schema
+from tracekit.model import schema, sweep_line
 from tracekit.model.trace import Trace
 
 GAP_COLUMNS = schema.columns("gap device step phase unit name nth detail synced start_ns dur_ns", synced=pl.Boolean)
+WAIT_COLUMNS = schema.columns("device step start_ns dur_ns")
 READ_COLUMNS = schema.columns("step phase unit name start_ns dur_ns")
 _KEY = ("gap", "detail")
 
@@ -39,6 +41,26 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
         .pipe(schema.select, GAP_COLUMNS)
     )
+
+
+def data_waits(trace: Trace) -> pl.DataFrame:
+    """Return the time in which the host loads data, within the device windows of the steps.
+
+    Columns device, step, start_ns, dur_ns; one row per span. The device may be busy with queued work meanwhile.
+    """
+    windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
+    parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
+    for (device,), own in windows.group_by("device", maintain_order=True):
+        spans = own.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)
+        pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
+        loads = host_state.state_at(trace, pieces.start_ns) == host_state.HOST_STATES.index(host_state.DATA)
+        found = own.sort("start_ns")[pieces.of[loads]].select("step").with_columns(
+            pl.lit(device, pl.Int64).alias("device"),
+            pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
+            pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
+        )
+        parts.append(schema.select(found, WAIT_COLUMNS))
+    return pl.concat(parts)
 
 
 def device_reads(trace: Trace) -> pl.DataFrame:

@@ -30,7 +30,8 @@ _LISTED = (
         "blocking-sync",
         "HOST002",
         "the host never waits for the device",
-        "synchronizing calls except those of saves and the allocator; FSDP1's rate limiter stays",
+        "synchronizing calls except those of saves and the allocator, and the host's pause after each; FSDP1's rate "
+        "limiter stays",
     ),
     Cause(
         "rate-limiter",

@@ -25,10 +25,14 @@ def late_launch(graph: Graph) -> Graph:
 
 
 def blocking_sync(graph: Graph) -> Graph:
-    """Remove the host's waits for the device, except those of saves, the allocator and rate limiters."""
+    """Remove the host's waits for the device, and its pauses after them; not those of saves, allocator, rate limiter.
+
+    While the host pauses after a wait, nothing is queued: that pause would be hidden without the wait.
+    """
     if not graph.on_device:
         raise InsufficientDataError("the run was on the CPU, so the host waits for no device")
-    return _without_waits(graph, _in_state(graph, host_state.SYNCHRONIZE))
+    synchronizes = _in_state(graph, host_state.SYNCHRONIZE)
+    return _without_waits(_with_shorter_gaps(graph, _pauses_after(graph, synchronizes)), synchronizes)
 
 
 def rate_limiter(graph: Graph) -> Graph:
@@ -131,6 +135,18 @@ def _gap_ns(graph: Graph, *states: str) -> Ints:
     """Return the host time before each of the ranks' nodes in some states."""
     by_state = np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
     return np.asarray(by_state[:, [host_state.HOST_STATES.index(state) for state in states]].sum(axis=1))
+
+
+def _pauses_after(graph: Graph, calls: Flags) -> Ints:
+    """Return the host time before each node that follows one of the calls that waited, beyond the usual time."""
+    waited = np.zeros(len(graph.own_ns), bool)
+    waited[graph.edges.waiting[graph.edges.awaited >= 0]] = True
+    on_host = np.asarray(graph.column("what") == HOST)
+    previous = graph.chain[: graph.count]
+    follows = on_host & (previous >= 0) & (waited[: graph.count] & calls)[np.clip(previous, 0, graph.count - 1)]
+    gap_ns = _gap_ns(graph, host_state.PYTHON, host_state.OP, host_state.LOCK)
+    usual_ns = int(np.median(gap_ns[on_host])) if on_host.any() else 0
+    return np.where(follows, np.maximum(gap_ns - usual_ns, 0), 0)
 
 
 def _in_state(graph: Graph, what: str) -> Flags:
