@@ -383,8 +383,15 @@ def _around_kernels(copy: Event, event: Event, rank: Rank) -> None:
 def _slices_of_pauses(rank: Rank) -> Iterable[Event]:
     pid, tid = rank.main_thread
     for pause, start, end in rank.placed:
-        for piece in pause.slices:
-            dur = piece["dur"] if piece["dur"] is not None else max(end - start - piece["ts"], 1.0)
+        waited = max(end - start - pause.dur, 0.0) if pause.drains else 0.0
+        for number, piece in enumerate(pause.slices):
+            dur = piece["dur"]
+            if dur is None:
+                dur = max(end - start - piece["ts"], 1.0)
+            elif number == 0:  # the first call, such as cudaFree, waits for the device
+                dur += waited
+            else:
+                piece = {**piece, "ts": piece["ts"] + waited}
             yield {
                 "ph": "X",
                 "pid": pid,

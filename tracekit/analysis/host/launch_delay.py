@@ -54,10 +54,14 @@ def data_waits(trace: Trace) -> pl.DataFrame:
         spans = own.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)
         pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
         loads = host_state.state_at(trace, pieces.start_ns) == host_state.HOST_STATES.index(host_state.DATA)
-        found = own.sort("start_ns")[pieces.of[loads]].select("step").with_columns(
-            pl.lit(device, pl.Int64).alias("device"),
-            pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
-            pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
+        found = (
+            own.sort("start_ns")[pieces.of[loads]]
+            .select("step")
+            .with_columns(
+                pl.lit(device, pl.Int64).alias("device"),
+                pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
+                pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
+            )
         )
         parts.append(schema.select(found, WAIT_COLUMNS))
     return pl.concat(parts)

@@ -17,7 +17,7 @@ STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns w
 BY_RANK_COLUMNS = schema.columns("cause rank duration_ns replayed_ns without_ns saved_ns")
 AND = " and "
 """Joins the names of causes that are removed together."""
-MAX_ERROR_RATIO = 0.02
+MAX_ERROR_RATIO = 0.05
 """The largest relative error of the unchanged replay at which it may price findings."""
 
 

@@ -1,0 +1,60 @@
+"""One trouble, one price: public recordings into which an independent program put a trouble of known cost."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from benchmarks import perturbation_graph, perturbed
+from tracekit.rules.rule import Severity
+
+FOLDER = Path(__file__).parents[3] / "shared" / "traces" / "torchrec_v100_4ranks"
+SIZE = 0.3
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the downloaded traces are not in ../shared")
+
+
+@pytest.fixture(scope="module")
+def control():
+    return costs(tracekit.check(tracekit.load(FOLDER)).findings)
+
+
+def costs(findings):
+    return {each.code: each.cost_ns for each in findings if each.severity >= Severity.WARNING}
+
+
+def priced(name, scratch):
+    """Return the costs of the warnings about a changed recording, and the truth per step."""
+    job = perturbation_graph.load(FOLDER.glob("*.json.gz"))
+    kind = next(each for each in perturbed.KINDS if each.name == name)
+    kind.apply(job, SIZE, random.Random(name))
+    found = perturbed.checked(job, scratch)
+    return costs(found), 1000 * job.lost_us / len(job.ranks[0].steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "error"),
+    [
+        ("data stall", "HOST003", 0.15),
+        ("data stall of one rank", "HOST003", 0.15),
+        # The first step is warm-up: what its retry delays in the next step's window counts there.
+        ("allocation retries", "MEM001", 0.25),
+    ],
+)
+def test_the_cause_that_a_person_can_remove_has_the_price(name, code, error, control, tmp_path):
+    found, truth_ns = priced(name, tmp_path)
+    assert found[code] - control.get(code, 0) == pytest.approx(truth_ns, rel=error)
+    # Late launches and late ranks are its consequences.
+    for consequence in ("HOST001", "RANK001"):
+        assert found.get(consequence, 0) - control.get(consequence, 0) < 0.25 * truth_ns
+
+
+def test_reading_scalars_is_priced_as_a_blocking_call_and_not_as_late_launches(control, tmp_path):
+    found, truth_ns = priced("reading scalars", tmp_path)
+    assert found["HOST002"] > 0.5 * truth_ns
+    assert found.get("HOST001", 0) <= control["HOST001"]
+
+
+def test_no_data_stall_is_reported_where_the_host_loads_no_data(control):
+    assert "HOST003" not in control
