@@ -70,7 +70,7 @@ def with_baseline(path: str = "runs/today") -> CheckResult:
     changes = (
         worse,
         change("compute_ns", 6e6, 6e6),
-        change("exposed_communication_ns", 2e6, 5e6, samples=3, recordings=1),
+        change("exposed_communication_ns", 2e6, 5e6, samples=2, recordings=1),
         change("idle_ns", 2e6, 1.5e6),
     )
     return CheckResult(

@@ -50,6 +50,7 @@ class BaselineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: tuple[str, ...] | None = None
     min_change_ratio: Ratio = Thresholds.min_change_ratio
     confidence: Annotated[float, Meta(ge=0.5, lt=1)] = Thresholds.confidence
+    min_new_cost_ratio: Ratio = Thresholds.min_new_cost_ratio
 
 
 class SettingsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,7 +244,7 @@ def _resolved(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings
 def _baseline_thresholds(table: BaselineTable) -> Thresholds:
     known = metrics.compared_metrics()
     keys = None if table.metrics is None else tuple(metrics.find(name, known).key for name in table.metrics)
-    return Thresholds(keys, table.min_change_ratio, table.confidence)
+    return Thresholds(keys, table.min_change_ratio, table.confidence, table.min_new_cost_ratio)
 
 
 def _located(key: str, parse: Callable[[Any], T], value: object) -> T:

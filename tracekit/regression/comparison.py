@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression import cpu_starvation, metrics
+from tracekit.regression import cpu_starvation, metrics, step_separation
 from tracekit.regression.baseline import Baseline, flat, shown
 from tracekit.regression.change import Change
 from tracekit.regression.samples import Values, job_samples, run_samples
@@ -122,10 +122,11 @@ def compare_groups(
             f"{b_name} and {a_name} have no metric in common: one of them marks no steps; "
             "call profiler.step() after each optimizer step when recording"
         )
+    changes, separated = step_separation.decided(changes, a_tables, b_tables, ranks, thresholds)
     starved: tuple[str, ...] = ()
     if on_host:
         changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables)
-    return Comparison(a_name, b_name, changes, (*notes, *rank_notes, *starved), thresholds.confidence)
+    return Comparison(a_name, b_name, changes, (*notes, *rank_notes, *separated, *starved), thresholds.confidence)
 
 
 def _differences(reference: RunSamples, candidate: RunSamples, *, allow_different: bool) -> list[str]:

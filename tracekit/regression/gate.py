@@ -1,6 +1,6 @@
 """What a check of one run comes to: which findings count, what got worse, which budgets are broken, what fails."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -14,6 +14,7 @@ from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, compare_groups
+from tracekit.regression.finding_growth import StepGrowth, all_known
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.root_cause import Cause
 from tracekit.regression.thresholds import Thresholds
@@ -139,7 +140,7 @@ def judge(
     known = baseline.known_findings
     return replace(
         result,
-        findings=_judge_findings(report.findings, fail_on, known),
+        findings=_judge_findings(report.findings, fail_on, known, _is_certain_growth(baseline, candidate, thresholds)),
         comparison=comparison,
         regressions=regressions,
         fixed=_fixed(report, known),
@@ -215,15 +216,28 @@ def _is_on_host(baseline: Baseline) -> bool:
     return baseline.fingerprint.get("device", "cpu") == "cpu"
 
 
+def _is_certain_growth(
+    baseline: Baseline, candidate: Sequence[Recording], thresholds: Thresholds
+) -> Callable[[Finding], bool]:
+    """Return what decides whether a finding costs enough more than in the baseline to fail at any severity."""
+    growth = StepGrowth.of(*([recording.samples for recording in side] for side in (baseline.recordings, candidate)))
+    known = all_known(baseline.known_findings)
+    return lambda finding: growth is not None and growth.is_certain(finding, known, thresholds.min_new_cost_ratio)
+
+
 def _judge_findings(
-    findings: Sequence[Finding], fail_on: Severity | None, known: Mapping[str, tuple[KnownFinding, ...]]
+    findings: Sequence[Finding],
+    fail_on: Severity | None,
+    known: Mapping[str, tuple[KnownFinding, ...]],
+    is_certain_growth: Callable[[Finding], bool] = lambda _: False,
 ) -> tuple[JudgedFinding, ...]:
     judged = []
     for finding in findings:
         before = known.get(finding.id, ())
         is_worse = bool(before) and _is_worse(finding, before)
         status = FindingStatus.WORSE if is_worse else FindingStatus.KNOWN if before else FindingStatus.NEW
-        fails = status is not FindingStatus.KNOWN and fail_on is not None and finding.severity >= fail_on
+        is_judged = status is not FindingStatus.KNOWN and fail_on is not None
+        fails = is_judged and (finding.severity >= (fail_on or Severity.ERROR) or is_certain_growth(finding))
         judged.append(JudgedFinding(finding, status, fails, max((one.impact for one in before), default=None)))
     return tuple(judged)
 

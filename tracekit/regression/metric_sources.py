@@ -11,7 +11,7 @@ from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.communication import collective_instances, exposed_communication
 from tracekit.analysis.compute import flops
 from tracekit.analysis.memory import allocations
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, step_parts
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -22,6 +22,12 @@ _CHECKPOINT_COLUMNS = {
     "checkpoint_written_bytes": "bytes",
     "checkpoint_calls": "calls",
 }
+PART_PREFIX = "part/"
+"""Samples of a step's parts have this prefix: they are no metrics, but show where a step takes longer."""
+DEVICE_PARTS, HOST_PARTS = f"{PART_PREFIX}device/", f"{PART_PREFIX}host/"
+MIN_PART_RATIO = 0.01
+"""A part that takes less of a typical step in every step has no samples."""
+_MAX_PART_NAME = 80
 _PEAKS = {conventions.ALLOCATED_METRIC: "peak_allocated_bytes", conventions.RESERVED_METRIC: "peak_reserved_bytes"}
 
 
@@ -94,6 +100,20 @@ def logged_samples(trace: Trace) -> pl.DataFrame:
     peaks = trace.metrics.clear() if trace.allocations.height else trace.metrics.filter(name.is_in(list(_PEAKS)))
     rows = pl.concat([logged, peaks.with_columns(name.replace(_PEAKS))])
     return rows.select("step", name.alias("metric"), "value")
+
+
+def part_samples(trace: Trace) -> pl.DataFrame:
+    """Return the time of each step by part and name, where that is 1% of the typical step or more in any step.
+
+    Columns step, metric, value; the metric is the part, such as ``part/device/gap/aten::mm``.
+    """
+    rows = step_parts.step_parts(trace)
+    typical_ns = breakdown.by_step(trace)["duration_ns"].median()
+    place = pl.when(pl.col("device").is_null()).then(pl.lit(HOST_PARTS)).otherwise(pl.lit(DEVICE_PARTS))
+    metric = pl.concat_str(place, "part", pl.lit("/"), pl.col("name").str.head(_MAX_PART_NAME)).alias("metric")
+    sums = rows.group_by("step", metric).agg(pl.col("dur_ns").sum().cast(pl.Float64).alias("value"))
+    least_ns = MIN_PART_RATIO * float(str(typical_ns or 0))
+    return sums.filter(pl.col("value").max().over("metric") >= least_ns).sort("metric", "step")
 
 
 TRACE_SOURCES = (

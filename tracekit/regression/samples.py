@@ -11,13 +11,14 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.regression import metrics
-from tracekit.regression.metric_sources import TRACE_SOURCES
+from tracekit.regression.metric_sources import PART_PREFIX, TRACE_SOURCES, part_samples
 from tracekit.regression.metrics import Aggregation, Metric
 
 Values: TypeAlias = npt.NDArray[np.float64]
 
 COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 SAMPLE_COLUMNS = {"rank": pl.Int64, **COLUMNS}
+_PART_RANKS = 8
 _ACROSS_COLUMNS = {"window": pl.Int64, **SAMPLE_COLUMNS}
 
 
@@ -25,11 +26,12 @@ def samples(trace: Trace) -> pl.DataFrame:
     """Return per-step samples of the metrics that one rank measures.
 
     Columns step, metric, value; one row per step (of saves: per step after which something is saved) and metric that
-    the trace has.
+    the trace has, and one per step and part of the step (`step_parts`).
     """
     own = {metric.key: metric for metric in metrics.compared_metrics() if metric.of_trace}
     sources = dict.fromkeys((*TRACE_SOURCES, *(metric.of_trace for metric in own.values() if metric.of_trace)))
-    return pl.concat([_conform(source(trace), COLUMNS, own, source) for source in sources])
+    parts = part_samples(trace).pipe(schema.select, COLUMNS)
+    return pl.concat([*(_conform(source(trace), COLUMNS, own, source) for source in sources), parts])
 
 
 def samples_across(run: Run) -> pl.DataFrame:
@@ -50,6 +52,9 @@ def run_samples(run: Run) -> pl.DataFrame:
     """Return the samples of all metrics of a run. Columns rank, step, metric, value; one row per rank, step, metric."""
     own, across = run.table(samples), run.run_table(samples_across)
     rows = pl.concat([own.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)]).drop_nulls("value")
+    # All ranks wait for a slow one, so a few of them show what every step consists of.
+    shown = sorted(run.ranks)[:_PART_RANKS]
+    rows = rows.filter(~pl.col("metric").str.starts_with(PART_PREFIX) | pl.col("rank").is_in(shown))
     # A rank's logs are read with each of its windows.
     return rows.unique(["rank", "step", "metric"], keep="first", maintain_order=True)
 
@@ -59,6 +64,7 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
 
     A step's sample is that of its worst rank for what all ranks wait for, and the mean over ranks for all else.
     """
+    table = without_parts(table)
     if ranks is not None:
         table = table.filter(pl.col("rank").is_in(ranks))
     value = pl.col("value")
@@ -74,6 +80,11 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
         str(metric): rows["value"].to_numpy().astype(np.float64)
         for (metric,), rows in per_step.sort("metric", "step").group_by("metric", maintain_order=True)
     }
+
+
+def without_parts(table: pl.DataFrame) -> pl.DataFrame:
+    """Return the samples of metrics only."""
+    return table.filter(~pl.col("metric").str.starts_with(PART_PREFIX))
 
 
 def _worst(*, lower_is_better: bool) -> list[str]:

@@ -11,7 +11,7 @@ recording a side ignores that and raises false alarms. Therefore
   steps of a recording leave uncertain of that median is estimated by a circular block bootstrap (Politis and Romano
   1992), since neighbouring steps are alike, and is the least by which recordings must differ;
 - the spread between recordings is estimated from those of both sides and moderated by what is usual for the metric: an
-  empirical Bayes estimate as limma uses for few replicates (Smyth 2004), with the weight of `_PRIOR_DEGREES` further
+  empirical Bayes estimate as limma uses for few replicates (Smyth 2004), with the weight of `PRIOR_DEGREES` further
   recordings. What is usual is the metric's least spread, that of a quiet machine, and half of the scatter of the steps
   within a recording: where steps scatter much, recordings differ much too (docs/gate.md has both). With one recording a
   side its steps are all that is known, and the interval is wide;
@@ -36,7 +36,7 @@ from tracekit.regression.samples import Values
 from tracekit.regression.thresholds import Thresholds
 
 MIN_SAMPLES = 5
-"""Below 5 samples a side, the median of one recording says nothing of the next."""
+"""With fewer samples a bootstrap says nothing of their median: a normal distribution is assumed."""
 SAME_WITHIN = 0.05
 """Two medians are called the same where the whole interval lies within this, relative or in points of a share."""
 MIN_CONTAINER_SHARE = 0.01
@@ -45,11 +45,15 @@ MAX_MORE_SAMPLES = 10_000
 MAX_MORE_RECORDINGS = 100
 
 _MAX_LOGARITHM = 50.0  # changes beyond are cut here: intervals stay finite
-_SCATTER_SHARE = 0.5
+SCATTER_SHARE = 0.5
+"""Recordings of a training differ by about this share of what the steps within one scatter by."""
 _MAD_OF_NORMAL = 1.4826
-_PRIOR_DEGREES = 3.0
+_MAD_OF_FEW = {2: 1.77, 3: 2.2, 4: 2.0}
+"""What few normal samples' median deviation is multiplied by on average: the nearest deviation of three is small."""
+PRIOR_DEGREES = 3.0
 _ENOUGH_RECORDINGS = 3
 _ENOUGH_COUNTS = 2
+_ENOUGH_SAMPLES = 3
 _BOOTSTRAPS = 100
 _SEED = 20261121
 
@@ -88,7 +92,7 @@ def compare_recordings(
         if verdict is Verdict.INCONCLUSIVE:
             more = _more(difference, spread, a, b, scale, limits.confidence)
     else:
-        more = max(1, MIN_SAMPLES - min(a.samples, b.samples)), 0
+        more = max(1, _ENOUGH_SAMPLES - min(a.samples, b.samples)), 0
     return Change(
         metric.key,
         reference=a.center,
@@ -116,14 +120,30 @@ def student_t(probability: float, degrees: float) -> float:
     return float(stdtrit(degrees, probability))
 
 
+def scatter(values: Values) -> float:
+    """Return by how much samples scatter: a robust standard deviation, 0 for a single sample.
+
+    >>> round(scatter(np.array([10.0, 11, 9, 10, 50])), 2)
+    1.48
+    """
+    return deviation_factor(len(values)) * float(np.median(np.abs(values - np.median(values))))
+
+
+def deviation_factor(count: int) -> float:
+    """Return what the median deviation of so many normal samples is multiplied by to be their standard deviation."""
+    return _MAD_OF_FEW.get(count, _MAD_OF_NORMAL)
+
+
 def variance_of_median(values: Values) -> float:
     """Return the variance of the median of a series of neighbouring samples, by a circular block bootstrap.
 
     `scipy.stats.bootstrap` resamples independent observations only, and neighbouring steps are alike.
     """
     count = len(values)
-    if count < MIN_SAMPLES or not np.ptp(values):
+    if count < _ENOUGH_SAMPLES or not np.ptp(values):
         return 0.0
+    if count < MIN_SAMPLES:
+        return math.pi / 2 * float(values.var(ddof=1)) / count  # a bootstrap of so few draws the same ones
     block = max(1, round(count ** (1 / 3)))
     starts = np.random.default_rng(_SEED).integers(0, count, (_BOOTSTRAPS, -(-count // block)))
     drawn = (starts[:, :, None] + np.arange(block)) % count
@@ -148,9 +168,9 @@ class _Observations:
         series = [np.log(values) if logarithmic else values for values in recordings]
         medians = np.array([float(np.median(values)) for values in series])
         within = float(np.mean([variance_of_median(values) for values in series]))
-        deviations = [float(np.median(np.abs(values - np.median(values)))) for values in series]
-        scatter = _MAD_OF_NORMAL * float(np.mean(deviations))
-        return cls(medians, logarithmic, within, scatter, sum(map(len, series)))
+        return cls(
+            medians, logarithmic, within, float(np.mean([scatter(values) for values in series])), sum(map(len, series))
+        )
 
     @property
     def mean(self) -> float:
@@ -209,9 +229,9 @@ class _Spread:
     def of(cls, a: _Observations, b: _Observations, least: float, unit: float) -> "_Spread":
         within_a, within_b = a.within / unit**2, b.within / unit**2
         squares = sum(float(((side.medians - side.mean) ** 2).sum()) for side in (a, b)) / unit**2
-        degrees = _PRIOR_DEGREES + len(a.medians) + len(b.medians) - 2
-        usual = least**2 + (_SCATTER_SHARE * a.scatter / unit) ** 2
-        between = (_PRIOR_DEGREES * (usual + within_a) + squares) / degrees
+        degrees = PRIOR_DEGREES + len(a.medians) + len(b.medians) - 2
+        usual = least**2 + (SCATTER_SHARE * a.scatter / unit) ** 2
+        between = (PRIOR_DEGREES * (usual + within_a) + squares) / degrees
         reference = max(between, within_a)
         # Where the candidate's steps scatter more than the reference's, its own interval is wider.
         candidate = reference + max(0.0, within_b - within_a)
@@ -226,7 +246,7 @@ class _Spread:
 
 def _is_enough(a: _Observations, b: _Observations, least: float) -> bool:
     # Several recordings show the spread even where each has a save or two; counts hardly have any.
-    fewest = _ENOUGH_COUNTS if least == 0 else MIN_SAMPLES
+    fewest = _ENOUGH_COUNTS if least == 0 else _ENOUGH_SAMPLES
     return min(a.samples, b.samples) >= fewest or len(a.medians) >= _ENOUGH_RECORDINGS
 
 

@@ -12,6 +12,7 @@ from tracekit.regression.metrics import metric_of
 
 CONFIDENCE = 0.99
 MIN_CHANGE_RATIO = 0.03
+MIN_NEW_COST_RATIO = 0.05
 
 _LIMIT = re.compile(rf"\s*(?P<metric>\w+)\s*>\s*(?P<number>{quantities.NUMBER})\s*(?P<unit>[%\w]*)\s*\Z")
 
@@ -33,6 +34,8 @@ class Thresholds:
     """The keys of the metrics that fail; None for `failing_metrics`."""
     min_change_ratio: float = MIN_CHANGE_RATIO
     confidence: float = CONFIDENCE
+    min_new_cost_ratio: float = MIN_NEW_COST_RATIO
+    """A finding that is new, or costs so much more of the step than in the baseline, fails whatever its severity."""
 
     def is_failing(self, metric: str) -> bool:
         """Return whether a metric fails a check where it is worse."""

@@ -143,7 +143,7 @@ def test_noise_exceeds_no_limit() -> None:
 
 
 def test_too_few_steps_exceed_no_limit() -> None:
-    assert not parse_limit("step_time>3%").is_exceeded(change("step_time_ns", 100, 200, count=3))
+    assert not parse_limit("step_time>3%").is_exceeded(change("step_time_ns", 100, 200, count=2))
 
 
 @pytest.mark.parametrize(

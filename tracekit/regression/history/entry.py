@@ -13,7 +13,7 @@ from tracekit.model.run import Run
 from tracekit.regression import baseline
 from tracekit.regression.comparison import RunSamples
 from tracekit.regression.history.commits import Commit
-from tracekit.regression.samples import Values, job_samples
+from tracekit.regression.samples import Values, job_samples, without_parts
 
 RECORDED_FACTS = ("arguments", "versions")
 
@@ -179,7 +179,11 @@ def _content(document: Mapping[str, Any], side: RunSamples) -> str:
         return _hash(hashes)[:32]
     order = ["metric", "rank", "step", "value"]
     return _hash(
-        [document["run"]["name"], document["run"].get("created_ns"), side.samples.select(order).sort(order).rows()]
+        [
+            document["run"]["name"],
+            document["run"].get("created_ns"),
+            without_parts(side.samples).select(order).sort(order).rows(),
+        ]
     )[:32]
 
 

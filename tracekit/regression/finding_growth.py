@@ -1,0 +1,69 @@
+"""Whether a finding's cost grew for certain: by more than recordings differ by, and visibly in the step time.
+
+A rule reports a cost from its threshold on, so a finding can be new although next to nothing changed. Therefore the
+cost is compared with what findings of the same code cost in the baseline, and counts only where a step takes longer by
+at least half as much. Runs on a CPU share its processors with other programs; their costs also have to grow by more
+than step times of such recordings differ by (docs/gate.md).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.regression import significance
+from tracekit.regression.baseline import KnownFinding
+from tracekit.regression.metric_sources import DEVICE_PARTS
+from tracekit.regression.metrics import STEP_TIME, metric_of
+from tracekit.regression.samples import Values, job_samples
+from tracekit.rules.rule import Finding
+
+_VISIBLE_SHARE = 0.5
+_DEVIATIONS = 2.0
+
+
+@dataclass(frozen=True)
+class StepGrowth:
+    """By how much the steps of a run take longer than those of its baseline, relative to the baseline's."""
+
+    growth_ratio: float
+    """Of the median step, or of the mean step where that is more: a single stall is in the mean only."""
+    noise_ratio: float
+    """Smaller costs may be the machine's: 0 on a device, which no other program shares."""
+
+    @classmethod
+    def of(cls, reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame]) -> "StepGrowth | None":
+        """Return the growth between the samples of two sides' recordings; None where one has no step time."""
+        a, b = (_step_times(tables) for tables in (reference, candidate))
+        if not a or not b:
+            return None
+        medians = (math.exp(float(np.mean([np.log(np.median(values)) for values in side]))) for side in (a, b))
+        means = (float(np.mean([values.mean() for values in side])) for side in (a, b))
+        growth = max(after / before - 1 for before, after in (tuple(medians), tuple(means)))
+        is_on_device = all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate))
+        return cls(growth, 0.0 if is_on_device else _noise((*a, *b)))
+
+    def is_certain(self, finding: Finding, known: Iterable[KnownFinding], min_cost_ratio: float) -> bool:
+        """Return whether a finding costs so much more of the step than those of its code in the baseline did."""
+        before = max((one.impact for one in known if one.code == finding.code), default=0.0)
+        more = finding.impact - before
+        return more >= max(min_cost_ratio, self.noise_ratio) and self.growth_ratio >= _VISIBLE_SHARE * more
+
+
+def all_known(known: Mapping[str, tuple[KnownFinding, ...]]) -> tuple[KnownFinding, ...]:
+    """Return the findings of a baseline's recordings as one list."""
+    return tuple(one for each in known.values() for one in each)
+
+
+def _step_times(tables: Sequence[pl.DataFrame]) -> list[Values]:
+    found = (job_samples(table).get(STEP_TIME) for table in tables)
+    return [values for values in found if values is not None and len(values) and values.min() > 0]
+
+
+def _noise(recordings: Sequence[Values]) -> float:
+    """Return by how much step times of two recordings of the same training may differ."""
+    scatter = max(significance.scatter(np.log(values)) for values in recordings)
+    spread = math.hypot(metric_of(STEP_TIME).usual_spread, significance.SCATTER_SHARE * scatter)
+    return _DEVIATIONS * math.sqrt(2) * spread
