@@ -4,12 +4,12 @@
 
 Each FOLDER holds the recordings of all ranks of one job. `perturbation_graph` replays them with one change, such as a
 rank whose kernels are slower, and writes what would have been recorded. A change is found if `check` reports it with
-the right code and rank, and the control (the recording replayed unchanged) does not, or at a lower cost.
+the right code and rank, and the control (the recording replayed unchanged) does not, or at a lower cost. Each changed
+recording is also checked with the control as its baseline, at the default settings: what costs 10% or more should fail.
 """
 
 import argparse
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -20,7 +20,11 @@ from pathlib import Path
 import tracekit
 from benchmarks import perturbation_graph
 from benchmarks.perturbation_graph import Event, Job, Kernel, Pause, Rank
-from tracekit.rules.rule import Finding, Severity
+from tracekit.regression import baseline as baselines
+from tracekit.regression import gate
+from tracekit.regression.baseline import Baseline
+from tracekit.rules import engine
+from tracekit.rules.rule import Finding, Report, Severity
 
 SIZES = (0.05, 0.12, 0.3)
 """How large a change is, as a share of a step."""
@@ -28,6 +32,9 @@ _ROUNDS = 6
 """How often contention is applied to its own result."""
 MATTERS = 0.03
 """What costs a smaller share of the recording need not be found."""
+FAILS = 0.1
+"""What costs this share of the recording should fail a check against the control."""
+_NOTHING_SLOWER = ("clock skew", "missing rank")
 
 
 @dataclass(frozen=True)
@@ -209,23 +216,46 @@ class Result:
     """What the finding says that it costs a step, beyond the control's."""
     unexpected: tuple[str, ...]
     """Further warnings that the control does not have, and whose cause is not there."""
+    failures: tuple[str, ...] = ()
+    """What fails a check with the control as its baseline."""
 
     @property
     def matters(self) -> bool:
         """Whether the change costs enough that it should be found."""
-        return self.lost_ratio >= MATTERS and self.kind not in ("clock skew", "missing rank")
+        return self.lost_ratio >= MATTERS and self.kind not in _NOTHING_SLOWER
+
+    @property
+    def should_fail(self) -> bool:
+        """Whether the change costs enough that a check against the control should fail."""
+        return self.lost_ratio >= FAILS and self.kind not in _NOTHING_SLOWER
 
 
-def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, control: Sequence[Finding]) -> Result:
+@dataclass(frozen=True, eq=False)
+class Control:
+    """The recordings replayed unchanged: what `check` says of them, and a baseline of them."""
+
+    findings: Sequence[Finding]
+    baseline: Baseline
+
+    @classmethod
+    def of(cls, report: Report) -> "Control":
+        """Return a control by its report."""
+        return cls(report.findings, baselines.of_reports([(report, report.run)]))
+
+
+def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, control: Control) -> Result:
     """Change a job's recordings, check them, and compare with the control."""
     job = perturbation_graph.load(folder.glob("*.json.gz"))
     steps = max(len(_steps(job.ranks[0])), 1)
     culprit = kind.apply(job, size, random.Random(f"{folder.name} {kind.name} {size} {seed}"))
     length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)
-    findings = checked(job, scratch)
+    with tempfile.TemporaryDirectory(dir=scratch) as written:
+        report = checked(job, Path(written))
+        failures = gate.judge(report, Severity.ERROR, baseline=control.baseline).failures
+    findings = report.findings
     truth_ns = 1000 * job.lost_us / steps
-    found, cost_ns = _matching(findings, control, kind.codes, culprit, truth_ns)
-    known = {(finding.code, finding.subject) for finding in control}
+    found, cost_ns = _matching(findings, control.findings, kind.codes, culprit, truth_ns)
+    known = {(finding.code, finding.subject) for finding in control.findings}
     allowed = {*kind.codes, *kind.also}
     unexpected = [
         f"{finding.code} {finding.subject}"
@@ -235,20 +265,26 @@ def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, con
         and (finding.code, finding.subject) not in known
     ]
     return Result(
-        folder.name, kind.name, size, seed, job.lost_us / length_us, truth_ns, found, cost_ns, tuple(unexpected)
+        folder.name,
+        kind.name,
+        size,
+        seed,
+        job.lost_us / length_us,
+        truth_ns,
+        found,
+        cost_ns,
+        tuple(unexpected),
+        failures,
     )
 
 
-def checked(job: Job, scratch: Path) -> Sequence[Finding]:
-    """Replay a job, write its recordings to a new folder, and return what `check` finds."""
+def checked(job: Job, folder: Path) -> Report:
+    """Replay a job, write its recordings to a folder, and return what `check` finds, measured for a baseline."""
     job.replay()
-    folder = Path(tempfile.mkdtemp(dir=scratch))
     for rank, document in zip(job.ranks, job.documents(), strict=True):
         perturbation_graph.write(document, folder / f"rank{rank.number}.pt.trace.json.gz")
     run = tracekit.load(str(folder), cache=False)
-    findings = list(tracekit.check(run).findings)
-    shutil.rmtree(folder)
-    return findings
+    return engine.check(run, facts=baselines.FACTS)
 
 
 def _matching(
@@ -329,8 +365,9 @@ def _save(job: Job, size: float, rng: random.Random, name: str | None) -> None:
 def table(results: Sequence[Result]) -> list[str]:
     """Return the results as lines of Markdown: for each kind of trouble, over all recordings."""
     lines = [
-        "| trouble | recordings | cost ≥ 3% | found | as a warning | price within 15% | median error | unexpected |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| trouble | recordings | cost ≥ 3% | found | as a warning | price within 15% | median error | unexpected "
+        "| cost ≥ 10% | fails against the control |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in [*dict.fromkeys(result.kind for result in results), None]:
         those = [result for result in results if name in (None, result.kind)]
@@ -346,6 +383,8 @@ def table(results: Sequence[Result]) -> list[str]:
             str(sum(error <= 0.15 for error in errors)),
             f"{statistics.median(errors):.0%}" if errors else "",
             str(sum(len(result.unexpected) for result in those)),
+            str(sum(result.should_fail for result in those)),
+            str(sum(result.should_fail and bool(result.failures) for result in those)),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -367,10 +406,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(lines))
     print()
     for result in results:
-        if (result.matters and not result.found) or result.unexpected:
+        passes = result.should_fail and not result.failures
+        if (result.matters and not result.found) or result.unexpected or passes:
             print(
                 f"{result.folder}, {result.kind} {result.size:.0%}, seed {result.seed}: costs {result.lost_ratio:.1%}, "
                 f"found {result.found}, unexpected {', '.join(result.unexpected) or 'none'}"
+                f"{', passes against the control' * passes}"
             )
     if options.out:
         before, _, rest = options.out.read_text(encoding="utf-8").partition(_BEGIN)
@@ -387,7 +428,8 @@ def _measured(
 ) -> Iterable[Result]:
     for folder in folders:
         job = perturbation_graph.load(folder.glob("*.json.gz"))
-        control = checked(job, scratch)
+        with tempfile.TemporaryDirectory(dir=scratch) as written:
+            control = Control.of(checked(job, Path(written)))
         for kind in kinds:
             if len(job.ranks) < kind.needs_ranks:
                 continue
