@@ -164,7 +164,8 @@ def _separation(reference: Sequence[_Recording], candidate: Sequence[_Recording]
     sides = (*reference, *candidate)
     place = pl.concat([each.parts.select("rank", "part") for each in sides]).unique().sort("rank", "part")
     step_ns = math.exp(float(np.mean([np.median(np.log(each.step_times)) for each in reference])))
-    a, b = _filled(*(_aligned(side, place, "median") for side in (reference, candidate)), MIN_PART_RATIO * step_ns)
+    a, b = _aligned(reference, place, "median"), _aligned(candidate, place, "median")
+    a, b = _filled(a, b, MIN_PART_RATIO * step_ns)
     scatter_a, scatter_b = (
         _over_ranks(np.nan_to_num(_aligned(side, place, "scatter")), place) for side in (reference, candidate)
     )
