@@ -85,4 +85,5 @@ def places(trace: Trace) -> pl.DataFrame:
     """Return the name of each compute activity, and its number among those of its name in its step."""
     nth = pl.int_range(pl.len()).over("step", "lane", "name").cast(pl.Int64)
     work = [launches.work(trace, device).filter(pl.col("kind") == "compute") for device in breakdown.devices(trace)]
-    return pl.concat(part.select("name", activity_id="id", nth=nth) for part in work)
+    none = schema.columns("name activity_id nth", name=pl.String)
+    return pl.concat([pl.DataFrame(schema=none), *(part.select("name", activity_id="id", nth=nth) for part in work)])
