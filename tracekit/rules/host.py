@@ -81,7 +81,7 @@ class LateLaunch(Rule):
             Severity.WARNING if is_certain else Severity.INFO,
             f"The {representative_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
-            f"{_ACTIVITIES[most['detail']]}.",
+            f"{_ACTIVITIES[most['detail']]}.{_line(loss.rows(late))}",
             _FEWER_LAUNCHES.format(
                 "larger batches"
                 if workload.is_inference(run)
@@ -155,7 +155,7 @@ class BlockingSync(Rule):
             self,
             Severity.WARNING,
             f"The host synchronizes with the device: compute is idle {loss} after "
-            f"{loss.rows(late)['gap'].n_unique()} such waits.",
+            f"{loss.rows(late)['gap'].n_unique()} such waits.{_line(loss.rows(late))}",
             _READ_LATER,
             confidence=0.8,
             evidence=_evidence(loss, late),
@@ -232,7 +232,7 @@ class DataStall(Rule):
             self,
             Severity.WARNING,
             f"Data loading stalls the {representative_step.noun(loss.row)}: compute is idle {loss} while the host "
-            "waits for a batch.",
+            f"waits for a batch.{_line(loss.rows(late))}",
             _PREFETCH,
             confidence=0.9,
             evidence=_evidence(loss, late),
@@ -273,6 +273,15 @@ def _all_but_last(run: Run, late: pl.DataFrame) -> pl.DataFrame:
 
 def _on_device(run: Run) -> bool:
     return bool(run.table(contention.device_count)["devices"].sum())
+
+
+def _line(rows: pl.DataFrame) -> str:
+    """Return a sentence on the function with most of the time of host gaps, where stacks were recorded."""
+    sums = rows.drop_nulls("stack").group_by("stack").agg(pl.col("dur_ns").sum())
+    if sums.is_empty():
+        return ""
+    stack, dur_ns = largest_first(sums, "dur_ns", "stack").row(0)
+    return f" {units.duration(dur_ns)} of it is at {stack}."
 
 
 def _evidence(loss: step_losses.StepLoss, late: pl.DataFrame) -> pl.DataFrame:

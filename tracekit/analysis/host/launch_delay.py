@@ -6,11 +6,14 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.host import stacks
 from tracekit.analysis.time import breakdown, host_state, launches
 from tracekit.model import schema, sweep_line
 from tracekit.model.trace import Trace
 
-GAP_COLUMNS = schema.columns("gap device step phase unit name nth detail synced start_ns dur_ns", synced=pl.Boolean)
+GAP_COLUMNS = schema.columns(
+    "gap device step phase unit name nth detail synced start_ns dur_ns stack", synced=pl.Boolean, stack=pl.String
+)
 WAIT_COLUMNS = schema.columns("device step start_ns dur_ns")
 READ_COLUMNS = schema.columns("step phase unit name start_ns dur_ns")
 _KEY = ("gap", "detail")
@@ -22,7 +25,8 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth (its
     number among those of that name in its step, from 0, to find the same place in other steps), detail
     (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
-    start_ns (of the first piece), dur_ns; one row per gap and detail.
+    start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; null without
+    recorded stacks); one row per gap and detail.
     """
     pieces = compute_gap_causes.compute_gap_causes(trace)
     late = pieces.filter(pl.col("cause") == communication_gap_causes.HOST)
@@ -39,6 +43,7 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         .join(dry, on="gap", how="left", maintain_order="left")
         .join(places(trace), on="activity_id", how="left", maintain_order="left")
         .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
+        .pipe(lambda rows: rows.with_columns(_locations(trace, rows)))
         .pipe(schema.select, GAP_COLUMNS)
     )
 
@@ -87,3 +92,7 @@ def places(trace: Trace) -> pl.DataFrame:
     work = [launches.work(trace, device).filter(pl.col("kind") == "compute") for device in breakdown.devices(trace)]
     none = schema.columns("name activity_id nth", name=pl.String)
     return pl.concat([pl.DataFrame(schema=none), *(part.select("name", activity_id="id", nth=nth) for part in work)])
+
+
+def _locations(trace: Trace, rows: pl.DataFrame) -> pl.Series:
+    return stacks.locations_at(trace, (rows["start_ns"] + rows["dur_ns"] // 2).to_numpy())

@@ -3,12 +3,16 @@
 import numpy as np
 import polars as pl
 
-from tracekit.model import intervals
+from tracekit.analysis.time import host_state
+from tracekit.model import intervals, nesting
+from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 COLUMNS = {"file": pl.String, "line": pl.Int64, "function": pl.String, "inside_ns": pl.Int64}
 # torch.profiler's name of a Python function: "src/train.py(12): main", with the line at which it was entered.
 _NAME = r"^(?<file>.+\.py)\((?<line>\d+)\): (?<function>.+)$"
+_FRAMEWORK = r"^(torch/|<)|/torch/|^threading\.py|^queue\.py"
+_MAX_DEPTH = 200
 
 
 def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
@@ -34,6 +38,41 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
         .sort("inside_ns", "id", descending=[True, False])
         .select(list(COLUMNS))
     )
+
+
+def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
+    """Return the innermost function of the program (not of torch) in which a launching thread is at each time.
+
+    Column stack: "train.py(12): main"; null where no such function runs, or no stacks were recorded.
+    """
+    names = trace.ops.filter(pl.col("kind") == "python")["name"].unique()
+    names = names.filter(names.str.contains(_NAME) & ~names.str.contains(_FRAMEWORK))
+    if names.is_empty():
+        return pl.Series("stack", [None] * len(at_ns), pl.String)
+    is_own = (pl.col("kind") == "python") & pl.col("name").is_in(names.implode())
+    ops = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi").with_columns(own=is_own)
+    ops = ops.sort("start_ns", "id").with_row_index("at")
+    row_of = ops.select(parent_id="id", row=pl.col("at").cast(pl.Int64))
+    parent = ops.join(row_of, on="parent_id", how="left", maintain_order="left")["row"].fill_null(-1).to_numpy()
+    own = nesting.nearest(parent, ops["own"].to_numpy())
+    found = np.full(len(at_ns), -1, np.int64)
+    for (_,), thread in ops.select("at", "lane", "start_ns").group_by("lane"):
+        rows = np.append(thread["at"].to_numpy().astype(np.int64), -1)  # the last one for times before the first slice
+        row = rows[np.searchsorted(thread["start_ns"].to_numpy(), at_ns, side="right") - 1]
+        row = _around(row, at_ns, parent, (ops["start_ns"] + ops["dur_ns"]).to_numpy())
+        found = np.maximum(found, np.where(row >= 0, own[np.maximum(row, 0)], -1))  # the one entered last
+    named = pl.DataFrame({"name": ops["name"].gather(np.maximum(found, 0)), "known": found >= 0})
+    return named.select(stack=pl.when("known").then("name")).to_series()
+
+
+def _around(row: Ints, at_ns: Ints, parent: Ints, end_ns: Ints) -> Ints:
+    """Return the innermost slice that still runs at each time: `row` or one around it; -1 for none."""
+    for _ in range(_MAX_DEPTH):
+        ended = (row >= 0) & (end_ns[np.maximum(row, 0)] <= at_ns)
+        if not ended.any():
+            return row
+        row = np.where(ended, parent[np.maximum(row, 0)], row)
+    return np.where(ended, -1, row)
 
 
 def _on_host(trace: Trace, evidence: pl.DataFrame) -> intervals.Spans:
