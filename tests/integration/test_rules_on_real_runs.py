@@ -20,8 +20,10 @@ from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.data_quality import DoubtfulTrace
+from tracekit.rules.engine import check
 from tracekit.rules.fragmentation import FragmentedMemory
-from tracekit.rules.stragglers import UnevenRanks
+from tracekit.rules.rule import Severity
+from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.rules.streams import GiveWay, NeedlessOrder
 
 ROOT = Path(__file__).parents[2]
@@ -386,3 +388,14 @@ def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_during_compute():
     for start, dur, both in calls_of_rank_0.select("start_ns", "dur_ns", "compute_ns").iter_rows():
         assert (kernels[start].end - start, raw.length(raw.common([kernels[start].span], computing))) == (dur, both)
     assert found["alone_bus_bytes_per_s"] == pytest.approx(found["bytes"] * 7 / 8 * 1e9 / found["alone_ns"])
+
+
+def test_a_straggler_of_a_public_run_costs_what_the_others_would_save():
+    # Replayed by an independent graph of the same run (benchmarks/perturbation_graph.py) without waiting for rank 1,
+    # the other ranks end 0.6 ms a step earlier, although they wait 11 ms for it: meanwhile their own hosts launch.
+    run = others("nanogpt_h100_8ranks")
+    found = {each.code: each for each in check(run, [Straggler()]).findings}["RANK001"]
+    assert found.ranks == (1,)
+    assert found.severity is Severity.INFO
+    assert found.cost_ns == pytest.approx(600_000, abs=300_000)
+    assert "Kernels are launched late" in found.message

@@ -36,7 +36,8 @@ class ContendedCompute(Rule):
     bootstrap over steps and units) must exceed `min_slowdown`. The loss is the extra time of the compared kernels,
     extended to the overlap of kernels without a sample alone; at most the step's duration minus its collectives. The
     message quotes the representative step of the worst device. The cost is the saving of a replay without the slowdown
-    (`tracekit whatif`); below `min_cost_ratio`, because the device waits for others anyway, it is information.
+    (`tracekit whatif`); below `min_cost_ratio`, because the device waits for others anyway, it is information, and also
+    as a suspicion: no interval, and fewer than `min_calls` samples.
 
     How to fix: give collectives fewer SMs: NCCL_MAX_CTAS (or ncclConfig.maxCTAs in ProcessGroupNCCL.Options),
     NCCL_CGA_CLUSTER_SIZE, SHARP or copy engines if available (symmetric memory, NCCL 2.28 and later); leave SMs free in
@@ -52,6 +53,7 @@ class ContendedCompute(Rule):
     facts: ClassVar[tuple[Fact, ...]] = (contention.by_step, contention.by_kernel, breakdown.by_step)
     min_slowdown: float = 1.15
     min_cost_ratio: float = 0.02
+    min_calls: int = 10
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
@@ -71,12 +73,13 @@ class ContendedCompute(Rule):
             return
         slowdown = _slowdown_on(slow, loss)
         on_ranks = pl.col("rank").is_in(distinct(loss.steps, "rank"))
+        suspicion = _suspicion(slowdown, self.min_calls)
         kernels = run.table(contention.by_kernel).filter(_DURING_COLLECTIVES, on_ranks)
         quoted_first = kernels.sort(pl.col("rank") == loss.row["rank"], "lost_ns", descending=True)
         yield loss.finding(
             self,
-            Severity.WARNING,
-            f"Kernels take {_interval(slowdown)} as long during collectives as alone. {_cost(loss)}.",
+            Severity.INFO if suspicion else Severity.WARNING,
+            f"Kernels take {_interval(slowdown)} as long during collectives as alone. {_cost(loss)}.{suspicion}",
             "Let collectives use fewer SMs (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or matrix products leave SMs free "
             "(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes (fully_shard on a mesh of two axes).",
             confidence=_confidence(slowdown),
@@ -103,7 +106,8 @@ class StarvedCollectives(Rule):
     lower bound (95% interval, bootstrap over steps and units) must exceed `min_slowdown`. Collectives without a sample
     are assumed to be slowed like the rest of the rank. The loss of a chain of collectives without a gap is at most the
     time that compute waits for it. The message quotes the representative step of the worst device. The cost is the
-    saving of a replay without the slowdown (`tracekit whatif`); below `min_cost_ratio` it is information.
+    saving of a replay without the slowdown (`tracekit whatif`); below `min_cost_ratio` it is information, and also as
+    a suspicion: no interval, and fewer than `min_calls` samples or ranks without a trace.
 
     How to fix: give collectives more SMs (NCCL_MIN_CTAS, NCCL_MIN_NCHANNELS), or their streams a high priority
     (ProcessGroupNCCL.Options.is_high_priority_stream); or start them earlier, so that compute does not wait
@@ -118,6 +122,7 @@ class StarvedCollectives(Rule):
     facts: ClassVar[tuple[Fact, ...]] = (collective_contention.calls, calls, breakdown.by_step)
     min_slowdown: float = 1.2
     min_cost_ratio: float = 0.02
+    min_calls: int = 10
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
@@ -138,10 +143,12 @@ class StarvedCollectives(Rule):
         slowdown = _slowdown_on(slow, loss)
         collectives = run.run_table(collective_contention.compared_calls).filter("judged")
         collectives = collectives.with_columns(pl.col("excess_ns").alias("lost_ns"))
+        suspicion = _suspicion(slowdown, self.min_calls, is_whole=bool(collectives["whole"].all()))
         yield loss.finding(
             self,
-            Severity.WARNING,
-            f"Collectives take {_interval(slowdown)} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}.",
+            Severity.INFO if suspicion else Severity.WARNING,
+            f"Collectives take {_interval(slowdown)} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}."
+            f"{suspicion}",
             "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
             "or start them earlier (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
             confidence=_confidence(slowdown) * (1.0 if collectives["whole"].all() else 0.8),
@@ -164,9 +171,13 @@ def _compute(run: Run) -> pl.DataFrame:
 
 
 def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
-    """Return the devices whose slowdown exceeds `min_slowdown` at its lower bound, with slowdown, low and high."""
+    """Return the devices whose slowdown exceeds `min_slowdown` at its lower bound.
+
+    Columns rank, device, slowdown, low, high, judged_calls.
+    """
     slowed = contention.pool_pairs(steps).filter(pl.coalesce("low", "slowdown") > min_slowdown)
-    return slowed.select("rank", "device", "slowdown", "low", "high")
+    calls = steps.group_by("rank", "device").agg(pl.col("judged_calls").sum())
+    return slowed.select("rank", "device", "slowdown", "low", "high").join(calls, on=["rank", "device"])
 
 
 def _slowdown_on(slow: pl.DataFrame, loss: StepLoss) -> dict[str, Any]:
@@ -177,6 +188,14 @@ def _interval(slowdown: dict[str, Any]) -> str:
     low, high = slowdown["low"], slowdown["high"]
     between = "" if low is None else f" (95% interval {low:.2f} to {high:.2f})"
     return f"{slowdown['slowdown']:.2f} times{between}"
+
+
+def _suspicion(slowdown: dict[str, Any], min_calls: int, *, is_whole: bool = True) -> str:
+    """Return why a slowdown is only a suspicion; empty where there is an interval, or enough samples."""
+    calls = int(slowdown["judged_calls"])
+    if slowdown["low"] is not None or (calls >= min_calls and is_whole):
+        return ""
+    return f" Only {calls} of them could be compared on this rank, so this is a suspicion: record more steps and ranks."
 
 
 def _confidence(slowdown: dict[str, Any]) -> float:

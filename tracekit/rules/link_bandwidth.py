@@ -27,7 +27,8 @@ class SlowLink(Rule):
     groups along the same axis and of the same size (two replicas' shard groups, the rings of two local ranks), in at
     least `min_steps_ratio` of the steps since the first such step; and groups that become slower by that factor at some
     step and stay slow. It is a warning if the exposed part of the difference is `min_lost_ratio` of the step or more,
-    else information.
+    else information; also information, as a suspicion, with fewer than `min_calls` slow collectives, or if they are too
+    small to reach `min_bandwidth_bytes_per_s` over any link.
 
     Why it costs: a ring is as fast as its slowest link (a bad cable, a throttled or misrouted adapter, other traffic),
     and all ranks of the group wait for it.
@@ -54,6 +55,8 @@ class SlowLink(Rule):
     min_steps_ratio: float = 0.75
     min_lost_ratio: float = 0.01
     max_spread_ratio: float = 0.3
+    min_calls: int = 6
+    min_bandwidth_bytes_per_s: int = 100_000_000
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
@@ -127,11 +130,12 @@ class SlowLink(Rule):
         )
         ring = " All members of a ring see its slowest link, so one group does not identify the rank."
         untraced = " Or ranks without a trace arrive late."
-        is_costly = lost_ratio >= self.min_lost_ratio
+        suspicion = self._suspicion(worst)
+        is_costly = lost_ratio >= self.min_lost_ratio and not suspicion
         return Finding(
             self.code,
             Severity.WARNING if is_costly else Severity.INFO,
-            message + ("" if to_peers else ring) + ("" if all_traced else untraced),
+            message + ("" if to_peers else ring) + ("" if all_traced else untraced) + suspicion,
             f"Run nccl-tests (all_reduce_perf) between pairs of {ranks}. Check the transport (NCCL_DEBUG=INFO), link "
             "errors (ibstat, perfquery, nvidia-smi nvlink -e) and NCCL_IB_HCA.",
             impact=min(1.0, lost_ratio),
@@ -144,6 +148,15 @@ class SlowLink(Rule):
             subject=f"{worst['axis']} {ranks}",
             is_of_window=is_of_window,
         )
+
+    def _suspicion(self, worst: dict[str, Any]) -> str:
+        """Return why the finding is only a suspicion; empty where there is enough evidence."""
+        calls = int(worst["slow"]["calls"].sum())
+        if calls < self.min_calls:
+            return f" Only {calls} collectives could be compared, so this is a suspicion: record more steps."
+        if worst["bus_bytes"] * 1_000_000_000 < self.min_bandwidth_bytes_per_s * worst["usual_ns"]:
+            return " The messages are too small to measure bandwidth, so this is a suspicion."
+        return ""
 
 
 def _by_group(table: pl.DataFrame, durations: pl.DataFrame) -> list[pl.DataFrame]:
@@ -158,7 +171,7 @@ def _ranks(worst: dict[str, Any]) -> str:
 
 
 def _speed(worst: dict[str, Any], name: str) -> str:
-    return f"{worst['bus_bytes'] / worst[name]:.1f} GB/s" if worst[name] else "no time"
+    return units.rate(worst["bus_bytes"] * 1_000_000_000 / worst[name]) if worst[name] else "no time"
 
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:

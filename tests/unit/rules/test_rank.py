@@ -124,6 +124,18 @@ def test_a_slow_group_is_compared_with_its_peers():
     assert set(found.evidence["transfer_ns"]) == {6 * CHARACTER_NS}
 
 
+def test_a_slow_group_with_few_collectives_is_a_suspicion():
+    (found,) = judge(rule_examples.slow_link_run(3, 6, 3), SlowLink, min_calls=13)
+    assert found.severity is Severity.INFO
+    assert "Only 12 collectives could be compared, so this is a suspicion" in found.message
+
+
+def test_a_slow_group_with_small_messages_is_a_suspicion():
+    (found,) = judge(rule_examples.slow_link_run(3, 6, 3), SlowLink, min_bandwidth_bytes_per_s=1 << 60)
+    assert found.severity is Severity.INFO
+    assert "too small to measure bandwidth" in found.message
+
+
 @pytest.mark.parametrize(("durations", "fires"), [((4, 6), True), ((5, 6), False)])
 def test_the_slowdown_of_a_group_must_reach_its_threshold(durations, fires):
     assert bool(judge(rule_examples.slow_link_run(*durations), SlowLink)) == fires

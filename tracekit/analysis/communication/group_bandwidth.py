@@ -78,10 +78,11 @@ def transfers(run: Run) -> pl.DataFrame:
 def group_comparison(run: Run) -> pl.DataFrame:
     """Compare each group with others of its axis and size at the same collective of the same step.
 
-    Columns window, group, members, axis, group_size, ranks, step, groups (how many were compared), ratio (median over
-    collectives of its time over the others'), transfer_ns and usual_ns (sums: its own, the others'), bus_bytes (as
-    nccl-tests counts bus bandwidth), exposed_ns, extra_ns (the exposed part of the difference), group_ranks (null where
-    unknown); one row per group and step. Only messages of at least a quarter of the group's largest count.
+    Columns window, group, members, axis, group_size, ranks, step, groups (how many were compared), ratio (median
+    over collectives of its time over the others'), transfer_ns and usual_ns (sums: its own, the others'), bus_bytes
+    (as nccl-tests counts bus bandwidth), exposed_ns, extra_ns (the exposed part of the difference), group_ranks
+    (null where unknown), calls (how many collectives were compared); one row per group and step. Only messages of
+    at least a quarter of the group's largest count.
     """
     place = ["window", "axis", "group_size", "step", *_WHAT]
     each = (
@@ -152,6 +153,7 @@ def _summed(each: pl.DataFrame, by: list[str], *more: str) -> pl.DataFrame:
             (pl.col("transfer_ns") / pl.col("usual_ns")).median().alias("ratio"),
             pl.col("transfer_ns", "usual_ns", "exposed_ns", "extra_ns").sum(),
             (pl.col("bytes") * collective_instances.bus_factor()).sum().alias("bus_bytes"),
+            pl.len().cast(pl.Int64).alias("calls"),
         )
         .sort(by)
     )
