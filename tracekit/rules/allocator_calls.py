@@ -17,6 +17,7 @@ from tracekit.rules import representative_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
+_WARM_UP = " The window has one step, which only allocates: this looks like warm-up."
 _RETRIES = "Allocation retries (cudaMalloc failed, cache flushed)"
 _RETRY_FIX = (
     "Lower the peak (smaller batch, activation checkpointing). If much of the reserved memory is unused, set "
@@ -43,6 +44,7 @@ class SteadyDeviceAllocation(Rule):
     `warmup_steps` profiled steps fill the cache and are left out if there are more; without marked steps, the second
     half of the trace is judged. The message quotes the representative step of the worst rank: a warning from
     `min_stall_ratio` of it, or, if the device hardly waits, information from `min_host_ratio` of it on the host.
+    A window of one marked step that allocates and frees nothing looks like warm-up: it is information.
 
     How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller peak, no empty_cache in the loop.
 
@@ -69,12 +71,15 @@ class SteadyDeviceAllocation(Rule):
             return
         judged = steps.filter(pl.col("calls") > 0)
         half = "the second half of " if worst["step"] is None else ""
+        calls = _calls_of(run, worst)
+        fills = self._only_fills(stalls, representative_step.rows_of(run.table(steady_state.device_calls), worst))
+        warns = worst["stall_ratio"] >= self.min_stall_ratio and not fills
         yield Finding(
             self.code,
-            Severity.WARNING if worst["stall_ratio"] >= self.min_stall_ratio else Severity.INFO,
+            Severity.WARNING if warns else Severity.INFO,
             f"{worst['calls']:,} device malloc and free calls in {half}{representative_step.describe(worst)} leave the "
             f"device idle for {representative_step.describe_loss(worst, 'stalled_ns')} and take "
-            f"{units.duration(worst['host_ns'])} on the host.",
+            f"{units.duration(worst['host_ns'])} on the host.{_WARM_UP if fills else ''}",
             _for(run, _DEVICE_CALLS_FIX),
             impact=worst["stall_ratio"],
             cost_ns=worst["stalled_ns"],
@@ -82,11 +87,16 @@ class SteadyDeviceAllocation(Rule):
             confidence=0.8 if steps["step"].n_unique() > 1 else 0.5,
             ranks=distinct(judged, "rank"),
             steps=distinct(judged, "step"),
-            evidence=_calls_of(run, worst),
-            what_if=WhatIf("allocator") if worst["stall_ratio"] >= self.min_stall_ratio else None,
+            evidence=calls,
+            what_if=WhatIf("allocator") if warns else None,
             subject="device calls",
             is_of_window=worst["step"] is None,
         )
+
+    def _only_fills(self, stalls: pl.DataFrame, calls: pl.DataFrame) -> bool:
+        """Return whether the only step of a run allocates and frees nothing, as warm-up does."""
+        is_alone = stalls["step"].n_unique() == 1 and stalls["step"].is_not_null().all()
+        return bool(is_alone and not calls["name"].str.contains("Free").any())
 
     def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:
         """Return the steps without the first ones of each window, where there are more than those."""

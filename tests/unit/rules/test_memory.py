@@ -62,6 +62,12 @@ def test_calls_in_the_first_step_only_are_not_reported():
     assert judge(device_malloc_run(CHURNING, (0, 10, 16))) == ()
 
 
+def test_one_step_that_only_allocates_is_taken_for_warm_up():
+    (found,) = judge(device_malloc_run("step 00000000000000000000\ncompute aaaaaaaaaa......aaaa", (0, 10, 16)))
+    assert found.severity == Severity.INFO
+    assert "this looks like warm-up" in found.message
+
+
 def test_the_length_of_warm_up_can_be_set():
     run = device_malloc_run(CHURNING, (0, 10, 16), (1, 30, 36), (2, 50, 51))
     assert judge(run, warmup_steps=2)[0].cost_ns == 1
