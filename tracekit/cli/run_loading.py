@@ -76,6 +76,7 @@ def open_run(path: str, *, cache: bool = True) -> "Run":
 
 def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
     """Return the samples of a run, a saved report or a baseline. Raises InputError if the path is none of them."""
+    from tracekit.regression import comparability
     from tracekit.regression.comparison import RunSamples
     from tracekit.regression.samples import samples
     from tracekit.report import baseline_json, json
@@ -84,4 +85,4 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
         return json.read(Path(path))
     if baseline_json.is_baseline(Path(path)):
         return RunSamples.of_baseline(baseline_json.read(Path(path)))
-    return RunSamples.of(open_measured(path, (samples,), cache=cache))
+    return RunSamples.of(open_measured(path, (samples, *comparability.FACTS), cache=cache))

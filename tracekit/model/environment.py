@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 _VERSION = re.compile(r"(^|_)version$")
-_DISTRIBUTED = ("nccl_version", "backend")
+_DISTRIBUTED = ("nccl_version", "backend", "world_size")
 DEVICE = "device"
 
 
 def environment(header: Mapping[str, Any]) -> dict[str, str]:
-    """Return versions of software, the communication backend and the device names in a header, by name.
+    """Return versions of software, backend and size of the job, and the device names in a header, by name.
 
     >>> environment({"schemaVersion": 1, "cuda_driver_version": 12080, "deviceProperties": [{"name": "H100"}] * 8})
     {'cuda_driver_version': '12080', 'device': 'H100'}

@@ -1,7 +1,8 @@
 """Recordings on two sides, one question: did it get better or worse, or is the difference inconclusive?"""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -9,9 +10,9 @@ import polars as pl
 from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression import cpu_starvation, metrics, step_separation
+from tracekit.regression import comparability, cpu_starvation, metrics, step_separation
 from tracekit.regression.baseline import Baseline, flat, shown
-from tracekit.regression.change import Change
+from tracekit.regression.change import Change, Verdict
 from tracekit.regression.samples import Values, job_samples, run_samples
 from tracekit.regression.significance import compare_recordings
 from tracekit.regression.thresholds import CONFIDENCE, Thresholds
@@ -34,11 +35,16 @@ class RunSamples:
     repeats: tuple[pl.DataFrame, ...] = ()
     is_baseline: bool = False
     """Whether `manifest` is a baseline's fingerprint, which leaves out what may differ."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Device, software and size of the job, as the traces state them."""
+    run: Run | None = None
+    """The run itself, where it is at hand: its shapes show whether two runs do the same work."""
 
     @classmethod
     def of(cls, run: Run, name: str = "") -> "RunSamples":
         """Return what a run measured, under its own name or another."""
-        return cls(name or run.name, run.manifest, run_samples(run))
+        samples, environment = run_samples(run), comparability.environment(run)
+        return cls(name or run.name, run.manifest, samples, environment=environment, run=run)
 
     @classmethod
     def of_baseline(cls, baseline: Baseline) -> "RunSamples":
@@ -62,6 +68,8 @@ class Comparison:
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
     """Of the intervals."""
+    differences: tuple[str, ...] = ()
+    """Those of the notes that say how device, software, model or work differ: to be read before the numbers."""
 
 
 def compare(
@@ -75,7 +83,7 @@ def compare(
 
     The strategy may differ: it is what one compares. Only ranks that both sides have are compared.
     """
-    notes = _differences(reference, candidate, allow_different=allow_different)
+    notes, work = _all_differences(reference, candidate, allow_different=allow_different)
     if not allow_different and not _ranks(reference.samples) & _ranks(candidate.samples):
         a, b = (units.ranges(_ranks(side.samples)) for side in (reference, candidate))
         if reference.samples.height and candidate.samples.height:
@@ -83,13 +91,15 @@ def compare(
                 f"{reference.name} has ranks {a}, {candidate.name} {b}: no rank in common; "
                 "pass --allow-different to compare anyway"
             )
-    return compare_groups(
+    compared = compare_groups(
         {reference.name: reference.recordings},
         {candidate.name: candidate.recordings},
         notes=notes,
         on_host=(reference.manifest.get("device") or "cpu") == "cpu",
         thresholds=thresholds,
     )
+    changes = compared.changes if work is None else tuple(_without_fewer_operations(compared.changes))
+    return replace(compared, changes=changes, differences=tuple(notes))
 
 
 def compare_groups(
@@ -127,6 +137,24 @@ def compare_groups(
     if on_host:
         changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables)
     return Comparison(a_name, b_name, changes, (*notes, *rank_notes, *separated, *starved), thresholds.confidence)
+
+
+def _all_differences(
+    reference: RunSamples, candidate: RunSamples, *, allow_different: bool
+) -> tuple[list[str], str | None]:
+    """Return notes on all that differs between the runs, and whether that is their work, in words."""
+    stated = _differences(reference, candidate, allow_different=allow_different)
+    names = (reference.name, candidate.name)
+    recorded = comparability.environment_differences(reference.environment, candidate.environment, names)
+    work = comparability.work_difference(reference.run, candidate.run)
+    return [*recorded, *([] if work is None else [work]), *stated], work
+
+
+def _without_fewer_operations(changes: Iterable[Change]) -> Iterator[Change]:
+    """Return the changes without the verdict that fewer operations are better: other work needs others."""
+    for change in changes:
+        is_fewer = change.metric == "flops" and change.verdict is Verdict.BETTER
+        yield replace(change, verdict=Verdict.INCONCLUSIVE) if is_fewer else change
 
 
 def _differences(reference: RunSamples, candidate: RunSamples, *, allow_different: bool) -> list[str]:

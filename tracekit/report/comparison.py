@@ -30,6 +30,7 @@ def as_json(compared: Comparison) -> str:
         "candidate": compared.candidate,
         "changes": [to_json_value(change) for change in changes],
         "notes": list(compared.notes),
+        "differences": list(compared.differences),
     }
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -40,6 +41,7 @@ def as_text(compared: Comparison, *, width: int, color: bool = False) -> str:
     names = (compared.candidate, text_layout.BOLD), " compared with ", (compared.reference, text_layout.BOLD)
     parts: list[RenderableType] = [
         text_layout.line(*names, ": medians over steps"),
+        *text_layout.bullets(compared.differences),
         "",
         as_rich_table(*table_cells(compared), styles, width),
     ]
@@ -61,7 +63,9 @@ def as_markdown(compared: Comparison) -> str:
     header, rows = table_cells(compared)
     table = [[markdown_escaping.escaped(cell.strip()) for cell in row] for row in (header, *rows)]
     notes = [f"- {markdown_escaping.escaped(remark)}" for remark in remarks(compared)]
-    return "\n".join([markdown_escaping.table(table[0], table[1:], right=(1, 2, 3, 4)), "", *notes]).rstrip() + "\n"
+    first = [f"- {markdown_escaping.escaped(difference)}" for difference in compared.differences]
+    lines = [*first, *([""] if first else []), markdown_escaping.table(table[0], table[1:], right=(1, 2, 3, 4))]
+    return "\n".join([*lines, "", *notes]).rstrip() + "\n"
 
 
 def limit_verdict(limit: Limit, change: Change) -> str:
@@ -148,7 +152,7 @@ def _unit(change: Change) -> str:
 
 
 def remarks(compared: Comparison) -> Sequence[str]:
-    """Return what limits the comparison: inconclusive metrics, then what differs between the runs."""
+    """Return what limits the comparison: inconclusive metrics, then notes other than `Comparison.differences`."""
     inconclusive = [change for change in compared.changes if change.verdict is Verdict.INCONCLUSIVE]
     needed = {
         "samples": [f"{label(each.metric)} {_more(each)}" for each in inconclusive if each.more_samples],
@@ -160,7 +164,7 @@ def remarks(compared: Comparison) -> Sequence[str]:
             for what, n in needed.items()
             if n
         ),
-        *compared.notes,
+        *(note for note in compared.notes if note not in compared.differences),
     ]
 
 

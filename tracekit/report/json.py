@@ -18,6 +18,7 @@ from tracekit.analysis.time import summary
 from tracekit.errors import InputError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
+from tracekit.regression import comparability
 from tracekit.regression.comparison import RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.samples import SAMPLE_COLUMNS, run_samples
@@ -193,7 +194,8 @@ def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
     ]
     table = pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row", strict=True)
     manifest = {key: run.get(key) for key in _MANIFEST_KEYS} | ({"simulated": True} if run.get("simulated") else {})
-    return RunSamples(str(run["name"]), manifest, table.drop_nulls("value"))
+    environment = {str(name): str(value) for name, value in dict(run.get("environment") or {}).items()}
+    return RunSamples(str(run["name"]), manifest, table.drop_nulls("value"), environment=environment)
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -204,6 +206,7 @@ def _run(run: Run) -> dict[str, Any]:
         **{key: to_json_value(run.manifest.get(key)) for key in _MANIFEST_KEYS},
         "created_ns": Manifest.of(run.manifest).created_ns,
         "simulated": bool(run.manifest.get("simulated", False)),
+        "environment": comparability.environment(run),
     }
 
 

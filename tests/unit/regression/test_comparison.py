@@ -1,17 +1,24 @@
 """Runs are compared as jobs, by their worst ranks, if speed can be compared; noise exceeds no limit."""
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import polars as pl
 import pytest
 
 from tests.support import drawn_traces
+from tests.support.rule_examples import ops
 from tracekit.errors import ConfigError, NotComparableError
+from tracekit.ingest.loader import load
+from tracekit.model.run import Run
 from tracekit.regression.change import Change
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.samples import COLUMNS, job_samples
 from tracekit.regression.significance import compare_recordings
 from tracekit.regression.thresholds import parse_limit
+from tracekit.report import comparison as report
 
 MANIFEST = {"model": {"name": "tiny", "layers": 2}, "world_size": 2, "device": "cpu", "strategy": "fsdp2"}
 
@@ -171,3 +178,69 @@ def test_a_run_without_the_simulated_flag_counts_as_recorded(is_simulated: bool,
     comparison = compare(side("a"), side("b", simulated=is_simulated))
     assert len(comparison.notes) == notes
     assert all(note == "simulated differs: False in a, True in b" for note in comparison.notes)
+
+
+def of_header(name: str, shapes: str | None = None, **header: object) -> Run:
+    """Return a run of eight steps with a header, each with one product of matrices of these shapes."""
+    products = ops(*(("aten::mm", "cpu_op", 10 * step, 1) for step in range(8) if shapes))
+    table = products.with_columns(shapes=pl.lit(shapes, pl.String), step=pl.int_range(products.height, dtype=pl.Int64))
+    trace = drawn_traces.trace(picture("aaaaaaaaa.", ".xxx......"), ops=table)
+    return drawn_traces.run(dataclasses.replace(trace, header=header), path=f"runs/{name}", **MANIFEST)
+
+
+def device(name: str) -> dict[str, object]:
+    return {"deviceProperties": [{"name": name}], "cuda_runtime_version": 12060}
+
+
+def test_devices_and_versions_of_the_headers_that_differ_are_stated_first() -> None:
+    sides = [RunSamples.of(of_header(name, **device(name))) for name in ("A100", "V100")]
+    sides[1] = dataclasses.replace(sides[1], environment=sides[1].environment | {"cuda_runtime_version": "12080"})
+    comparison = compare(*sides)
+    assert comparison.differences == (
+        "device differs: A100 in A100, V100 in V100",
+        "cuda_runtime_version differs: 12060 in A100, 12080 in V100",
+    )
+    assert comparison.notes[:2] == comparison.differences
+    shown = report.as_text(comparison, width=100)
+    assert shown.index("device differs") < shown.index("step time")
+    assert shown.count("device differs") == report.as_markdown(comparison).count("device differs") == 1
+
+
+def test_equal_or_unstated_devices_are_no_difference() -> None:
+    same = [RunSamples.of(of_header(name, **device("A100"))) for name in ("a", "b")]
+    assert compare(*same).differences == ()
+    assert compare(same[0], RunSamples.of(of_header("c"))).differences == ()
+
+
+SMALL, LARGE = "[[8, 8], [8, 8]]", "[[8, 64], [64, 8]]"
+
+
+@pytest.mark.parametrize(("shapes", "verdict"), [(SMALL, "inconclusive"), (LARGE, "same")])
+def test_fewer_operations_are_not_better_if_the_work_differs(shapes: str, verdict: str) -> None:
+    comparison = compare(RunSamples.of(of_header("before", LARGE)), RunSamples.of(of_header("after", shapes)))
+    assert {change.metric: change.verdict.value for change in comparison.changes}["flops"] == verdict
+    assert [text.startswith("The work differs: 0%") for text in comparison.differences] == [True] * (shapes == SMALL)
+
+
+def test_fewer_operations_on_the_same_shapes_are_better() -> None:
+    # Without recomputation, a step has fewer of the same products.
+    twice = of_header("before", LARGE)
+    (trace,) = twice.traces()
+    double = trace.replaced(ops=pl.concat([trace.ops, trace.ops]))
+    before = drawn_traces.run(double, path="runs/before", **MANIFEST)
+    comparison = compare(RunSamples.of(before), RunSamples.of(of_header("after", LARGE)))
+    assert {change.metric: change.verdict.value for change in comparison.changes}["flops"] == "better"
+    assert comparison.differences == ()
+
+
+TRACES = Path(__file__).parents[4] / "shared" / "traces"
+
+
+def test_real_runs_on_other_devices_are_compared_with_the_difference_first() -> None:
+    folders = [TRACES / name for name in ("tracelens_mi300_resnet_ddp", "kineto_resnet_v100_memory")]
+    if not all(folder.is_dir() for folder in folders):
+        pytest.skip("the shared traces are not installed")
+    comparison = compare(*(RunSamples.of(load(folder)) for folder in folders))
+    assert comparison.differences[0].startswith("device differs: AMD Instinct MI300X in")
+    assert comparison.differences[1].startswith("The work differs: 0%")
+    assert {change.metric: change.verdict.value for change in comparison.changes}["flops"] == "inconclusive"

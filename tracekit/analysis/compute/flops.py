@@ -11,6 +11,7 @@ from tracekit import conventions
 from tracekit.model import schema
 from tracekit.model.trace import Trace
 
+PRODUCT_COLUMNS = {"name": pl.String, "shapes": pl.String, "flops": pl.Float64}
 COLUMNS = {"step": pl.Int64, "phase": pl.String, "name": pl.String, "flops": pl.Float64}
 
 _MATRICES = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
@@ -30,12 +31,7 @@ def flops(trace: Trace) -> pl.DataFrame:
     n k. Empty where the profiler recorded no shapes. Elementwise (memory-bound) work and fused ops of compiled graphs
     are not counted.
     """
-    rows = trace.ops.filter(
-        pl.col("shapes").is_not_null(),
-        pl.col("step").is_not_null(),
-        pl.col("phase").ne_missing(conventions.CHECKPOINT),
-        pl.col("name").is_in(list(_MATRICES)) | pl.col("name").str.contains(_ATTENTION.pattern),
-    )
+    rows = _counted_ops(trace)
     counted = rows.group_by("step", "phase", "name", "shapes").len()
     kinds = counted.select("name", "shapes").unique()
     each = [_of_op(name, shapes) for name, shapes in kinds.iter_rows()]
@@ -43,6 +39,26 @@ def flops(trace: Trace) -> pl.DataFrame:
     joined = counted.join(known, on=["name", "shapes"]).with_columns(pl.col("flops") * pl.col("len"))
     sums = joined.group_by("step", "phase", "name").agg(pl.col("flops").sum())
     return schema.select(sums, COLUMNS).sort("step", "phase", "name")
+
+
+def products(trace: Trace) -> pl.DataFrame:
+    """Return the floating-point operations of the steps by op and shapes: the work of a step, in any order.
+
+    Columns PRODUCT_COLUMNS; one row per op and shapes of its inputs.
+    """
+    counts = _counted_ops(trace).group_by("name", "shapes").agg(pl.len().alias("calls"))
+    once = [_of_op(name, shapes) for name, shapes in counts.select("name", "shapes").iter_rows()]
+    sums = counts.with_columns(pl.Series("flops", once, pl.Float64) * pl.col("calls"))
+    return schema.select(sums, PRODUCT_COLUMNS).sort("name", "shapes")
+
+
+def _counted_ops(trace: Trace) -> pl.DataFrame:
+    return trace.ops.filter(
+        pl.col("shapes").is_not_null(),
+        pl.col("step").is_not_null(),
+        pl.col("phase").ne_missing(conventions.CHECKPOINT),
+        pl.col("name").is_in(list(_MATRICES)) | pl.col("name").str.contains(_ATTENTION.pattern),
+    )
 
 
 def _of_op(name: str, shapes: str) -> float:
