@@ -30,7 +30,7 @@ class ExposedCommunication(Rule):
 
     What it does: reports runs in which collectives move data while the device computes nothing for more than
     `max_exposed_ratio` of the step. It is an error above `error_exposed_ratio`, and information from
-    `info_exposed_ratio`.
+    `info_exposed_ratio` or if a replay without transfers saves less than that.
 
     Why it costs: the device is idle during exposed communication. Overlapped communication is free.
 
@@ -88,7 +88,7 @@ class ExposedCommunication(Rule):
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
-            what_if=WhatIf("communication") if severity >= Severity.WARNING else None,
+            what_if=WhatIf("communication", self.info_exposed_ratio) if severity >= Severity.WARNING else None,
             ranks=distinct(over, "rank"),
             steps=distinct(steps, "step"),
             evidence=_evidence(worst, collectives),
