@@ -56,7 +56,7 @@ def _replay(run: OpenRun) -> None:
 def _accuracy(run: OpenRun, answers: WhatIf) -> None:
     widgets.numbers(
         {
-            "recorded step": units.duration(answers.step_ns),
+            "mean recorded step": units.duration(answers.step_ns),
             "replayed without changes": units.duration(answers.replayed_ns),
             "replay error, all steps": _signed(answers.replay_error_ratio),
             "largest error of a step": units.share(what_if.worst_error_ratio(answers.replay)),
@@ -124,7 +124,7 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
 
 
 def _table(answers: WhatIf) -> str:
-    header = ["without", "meaning", "step time", "saved", "of the step", "confidence", *_worth(answers.answers[0])]
+    header = ["without", "meaning", "mean step", "saved", "of the step", "confidence", *_worth(answers.answers[0])]
     rows = []
     for answer in answers.answers:
         numbers = (units.duration(answer.without_ns), units.duration(answer.saved_ns), units.share(answer.saved_ratio))
@@ -182,7 +182,7 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
 
 def _numbers(answer: Answer) -> dict[str, str]:
     return {
-        "step time": units.duration(answer.step_ns),
+        "mean step": units.duration(answer.step_ns),
         f"without {answer.cause.name}": units.duration(answer.without_ns),
         "saved": units.duration(answer.saved_ns),
         "of the step": units.share(answer.saved_ratio),
@@ -247,7 +247,7 @@ def _node(columns: Sequence[DeltaGenerator]) -> NodeSpec:
 
 def _show_prediction(prediction: Prediction, gpus: int | None, price: float | None) -> None:
     numbers = {
-        "step time": units.duration(prediction.step_ns),
+        "mean step": units.duration(prediction.step_ns),
         f"predicted, {prediction.name}": units.duration(prediction.predicted_ns),
         "of the step": f"{-prediction.saved_ratio:+.1%}".replace("-", "−"),
     }

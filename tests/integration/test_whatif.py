@@ -202,7 +202,7 @@ def test_the_command_prints_text_and_json(simulated):
     both = cli_runner.tracekit(
         "whatif", folder, "--without", "communication", "--without", "blocking-sync", "--together", cwd=ROOT
     )
-    assert "without blocking-sync and communication step time" in both.stdout
+    assert "without blocking-sync and communication mean step" in both.stdout
     one = cli_runner.tracekit("whatif", folder, "--without", "communication", "--together", cwd=ROOT)
     assert (one.returncode, "two or more causes" in one.stderr) == (2, True)
     wrong = cli_runner.tracekit("whatif", folder, "--without", "blocking-sink", cwd=ROOT)

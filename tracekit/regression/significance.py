@@ -153,7 +153,7 @@ def variance_of_median(values: Values) -> float:
 
 @dataclass(frozen=True)
 class _Observations:
-    """One side's recordings, each by the median of its samples, or by that of their logarithms."""
+    """One side's recordings, each by the median of its samples, or by the logarithm of that."""
 
     medians: Values
     logarithmic: bool
@@ -166,7 +166,9 @@ class _Observations:
     @classmethod
     def of(cls, recordings: Sequence[Values], *, logarithmic: bool) -> "_Observations":
         series = [np.log(values) if logarithmic else values for values in recordings]
-        medians = np.array([float(np.median(values)) for values in series])
+        # The logarithm of the median, not the median of logarithms: of two middle values it is the one that is shown.
+        middles = np.array([float(np.median(values)) for values in recordings])
+        medians = np.log(middles) if logarithmic else middles
         within = float(np.mean([variance_of_median(values) for values in series]))
         return cls(
             medians, logarithmic, within, float(np.mean([scatter(values) for values in series])), sum(map(len, series))

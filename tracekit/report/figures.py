@@ -133,7 +133,7 @@ def _time(report: Report, run: Run) -> Iterator[ReportFigure]:
             "Drag to zoom, double-click to reset, hover for details."
         )
         figure = charts.timeline(run.trace(rank, window), (start_ns, start_ns + duration_ns), evidence=evidence)
-        yield ReportFigure("timeline", "A representative step", caption, figure)
+        yield ReportFigure("timeline", "A step of median duration", caption, figure)
 
 
 def _allocations(run: Run) -> Iterator[ReportFigure]:

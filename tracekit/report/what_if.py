@@ -30,7 +30,7 @@ def as_text(
     `together` is the answer for several causes at once.
     """
     lines = [
-        f"{run}: step time {units.duration(found.step_ns)}; replayed without changes "
+        f"{run}: mean step {units.duration(found.step_ns)}; replayed without changes "
         f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
     ]
     lines += [caveat(found)] if not found.is_reproduced else []
@@ -95,7 +95,7 @@ def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
         yield f"{each.cause.name}: no estimate: {each.unavailable_reason}"
         return
     yield (
-        f"without {each.cause.name:<22} step time {units.duration(each.without_ns)} "
+        f"without {each.cause.name:<22} mean step {units.duration(each.without_ns)} "
         f"(−{max(0.0, each.saved_ratio):.1%}){_per_day(each.gpu_hours_per_day, price)}"
     )
     if each.caveat:
@@ -105,7 +105,7 @@ def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
 def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> Iterator[str]:
     hours = what_if.hours_per_day(prediction.saved_ratio, gpus)
     yield (
-        f"prediction for {prediction.name}: step time {units.duration(prediction.predicted_ns)} "
+        f"prediction for {prediction.name}: mean step {units.duration(prediction.predicted_ns)} "
         f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
     )
     yield from (f"  assumes: {each}" for each in prediction.assumptions)

@@ -66,7 +66,7 @@ def test_the_page_shows_the_same_numbers_as_the_command():
     assert not shown.exception
     assert not shown.warning
     numbers = _numbers(shown)
-    assert numbers["recorded step"] == units.duration(report["step_ns"])
+    assert numbers["mean recorded step"] == units.duration(report["step_ns"])
     assert numbers["replayed without changes"] == units.duration(report["replayed_ns"])
     assert numbers["replay error, all steps"] == f"{report['replay_error_ratio']:+.1%}".replace("-", "−")
     keys = ("without_ns", "saved_ns")

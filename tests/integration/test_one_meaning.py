@@ -1,0 +1,187 @@
+"""One name, one number: what check, summary, what-if, compare, the dashboard and reports say of the same run."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from dashboard.run_catalog import RunEntry
+from dashboard.run_store import OpenRun, tables
+from dashboard.run_store import what_if as dashboard_what_if
+from tracekit.analysis.time import summary
+from tracekit.errors import TracekitError
+from tracekit.ingest.loader import load
+from tracekit.model import units
+from tracekit.regression import comparison
+from tracekit.regression.comparison import RunSamples
+from tracekit.replay.graph import what_if
+from tracekit.report import html_fragments, phrases, summary_tables, text
+from tracekit.report import json as report_json
+from tracekit.report import what_if as what_if_text
+from tracekit.rules import engine
+from tracekit.rules.rule import Severity
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+RUNS = sorted(str(path.parent.relative_to(SAMPLES)) for path in SAMPLES.rglob("run.json"))
+_REPLAYED = re.compile(r"Potential saving by replay: (\S+ \S+) (?:per step|in the window)")
+_QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in the representative step \((\d+)\) of rank (\d+)")
+
+
+@functools.cache
+def open_run(name):
+    run = load(SAMPLES / name, cache=False)
+    return OpenRun(run, report=engine.check(run), entry=RunEntry(name, run.path))
+
+
+@functools.cache
+def document(name):
+    """The JSON report, as a program reads it."""
+    opened = open_run(name)
+    return json.loads(report_json.render(opened.report, opened.run))
+
+
+@functools.cache
+def replayed(name):
+    """The answers of what-if; None of a run that cannot be replayed."""
+    try:
+        return what_if.answer(open_run(name).run)
+    except TracekitError:
+        return None
+
+
+def printed(name):
+    """What check prints."""
+    opened = open_run(name)
+    return text.render(opened.report, opened.run, width=160)
+
+
+def compared(name):
+    """The medians of a run by metric, as compare shows them; {} where it has no steps."""
+    own = RunSamples.of(open_run(name).run, "a"), report_json.comparison_side(document(name))
+    try:
+        found = comparison.compare(*own)
+    except TracekitError:
+        return {}
+    return {change.metric: {"compare": change.reference, "saved report": change.candidate} for change in found.changes}
+
+
+def test_samples_are_found():
+    assert len(RUNS) >= 15
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_step_time_is_the_median_over_steps_of_the_slowest_rank(name):
+    opened = open_run(name)
+    rows = [row for row in document(name)["summary"] if row["step"] is not None]
+    slowest = pl.DataFrame(rows).group_by("window", "step").agg(pl.col("duration_ns").max())["duration_ns"]
+    shown = compared(name)["step_time_ns"] | {
+        "summary": slowest.median(),
+        "dashboard": opened.step_time_ns,
+    }
+    assert {units.duration(value) for value in shown.values()} == {units.duration(slowest.median())}, shown
+    median = units.duration(opened.step_time_ns)
+    assert f"median step {median}," in printed(name)
+    assert html_fragments.headline_numbers(opened.run)["step time, median"][0] == median
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
+    answers = replayed(name)
+    if answers is None:
+        pytest.skip("no step can be replayed")
+    opened = open_run(name)
+    rows = pl.DataFrame([row for row in document(name)["summary"] if row["step"] is not None])
+    assert answers.step_ns == pytest.approx(
+        rows.group_by("rank").agg(pl.col("duration_ns").mean())["duration_ns"].max(), abs=1
+    )
+    assert dashboard_what_if.without(opened).step_ns == answers.step_ns
+    said = what_if_text.as_text(answers, (), run=name)
+    assert f"{name}: mean step {units.duration(answers.step_ns)};" in said
+    assert "step time" not in said
+    saved = json.loads(what_if_text.as_json(answers, (), run=name))
+    assert saved["step_ns"] == answers.step_ns
+    for line in saved["without"]:
+        assert line["without_ns"] == answers.step_ns - line["saved_ns"]
+        assert line["saved_ratio"] == pytest.approx(line["saved_ns"] / answers.step_ns)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
+    opened = open_run(name)
+    by_rank = json.loads(summary_tables.as_json(summary.by_rank(opened.run)))
+    by_step = json.loads(summary_tables.as_json(summary.by_step(opened.run)))
+    assert [row for row in document(name)["summary"] if row["step"] is None] == by_rank
+    assert [row for row in document(name)["summary"] if row["step"] is not None] == by_step
+    for table, rows in ((tables.BREAKDOWN_BY_RANK, by_rank), (tables.BREAKDOWN_BY_STEP, by_step)):
+        key = ("rank", "step") if rows is by_step else ("rank",)
+        shown = {tuple(row[k] for k in key): row for row in opened.table(table).to_dicts()}
+        for row in rows:
+            drawn = shown[tuple(row[k] for k in key)]
+            assert {name: drawn[name] for name in row if name != "window"} == {
+                k: v for k, v in row.items() if k != "window"
+            }
+    for row in by_rank:
+        table = printed(name).split("Where the time goes")[1].splitlines()[2:]
+        line = next(line for line in table if line.split()[:1] == [str(row["rank"])])
+        assert units.duration(row["duration_ns"]) in line
+        assert units.share(row["exposed_communication_ns"] / row["duration_ns"]) in line
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_shares_of_the_report_are_those_of_all_ranks_and_steps(name):
+    opened = open_run(name)
+    rows = pl.DataFrame([row for row in document(name)["summary"] if row["step"] is not None])
+    total_ns = rows["duration_ns"].sum()
+    headline = html_fragments.headline_numbers(opened.run)
+    assert headline["exposed communication"][0] == units.share(rows["exposed_communication_ns"].sum() / total_ns)
+    assert headline["compute"][0] == units.share(rows["compute_ns"].sum() / total_ns)
+    listed = summary.exposed_communication_ratio(opened.run)  # in the dashboard's list of runs
+    assert headline["exposed communication"][0] == units.share(listed)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_metrics_of_the_breakdown_are_those_of_its_slowest_ranks(name):
+    rows = pl.DataFrame([row for row in document(name)["summary"] if row["step"] is not None])
+    for metric in ("compute_ns", "communication_ns", "exposed_communication_ns", "idle_ns"):
+        worst = rows.group_by("window", "step").agg(pl.col(metric).max())[metric].median()
+        shown = compared(name)[metric]
+        assert {units.duration(value) for value in shown.values()} == {units.duration(worst)}, metric
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_findings_cost_the_same_in_text_json_html_and_dashboard(name):
+    opened = open_run(name)
+    said, bars = printed(name), html_fragments.potential_savings(opened.report.findings, opened.step_time_ns)
+    costly = sorted((found for found in opened.report.findings if found.cost_ns), key=lambda found: -found.cost_ns)
+    for found in opened.report.findings:
+        (saved,) = (each for each in document(name)["findings"] if each["id"] == found.id)
+        assert (saved["cost_ns"], saved["impact"], saved["message"]) == (found.cost_ns, found.impact, found.message)
+        cost = phrases.cost(found)
+        assert cost in said
+        assert cost in html_fragments.finding(found)
+        if found in costly[: html_fragments.MAX_SAVINGS]:
+            assert f"{units.duration(found.cost_ns)}" in bars
+        replay = _REPLAYED.search(found.message)
+        if replay:
+            assert replay[1] == units.duration(found.cost_ns)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_findings_quote_the_duration_of_their_step(name):
+    by_step = {(row["step"], row["rank"]): row for row in document(name)["summary"]}
+    for found in open_run(name).report.findings:
+        for duration, step, rank in _QUOTED.findall(found.message):
+            assert duration == units.duration(by_step[int(step), int(rank)]["duration_ns"]), found.message
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_cause_that_check_prices_by_replay_costs_what_the_what_if_saves(name):
+    answers = {each.cause.name: each for each in (replayed(name).answers if replayed(name) else ())}
+    recorded = set(summary.step_times(open_run(name).run)["step"])
+    for found in open_run(name).report.findings:
+        is_priced = found.what_if and _REPLAYED.search(found.message) and found.severity > Severity.INFO
+        if is_priced and set(found.steps) in (set(), recorded) and not found.what_if.is_partial:
+            assert found.cost_ns == pytest.approx(answers[found.what_if.cause].saved_ns, rel=0.01)
