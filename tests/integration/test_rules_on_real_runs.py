@@ -22,6 +22,8 @@ from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.fragmentation import FragmentedMemory
+from tracekit.rules.host import LateLaunch
+from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.rules.streams import GiveWay, NeedlessOrder
 
@@ -397,3 +399,13 @@ def test_a_straggler_of_a_public_run_costs_what_the_others_would_save():
     assert found.ranks == (1,)
     assert found.cost_ns == pytest.approx(600_000, abs=350_000)
     assert "Kernels are launched late" in found.message
+
+
+def test_idle_devices_of_a_sampled_recording_are_information():
+    run = others("hta_pair_of_128")
+    (found,) = judge(run, LateLaunch()).values()
+    assert (found.severity, found.what_if) == (Severity.INFO, None)
+    assert any("consecutively numbered ops" in each.message for each in DoubtfulTrace().check(run))
+    complete = others("hta_nccl_args_a100")
+    (found,) = judge(complete, LateLaunch()).values()
+    assert found.severity is Severity.WARNING

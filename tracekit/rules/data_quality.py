@@ -72,6 +72,9 @@ _KINDS = {
         "Record with ProfilerActivity.CPU too: it records operators and launches. Rules on the host were not judged."
     ),
     "host_only": _Kind(_INFO, "If training ran on the device, record with ProfilerActivity.CUDA (on AMD too)."),
+    "sampled": _Kind(
+        _WARNING, "Use the complete trace: where launches were removed, an idle device says nothing about the host."
+    ),
     "no_steps": _Kind(_INFO, _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),
     "unlinked": _degrading(

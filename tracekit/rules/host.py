@@ -10,6 +10,7 @@ from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import contention
 from tracekit.analysis.host import launch_delay
 from tracekit.analysis.parallelism import workload
+from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import host_state
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -19,7 +20,13 @@ from tracekit.rules.representative_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
-_FACTS: tuple[Fact, ...] = (launch_delay.host_gaps, *steps_without_saves.FACTS, contention.device_count, workload.marks)
+_FACTS: tuple[Fact, ...] = (
+    launch_delay.host_gaps,
+    *steps_without_saves.FACTS,
+    contention.device_count,
+    workload.marks,
+    trace_quality.data_quality,
+)
 _LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 _ACTIVITIES = {
     host_state.PYTHON: "in Python or not scheduled",
@@ -74,11 +81,13 @@ class LateLaunch(Rule):
             return
         # Without steps, a place that recurs on the host of a CPU run may be a coincidence.
         is_certain = on_device or loss.row["step"] is not None
+        # Where launches were removed from the trace, the host may have launched in time.
+        is_sampled = "sampled" in run.table(trace_quality.data_quality)["kind"]
         doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
         most = largest_first(doing, "dur_ns", "detail").row(0, named=True)
         yield loss.finding(
             self,
-            Severity.WARNING if is_certain else Severity.INFO,
+            Severity.WARNING if is_certain and not is_sampled else Severity.INFO,
             f"The {representative_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
             f"{_ACTIVITIES[most['detail']]}.{_line(loss.rows(late))}",
@@ -87,9 +96,9 @@ class LateLaunch(Rule):
                 if workload.is_inference(run)
                 else "fused optimizers (fused=True), larger micro-batches"
             ),
-            confidence=0.8 if on_device else 0.6,
+            confidence=0.3 if is_sampled else 0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
-            what_if=WhatIf("late-launch"),
+            what_if=None if is_sampled else WhatIf("late-launch"),
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:

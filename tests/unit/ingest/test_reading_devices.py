@@ -328,6 +328,15 @@ def test_undecided_kernels_are_a_data_quality_issue_with_their_share_of_the_time
     )
 
 
+@pytest.mark.parametrize(("step", "is_sampled"), [(1, False), (2, False), (3, True)])
+def test_a_trace_without_most_of_the_numbered_ops_is_sampled(tmp_path, step, is_sampled):
+    ops = [slice_("cpu_op", "aten::add", 10 * at, 5, tid=1, **{"External id": 7 + step * at}) for at in range(1000)]
+    found = read(tmp_path, *ops, kernel("add", 0, 5)).data_quality.filter(kind="sampled")
+    assert found.height == is_sampled
+    if is_sampled:
+        assert found["affected_ratio"][0] == pytest.approx(2 / 3, abs=0.001)
+
+
 # Roles ----------------------------------------------------------------------------------------------------------------
 
 

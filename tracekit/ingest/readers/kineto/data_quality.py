@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
+from tracekit.ingest.readers.kineto.columns import HOST_KINDS
 from tracekit.ingest.readers.kineto.steps import Steps
 from tracekit.ingest.readers.kineto.stream import Events
 from tracekit.model import schema, units
@@ -13,6 +14,8 @@ Row = tuple[str, str, float | None]
 _ENOUGH_TIMES = 64
 _LEAST_UNDECIDED = 0.005
 _MOST_NAMES, _LONGEST_NAME = 3, 80
+_LEAST_OPS = 1000
+_MOST_MISSING = 0.5
 
 
 def table(events: Events, steps: Steps, *, bad_times: int, undecided: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
@@ -61,9 +64,23 @@ def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
     if events.unknown:
         message = f"{events.unknown:,} slices are of an unknown kind and were ignored."
         yield "unknown_kinds", message, events.unknown / total
+    yield from _sampled(events)
     resolution = _resolution(events)
     if resolution:
         yield "clock_resolution", resolution, 0.0
+
+
+def _sampled(events: Events) -> Iterator[Row]:
+    """Recordings of which someone has removed most ops: the profiler numbers ops consecutively."""
+    ids = events.host.filter(pl.col("kind") == HOST_KINDS.index("cpu_op"), pl.col("external_id") > 0)["external_id"]
+    if not len(ids):
+        return
+    recorded = ids.n_unique()
+    numbered = int(ids.max()) - int(ids.min()) + 1  # type: ignore[arg-type]  # whole numbers
+    missing = 1 - recorded / numbered
+    if numbered >= _LEAST_OPS and missing > _MOST_MISSING:
+        message = f"The trace has {recorded:,} of {numbered:,} consecutively numbered ops: the others were removed."
+        yield "sampled", message, missing
 
 
 def _undecided(kernels: pl.DataFrame, busy_ns: int) -> Iterator[Row]:
