@@ -94,7 +94,11 @@ def _with_replayed_cost(run: Run, finding: Finding, first: tuple[str, ...], *, r
         if is_costly:
             yield finding
         return
-    repriced = _reprice(finding, finding.what_if, first, *per_step)
+    saved_ns, step_ns = per_step
+    if first:  # without other causes a late rank can matter more than it does now
+        alone = _saving_per_step(savings.saving(run, finding.what_if.cause).steps, finding)
+        saved_ns = min(saved_ns, alone[0]) if alone else saved_ns
+    repriced = _reprice(finding, finding.what_if, first, saved_ns, step_ns)
     repriced = replace(repriced, confidence=min(finding.confidence, saving.confidence))
     if repriced.impact >= finding.what_if.min_saved_ratio:
         yield repriced
