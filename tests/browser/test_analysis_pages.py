@@ -136,7 +136,7 @@ def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
 
 def test_what_if_ranks_the_changes_and_takes_several_away_as_the_address_says(at):
     page = at("What if")
-    ranked = page.locator("table.tracekit").filter(has_text="step time").locator("tbody tr")
+    ranked = page.locator("table.tracekit").filter(has_text="mean step").locator("tbody tr")
     expect(ranked.first).to_be_visible()
     expect(page.locator(".st-key-whatif-savings .ytick text")).to_have_count(ranked.count())
     settle(page)
