@@ -243,13 +243,18 @@ class Job:
                 for kernel in rank.kernels:
                     resolve(kernel, rank)
 
-        # The graph is deep: a kernel depends on the one before it, and so on.
+        # The graph is deep: a kernel depends on the one before it, and so on. The limit is restored, since with this
+        # one deeply nested JSON would crash the process.
+        limit, stack_bytes = sys.getrecursionlimit(), threading.stack_size()
         sys.setrecursionlimit(1_000_000)
         threading.stack_size(1 << 29)
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        threading.stack_size(0)
+        try:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        finally:
+            sys.setrecursionlimit(limit)
+            threading.stack_size(stack_bytes)
 
     def documents(self) -> list[dict[str, Any]]:
         """Return the replayed recordings, as Kineto would have written them."""

@@ -1,5 +1,6 @@
 """The graph that changes recordings: replayed unchanged it is the recording; a change costs what it must."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ def test_an_unchanged_recording_is_replayed_as_it_was():
     for rank, document in zip(unchanged.ranks, unchanged.documents(), strict=True):
         assert document["traceEvents"] == rank.document["traceEvents"]
     assert unchanged.lost_us == 0
+
+
+def test_a_replay_leaves_the_process_its_recursion_limit():
+    before = sys.getrecursionlimit()
+    job().replay()
+    assert sys.getrecursionlimit() == before
 
 
 def test_a_slower_kernel_moves_the_collective_of_all_ranks_and_what_waits_for_it():
