@@ -130,14 +130,6 @@ class Rank:
         """The same after the replay."""
         return max(kernel.new_end or kernel.end for kernel in self.kernels)
 
-    @property
-    def compute_stream(self) -> tuple[Any, Any]:
-        """The stream with most time in kernels that compute."""
-        busy: dict[tuple[Any, Any], float] = defaultdict(float)
-        for kernel in self.kernels:
-            busy[kernel.stream] += 0.0 if kernel.is_collective else kernel.end - kernel.start
-        return max(busy, key=lambda stream: busy[stream])
-
     def _link(self) -> None:
         waits = [float(call["ts"]) for call in self.calls if _WAIT_CALL.match(call["name"])]
         by_launch = sorted((k for k in self.kernels if k.launch is not None), key=lambda k: k.launch or 0.0)

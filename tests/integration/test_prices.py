@@ -45,10 +45,18 @@ def priced(name, scratch):
 def test_the_cause_that_a_person_can_remove_has_the_price(name, code, error, control, tmp_path):
     found, truth_ns = priced(name, tmp_path)
     assert found[code] - control.get(code, 0) == pytest.approx(truth_ns, rel=error)
-    # Late launches and late ranks are its consequences: they cost little more than in the control. Where one rank
-    # stalls, late launches still get a part that loading data has, too.
-    limit = 0.45 if name == "data stall of one rank" else 0.25
-    assert late_ns(found) - late_ns(control) < limit * truth_ns
+
+
+STALL_OF_ONE = pytest.param(
+    "data stall of one rank",
+    marks=pytest.mark.xfail(strict=True, reason="late launches are still priced with part of one rank's data loading"),
+)
+
+
+@pytest.mark.parametrize("name", ["data stall", STALL_OF_ONE, "allocation retries"])
+def test_late_launches_and_late_ranks_are_consequences_that_cost_no_more_than_in_the_control(name, control, tmp_path):
+    found, truth_ns = priced(name, tmp_path)
+    assert late_ns(found) - late_ns(control) < 0.25 * truth_ns
 
 
 def late_ns(found):
