@@ -276,8 +276,9 @@ def resolve(kernel: Kernel, rank: Rank) -> float:
 
 
 def load(paths: Iterable[Path]) -> Job:
-    """Read the recordings of a job, one file a rank, in the order of ranks."""
-    return Job([Rank(_read(path), number) for number, path in enumerate(sorted(paths))])
+    """Read the recordings of a job: one file a rank, in the order of ranks, or one file that merges those of all."""
+    documents = [part for path in sorted(paths) for part in _of_ranks(_read(path))]
+    return Job([Rank(document, number) for number, document in enumerate(documents)])
 
 
 def write(document: dict[str, Any], path: Path) -> None:
@@ -290,6 +291,30 @@ def _read(path: Path) -> dict[str, Any]:
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
         document: dict[str, Any] = json.load(file)
     return document
+
+
+def _of_ranks(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the documents of which one was merged: its events name their rank, and each rank has its own pids."""
+    rank_of = {
+        event["pid"]: event["args"]["rank"]
+        for event in document["traceEvents"]
+        if event.get("cat") in _DEVICE | _RUNTIME and "rank" in event.get("args", {})
+    }
+    if len(set(rank_of.values())) < 2:
+        return [document]
+    events = defaultdict(list)
+    for event in document["traceEvents"]:
+        if event.get("pid") in rank_of:
+            events[rank_of[event["pid"]]].append(event)
+    world_size = len(events)
+    return [
+        {
+            **document,
+            "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world_size},
+            "traceEvents": events[rank],
+        }
+        for rank in sorted(events)
+    ]
 
 
 def _kernel(event: Event, calls: dict[Any, Event]) -> Kernel:

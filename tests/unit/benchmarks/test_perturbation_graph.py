@@ -9,7 +9,7 @@ from benchmarks import perturbation_graph
 from benchmarks.perturbation_graph import Job, Pause, Rank
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
-FOLDERS = ("nanogpt_h100_8ranks", "megatron_tp8_a100_8ranks", "torchrec_v100_4ranks")
+FOLDERS = ("nanogpt_h100_8ranks", "megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "merged_ddp_mi300_4ranks")
 
 
 def event(category, name, at, dur, tid=1, **args):
@@ -50,6 +50,21 @@ def test_an_unchanged_recording_is_replayed_as_it_was():
     for rank, document in zip(unchanged.ranks, unchanged.documents(), strict=True):
         assert document["traceEvents"] == rank.document["traceEvents"]
     assert unchanged.lost_us == 0
+
+
+def test_a_file_that_merges_ranks_is_split_by_the_ranks_that_its_events_name(tmp_path):
+    merged = [
+        {**each, "pid": 100 * rank + each["pid"], "args": {**each["args"], "rank": rank}}
+        for rank, document in enumerate((recording(), recording(late_us=40)))
+        for each in document["traceEvents"]
+    ]
+    perturbation_graph.write({"traceEvents": merged}, tmp_path / "merged.json.gz")
+    unmerged = perturbation_graph.load([tmp_path / "merged.json.gz"])
+    assert [rank.document["distributedInfo"]["rank"] for rank in unmerged.ranks] == [0, 1]
+    assert [len(rank.kernels) for rank in unmerged.ranks] == [3, 3]
+    unmerged.ranks[1].kernels[0].stretch = 1.5
+    unmerged.replay()
+    assert unmerged.lost_us == 50  # as of the two files
 
 
 def test_a_replay_leaves_the_process_its_recursion_limit():
@@ -100,7 +115,7 @@ def test_real_recordings_are_replayed_as_they_were(folder):
     if not (SHARED / folder).is_dir():
         pytest.skip("needs the recordings of others")
     recorded = perturbation_graph.load((SHARED / folder).glob("*.json.gz"))
-    assert len(recorded.instances) > 30
+    assert len(recorded.instances) > 20
     recorded.replay()
     assert recorded.lost_us == 0
     for rank in recorded.ranks:
