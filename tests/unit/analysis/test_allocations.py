@@ -289,18 +289,36 @@ def test_live_bytes_equal_the_total_at_every_event_of_recorded_traces(name, even
     _check_totals(run.trace(run.ranks[0]), events)
 
 
-@pytest.mark.parametrize(("name", "events"), [("demo-fsdp2", 11_778), ("demo-yafsdp", 10_069)])
-def test_live_bytes_equal_the_total_at_every_event_of_our_own_recordings(name, events):
-    _check_totals(sample(name).trace(0), events)
+@pytest.mark.parametrize(
+    ("name", "events", "unrecorded"), [("demo-fsdp2", 11_778, 77_633), ("demo-yafsdp", 10_069, 2_876_680)]
+)
+def test_a_block_on_the_host_is_freed_where_its_address_is_allocated_again(name, events, unrecorded):
+    trace = sample(name).trace(0)
+    held: dict[int, int] = {}
+    expected = []
+    for address, delta in trace.allocations.select("address", "delta_bytes").iter_rows():
+        if delta > 0:
+            held[address] = delta
+        else:
+            del held[address]
+        expected.append(sum(held.values()))
+    assert allocations.live(trace)["live_bytes"].to_list() == expected
+    assert len(expected) == events
+    assert trace.allocations["allocated_bytes"][-1] - expected[-1] == unrecorded
+    _check_peaks(trace)
 
 
 def _check_totals(trace: Trace, events: int) -> None:
     usage = allocations.live(trace)
     assert usage.height == events
     assert usage["live_bytes"].to_list() == trace.allocations["allocated_bytes"].to_list()
+    assert _check_peaks(trace) == trace.allocations["allocated_bytes"].max()
+
+
+def _check_peaks(trace: Trace) -> int:
     peaks = allocations.at_peak(trace).group_by("device").agg(pl.col("bytes").sum(), pl.col("peak_bytes").first())
     assert (peaks["bytes"] == peaks["peak_bytes"]).all()
-    assert peaks["peak_bytes"].max() == trace.allocations["allocated_bytes"].max()
+    return int(peaks["peak_bytes"].max())
 
 
 def test_empty_tables_have_all_columns():

@@ -10,6 +10,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.memory import owners
 from tracekit.model import intervals, schema
+from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 BLOCK_COLUMNS = schema.columns(
@@ -75,12 +76,16 @@ def live(trace: Trace) -> pl.DataFrame:
 
     Columns LIVE_COLUMNS: slack_bytes is reserved but not allocated; one row per event. Where the trace states totals
     (`total`), the first one is the base, and deltas reproduce the later ones; elsewhere memory from before the window
-    is only known as far as it is freed in it.
+    is only known as far as it is freed in it. On the host the totals are sums of the recorded events. There a block
+    was freed where its address is allocated again: threads without a profiler, such as gloo's, record no free.
     """
     events = trace.allocations.with_row_index("event")
     device = pl.col("device")
-    balance = pl.col("delta_bytes").cum_sum().over(device)
     stated = pl.col("allocated_bytes").is_not_null().all().over(device)
+    before = pl.col("delta_bytes").shift(1).over("device", "address")
+    is_reused = device.is_null() & pl.col("address").is_not_null() & (before > 0) & (pl.col("delta_bytes") > 0)
+    freed_bytes = pl.when(is_reused).then(before).otherwise(0)
+    balance = (pl.col("delta_bytes") - freed_bytes).cum_sum().over(device)
     base = (pl.col("allocated_bytes") - pl.col("delta_bytes")).first().over(device)
     least = (-balance.min().over(device)).clip(lower_bound=0)
     live_bytes = balance + pl.when(stated).then(base).otherwise(least)
@@ -90,6 +95,21 @@ def live(trace: Trace) -> pl.DataFrame:
         live_bytes=live_bytes, total=stated, reserved_bytes=reserved, slack_bytes=reserved - live_bytes
     )
     return schema.select(wide, LIVE_COLUMNS)
+
+
+def live_bytes_at(blocks: pl.DataFrame, events: Ints) -> Ints:
+    """Return the bytes of these blocks that are allocated after each of `events`, shape (n,).
+
+    A block on the host ends where its address is allocated again, as in `live`.
+    """
+    ended = blocks.filter(pl.col("freed") | (pl.col("device").is_null() & pl.col("end_event").is_not_null()))
+    return _bytes_until(blocks, "start_event", events) - _bytes_until(ended, "end_event", events)
+
+
+def _bytes_until(blocks: pl.DataFrame, column: str, events: Ints) -> Ints:
+    ordered = blocks.select(column, "bytes").sort(column)
+    sums: Ints = np.concatenate((np.zeros(1, np.int64), np.cumsum(ordered["bytes"].to_numpy().astype(np.int64))))
+    return sums[np.searchsorted(ordered[column].to_numpy(), events, side="right")]
 
 
 def at_peak(trace: Trace) -> pl.DataFrame:

@@ -54,8 +54,7 @@ def _unseen_frees(trace: Trace, event: pl.Series) -> pl.Series:
     blocks = allocations.blocks(trace)
     unfreed = blocks.filter(~pl.col("freed"))
     lost = unfreed.filter(allocations.in_collectives(trace, unfreed["start_ns"]))
-    so_far = np.concatenate(([0], np.cumsum(lost["bytes"].to_numpy())))
-    return pl.Series(so_far[np.searchsorted(lost["start_event"].to_numpy(), event.to_numpy(), side="right")])
+    return pl.Series(allocations.live_bytes_at(lost, event.to_numpy().astype(np.int64)))
 
 
 def _slope(steps: pl.Series, used: pl.Series) -> tuple[int, int, int, int, int, float, float, float, float]:

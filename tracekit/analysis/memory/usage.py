@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.memory import allocations
+from tracekit.analysis.memory.allocations import live_bytes_at
 from tracekit.model import schema
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -91,7 +92,7 @@ def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> p
     owner = pl.col(owner_kind).fill_null(_NO_OWNER[owner_kind])
     named = blocks.with_columns(owner=pl.when(owner == "").then(pl.lit(_ROOT)).otherwise(owner))
     at = moments["event"].to_numpy().astype(np.int64)
-    bytes_of = {name: _live_bytes_at(part, at) for (name,), part in named.group_by("owner", maintain_order=True)}
+    bytes_of = {name: live_bytes_at(part, at) for (name,), part in named.group_by("owner", maintain_order=True)}
     largest = sorted(bytes_of, key=lambda name: -int(bytes_of[name].max(initial=0)))
     shown = {str(name): bytes_of[name] for name in largest[:_MOST_OWNERS]}
     if largest[_MOST_OWNERS:]:
@@ -105,16 +106,3 @@ def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> p
         for name, values in shown.items()
     ]
     return pl.concat(parts).pipe(schema.select, OWNER_COLUMNS)
-
-
-def _live_bytes_at(blocks: pl.DataFrame, events: Ints) -> Ints:
-    """Return the bytes of these blocks that are allocated after each of `events`."""
-    return _cumulative_bytes(blocks, "start_event", events) - _cumulative_bytes(
-        blocks.filter("freed"), "end_event", events
-    )
-
-
-def _cumulative_bytes(blocks: pl.DataFrame, column: str, events: Ints) -> Ints:
-    ordered = blocks.select(column, "bytes").sort(column)
-    sums: Ints = np.concatenate((np.zeros(1, np.int64), np.cumsum(ordered["bytes"].to_numpy().astype(np.int64))))
-    return sums[np.searchsorted(ordered[column].to_numpy(), events, side="right")]
