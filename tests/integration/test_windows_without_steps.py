@@ -1,9 +1,13 @@
-"""Runs whose steps are not marked: the same recordings without ProfilerStep and optimizer spans."""
+"""Runs whose steps are not marked: the same recordings without ProfilerStep and optimizer spans.
+
+The iterations of a loop are found by repetition; what does not repeat is one window.
+"""
 
 import gzip
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +22,13 @@ OTHERS = ROOT.parent / "shared" / "traces"
 MARKS = re.compile(r"^ProfilerStep|Optimizer\.step|Iteration Start")
 
 
-def without_marks(folder, copy):
-    """Copy the traces and the manifest of a run, without the events that mark steps."""
+def without_marks(folder, copy, only="*.json.gz", keep=lambda event: True):
+    """Copy the traces and the manifest of a run, without the events that mark steps, and those not to `keep`."""
     copy.mkdir()
-    for path in folder.glob("*.json.gz"):
+    for path in folder.glob(only):
         content = json.loads(gzip.decompress(path.read_bytes()))
-        content["traceEvents"] = [e for e in content["traceEvents"] if not MARKS.search(str(e.get("name", "")))]
+        events = [e for e in content["traceEvents"] if not MARKS.search(str(e.get("name", "")))]
+        content["traceEvents"] = [event for event in events if keep(event)]
         (copy / path.name.removesuffix(".gz")).write_text(json.dumps(content))
     if (folder / "run.json").exists():
         shutil.copy(folder / "run.json", copy)
@@ -45,25 +50,89 @@ def judged(run):
     ("name", "codes"),
     [
         ("torchrec_v100_4ranks", {"HOST001", "RANK001", "MEM001", "COMM001"}),
-        ("megatron_tp8_a100_8ranks", {"HOST001", "RANK003"}),
-        ("hta_dlrm_a100", {"HOST002", "COMM001"}),
+        ("hta_dlrm_a100", {"COMM001"}),
         ("hta_cpu_gloo", {"COMM001"}),
         ("nanogpt_h100_8ranks", {"HOST001", "RANK001"}),
+        ("kineto_resnet_v100_memory", {"HOST001"}),
     ],
 )
-def test_a_recording_of_others_has_the_same_findings_without_its_marks(name, codes, tmp_path):
+def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_found(name, codes, tmp_path):
     folder = shared(name)
     marked, unmarked = judged(load(folder)), judged(without_marks(folder, tmp_path / name))
     assert codes <= marked.keys()
     assert codes <= unmarked.keys()
     for code in codes:
+        found, expected = unmarked[code], marked[code]
+        assert found.is_of_iterations
+        assert len(found.steps) == len(expected.steps)
+        assert found.severity == expected.severity
+        assert found.cost_ns == pytest.approx(expected.cost_ns, rel=0.15)
+        assert "iteration" in found.message
+        assert not re.search(r"\bsteps?\b", found.message)
+
+
+def test_a_recording_of_one_step_has_the_same_findings_in_its_window(tmp_path):
+    folder = shared("megatron_tp8_a100_8ranks")
+    marked, unmarked = judged(load(folder)), judged(without_marks(folder, tmp_path / "run"))
+    for code in ("HOST001", "RANK003"):
         found = unmarked[code]
-        assert (found.steps, found.is_of_window) == ((), True)
-        # A smaller cost may be above a rule's bar in a step, and below it in the window.
-        assert found.severity == marked[code].severity or marked[code].impact < 0.03
+        assert (found.steps, found.is_of_window, found.is_of_iterations) == ((), True, False)
+        assert found.severity == marked[code].severity
         assert found.cost_ns > 0
         assert "the step" not in found.message
         assert "None" not in found.message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torchrec_v100_4ranks", "hta_dlrm_a100", "hta_cpu_gloo", "nanogpt_h100_8ranks", "hta_pair_of_128",
+        "kineto_resnet_v100_memory", "hta_nccl_args_a100", "tracelens_mi300_resnet_ddp", "megatron_tp8_a100_8ranks",
+    ],
+)  # fmt: skip
+def test_iterations_that_are_found_agree_with_the_marks_that_were_removed(name, tmp_path):
+    folder = shared(name)
+    for expected, found in zip(load(folder).traces(), without_marks(folder, tmp_path / name).traces(), strict=True):
+        check_agreement(expected.steps, found.steps)
+
+
+@pytest.mark.parametrize("name", ["dataloader", "host-sync", "late-launch", "slow-rank", "slow-disk", "healthy-fsdp2"])
+def test_iterations_of_a_sample_agree_with_its_marks(name, tmp_path):
+    folder = SAMPLES / name
+    for expected, found in zip(load(folder).traces(), without_marks(folder, tmp_path / name).traces(), strict=True):
+        check_agreement(expected.steps, found.steps)
+
+
+def check_agreement(marked, found):
+    """Windows on the device begin within 2% of a step of each other, and as many were found as were marked."""
+    if marked.height == 1:
+        assert found["step"].to_list() == [None]
+        return
+    assert found["step"].to_list() == list(range(marked.height))
+    tolerance_ns = 0.02 * (marked["end_ns"] - marked["start_ns"]).median()
+    assert ((marked["start_ns"] - found["start_ns"]).abs() <= tolerance_ns).all()
+    on_host = (marked["host_start_ns"] - found["host_start_ns"]).abs()
+    assert (on_host <= 4 * tolerance_ns).all()
+
+
+@pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "torchrec_v100_4ranks", "kineto_resnet_v100_memory"])
+def test_nothing_repeats_in_one_step(name, tmp_path):
+    folder = shared(name)
+    run = load(folder)
+    for trace in run.traces():
+        step = trace.steps.row(1, named=True)
+        inside = partial(between, step["host_start_ns"], step["host_end_ns"], trace.header)
+        cut = without_marks(folder, tmp_path / f"{name}{trace.rank}", only=Path(trace.path).name, keep=inside)
+        (found,) = cut.traces()
+        assert found.steps["step"].null_count() == found.steps.height
+
+
+def between(start_ns, end_ns, header, event):
+    """Return whether an event has no time, or begins in a span."""
+    if "ts" not in event or event.get("ph") not in ("X", "i"):
+        return event.get("ph") == "M"
+    at_ns = int(header.get("baseTimeNanoseconds") or 0) + 1000 * float(event["ts"])
+    return start_ns <= at_ns < end_ns
 
 
 def test_a_replay_prices_a_window(tmp_path):
@@ -79,14 +148,13 @@ def test_a_replay_prices_a_window(tmp_path):
     [
         ("dataloader", "HOST003", Severity.WARNING),
         ("host-sync", "HOST002", Severity.INFO),
-        # Without steps, that two pauses are at one place may be a coincidence.
-        ("late-launch", "HOST001", Severity.INFO),
+        ("late-launch", "HOST001", Severity.WARNING),
     ],
 )
 def test_a_fault_on_the_host_is_found_without_marks(name, code, severity, tmp_path):
     found = judged(without_marks(SAMPLES / name, tmp_path / name))
     assert found[code].severity == severity
-    assert found[code].is_of_window
+    assert found[code].is_of_iterations
 
 
 @pytest.mark.parametrize("name", ["healthy-ddp", "slow-fsync"])
@@ -100,6 +168,9 @@ def test_one_long_wait_in_a_window_makes_no_straggler(tmp_path):
     assert "RANK001" not in judged(without_marks(SAMPLES / "healthy-fsdp2", tmp_path / "run"))
 
 
-def test_what_needs_marked_steps_is_said(tmp_path):
-    report = check(without_marks(SAMPLES / "churn", tmp_path / "run"))
+def test_what_needs_steps_is_said(tmp_path):
+    (trace,) = load(SAMPLES / "churn").traces()
+    first = trace.steps.row(0, named=True)
+    one_step = partial(between, first["host_start_ns"], first["host_end_ns"], trace.header)
+    report = check(without_marks(SAMPLES / "churn", tmp_path / "run", keep=one_step))
     assert "the traces mark no steps" in report.blind_spots["MEM010"]

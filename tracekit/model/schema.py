@@ -99,7 +99,7 @@ def _by_name(*tables: Table) -> Mapping[str, Table]:
     return {table.name: table for table in tables}
 
 
-_STEP = column("step", "Training step that launched the work, as the profiler numbers it; null outside steps.")
+_STEP = column("step", "Training step, or iteration found by repetition, that launched the work; null outside steps.")
 _PHASE = column("phase", "forward, backward, clip, optimizer, data or checkpoint; null where not known.", _TEXT)
 _UNIT = column("unit", "FSDP unit (layer) by module path, '' for the root; null outside FSDP's spans.", _TEXT)
 _SPAN = column("span", "Innermost FSDP span around the launch without prefix and unit, such as all_gather.", _TEXT)
@@ -119,7 +119,7 @@ LANES = table(
 STEPS = table(
     "steps",
     "training step",
-    column("step", "Number of the step; null where the trace marks no steps and is taken as one window."),
+    column("step", "Number of the step; null where the trace has no steps and is taken as one window."),
     column("host_start_ns", "Start of the step on the host."),
     column("host_end_ns", "End of the step on the host."),
     column("start_ns", "Start of the device window: the first activity the step launched on the main compute lane."),

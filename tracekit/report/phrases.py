@@ -49,13 +49,18 @@ def rule_name(code: str) -> str:
 def cost(found: Finding) -> str:
     """Return the cost of a finding in a few words: "38.9% of step time · 16.1 ms a step"; '' if it has no cost."""
     parts = [f"{units.share(found.impact)} of {time_noun(found)}"] if found.impact else []
-    parts += [units.duration(found.cost_ns) + (" a step" * (not found.is_of_window))] if found.cost_ns else []
+    parts += [units.duration(found.cost_ns) + _per_step(found)] if found.cost_ns else []
     parts += [units.size(found.cost_bytes)] if found.cost_bytes else []
     return " · ".join(parts)
 
 
 def time_noun(found: Finding) -> str:
-    """Return what the impact of a finding is a share of: "step time", or "the window" where no steps are marked."""
+    """Return what the impact of a finding is a share of: "step time", or "the window" where no steps are marked.
+
+    Of iterations that were found by repetition it is "iteration time".
+    """
+    if found.is_of_iterations:
+        return "iteration time"
     return "the window" if found.is_of_window else "step time"
 
 
@@ -67,7 +72,8 @@ def share_or_size(found: Finding | KnownFinding) -> str:
 def scope(found: Finding) -> str:
     """Return where a finding applies and its confidence: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
     parts = [_listed("rank", found.ranks)] if found.ranks else []
-    parts += [_listed("step", found.steps)] if found.steps else []
+    noun = "iteration" if found.is_of_iterations else "step"
+    parts += [_listed(noun, found.steps)] if found.steps else []
     return " · ".join([*parts, f"confidence {found.confidence:.0%}"])
 
 
@@ -96,6 +102,12 @@ def from_trace_start(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], i
 def _rule_names() -> Mapping[str, str]:
     # Listing the rules searches all installed distributions.
     return {rule.code: rule.name() for rule in reversed(all_rules())}
+
+
+def _per_step(found: Finding) -> str:
+    if found.is_of_window:
+        return ""
+    return " an iteration" if found.is_of_iterations else " a step"
 
 
 def _plural(number: int, noun: str) -> str:

@@ -77,6 +77,7 @@ _KINDS = {
     ),
     "no_steps": _Kind(_INFO, _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),
+    "steps_from_repetition": _Kind(_INFO, _STEP),
     "unlinked": _degrading(
         "Start the profiler a step earlier (warmup=1 or more): work queued before the start has no recorded launch."
     ),

@@ -9,7 +9,7 @@ from tracekit.conventions import VERSION
 from tracekit.errors import RuleError
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Fact
-from tracekit.rules import all_rules, cost_attribution, judgeability
+from tracekit.rules import all_rules, cost_attribution, found_iterations, judgeability
 from tracekit.rules.rule import Finding, Input, Report, Rule, sort_findings
 
 
@@ -43,9 +43,8 @@ def check(
     inputs = tuple(_input(source.path) for source in run.sources)
     notes = tuple(f"{codes}: {blind}" for blind, codes in _by_reason(blind_spots).items())
     report = Report(run, sort_findings(findings), notes, inputs, VERSION)
-    return cost_attribution.attribute_costs(
-        replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
-    )
+    report = replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
+    return found_iterations.named(cost_attribution.attribute_costs(report))
 
 
 def _by_reason(blind_spots: Mapping[str, str]) -> dict[str, str]:

@@ -69,6 +69,8 @@ class Finding:
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
     is_of_window: bool = False
     """Whether impact and cost are of the whole window, because no steps are marked in it."""
+    is_of_iterations: bool = False
+    """Whether `steps` are iterations that were found by repetition, because no steps are marked."""
 
     @property
     def id(self) -> str:

@@ -95,10 +95,15 @@ def _launches(trace: Trace) -> Iterator[_Row]:
         return
     yield from _unlinked(work, total_ns)
     stepless_ns = int(work.filter(pl.col("launch_id").is_not_null(), pl.col("step").is_null())["dur_ns"].sum())
-    if stepless_ns and not trace.steps["step"].is_null().all():
+    # Outside iterations that were found is a prefill, set-up or a cut iteration: the issue on them states the share.
+    if stepless_ns and not trace.steps["step"].is_null().all() and not _has_found_iterations(trace):
         share = stepless_ns / total_ns
         yield "outside_steps", f"{units.share(share)} of device time was launched outside the profiled steps.", share
     yield from _idle_launches(trace)
+
+
+def _has_found_iterations(trace: Trace) -> bool:
+    return "steps_from_repetition" in trace.data_quality["kind"]
 
 
 def _unrecorded_launches(trace: Trace) -> str:

@@ -69,6 +69,7 @@ def on_device(
 ) -> tuple[pl.DataFrame, list[CommunicationActivity], pl.DataFrame]:
     """Return the activities of the streams, what may describe the collectives among them, and the undecided kernels.
 
+    Column host_id is the slice whose step and phase an activity has.
     Undecided are kernels that count as compute although their names hint at communication: columns name, dur_ns.
 
     `kernel_args` holds what kernels say of collectives by row, `slice_args` what host slices say by id.
@@ -96,6 +97,7 @@ def on_device(
             "bytes": work["bytes"],
             "grid": pl.Series([_sizes(grid) for grid, _ in events.grids], dtype=pl.String).gather(work["grid"]),
             "block": pl.Series([_sizes(block) for _, block in events.grids], dtype=pl.String).gather(work["grid"]),
+            "host_id": nulled(np.where(launch >= 0, launch, owner)),
         }
     ).with_columns(host.context(launch, owner))
     doubtful = table.select("name", "dur_ns").filter(undecided)
@@ -117,7 +119,8 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
 
     Communication: slices that run a collective. Compute: outermost dispatcher ops on the other threads, minus the c10d
     slices inside them. A collective takes step, phase, unit and span of the op that issued it. A gloo send or receive
-    is recorded on the requesting thread, which also computes; it begins with the op that issued it.
+    is recorded on the requesting thread, which also computes; it begins with the op that issued it. Column host_id is
+    the slice whose step and phase an activity has.
     """
     names, named = host.names, host.named
     running = np.flatnonzero(names.runs_collective[named])
@@ -144,6 +147,7 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
             "kind": _KINDS.gather(kinds[order]),
             "start_ns": spans[order, 0],
             "dur_ns": spans[order, 1] - spans[order, 0],
+            "host_id": of[order],
         }
     ).with_columns(host.context(of[order]))
     which = np.flatnonzero(kinds[order] == _COMMUNICATION)

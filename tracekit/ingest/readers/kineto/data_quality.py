@@ -53,8 +53,18 @@ def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
     if steps.from_optimizer:
         message = "No ProfilerStep marks: steps end where the optimizer steps, counted from 0."
         yield "steps_from_optimizer", message, 0.0
+    elif steps.alike_ratio is not None:
+        message = (
+            f"No ProfilerStep marks: {len(steps.step)} iterations were found by repetition, counted from 0. "
+            f"{units.share(steps.alike_ratio)} of the distinct kernels recur in each, and they cover "
+            f"{units.share(steps.covered_ratio)} of the main stream's work."
+        )
+        yield "steps_from_repetition", message, 0.0
     elif not len(steps.step):
-        message = "No ProfilerStep marks: the trace is one window without steps; call profiler.step() in every step."
+        message = (
+            "No ProfilerStep marks, and the work does not repeat: the trace is one window without steps; call "
+            "profiler.step() in every step."
+        )
         yield "no_steps", message, 0.0
     if bad_times:
         yield "bad_times", f"{bad_times:,} events have no usable time and were ignored.", bad_times / total

@@ -69,4 +69,7 @@ def _of_device(steps: Steps, device: int | None, start: Ints, end: Ints) -> list
     known = known[np.argsort(start[known], kind="stable")]
     until = np.append(start[known][1:], end[known][-1:])
     columns = (steps.step[known], steps.start_ns[known], steps.end_ns[known], start[known], until)
-    return [(*row, device) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    if steps.on_device:  # nothing is known of the host
+        return [(step, None, None, *window, device) for step, _, _, *window in rows]
+    return [(*row, device) for row in rows]

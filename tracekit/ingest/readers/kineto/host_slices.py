@@ -83,6 +83,10 @@ class Host:
             _picked(self.names.span.alias("span"), of_span),
         ]
 
+    def step_of(self, ids: pl.Series) -> Ints:
+        """Return the index in `steps` of the step of each slice; -1 for none, and where `ids` is null."""
+        return self._at(self.step, ids.fill_null(-1).to_numpy(), None)
+
     def find(self, kind: str, field: str, sought: Ints) -> Ints:
         """Return the first slice of a kind with each of the `sought` ids in a field; -1 where there is none."""
         ids = np.flatnonzero(self.is_kind(kind))

@@ -18,6 +18,7 @@ from tracekit.ingest.readers.kineto import (
     data_quality,
     device_windows,
     host_slices,
+    iterations,
     numbers,
     stream,
     syncs,
@@ -163,6 +164,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         lanes = pl.concat([lanes, work.lanes_of(placed)], how="diagonal_relaxed")
         kernel_args = {s.row: s.args for s in events.device_collectives}
         activities, communication, undecided = work.on_device(placed, events, built, kernel_args, slice_args)
+    built, activities = iterations.with_iterations(built, activities, lanes)
     activities = schema.ACTIVITIES.conform(activities)
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))

@@ -1,4 +1,4 @@
-"""Training steps on the host: from the profiler's marks, otherwise from the optimizer's steps."""
+"""Training steps on the host: from the profiler's marks, otherwise from the optimizer's steps or repetitions."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,19 @@ from tracekit.model.nesting import Flags, Ints
 
 @dataclass(frozen=True)
 class Steps:
-    """The host windows of the steps, by start; `from_optimizer` where the profiler marked none."""
+    """The host windows of the steps, by start; `from_optimizer` where the profiler marked none.
+
+    Iterations that were found by repetition have an `alike_ratio`, the share of distinct kernels that recur in each,
+    and a `covered_ratio`, their share of the time of that work; `on_device` if their times are the device's.
+    """
 
     step: Ints
     start_ns: Ints
     end_ns: Ints
     from_optimizer: bool = False
+    alike_ratio: float | None = None
+    covered_ratio: float = 1.0
+    on_device: bool = False
 
     def at(self, times: Ints) -> Ints:
         """Return the index of the step whose window contains each time; -1 outside all steps."""

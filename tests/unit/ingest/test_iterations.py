@@ -1,0 +1,150 @@
+"""Iterations of recordings without step marks, found by repetition: on devices, in CUDA graphs, on the CPU."""
+
+import json
+
+import pytest
+
+from tests.support.kineto_files import slice_
+from tracekit.ingest.readers.kineto import reader
+
+LAYERS = 8
+TO_HOST = "Memcpy DtoH (Device -> Pageable)"
+
+
+class Recording:
+    """A host thread that launches kernels of 5 µs on one stream, one after another."""
+
+    def __init__(self):
+        self.events, self.at_us, self.calls = [], 0.0, 0
+
+    def launch(self, *kernels, call="cudaLaunchKernel", op="aten::op"):
+        """Launch kernels by one call, inside one op."""
+        self.calls += 1
+        if call is not None:
+            self.events += [slice_("cpu_op", op, self.at_us, 4, tid=1)]
+            self.events += [slice_("cuda_runtime", call, self.at_us + 1, 2, tid=1, correlation=self.calls)]
+        for kernel in kernels:
+            kind = "gpu_memcpy" if kernel.startswith("Memcpy") else "kernel"
+            where = {"device": 0, "stream": 7, "correlation": self.calls}
+            self.events += [slice_(kind, kernel, self.at_us + 5, 5, tid=7, **where)]
+            self.at_us += 5
+        self.at_us += 5
+
+    def read(self, folder):
+        path = folder / "trace.json"
+        path.write_text(json.dumps({"traceEvents": self.events}))
+        return reader.read(str(path), rank=0)
+
+
+def issue(trace):
+    return dict(trace.data_quality.select("kind", "message").iter_rows())
+
+
+def decode(recording):
+    """One token by a CUDA graph: the kernels of all layers have one launch. Then the token is copied to the host."""
+    recording.launch("embedding")
+    recording.launch(*["norm", "gemv", "decode_attention"] * LAYERS, call="cudaGraphLaunch")
+    recording.launch("softmax")
+    recording.launch("sample")
+    recording.launch(TO_HOST, call="cudaMemcpyAsync")
+
+
+def prefill(recording):
+    """Many tokens without a graph, by other kernels."""
+    for kernel in ["embedding_many", *["norm_many", "gemm", "flash_attention", "rotary", "write_cache"] * LAYERS]:
+        recording.launch(kernel)
+
+
+def test_graph_launches_of_a_decode_loop_are_iterations(tmp_path):
+    recording = Recording()
+    for _ in range(5):
+        decode(recording)
+    trace = recording.read(tmp_path)
+    assert trace.steps["step"].to_list() == [0, 1, 2, 3, 4]
+    embeddings = trace.activities.filter(trace.activities["name"] == "embedding")
+    assert trace.steps["start_ns"].to_list() == embeddings["start_ns"].to_list()
+    assert trace.activities["step"].null_count() == 0
+    assert trace.ops["step"].null_count() == 0
+    message = issue(trace)["steps_from_repetition"]
+    assert message.startswith("No ProfilerStep marks: 5 iterations were found by repetition, counted from 0. 100.0% of")
+
+
+def test_the_prefill_before_the_decode_iterations_belongs_to_none(tmp_path):
+    recording = Recording()
+    prefill(recording)
+    for _ in range(6):
+        decode(recording)
+    trace = recording.read(tmp_path)
+    assert trace.steps["step"].to_list() == [0, 1, 2, 3, 4, 5]
+    outside = trace.activities.filter(trace.activities["step"].is_null())
+    assert outside.height == 1 + 5 * LAYERS
+    assert set(outside["name"]) == {
+        "embedding_many", "norm_many", "gemm", "flash_attention", "rotary", "write_cache"
+    }  # fmt: skip
+
+
+def test_the_layers_of_one_forward_pass_are_no_iterations(tmp_path):
+    recording = Recording()
+    prefill(recording)
+    for kernel in ("norm_many", "head", "softmax", "sample"):
+        recording.launch(kernel)
+    trace = recording.read(tmp_path)
+    assert trace.steps["step"].to_list() == [None]
+    assert "the work does not repeat" in issue(trace)["no_steps"]
+
+
+def test_one_kernel_again_and_again_is_no_iteration(tmp_path):
+    recording = Recording()
+    for _ in range(50):
+        recording.launch("gemm")
+    assert recording.read(tmp_path).steps["step"].to_list() == [None]
+
+
+def test_iterations_are_found_on_the_device_where_no_host_was_recorded(tmp_path):
+    recording = Recording()
+    for _ in range(4):
+        for kernel in ("embedding", "gemm", "attention", "norm", "gemm", "softmax", "sample"):
+            recording.launch(kernel, call=None)
+    trace = recording.read(tmp_path)
+    assert trace.steps.select("step", "host_start_ns").rows() == [(step, None) for step in range(4)]
+    assert trace.activities["step"].to_list() == [step for step in range(4) for _ in range(7)]
+    starts = trace.activities.filter(trace.activities["name"] == "embedding")["start_ns"].to_list()
+    assert trace.steps["start_ns"].to_list() == starts
+
+
+def test_an_iteration_begins_with_the_slice_around_its_first_launch(tmp_path):
+    recording = Recording()
+    begins = []
+    for _ in range(4):
+        recording.at_us += 20
+        begins.append(recording.at_us - 10)
+        decode(recording)
+        recording.events.append(slice_("user_annotation", "execute_model", begins[-1], 60, tid=1))
+    whole = slice_("user_annotation", "serve", 0, recording.at_us + 10, tid=1)
+    recording.events.append(whole)
+    trace = recording.read(tmp_path)
+    assert trace.steps["host_start_ns"].to_list()[1:] == [1000 * begin for begin in begins[1:]]
+
+
+def test_iterations_are_found_in_a_recording_of_the_cpu(tmp_path):
+    events, at_us = [], 0.0
+    for _ in range(4):
+        for name in ("embedding", "linear", "relu", "linear", "softmax", "sort", "index"):
+            events.append(slice_("cpu_op", f"aten::{name}", at_us, 8, tid=1))
+            at_us += 10
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = reader.read(str(path), rank=0)
+    assert trace.steps["step"].to_list() == [0, 1, 2, 3]
+    assert trace.activities["step"].to_list() == [step for step in range(4) for _ in range(7)]
+
+
+@pytest.mark.parametrize("mark", ["ProfilerStep#3", "Optimizer.step#SGD.step"])
+def test_marks_take_precedence_over_repetitions(tmp_path, mark):
+    recording = Recording()
+    for _ in range(4):
+        decode(recording)
+    recording.events.append(slice_("user_annotation", mark, 0, recording.at_us, tid=1))
+    trace = recording.read(tmp_path)
+    assert trace.steps["step"].n_unique() == 1
+    assert "steps_from_repetition" not in issue(trace)

@@ -1,0 +1,165 @@
+"""Repetitions in a sequence: the passes of a loop that nothing marks, found by what recurs once in each pass."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tracekit.model.nesting import Flags, Ints
+
+Floats = npt.NDArray[np.float64]
+
+_GRAM_SIZES = (1, 2, 4, 8, 16, 32)
+_MIN_REGULAR_RATIO = 0.5
+"""Share of the sequence between occurrences that are about equally far apart: more than half is no coincidence."""
+_SIMILAR_LENGTH, _SAME_DISTANCE = 0.25, 0.1
+_MAX_CANDIDATES = 32
+_AS_GOOD = 0.03
+"""Two passes together are as alike as two single ones: among equally good lengths the shortest is the loop's."""
+_WHOLE = 0.9
+"""A last pass with this share of the usual length is complete; what is missing was cut with the recording."""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The passes of a loop in a sequence of tokens: pass k begins at index `starts[k]`, the last one ends at `end`."""
+
+    starts: Ints
+    end: int
+    alike_ratio: float
+    """Share of all distinct tokens that occur in a pass as often as in the median pass, averaged over the passes."""
+    alike_within_ratio: float
+    """The same among the distinct tokens inside the passes: the tokens before and after them do not count."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of passes."""
+        return len(self.starts)
+
+
+def find(tokens: Ints) -> Repetition | None:
+    """Return the passes of a loop that runs through most of `tokens`; None if there is none.
+
+    Some token, or some run of tokens, occurs once in each pass. Each such candidate is judged by how alike the passes
+    are that it separates; order and number of the other tokens may differ from pass to pass.
+
+    >>> find(np.array([7, 1, 2, 3, 3, 1, 2, 3, 3, 1, 2, 3, 3, 1])).starts.tolist()
+    [1, 5, 9]
+    >>> find(np.arange(20)) is None
+    True
+    """
+    codes = np.unique(tokens, return_inverse=True)[1].astype(np.int64)
+    grams = dict(_grams(codes))
+    rated = [each for at in _candidates(grams, len(codes)) if (each := _rated(codes, at)) is not None]
+    best = max((each.alike_ratio for each in rated), default=0.0)
+    good = [each for each in rated if each.alike_ratio >= best - _AS_GOOD]
+    if not good:
+        return None
+    found = max(good, key=lambda each: (each.count, each.alike_ratio))
+    return _rated(codes, _with_prefix(codes, _from_the_first(grams, found))) or found
+
+
+def _grams(codes: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield, for each size, the code of the run of that many tokens that begins at each place."""
+    size = 1
+    while size <= _GRAM_SIZES[-1] and 2 * size <= len(codes):
+        yield size, codes
+        pairs = codes[:-size] * (codes.max() + 1) + codes[size:]
+        codes, size = np.unique(pairs, return_inverse=True)[1].astype(np.int64), 2 * size
+
+
+def _candidates(grams: dict[int, Ints], length: int) -> list[Ints]:
+    """Return the places of runs of tokens that recur regularly, one for each number of occurrences.
+
+    All that occur once per pass are as far apart as the passes are long, so the most common distance is the passes'.
+    """
+    regular: dict[int, list[tuple[float, Ints]]] = {}
+    for codes in grams.values():
+        places = np.argsort(codes, kind="stable")
+        first = np.flatnonzero(np.diff(codes[places], prepend=-1))
+        counts = np.diff(first, append=len(places))
+        distance, ratio = _distances(codes[places], places, first, counts, length)
+        for at in np.flatnonzero(ratio >= _MIN_REGULAR_RATIO).tolist():
+            where = places[first[at] : first[at] + counts[at]]
+            regular.setdefault(int(counts[at]), []).append((float(distance[at]), where))
+    most = sorted(regular.values(), key=len, reverse=True)[:_MAX_CANDIDATES]
+    return [_most_common(alike) for alike in most]
+
+
+def _most_common(alike: list[tuple[float, Ints]]) -> Ints:
+    """Return the places whose distance most others share, of these the first in the sequence."""
+    ordered = sorted(alike, key=lambda each: each[0])
+    distances = np.array([distance for distance, _ in ordered])
+    until = np.searchsorted(distances, distances * (1 + _SAME_DISTANCE), side="right")
+    first = int(np.argmax(until - np.arange(len(distances))))
+    return min((places for _, places in ordered[first : int(until[first])]), key=lambda places: int(places[0]))
+
+
+def _distances(group: Ints, places: Ints, first: Ints, counts: Ints, length: int) -> tuple[Floats, Floats]:
+    """Return each group's median distance, and the share of the sequence between members about that far apart."""
+    within = np.flatnonzero(np.diff(group) == 0)
+    distance, owner = places[within + 1] - places[within], group[within]
+    ordered = np.lexsort((distance, owner))
+    firsts = first - np.arange(len(first))
+    typical = np.zeros(len(first))
+    several = counts > 1
+    typical[several] = distance[ordered][firsts[several] + (counts[several] - 1) // 2]
+    similar = np.abs(distance - typical[owner]) <= _SIMILAR_LENGTH * typical[owner]
+    ratio = np.bincount(owner, weights=np.where(similar, distance, 0), minlength=len(first)) / length
+    return typical, ratio * counts / np.maximum(counts - 1, 1)  # the last pass has no distance
+
+
+def _rated(codes: Ints, at: Ints) -> Repetition | None:
+    """Return the passes that begin at the places `at`, without an incomplete last one; None for fewer than two."""
+    lengths = np.diff(at) if len(at) > 1 else np.zeros(1, np.int64)
+    length, rest = int(np.median(lengths)), len(codes) - int(at[-1])
+    last = rest if rest <= lengths.max() else length  # what is longer than any pass is not only a pass
+    starts, end = (at, int(at[-1]) + last) if rest >= _WHOLE * length else (at[:-1], int(at[-1]))
+    if len(starts) < 2:
+        return None
+    names = int(codes.max()) + 1
+    part = np.searchsorted(starts, np.arange(starts[0], end), side="right") - 1
+    cells, often = np.unique(part * names + codes[starts[0] : end], return_counts=True)
+    usual = _lower_medians(cells % names, often, len(starts), names)
+    alike = np.bincount(cells % names, weights=often == usual[cells % names], minlength=names) / len(starts)
+    inside = np.bincount(cells % names, minlength=names) > 0
+    return Repetition(starts, end, float(alike.sum() / names), float(alike.sum() / inside.sum()))
+
+
+def _lower_medians(name: Ints, often: Ints, passes: int, names: int) -> Ints:
+    """Return how often each name occurs in the median pass; passes without it count as 0."""
+    ordered = np.lexsort((often, name))
+    present = np.bincount(name, minlength=names)
+    first = np.cumsum(present) - present
+    place = (passes - 1) // 2 - (passes - present)  # of the median among the passes that have it
+    found = np.zeros(names, np.int64)
+    known = place >= 0
+    found[known] = often[ordered][first[known] + place[known]]
+    return found
+
+
+def _from_the_first(grams: dict[int, Ints], found: Repetition) -> Ints:
+    """Return the places of the earliest run of tokens that recurs in step with the passes found."""
+    for place in range(int(found.starts[0])):
+        for codes in grams.values():
+            others = np.flatnonzero(codes == codes[place]) if place < len(codes) else codes[:0]
+            if found.count <= len(others) <= found.count + 1 and _alternate(others, found.starts):
+                return others
+    return found.starts
+
+
+def _with_prefix(codes: Ints, starts: Ints) -> Ints:
+    """Return `starts` moved back by the tokens before the first pass that stand before most others as well."""
+    first, others = int(starts[0]), starts[1:]
+    back = np.arange(1, first + 1)
+    same = codes[others[:, None] - back] == codes[first - back] if first else np.zeros((0, 0), bool)
+    differs = np.flatnonzero(2 * same.sum(axis=0) < len(others))
+    return starts - (int(differs[0]) if len(differs) else first)
+
+
+def _alternate(some: Ints, others: Ints) -> bool:
+    """Return whether two ascending sequences take turns."""
+    order = np.argsort(np.concatenate((some, others)), kind="stable")
+    of_some: Flags = order < len(some)
+    return bool((of_some[1:] != of_some[:-1]).all())
