@@ -57,6 +57,7 @@ def find(tokens: Ints) -> Repetition | None:
     if not good:
         return None
     found = max(good, key=lambda each: (each.count, each.alike_ratio))
+    found = _without_other_beginning(codes, found)
     return _rated(codes, _with_prefix(codes, _from_the_first(grams, found))) or found
 
 
@@ -140,13 +141,41 @@ def _lower_medians(name: Ints, often: Ints, passes: int, names: int) -> Ints:
 
 
 def _from_the_first(grams: dict[int, Ints], found: Repetition) -> Ints:
-    """Return the places of the earliest run of tokens that recurs in step with the passes found."""
-    for place in range(int(found.starts[0])):
-        for codes in grams.values():
-            others = np.flatnonzero(codes == codes[place]) if place < len(codes) else codes[:0]
-            if found.count <= len(others) <= found.count + 1 and _alternate(others, found.starts):
-                return others
+    """Return the places of the earliest run of tokens that recurs in step with the passes found.
+
+    A run that makes the first pass longer or shorter than the others occurs by chance before the loop.
+    """
+    earlier = ((place, size, others) for size, codes in grams.items() for place, others in _recurring(codes, found))
+    for _, _, others in sorted(earlier, key=lambda each: each[:2]):
+        if _alternate(others, found.starts) and _is_first_similar(np.diff(others)):
+            return others
     return found.starts
+
+
+def _without_other_beginning(codes: Ints, found: Repetition) -> Repetition:
+    """Return the passes without those before the first that is as long as most, and followed by such a pass."""
+    lengths = np.diff(found.starts)
+    usual = float(np.median(lengths))
+    similar = np.abs(lengths - usual) <= _SIMILAR_LENGTH * usual
+    first = np.flatnonzero(similar[:-1] & similar[1:])
+    return (_rated(codes, found.starts[first[0] :]) or found) if len(first) and first[0] else found
+
+
+def _is_first_similar(lengths: Ints) -> bool:
+    """Return whether the first pass is as long as the others: else something else came before the loop."""
+    usual = float(np.median(lengths))
+    return abs(float(lengths[0]) - usual) <= _SIMILAR_LENGTH * usual
+
+
+def _recurring(codes: Ints, found: Repetition) -> Iterator[tuple[int, Ints]]:
+    """Yield first place and all places of each code that occurs as often as there are passes, or once more."""
+    places = np.argsort(codes, kind="stable")
+    counts = np.bincount(codes)
+    ends = np.cumsum(counts)
+    for code in np.flatnonzero((counts == found.count) | (counts == found.count + 1)).tolist():
+        others = places[ends[code] - counts[code] : ends[code]]
+        if others[0] < found.starts[0]:
+            yield int(others[0]), others
 
 
 def _with_prefix(codes: Ints, starts: Ints) -> Ints:
