@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 import tracekit
+from benchmarks.documents import put_between
 from tracekit.regression import baseline as baselines
 from tracekit.regression import gate as checks
 from tracekit.regression.baseline import Baseline, Recording
@@ -239,20 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"A check with a baseline of {BASELINE_RECORDINGS} recordings ({size_bytes / 1000:.0f} kB) takes {ratio:.2f} "
         "times the processor time of one without.",
     ]
-    text = "\n".join(table)
-    print(text)
+    print("\n".join(table))
     if options.out:
-        _put(options.out, text)
+        put_between(options.out, "benchmarks.gate", table)
     return 0
-
-
-_BEGIN, _END = "<!-- measured by benchmarks.gate -->", "<!-- end -->"
-
-
-def _put(path: Path, text: str) -> None:
-    before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    path.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

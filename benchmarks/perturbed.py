@@ -19,6 +19,7 @@ from pathlib import Path
 
 import tracekit
 from benchmarks import perturbation_graph
+from benchmarks.documents import put_between
 from benchmarks.perturbation_graph import Event, Job, Kernel, Pause, Rank
 from tracekit.regression import baseline as baselines
 from tracekit.regression import gate
@@ -414,13 +415,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{', passes against the control' * passes}"
             )
     if options.out:
-        before, _, rest = options.out.read_text(encoding="utf-8").partition(_BEGIN)
-        text = "\n".join(lines)
-        options.out.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+        put_between(options.out, "benchmarks.perturbed", lines)
     return 0
-
-
-_BEGIN, _END = "<!-- measured by benchmarks.perturbed -->", "<!-- end -->"
 
 
 def _measured(

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import polars as pl
@@ -13,12 +14,15 @@ from tracekit.model.run import Run
 from tracekit.regression import comparability, cpu_starvation, metrics, step_separation
 from tracekit.regression.baseline import Baseline, flat, shown
 from tracekit.regression.change import Change, Verdict
-from tracekit.regression.samples import Values, job_samples, run_samples
+from tracekit.regression.metrics import Metric
+from tracekit.regression.samples import Values, job_series, run_samples
 from tracekit.regression.significance import compare_recordings
 from tracekit.regression.thresholds import CONFIDENCE, Thresholds
 
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
 _NOTED = ("arguments", "versions", "mesh", "simulated")
+_SeriesByMetric: TypeAlias = Mapping[str, Sequence[tuple[pl.Series, Values]]]
+"""Steps and samples of each recording, by metric."""
 _EXPECTED_TO_DIFFER = ("arguments.strategy", "arguments.out")
 
 
@@ -119,11 +123,8 @@ def compare_groups(
     ((a_name, a_tables),), ((b_name, b_tables),) = reference.items(), candidate.items()
     ranks, rank_notes = _common_ranks(a_name, a_tables, b_name, b_tables)
     a, b = (_by_metric(tables, ranks) for tables in (a_tables, b_tables))
-    centers = {metric: float(np.mean([np.median(values) for values in recordings])) for metric, recordings in a.items()}
     changes = tuple(
-        compare_recordings(
-            metric, a[metric.key], b[metric.key], whole=centers.get(metric.part_of or ""), thresholds=thresholds
-        )
+        _change(metric, a, b, thresholds)
         for metric in metrics.compared_metrics()
         if metric.key in a and metric.key in b
     )
@@ -132,7 +133,7 @@ def compare_groups(
             f"{b_name} and {a_name} have no metric in common: one of them marks no steps; "
             "call profiler.step() after each optimizer step when recording"
         )
-    changes, separated = step_separation.decided(changes, a_tables, b_tables, ranks, thresholds)
+    changes, separated = step_separation.decide(changes, a_tables, b_tables, ranks, thresholds)
     starved: tuple[str, ...] = ()
     if on_host:
         changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables)
@@ -175,11 +176,24 @@ def _differences(reference: RunSamples, candidate: RunSamples, *, allow_differen
     return refused + notes
 
 
-def _by_metric(tables: Sequence[pl.DataFrame], ranks: Sequence[int] | None) -> dict[str, list[Values]]:
-    recordings: dict[str, list[Values]] = {}
+def _change(metric: Metric, reference: _SeriesByMetric, candidate: _SeriesByMetric, thresholds: Thresholds) -> Change:
+    whole = reference.get(metric.part_of or "")
+    both = (*reference[metric.key], *candidate[metric.key])
+    first, _ = both[0]
+    return compare_recordings(
+        metric,
+        *([values for _, values in side[metric.key]] for side in (reference, candidate)),
+        whole=float(np.mean([np.median(values) for _, values in whole])) if whole else None,
+        is_paired=len(first) > 1 and all(steps.equals(first) for steps, _ in both),
+        thresholds=thresholds,
+    )
+
+
+def _by_metric(tables: Sequence[pl.DataFrame], ranks: Sequence[int] | None) -> _SeriesByMetric:
+    recordings: dict[str, list[tuple[pl.Series, Values]]] = {}
     for table in tables:
-        for metric, values in job_samples(table, ranks).items():
-            recordings.setdefault(metric, []).append(values)
+        for metric, series in job_series(table, ranks).items():
+            recordings.setdefault(metric, []).append(series)
     return recordings
 
 

@@ -64,6 +64,11 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
 
     A step's sample is that of its worst rank for what all ranks wait for, and the mean over ranks for all else.
     """
+    return {metric: values for metric, (_, values) in job_series(table, ranks).items()}
+
+
+def job_series(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, tuple[pl.Series, Values]]:
+    """Return the steps and samples of `job_samples`, by metric."""
     table = without_parts(table)
     if ranks is not None:
         table = table.filter(pl.col("rank").is_in(ranks))
@@ -77,7 +82,7 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
         .alias("value")
     )
     return {
-        str(metric): rows["value"].to_numpy().astype(np.float64)
+        str(metric): (rows["step"], rows["value"].to_numpy().astype(np.float64))
         for (metric,), rows in per_step.sort("metric", "step").group_by("metric", maintain_order=True)
     }
 

@@ -10,6 +10,8 @@ recording a side ignores that and raises false alarms. Therefore
   where all are positive, of their logarithms, since a busy machine doubles a time as easily as it halves it. What the
   steps of a recording leave uncertain of that median is estimated by a circular block bootstrap (Politis and Romano
   1992), since neighbouring steps are alike, and is the least by which recordings must differ;
+- recordings of the same steps are paired by step: what all recordings have in common at a step, such as a warm-up in
+  the first one, is no scatter (a randomized block design, whose blocks are the steps);
 - the spread between recordings is estimated from those of both sides and moderated by what is usual for the metric: an
   empirical Bayes estimate as limma uses for few replicates (Smyth 2004), with the weight of `PRIOR_DEGREES` further
   recordings. What is usual is the metric's least spread, that of a quiet machine, and half of the scatter of the steps
@@ -26,7 +28,7 @@ spread that its own recordings show, so the quiet ones decide and the noisy ones
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,12 +66,14 @@ def compare_recordings(
     candidate: Sequence[Values],
     *,
     whole: float | None = None,
+    is_paired: bool = False,
     thresholds: Thresholds | None = None,
 ) -> Change:
     """Compare one metric by recordings, each an array of samples, shape (n,); at least one a side, none of them empty.
 
-    `whole` is the reference's value of the metric that contains this one, where it has one. A change below the least
-    change of `thresholds` is none: relative to the reference, or in points of a share.
+    `whole` is the reference's value of the metric that contains this one, where it has one; `is_paired` is whether
+    samples of one index are of one step. A change below the least change of `thresholds` is none: relative to the
+    reference, or in points of a share.
 
     >>> from tracekit.regression.metrics import metric_of
     >>> before, after = np.array([10.0, 11, 10, 10, 11, 10]), np.array([53.0, 52, 53, 53, 52, 53])
@@ -78,19 +82,18 @@ def compare_recordings(
     """
     limits = thresholds or Thresholds()
     logarithmic = not metric.is_share and all(float(values.min()) > 0 for values in (*reference, *candidate))
-    a = _Observations.of(reference, logarithmic=logarithmic)
-    b = _Observations.of(candidate, logarithmic=logarithmic)
-    scale = _Scale.of(metric, a, whole, limits.min_change_ratio)
-    difference = (b.mean - a.mean) / scale.unit
+    a, b = observations(reference, candidate, is_logarithmic=logarithmic, is_paired=is_paired)
+    scale = _Scale.of(metric, a.center, whole, limits.min_change_ratio, is_logarithmic=logarithmic)
+    difference = float(b.mean - a.mean) / scale.unit
     low = high = None
     verdict, more = Verdict.INCONCLUSIVE, (0, 0)
     if _is_enough(a, b, metric.usual_spread):
-        spread = _Spread.of(a, b, metric.usual_spread, scale.unit)
-        margin = spread.margin(len(a.medians), len(b.medians), limits.confidence)
+        spread = Spread.of(a, b, metric.usual_spread * scale.unit)
+        margin = float(spread.margin(limits.confidence)) / scale.unit
         low, high = scale.interval(difference, margin)
         verdict = _verdict(metric, scale.change(difference), (low, high), scale)
         if verdict is Verdict.INCONCLUSIVE:
-            more = _more(difference, spread, a, b, scale, limits.confidence)
+            more = _more(difference, spread, min(a.samples, b.samples), scale, limits.confidence)
     else:
         more = max(1, _ENOUGH_SAMPLES - min(a.samples, b.samples)), 0
     return Change(
@@ -120,13 +123,13 @@ def student_t(probability: float, degrees: float) -> float:
     return float(stdtrit(degrees, probability))
 
 
-def scatter(values: Values) -> float:
-    """Return by how much samples scatter: a robust standard deviation, 0 for a single sample.
+def scatter(values: Values) -> Values:
+    """Return by how much samples scatter, along the first axis: a robust standard deviation, 0 for a single sample.
 
-    >>> round(scatter(np.array([10.0, 11, 9, 10, 50])), 2)
+    >>> round(float(scatter(np.array([10.0, 11, 9, 10, 50]))), 2)
     1.48
     """
-    return deviation_factor(len(values)) * float(np.median(np.abs(values - np.median(values))))
+    return deviation_factor(len(values)) * np.median(np.abs(values - np.median(values, axis=0)), axis=0)
 
 
 def deviation_factor(count: int) -> float:
@@ -134,54 +137,103 @@ def deviation_factor(count: int) -> float:
     return _MAD_OF_FEW.get(count, _MAD_OF_NORMAL)
 
 
-def variance_of_median(values: Values) -> float:
-    """Return the variance of the median of a series of neighbouring samples, by a circular block bootstrap.
+def variance_of_median(values: Values) -> Values:
+    """Return the variance of the median of neighbouring samples, along the first axis, by a circular block bootstrap.
 
     `scipy.stats.bootstrap` resamples independent observations only, and neighbouring steps are alike.
     """
     count = len(values)
-    if count < _ENOUGH_SAMPLES or not np.ptp(values):
-        return 0.0
+    if count < _ENOUGH_SAMPLES:
+        return np.zeros(values.shape[1:])
     if count < MIN_SAMPLES:
-        return math.pi / 2 * float(values.var(ddof=1)) / count  # a bootstrap of so few draws the same ones
+        return np.asarray(math.pi / 2 * values.var(axis=0, ddof=1) / count)  # a bootstrap of so few draws the same ones
     block = max(1, round(count ** (1 / 3)))
     starts = np.random.default_rng(_SEED).integers(0, count, (_BOOTSTRAPS, -(-count // block)))
     drawn = (starts[:, :, None] + np.arange(block)) % count
     medians = np.median(values[drawn.reshape(_BOOTSTRAPS, -1)[:, :count]], axis=1)
-    return float(medians.var())
+    return np.asarray(medians.var(axis=0))
+
+
+def observations(
+    reference: Sequence[Values], candidate: Sequence[Values], *, is_logarithmic: bool = False, is_paired: bool = False
+) -> tuple["Observations", "Observations"]:
+    """Return both sides' observations, from the samples of each recording, shape (n,) or (n, quantities)."""
+    recordings = (*reference, *candidate)
+    medians = [np.median(values, axis=0) for values in recordings]
+    if is_paired:
+        deviations = np.stack(recordings) - np.stack(medians)[:, None]
+        # What is left of the deviations of so many recordings without their mean is smaller than their scatter.
+        lost = math.sqrt(len(recordings) / (len(recordings) - 1))
+        unexplained = [*(lost * (deviations - deviations.mean(axis=0)))]
+        series = [rest / middle if is_logarithmic else rest for rest, middle in zip(unexplained, medians, strict=True)]
+    else:
+        series = [np.log(values) if is_logarithmic else values for values in recordings]
+    # The logarithm of the median, not the median of logarithms: of two middle values it is the one that is shown.
+    middles = np.log(medians) if is_logarithmic else np.stack(medians)
+    within, scatters = ([of(values) for values in series] for of in (variance_of_median, scatter))
+    samples = [len(values) for values in recordings]
+    first, second = (
+        Observations(
+            middles[side], np.mean(within[side], axis=0), np.mean(scatters[side], axis=0), sum(samples[side]),
+            is_logarithmic,
+        )
+        for side in (slice(0, len(reference)), slice(len(reference), None))
+    )  # fmt: skip
+    return first, second
 
 
 @dataclass(frozen=True)
-class _Observations:
-    """One side's recordings, each by the median of its samples, or by the logarithm of that."""
+class Observations:
+    """One side's recordings: of each quantity the median of each recording's samples, or the logarithm of that."""
 
     medians: Values
-    logarithmic: bool
-    within: float
+    """Shape (recordings,) or (recordings, quantities); the other arrays are numbers, or of shape (quantities,)."""
+    within: Values
     """Variance of such a median that the samples of the recording itself leave, the mean over recordings."""
-    scatter: float
+    scatter: Values
     """By how much the samples of a recording scatter: a standard deviation, robust, the mean over recordings."""
     samples: int
-
-    @classmethod
-    def of(cls, recordings: Sequence[Values], *, logarithmic: bool) -> "_Observations":
-        series = [np.log(values) if logarithmic else values for values in recordings]
-        # The logarithm of the median, not the median of logarithms: of two middle values it is the one that is shown.
-        middles = np.array([float(np.median(values)) for values in recordings])
-        medians = np.log(middles) if logarithmic else middles
-        within = float(np.mean([variance_of_median(values) for values in series]))
-        return cls(
-            medians, logarithmic, within, float(np.mean([scatter(values) for values in series])), sum(map(len, series))
-        )
+    is_logarithmic: bool = False
 
     @property
-    def mean(self) -> float:
-        return float(self.medians.mean())
+    def mean(self) -> Values:
+        """Return the mean of the recordings' medians."""
+        return np.asarray(self.medians.mean(axis=0))
 
     @property
     def center(self) -> float:
-        """Return the mean of the recordings, in the metric's own unit."""
-        return math.exp(self.mean) if self.logarithmic else self.mean
+        """Return the mean of the recordings of a single quantity, in its own unit."""
+        return math.exp(self.mean) if self.is_logarithmic else float(self.mean)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """By how much recordings of one side differ, as variances in the unit of the observations, and their degrees."""
+
+    reference: Values
+    candidate: Values
+    degrees: float
+    recordings: tuple[int, int]
+    within: Values
+    """The part of both variances together that more steps within each recording would remove."""
+
+    @classmethod
+    def of(cls, a: Observations, b: Observations, least: Values | float) -> "Spread":
+        """Return the spread of two sides; recordings differ by at least `least`, a standard deviation."""
+        squares = sum(((side.medians - side.mean) ** 2).sum(axis=0) for side in (a, b))
+        degrees = PRIOR_DEGREES + len(a.medians) + len(b.medians) - 2
+        usual = least**2 + (SCATTER_SHARE * a.scatter) ** 2
+        between = (PRIOR_DEGREES * (usual + a.within) + squares) / degrees
+        reference = np.maximum(between, a.within)
+        # Where the candidate's steps scatter more than the reference's, its own interval is wider.
+        candidate = reference + np.maximum(0.0, b.within - a.within)
+        return cls(reference, candidate, degrees, (len(a.medians), len(b.medians)), a.within + b.within)
+
+    def margin(self, confidence: float, more: int = 0) -> Values:
+        """Return how far the interval reaches on either side, with `more` recordings on each of them."""
+        references, candidates = (count + more for count in self.recordings)
+        deviation = np.sqrt(self.reference / references + self.candidate / candidates)
+        return student_t(0.5 + confidence / 2, self.degrees + 2 * more) * deviation
 
 
 @dataclass(frozen=True)
@@ -196,8 +248,9 @@ class _Scale:
     """Whether numbers on this scale mean something to a reader."""
 
     @classmethod
-    def of(cls, metric: Metric, side: _Observations, whole: float | None, min_change: float) -> "_Scale":
-        reference = side.center
+    def of(
+        cls, metric: Metric, reference: float, whole: float | None, min_change: float, *, is_logarithmic: bool
+    ) -> "_Scale":
         if metric.is_share:
             return cls(1.0, False, min_change, SAME_WITHIN, is_shown=True)
         least = MIN_CONTAINER_SHARE * (whole or 0.0) if metric.part_of else 0.0
@@ -205,8 +258,8 @@ class _Scale:
             unit = whole if whole and least else 1.0
             return cls(unit, False, MIN_CONTAINER_SHARE, MIN_CONTAINER_SHARE, is_shown=False)
         effect = max(min_change, metric.least_change_ratio, least / reference)
-        unit = 1.0 if side.logarithmic else reference
-        return cls(unit, side.logarithmic, effect, max(SAME_WITHIN, effect), is_shown=True)
+        unit = 1.0 if is_logarithmic else reference
+        return cls(unit, is_logarithmic, effect, max(SAME_WITHIN, effect), is_shown=True)
 
     def change(self, difference: float) -> float:
         """Return a difference of medians as a change: of logarithms as a ratio, less 1."""
@@ -217,36 +270,7 @@ class _Scale:
         return self.change(difference - margin), self.change(difference + margin)
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """By how much recordings of one side differ, as variances on the scale of the change, and their degrees."""
-
-    reference: float
-    candidate: float
-    degrees: float
-    within_share: float
-    """The share of the variance that more steps within each recording would remove."""
-
-    @classmethod
-    def of(cls, a: _Observations, b: _Observations, least: float, unit: float) -> "_Spread":
-        within_a, within_b = a.within / unit**2, b.within / unit**2
-        squares = sum(float(((side.medians - side.mean) ** 2).sum()) for side in (a, b)) / unit**2
-        degrees = PRIOR_DEGREES + len(a.medians) + len(b.medians) - 2
-        usual = least**2 + (SCATTER_SHARE * a.scatter / unit) ** 2
-        between = (PRIOR_DEGREES * (usual + within_a) + squares) / degrees
-        reference = max(between, within_a)
-        # Where the candidate's steps scatter more than the reference's, its own interval is wider.
-        candidate = reference + max(0.0, within_b - within_a)
-        total = reference + candidate
-        return cls(reference, candidate, degrees, min(1.0, (within_a + within_b) / total) if total else 0.0)
-
-    def margin(self, references: int, candidates: int, confidence: float) -> float:
-        """Return how far the interval reaches on either side with so many recordings."""
-        deviation = math.sqrt(self.reference / references + self.candidate / candidates)
-        return student_t(0.5 + confidence / 2, self.degrees) * deviation
-
-
-def _is_enough(a: _Observations, b: _Observations, least: float) -> bool:
+def _is_enough(a: Observations, b: Observations, least: float) -> bool:
     # Several recordings show the spread even where each has a save or two; counts hardly have any.
     fewest = _ENOUGH_COUNTS if least == 0 else _ENOUGH_SAMPLES
     return min(a.samples, b.samples) >= fewest or len(a.medians) >= _ENOUGH_RECORDINGS
@@ -259,22 +283,18 @@ def _verdict(metric: Metric, change: float, interval: tuple[float, float], scale
     return Verdict.SAME if max(abs(low), abs(high)) <= scale.within else Verdict.INCONCLUSIVE
 
 
-def _more(
-    difference: float, spread: _Spread, a: _Observations, b: _Observations, scale: _Scale, confidence: float
-) -> tuple[int, int]:
+def _more(difference: float, spread: Spread, samples: int, scale: _Scale, confidence: float) -> tuple[int, int]:
     """Return about how many more samples, or recordings, a side would decide; one of them is 0.
 
     Enough for the interval to exclude zero if the change is as it seems, or to lie within what counts as the same.
     """
     distance = abs(difference) if abs(scale.change(difference)) >= scale.effect else 0.0
-    wanted = max(distance, scale.within - abs(difference))
-    if spread.within_share > 0.5:
-        count = min(a.samples, b.samples)
-        ratio = spread.margin(len(a.medians), len(b.medians), confidence) / wanted if wanted > 0 else math.inf
-        more = math.ceil(count * min(ratio**2 - 1, MAX_MORE_SAMPLES)) if ratio < math.inf else MAX_MORE_SAMPLES
+    wanted = max(distance, scale.within - abs(difference)) * scale.unit
+    if spread.within > 0.5 * (spread.reference + spread.candidate):
+        ratio = float(spread.margin(confidence)) / wanted if wanted > 0 else math.inf
+        more = math.ceil(samples * min(ratio**2 - 1, MAX_MORE_SAMPLES)) if ratio < math.inf else MAX_MORE_SAMPLES
         return max(1, min(more, MAX_MORE_SAMPLES)), 0
     for more in range(1, MAX_MORE_RECORDINGS):
-        spread = replace(spread, degrees=spread.degrees + 2)
-        if spread.margin(len(a.medians) + more, len(b.medians) + more, confidence) <= wanted:
+        if spread.margin(confidence, more) <= wanted:
             return 0, more
     return 0, MAX_MORE_RECORDINGS

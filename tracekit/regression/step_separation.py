@@ -30,7 +30,8 @@ from tracekit.regression import significance
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metric_sources import HOST_PARTS, MIN_PART_RATIO, PART_PREFIX
 from tracekit.regression.metrics import STEP_TIME, metric_of
-from tracekit.regression.samples import Values, job_samples
+from tracekit.regression.samples import Values
+from tracekit.regression.significance import Observations
 from tracekit.regression.thresholds import Thresholds
 
 MIN_STEPS = 3
@@ -39,11 +40,8 @@ _MIN_FACTOR_RATIO = 0.002
 _MIN_FACTOR_PARTS = 3
 _MAX_NAME = 60
 
-Parts = npt.NDArray[np.float64]
-"""Values of parts, shape (recordings, parts)."""
 
-
-def decided(
+def decide(
     changes: tuple[Change, ...],
     reference: Sequence[pl.DataFrame],
     candidate: Sequence[pl.DataFrame],
@@ -58,64 +56,60 @@ def decided(
     if not _is_enough(a, b):
         return changes, ()
     separation = _separation(a, b, thresholds.confidence)
-    growth = step_time.change
-    net = separation.net_ratio(grows=growth > 0)
-    least = thresholds.min_change_ratio
-    if abs(growth) < least or math.copysign(1, net.center) * growth < 0 or abs(net.center) < least or not net.low:
+    growth, least = step_time.change, thresholds.min_change_ratio
+    center, certain = separation.net_ratio(grows=growth > 0)
+    if min(abs(growth), abs(center)) < least or center * growth < 0 or not certain:
         return changes, ()
-    low, high = sorted((net.low, max(2 * growth - net.low, 2 * net.low, key=abs)))
+    low, high = sorted((certain, max(2 * growth - certain, 2 * certain, key=abs)))
     verdict = Verdict.WORSE if growth > 0 else Verdict.BETTER
-    certain = replace(
+    decided = replace(
         step_time, low=low, high=high, is_certain=True, verdict=verdict, more_samples=0, more_recordings=0
     )
-    return tuple(certain if change is step_time else change for change in changes), (separation.note(growth > 0),)
+    return tuple(decided if change is step_time else change for change in changes), (separation.note(growth > 0),)
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """What the parts of one recording's steps take: per rank and part the median and the scatter over steps."""
+    """What the parts of one recording's steps take, in the steps that all of its ranks have."""
 
     parts: pl.DataFrame
-    """Columns rank, part, median, scatter."""
+    """Columns rank, step, part, value."""
+    steps: pl.Series
     step_times: Values
-    is_on_host: bool
+    """Of the slowest rank."""
 
     @classmethod
     def of(cls, table: pl.DataFrame, ranks: Sequence[int] | None) -> "_Recording":
         table = table if ranks is None else table.filter(pl.col("rank").is_in(ranks))
         is_part = pl.col("metric").str.starts_with(PART_PREFIX)
-        found = table.filter(is_part).select("rank", "step", pl.col("metric").alias("part"), "value")
-        steps = table.filter(pl.col("metric") == STEP_TIME, pl.col("rank").is_in(found["rank"].unique().to_list()))
-        times = job_samples(table).get(STEP_TIME, np.empty(0))
-        complete = steps.select("rank", "step").join(found.select("rank", "part").unique(), on="rank")
+        parts = table.filter(is_part).select("rank", "step", pl.col("metric").alias("part"), "value")
+        shown = parts["rank"].unique()
+        timed = table.filter(pl.col("metric") == STEP_TIME, pl.col("rank").is_in(shown.implode()))
+        steps = timed.group_by("step").agg(pl.col("value").max(), pl.col("rank").n_unique().alias("ranks"))
+        steps = steps.filter(pl.col("ranks") == len(shown)).sort("step")
+        return cls(parts, steps["step"], steps["value"].to_numpy())
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the parts are operators on a CPU."""
+        return bool(self.parts["part"].str.starts_with(HOST_PARTS).any())
+
+    def values(self, place: pl.DataFrame) -> Values:
+        """Return the time of each step in each part, shape (steps, parts); not a number for a part that it lacks."""
+        known = place.with_row_index("column").join(self.parts.select("rank", "part").unique(), on=["rank", "part"])
+        cells = pl.DataFrame({"step": self.steps}).join(known, how="cross")
+        times = cells.join(self.parts, on=["step", "rank", "part"], how="left", nulls_equal=True, maintain_order="left")
+        found = np.full((len(self.steps), place.height), np.nan)
         # A part that a step does not have takes no time in it.
-        values = complete.join(found, on=["rank", "step", "part"], how="left", nulls_equal=True).with_columns(
-            pl.col("value").fill_null(0.0)
-        )
-        value = pl.col("value")
-        typical = values.group_by("rank", "part").agg(
-            value.median().alias("median"),
-            ((value - value.median()).abs().median() * significance.deviation_factor(len(times))).alias("scatter"),
-        )
-        is_on_host = found["part"].str.starts_with(HOST_PARTS).any()
-        return cls(typical, times, is_on_host)
+        found[:, known["column"].to_numpy()] = times["value"].fill_null(0.0).to_numpy().reshape(len(self.steps), -1)
+        return found
 
 
 def _is_enough(reference: Sequence[_Recording], candidate: Sequence[_Recording]) -> bool:
     recordings = (*reference, *candidate)
-    if any(each.parts.is_empty() or len(each.step_times) < MIN_STEPS for each in recordings):
-        return False
-    if any(each.step_times.min() <= 0 for each in recordings):
+    if any(each.parts.is_empty() or len(each.steps) < MIN_STEPS or each.step_times.min() <= 0 for each in recordings):
         return False
     return len(reference) >= MIN_HOST_RECORDINGS or not any(each.is_on_host for each in recordings)
-
-
-@dataclass(frozen=True)
-class _Net:
-    """The sum of all parts' certain changes, relative to the step, and of what is certain of each."""
-
-    center: float
-    low: float
 
 
 @dataclass(frozen=True)
@@ -135,14 +129,13 @@ class _Separation:
         """Return the change of each part that changed for certain, 0 of the others."""
         return np.where(np.abs(self.difference) > self.margin, self.difference, 0.0)
 
-    def net_ratio(self, *, grows: bool) -> _Net:
-        """Return the net change of the rank whose parts grew, or shrank, most."""
-        center = self.certain
-        low = np.sign(center) * (np.abs(center) - self.margin)
-        nets = [(float(center[own].sum()), float(low[own].sum())) for own in self._of_ranks()]
-        best = max(nets) if grows else min(nets)
-        is_sure = best[1] > 0 if grows else best[1] < 0
-        return _Net(best[0] / self.step_ns, best[1] / self.step_ns if is_sure else 0.0)
+    def net_ratio(self, *, grows: bool) -> tuple[float, float]:
+        """Return the net change of the rank whose parts grew, or shrank, most, and what of it is certain; or 0."""
+        low = np.sign(self.certain) * (np.abs(self.certain) - self.margin)
+        ranks = [self.rank == rank for rank in np.unique(self.rank)]
+        nets = [(float(self.certain[own].sum()), float(low[own].sum())) for own in ranks]
+        center, certain = max(nets) if grows else min(nets)
+        return center / self.step_ns, certain / self.step_ns if (certain > 0) is grows else 0.0
 
     def note(self, grows: bool) -> str:
         """Return a sentence on the part that changed most."""
@@ -156,63 +149,39 @@ class _Separation:
             f"{before} to {after} per step, more than steps and recordings differ by"
         )
 
-    def _of_ranks(self) -> list[npt.NDArray[np.bool_]]:
-        return [self.rank == rank for rank in np.unique(self.rank)]
-
 
 def _separation(reference: Sequence[_Recording], candidate: Sequence[_Recording], confidence: float) -> _Separation:
     sides = (*reference, *candidate)
     place = pl.concat([each.parts.select("rank", "part") for each in sides]).unique().sort("rank", "part")
-    step_ns = math.exp(float(np.mean([np.median(np.log(each.step_times)) for each in reference])))
-    a, b = _aligned(reference, place, "median"), _aligned(candidate, place, "median")
-    a, b = _filled(a, b, MIN_PART_RATIO * step_ns)
-    scatter_a, scatter_b = (
-        _over_ranks(np.nan_to_num(_aligned(side, place, "scatter")), place) for side in (reference, candidate)
-    )
-    factor, factor_spread = _machine_factor(a.mean(0), b.mean(0), _MIN_FACTOR_RATIO * step_ns)
+    step_ns = math.exp(float(np.mean([np.log(np.median(each.step_times)) for each in reference])))
+    values = _filled([each.values(place) for each in sides], MIN_PART_RATIO * step_ns)
+    is_paired = all(each.steps.equals(sides[0].steps) for each in sides)
+    a, b = significance.observations(values[: len(reference)], values[len(reference) :], is_paired=is_paired)
+    a, b = (_over_ranks(side, place) for side in (a, b))
+    factor, factor_spread = _machine_factor(a.mean, b.mean, _MIN_FACTOR_RATIO * step_ns)
     spread = math.hypot(metric_of(STEP_TIME).usual_spread, factor_spread, _host_spread(sides))
-    usual = (spread * factor * a.mean(0)) ** 2 + (significance.SCATTER_SHARE * scatter_a) ** 2
-    squares = ((a - a.mean(0)) ** 2).sum(0) + ((b - b.mean(0)) ** 2).sum(0)
-    degrees = significance.PRIOR_DEGREES + len(a) + len(b) - 2
-    between = (significance.PRIOR_DEGREES * usual + squares) / degrees
-    # Where the candidate's steps scatter more than the reference's, its own interval is wider.
-    steps = min(len(each.step_times) for each in candidate)
-    of_candidate = between + math.pi / 2 / steps * np.maximum(0.0, scatter_b**2 - scatter_a**2)
-    quantile = significance.student_t(0.5 + confidence / 2, degrees)
-    return _Separation(
-        place["rank"].to_numpy(),
-        place["part"].to_list(),
-        a.mean(0),
-        b.mean(0),
-        b.mean(0) - factor * a.mean(0),
-        quantile * np.sqrt(between / len(a) + of_candidate / len(b)),
-        step_ns,
-    )
+    margin = significance.Spread.of(a, b, spread * factor * a.mean).margin(confidence)
+    parts = place["part"].to_list()
+    return _Separation(place["rank"].to_numpy(), parts, a.mean, b.mean, b.mean - factor * a.mean, margin, step_ns)
 
 
 def _host_spread(sides: Sequence[_Recording]) -> float:
     """Return what the steps of recordings on a CPU say of the spread between recordings; 0 on a device."""
-    scatter = (significance.scatter(np.log(each.step_times)) for each in sides if each.is_on_host)
+    scatter = (float(significance.scatter(np.log(each.step_times))) for each in sides if each.is_on_host)
     return significance.SCATTER_SHARE * max(scatter, default=0.0)
 
 
-def _aligned(recordings: Sequence[_Recording], place: pl.DataFrame, column: str) -> Parts:
-    """Return a column of each recording by rank and part, not a number where it lacks the part."""
-    joined = (place.join(each.parts, on=["rank", "part"], how="left", maintain_order="left") for each in recordings)
-    return np.stack([table[column].cast(pl.Float64).fill_null(np.nan).to_numpy() for table in joined])
+def _filled(recordings: Sequence[Values], least_ns: float) -> list[Values]:
+    """Return the recordings with what each lacks: its samples leave out parts of up to `least_ns`."""
+    absent = np.minimum(np.nanmax(np.concatenate(recordings), axis=0), least_ns)
+    return [np.where(np.isnan(values), absent, values) for values in recordings]
 
 
-def _filled(a: Parts, b: Parts, least_ns: float) -> tuple[Parts, Parts]:
-    """Return both sides with what a recording lacks: its samples leave out parts of up to `least_ns`."""
-    highest = np.nanmax(np.concatenate([a, b]), axis=0)
-    absent = np.minimum(highest, least_ns)
-    return np.where(np.isnan(a), absent, a), np.where(np.isnan(b), absent, b)
-
-
-def _over_ranks(scatter: Parts, place: pl.DataFrame) -> Values:
-    """Return the root mean square over recordings and ranks: few steps on one rank may agree by chance."""
-    squares = place.select("part", pl.Series("square", (scatter**2).mean(0)))
-    return squares.select(pl.col("square").mean().over("part").sqrt()).to_series().to_numpy()
+def _over_ranks(side: Observations, place: pl.DataFrame) -> Observations:
+    """Return observations whose scatter is that of all ranks in a part: few steps on one rank may agree by chance."""
+    squares = place.select("part", pl.Series("scatter", side.scatter**2), pl.Series("within", side.within))
+    means = squares.select(pl.col("scatter", "within").mean().over("part"))
+    return replace(side, scatter=np.sqrt(means["scatter"].to_numpy()), within=means["within"].to_numpy())
 
 
 def _machine_factor(before: Values, after: Values, least_ns: float) -> tuple[float, float]:

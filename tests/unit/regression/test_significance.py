@@ -155,3 +155,35 @@ def test_correlated_steps_count_less_than_independent_ones() -> None:
     alike = np.repeat(random.normal(0, 1, 20), 4)
     shuffled = random.permutation(alike)
     assert variance_of_median(alike) > 1.5 * variance_of_median(shuffled)
+
+
+def test_a_warm_up_that_both_recordings_have_hides_no_change() -> None:
+    before, after = np.array([359e6, 157e6, 153e6]), np.array([419e6, 217e6, 213e6])
+    assert compare_recordings(metric_of("step_time_ns"), [before], [after]).verdict is Verdict.INCONCLUSIVE
+    assert compare_recordings(metric_of("step_time_ns"), [before], [after], is_paired=True).verdict is Verdict.WORSE
+
+
+@pytest.mark.parametrize("steps", [3, 12])
+def test_paired_recordings_of_the_same_training_raise_few_false_alarms(steps: int) -> None:
+    random = np.random.default_rng(11)
+    wrong = 0
+    for _ in range(300):
+        common = np.where(np.arange(steps) == 0, 3.0, 1.0)
+        a, b = (
+            [STEP_NS * common * np.exp(random.normal(0, 0.015) + random.normal(0, 0.03, steps)) for _ in range(count)]
+            for count in (int(random.choice((1, 3))), 1)
+        )
+        found = compare_recordings(metric_of("step_time_ns"), a, b, is_paired=True)
+        wrong += found.verdict in (Verdict.WORSE, Verdict.BETTER)
+    assert wrong <= 3
+
+
+def test_pairing_needs_no_less_evidence_where_steps_have_nothing_in_common() -> None:
+    random = np.random.default_rng(12)
+    margins: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(60):
+        a, b = (np.exp(random.normal(0, 0.2, 12)) for _ in range(2))
+        for is_paired, found in margins.items():
+            change = compare_recordings(metric_of("step_time_ns"), [a], [b], is_paired=is_paired)
+            found.append(float(np.log1p(change.high or 0) - np.log1p(change.low or 0)))
+    assert np.median(margins[True]) == pytest.approx(np.median(margins[False]), rel=0.25)
