@@ -10,6 +10,8 @@ The graph of a recording:
 - A kernel starts when it was launched, when the kernel before it on its stream has ended, and when the kernel of
   another stream has ended that it waited for by an event. What it was later than that in the recording stays.
 - A collective's kernel ends, on every rank, as long after the last rank's start as it did in the recording.
+- While another process has a rank's device (`Rank.taken`), no kernel of the rank starts, and the one that runs is
+  paused unless it is about to end. A collective's kernel that runs is not paused: the other process waits for it.
 """
 
 import bisect
@@ -35,6 +37,8 @@ _LATENCY_US = 4.0
 """Least time from a launch to the start of its kernel."""
 _NEAR_US = 12.0
 """A kernel that starts this soon after another stream's kernel has ended may have waited for it."""
+_DRAIN_US = 50.0
+"""A kernel that ends this soon runs to its end before the device switches to another process."""
 _QUEUED_US = 30.0
 """A kernel that was launched this long before it started did not wait for its launch."""
 
@@ -110,6 +114,8 @@ class Rank:
         self._link()
         self._shifts: list[tuple[float, float]] = []
         self._resolved = 0
+        self.taken: list[tuple[float, float]] = []
+        """When another process has the device: disjoint, sorted, in time of the replay."""
         self.clock_us = 0.0
         """How much later than in the recording its clock is."""
         self.placed: list[tuple[Pause, float, float]] = []
@@ -212,7 +218,22 @@ class Rank:
             kernel.new_start = kernel.start if ready == -1e300 else new_ready + max(kernel.start - ready, 0.0)
             if ready > kernel.start:  # the recording contradicts the graph by that much: keep it
                 kernel.new_start = new_ready - (ready - kernel.start)
+            kernel.new_start = self._free_from(kernel.new_start)
         return kernel.new_start
+
+    def _free_from(self, time: float) -> float:
+        """Return the first moment from `time` on at which the device is not taken."""
+        at = bisect.bisect_right(self.taken, (time, float("inf"))) - 1
+        return max(time, self.taken[at][1]) if at >= 0 else time
+
+    def ends_at(self, start: float, duration: float) -> float:
+        """Return when a kernel ends that runs for a duration while the device is not taken."""
+        end = start + duration
+        for begin, until in self.taken[bisect.bisect_right(self.taken, (start, float("inf"))) :]:
+            if begin > end - _DRAIN_US:
+                break
+            end += until - begin
+        return end
 
 
 class Job:
@@ -264,7 +285,7 @@ def resolve(kernel: Kernel, rank: Rank) -> float:
         start = rank.starts_at(kernel)
         duration = kernel.end - kernel.start
         if not kernel.members:
-            kernel.new_end = start + duration * kernel.stretch
+            kernel.new_end = rank.ends_at(start, duration * kernel.stretch)
         else:
             last = max(other.start for _, other in kernel.members)
             new_last = max(owner.starts_at(other) for owner, other in kernel.members)

@@ -180,6 +180,40 @@ def late_group(job: Job, size: float, _rng: random.Random) -> None:
             rank.pauses.append(Pause(_between_calls(rank, start + 0.1 * (end - start)), size * _step_us(rank)))
 
 
+def time_sliced_device(job: Job, size: float, rng: random.Random) -> int:
+    """Let another process have the device of one rank for time slices.
+
+    NVIDIA's driver gives slices of one to a few ms. The other process takes one after as much time as makes its share
+    of the device `size`; not while a collective is on the device, whose loss no single rank would show. What is delayed
+    changes when that is, so the slices are chosen again until that is steady.
+    """
+    rank = rng.choice(job.ranks)
+    slice_us, length_us = rng.uniform(1000, 2500), rank.end - rank.start
+    slices, at = [], rank.start
+    while at < rank.end + 2 * size * length_us:
+        at += slice_us * (1 / size - 1) * rng.uniform(0.5, 1.5)
+        slices.append((at, at + slice_us))
+        at += slice_us
+    for _ in range(_ROUNDS):
+        job.replay()
+        busy = sorted(_placed(kernel) for kernel in rank.kernels if kernel.is_collective)
+        rank.taken = [
+            (begin, until) for begin, until in slices if not any(start < until and begin < end for start, end in busy)
+        ]
+    return rank.number
+
+
+def clock_drop(job: Job, size: float, rng: random.Random) -> int:
+    """Let the clock of one rank's device drop: its kernels are slower from some step on, all by one factor."""
+    rank = rng.choice(job.ranks)
+    steps = _steps(rank)
+    since = steps[len(steps) // 2][0] if len(steps) > 1 else (rank.start + rank.end) / 2
+    for kernel in rank.kernels:
+        if not kernel.is_collective and kernel.event["cat"] == "kernel" and kernel.start >= since:
+            kernel.stretch = 1 + 3 * size
+    return rank.number
+
+
 KINDS = (
     Kind("slow rank", slow_rank, ("RANK001",), ("RANK003",), needs_ranks=2),
     Kind("late host of one rank", late_host, ("RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
@@ -195,6 +229,8 @@ KINDS = (
     Kind("clock skew", clock_skew, ()),
     Kind("missing rank", missing_rank, (), ("DATA001",), needs_ranks=3),
     Kind("one pause of one rank", pause_of_one, ("STEP001", "RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
+    Kind("time-sliced device", time_sliced_device, ("STREAM005",), ("RANK001", "RANK003")),
+    Kind("clock drop", clock_drop, ("STEP003",), ("RANK001", "RANK003", "STEP001")),
     Kind("late launches of two ranks", late_group, ("RANK001", "RANK003"), ("HOST001",), needs_ranks=3),
 )
 

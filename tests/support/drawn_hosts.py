@@ -1,6 +1,6 @@
 """Drawn traces with a host: when each activity was launched, and what the host did meanwhile."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import polars as pl
 
@@ -52,6 +52,20 @@ def trace(
     collectives = pl.DataFrame(known) if known else pl.DataFrame(schema={"activity_id": pl.Int64})
     tables = {"ops": host, "collectives": collectives}
     return drawn_traces.trace(picture, scale_ns=UNIT_NS, columns=columns, **tables, **more)  # type: ignore[arg-type]
+
+
+def time_sliced(places: Iterable[int], *, launched_late: Iterable[int] = ()) -> Trace:
+    """Return a trace of 40 short kernels abcdabcd…, with 1 ms in which nothing runs before those in `places`.
+
+    One is launched in each of the first 40 units of time, but those in `launched_late`: they start at once.
+    """
+    cells, first = "", []
+    for number in range(40):
+        cells += ("." * 20 if number in places else "") + "abcd"[number % 4]
+        first.append(len(cells) - 1)
+    drawn = trace(f"step {'0' * len(cells)}\ncompute {cells}")
+    called = [(first[number] if number in launched_late else number) * UNIT_NS for number in range(40)]
+    return drawn.replaced(ops=drawn.ops.with_columns(pl.Series("start_ns", called, pl.Int64)))
 
 
 def gap_rows(causes: pl.DataFrame, *more: str) -> list[tuple[object, ...]]:

@@ -415,6 +415,10 @@ EXAMPLES: dict[str, Example] = {
     ),
     # x takes 4 during a, y of the same size 2 alone; the next compute waits for the end of x.
     "STREAM004": Example(lambda: overlap_run("aaa.b..", "xxxx.yy"), lambda: overlap_run("aaaab..", "xx...yy")),
+    "STREAM005": Example(
+        lambda: drawn_traces.run(drawn_hosts.time_sliced((5, 10, 15, 24, 31))),
+        lambda: drawn_traces.run(drawn_hosts.time_sliced((5, 10, 15, 24, 31), launched_late=(5, 10, 15, 24, 31))),
+    ),
     "COMM004": Example(
         lambda: preparation_run("""
             step     0000000000000000

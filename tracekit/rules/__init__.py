@@ -18,6 +18,7 @@ from tracekit.rules.communication import ExposedCommunication, PreparationGap
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.copies import ExposedCopy
 from tracekit.rules.data_quality import DoubtfulTrace
+from tracekit.rules.device_stalls import DeviceStall
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.link_bandwidth import SlowLink
@@ -47,6 +48,7 @@ RULES: tuple[type[Rule], ...] = (
     NeedlessOrder,
     ContendedCompute,
     StarvedCollectives,
+    DeviceStall,
     Straggler,
     SlowLink,
     UnevenRanks,

@@ -155,6 +155,7 @@ _CAUSES = {
     late_ranks.SYNCHRONIZE: "The host waits for the device {} longer per step than on the other ranks.",
     late_ranks.DATA: "The host waits for data {} longer per step than on the other ranks.",
     late_ranks.ALLOCATOR: "Device malloc and free calls take {} longer per step than on the other ranks.",
+    late_ranks.STALL: "The device runs nothing although work is queued {} longer per step than on the other ranks.",
 }
 _LAUNCHED_LATE = "Collectives are launched late: {} of the waiting is for collectives that start directly after launch."
 _SLOW_KERNELS = (
@@ -178,7 +179,7 @@ def _cause(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str, str]:
     longer = late_ranks.extra_time(run, ranks).filter(pl.col("extra_ns") >= _MIN_EXPLAINED * lost_ns)
     if longer.height:
         part, extra_ns = longer.row(0)
-        is_compute = part == late_ranks.COMPUTE
+        is_compute = part in (late_ranks.COMPUTE, late_ranks.STALL)
         return f" {_CAUSES[part].format(units.duration(extra_ns))}", _SLOW_KERNELS if is_compute else _SLOW_HOST
     ratio = late_ranks.launched_late_ratio(run, ranks)
     if ratio >= _MIN_LAUNCHED_LATE:

@@ -6,21 +6,22 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, gaps, host_state, launches
+from tracekit.analysis.time import breakdown, device_stalls, gaps, host_state, launches
 from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, Pieces
 from tracekit.model.trace import Trace
 
-HOST, PREPARATION, CONTENTION, COMPUTE, COPY, COLLECTIVE, PEER, UNKNOWN = CAUSES = (
-    "host", "preparation", "contention", "compute", "copy", "collective", "peer", "unknown"
+HOST, PREPARATION, CONTENTION, COMPUTE, COPY, COLLECTIVE, PEER, DEVICE_STALL, UNKNOWN = CAUSES = (
+    "host", "preparation", "contention", "compute", "copy", "collective", "peer", "device_stall", "unknown"
 )  # fmt: skip
-LAUNCH_TIME, EVENT, ADJACENT, LANE_ORDER, SPAN, RUNNING, INSTANCES, NONE = EVIDENCES = (
-    "launch_time", "event", "adjacent", "lane_order", "span", "running", "instances", "none"
+LAUNCH_TIME, EVENT, ADJACENT, LANE_ORDER, SPAN, RUNNING, INSTANCES, RECURRING, NONE = EVIDENCES = (
+    "launch_time", "event", "adjacent", "lane_order", "span", "running", "instances", "recurring", "none"
 )  # fmt: skip
 CONFIDENCES = {
-    LAUNCH_TIME: 0.9, EVENT: 0.95, ADJACENT: 0.8, LANE_ORDER: 0.8, SPAN: 0.9, RUNNING: 0.6, INSTANCES: 0.9, NONE: 0.0,
+    LAUNCH_TIME: 0.9, EVENT: 0.95, ADJACENT: 0.8, LANE_ORDER: 0.8, SPAN: 0.9, RUNNING: 0.6, INSTANCES: 0.9,
+    RECURRING: 0.9, NONE: 0.0,
 }  # fmt: skip
 """Confidence of a cause by its evidence; a convention, not a measured frequency."""
 
@@ -39,9 +40,11 @@ def gap_causes(trace: Trace) -> pl.DataFrame:
     compute (null where none); one row per piece. Causes: `host` (the next work had not been launched; detail: the
     host's state, `host_state.HOST_STATES`), `preparation` (kernels that prepare the collective) and `contention` (their
     slowdown by concurrent compute; detail no_sample_alone where the two cannot be separated), `compute`, `copy`
-    (launched, but the awaited work still ran), `unknown`. Another collective or a peer cannot cause such a gap: while
-    they are awaited, a collective runs. Evidence: launch_time, adjacent (started within 20 µs of the end of the awaited
-    work), lane_order, span, running (the work ran, and the collective reduces computed data).
+    (launched, but the awaited work still ran), `device_stall` (work was queued, but no device ran any: see
+    `device_stalls`; evidence recurring), `unknown` (detail queued: the same, for an unknown reason). Another collective
+    or a peer cannot cause such a gap: while they are awaited, a collective runs. Evidence: launch_time,
+    adjacent (started within 20 µs of the end of the awaited work), lane_order, span, running (the work ran, and the
+    collective reduces computed data).
     """
     found = gaps.communication_gaps(trace)
     parts = [
@@ -58,6 +61,18 @@ def first_match(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
     for holds, of, by in reversed(rules):
         cause[holds], evidence[holds] = CAUSES.index(of), EVIDENCES.index(by)
     return cause, evidence
+
+
+def stall_changes(trace: Trace, device: int | None) -> Ints:
+    """Return all times at which a stall of the device begins or ends."""
+    both = (device_stalls.recurring_spans(trace, device), device_stalls.unexplained_spans(trace, device))
+    return np.concatenate([spans.ravel() for spans in both])
+
+
+def stalled_at(trace: Trace, device: int | None, at_ns: Ints) -> tuple[Flags, Flags]:
+    """Return at which times the device did not run queued work: because of a stall, or for an unknown reason."""
+    stalled = sweep_line.running(device_stalls.recurring_spans(trace, device), at_ns) >= 0
+    return stalled, ~stalled & (sweep_line.running(device_stalls.unexplained_spans(trace, device), at_ns) >= 0)
 
 
 def label_column(cause: Ints, of: tuple[str, ...], name: str) -> pl.Series:
@@ -156,6 +171,7 @@ class _Splitter:
         pieces = sweep_line.pieces(
             self.gaps, prepared.ravel(), inflated_ns, self.compute.spans.ravel(), self.copies.spans.ravel(),
             items.launched_ns, items.producer_end_ns, host_state.state_changes(self.trace),
+            stall_changes(self.trace, self.device),
         )  # fmt: skip
         cause, detail, evidence, which = self._causes(pieces, items)
         self._prepare(pieces, prepared, inflated_ns, (cause, detail, evidence, which))
@@ -203,7 +219,10 @@ class _Splitter:
         if self.device is None:
             waits |= ~is_launched
         is_known = launched != sweep_line.NEVER
+        stalled, queued = stalled_at(self.trace, self.device, at)
         cause, evidence = first_match(
+            (stalled, DEVICE_STALL, RECURRING),
+            (queued, UNKNOWN, NONE),
             (waits & (computing >= 0), COMPUTE, ADJACENT),
             (waits & (copying >= 0), COPY, ADJACENT),
             (~is_launched, HOST, LAUNCH_TIME),
@@ -211,7 +230,7 @@ class _Splitter:
         )
         weak = np.isin(cause, [CAUSES.index(COMPUTE), CAUSES.index(COPY)]) & ~items.near[nxt]
         evidence = np.where(weak, EVIDENCES.index(RUNNING), evidence)
-        detail = np.where(cause == CAUSES.index(HOST), state, -1)
+        detail = np.where(queued, QUEUED, np.where(cause == CAUSES.index(HOST), state, -1))
         which = np.where(cause == CAUSES.index(COMPUTE), sweep_line.at(self.compute.id, computing, -1), -1)
         which = np.where(cause == CAUSES.index(COPY), sweep_line.at(self.copies.id, copying, -1), which)
         return cause, detail, evidence, which
@@ -255,5 +274,5 @@ class _Splitter:
         return merged.join(names, on="activity_id", how="left", maintain_order="left").pipe(schema.select, COLUMNS)
 
 
-DETAILS = (*host_state.HOST_STATES, "no_sample_alone")
-_NO_SAMPLE = DETAILS.index("no_sample_alone")
+DETAILS = (*host_state.HOST_STATES, "no_sample_alone", "queued")
+_NO_SAMPLE, QUEUED = DETAILS.index("no_sample_alone"), DETAILS.index("queued")

@@ -20,7 +20,7 @@ COLUMNS = schema.columns(
 )
 CHAIN_COLUMNS = schema.columns(
     "communication_gap device step phase unit collective_id start_ns dur_ns host_ns preparation_ns contention_ns "
-    "compute_ns copy_ns unknown_ns waited_ns"
+    "compute_ns copy_ns device_stall_ns unknown_ns waited_ns"
 )
 
 
@@ -33,6 +33,8 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     Until the last collective within a gap ends, the next compute is taken to wait for it, if it had been launched by
     then or starts within 20 µs: `collective` while one runs, else the cause of the communication gap. The rest is
     `host` while the next compute is not launched (detail: the host's state), `copy` while one runs, else `unknown`.
+    Before all that, `device_stall` and `unknown` with detail queued are as for `gap_causes`: nothing of the program
+    would keep the device idle then.
     Where the host synchronizes with the device while a collective runs, the cause is that collective (detail
     synchronize).
     """
@@ -128,9 +130,10 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     wait = _waits(work, found, calls, idle)
     pieces = sweep_line.pieces(
         idle, wait.launched_ns, wait.until_ns, calls.spans.ravel(), calls.launched_ns, copies.ravel(), quiet.ravel(),
-        host_state.state_changes(trace),
+        host_state.state_changes(trace), causes.stall_changes(trace, device),
     )  # fmt: skip
     at = pieces.start_ns
+    stalled, queued = causes.stalled_at(trace, device, at)
     call, gap = sweep_line.running(calls.spans, at), sweep_line.running(quiet, at)
     state = host_state.state_at(trace, at)
     waits = at < wait.until_ns[pieces.of]
@@ -138,6 +141,8 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     unlaunched = at < wait.launched_ns[pieces.of]
     blocked = host_state.is_synchronizing(state) if device is not None else state >= _IDLE_HOST
     cause, evidence = causes.first_match(
+        (stalled, causes.DEVICE_STALL, causes.RECURRING),
+        (queued, causes.UNKNOWN, causes.NONE),
         (waits & (call >= 0) & wait.near[pieces.of], causes.COLLECTIVE, causes.ADJACENT),
         (waits & (call >= 0), causes.COLLECTIVE, causes.RUNNING),
         (waits & (gap >= 0), causes.UNKNOWN, causes.NONE),  # replaced by the cause of the communication gap
@@ -147,11 +152,11 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
         (unlaunched, causes.HOST, causes.LAUNCH_TIME),
         (sweep_line.running(copies, at) >= 0, causes.COPY, causes.RUNNING),
     )
-    inherits = waits & (call < 0) & (gap >= 0)
+    inherits = waits & (call < 0) & (gap >= 0) & ~stalled & ~queued
     is_host = cause == causes.CAUSES.index(causes.HOST)
     synced = ~waits & (cause == causes.CAUSES.index(causes.COLLECTIVE)) & host_state.is_synchronizing(state)
     place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
-    detail = np.where(is_host | synced, state, -1)
+    detail = np.where(queued, causes.QUEUED, np.where(is_host | synced, state, -1))
     labelled = causes.label_pieces(place, pieces, cause, detail, evidence)
     own = np.where(cause == causes.CAUSES.index(causes.COLLECTIVE), call, -1)
     return _named(labelled, calls, own, before, np.where(inherits, gap, -1))

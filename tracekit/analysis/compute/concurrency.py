@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.time import breakdown, launches
+from tracekit.analysis.time import breakdown, kernel_ids, launches
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -17,7 +17,6 @@ COMPUTE, COMMUNICATION, PREPARATION, COPY = KINDS = ("compute", "communication",
 """Kinds of work: preparation is small compute outside the main lane, before or after collectives."""
 ALONE_RATIO, CONCURRENT_RATIO = launches.ALONE_RATIO, 0.5
 """Work counts as alone up to the first share of overlapped time, as concurrent from the second."""
-_NEIGHBOURS = (1, 2, -1, -2)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def _of_device(trace: Trace, device: int) -> DeviceWork:
     spans = intervals.from_table(work)
     kind = _kinds(work, launches.preparation(trace, device)["id"])
     return DeviceWork(
-        device, work, kind, spans, _concurrent(spans, kind, work["lane"].to_numpy()), _kernel_ids(trace, work)
+        device, work, kind, spans, _concurrent(spans, kind, work["lane"].to_numpy()), kernel_ids.kernel_ids(trace, work)
     )
 
 
@@ -80,33 +79,3 @@ def _concurrent(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
             here = np.flatnonzero(of_kind & (lane == own))
             concurrent_ns[here, each] = intervals.coverage(spans[here], spans[of_kind & (lane != own)])
     return concurrent_ns
-
-
-def _kernel_ids(trace: Trace, work: pl.DataFrame) -> npt.NDArray[np.uint64]:
-    own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes").unique("parent_id")
-    calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id").unique("launch_id")
-    shapes = (
-        work.select("launch_id")
-        .join(calls, on="launch_id", how="left", maintain_order="left")
-        .join(own, on="parent_id", how="left", maintain_order="left")
-    )
-    plain = work.select(pl.struct("name", "grid", "block", "bytes").hash(seed=0)).to_series().to_numpy()
-    shaped = shapes.select(pl.col("shapes").hash(seed=0)).to_series().to_numpy()
-    return np.where(shapes["shapes"].is_not_null().to_numpy(), plain ^ shaped, _in_context(plain, work))
-
-
-def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArray[np.uint64]:
-    """Return kernel hashes mixed with their neighbours', which separates GEMMs of one grid by position."""
-    mixed = plain.copy()
-    lane = work["lane"].to_numpy()
-    for each in np.unique(lane):
-        rows = np.flatnonzero(lane == each)
-        own = plain[rows]
-        for distance in _NEIGHBOURS:
-            near = np.roll(own, distance)
-            near[slice(0, distance) if distance > 0 else slice(distance, None)] = 0
-            mixed[rows] = mixed[rows] * np.uint64(_ODD) + near
-    return mixed
-
-
-_ODD = 0x9E3779B97F4A7C15

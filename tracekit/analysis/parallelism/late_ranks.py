@@ -11,8 +11,11 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 from tracekit.sync import collective_matching
 
-COMPUTE, LAUNCH, SYNCHRONIZE, DATA, ALLOCATOR = PARTS = ("compute", "launch", "synchronize", "data", "allocator")
-"""What a rank can take longer for: its kernels, late launches, waits for the device, data loading, the allocator."""
+COMPUTE, LAUNCH, SYNCHRONIZE, DATA, ALLOCATOR, STALL = PARTS = (
+    "compute", "launch", "synchronize", "data", "allocator", "device_stall",
+)  # fmt: skip
+"""What a rank can take longer for: its kernels, late launches, waits for the device, data loading, the allocator, a
+device that runs nothing although work is queued."""
 
 _PART_OF_STATE = {
     **dict.fromkeys((host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK), LAUNCH),
@@ -189,11 +192,12 @@ def _own_time(run: Run) -> pl.DataFrame:
     """Return the own time of each rank and step by part: window, step, rank, part, dur_ns; 0 where there is none."""
     steps = steps_without_saves.steps(run)
     ranks = steps.group_by(*_STEP, "rank").agg(pl.col("compute_ns").max().alias("dur_ns"))
-    pieces = run.table(compute_gap_causes.compute_gap_causes).filter(
-        pl.col("cause") == communication_gap_causes.HOST, pl.col("detail").is_in(list(_PART_OF_STATE))
-    )
+    is_stall = pl.col("cause") == communication_gap_causes.DEVICE_STALL
+    by_host = (pl.col("cause") == communication_gap_causes.HOST) & pl.col("detail").is_in(list(_PART_OF_STATE))
+    pieces = run.table(compute_gap_causes.compute_gap_causes).filter(is_stall | by_host)
+    part = pl.col("detail").replace_strict(_PART_OF_STATE, default=None, return_dtype=pl.String)
     idle = (
-        pieces.with_columns(pl.col("detail").replace_strict(_PART_OF_STATE, return_dtype=pl.String).alias("part"))
+        pieces.with_columns(pl.when(is_stall).then(pl.lit(STALL)).otherwise(part).alias("part"))
         .group_by(*_STEP, "rank", "device", "part")
         .agg(pl.col("dur_ns").sum())
         .group_by(*_STEP, "rank", "part")

@@ -44,6 +44,13 @@ _LISTED = (
     Cause("allocator", "MEM001", "the allocator makes no calls to the device", "cudaMalloc, cudaFree and their waits"),
     Cause("checkpoint", "CKPT001", "no save blocks the training thread", "phase checkpoint"),
     Cause(
+        "device-stall",
+        "STREAM005",
+        "the device runs queued work at once and pauses no kernel",
+        "times in which no device runs anything although work is queued, and kernels that take longer by as much",
+        0.8,
+    ),
+    Cause(
         "preparation",
         "COMM004",
         "no copy, cast or division is needed before a collective",

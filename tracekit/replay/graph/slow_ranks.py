@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
+from tracekit.replay.graph import stalled_devices
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 
 _STEP = ["window", "step"]
@@ -19,7 +20,9 @@ def without_late_ranks(graph: Graph) -> Graph:
     """
     if graph.frame["rank"].n_unique() < 2:
         raise InsufficientDataError("comparing ranks needs the traces of at least two")
-    at = np.flatnonzero(_is_late(graph))
+    is_late = _is_late(graph)
+    graph = stalled_devices.without_stalls(graph, is_late)
+    at = np.flatnonzero(is_late)
     own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
     own_ns[at] = chain_ns[at] = 0
     return replace(graph, own_ns=own_ns, chain_ns=chain_ns)

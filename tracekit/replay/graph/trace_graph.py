@@ -13,7 +13,7 @@ from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
-from tracekit.replay.graph import cpu_run, device_sharing, host_time
+from tracekit.replay.graph import cpu_run, device_sharing, host_time, recorded_stalls
 from tracekit.replay.graph.host_time import Calls
 from tracekit.replay.graph.nodes import (
     EDGE_COLUMNS,
@@ -39,7 +39,9 @@ def nodes(trace: Trace) -> pl.DataFrame:
     host times and order), chain (the previous node of its thread or stream; -1: none), chain_ns (the minimum time
     between them), launch (the host call; -1: unknown), launch_ns (the time after it), own_ns (its duration, without
     waiting where the awaited work is known), host_state (of a host call: index into HOST_STATES; -1), recomputed,
-    kernel (equal for the same work), gap_ns (host time before it by state; its sum is in chain_ns); one row per node.
+    kernel (equal for the same work), stall_ns (by how much a device stall delays its start: part of chain_ns, launch_ns
+    and the lag of its waits), paused_ns (for how long it was paused: part of own_ns), gap_ns (host time before it by
+    state; its sum is in chain_ns); one row per node.
     """
     return build(trace).nodes
 
@@ -107,7 +109,8 @@ def _on_device(trace: Trace) -> TraceGraph:
     last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
     is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     launch = np.where(is_wait, last_call, launch)
-    gap = np.where(is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)], 0, KERNEL_GAP_NS)
+    stall_ns = recorded_stalls.delays(trace, items)
+    gap = np.where(is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)], 0, KERNEL_GAP_NS) + stall_ns
     waits = _host_waits(trace, calls, items, first_item)
     own = _own(calls, waits, items, first_item)
     host = pl.DataFrame(
@@ -133,6 +136,9 @@ def _on_device(trace: Trace) -> TraceGraph:
         pl.Series("chain", np.where(chain >= 0, chain + first_item, -1)),
         pl.Series("chain_ns", gap),
         pl.Series("launch", launch),
+        pl.Series("launch_ns", stall_ns),
+        pl.Series("stall_ns", stall_ns),
+        pl.Series("paused_ns", recorded_stalls.pauses(trace, items)),
         pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
         (~pl.col("is_wait") & is_recomputed).alias("recomputed"),
     )  # fmt: skip
@@ -141,7 +147,9 @@ def _on_device(trace: Trace) -> TraceGraph:
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
     shared = device_sharing.resource_waits(items, lane_waits, first_item)
-    edge_parts = [waits, lane_waits, shared, _queue(calls, items, launch, first_item)]
+    between = pl.concat([schema.select(part, EDGE_COLUMNS) for part in (lane_waits, shared)])
+    between = recorded_stalls.with_delays(between, items, stall_ns, first_item)
+    edge_parts = [waits, between, _queue(calls, items, launch, first_item)]
     return TraceGraph(node_table, schema.select(pl.concat(edge_parts), EDGE_COLUMNS))
 
 

@@ -8,7 +8,14 @@ import polars as pl
 
 from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.replay.graph import contention_free, earlier_collectives, redundant_work, slow_ranks, slow_transfers
+from tracekit.replay.graph import (
+    contention_free,
+    earlier_collectives,
+    redundant_work,
+    slow_ranks,
+    slow_transfers,
+    stalled_devices,
+)
 from tracekit.replay.graph.dependency_graph import START_ORDER, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST, WORK
 
@@ -79,6 +86,7 @@ TRANSFORMS: Mapping[str, Callable[[Graph], Graph]] = {
     "data-loading": data_loading,
     "allocator": allocator,
     "checkpoint": checkpoint,
+    "device-stall": stalled_devices.device_stall,
     "preparation": contention_free.without_preparation,
     "give-way": contention_free.without_give_way,
     "slowed-compute": contention_free.uncontended_compute,
@@ -97,7 +105,15 @@ TRANSFORMS: Mapping[str, Callable[[Graph], Graph]] = {
 
 CONTENTION_TRANSFORMS = frozenset({"preparation", "give-way", "slowed-compute"})
 """Transforms that set contention themselves: durations are not updated after them."""
-_FIRST = ("slowed-compute", "give-way", "slowed-collectives", "slow-link", "small-collectives", "straggler")
+_FIRST = (
+    "device-stall",
+    "slowed-compute",
+    "give-way",
+    "slowed-collectives",
+    "slow-link",
+    "small-collectives",
+    "straggler",
+)
 """Transforms that compare recorded durations: applied before those that remove or move work."""
 _LAST = ("shared-queue", "shared-communicator", "late-gathers")
 

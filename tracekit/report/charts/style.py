@@ -51,6 +51,7 @@ CAUSES = {
     "copy": ("copy", COLOURS["memcpy"]),
     "collective": ("data transfer", COLOURS["communication"]),
     "peer": ("waiting for a late rank", COLOURS["waiting"]),
+    "device_stall": ("stalled device", "#A0522D"),
     "unknown": ("unknown", COLOURS["idle"]),
 }
 """The causes of `analysis.causes`, each with its label and colour."""

@@ -1,0 +1,161 @@
+"""Stalled devices: queued work that does not run, kernels that are paused, and what the program explains itself."""
+
+import random
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import tracekit
+from benchmarks import perturbation_graph, perturbed
+from tests.support import drawn_hosts, drawn_traces
+from tracekit.analysis.communication.communication_gap_causes import gap_causes
+from tracekit.analysis.compute.compute_gap_causes import compute_gap_causes
+from tracekit.analysis.time.device_stalls import device_stalls
+from tracekit.replay.graph import savings
+from tracekit.rules import engine
+from tracekit.rules.device_stalls import DeviceStall
+from tracekit.rules.host import BlockingSync, LateLaunch
+
+SHARED = Path(__file__).parents[4] / "shared" / "traces"
+sliced = drawn_hosts.time_sliced
+
+
+def test_queued_work_that_does_not_run_at_varying_places_is_a_stall():
+    trace = sliced((5, 10, 15, 24, 31))
+    stalls = device_stalls(trace)
+    assert stalls["dur_ns"].to_list() == [20 * drawn_hosts.UNIT_NS] * 5
+    assert stalls["is_recurring"].all()
+    causes = compute_gap_causes(trace)
+    assert causes.filter(pl.col("cause") == "device_stall")["dur_ns"].sum() == 100 * drawn_hosts.UNIT_NS
+    assert set(causes["cause"]) == {"device_stall"}
+
+
+def test_fewer_stalls_have_no_known_cause():
+    trace = sliced((5, 10, 15, 24))
+    assert not device_stalls(trace)["is_recurring"].any()
+    assert set(compute_gap_causes(trace).select("cause", "detail").unique().rows()) == {("unknown", "queued")}
+
+
+def test_stalls_at_one_place_are_a_wait_that_is_not_recorded():
+    # Each kernel b waits: it may wait for the host or another process.
+    trace = sliced(range(5, 40, 4))
+    assert device_stalls(trace).height == 9
+    assert not device_stalls(trace)["is_recurring"].any()
+
+
+def test_work_that_is_launched_late_is_not_stalled():
+    trace = sliced((5, 10, 15, 24, 31), launched_late=(5, 10, 15, 24, 31))
+    assert device_stalls(trace).is_empty()
+    assert set(compute_gap_causes(trace)["cause"]) == {"host"}
+
+
+def test_a_device_that_waits_for_another_one_of_its_process_is_not_stalled():
+    trace = sliced((5, 10, 15, 24, 31))
+    end_ns = int(trace.activities.select((pl.col("start_ns") + pl.col("dur_ns")).max()).item())
+    other = trace.activities.head(1).with_columns(
+        id=pl.lit(999, pl.Int64),
+        lane=pl.lit(9, pl.Int64),
+        launch_id=pl.lit(None, pl.Int64),
+        dur_ns=pl.lit(end_ns, pl.Int64),
+    )
+    lane = trace.lanes.head(1).with_columns(lane=pl.lit(9, pl.Int64), device=pl.lit(1, pl.Int64))
+    both = trace.replaced(activities=pl.concat([trace.activities, other]), lanes=pl.concat([trace.lanes, lane]))
+    assert device_stalls(both).filter(pl.col("device") == 0).is_empty()
+
+
+def test_kernels_launched_before_that_were_not_recorded_may_have_run():
+    trace = sliced((5, 10, 15, 24, 31))
+    kept = trace.activities.filter(pl.col("id") != 4)
+    assert device_stalls(trace.replaced(activities=kept)).height == 4
+
+
+def test_an_idle_device_within_a_cuda_graph_is_not_called_stalled():
+    trace = sliced((5, 10, 15, 24, 31))
+    graph = trace.ops.with_columns(pl.lit("cudaGraphLaunch").alias("name"))
+    stalls = device_stalls(trace.replaced(ops=graph))
+    assert stalls.height == 5
+    assert not stalls["is_recurring"].any()
+
+
+def paused(lengths):
+    """Return a trace of kernels a of 2 characters, but those in `lengths`, each followed by b."""
+    cells = "".join("a" * lengths.get(number, 2) + "b" for number in range(30))
+    return drawn_hosts.trace(f"step {'0' * len(cells)}\ncompute {cells}")
+
+
+def test_kernels_that_take_longer_by_one_length_are_paused():
+    trace = paused({3: 22, 8: 22, 14: 22, 21: 42, 26: 22})
+    stalls = device_stalls(trace)
+    assert set(stalls["kind"]) == {"paused"}
+    assert (stalls["dur_ns"] // drawn_hosts.UNIT_NS).to_list() == [20, 20, 20, 40, 20]
+    assert set(stalls["usual_ns"]) == {2 * drawn_hosts.UNIT_NS}
+
+
+def test_kernels_that_take_longer_by_different_lengths_are_not_paused():
+    trace = paused({3: 14, 8: 30, 14: 55, 21: 90, 26: 140})
+    assert device_stalls(trace).is_empty()
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
+class TestOnARealRecording:
+    """A device that another process takes for time slices, on a public recording of 4 ranks."""
+
+    def test_time_slices_are_found_and_no_one_else_is_blamed(self, tmp_path):
+        job = perturbation_graph.load((SHARED / "torchrec_v100_4ranks").glob("*.json.gz"))
+        rank = perturbed.time_sliced_device(job, 0.3, random.Random("slices"))
+        job.replay()
+        for of_rank, document in zip(job.ranks, job.documents(), strict=True):
+            perturbation_graph.write(document, tmp_path / f"rank{of_rank.number}.json.gz")
+        run = tracekit.load(str(tmp_path), cache=False)
+        stalls = run.table(device_stalls).filter("is_recurring")
+        assert set(stalls["rank"]) == {rank}
+        taken = job.ranks[rank].taken
+        assert stalls["dur_ns"].median() == pytest.approx(1000 * (taken[0][1] - taken[0][0]), rel=0.1)
+        (finding,) = [each for each in engine.check(run, [DeviceStall()]).findings if each.subject == ""]
+        assert finding.ranks == (rank,)
+        assert finding.severity.label == "warning"
+        assert savings.saving(run, "device-stall").saved_ns > 0
+
+    @pytest.mark.parametrize("folder", ["torchrec_v100_4ranks", "megatron_tp8_a100_8ranks", "hta_ddp_v100_memory"])
+    def test_public_recordings_have_no_stall(self, folder):
+        assert tracekit.load(str(SHARED / folder), cache=False).table(device_stalls).is_empty()
+
+    def test_lost_kernels_of_graphs_are_an_open_question(self):
+        run = tracekit.load(str(SHARED / "hta_dlrm_a100"), cache=False)
+        assert not run.table(device_stalls)["is_recurring"].any()
+        (finding,) = engine.check(run, [DeviceStall()]).findings
+        assert finding.severity.label == "info"
+
+
+def test_a_copy_that_the_host_waits_for_is_queued_from_its_call():
+    # time     0 1 … the copy of .item() is queued at once, but runs 1 ms later; the host waits in its call
+    cells = "".join(("abcd"[n % 4] + ("." * 21 if n in (5, 10, 15, 24, 31) else "..")) for n in range(40))
+    copies = "".join("." + (("." * 20 + "m") if n in (5, 10, 15, 24, 31) else ".m") for n in range(40))
+    trace = drawn_hosts.trace(f"step {'0' * len(cells)}\ncompute {cells}\ncopy {copies}")
+    renamed = trace.activities.with_columns(
+        pl.when(pl.col("kind") == "memcpy")
+        .then(pl.lit("Memcpy DtoH (Device -> Pageable)"))
+        .otherwise("name")
+        .alias("name")
+    )
+    calls = trace.ops.join(renamed.select("id", "kind", "start_ns", "dur_ns"), on="id", suffix="_work").sort("id")
+    is_copy = pl.col("kind_work") == "memcpy"
+    called = pl.when(is_copy).then((pl.col("start_ns_work") - 22 * drawn_hosts.UNIT_NS).clip(0)).otherwise("start_ns")
+    ops = calls.with_columns(called.alias("start_ns")).with_columns(
+        pl.when(is_copy)
+        .then(pl.col("start_ns_work") + pl.col("dur_ns_work") - pl.col("start_ns"))
+        .otherwise(0)
+        .alias("dur_ns")
+    )
+    held = trace.replaced(activities=renamed, ops=ops.select(trace.ops.columns))
+    assert device_stalls(held)["is_recurring"].sum() == 5
+    causes = compute_gap_causes(held)
+    assert causes.filter(pl.col("cause") == "device_stall")["dur_ns"].sum() == 100 * drawn_hosts.UNIT_NS
+    assert gap_causes(held).is_empty()
+
+
+def test_rules_on_the_host_do_not_report_a_stalled_device():
+    run = drawn_traces.run(sliced((5, 10, 15, 24, 31)))
+    findings = engine.check(run, [LateLaunch(), BlockingSync(), DeviceStall()]).findings
+    assert [finding.code for finding in findings] == ["STREAM005"]

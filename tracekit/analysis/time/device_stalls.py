@@ -1,0 +1,284 @@
+"""Device stalls: a device that runs nothing although work is queued, or that pauses the kernel that it runs.
+
+Another process has the device meanwhile (time slices), or it is throttled. Neither the host nor another rank causes
+that time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.time import breakdown, kernel_ids, launches
+from tracekit.model import intervals, schema, sweep_line
+from tracekit.model.intervals import Spans
+from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import Trace
+
+IDLE, PAUSED = KINDS = ("idle", "paused")
+"""The device is idle before the next work on any stream; or a kernel takes longer by as much as such idle times."""
+
+MIN_STALL_NS = 500_000
+"""A kernel starts some µs after its launch. NVIDIA's driver gives each process slices of 1,024 µs or more (Volta and
+later: the default time slice of a channel group in open-gpu-kernel-modules); a stall of half a slice can be told."""
+MIN_STALLS = 5
+COLUMNS = schema.columns(
+    "device activity_id name step lane kind is_recurring start_ns dur_ns usual_ns", is_recurring=pl.Boolean
+)
+_ALIKE_RATIO = 0.25
+_MOSTLY = 0.5
+_MIN_SAMPLES = 3
+_SPREADS = 3
+_TO_HOST = r"(?i)DtoH|DeviceToHost"
+_LAUNCH = r"^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch"
+
+
+@memoize
+def device_stalls(trace: Trace) -> pl.DataFrame:
+    """Return when each device did not run the work that was queued.
+
+    Columns device, activity_id, name, lane (of the work that runs next, or that is paused), step (whose device window
+    the stall begins in), kind (of KINDS), is_recurring, start_ns, dur_ns, usual_ns (of a paused kernel, how long it
+    takes else; null otherwise); one row per stall of MIN_STALL_NS or more. A `paused` one starts at its kernel's usual
+    end.
+
+    An `idle` stall lasts from the launch of the work that runs next, or from the end of all work before, to the start
+    of that work. All devices of the trace are idle then, so an event of another stream can't be what it waits for. A
+    wait that is not recorded (a host function, a memory operation, kernels of a CUDA graph that the profiler lost) has
+    its place in the program: before the same kernels each time. Whoever takes the device away does not know the
+    program: stalls are taken for that (is_recurring) if there are MIN_STALLS of them outside CUDA graphs, at places
+    that the program passes without one at least as often. Others are listed with is_recurring false.
+
+    A `paused` stall is a kernel that takes longer than the same kernel else, by about the length of an idle stall, or a
+    multiple of it. These count if most such excesses on the device have one length.
+    """
+    if "sampled" in trace.data_quality["kind"] or not trace.on_device:
+        return pl.DataFrame(schema=COLUMNS)
+    parts = [_of_device(trace, device) for device in breakdown.devices(trace) if device is not None]
+    return pl.concat([pl.DataFrame(schema=COLUMNS), *parts])
+
+
+def recurring_spans(trace: Trace, device: int | None) -> Spans:
+    """Return when one device is idle although work is queued, for a cause outside the program."""
+    return _idle_spans(trace, device, pl.col("is_recurring"))
+
+
+def unexplained_spans(trace: Trace, device: int | None) -> Spans:
+    """Return when one device is idle although work is queued, for an unknown cause."""
+    return _idle_spans(trace, device, ~pl.col("is_recurring"))
+
+
+def _idle_spans(trace: Trace, device: int | None, which: pl.Expr) -> Spans:
+    here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
+    return intervals.from_table(device_stalls(trace).filter(here, pl.col("kind") == IDLE, which))
+
+
+@dataclass(frozen=True)
+class _Stalls:
+    """Stalls of one device: the row of `work`, start, end, and whether the place is passed without one elsewhere."""
+
+    row: Ints
+    spans: Spans
+    is_whole: Flags
+    """Whether the work had been launched when the device became idle: then the length is that of the cause."""
+    is_unusual: Flags
+    in_graph: Flags
+    """Whether a CUDA graph may run then."""
+
+    @property
+    def dur_ns(self) -> Ints:
+        return self.spans[:, 1] - self.spans[:, 0]
+
+
+def _of_device(trace: Trace, device: int) -> pl.DataFrame:
+    work = launches.work(trace, device)
+    idle, paused = _idle(trace, work), _paused(trace, work)
+    slice_ns = _common_length(np.concatenate((idle.dur_ns[idle.is_whole & idle.is_unusual], paused.dur_ns)))
+    if slice_ns is not None:  # a kernel that is paused half of the time has no usual median
+        paused = _paused(trace, work, slice_ns)
+    alike = _is_multiple(paused.dur_ns, slice_ns)
+    recurs = (idle.is_unusual.sum() + alike.sum()) >= MIN_STALLS
+    of_cause = idle.is_unusual | (idle.is_whole & ~idle.in_graph & _is_multiple(idle.dur_ns, slice_ns))
+    usual_ns = np.where(alike, work["dur_ns"].to_numpy()[paused.row] - paused.dur_ns, 0)
+    rows = np.concatenate((idle.row, paused.row[alike])) if recurs else idle.row
+    spans = np.concatenate((idle.spans, paused.spans[alike])) if recurs else idle.spans
+    is_idle = np.arange(len(rows)) < len(idle.row)
+    certain = np.concatenate((of_cause, np.ones(len(rows) - len(idle.row), np.bool_))) & recurs
+    usual = np.concatenate((np.full(len(idle.row), -1), usual_ns[alike]))[: len(rows)]
+    return (
+        work.select("device", pl.col("id").alias("activity_id"), "name", "lane")[rows]
+        .with_columns(
+            _steps(trace, device, spans[:, 0]),
+            pl.Series("kind", np.where(is_idle, IDLE, PAUSED).astype(object), pl.String),
+            pl.Series("is_recurring", certain, pl.Boolean),
+            pl.Series("start_ns", spans[:, 0], pl.Int64),
+            pl.Series("dur_ns", spans[:, 1] - spans[:, 0], pl.Int64),
+            pl.Series("usual_ns", usual, pl.Int64),
+        )
+        .with_columns(pl.when(pl.col("kind") == PAUSED).then("usual_ns").alias("usual_ns"))
+        .sort("start_ns")
+        .pipe(schema.select, COLUMNS)
+    )
+
+
+def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
+    """Return the step in whose device window each moment is."""
+    windows = trace.steps.drop_nulls(["start_ns", "end_ns"]).filter(pl.col("device") == device)
+    at = sweep_line.running(intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"]), at_ns)
+    index = pl.Series(at, dtype=pl.Int64)
+    return windows["step"].gather(index.set(index < 0, None)).alias("step")
+
+
+def _common_length(lengths_ns: Ints) -> float | None:
+    """Return the length that most stalls have, None if they differ or are few; sums of several slices are left out."""
+    if len(lengths_ns) < MIN_STALLS:
+        return None
+    middle = float(np.median(lengths_ns))
+    near = lengths_ns[np.abs(lengths_ns - middle) <= _ALIKE_RATIO * middle]
+    return float(np.median(near)) if len(near) > _MOSTLY * len(lengths_ns) else None
+
+
+def _is_multiple(lengths_ns: Ints, slice_ns: float | None) -> Flags:
+    """Return which lengths are about that of a time slice, or of several; none where that is not known."""
+    if slice_ns is None:
+        return np.zeros(len(lengths_ns), np.bool_)
+    times = lengths_ns / slice_ns
+    return np.asarray(np.abs(times - np.maximum(np.round(times), 1)) <= _ALIKE_RATIO, np.bool_)
+
+
+def _idle(trace: Trace, work: pl.DataFrame) -> _Stalls:
+    """Return when nothing runs on any device of the trace, although the work that runs next had been launched."""
+    start, end = work["start_ns"].to_numpy(), (work["start_ns"] + work["dur_ns"]).to_numpy()
+    busy = intervals.union(intervals.from_table(work))
+    idle = np.stack((busy[:-1, 1], busy[1:, 0]), axis=1)
+    idle = idle[idle[:, 1] - idle[:, 0] >= MIN_STALL_NS]
+    row = np.searchsorted(start, idle[:, 1], side="left")
+    queued = _queued_ns(trace, work)
+    spans = np.stack((np.maximum(idle[:, 0], queued[row]), idle[:, 1]), axis=1)
+    before = np.searchsorted(np.sort(end), idle[:, 0], side="left")
+    since = np.minimum(queued[np.argsort(end, kind="stable")[np.minimum(before, len(end) - 1)]], queued[row])
+    is_long = (spans[:, 1] - spans[:, 0] >= MIN_STALL_NS) & ~_explained(trace, work, spans, since)
+    unusual = _unusual(_codes(kernel_ids.places(work)), row[is_long])
+    in_graph = intervals.coverage(spans[is_long], _graph_spans(trace, work)) > 0
+    whole = queued[row] <= idle[:, 0]
+    return _Stalls(row[is_long], spans[is_long], whole[is_long], unusual & ~in_graph, in_graph)
+
+
+def _unusual(place: Ints, row: Ints) -> Flags:
+    """Return which stalls are at a place that the program also passes without one; none if that is not as frequent."""
+    stalled, seen = np.bincount(place[row], minlength=1), np.bincount(place, minlength=1)
+    passed = np.flatnonzero((stalled > 0) & (seen[: len(stalled)] > stalled))
+    if seen[passed].sum() < stalled[passed].sum() / _MOSTLY:
+        return np.zeros(len(row), np.bool_)
+    return np.isin(place[row], passed)
+
+
+def _graph_spans(trace: Trace, work: pl.DataFrame) -> Spans:
+    """Return when each launched CUDA graph may run: between the work before and after it on its stream.
+
+    Profilers can lose kernels of a graph, so an idle device says little then.
+    """
+    graphs = trace.ops.filter(pl.col("name").str.contains("GraphLaunch")).select(pl.col("id").alias("launch_id"))
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    order = work.sort("lane", "start_ns", "id").with_columns(
+        end_ns.shift(1).over("lane").fill_null(sweep_line.NEVER).alias("from_ns"),
+        pl.col("start_ns").shift(-1).over("lane").fill_null(_LATER).alias("until_ns"),
+    )
+    of_graph = order.join(graphs, on="launch_id", how="semi").group_by("lane", "launch_id")
+    return of_graph.agg(pl.col("from_ns").min(), pl.col("until_ns").max()).select("from_ns", "until_ns").to_numpy()
+
+
+def _codes(ids: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Ints:
+    return np.unique(ids, return_inverse=True)[1].astype(np.int64)
+
+
+def _queued_ns(trace: Trace, work: pl.DataFrame) -> Ints:
+    """Return since when each piece of work was queued; far in the future where its launch is not recorded.
+
+    A copy to pageable memory returns after it has run: it was queued when it was called.
+    """
+    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
+    joined = work.join(calls, on="launch_id", how="left", maintain_order="left")
+    to_host = (pl.col("kind") == "memcpy") & pl.col("name").str.contains(_TO_HOST)
+    queued = pl.when(to_host).then(pl.min_horizontal("called_ns", "start_ns")).otherwise("launched_ns")
+    return joined.select(queued.fill_null(_LATER).alias("ns"))["ns"].to_numpy().astype(np.int64)
+
+
+_LATER = np.iinfo(np.int64).max // 2
+
+
+def _explained(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: Ints) -> Flags:
+    """Return which idle times something else may explain.
+
+    Another device of the process is busy, the profiler itself works, or kernels were launched between the work before
+    and the work after that were not recorded: they may have run then.
+    """
+    lanes = trace.lanes.filter(pl.col("device").is_not_null(), pl.col("device") != work["device"][0]).select("lane")
+    others = intervals.from_table(trace.activities.join(lanes, on="lane", how="semi"))
+    profiler = intervals.from_table(trace.ops.filter(pl.col("kind") == "overhead"))
+    lengths = spans[:, 1] - spans[:, 0]
+    own = intervals.coverage(spans, profiler) > _MOSTLY * lengths
+    launched = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()
+    calls = trace.ops.filter(pl.col("kind") == "runtime", pl.col("name").str.contains(_LAUNCH))
+    lost = calls.join(launched, on="id", how="anti")["start_ns"].sort().to_numpy()
+    some = np.searchsorted(lost, spans[:, 1]) > np.searchsorted(lost, since_ns)
+    return np.asarray((intervals.coverage(spans, others) > 0) | own | some, np.bool_)
+
+
+def _paused(trace: Trace, work: pl.DataFrame, slice_ns: float | None = None) -> _Stalls:
+    """Return the compute kernels that take longer than the same kernel usually does, each since its usual end.
+
+    The kernel must be much more regular than that, or take longer by `slice_ns` or a multiple of it. No work of another
+    stream may run meanwhile, unless that can't slow it as much.
+    """
+    compute = np.flatnonzero((work["kind"] == "compute").to_numpy())
+    start, dur = work["start_ns"].to_numpy()[compute], work["dur_ns"].to_numpy()[compute]
+    code, place = (_codes(kernel_ids.kernel_ids(trace, work, of_place=of_place)[compute]) for of_place in (False, True))
+    usual = _usual_ns(code, dur, slice_ns)
+    # A kernel that always takes longer at this place of the program has more to do there.
+    there = _quartiles(place, dur)[0]
+    usual = np.where(there - usual <= _MOSTLY * (dur - usual), usual, _LATER)
+    usual = np.where(usual == _LATER, _usual_ns(place, dur, slice_ns), usual)
+    spans = np.stack((np.minimum(start + np.minimum(usual, dur), start + dur), start + dur), axis=1)
+    lengths = spans[:, 1] - spans[:, 0]
+    alone = intervals.coverage(spans, _other_lanes(work, compute)) <= launches.ALONE_RATIO * lengths
+    rows = np.flatnonzero((lengths >= MIN_STALL_NS) & (alone | (lengths > _FAR * usual)))
+    yes, no = np.ones(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
+    return _Stalls(compute[rows], spans[rows], yes, yes, no)
+
+
+def _usual_ns(code: Ints, dur_ns: Ints, slice_ns: float | None) -> Ints:
+    """Return the usual duration of the same kernel where it takes much longer than that; _LATER otherwise.
+
+    That is the median, or the lower quartile where that differs by `slice_ns` or a multiple of it.
+    """
+    low, middle, high = _quartiles(code, dur_ns)
+    count = np.bincount(code, minlength=1)[code]
+    many = (count >= _MIN_SAMPLES) & (dur_ns - middle >= MIN_STALL_NS)
+    usual = np.where(many & (dur_ns - middle > _SPREADS * (high - low)), middle, _LATER)
+    if slice_ns is None:
+        return usual
+    times = (dur_ns - low) / slice_ns
+    exact = (np.abs(times - np.round(times)) <= _EXACT_RATIO) & (np.round(times) >= 1)
+    return np.where((usual == _LATER) & (count >= _MIN_SAMPLES) & exact, low, usual)
+
+
+_EXACT_RATIO = 0.1
+_FAR = 4
+"""Concurrent work slows a kernel down a few times at most."""
+
+
+def _other_lanes(work: pl.DataFrame, compute: Ints) -> Spans:
+    """Return when work runs on lanes other than the one with most compute."""
+    own = work[compute].group_by("lane").agg(pl.col("dur_ns").sum()).sort("dur_ns", "lane")
+    return intervals.from_table(work.filter(pl.col("lane") != (own["lane"][-1] if own.height else -1)))
+
+
+def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the quartiles of the values with the same code, for each value."""
+    order = np.lexsort((values, code))
+    many = np.bincount(code, minlength=1)
+    first = np.cumsum(many) - many
+    at = [values[order[np.minimum(first + (many - 1) * quarter // 4, len(order) - 1)]] for quarter in (1, 2, 3)]
+    return at[0][code], at[1][code], at[2][code]

@@ -1,0 +1,51 @@
+"""Device stalls as nodes and edges have them: delays of queued work, and pauses of kernels."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.time import device_stalls
+from tracekit.model import intervals
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace
+
+_AWAITED_NS = 1_000
+"""Rounded clocks: work that a stalled kernel waited for ended at most this long after the device became idle."""
+
+
+def delays(trace: Trace, items: pl.DataFrame) -> Ints:
+    """Return by how much a stall delays the start of each item (`dependencies.lane_items`), shape (n,).
+
+    That is the first work after the stall on each stream, as far as it was queued by then.
+    """
+    delay_ns = np.zeros(items.height, np.int64)
+    stalls = device_stalls.device_stalls(trace).filter("is_recurring", pl.col("kind") == device_stalls.IDLE)
+    work = items.filter(~pl.col("is_wait")).sort("lane", "start_ns")
+    for (device, _), lane_work in work.group_by("device", "lane", maintain_order=True):
+        spans = intervals.from_table(stalls.filter(pl.col("device") == device))
+        start, launched, item = (lane_work[name].to_numpy() for name in ("start_ns", "launched_ns", "item"))
+        first = np.searchsorted(start, spans[:, 1], side="left")
+        known = first < len(start)
+        at, (begin, end) = first[known], spans[known].T
+        np.maximum.at(delay_ns, item[at], np.maximum(end - np.maximum(begin, launched[at]), 0))
+    return delay_ns
+
+
+def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
+    """Return for how long each item (`dependencies.lane_items`) was paused while it ran, shape (n,)."""
+    paused = device_stalls.device_stalls(trace).filter(pl.col("kind") == device_stalls.PAUSED)
+    of_item = items.select("ref", "is_wait").join(
+        paused.select(ref="activity_id", paused_ns="dur_ns", is_wait=pl.lit(value=False)),
+        on=["ref", "is_wait"],
+        how="left",
+        maintain_order="left",
+    )
+    return of_item["paused_ns"].fill_null(0).to_numpy()
+
+
+def with_delays(edges: pl.DataFrame, items: pl.DataFrame, delay_ns: Ints, first_item: int) -> pl.DataFrame:
+    """Return waits between items (as nodes) with the delay of the waiting one, if the awaited one ended before it."""
+    waiting, awaited = edges["waiting"].to_numpy() - first_item, edges["awaited"].to_numpy() - first_item
+    start, end = items["start_ns"].to_numpy(), items["end_ns"].to_numpy()
+    lag = delay_ns[waiting]
+    before = end[awaited] <= start[waiting] - lag + _AWAITED_NS
+    return edges.with_columns(pl.col("lag_ns") + pl.Series(np.where(before, lag, 0), dtype=pl.Int64))

@@ -1,0 +1,35 @@
+"""A graph without device stalls: queued work starts as soon as it can."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from tracekit.model.sweep_line import Flags
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
+
+
+def device_stall(graph: Graph) -> Graph:
+    """Let queued work start as soon as it can, and paused kernels run through.
+
+    Raises InsufficientDataError on a CPU run.
+    """
+    if not graph.on_device:
+        raise InsufficientDataError("the run was on the CPU, which has no queued work")
+    return without_stalls(graph, np.ones(graph.count, np.bool_))
+
+
+def without_stalls(graph: Graph, which: Flags) -> Graph:
+    """Return the graph without the stalls of some of the ranks' nodes."""
+    stall_ns = np.zeros(len(graph.own_ns), np.int64)
+    stall_ns[: graph.count] = np.where(which, graph.column("stall_ns"), 0)
+    own_ns = graph.own_ns.copy()
+    own_ns[: graph.count] -= np.where(which, graph.column("paused_ns"), 0)
+    lag_ns = graph.edges.lag_ns
+    shorter = replace(graph.edges, lag_ns=lag_ns - np.clip(stall_ns[graph.edges.waiting], 0, np.maximum(lag_ns, 0)))
+    return replace(
+        graph,
+        own_ns=np.maximum(own_ns, 0),
+        chain_ns=np.maximum(graph.chain_ns - stall_ns, 0),
+        launch_ns=np.maximum(graph.launch_ns - stall_ns, 0),
+        edges=shorter,
+    )
