@@ -24,7 +24,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, permutations
+from itertools import chain, pairwise, permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,11 +110,11 @@ def table(measured: Sequence[Pairs]) -> list[str]:
 
 
 def _measured(folders: Sequence[Path], recordings: Path | None, seeds: range, scratch: Path) -> Iterator[Pairs]:
-    for pairs in (
-        *(_halves(folder, scratch) for folder in folders),
-        *(_replays(folder, seeds, scratch) for folder in folders),
-        *(_of_recordings(recordings, scratch) if recordings else ()),
-        *(_simulated(strategy, seeds, scratch) for strategy in (jobs.DDP, jobs.FSDP2) if seeds),
+    for pairs in chain(
+        (_halves(folder, scratch) for folder in folders),
+        (_replays(folder, seeds, scratch) for folder in folders),
+        _of_recordings(recordings, scratch) if recordings else (),
+        (_simulated(strategy, seeds, scratch) for strategy in (jobs.DDP, jobs.FSDP2) if seeds),
     ):
         if pairs.count:
             for failure in pairs.failures:
@@ -141,28 +141,23 @@ def _replays(folder: Path, seeds: Iterable[int], scratch: Path) -> Pairs:
 
 def _of_recordings(folder: Path, scratch: Path) -> Iterator[Pairs]:
     paths = sorted(path for path in folder.glob("[0-9]*-healthy") if path.is_dir())
-    whole = [Checked.of(path, path.name) for path in paths]
-    pairs = Pairs("recorded trainings, whole, with the one before or after")
-    for before, after in pairwise(whole):
-        _add_all(pairs, [before, after])
-    yield pairs
+    whole = Pairs("recorded trainings, whole, with the one before or after")
+    for recordings in pairwise(Checked.of(path, path.name) for path in paths):
+        _add_all(whole, recordings)
+    yield whole
     for count in STEPS:
-        early, late = (
+        same, later = (
             Pairs(f"{count} steps of them, the same"),
             Pairs(f"{count} steps of them, with {count} later ones"),
         )
-        previous: list[Checked] = []
-        for path in paths:
-            steps = _steps(path)
-            pieces = _pieces(path, [steps[:count], steps[-count:]], scratch)
-            if previous:
-                for before, after in zip(previous, pieces, strict=True):
-                    _add_all(early, [before, after])
-                _add_all(late, [previous[0], pieces[1]])
-                _add_all(late, [previous[1], pieces[0]])
-            previous = pieces
-        yield early
-        yield late
+        pieces = (_pieces(path, [_steps(path)[:count], _steps(path)[-count:]], scratch) for path in paths)
+        for before, after in pairwise(pieces):
+            _add_all(same, [before[0], after[0]])
+            _add_all(same, [before[1], after[1]])
+            _add_all(later, [before[0], after[1]])
+            _add_all(later, [before[1], after[0]])
+        yield same
+        yield later
 
 
 def _simulated(strategy: str, seeds: Iterable[int], scratch: Path) -> Pairs:

@@ -16,7 +16,7 @@ from tracekit.regression.baseline import Baseline, flat, shown
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metrics import Metric
 from tracekit.regression.samples import Values, job_series, run_samples
-from tracekit.regression.significance import compare_recordings
+from tracekit.regression.significance import MIN_PAIRED_STEPS, compare_recordings
 from tracekit.regression.thresholds import CONFIDENCE, Thresholds
 
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
@@ -184,7 +184,7 @@ def _change(metric: Metric, reference: _SeriesByMetric, candidate: _SeriesByMetr
         metric,
         *([values for _, values in side[metric.key]] for side in (reference, candidate)),
         whole=float(np.mean([np.median(values) for _, values in whole])) if whole else None,
-        is_paired=len(first) > 1 and all(steps.equals(first) for steps, _ in both),
+        is_paired=len(first) >= MIN_PAIRED_STEPS and all(steps.equals(first) for steps, _ in both),
         thresholds=thresholds,
     )
 

@@ -39,6 +39,8 @@ from tracekit.regression.thresholds import Thresholds
 
 MIN_SAMPLES = 5
 """With fewer samples a bootstrap says nothing of their median: a normal distribution is assumed."""
+MIN_PAIRED_STEPS = 3
+"""Of two steps, what recordings have in common cannot be told from what they differ by."""
 SAME_WITHIN = 0.05
 """Two medians are called the same where the whole interval lies within this, relative or in points of a share."""
 MIN_CONTAINER_SHARE = 0.01
@@ -160,17 +162,20 @@ def observations(
     """Return both sides' observations, from the samples of each recording, shape (n,) or (n, quantities)."""
     recordings = (*reference, *candidate)
     medians = [np.median(values, axis=0) for values in recordings]
+    series = [np.log(values) if is_logarithmic else values for values in recordings]
     if is_paired:
         deviations = np.stack(recordings) - np.stack(medians)[:, None]
         # What is left of the deviations of so many recordings without their mean is smaller than their scatter.
         lost = math.sqrt(len(recordings) / (len(recordings) - 1))
         unexplained = [*(lost * (deviations - deviations.mean(axis=0)))]
-        series = [rest / middle if is_logarithmic else rest for rest, middle in zip(unexplained, medians, strict=True)]
-    else:
-        series = [np.log(values) if is_logarithmic else values for values in recordings]
+        paired = [rest / middle if is_logarithmic else rest for rest, middle in zip(unexplained, medians, strict=True)]
     # The logarithm of the median, not the median of logarithms: of two middle values it is the one that is shown.
     middles = np.log(medians) if is_logarithmic else np.stack(medians)
     within, scatters = ([of(values) for values in series] for of in (variance_of_median, scatter))
+    if is_paired:
+        # Neither is less than the noise: steps differ by their effects too, paired steps by those of a regression.
+        within = [np.minimum(own, variance_of_median(rest)) for own, rest in zip(within, paired, strict=True)]
+        scatters = [np.minimum(own, scatter(rest)) for own, rest in zip(scatters, paired, strict=True)]
     samples = [len(values) for values in recordings]
     first, second = (
         Observations(

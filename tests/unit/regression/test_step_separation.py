@@ -44,7 +44,7 @@ def same(_rank: int) -> Parts:
 
 def with_stall(rank: int) -> Parts:
     """Return a step in which rank 2 stalls before the loss, and the others wait for it before the norm."""
-    return PARTS | ({"gap/loss": 15.0} if rank == 2 else {"gap/norm": 20.0})
+    return PARTS | ({"gap/loss": 8.0} if rank == 2 else {"gap/norm": 13.0})
 
 
 def compared(*sides: list[pl.DataFrame]) -> tuple[Change, Comparison]:
@@ -56,7 +56,7 @@ def compared(*sides: list[pl.DataFrame]) -> tuple[Change, Comparison]:
 def test_a_stall_in_every_step_is_worse_for_certain_although_one_step_was_a_warm_up() -> None:
     change, comparison = compared([recording(same, seed=1, warm_up=200)], [recording(with_stall, seed=2, warm_up=200)])
     assert (change.verdict, change.is_certain) == (Verdict.WORSE, True)
-    assert 0 < (change.low or 0) < 0.15 < (change.high or 0)
+    assert 0 < (change.low or 0) < 0.08 < (change.high or 0)
     assert comparison.notes[0].startswith("the step time is decided by the parts of the step: the gap before ")
 
 
