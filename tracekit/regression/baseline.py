@@ -4,7 +4,7 @@ On disk it is strict JSON of schema ``tracekit.baseline/1`` (reports/baseline.sc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import polars as pl
 
@@ -13,11 +13,18 @@ from tracekit.errors import InputError, NotComparableError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.regression import comparability
 from tracekit.regression.samples import run_samples, samples
 from tracekit.rules.rule import Finding, Report, Severity
 
 SCHEMA = "tracekit.baseline/1"
-FACTS: tuple[Fact, ...] = (samples, unit_work.unit_samples, unit_work.work, unit_work.save_work)
+FACTS: tuple[Fact, ...] = (
+    samples,
+    unit_work.unit_samples,
+    unit_work.work,
+    unit_work.save_work,
+    *comparability.WORK_FACTS,
+)
 """What a recording is made of: measured in one pass with the rules' facts, it costs next to nothing."""
 MAX_RECORDINGS = 10
 
@@ -67,6 +74,8 @@ class Recording:
     units: pl.DataFrame
     work: pl.DataFrame
     findings: tuple[KnownFinding, ...]
+    shares: pl.DataFrame = field(default_factory=comparability.no_work)
+    """What its steps compute, as `comparability.work_shares` has it."""
 
     @classmethod
     def of(cls, run: Run, report: Report | None = None) -> "Recording":
@@ -79,6 +88,7 @@ class Recording:
             run.table(unit_work.unit_samples).select(*UNIT_COLUMNS),
             _over_ranks(run),
             findings,
+            comparability.work_shares(run),
         )
 
     def is_same(self, other: "Recording") -> bool:

@@ -14,7 +14,8 @@ from tracekit.model.run import Run
 from tracekit.regression import comparability, cpu_starvation, metrics, step_separation
 from tracekit.regression.baseline import Baseline, flat, shown
 from tracekit.regression.change import Change, Verdict
-from tracekit.regression.metrics import Metric
+from tracekit.regression.metrics import Metric, Scope
+from tracekit.regression.quantities import BYTES, COUNT, FLOP
 from tracekit.regression.samples import Values, job_series, run_samples
 from tracekit.regression.significance import MIN_PAIRED_STEPS, compare_recordings
 from tracekit.regression.thresholds import CONFIDENCE, Thresholds
@@ -23,6 +24,7 @@ _MUST_AGREE = ("model", "world_size", "device", "device_name")
 _NOTED = ("arguments", "versions", "mesh", "simulated")
 _SeriesByMetric: TypeAlias = Mapping[str, Sequence[tuple[pl.Series, Values]]]
 """Steps and samples of each recording, by metric."""
+_WORK_UNITS = (FLOP, BYTES, COUNT)
 _EXPECTED_TO_DIFFER = ("arguments.strategy", "arguments.out")
 
 
@@ -41,20 +43,22 @@ class RunSamples:
     """Whether `manifest` is a baseline's fingerprint, which leaves out what may differ."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Device, software and size of the job, as the traces state them."""
-    run: Run | None = None
-    """The run itself, where it is at hand: its shapes show whether two runs do the same work."""
+    work: pl.DataFrame = dataclasses.field(default_factory=comparability.no_work)
+    """What its steps compute, as `comparability.work_shares` has it."""
 
     @classmethod
     def of(cls, run: Run, name: str = "") -> "RunSamples":
         """Return what a run measured, under its own name or another."""
         samples, environment = run_samples(run), comparability.environment(run)
-        return cls(name or run.name, run.manifest, samples, environment=environment, run=run)
+        work = comparability.work_shares(run)
+        return cls(name or run.name, run.manifest, samples, environment=environment, work=work)
 
     @classmethod
     def of_baseline(cls, baseline: Baseline) -> "RunSamples":
         """Return what the recordings of a baseline measured."""
         first, *others = (recording.samples for recording in baseline.recordings)
-        return cls(baseline.name, baseline.fingerprint, first, tuple(others), is_baseline=True)
+        work = baseline.recordings[0].shares
+        return cls(baseline.name, baseline.fingerprint, first, tuple(others), is_baseline=True, work=work)
 
     @property
     def recordings(self) -> tuple[pl.DataFrame, ...]:
@@ -102,7 +106,7 @@ def compare(
         on_host=(reference.manifest.get("device") or "cpu") == "cpu",
         thresholds=thresholds,
     )
-    changes = compared.changes if work is None else tuple(_without_fewer_operations(compared.changes))
+    changes = compared.changes if work is None else tuple(_without_less_work(compared.changes))
     return replace(compared, changes=changes, differences=tuple(notes))
 
 
@@ -147,15 +151,16 @@ def _all_differences(
     stated = _differences(reference, candidate, allow_different=allow_different)
     names = (reference.name, candidate.name)
     recorded = comparability.environment_differences(reference.environment, candidate.environment, names)
-    work = comparability.work_difference(reference.run, candidate.run)
+    work = comparability.work_difference(reference.work, candidate.work)
     return [*recorded, *([] if work is None else [work]), *stated], work
 
 
-def _without_fewer_operations(changes: Iterable[Change]) -> Iterator[Change]:
-    """Return the changes without the verdict that fewer operations are better: other work needs others."""
+def _without_less_work(changes: Iterable[Change]) -> Iterator[Change]:
+    """Return the changes without the verdict that less work is better: other work needs other amounts."""
     for change in changes:
-        is_fewer = change.metric == "flops" and change.verdict is Verdict.BETTER
-        yield replace(change, verdict=Verdict.INCONCLUSIVE) if is_fewer else change
+        metric = metrics.metric_of(change.metric)
+        is_less = metric.scope is Scope.STEP and metric.unit in _WORK_UNITS and change.verdict is Verdict.BETTER
+        yield replace(change, verdict=Verdict.INCONCLUSIVE) if is_less else change
 
 
 def _differences(reference: RunSamples, candidate: RunSamples, *, allow_different: bool) -> list[str]:

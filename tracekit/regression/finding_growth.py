@@ -3,7 +3,7 @@
 A rule reports a cost from its threshold on, so a finding can be new although next to nothing changed. Therefore the
 cost is compared with what findings of the same code cost in the baseline, and counts only where a step takes longer by
 at least half as much. Runs on a CPU share its processors with other programs; their costs also have to grow by more
-than step times of such recordings differ by (docs/gate.md).
+than step times of recordings of one training differ by, by the test of `significance`.
 """
 
 import math
@@ -18,10 +18,10 @@ from tracekit.regression.baseline import KnownFinding
 from tracekit.regression.metric_sources import DEVICE_PARTS
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, job_samples
+from tracekit.regression.thresholds import CONFIDENCE
 from tracekit.rules.rule import Finding
 
 _VISIBLE_SHARE = 0.5
-_DEVIATIONS = 2.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class StepGrowth:
     """Smaller costs may be the machine's: 0 on a device, which no other program shares."""
 
     @classmethod
-    def of(cls, reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame]) -> "StepGrowth | None":
+    def of(
+        cls, reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], confidence: float = CONFIDENCE
+    ) -> "StepGrowth | None":
         """Return the growth between the samples of two sides' recordings; None where one has no step time."""
         a, b = (_step_times(tables) for tables in (reference, candidate))
         if not a or not b:
@@ -43,7 +45,7 @@ class StepGrowth:
         means = (float(np.mean([values.mean() for values in side])) for side in (a, b))
         growth = max(after / before - 1 for before, after in (tuple(medians), tuple(means)))
         is_on_device = all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate))
-        return cls(growth, 0.0 if is_on_device else _noise((*a, *b)))
+        return cls(growth, 0.0 if is_on_device else _noise(a, b, confidence))
 
     def is_certain(self, finding: Finding, known: Iterable[KnownFinding], min_cost_ratio: float) -> bool:
         """Return whether a finding costs so much more of the step than those of its code in the baseline did."""
@@ -62,8 +64,8 @@ def _step_times(tables: Sequence[pl.DataFrame]) -> list[Values]:
     return [values for values in found if values is not None and len(values) and values.min() > 0]
 
 
-def _noise(recordings: Sequence[Values]) -> float:
-    """Return by how much step times of two recordings of the same training may differ."""
-    scatter = max(significance.scatter(np.log(values)) for values in recordings)
-    spread = math.hypot(metric_of(STEP_TIME).usual_spread, significance.SCATTER_SHARE * scatter)
-    return _DEVIATIONS * math.sqrt(2) * spread
+def _noise(reference: Sequence[Values], candidate: Sequence[Values], confidence: float) -> float:
+    """Return by how much step times of recordings of the same training differ at most, by the shared test."""
+    a, b = significance.observations(reference, candidate, is_logarithmic=True)
+    spread = significance.Spread.of(a, b, metric_of(STEP_TIME).usual_spread)
+    return math.expm1(float(spread.margin(confidence)))

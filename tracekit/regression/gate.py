@@ -9,7 +9,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
-from tracekit.regression import root_cause
+from tracekit.regression import comparability, root_cause
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.change import Change, Verdict
@@ -134,6 +134,8 @@ def judge(
         for run in (report.run, *repeats)
         for note in baselines.differences(baseline, run, allow_different=allow_different)
     ]
+    work = comparability.work_difference(baseline.recordings[0].shares, candidate[0].shares)
+    notes = [*([work] if work else []), *notes]
     comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds)
     regressions = tuple(change for change in comparison.changes if _fails(change, thresholds, baseline))
     changes = {change.metric: change for change in comparison.changes}
@@ -220,7 +222,8 @@ def _is_certain_growth(
     baseline: Baseline, candidate: Sequence[Recording], thresholds: Thresholds
 ) -> Callable[[Finding], bool]:
     """Return what decides whether a finding costs enough more than in the baseline to fail at any severity."""
-    growth = StepGrowth.of(*([recording.samples for recording in side] for side in (baseline.recordings, candidate)))
+    before, after = ([recording.samples for recording in side] for side in (baseline.recordings, candidate))
+    growth = StepGrowth.of(before, after, thresholds.confidence)
     known = all_known(baseline.known_findings)
     return lambda finding: growth is not None and growth.is_certain(finding, known, thresholds.min_new_cost_ratio)
 

@@ -25,6 +25,7 @@ from tracekit.regression.baseline import (
     Plain,
     Recording,
 )
+from tracekit.regression.comparability import WORK_COLUMNS
 from tracekit.regression.samples import SAMPLE_COLUMNS
 from tracekit.rules.rule import Severity
 
@@ -69,6 +70,13 @@ class _Work(Struct):
     amount: _Amount
 
 
+class _Share(Struct, omit_defaults=True):
+    kind: _Text
+    name: _Text
+    share: Annotated[float, Meta(ge=0, le=1)]
+    shapes: _Text | None = None
+
+
 class _Recording(Struct):
     name: _Text
     created_ns: int | None
@@ -77,6 +85,7 @@ class _Recording(Struct):
     work: list[_Work]
     series: list[_Series]
     units: list[_Series]
+    shares: list[_Share] = []
 
 
 class _Document(Struct):
@@ -160,7 +169,11 @@ def _recording(recording: Recording) -> str:
         _json(_Finding(f.id, f.code, f.severity.label, f.impact, f.cost_ns, f.cost_bytes, f.subject))
         for f in recording.findings
     ]
-    lists = {"findings": findings, "work": work, "series": series, "units": units}
+    shares = [
+        _json(_Share(kind, name, _rounded(share), shapes))
+        for kind, name, shapes, share in recording.shares.select(*WORK_COLUMNS).iter_rows()
+    ]
+    lists = {"findings": findings, "work": work, "shares": shares, "series": series, "units": units}
     fields = [f'"name":{_json(recording.name)}', f'"created_ns":{_json(recording.created_ns)}']
     fields.append(f'"steps":{_json([list(item) for item in steps])}')
     fields += [f'"{key}":[' + ",\n".join(item) + "]" for key, item in lists.items()]
@@ -213,6 +226,11 @@ def _read_recording(saved: _Recording, where: str) -> Recording:
         tuple(
             KnownFinding(f.id, f.code, _SEVERITIES[f.severity], f.impact, f.cost_ns, f.cost_bytes, f.subject)
             for f in saved.findings
+        ),
+        pl.DataFrame(
+            [(each.kind, each.name, each.shapes, each.share) for each in saved.shares],
+            schema=WORK_COLUMNS,
+            orient="row",
         ),
     )
 

@@ -195,7 +195,8 @@ def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
     table = pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row", strict=True)
     manifest = {key: run.get(key) for key in _MANIFEST_KEYS} | ({"simulated": True} if run.get("simulated") else {})
     environment = {str(name): str(value) for name, value in dict(run.get("environment") or {}).items()}
-    return RunSamples(str(run["name"]), manifest, table.drop_nulls("value"), environment=environment)
+    work = pl.DataFrame(run.get("work") or [], schema=comparability.WORK_COLUMNS, strict=True)
+    return RunSamples(str(run["name"]), manifest, table.drop_nulls("value"), environment=environment, work=work)
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -207,6 +208,7 @@ def _run(run: Run) -> dict[str, Any]:
         "created_ns": Manifest.of(run.manifest).created_ns,
         "simulated": bool(run.manifest.get("simulated", False)),
         "environment": comparability.environment(run),
+        "work": comparability.work_shares(run).to_dicts(),
     }
 
 

@@ -12,13 +12,17 @@ from tests.support.rule_examples import ops
 from tracekit.errors import ConfigError, NotComparableError
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
+from tracekit.regression import baseline, gate
 from tracekit.regression.change import Change
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.samples import COLUMNS, job_samples
 from tracekit.regression.significance import compare_recordings
 from tracekit.regression.thresholds import parse_limit
+from tracekit.report import baseline_json
 from tracekit.report import comparison as report
+from tracekit.report import json as report_json
+from tracekit.rules import engine
 
 MANIFEST = {"model": {"name": "tiny", "layers": 2}, "world_size": 2, "device": "cpu", "strategy": "fsdp2"}
 
@@ -231,6 +235,39 @@ def test_fewer_operations_on_the_same_shapes_are_better() -> None:
     comparison = compare(RunSamples.of(before), RunSamples.of(of_header("after", LARGE)))
     assert {change.metric: change.verdict.value for change in comparison.changes}["flops"] == "better"
     assert comparison.differences == ()
+
+
+def test_saved_reports_and_baselines_state_that_the_work_differs(tmp_path: Path) -> None:
+    before, after = of_header("before", LARGE), of_header("after", SMALL)
+    documents = {"report.json": report_json.render(engine.check(before), before)}
+    documents["baseline.json"] = baseline_json.render(baseline.of_reports([(engine.check(before), before)]))
+    for name, text in documents.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    sides = [report_json.read(tmp_path / "report.json")]
+    sides.append(RunSamples.of_baseline(baseline_json.read(tmp_path / "baseline.json")))
+    for saved in sides:
+        assert saved.work.equals(RunSamples.of(before).work)
+        assert compare(saved, RunSamples.of(after)).differences[0].startswith("The work differs: 0%")
+        assert compare(saved, RunSamples.of(before)).differences == ()
+    checked = gate.judge(engine.check(after), None, baseline=baseline_json.read(tmp_path / "baseline.json"))
+    assert checked.comparison is not None
+    assert checked.comparison.notes[0].startswith("The work differs: 0%")
+
+
+def test_operators_decide_where_shapes_were_not_recorded() -> None:
+    def side_of(*names: str) -> RunSamples:
+        called = ops(*((name, "cpu_op", 10 * step, 1) for step in range(8) for name in names))
+        table = called.with_columns(step=pl.int_range(called.height, dtype=pl.Int64) // len(names))
+        trace = drawn_traces.trace(picture("aaaaaaaaa.", ".xxx......"), ops=table)
+        return RunSamples.of(drawn_traces.run(trace, path=f"runs/{names[-1]}", **MANIFEST))
+
+    attention = side_of("aten::mm", "aten::bmm", "aten::softmax")
+    for other, differs in (
+        (side_of("aten::mm", "aten::bmm", "aten::softmax", "aten::copy_"), False),
+        (side_of("aten::convolution", "aten::batch_norm", "aten::mm"), True),
+    ):
+        texts = compare(attention, other).differences
+        assert [text.startswith("The work differs: 33%") for text in texts] == [True] * differs
 
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"

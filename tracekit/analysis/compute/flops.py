@@ -11,6 +11,7 @@ from tracekit import conventions
 from tracekit.model import schema
 from tracekit.model.trace import Trace
 
+CALL_COLUMNS = {"name": pl.String, "calls": pl.Int64}
 PRODUCT_COLUMNS = {"name": pl.String, "shapes": pl.String, "flops": pl.Float64}
 COLUMNS = {"step": pl.Int64, "phase": pl.String, "name": pl.String, "flops": pl.Float64}
 
@@ -50,6 +51,19 @@ def products(trace: Trace) -> pl.DataFrame:
     once = [_of_op(name, shapes) for name, shapes in counts.select("name", "shapes").iter_rows()]
     sums = counts.with_columns(pl.Series("flops", once, pl.Float64) * pl.col("calls"))
     return schema.select(sums, PRODUCT_COLUMNS).sort("name", "shapes")
+
+
+def operator_calls(trace: Trace) -> pl.DataFrame:
+    """Return how often the steps call each operator of the dispatcher, such as ``aten::mm``, saves excluded.
+
+    Columns CALL_COLUMNS; one row per operator.
+    """
+    calls = trace.ops.filter(
+        pl.col("name").str.starts_with("aten::"),
+        pl.col("step").is_not_null(),
+        pl.col("phase").ne_missing(conventions.CHECKPOINT),
+    )
+    return schema.select(calls.group_by("name").agg(pl.len().alias("calls")), CALL_COLUMNS).sort("name")
 
 
 def _counted_ops(trace: Trace) -> pl.DataFrame:
