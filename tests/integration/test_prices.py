@@ -63,10 +63,11 @@ def late_ns(found):
     return found.get("HOST001", 0) + found.get("RANK001", 0)
 
 
-def test_reading_scalars_is_priced_as_a_blocking_call_and_not_as_late_launches(control, tmp_path):
+def test_reading_scalars_is_priced_as_a_blocking_call_and_only_once(control, tmp_path):
+    # Rank 2 pauses in Python where it did before; a read in the middle of that pause does not explain it.
     found, truth_ns = priced("reading scalars", tmp_path)
     assert found["HOST002"] > 0.5 * truth_ns
-    assert late_ns(found) <= late_ns(control)
+    assert found["HOST002"] + late_ns(found) < 1.15 * (truth_ns + late_ns(control))
 
 
 def test_no_data_stall_is_reported_where_the_host_loads_no_data(control):

@@ -269,15 +269,15 @@ def test_work_without_a_launch_is_what_no_runtime_call_stands_for():
     assert units.share(worst["affected_ratio"]) in found.message
 
 
-def test_a_first_step_that_fills_caches_is_reported_as_warm_up():
+def test_a_first_step_with_an_allocation_retry_is_not_called_warm_up():
     run = others("torchrec_v100_4ranks")
-    found = judge(run, DoubtfulTrace())["warm_up_inside"]
-    for row in found.evidence.iter_rows(named=True):
-        trace = raw_of(run, row["rank"])
+    assert "warm_up_inside" not in judge(run, DoubtfulTrace())
+    for rank in run.ranks:
+        trace = raw_of(run, rank)
         first, *rest = [raw.exposed_on_device(trace, step)[2] for step in trace.steps]
-        assert row["affected_ratio"] == first / (first + sum(rest))
-        median = units.duration(statistics.median(rest))
-        assert f"takes {units.duration(first)} and the median of the others {median}" in row["message"]
+        frees = [s for s in trace.of("cuda_runtime") if s.name == "cudaFree"]
+        retry = max(s.end for s in frees) - min(s.start for s in frees)
+        assert first > 2 * statistics.median(rest) > first - retry
 
 
 def test_launches_without_work_are_counted():

@@ -17,7 +17,7 @@ from tracekit.rules import representative_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
-_WARM_UP = " The window has one step, which only allocates: this looks like warm-up."
+_WARM_UP = " Nothing is freed in the only step or window, so this looks like warm-up."
 _RETRIES = "Allocation retries (cudaMalloc failed, cache flushed)"
 _RETRY_FIX = (
     "Lower the peak (smaller batch, activation checkpointing). If much of the reserved memory is unused, set "
@@ -44,7 +44,7 @@ class SteadyDeviceAllocation(Rule):
     `warmup_steps` profiled steps fill the cache and are left out if there are more; without marked steps, the second
     half of the trace is judged. The message quotes the representative step of the worst rank: a warning from
     `min_stall_ratio` of it, or, if the device hardly waits, information from `min_host_ratio` of it on the host.
-    A window of one marked step that allocates and frees nothing looks like warm-up: it is information.
+    A window of one step, or without steps, that allocates and frees nothing looks like warm-up: it is information.
 
     How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller peak, no empty_cache in the loop.
 
@@ -94,9 +94,8 @@ class SteadyDeviceAllocation(Rule):
         )
 
     def _only_fills(self, stalls: pl.DataFrame, calls: pl.DataFrame) -> bool:
-        """Return whether the only step of a run allocates and frees nothing, as warm-up does."""
-        is_alone = stalls["step"].n_unique() == 1 and stalls["step"].is_not_null().all()
-        return bool(is_alone and not calls["name"].str.contains("Free").any())
+        """Return whether the only step of a run, or its only window, allocates and frees nothing, as warm-up does."""
+        return bool(stalls["step"].n_unique() == 1 and not calls["name"].str.contains("Free").any())
 
     def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:
         """Return the steps without the first ones of each window, where there are more than those."""

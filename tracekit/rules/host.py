@@ -34,10 +34,7 @@ _ACTIVITIES = {
     host_state.LAUNCH: "inside kernel launches",
     host_state.LOCK: "waiting for a lock",
 }
-_FEWER_LAUNCHES = (
-    "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: torch.compile, "
-    'mode="reduce-overhead" (CUDA graphs), {}.'
-)
+_FEWER_LAUNCHES = "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}."
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -56,7 +53,8 @@ class LateLaunch(Rule):
     until the end of the runtime call that launched that kernel. Gaps after a synchronization that left the device
     without queued work belong to HOST002. Steps that save are left out. The message quotes the representative step of
     the worst device; on a CPU run a pause counts with its shortest duration over the steps, so that single pauses do
-    not count.
+    not count. In a recording without steps, one pause that is more than half of the loss need not recur: it is
+    information.
 
     How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
@@ -83,19 +81,19 @@ class LateLaunch(Rule):
         is_certain = on_device or loss.row["step"] is not None
         # Where launches were removed from the trace, the host may have launched in time.
         is_sampled = "sampled" in run.table(trace_quality.data_quality)["kind"]
+        # One pause in a recording without steps need not recur: it is no launch-bound loop.
+        longest_ns = loss.rows(late).group_by("gap").agg(pl.col("dur_ns").sum())["dur_ns"].sort()[-1]
+        is_pause = loss.row["step"] is None and 2 * longest_ns > loss.row["lost_ns"]
+        pause = f" One pause is {units.duration(longest_ns)} of that." if is_pause else ""
         doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
         most = largest_first(doing, "dur_ns", "detail").row(0, named=True)
         yield loss.finding(
             self,
-            Severity.WARNING if is_certain and not is_sampled else Severity.INFO,
+            Severity.WARNING if is_certain and not is_sampled and not is_pause else Severity.INFO,
             f"The {representative_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
-            f"{_ACTIVITIES[most['detail']]}.{_line(loss.rows(late))}",
-            _FEWER_LAUNCHES.format(
-                "larger batches"
-                if workload.is_inference(run)
-                else "fused optimizers (fused=True), larger micro-batches"
-            ),
+            f"{_ACTIVITIES[most['detail']]}.{pause}{_line(loss.rows(late))}",
+            _FEWER_LAUNCHES.format(", ".join(_fewer_launches(run))),
             confidence=0.3 if is_sampled else 0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
             what_if=None if is_sampled else WhatIf("late-launch"),
@@ -133,9 +131,10 @@ class BlockingSync(Rule):
     idle until the host has launched more.
 
     How it is measured: gaps in compute that are the host's and began during a synchronizing call (Stream-, Event- or
-    DeviceSynchronize, a blocking memcpy, aten::item), or contain one; all of the host's time in them counts, including
-    the time after the call. FSDP1's rate limiter does not count. Steps that save are left out. The message quotes the
-    representative step of the worst device.
+    DeviceSynchronize, a blocking memcpy, aten::item), or contain one. Without the call, the host could have launched
+    earlier by the time that it waited: gaps count for at most as long as it has waited in the step; the rest belongs to
+    HOST001. Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count. Steps that save are left
+    out. The message quotes the representative step of the worst device.
 
     How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
     non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and clip_grad_norm_
@@ -272,6 +271,20 @@ _PREFETCH = (
     "Prefetch batches: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True). "
     "Or make decoding and augmentation cheaper, or use faster storage."
 )
+
+
+def _fewer_launches(run: Run) -> Iterator[str]:
+    """Yield what reduces the number of launches and is not in use yet."""
+    if not workload.is_compiled(run):
+        yield "torch.compile"
+    yield (
+        "more of the step in each CUDA graph"
+        if workload.launches_graphs(run)
+        else 'mode="reduce-overhead" (CUDA graphs)'
+    )
+    yield from (
+        ["larger batches"] if workload.is_inference(run) else ["fused optimizers (fused=True)", "larger micro-batches"]
+    )
 
 
 def _all_but_last(run: Run, late: pl.DataFrame) -> pl.DataFrame:

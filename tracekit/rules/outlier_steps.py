@@ -64,6 +64,10 @@ _FIX_ONE = (
     "Check what that rank's host does there: garbage collection (gc.freeze, gc.disable and gc.collect on all ranks in "
     "the same step), logging, other processes on its cores. Record with_stack=True to see the line."
 )
+_FIX_GRAPH = (
+    "The first launch of a graph instantiates and uploads it: launch each graph once before serving or measuring "
+    "(cudaGraphUpload), and capture few, small graphs. If it recurs, check what else uses the GPU and the driver."
+)
 _FIX_ALL = (
     "Check what all ranks do there, such as a save, an evaluation or logging, and do it in the background. Mark it "
     "with torch.profiler.record_function to see its name."
@@ -151,7 +155,7 @@ class OutlierStep(Rule):
             severity,
             f"{_where(event)}{_who(event)} for {units.duration(event['stall_ns'])}, while it {_what(event)}"
             f"{_waits(event, run)}. {_how_often(own, lost_ns, window_ns, steps)}",
-            _FIXES.get(cause, _FIX_ALL if everyone else _FIX_ONE),
+            _fix(event),
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,
@@ -211,6 +215,12 @@ def is_cold() -> pl.Expr:
     loads = pl.col("cause").is_in(host_stalls.FIRST_USE)
     lazy = pl.col("cause").eq(host_stalls.LAUNCH) & pl.col("is_everyone")
     return pl.col("is_first") & (loads | lazy)
+
+
+def _fix(event: dict[str, Any]) -> str:
+    if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
+        return _FIX_GRAPH
+    return _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
 
 
 def _where(event: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.engine import check
 from tracekit.rules.host import LateLaunch
 from tracekit.rules.memory_footprint import PeakOwner
+from tracekit.rules.rule import Severity
 
 OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"
 
@@ -33,6 +34,8 @@ def host_run(*doing, kernel="gemm"):
         (lambda: host_run("aten::mm", "autograd::engine::evaluate_function: MmBackward0"), False),
         (lambda: host_run("aten::mm", "Optimizer.step#SGD.step"), False),
         (lambda: host_run("aten::native_dropout"), False),
+        # The forward of a function that also has a backward.
+        (lambda: host_run("LinearWithGradAccumulationAndAsyncCommunication"), True),
         # Without host ops nothing is known; a step in a CUDA graph has only the kernels of its gradients.
         (lambda: host_run(), False),
         (lambda: host_run("aten::copy_", kernel="flash_bwd_dq_dk_dv_loop"), False),
@@ -103,7 +106,8 @@ def test_recorded_tensor_parallelism_is_told_what_the_group_can_do():
     (found,) = check(
         shared("megatron_tp8_a100_8ranks"), [ExposedCommunication(info_exposed_ratio=0.0, max_exposed_ratio=0.0)]
     ).findings
-    assert "If they reduce activations (tensor parallelism), they cannot start earlier" in found.fix
+    assert "needed at once, so it cannot start earlier" in found.fix
+    assert "gradient" not in found.fix
     assert "dtype" not in found.evidence.columns
     assert found.evidence.schema["exposed_ns"] == pl.Int64
 
@@ -112,3 +116,36 @@ def test_a_wrapper_is_told_to_batch_only_the_collectives_that_it_starts():
     assert "bucket_cap_mb" in collective_batching._batch_fix(DDP, "all_reduce")
     assert "bucket_cap_mb" not in collective_batching._batch_fix(DDP, "all_gather")
     assert "FSDP" not in collective_batching._batch_fix(None, "all_gather")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "call", "says", "says_not"),
+    [
+        ("gemm", "cudaLaunchKernel", "torch.compile, mode", "each CUDA graph"),
+        ("triton_poi_fused_add_0", "cudaLaunchKernel", 'mode="reduce-overhead"', "torch.compile"),
+        ("triton_poi_fused_add_0", "cudaGraphLaunch", "more of the step in each CUDA graph", "reduce-overhead"),
+    ],
+)
+def test_a_launch_bound_run_is_not_told_to_use_what_it_uses(kernel, call, says, says_not):
+    picture = "step 00000000000000000000\ncompute  aaaaaaaa........bbbb"
+    doing = (("aten::mm", "cpu_op", 0, 1), (call, "runtime", 14, 15))
+    trace = drawn_hosts.trace(picture, {"a": 0, "b": 15}, doing, columns={"a": {"name": kernel}})
+    (found,) = check(drawn_traces.run(trace), [LateLaunch()]).findings
+    assert says in found.fix
+    assert says_not not in found.fix
+
+
+def window(picture, launched):
+    whole = pl.DataFrame({"step": [None], "start_ns": [0], "end_ns": [20 * drawn_hosts.UNIT_NS], "device": [0]})
+    return drawn_traces.run(drawn_hosts.trace(picture, launched, steps=whole))
+
+
+def test_one_pause_in_a_recording_without_steps_is_information():
+    once = window("compute  aa........bb..cc..dd", {"a": 0, "b": 10, "c": 14, "d": 18})
+    (found,) = check(once, [LateLaunch()]).findings
+    assert found.severity == Severity.INFO
+    assert "One pause is 400 µs of that." in found.message
+    often = window("compute  aa....bb....cc....dd", {"a": 0, "b": 6, "c": 12, "d": 18})
+    (found,) = check(often, [LateLaunch()]).findings
+    assert found.severity == Severity.WARNING
+    assert "One pause" not in found.message

@@ -85,3 +85,10 @@ def test_a_pause_in_the_first_step_is_an_outlier_and_no_warm_up():
     run = stalled_run("late", "", step=0)
     assert [found.ranks for found in judge(run)] == [(0,)]
     assert judge(run, ColdStart) == ()
+
+
+def test_a_stall_in_a_graph_launch_gets_a_fix_for_graphs():
+    (found,) = judge(stalled_run("late", "", doing=(("cudaGraphLaunch", "runtime", 0, 39),)))
+    assert "cudaGraphUpload" in found.fix
+    (found,) = judge(stalled_run("late", "", doing=(("cudaLaunchKernel", "runtime", 0, 39),)))
+    assert "Graph" not in found.fix

@@ -36,7 +36,7 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     Before all that, `device_stall` and `unknown` with detail queued are as for `gap_causes`: nothing of the program
     would keep the device idle then.
     Where the host synchronizes with the device while a collective runs, the cause is that collective (detail
-    synchronize).
+    synchronize); where a copy runs, the copy.
     """
     found, before = gaps.compute_gaps(trace), causes.gap_causes(trace)
     parts = [pl.DataFrame(schema=COLUMNS)]
@@ -139,6 +139,7 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     waits = at < wait.until_ns[pieces.of]
     awaited = wait.call[pieces.of]
     unlaunched = at < wait.launched_ns[pieces.of]
+    copying = sweep_line.running(copies, at) >= 0
     blocked = host_state.is_synchronizing(state) if device is not None else state >= _IDLE_HOST
     cause, evidence = causes.first_match(
         (stalled, causes.DEVICE_STALL, causes.RECURRING),
@@ -149,8 +150,9 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
         (waits & (at < sweep_line.at(calls.launched_ns, awaited, sweep_line.NEVER)), causes.HOST, causes.LAUNCH_TIME),
         (waits, causes.UNKNOWN, causes.NONE),
         (unlaunched & blocked & (call >= 0), causes.COLLECTIVE, causes.RUNNING),
+        (unlaunched & blocked & copying & (device is not None), causes.COPY, causes.RUNNING),
         (unlaunched, causes.HOST, causes.LAUNCH_TIME),
-        (sweep_line.running(copies, at) >= 0, causes.COPY, causes.RUNNING),
+        (copying, causes.COPY, causes.RUNNING),
     )
     inherits = waits & (call < 0) & (gap >= 0) & ~stalled & ~queued
     is_host = cause == causes.CAUSES.index(causes.HOST)

@@ -26,7 +26,8 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     number among those of that name in its step, from 0, to find the same place in other steps), detail
     (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
     start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; null without
-    recorded stacks); one row per gap and detail.
+    recorded stacks); one row per gap and detail, two where a part is synced. By as much as the host had waited in the
+    step, it could have launched earlier: what gaps last beyond that is not synced.
     """
     pieces = compute_gap_causes.compute_gap_causes(trace)
     late = pieces.filter(pl.col("cause") == communication_gap_causes.HOST)
@@ -35,6 +36,8 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     started = pieces.group_by("gap").agg(pl.col("start_ns").min().alias("idle_ns"))
     state = host_state.state_at(trace, started["idle_ns"].to_numpy() - 1)
     dry = started.select("gap", pl.Series("dry", state == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)))
+    before_ns = pl.Series("before_ns", host_state.waited_ns(trace, started["idle_ns"].to_numpy()))
+    dry = dry.with_columns(before_ns)
     waits, place = pl.col("detail") == host_state.SYNCHRONIZE, ("device", "step", "phase", "unit")
     return (
         late.with_columns(waits.any().over("gap").alias("waits"))
@@ -43,9 +46,36 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         .join(dry, on="gap", how="left", maintain_order="left")
         .join(places(trace), on="activity_id", how="left", maintain_order="left")
         .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
+        .pipe(lambda rows: _split_by_wait(rows) if trace.on_device else rows)
         .pipe(lambda rows: rows.with_columns(_locations(trace, rows)))
         .pipe(schema.select, GAP_COLUMNS)
     )
+
+
+def _split_by_wait(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return synced gaps in two parts: what the host's waits explain, and what lasts beyond.
+
+    Without its waits (before_ns, and in the gap) the host would be ahead by their sum over the step so far, less what
+    earlier gaps have used of it.
+    """
+    is_wait = pl.col("detail") == host_state.SYNCHRONIZE
+    waited_ns = pl.col("before_ns").first() + pl.col("dur_ns").filter(is_wait).sum()
+    gaps = rows.filter("synced").group_by("gap").agg(
+        pl.col("device", "step").first(), pl.col("start_ns").min(), waited_ns.alias("waited_ns"), pl.col("dur_ns").sum()
+    )  # fmt: skip
+    ahead_ns = (pl.col("waited_ns") - pl.col("dur_ns")).cum_sum()
+    left_ns = ahead_ns - pl.min_horizontal(ahead_ns.cum_min(), 0)
+    used_ns = left_ns.shift(1, fill_value=0) + pl.col("waited_ns") - left_ns
+    explained = gaps.sort("start_ns").select("gap", used_ns.over("device", "step").alias("explained_ns"))
+    ordered = rows.sort("gap", is_wait, "start_ns", descending=[False, True, False])
+    before_ns = pl.col("dur_ns").cum_sum().over("gap") - pl.col("dur_ns")
+    explained_ns = pl.min_horizontal((pl.col("explained_ns").fill_null(0) - before_ns).clip(0), "dur_ns")
+    split = ordered.join(explained, on="gap", how="left", maintain_order="left").with_columns(synced_ns=explained_ns)
+    synced = split.filter(pl.col("synced_ns") > 0).with_columns(dur_ns="synced_ns")
+    beyond = split.with_columns(
+        pl.col("start_ns") + pl.col("synced_ns"), pl.col("dur_ns") - pl.col("synced_ns"), synced=pl.lit(value=False)
+    ).filter(pl.col("dur_ns") > 0)
+    return pl.concat([synced, beyond]).sort("gap", "start_ns", maintain_order=True)
 
 
 def data_waits(trace: Trace) -> pl.DataFrame:

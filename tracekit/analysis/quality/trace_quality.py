@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown
 from tracekit.model import environment, schema, units
 from tracekit.model.trace import Trace
@@ -210,7 +211,9 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
         if len(others) < _FEWEST_OTHERS or saves:
             continue
         median_ns = float(str(others.median()))
-        if first["duration_ns"] > _WARM_UP * median_ns:
+        if first["duration_ns"] <= _WARM_UP * median_ns:
+            continue
+        if first["duration_ns"] - _other_stalls_ns(trace, first["step"]) > _WARM_UP * median_ns:
             yield (
                 "warm_up_inside",
                 f"The first profiled step ({first['step']}) takes {units.duration(first['duration_ns'])} and "
@@ -220,6 +223,13 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
 
 
 _FEWEST_OTHERS = 2
+_LATER_CAUSES = (host_stalls.RETRY, host_stalls.GARBAGE_COLLECTION, host_stalls.PROFILER)
+
+
+def _other_stalls_ns(trace: Trace, step: int) -> int:
+    """Return how long the host stalls in a step for causes that have nothing to do with warm-up."""
+    stalls = host_stalls.host_stalls(trace).filter(pl.col("gap_step") == step, pl.col("cause").is_in(_LATER_CAUSES))
+    return int(stalls["dur_ns"].sum())
 
 
 def _listed(value: object) -> list[Any]:

@@ -7,7 +7,7 @@ from tracekit import conventions
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Flags, Ints, running
+from tracekit.model.sweep_line import Flags, Ints, at, running
 from tracekit.model.trace import Trace
 
 RATE_LIMITER, CHECKPOINT, DATA, ALLOCATOR, LOCK, SYNCHRONIZE, LAUNCH, OP, PYTHON = HOST_STATES = (
@@ -47,6 +47,13 @@ def state_at(trace: Trace, at_ns: Ints) -> Ints:
 def state_changes(trace: Trace) -> Ints:
     """Return all times at which `state_at` may change."""
     return np.concatenate([spans.ravel() for spans in _spans(trace)])
+
+
+def waited_ns(trace: Trace, at_ns: Ints) -> Ints:
+    """Return for how long the host had been waiting for the device until each time; 0 where it was not."""
+    spans = _spans(trace)[HOST_STATES.index(SYNCHRONIZE)]
+    waiting = running(spans, at_ns - 1)
+    return np.where(waiting >= 0, at_ns - at(spans[:, 0], waiting, 0), 0)
 
 
 def launching_threads(trace: Trace) -> pl.DataFrame:
