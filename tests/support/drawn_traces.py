@@ -12,6 +12,8 @@ row's first word names the lane; its letters before any digit say the kind (comp
 gives the step that each moment's work was launched in.
 """
 
+from collections.abc import Mapping
+
 import polars as pl
 
 from tracekit.model import schema
@@ -60,6 +62,23 @@ def trace(
     } | tables
     conformed = {name: schema.TABLES[name].conform(frame) for name, frame in made.items()}
     return Trace(rank=rank, window=window, path=f"drawn-rank{rank}", **conformed)
+
+
+def slowing(after: Mapping[str, int], *, concurrent: bool = False) -> Trace:
+    """Return four steps of kernels abcdefgh, twice each, of 10 ns; in the last two as long as `after` says.
+
+    With `concurrent`, a collective runs during these.
+    """
+    lengths = [
+        (letter, after.get(letter, 10) if step > 1 else 10, step) for step in range(4) for letter in 2 * "abcdefgh"
+    ]
+    cells, steps = ("".join(text * length for text, length in rows) for rows in _letters(lengths))
+    comm = "".join(("x" if concurrent and step > 1 else ".") * length for _, length, step in lengths)
+    return trace(f"step {steps}\ncompute {cells}\ncomm {comm}")
+
+
+def _letters(rows: list[tuple[str, int, int]]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    return [(letter, length) for letter, length, _ in rows], [(str(step), length) for _, length, step in rows]
 
 
 def run(*traces: Trace, path: str = "drawn", **manifest: object) -> Run:

@@ -452,6 +452,10 @@ EXAMPLES: dict[str, Example] = {
         lambda: stalled_run("late", "late", doing=(("cudaMalloc", "runtime", 0, 39),), step=0),
         lambda: stalled_run("late", "late", step=0),
     ),
+    "STEP003": Example(
+        lambda: drawn_traces.run(drawn_traces.slowing(dict.fromkeys("abcdefgh", 12))),
+        lambda: drawn_traces.run(drawn_traces.slowing({"a": 12})),
+    ),
     "RANK001": Example(lambda: straggler_run(0, 3), lambda: straggler_run(0, 0)),
     "RANK002": Example(lambda: slow_link_run(3, 6), lambda: slow_link_run(3, 3)),
     "MEM002": Example(lambda: recomputation_run(10 * GIB), lambda: recomputation_run(5 * GIB)),

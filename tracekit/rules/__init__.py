@@ -13,6 +13,7 @@ from tracekit.rules.checkpoint_policy import (
     UnverifiedShards,
     UnwiseInterval,
 )
+from tracekit.rules.clock_drops import ClockDrop
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.communication import ExposedCommunication, PreparationGap
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
@@ -58,6 +59,7 @@ RULES: tuple[type[Rule], ...] = (
     ExposedCopy,
     OutlierStep,
     ColdStart,
+    ClockDrop,
     SteadyDeviceAllocation,
     NeedlessRecomputation,
     GrowingMemory,

@@ -19,7 +19,7 @@ _MIN_ACTIVITIES = 100
 """With less work on each rank, waits cannot be inferred."""
 
 
-_DIRECT = ("data-loading", "blocking-sync", "allocator", "checkpoint", "device-stall")
+_DIRECT = ("data-loading", "blocking-sync", "allocator", "checkpoint", "device-stall", "clock-drop")
 _CONSEQUENCES = ("straggler", "late-launch")
 """Causes that also contain the time of the causes before them: late ranks and late launches have reasons themselves."""
 
@@ -30,9 +30,10 @@ def attribute_costs(report: Report) -> Report:
     It is possible on runs with devices that have the launches of 90% of their work and 100 activities or more on each
     rank, and whose replay is within 5% of the recorded steps; there, for findings with a `what_if`. Work that was
     queued before the window needs no launch: its start is an input of the replay. Cost and impact become those of the
-    finding's own steps, per step, and the message states them. Data loading, blocking calls, allocator calls, saves and
-    device stalls also make launches and ranks late. A straggler is priced by what it costs without those of them that
-    have a warning, and late launches by what remains without these and the straggler: one trouble has one price.
+    finding's own steps, per step, and the message states them. Data loading, blocking calls, allocator calls, saves,
+    device stalls and clock drops also make launches and ranks late. A straggler is priced by what it costs without
+    those of them that have a warning, and late launches by what remains without these and the straggler: one trouble
+    has one price.
 
     A finding whose replay saves less than its `min_saved_ratio` becomes information, since the step has another
     bottleneck behind this one; it is left out if it was information before, or if the rule did not measure more either.

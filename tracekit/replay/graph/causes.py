@@ -51,6 +51,13 @@ _LISTED = (
         0.8,
     ),
     Cause(
+        "clock-drop",
+        "STEP003",
+        "kernels are as fast as before the clock of their device dropped",
+        "the same kernels before and after the moment from which on all are slower",
+        0.8,
+    ),
+    Cause(
         "preparation",
         "COMM004",
         "no copy, cast or division is needed before a collective",

@@ -17,7 +17,7 @@ NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "name": pl.String, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "span": pl.String,
     "start_ns": pl.Int64, "end_ns": pl.Int64, "chain": pl.Int64, "chain_ns": pl.Int64, "launch": pl.Int64,
     "launch_ns": pl.Int64, "own_ns": pl.Int64, "host_state": pl.Int8, "recomputed": pl.Boolean, "kernel": pl.UInt64,
-    "stall_ns": pl.Int64, "paused_ns": pl.Int64,
+    "stall_ns": pl.Int64, "paused_ns": pl.Int64, "slowed_ns": pl.Int64,
     "gap_ns": pl.Array(pl.Int64, host_time.STATE_COUNT),
 }  # fmt: skip
 EDGE_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
@@ -37,7 +37,8 @@ def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
         pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing)
     )
     return schema.conform(with_ids, NODE_COLUMNS).with_columns(
-        pl.col("launch", "host_state").fill_null(-1), pl.col("launch_ns", "stall_ns", "paused_ns").fill_null(0)
+        pl.col("launch", "host_state").fill_null(-1),
+        pl.col("launch_ns", "stall_ns", "paused_ns", "slowed_ns").fill_null(0),
     )
 
 

@@ -1,8 +1,9 @@
-"""Device stalls as nodes and edges have them: delays of queued work, and pauses of kernels."""
+"""Device stalls and clock drops as nodes and edges have them: delays of queued work, longer kernels."""
 
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.compute import clock_drops
 from tracekit.analysis.time import device_stalls
 from tracekit.model import intervals
 from tracekit.model.sweep_line import Ints
@@ -33,13 +34,18 @@ def delays(trace: Trace, items: pl.DataFrame) -> Ints:
 def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return for how long each item (`dependencies.lane_items`) was paused while it ran, shape (n,)."""
     paused = device_stalls.device_stalls(trace).filter(pl.col("kind") == device_stalls.PAUSED)
-    of_item = items.select("ref", "is_wait").join(
-        paused.select(ref="activity_id", paused_ns="dur_ns", is_wait=pl.lit(value=False)),
-        on=["ref", "is_wait"],
-        how="left",
-        maintain_order="left",
-    )
-    return of_item["paused_ns"].fill_null(0).to_numpy()
+    return _of_items(items, paused.select("activity_id", ns="dur_ns"))
+
+
+def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:
+    """Return by how much a clock drop slows each item (`dependencies.lane_items`), shape (n,)."""
+    return _of_items(items, clock_drops.slowed_kernels(trace).select("activity_id", ns="excess_ns"))
+
+
+def _of_items(items: pl.DataFrame, times: pl.DataFrame) -> Ints:
+    of_work = times.select("ns", ref="activity_id", is_wait=pl.lit(value=False))
+    joined = items.select("ref", "is_wait").join(of_work, on=["ref", "is_wait"], how="left", maintain_order="left")
+    return joined["ns"].fill_null(0).to_numpy()
 
 
 def with_delays(edges: pl.DataFrame, items: pl.DataFrame, delay_ns: Ints, first_item: int) -> pl.DataFrame:

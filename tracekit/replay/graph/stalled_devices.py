@@ -1,4 +1,4 @@
-"""A graph without device stalls: queued work starts as soon as it can."""
+"""Graphs without device stalls (queued work starts as soon as it can), and without clock drops."""
 
 from dataclasses import replace
 
@@ -16,6 +16,12 @@ def device_stall(graph: Graph) -> Graph:
     if not graph.on_device:
         raise InsufficientDataError("the run was on the CPU, which has no queued work")
     return without_stalls(graph, np.ones(graph.count, np.bool_))
+
+
+def clock_drop(graph: Graph) -> Graph:
+    """Let kernels take the time that they take before the clock of their device drops."""
+    nodes = np.flatnonzero(graph.column("slowed_ns"))
+    return graph.with_durations(nodes, np.maximum(graph.own_ns[nodes] - graph.column("slowed_ns")[nodes], 0))
 
 
 def without_stalls(graph: Graph, which: Flags) -> Graph:

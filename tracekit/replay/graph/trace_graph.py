@@ -40,8 +40,8 @@ def nodes(trace: Trace) -> pl.DataFrame:
     between them), launch (the host call; -1: unknown), launch_ns (the time after it), own_ns (its duration, without
     waiting where the awaited work is known), host_state (of a host call: index into HOST_STATES; -1), recomputed,
     kernel (equal for the same work), stall_ns (by how much a device stall delays its start: part of chain_ns, launch_ns
-    and the lag of its waits), paused_ns (for how long it was paused: part of own_ns), gap_ns (host time before it by
-    state; its sum is in chain_ns); one row per node.
+    and the lag of its waits), paused_ns (for how long it was paused) and slowed_ns (by how much a clock drop slows it:
+    both part of own_ns), gap_ns (host time before it by state; its sum is in chain_ns); one row per node.
     """
     return build(trace).nodes
 
@@ -139,6 +139,7 @@ def _on_device(trace: Trace) -> TraceGraph:
         pl.Series("launch_ns", stall_ns),
         pl.Series("stall_ns", stall_ns),
         pl.Series("paused_ns", recorded_stalls.pauses(trace, items)),
+        pl.Series("slowed_ns", recorded_stalls.slowdowns(trace, items)),
         pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
         (~pl.col("is_wait") & is_recomputed).alias("recomputed"),
     )  # fmt: skip

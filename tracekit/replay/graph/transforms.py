@@ -87,6 +87,7 @@ TRANSFORMS: Mapping[str, Callable[[Graph], Graph]] = {
     "allocator": allocator,
     "checkpoint": checkpoint,
     "device-stall": stalled_devices.device_stall,
+    "clock-drop": stalled_devices.clock_drop,
     "preparation": contention_free.without_preparation,
     "give-way": contention_free.without_give_way,
     "slowed-compute": contention_free.uncontended_compute,
@@ -107,6 +108,7 @@ CONTENTION_TRANSFORMS = frozenset({"preparation", "give-way", "slowed-compute"})
 """Transforms that set contention themselves: durations are not updated after them."""
 _FIRST = (
     "device-stall",
+    "clock-drop",
     "slowed-compute",
     "give-way",
     "slowed-collectives",
