@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.quality import trace_quality
+from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import Fact
@@ -44,6 +44,9 @@ _KINDS = {
     "several_ranks": _Kind(_ERROR, "Pass one trace file per rank, or a folder with all of them."),
     "unmatched_pairs": _degrading("Stop the profiler after the profiled work has ended."),
     "unknown_kinds": _degrading("Report this trace to tracekit's authors: the profiler that wrote it is unknown."),
+    "undecided_ending_together": _Kind(
+        _WARNING, "Report the names to us; until then, add this time to what COMM001 says of exposed communication."
+    ),
     "undecided_communication": _Kind(
         _INFO,
         "If these kernels exchange data between devices, more communication is exposed than reported: tell tracekit's "
@@ -124,7 +127,9 @@ class DoubtfulTrace(Rule):
     """
 
     code: ClassVar[str] = "DATA001"
-    facts: ClassVar[tuple[Fact, ...]] = (trace_quality.data_quality, trace_quality.versions, collective_matching.calls)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        trace_quality.data_quality, trace_quality.versions, collective_matching.calls, undecided_kernels.undecided,
+    )  # fmt: skip
     min_affected_ratio: float = 0.01
     error_affected_ratio: float = 0.5
 
@@ -135,6 +140,7 @@ class DoubtfulTrace(Rule):
             RUN_DATA_QUALITY.conform(run.table(trace_quality.data_quality)),
             _mixed_versions(run.table(trace_quality.versions)),
             alignment.data_quality(run),
+            undecided_kernels.data_quality(run),
             run_snapshots.data_quality(run),
         ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)

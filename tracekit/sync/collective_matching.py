@@ -13,7 +13,9 @@ from tracekit.sync.clock_offsets import UNKNOWN, Instances, RankCalls, match_by_
 
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that no rank can leave before all ranks have arrived."""
-_UNEQUAL_SIZES = ("all_to_all", "gather", "scatter")  # message sizes may differ between ranks
+EXPERT = ("dispatch", "combine")
+"""All-to-alls of expert parallelism: ranks wait for each other, but a kernel that only sends may leave before."""
+_UNEQUAL_SIZES = ("all_to_all", "gather", "scatter", *EXPERT)  # message sizes may differ between ranks
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 PAIRED = "send_recv"
 """A send and its receive, where both record the peer rank."""
@@ -113,7 +115,7 @@ def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Yield the calls of each group with more than one traced rank, the best described and largest groups first."""
     shared = (
         rows.with_row_index("at")
-        .filter(pl.col("op").is_in([*SYNCHRONIZING, *ROOTED]) | _is_paired())
+        .filter(pl.col("op").is_in([*SYNCHRONIZING, *ROOTED, *EXPERT]) | _is_paired())
         .with_columns(pl.col("rank").n_unique().over("group", "members").alias("present"))
         # More ranks than the group has: several groups share a name and cannot be distinguished.
         .filter(
