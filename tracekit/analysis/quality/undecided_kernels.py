@@ -85,5 +85,6 @@ def data_quality(run: Run) -> pl.DataFrame:
         f"end them within {units.duration(first['end_spread_ns'])}, as in collectives. They count as compute."
     )
     share = int(found["dur_ns"].sum()) / max(int(found["busy_ns"].max() or 1), 1)  # type: ignore[arg-type]
-    row = {"kind": "undecided_ending_together", "message": message, "affected_ratio": share}
-    return RUN_DATA_QUALITY.conform(pl.DataFrame([row]))
+    row = ("undecided_ending_together", message, share)
+    table = pl.DataFrame([row], schema=["kind", "message", "affected_ratio"], orient="row")
+    return RUN_DATA_QUALITY.conform(table)
