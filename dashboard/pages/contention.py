@@ -8,16 +8,16 @@ from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from tracekit.report import charts, phrases
 
-ON_CPU = (
-    "This run was on the CPU: a trace does not record how threads share cores. Contention is measured between device "
-    "streams; record on a GPU with ProfilerActivity.CUDA."
+WITHOUT_DEVICE = (
+    "No device activity was recorded. Contention is measured between device streams, and a trace does not record how "
+    "threads share cores: if the run was on a GPU, record with ProfilerActivity.CUDA."
 )
 
 
 def show(run: OpenRun) -> None:
     """Draw which work ran concurrently with which other work, and what that cost."""
     if not run.table(tables.DEVICES)["devices"].sum():
-        st.info(ON_CPU)
+        st.info(WITHOUT_DEVICE)
         return
     with st.spinner("Measuring"):
         pairs = run.table(tables.CONTENTION_PAIRS)

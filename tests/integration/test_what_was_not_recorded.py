@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tracekit.ingest.loader import load
+from tracekit.replay.graph import savings
+from tracekit.replay.graph.causes import CAUSES
 from tracekit.report import text
 from tracekit.rules.engine import check
 
@@ -48,6 +50,15 @@ def test_a_trace_without_kernels_names_the_device_and_is_not_judged(without):
     assert shown.startswith("Cannot judge this run: no device activity was recorded")
     assert "on the CPU" not in shown
     assert {found.code for found in report.findings} == {"DATA001"}
+
+
+def test_a_what_if_says_that_no_device_activity_was_recorded(without):
+    report, _ = without(DEVICE)
+    reasons = {cause: savings.saving(report.run, cause).unavailable_reason for cause in CAUSES}
+    unrecorded = [cause for cause, reason in reasons.items() if "no device activity was recorded" in reason]
+    assert "blocking-sync" in unrecorded
+    assert len(unrecorded) > 1
+    assert not [reason for reason in reasons.values() if "was on the CPU" in reason]
 
 
 def test_a_trace_of_operators_alone_is_not_taken_for_a_cpu_run(without):

@@ -48,7 +48,7 @@ def as_text(
     if price is not None and found.gpus:
         lines.append(f"Savings per day of training on {found.gpus} GPUs, at {price:g} an hour each.")
     elif price is not None:
-        lines.append("The run was on CPUs, so there is no cost in GPU-hours or money.")
+        lines.append("No device activity was recorded, so there is no cost in GPU-hours or money.")
     return "\n".join(lines) + "\n"
 
 

@@ -56,7 +56,7 @@ class GiveWay(Rule):
     def blind_spot(self, run: Run) -> str | None:
         """Return why a CPU run, or one in which preparation never runs alone, cannot be judged."""
         if not run.table(contention.device_count)["devices"].sum():
-            return "contention needs device streams; this run was on the CPU, so it was not judged."
+            return "no device activity was recorded, so contention between streams was not judged."
         unknown = run.table(contention.preparation).filter(
             pl.col("alone_ns").is_null(), pl.col("overlapped_ns") * 2 > pl.col("dur_ns"), pl.col("waited_ns") > 0
         )

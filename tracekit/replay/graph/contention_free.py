@@ -132,7 +132,9 @@ def _compute_nodes(graph: Graph) -> pl.DataFrame:
         pl.col("device").is_not_null(), pl.col("kind").is_not_null()
     )
     if frame.is_empty():
-        raise InsufficientDataError("the run was on the CPU, where concurrent compute cannot be identified")
+        raise InsufficientDataError(
+            "no device activity was recorded; on the CPU, concurrent compute cannot be identified"
+        )
     prepares = frame["at"].is_in(graph.prepared["node"].implode())
     calls, computes = frame["kind"] == "communication", frame["kind"] == "compute"
     off_main = ~pl.Series(graph.is_main_lane[frame["at"].to_numpy()])
@@ -147,7 +149,9 @@ def _compute_nodes(graph: Graph) -> pl.DataFrame:
 def _collective_nodes(graph: Graph) -> pl.DataFrame:
     """Return the collectives: done (node), op, group, group_size, bytes, took_ns, overlap_ns (with compute)."""
     if not graph.on_device:
-        raise InsufficientDataError("the run was on the CPU, where concurrent compute cannot be identified")
+        raise InsufficientDataError(
+            "no device activity was recorded; on the CPU, concurrent compute cannot be identified"
+        )
     took = graph.own_ns[graph.parts["done"].to_numpy()]
     ends = graph.frame[graph.parts["at"].to_numpy()].select("end_ns", "device", "rank")
     calls = pl.concat([graph.parts.drop("rank"), ends], how="horizontal").with_columns(pl.Series("took_ns", took))

@@ -18,7 +18,7 @@ def equalize_transfers(graph: Graph) -> Graph:
     Raises InsufficientDataError on a CPU run, where transfers vary with CPU load, or where nothing repeats.
     """
     if not graph.on_device:
-        raise InsufficientDataError("the run was on the CPU, where transfers vary with CPU load")
+        raise InsufficientDataError("no device activity was recorded; on the CPU, transfers vary with its load")
     calls = transfers(graph)
     place = ["op", "bytes", "group_size", "phase", "unit"]
     medians = calls.group_by([*place, "members", "group", "step"]).agg(pl.col("took_ns").median().alias("median_ns"))

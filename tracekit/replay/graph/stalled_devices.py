@@ -14,7 +14,7 @@ def device_stall(graph: Graph) -> Graph:
     Raises InsufficientDataError on a CPU run.
     """
     if not graph.on_device:
-        raise InsufficientDataError("the run was on the CPU, which has no queued work")
+        raise InsufficientDataError("no device activity was recorded, so queued work is not known")
     return without_stalls(graph, np.ones(graph.count, np.bool_))
 
 

@@ -37,7 +37,7 @@ def blocking_sync(graph: Graph) -> Graph:
     While the host pauses after a wait, nothing is queued: that pause would be hidden without the wait.
     """
     if not graph.on_device:
-        raise InsufficientDataError("the run was on the CPU, so the host waits for no device")
+        raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")
     synchronizes = _in_state(graph, host_state.SYNCHRONIZE)
     return _without_waits(_with_shorter_gaps(graph, _pauses_after(graph, synchronizes)), synchronizes)
 
