@@ -231,7 +231,7 @@ KINDS = (
     Kind("one pause of one rank", pause_of_one, ("STEP001", "RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
     Kind("time-sliced device", time_sliced_device, ("STREAM005",), ("RANK001", "RANK003")),
     Kind("clock drop", clock_drop, ("STEP003",), ("RANK001", "RANK003", "STEP001")),
-    Kind("late launches of two ranks", late_group, ("RANK001", "RANK003"), ("HOST001",), needs_ranks=3),
+    Kind("late launches of two ranks", late_group, ("RANK001", "HOST001", "RANK003"), needs_ranks=3),
 )
 
 
@@ -327,11 +327,15 @@ def checked(job: Job, folder: Path) -> Report:
 def _matching(
     findings: Sequence[Finding], control: Sequence[Finding], codes: Sequence[str], culprit: int | None, truth_ns: float
 ) -> tuple[str | None, float | None]:
-    """Return code and severity of the finding that reports the change, warnings first, and its cost."""
-    for finding in sorted(findings, key=lambda each: (each.severity < Severity.WARNING, -each.cost_ns)):
+    """Return code and severity of the finding that reports the change, and its cost: warnings first, then by `codes`.
+
+    The first code is that of the cause itself. The others cost more where the control has a trouble of its own.
+    """
+    fitting = [finding for finding in findings if finding.code in codes]
+    for finding in sorted(fitting, key=lambda f: (f.severity < Severity.WARNING, codes.index(f.code), -f.cost_ns)):
         before = max((each.cost_ns for each in control if each.id == finding.id), default=0)
         right_rank = culprit is None or not finding.ranks or culprit in finding.ranks
-        if finding.code in codes and right_rank and finding.cost_ns - before >= truth_ns / 4:
+        if right_rank and finding.cost_ns - before >= truth_ns / 4:
             return f"{finding.code} {finding.severity.name.lower()}", finding.cost_ns - before
     return None, None
 

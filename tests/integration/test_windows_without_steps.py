@@ -136,11 +136,11 @@ def between(start_ns, end_ns, header, event):
 
 
 def test_a_replay_prices_a_window(tmp_path):
-    # Both have one step, so the window is the step.
+    # Both have one step, so the window is the step; it begins with the mark or with the first op.
     folder = shared("megatron_tp8_a100_8ranks")
     marked, unmarked = judged(load(folder)), judged(without_marks(folder, tmp_path / "run"))
-    assert unmarked["HOST001"].cost_ns == marked["HOST001"].cost_ns
-    assert re.search(r"Potential saving by replay: 411 ms in the window \(\d", unmarked["HOST001"].message)
+    assert unmarked["HOST001"].cost_ns == pytest.approx(marked["HOST001"].cost_ns, rel=0.001)
+    assert re.search(r"Potential saving by replay: 418 ms in the window \(\d", unmarked["HOST001"].message)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ class WhatIf:
 class Finding:
     """A claim about where a run loses time or memory, with its numbers, its evidence and a fix.
 
-    `impact` is the share of step time lost (0 to 1), `cost_ns` the time lost per step on the worst rank, `cost_bytes`
-    the memory used per rank or allocated per step: the message states which. A finding that costs only memory has
+    `impact` is the share of step time lost (0 to 1), `cost_ns` the time lost per step: with a replay, what the mean
+    step of the run is shorter without the cause, else what the rule measures on the worst rank. `cost_bytes` is the
+    memory used per rank or allocated per step: the message states which. A finding that costs only memory has
     impact 0. `confidence` ranges from 0 to 1. `evidence` contains the rows that prove the finding, with columns window,
     rank, start_ns and dur_ns where they refer to a moment in the trace.
     """

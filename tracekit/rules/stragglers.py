@@ -42,8 +42,9 @@ class Straggler(Rule):
     must have most of the waiting in three of them, and no single collective more than a quarter of it. Ranks are late
     together if the others would wait at least twice as long for all of them as for any one. The cost is the saving of a
     replay in which nobody waits for these ranks (`tracekit whatif`): while the others wait, their hosts run ahead, so
-    that part of the waiting is hidden. Below `min_cost_ratio` of the step, or where the others would wait even less
-    without another rank, the finding is information.
+    that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves for longer than
+    the others and that has a warning, it is what these ranks cost besides. Below `min_cost_ratio` of the step, or where
+    the others would wait even less without another rank, the finding is information.
 
     How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
     -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
@@ -208,7 +209,9 @@ class UnevenRanks(Rule):
 
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
     representative step. Not reported if more than half of the waiting in most steps is for the same rank: that is
-    RANK001. In a run of one step RANK001 cannot judge, so this rule does. Steps that save are left out.
+    RANK001. In a run of one step RANK001 cannot judge, so this rule does. Steps that save are left out. Where more than
+    half of the waiting ends in a replay without the causes that have a warning, such as late launches, the finding is
+    information, with the cost of the rest.
 
     How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
     equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and

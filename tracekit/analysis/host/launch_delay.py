@@ -81,9 +81,18 @@ def _split_by_wait(rows: pl.DataFrame) -> pl.DataFrame:
 def data_waits(trace: Trace) -> pl.DataFrame:
     """Return the time in which the host loads data, within the device windows of the steps.
 
-    Columns device, step, start_ns, dur_ns; one row per span. The device may be busy with queued work meanwhile.
+    The first window begins with the recording: a rank that loads data then is late for its first collective. Columns
+    device, step, start_ns, dur_ns; one row per span. The device may be busy with queued work meanwhile.
     """
     windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
+    is_first = pl.col("start_ns") == pl.col("start_ns").min().over("device")
+    begin_ns = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi")["start_ns"].min()
+    windows = windows.with_columns(
+        pl.when(is_first)
+        .then(pl.min_horizontal("start_ns", pl.lit(begin_ns, pl.Int64)))
+        .otherwise("start_ns")
+        .alias("start_ns")
+    )
     parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
     for (device,), own in windows.group_by("device", maintain_order=True):
         spans = own.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)

@@ -39,9 +39,9 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
 
     Columns STALL_COLUMNS: expected_ns (how long the same place, or the longest stall of the same cause, takes in other
     steps), excess_ns, run_start_ns (on the run's clock), is_first (the first step of several), event (number of the
-    group of stalls that overlap in time on several ranks). One row per stall. With three other steps or fewer, each of
-    them must contradict the stall; a window of one step is compared with its own other stalls. Stalls in saves are left
-    out.
+    group of stalls of one cause that overlap in time on several ranks). One row per stall. With three other steps or
+    fewer, each of them must contradict the stall; a window of one step is compared with its own other stalls. Stalls in
+    saves are left out.
     """
     stalls = _without_saves(run, run.table(host_stalls.host_stalls)).with_row_index("id")
     if stalls.is_empty():
@@ -69,10 +69,13 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
         )
     )
     at_run = outliers.with_columns(pl.col("start_ns").alias("run_start_ns"))
-    aligned = alignment.on_run_clock(at_run, run.offsets, ("run_start_ns",)).sort("window", "run_start_ns", "rank")
-    reach_ns = (pl.col("run_start_ns") + pl.col("dur_ns")).cum_max().shift(1).over("window")
+    aligned = alignment.on_run_clock(at_run, run.offsets, ("run_start_ns",)).sort(
+        "window", "cause", "run_start_ns", "rank"
+    )
+    reach_ns = (pl.col("run_start_ns") + pl.col("dur_ns")).cum_max().shift(1).over("window", "cause")
     starts_event = (pl.col("run_start_ns") > reach_ns).fill_null(value=True)
-    return aligned.with_columns(starts_event.cum_sum().cast(pl.Int64).alias("event")).pipe(schema.select, STALL_COLUMNS)
+    events = aligned.with_columns(starts_event.cum_sum().cast(pl.Int64).alias("event"))
+    return events.sort("window", "run_start_ns", "rank").pipe(schema.select, STALL_COLUMNS)
 
 
 def outlier_steps(run: Run) -> pl.DataFrame:

@@ -23,8 +23,9 @@ _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|
 class Calls:
     """The host calls that launch work or may wait for it, in order, as one chain over the launching threads.
 
-    `gap_ns` is the host time before each call by state (`host_state.HOST_STATES`), shape (n, STATE_COUNT); `state` is
-    that of the call itself. `own_ns` excludes waiting where `waits` are known.
+    `gap_ns` is the host time before each call by state (`host_state.HOST_STATES`), shape (n, STATE_COUNT); that of the
+    first call begins with the recording of its threads. `state` is that of the call itself. `own_ns` excludes waiting
+    where `waits` are known.
     """
 
     id: Ints
@@ -61,7 +62,7 @@ def calls(trace: Trace) -> Calls:
     found = _split(trace, found).sort("start_ns", "id", "waits_itself")
     start = found["start_ns"].to_numpy().astype(np.int64)
     end = start + found["dur_ns"].to_numpy().astype(np.int64)
-    reach = np.maximum.accumulate(np.concatenate((start[:1], end)))[:-1] if len(start) else start
+    reach = np.maximum.accumulate(np.concatenate((_begin(trace, start), end)))[:-1] if len(start) else start
     gap_ns = time_by_state(trace, reach, np.maximum(start, reach))
     state = host_state.state_at(trace, start)
     state = np.where(state > LAUNCH, LAUNCH, state)
@@ -71,6 +72,12 @@ def calls(trace: Trace) -> Calls:
     flags = {name: found[name].fill_null(value=False).to_numpy() for name in names}
     ids = found["id"].to_numpy().astype(np.int64)
     return Calls(ids, start, end, gap_ns, own, state, **flags, step=found["step"], phase=found["phase"])
+
+
+def _begin(trace: Trace, start: Ints) -> Ints:
+    """Return when the recording of the launching threads begins, at most the first call's start; shape (1,)."""
+    began = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi")["start_ns"].to_numpy()
+    return np.asarray(np.minimum(start[:1], began.min()), np.int64)
 
 
 def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:

@@ -1,9 +1,10 @@
 """Potential savings: the time saved without a cause, which rules report as the cost of their findings."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import polars as pl
 
 from tracekit.model import schema
@@ -11,7 +12,7 @@ from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, contention_update, dependency_graph, slow_ranks, steps
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
-from tracekit.replay.graph.transforms import CONTENTION_TRANSFORMS, TRANSFORMS, in_order
+from tracekit.replay.graph.transforms import CONTENTION_TRANSFORMS, TRANSFORMS, in_order, on_ranks
 
 STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns without_ns saved_ns")
 BY_RANK_COLUMNS = schema.columns("cause rank duration_ns replayed_ns without_ns saved_ns")
@@ -42,6 +43,23 @@ class Saving:
     caveat: str = ""
 
 
+@dataclass(frozen=True)
+class Removal:
+    """A cause to remove from a replay: on these ranks; without ranks, on all.
+
+    Of `straggler` the ranks are those that nobody shall wait for: without ranks, those that the others wait for most.
+    """
+
+    cause: str
+    ranks: tuple[int, ...] = ()
+
+    def union(self, other: "Removal | None") -> "Removal":
+        """Return the removal of a cause on the ranks of both."""
+        if other is None or not self.ranks or not other.ranks:
+            return self if other is None else Removal(self.cause)
+        return Removal(self.cause, tuple(sorted({*self.ranks, *other.ranks})))
+
+
 def saving(run: Run, cause: str) -> Saving:
     """Return the potential saving of a run without a cause, from a replay of its dependency graph.
 
@@ -57,7 +75,19 @@ def combined_saving(run: Run, names: Iterable[str]) -> Saving:
 
     Where one of them has no answer, neither have all together.
     """
-    wanted = in_order(causes.find(name).name for name in names)
+    return saving_of(run, (Removal(name) for name in names))
+
+
+def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
+    """Return the potential saving without several causes at once, each on all ranks or on some of them.
+
+    Raises InputError for an unknown name. Where one of the causes has no answer, neither have all together.
+    """
+    by_name: dict[str, Removal] = {}
+    for each in removals:
+        name = causes.find(each.cause).name
+        by_name[name] = replace(each, cause=name).union(by_name.get(name))
+    wanted = tuple(by_name[name] for name in in_order(by_name))
     known = _SAVINGS.setdefault(run, {})
     if wanted not in known:
         known[wanted] = _saving(run, wanted)
@@ -88,12 +118,40 @@ def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
     return pl.concat(tables) if tables else pl.DataFrame(schema=BY_RANK_COLUMNS)
 
 
+def waiting_ns(run: Run, removals: Iterable[Removal] = ()) -> int:
+    """Return how long all ranks wait for others in collectives, in a replay without some causes."""
+    return sum(_waiting_ns(graph, _replayed(graph, tuple(removals))) for graph in graphs_of(run))
+
+
+def _replayed(graph: Graph, removals: tuple[Removal, ...]) -> Replay:
+    return _without(graph, removals)[1] if removals else graph.replayed
+
+
+def _waiting_ns(graph: Graph, played: Replay) -> int:
+    parts = np.flatnonzero(graph.join_of >= 0)
+    return int((played.start_ns[graph.join_of[parts]] - played.start_ns[parts]).sum())
+
+
+def host_time(run: Run, cause: str) -> pl.DataFrame:
+    """Return how much time of each rank a cause takes: columns rank, removed_ns; one row per rank.
+
+    That is the time of its nodes and between them that the replay removes, without waits.
+    """
+    parts = []
+    for graph in graphs_of(run):
+        changed = TRANSFORMS[cause](graph)
+        before_ns = np.maximum(graph.chain_ns - changed.chain_ns, graph.launch_ns - changed.launch_ns)
+        removed_ns = graph.own_ns - changed.own_ns + before_ns
+        parts.append(graph.frame.select("rank", pl.Series("removed_ns", removed_ns[: graph.count], pl.Int64)))
+    return pl.concat(parts).group_by("rank").agg(pl.col("removed_ns").sum()).sort("rank")
+
+
 def infers_waits(run: Run) -> bool:
     """Return whether event waits of streams are inferred, because the traces do not record them."""
     return any(bool((each.edges.inferred & (each.edges.kind == _EVENT)).any()) for each in graphs_of(run))
 
 
-_SAVINGS: WeakKeyDictionary[Run, dict[tuple[str, ...], Saving]] = WeakKeyDictionary()
+_SAVINGS: WeakKeyDictionary[Run, dict[tuple[Removal, ...], Saving]] = WeakKeyDictionary()
 _EVENT = "event"
 _STRAGGLER = "straggler"
 _INFERRED = 0.8
@@ -102,23 +160,24 @@ _UNSEEN = "preparation would overlap compute, which this recording never shows: 
 _KEY = ["window", "rank", "step", "device"]
 
 
-def _saving(run: Run, names: tuple[str, ...]) -> Saving:
+def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
+    names = tuple(each.cause for each in removals)
     cause = AND.join(names)
     before = replayed_steps(run)
     if before.is_empty():
         return _unknown(cause, "no step of the run has work that can be replayed")
     try:
-        played = [(each, *_without(each, names)) for each in graphs_of(run)]
+        played = [(each, *_without(each, removals)) for each in graphs_of(run)]
     except InsufficientDataError as error:
         return _unknown(cause, str(error))
-    without = pl.concat(steps.durations(changed, then) for _, changed, then in played).select(
-        *_KEY, pl.col("replayed_ns").alias("without_ns")
-    )
+    tables = [steps.durations(changed, then, unchanged=whole.replayed) for whole, changed, then in played]
+    without = pl.concat(tables).select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
     table = before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left").with_columns(
         (pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns")
     )
-    for graph in graphs_of(run) if _STRAGGLER in names else ():
-        table = slow_ranks.with_late_ranks(table, graph.late_ranks)
+    for late in (each for each in removals if each.cause == _STRAGGLER):
+        for graph in graphs_of(run):
+            table = slow_ranks.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
@@ -135,19 +194,29 @@ def _confidence(run: Run, table: pl.DataFrame) -> float:
     return max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
 
 
-def _without(whole: Graph, names: tuple[str, ...]) -> tuple[Graph, Replay]:
+def _without(whole: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay]:
+    names = tuple(each.cause for each in removals)
     changed = whole
-    for name in names:
+    for each in removals:
         try:
-            changed = TRANSFORMS[name](changed)
+            changed = _removed(changed, each)
         except InsufficientDataError as error:
-            raise InsufficientDataError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
+            raise InsufficientDataError(f"{each.cause}: {error}" if len(names) > 1 else str(error)) from error
     if CONTENTION_TRANSFORMS.issuperset(names):
         return changed, changed.replayed
     crawling = not {"preparation", "give-way"} & set(names)
     return contention_update.apply_contention(
         whole, changed, slow_preparation=crawling, slow_compute="slowed-compute" not in names
     )
+
+
+def _removed(graph: Graph, removal: Removal) -> Graph:
+    transform = TRANSFORMS[removal.cause]
+    if not removal.ranks:
+        return transform(graph)
+    if removal.cause == _STRAGGLER:
+        return transform(replace(graph, late_ranks=removal.ranks))
+    return on_ranks(graph, removal.ranks, transform)
 
 
 def _unknown(cause: str, why_not: str) -> Saving:

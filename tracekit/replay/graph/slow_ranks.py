@@ -6,7 +6,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.replay.graph import stalled_devices
-from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
+from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
+from tracekit.replay.graph.nodes import HOST
 
 _STEP = ["window", "step"]
 
@@ -14,7 +15,8 @@ _STEP = ["window", "step"]
 def without_late_ranks(graph: Graph) -> Graph:
     """Return the graph in which the late ranks take no time of their own, so that nobody waits for them.
 
-    These are the rank, or the ranks of a group, that the others wait for most (`late_ranks.latest`). Making them as
+    Their hosts begin with the window. By default these are the rank, or the ranks of a group, that the others wait for
+    most (`late_ranks.latest`). Making them as
     fast as their peers would need to know how fast those would be without waiting; the other ranks' work is known.
     Raises InsufficientDataError for a single rank.
     """
@@ -25,7 +27,12 @@ def without_late_ranks(graph: Graph) -> Graph:
     at = np.flatnonzero(is_late)
     own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
     own_ns[at] = chain_ns[at] = 0
-    return replace(graph, own_ns=own_ns, chain_ns=chain_ns)
+    edges = graph.edges
+    begins = (edges.kind == RELEASE) & (is_late & (graph.column("what") == HOST))[
+        np.minimum(edges.waiting, graph.count - 1)
+    ]
+    released = replace(edges, lag_ns=np.where(begins, 0, edges.lag_ns))
+    return replace(graph, own_ns=own_ns, chain_ns=chain_ns, edges=released)
 
 
 def with_late_ranks(table: pl.DataFrame, late_ranks: tuple[int, ...]) -> pl.DataFrame:

@@ -10,15 +10,20 @@ from tracekit.replay.graph.dependency_graph import Graph, Replay
 COLUMNS = schema.columns("window rank step device duration_ns replayed_ns")
 
 
-def durations(graph: Graph, played: Replay) -> pl.DataFrame:
+def durations(graph: Graph, played: Replay, *, unchanged: Replay | None = None) -> pl.DataFrame:
     """Return each step's recorded and replayed device window: from its first node's start to the next step's.
 
     Columns window, rank, step, device, duration_ns, replayed_ns; one row per rank, step and device. The last step ends
-    with its last activity.
+    with its last activity. The first begins as in the `unchanged` replay, if given: what happens sooner after the
+    recording began saves time too.
     """
     place = ["rank", "device"]
     windows = graph.windows.sort(*place, "start_ns")
-    begins = played.start_ns[windows["first"].to_numpy()]
+    first = windows["first"].to_numpy()
+    is_first = windows.select((pl.col("start_ns") == pl.col("start_ns").min().over(place)).alias("is_first"))[
+        "is_first"
+    ]
+    begins = np.where(is_first.to_numpy(), (unchanged or played).start_ns[first], played.start_ns[first])
     ends = _lasts(graph, played).rename({"end": "own_end"})
     rows = windows.with_columns(pl.Series("begin", begins, pl.Int64)).join(
         ends, on=[*place, "step"], how="left", nulls_equal=True, maintain_order="left"

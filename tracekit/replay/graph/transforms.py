@@ -16,7 +16,7 @@ from tracekit.replay.graph import (
     slow_transfers,
     stalled_devices,
 )
-from tracekit.replay.graph.dependency_graph import START_ORDER, Graph, InsufficientDataError
+from tracekit.replay.graph.dependency_graph import RELEASE, START_ORDER, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST, WORK
 
 _PAUSE_NS = 2_000_000
@@ -49,7 +49,7 @@ def rate_limiter(graph: Graph) -> Graph:
 
 def data_loading(graph: Graph) -> Graph:
     """Remove the time of data loading."""
-    ready = _with_shorter_gaps(graph, _gap_ns(graph, host_state.DATA))
+    ready = _with_shorter_gaps(graph, _gap_ns(graph, host_state.DATA), before_window=True)
     on_host = (graph.column("what") == HOST) & graph.matches("kind", "compute")
     return _with_zero_time(ready, on_host & graph.matches("phase", "data"))
 
@@ -120,6 +120,19 @@ _FIRST = (
 _LAST = ("shared-queue", "shared-communicator", "late-gathers")
 
 
+def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Callable[[Graph], Graph]) -> Graph:
+    """Return the graph after a transform of host time or device stalls that is applied to some ranks."""
+    mine = graph.frame["rank"].is_in(list(ranks)).to_numpy()
+    gap_ns = np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
+    hidden = graph.frame.with_columns(
+        pl.Series("host_state", np.where(mine, graph.column("host_state"), -1), dtype=graph.frame["host_state"].dtype),
+        pl.Series("gap_ns", gap_ns * mine[:, None], dtype=graph.frame["gap_ns"].dtype),
+        pl.col("stall_ns", "paused_ns", "slowed_ns") * pl.lit(pl.Series(mine)),
+        pl.when(pl.lit(pl.Series(mine))).then("phase").alias("phase"),
+    )
+    return replace(transform(replace(graph, frame=hidden)), frame=graph.frame)
+
+
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of transforms in the order in which they are applied, each once."""
     rest = [name for name in TRANSFORMS if name not in (*_FIRST, *_LAST)]
@@ -176,11 +189,21 @@ def _without_state(graph: Graph, state: str) -> Graph:
     return _without_waits(_with_shorter_gaps(graph, _gap_ns(graph, state)), _in_state(graph, state))
 
 
-def _with_shorter_gaps(graph: Graph, by_ns: Ints) -> Graph:
-    """Return the graph with the time before its nodes reduced by `by_ns`."""
+def _with_shorter_gaps(graph: Graph, by_ns: Ints, *, before_window: bool = False) -> Graph:
+    """Return the graph with the time before its nodes reduced by `by_ns`.
+
+    The first call of a rank is released at its recorded time: earlier by as much, and before the window begins only if
+    asked for.
+    """
     chain_ns = graph.chain_ns.copy()
     chain_ns[: graph.count] -= by_ns
-    return replace(graph, chain_ns=np.maximum(chain_ns, 0))
+    edges = graph.edges
+    released = np.flatnonzero((edges.kind == RELEASE) & (edges.waiting < graph.count))
+    earlier_ns = by_ns[edges.waiting[released]]
+    lag_ns = edges.lag_ns.copy()
+    least_ns = np.where(before_window, lag_ns[released] - earlier_ns, np.minimum(lag_ns[released], 0))
+    lag_ns[released] = np.maximum(lag_ns[released] - earlier_ns, least_ns)
+    return replace(graph, chain_ns=np.maximum(chain_ns, 0), edges=replace(edges, lag_ns=lag_ns))
 
 
 def _with_zero_time(graph: Graph, which: Flags) -> Graph:
