@@ -24,7 +24,7 @@ def recording(
 ) -> Recording:
     """Return a recording in which every rank has the same samples of each metric, one per step."""
     rows = [
-        (rank, step, metric, float(value))
+        (0, rank, step, metric, float(value))
         for metric, values in metrics.items()
         for rank in ranks
         for step, value in enumerate(values)

@@ -200,7 +200,7 @@ def _picked(table: object, names: Sequence[str]) -> dict[str, object]:
 
 def _is_alike(samples: pl.DataFrame, others: pl.DataFrame) -> bool:
     """Return whether two tables of samples hold the same, as a saved baseline keeps it; two that are empty do not."""
-    key = ["metric", "rank", "step"]
+    key = ["metric", "window", "rank", "step"]
     a, b = (each.filter(pl.col("value").is_finite()).sort(key) for each in (samples, others))
     if a.is_empty() or not a.select(key).equals(b.select(key)):
         return False

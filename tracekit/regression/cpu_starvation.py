@@ -6,6 +6,9 @@ away then. The indicator is by how much computing is stretched: the time by the 
 CPU time spent for it. A neighbour stretches it; a training that waits for data, a disk or a network does not, for it
 waits outside of its operators, and one that computes more needs more of both. A time that grew by more than computing
 is stretched is worse all the same.
+
+Where processors are shared, CPU time differs between recordings too, for caches are shared. Several recordings show by
+how much; fewer than three do not, and then neither times nor CPU times are judged.
 """
 
 from collections.abc import Sequence
@@ -20,6 +23,8 @@ from tracekit.regression.quantities import NS
 
 MAX_STRETCH = 1.1
 """A recording starves whose computing is stretched by more than this, over the most stretched of the reference."""
+MIN_RECORDINGS = 3
+"""So many recordings of a reference show how much times differ on a machine that is shared."""
 _COMPUTE = "compute_ns"
 
 
@@ -31,7 +36,8 @@ def stretch(samples: pl.DataFrame) -> float | None:
     times = samples.filter(pl.col("metric").is_in([_COMPUTE, conventions.CPU_TIME_METRIC]))
     if times["metric"].n_unique() < 2:
         return None
-    wide = times.pivot("metric", index=["rank", "step"], values="value").drop_nulls()
+    # The log of the CPU time has no windows.
+    wide = times.pivot("metric", index=["rank", "step"], values="value", aggregate_function="median").drop_nulls()
     ran = wide.filter(pl.col(conventions.CPU_TIME_METRIC) > 0)
     median = ran.select(pl.col(_COMPUTE) / pl.col(conventions.CPU_TIME_METRIC)).to_series().median()
     return float(str(median)) if median is not None else None
@@ -44,8 +50,9 @@ def without_starved(
 
     The least stretched recording of the candidate is compared with the most stretched of the reference.
     """
-    before = [ratio for ratio in map(stretch, reference) if ratio is not None]
-    after = [ratio for ratio in map(stretch, candidate) if ratio is not None]
+    if is_unknown(reference, candidate):
+        return _without_times(changes)
+    before, after = (_stretches(side) for side in (reference, candidate))
     if not before or not after or not max(before) or min(after) <= MAX_STRETCH * max(before):
         return changes, ()
     factor = min(after) / max(before)
@@ -58,6 +65,30 @@ def without_starved(
         "inconclusive, so record again on a machine as free as the reference's"
     )
     judged = (replace(each, verdict=Verdict.INCONCLUSIVE) if each.metric in explained else each for each in changes)
+    return tuple(judged), (note,)
+
+
+def is_unknown(reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame]) -> bool:
+    """Return whether a recording was starved, and too few of the reference show how much such recordings differ."""
+    return len(reference) < MIN_RECORDINGS and max(_stretches((*reference, *candidate)), default=0.0) > MAX_STRETCH
+
+
+def _stretches(recordings: Sequence[pl.DataFrame]) -> list[float]:
+    return [ratio for ratio in map(stretch, recordings) if ratio is not None]
+
+
+def _without_times(changes: tuple[Change, ...]) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """Return the changes, where times that are worse or better are inconclusive, and a note on it."""
+    changed = [each.metric for each in changes if each.verdict in (Verdict.WORSE, Verdict.BETTER)]
+    timed = {metric for metric in changed if metric_of(metric).unit.is_time}
+    if not timed:
+        return changes, ()
+    note = (
+        f"compute takes more than {MAX_STRETCH} times its CPU time, so other programs used the processors; fewer than "
+        f"{MIN_RECORDINGS} recordings in the reference do not show how much times differ then, and those that are "
+        "changed are inconclusive"
+    )
+    judged = (replace(each, verdict=Verdict.INCONCLUSIVE) if each.metric in timed else each for each in changes)
     return tuple(judged), (note,)
 
 

@@ -9,7 +9,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
-from tracekit.regression import comparability, root_cause
+from tracekit.regression import comparability, cpu_starvation, root_cause
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.change import Change, Verdict
@@ -223,7 +223,8 @@ def _is_certain_growth(
 ) -> Callable[[Finding], bool]:
     """Return what decides whether a finding costs enough more than in the baseline to fail at any severity."""
     before, after = ([recording.samples for recording in side] for side in (baseline.recordings, candidate))
-    growth = StepGrowth.of(before, after, thresholds.confidence)
+    is_unknown = _is_on_host(baseline) and cpu_starvation.is_unknown(before, after)
+    growth = None if is_unknown else StepGrowth.of(before, after, thresholds.confidence)
     known = all_known(baseline.known_findings)
     return lambda finding: growth is not None and growth.is_certain(finding, known, thresholds.min_new_cost_ratio)
 

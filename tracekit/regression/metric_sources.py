@@ -22,13 +22,15 @@ _CHECKPOINT_COLUMNS = {
     "checkpoint_written_bytes": "bytes",
     "checkpoint_calls": "calls",
 }
+_PEAKS = {conventions.ALLOCATED_METRIC: "peak_allocated_bytes", conventions.RESERVED_METRIC: "peak_reserved_bytes"}
+LOGGED_METRICS = (*_LOGGED, *_PEAKS.values(), *_CHECKPOINT_COLUMNS)
+"""Metrics that a rank's logs hold: those of its process, not of a window."""
 PART_PREFIX = "part/"
 """Samples of a step's parts have this prefix: they are no metrics, but show where a step takes longer."""
 DEVICE_PARTS, HOST_PARTS = f"{PART_PREFIX}device/", f"{PART_PREFIX}host/"
 MIN_PART_RATIO = 0.01
 """A part that takes less of a typical step in every step has no samples."""
 _MAX_PART_NAME = 80
-_PEAKS = {conventions.ALLOCATED_METRIC: "peak_allocated_bytes", conventions.RESERVED_METRIC: "peak_reserved_bytes"}
 
 
 def breakdown_samples(trace: Trace) -> pl.DataFrame:

@@ -11,15 +11,14 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.regression import metrics
-from tracekit.regression.metric_sources import PART_PREFIX, TRACE_SOURCES, part_samples
+from tracekit.regression.metric_sources import LOGGED_METRICS, PART_PREFIX, TRACE_SOURCES, part_samples
 from tracekit.regression.metrics import Aggregation, Metric
 
 Values: TypeAlias = npt.NDArray[np.float64]
 
 COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
-SAMPLE_COLUMNS = {"rank": pl.Int64, **COLUMNS}
+SAMPLE_COLUMNS = {"window": pl.Int64, "rank": pl.Int64, **COLUMNS}
 _PART_RANKS = 8
-_ACROSS_COLUMNS = {"window": pl.Int64, **SAMPLE_COLUMNS}
 
 
 def samples(trace: Trace) -> pl.DataFrame:
@@ -41,7 +40,7 @@ def samples_across(run: Run) -> pl.DataFrame:
     """
     shared = [metric for metric in metrics.compared_metrics() if metric.of_run]
     parts = [
-        _conform(metric.of_run(run), _ACROSS_COLUMNS, {metric.key: metric}, metric.of_run)
+        _conform(metric.of_run(run), SAMPLE_COLUMNS, {metric.key: metric}, metric.of_run)
         for metric in shared
         if metric.of_run
     ]
@@ -49,14 +48,18 @@ def samples_across(run: Run) -> pl.DataFrame:
 
 
 def run_samples(run: Run) -> pl.DataFrame:
-    """Return the samples of all metrics of a run. Columns rank, step, metric, value; one row per rank, step, metric."""
+    """Return the samples of all metrics of a run.
+
+    Columns SAMPLE_COLUMNS; one row per window, rank, step and metric.
+    """
     own, across = run.table(samples), run.run_table(samples_across)
     rows = pl.concat([own.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)]).drop_nulls("value")
     # All ranks wait for a slow one, so a few of them show what every step consists of.
     shown = sorted(run.ranks)[:_PART_RANKS]
     rows = rows.filter(~pl.col("metric").str.starts_with(PART_PREFIX) | pl.col("rank").is_in(shown))
-    # A rank's logs are read with each of its windows.
-    return rows.unique(["rank", "step", "metric"], keep="first", maintain_order=True)
+    # A rank's logs are read with each of its windows; steps of other windows may have the same numbers.
+    repeats = pl.col("metric").is_in(LOGGED_METRICS) & ~pl.struct("rank", "step", "metric").is_first_distinct()
+    return rows.filter(~repeats).unique(["window", "rank", "step", "metric"], keep="first", maintain_order=True)
 
 
 def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, Values]:
@@ -68,12 +71,12 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
 
 
 def job_series(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, tuple[pl.Series, Values]]:
-    """Return the steps and samples of `job_samples`, by metric."""
+    """Return the steps, as structs of window and step, and the samples of `job_samples`, by metric."""
     table = without_parts(table)
     if ranks is not None:
         table = table.filter(pl.col("rank").is_in(ranks))
     value = pl.col("value")
-    per_step = table.group_by("metric", "step").agg(
+    per_step = table.group_by("metric", "window", "step").agg(
         pl.when(pl.col("metric").first().is_in(_worst(lower_is_better=True)))
         .then(value.max())
         .when(pl.col("metric").first().is_in(_worst(lower_is_better=False)))
@@ -82,8 +85,8 @@ def job_series(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[
         .alias("value")
     )
     return {
-        str(metric): (rows["step"], rows["value"].to_numpy().astype(np.float64))
-        for (metric,), rows in per_step.sort("metric", "step").group_by("metric", maintain_order=True)
+        str(metric): (rows.select(pl.struct("window", "step")).to_series(), rows["value"].to_numpy().astype(np.float64))
+        for (metric,), rows in per_step.sort("metric", "window", "step").group_by("metric", maintain_order=True)
     }
 
 

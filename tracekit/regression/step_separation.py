@@ -28,6 +28,7 @@ from tracekit.analysis.time.step_parts import GAP
 from tracekit.model import escaping, units
 from tracekit.regression import significance
 from tracekit.regression.change import Change, Verdict
+from tracekit.regression.cpu_starvation import MIN_RECORDINGS
 from tracekit.regression.metric_sources import HOST_PARTS, MIN_PART_RATIO, PART_PREFIX
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values
@@ -35,7 +36,6 @@ from tracekit.regression.significance import Observations
 from tracekit.regression.thresholds import Thresholds
 
 MIN_STEPS = 3
-MIN_HOST_RECORDINGS = 3
 _MIN_FACTOR_RATIO = 0.002
 _MIN_FACTOR_PARTS = 3
 _MAX_NAME = 60
@@ -81,6 +81,7 @@ class _Recording:
     @classmethod
     def of(cls, table: pl.DataFrame, ranks: Sequence[int] | None) -> "_Recording":
         table = table if ranks is None else table.filter(pl.col("rank").is_in(ranks))
+        table = table.with_columns(pl.struct("window", "step").alias("step"))
         is_part = pl.col("metric").str.starts_with(PART_PREFIX)
         parts = table.filter(is_part).select("rank", "step", pl.col("metric").alias("part"), "value")
         shown = parts["rank"].unique()
@@ -109,7 +110,7 @@ def _is_enough(reference: Sequence[_Recording], candidate: Sequence[_Recording])
     recordings = (*reference, *candidate)
     if any(each.parts.is_empty() or len(each.steps) < MIN_STEPS or each.step_times.min() <= 0 for each in recordings):
         return False
-    return len(reference) >= MIN_HOST_RECORDINGS or not any(each.is_on_host for each in recordings)
+    return len(reference) >= MIN_RECORDINGS or not any(each.is_on_host for each in recordings)
 
 
 @dataclass(frozen=True)

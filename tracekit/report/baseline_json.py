@@ -60,6 +60,7 @@ class _Series(Struct, omit_defaults=True):
     steps: _Count
     values: list[list[float]]
     unit: _Text | None = None
+    window: _Count = 0
     scale: Annotated[float, Meta(gt=0)] = 1
 
 
@@ -159,7 +160,7 @@ def _check_schema(path: Path, schema: str | None) -> None:
 
 def _recording(recording: Recording) -> str:
     steps: dict[tuple[int | None, ...], int] = {}
-    series = [_json(item) for item in _series(recording.samples, ["metric"], steps)]
+    series = [_json(item) for item in _series(recording.samples, ["metric", "window"], steps)]
     units = [_json(item) for item in _series(recording.units, ["metric", "unit"], steps)]
     work = [
         _json(_Work(kind, phase, name, _rounded(amount)))
@@ -191,7 +192,7 @@ def _series(table: pl.DataFrame, by: Sequence[str], steps: dict[tuple[int | None
         samples = [
             [_rounded(value) if unit is None else round(value / scale) for value in values] for values in row["value"]
         ]
-        yield _Series(row["metric"], row["rank"], number, samples, unit, scale)
+        yield _Series(row["metric"], row["rank"], number, samples, unit, row.get("window", 0), scale)
 
 
 def _scale(values: Sequence[float]) -> int:
@@ -256,7 +257,8 @@ def _read_series(
                 raise ValueError(f"{where}[{number}] has a value that is not a finite number")
             rows["step"] += own_steps
             rows["value"] += samples
-            for name, one in (("rank", rank), ("metric", each.metric), ("unit", each.unit)):
+            keys = {"window": each.window, "rank": rank, "metric": each.metric, "unit": each.unit}
+            for name, one in keys.items():
                 if name in rows:
                     rows[name] += [one] * len(own_steps)
     return pl.DataFrame([pl.Series(name, rows[name], dtype) for name, dtype in columns.items()])

@@ -188,7 +188,7 @@ def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
     """Return a report, as JSON has it, as a side of a comparison."""
     run = saved["run"]
     rows = [
-        (series["rank"], step, series["metric"], value)
+        (series.get("window", 0), series["rank"], step, series["metric"], value)
         for series in saved["samples"]
         for step, value in zip(series["steps"], series["values"], strict=True)
     ]
@@ -226,11 +226,11 @@ def _finding(found: Finding) -> dict[str, Any]:
 
 
 def _samples(table: pl.DataFrame) -> list[dict[str, Any]]:
-    """Return one series per metric and rank: far shorter than a row per sample."""
-    series = table.group_by("metric", "rank", maintain_order=True).agg("step", "value")
+    """Return one series per metric, window and rank: far shorter than a row per sample."""
+    series = table.group_by("metric", "window", "rank", maintain_order=True).agg("step", "value")
     return [
-        {"metric": metric, "rank": rank, "steps": steps, "values": to_json_value(values)}
-        for metric, rank, steps, values in series.iter_rows()
+        {"metric": metric, "window": window, "rank": rank, "steps": steps, "values": to_json_value(values)}
+        for metric, window, rank, steps, values in series.iter_rows()
     ]
 
 

@@ -31,7 +31,7 @@ def random_recordings(
                 for step in range(min(steps, 3) if metric.scope is Scope.SAVE else steps):
                     value = level * np.exp(random.normal(0, spread))
                     value = min(1.0, value) if metric.is_share else round(value) if metric.unit is COUNT else value
-                    rows.append((rank, step, metric.key, float(value)))
+                    rows.append((0, rank, step, metric.key, float(value)))
         recordings.append(pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row"))
     return recordings
 

@@ -128,7 +128,7 @@ def large(ranks: int, steps: int, units: int) -> Baseline:
     rows = pl.DataFrame({"rank": range(ranks)}, schema={"rank": pl.Int64}).join(
         pl.DataFrame({"step": range(steps)}, schema={"step": pl.Int64}), how="cross"
     )
-    samples = rows.join(pl.DataFrame({"metric": metrics}), how="cross")
+    samples = rows.join(pl.DataFrame({"window": 0, "metric": metrics}), how="cross")
     names = pl.DataFrame({"unit": ["", *(f"layers.{n}" for n in range(units - 1))]})
     of_units = rows.join(names, how="cross").join(pl.DataFrame({"metric": list(unit_work.UNIT_METRICS)}), how="cross")
     recording = Recording(

@@ -16,7 +16,7 @@ from tracekit.regression import baseline, gate
 from tracekit.regression.change import Change
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.metrics import metric_of
-from tracekit.regression.samples import COLUMNS, job_samples
+from tracekit.regression.samples import SAMPLE_COLUMNS, job_samples
 from tracekit.regression.significance import compare_recordings
 from tracekit.regression.thresholds import parse_limit
 from tracekit.report import baseline_json
@@ -29,14 +29,15 @@ MANIFEST = {"model": {"name": "tiny", "layers": 2}, "world_size": 2, "device": "
 
 def side(name: str = "a", *, step_ns: float = 100.0, ranks: tuple[int, ...] = (0, 1), **manifest: object) -> RunSamples:
     """Return a side whose rank R takes R ns more than `step_ns` in each of eight steps."""
-    rows = [(rank, step, "step_time_ns", step_ns + rank) for rank in ranks for step in range(8)]
-    table = pl.DataFrame(rows, schema={"rank": pl.Int64, **COLUMNS}, orient="row")
+    rows = [(0, rank, step, "step_time_ns", step_ns + rank) for rank in ranks for step in range(8)]
+    table = pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row")
     return RunSamples(name, MANIFEST | manifest, table)
 
 
 def test_a_job_has_the_step_time_of_its_slowest_rank_and_the_mean_overlap() -> None:
     table = pl.DataFrame(
         {
+            "window": 0,
             "rank": [0, 1, 0, 1, 0, 1],
             "step": [3, 3, 4, 4, 3, 3],
             "metric": ["step_time_ns"] * 4 + ["overlap_ratio"] * 2,
@@ -46,6 +47,20 @@ def test_a_job_has_the_step_time_of_its_slowest_rank_and_the_mean_overlap() -> N
     samples = job_samples(table)
     assert samples["step_time_ns"].tolist() == [12.0, 30.0]
     assert samples["overlap_ratio"].tolist() == pytest.approx([0.3])
+
+
+def test_steps_of_two_windows_with_the_same_numbers_are_kept_apart(tmp_path: Path) -> None:
+    drawn = [drawn_traces.trace(picture("aaaaaaaaa.", ".xxx......"), window=number) for number in (0, 1)]
+    log = pl.DataFrame({"step": [0], "name": ["tokens_per_second"], "value": [5.0]})
+    # The log of a rank is read with each of its windows.
+    traces = [trace.replaced(metrics=log.cast(trace.metrics.schema)) for trace in drawn]
+    one, two = (drawn_traces.run(*traces[:count], path="runs/a", **MANIFEST) for count in (1, 2))
+    single, both = (job_samples(RunSamples.of(run).samples) for run in (one, two))
+    assert len(both["step_time_ns"]) == 2 * len(single["step_time_ns"])
+    assert len(both["tokens_per_second"]) == len(single["tokens_per_second"]) == 1
+    path = tmp_path / "report.json"
+    path.write_text(report_json.render(engine.check(two), two), encoding="utf-8")
+    assert job_samples(report_json.read(path).samples)["step_time_ns"].tolist() == both["step_time_ns"].tolist()
 
 
 def test_runs_are_compared_by_every_metric_that_both_have() -> None:

@@ -320,15 +320,21 @@ def test_a_slow_drift_is_detected_because_the_baseline_does_not_change() -> None
     assert nights == ["same", "same", "worse", "worse", "worse"]
 
 
-def starved(*, step: float, compute: float, ran: float, **fingerprint: object) -> dict[str, str]:
+def starved(
+    *, step: float, compute: float, ran: float, recordings: int = 5, stretch: float = 1.0, **fingerprint: object
+) -> dict[str, str]:
     """Return the verdicts if step time, compute and CPU time change by these factors."""
     steps = [sample_baselines.steps(100e6, seed=seed) for seed in range(6)]
     made = []
     for number, time in enumerate(steps):
         by = (step, compute, ran) if number == 5 else (1.0, 1.0, 1.0)
-        times = {"step_time_ns": by[0] * time, "compute_ns": by[1] * 0.6 * time, "cpu_time_ns": by[2] * 0.9 * time}
+        times = {
+            "step_time_ns": by[0] * time,
+            "compute_ns": by[1] * stretch * 0.6 * time,
+            "cpu_time_ns": by[2] * 0.9 * time,
+        }
         made.append(sample_baselines.recording({**times, "sent_bytes": [1000.0 + 500 * (number == 5)] * 20}))
-    before = sample_baselines.baseline(*made[:5], fingerprint=sample_baselines.FINGERPRINT | fingerprint)
+    before = sample_baselines.baseline(*made[:recordings], fingerprint=sample_baselines.FINGERPRINT | fingerprint)
     comparison = checks.compare(before, made[5:])
     verdicts = {change.metric: change.verdict.value for change in comparison.changes}
     return verdicts | {"note": "".join(comparison.notes)}
@@ -342,6 +348,14 @@ def test_times_of_a_starved_recording_are_inconclusive_and_counters_are_not() ->
         "worse",
     )
     assert "takes 2.0 times as long by the clock" in verdicts["note"]
+
+
+@pytest.mark.parametrize(("recordings", "verdict"), [(1, "inconclusive"), (2, "inconclusive"), (3, "worse")])
+def test_few_recordings_on_shared_processors_do_not_show_how_much_times_differ(recordings: int, verdict: str) -> None:
+    verdicts = starved(step=2.0, compute=2.0, ran=2.0, recordings=recordings, stretch=2.0)
+    assert [verdicts[metric] for metric in ("step_time_ns", "cpu_time_ns", "sent_bytes")] == [verdict, verdict, "worse"]
+    assert ("other programs used the processors" in verdicts["note"]) is (verdict == "inconclusive")
+    assert starved(step=2.0, compute=2.0, ran=2.0, recordings=recordings)["cpu_time_ns"] == "worse"
 
 
 def test_times_of_a_training_that_waits_or_computes_more_are_judged() -> None:

@@ -33,8 +33,8 @@ def recording(
         for step in range(STEPS):
             taken = {name: size * factor * np.exp(random.normal(0, SPREAD)) for name, size in parts(rank).items()}
             taken["gap/gemm"] += warm_up if step == 0 else 0.0
-            rows += [(rank, step, f"part/{device}/{name}", value * 1e6) for name, value in taken.items()]
-            rows.append((rank, step, "step_time_ns", sum(taken.values()) * 1e6))
+            rows += [(0, rank, step, f"part/{device}/{name}", value * 1e6) for name, value in taken.items()]
+            rows.append((0, rank, step, "step_time_ns", sum(taken.values()) * 1e6))
     return pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row")
 
 

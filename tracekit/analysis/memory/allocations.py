@@ -76,8 +76,9 @@ def live(trace: Trace) -> pl.DataFrame:
 
     Columns LIVE_COLUMNS: slack_bytes is reserved but not allocated; one row per event. Where the trace states totals
     (`total`), the first one is the base, and deltas reproduce the later ones; elsewhere memory from before the window
-    is only known as far as it is freed in it. On the host the totals are sums of the recorded events. There a block
-    was freed where its address is allocated again: threads without a profiler, such as gloo's, record no free.
+    is only known as far as it is freed in it. So it is on the host, where totals are sums of all events recorded so
+    far. There a block was freed where its address is allocated again: threads without a profiler, such as gloo's,
+    record no free.
     """
     events = trace.allocations.with_row_index("event")
     device = pl.col("device")
@@ -88,7 +89,7 @@ def live(trace: Trace) -> pl.DataFrame:
     balance = (pl.col("delta_bytes") - freed_bytes).cum_sum().over(device)
     base = (pl.col("allocated_bytes") - pl.col("delta_bytes")).first().over(device)
     least = (-balance.min().over(device)).clip(lower_bound=0)
-    live_bytes = balance + pl.when(stated).then(base).otherwise(least)
+    live_bytes = balance + pl.when(stated & device.is_not_null()).then(base).otherwise(least)
     # 0: the allocator does not count reserved bytes, as on the host.
     reserved = pl.when(pl.col("reserved_bytes") > 0).then("reserved_bytes")
     wide = events.with_columns(
