@@ -103,11 +103,15 @@ def data_stall_of_one(job: Job, size: float, rng: random.Random) -> int:
 def slow_collectives(job: Job, size: float, rng: random.Random) -> None:
     """Let collectives of one name transfer data more slowly, in all groups and steps.
 
-    Nothing in the recording shows how fast they could be, so that no slow link is to be found: only that more
-    communication is exposed.
+    Names with more transfer time are more likely: others cost nothing. Nothing in the recording shows how fast they
+    could be, so that no slow link is to be found: only that more communication is exposed.
     """
-    names = sorted({members[0][1].event["name"] for members in job.instances})
-    name = rng.choice(names)
+    times: dict[str, float] = {}
+    for members in job.instances:
+        transfer = members[0][1].end - max(kernel.start for _, kernel in members)
+        name = members[0][1].event["name"]
+        times[name] = times.get(name, 0.0) + max(transfer, 0.0)
+    name = rng.choices(sorted(times), [times[each] for each in sorted(times)])[0]
     for members in job.instances:
         for _, kernel in members:
             if kernel.event["name"] == name:

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.communication import exposed_communication
+from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
 from tracekit.analysis.compute import compute_gap_causes, contention
 from tracekit.analysis.parallelism import strategy, workload
 from tracekit.analysis.time import breakdown
@@ -39,6 +39,9 @@ class ExposedCommunication(Rule):
     and RANK003). Each rank is judged by its representative step, the one with the median share; the message quotes the
     worst rank. Steps that save a checkpoint are left out (see CKPT001).
 
+    Bandwidth below `slow_bytes_per_ns` GB/s is stated: that of all messages of 4 MiB or more of one op, in groups of
+    which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s).
+
     How to fix: start all-gathers earlier (explicit prefetch), use larger units, or send fewer bytes. The fix in the
     finding depends on the strategy (from the manifest, else from the spans in the trace) and on the most exposed
     collective.
@@ -56,10 +59,13 @@ class ExposedCommunication(Rule):
         strategy.marks,
         workload.marks,
         collective_matching.calls,
+        *group_bandwidth.FACTS,
+        contention.device_count,
     )
     info_exposed_ratio: float = 0.1
     max_exposed_ratio: float = 0.2
     error_exposed_ratio: float = 0.6
+    slow_bytes_per_ns: float = 2.0
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run that saves in every step cannot be judged."""
@@ -80,11 +86,12 @@ class ExposedCommunication(Rule):
         worst = over.row(0, named=True)
         collectives = _collectives(run).join(over.select("rank"), on="rank", how="semi")
         severity = self._severity(worst["exposed_ratio"])
+        slow = _slow_transfers(run, self.slow_bytes_per_ns)
         yield Finding(
             self.code,
             severity,
-            _message(worst),
-            _fix(run, worst, representative_step.rows_of(collectives, worst)),
+            _message(worst) + slow,
+            _fix(run, worst, representative_step.rows_of(collectives, worst)) + (_SLOW_FIX if slow else ""),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
@@ -199,6 +206,35 @@ def _message(worst: dict[str, Any]) -> str:
     if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
         return message
     return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for late ranks."
+
+
+_LARGE_BYTES = 4 << 20  # smaller messages measure latency
+_SLOW_FIX = (
+    " Find out first why links are this slow: NCCL_DEBUG=INFO shows the transport (NET/Socket instead of NET/IB, SHM "
+    "instead of P2P), nvidia-smi topo -m the links, nccl-tests their speed; unset NCCL_P2P_DISABLE and NCCL_IB_DISABLE."
+)
+
+
+def _slow_transfers(run: Run, slow_bytes_per_ns: float) -> str:
+    """Return a sentence on the op with the longest transfers below a bandwidth; empty where there is none.
+
+    On a CPU run the bandwidth is that of the host. A rank without a trace may arrive late.
+    """
+    if not run.table(contention.device_count)["devices"].sum():
+        return ""
+    is_whole = pl.col("ranks").list.len() >= pl.col("group_size")
+    large = run.run_table(group_bandwidth.transfers).filter(is_whole, pl.col("bytes") >= _LARGE_BYTES)
+    bus_bytes = (pl.col("bytes") * collective_instances.bus_factor()).sum().alias("bus_bytes")
+    sums = large.group_by("op").agg(bus_bytes, pl.col("transfer_ns").sum(), pl.len().alias("calls"))
+    slow = sums.filter(pl.col("bus_bytes") < slow_bytes_per_ns * pl.col("transfer_ns"))
+    if slow.is_empty():
+        return ""
+    most = largest_first(slow, "transfer_ns", "op").row(0, named=True)
+    speed = units.rate(most["bus_bytes"] * collective_instances.SECOND_NS / most["transfer_ns"])
+    return (
+        f" Its {most['calls']:,} large {most['op'].replace('_', '-')} collectives have a bus bandwidth of {speed}, far "
+        "below any link inside a node."
+    )
 
 
 def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:

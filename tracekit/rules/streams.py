@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit.analysis.communication import queueing
 from tracekit.analysis.compute import contention
+from tracekit.analysis.parallelism import strategy
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -49,7 +50,12 @@ class GiveWay(Rule):
     """
 
     code: ClassVar[str] = "STREAM001"
-    facts: ClassVar[tuple[Fact, ...]] = (contention.preparation, contention.device_count, breakdown.by_step)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        contention.preparation,
+        contention.device_count,
+        breakdown.by_step,
+        strategy.marks,
+    )
     min_slowdown: float = 1.5
     min_cost_ratio: float = 0.02
 
@@ -81,8 +87,7 @@ class GiveWay(Rule):
             self,
             Severity.WARNING,
             _give_way_message(loss, own),
-            "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or avoid "
-            "casts and divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
+            _PREPARE_EARLIER.get(strategy.of_run(run) or "", _PREPARE_ANY_EARLIER),
             confidence=0.8 if (own["sample"] == "alone").any() else 0.6,
             evidence=representative_step.evidence(chains, loss.row, "lost_ns"),
             what_if=WhatIf("give-way", self.min_cost_ratio),
@@ -134,7 +139,12 @@ class NeedlessOrder(Rule):
     """
 
     code: ClassVar[str] = "STREAM002"
-    facts: ClassVar[tuple[Fact, ...]] = (queueing.launch_order, queueing.delayed_kernels, breakdown.by_step)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        queueing.launch_order,
+        queueing.delayed_kernels,
+        breakdown.by_step,
+        strategy.marks,
+    )
     max_overtaking_ratio: float = 0.01
     min_blocked: int = 8
     min_cost_ratio: float = 0.02
@@ -146,14 +156,14 @@ class NeedlessOrder(Rule):
         upper_bound = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
         steps = step_losses.by_step(run, order.rename({"delay_ns": "lost_ns"}), max_loss=upper_bound)
         queued = delayed.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
-        yield from self._finding(steps, queued.filter(pl.col("reason") == queueing.ORDER), order)
+        yield from self._finding(run, steps, queued.filter(pl.col("reason") == queueing.ORDER), order)
         waits = delayed.filter(pl.col("reason") == queueing.COMMUNICATOR).join(
             queued, on=["rank", "device"], how="anti"
         )
         shared = step_losses.by_step(
             run, waits.select(*representative_step.KEY, "lost_ns"), max_loss=pl.col("exposed_communication_ns")
         )
-        yield from self._finding(shared, waits, None)
+        yield from self._finding(run, shared, waits, None)
 
     def _in_launch_order(self, order: pl.DataFrame) -> pl.DataFrame:
         """Return the rows of the devices that start all kernels in launch order."""
@@ -164,7 +174,9 @@ class NeedlessOrder(Rule):
         )
         return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi")
 
-    def _finding(self, steps: pl.DataFrame, delayed: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
+    def _finding(
+        self, run: Run, steps: pl.DataFrame, delayed: pl.DataFrame, order: pl.DataFrame | None
+    ) -> Iterator[Finding]:
         loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
         # A finding that is information at most is not worth a replay below the threshold.
         if loss is None or (order is None and loss.row["lost_ratio"] < self.min_cost_ratio):
@@ -174,7 +186,7 @@ class NeedlessOrder(Rule):
             self,
             Severity.WARNING if queue else Severity.INFO,
             _communicator_message(loss, delayed) if order is None else _queue_message(loss, order),
-            _QUEUE_FIX if queue else _COMMUNICATOR_FIX,
+            _QUEUE_FIX if queue else _COMMUNICATOR_FIX.format(_SEPARATE.get(strategy.of_run(run) or "", "")),
             confidence=0.8 if queue else 0.5,
             evidence=representative_step.evidence(delayed, loss.row, "lost_ns"),
             what_if=WhatIf("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
@@ -187,9 +199,25 @@ _QUEUE_FIX = (
     "other streams."
 )
 _COMMUNICATOR_FIX = (
-    "Use separate communicators for all-gathers and reduce-scatters: FSDPModule.set_separate_reduce_scatter_group, or "
-    "another process group (dist.new_group). They still share the links."
+    "Use separate communicators for collectives that need not wait for each other: {}another process group "
+    "(dist.new_group). They still share the links."
 )
+_SEPARATE = {strategy.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
+_PREPARE_ANY_EARLIER = (
+    "Prepare data on the compute stream into pre-allocated flat buffers, and avoid casts, copies and divides directly "
+    "before a collective."
+)
+_PREPARE_IN_BUFFERS = (
+    "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or avoid casts and "
+    "divides before the reduce-scatter ({}.reduce_dtype)."
+)
+_PREPARE_EARLIER = {
+    strategy.DDP: "Let gradients share the buckets' memory, which saves a copy (gradient_as_bucket_view=True), and "
+    "avoid casts before the all-reduce.",
+    strategy.FSDP1: _PREPARE_IN_BUFFERS.format("MixedPrecision"),
+    strategy.FSDP2: _PREPARE_IN_BUFFERS.format("MixedPrecisionPolicy"),
+    strategy.YAFSDP: _PREPARE_IN_BUFFERS.format("MixedPrecisionPolicy"),
+}
 
 
 def _give_way_message(loss: StepLoss, own: pl.DataFrame) -> str:

@@ -171,3 +171,20 @@ def test_every_api_that_a_fix_names_exists_in_pytorch():
     assert default_hooks.bf16_compress_hook
     assert DistributedDataParallel.no_sync
     assert DistributedDataParallel.register_comm_hook
+
+
+@pytest.mark.parametrize(("sent_bytes", "is_slow"), [(40 << 20, False), (4 << 20, True), (1 << 20, False)])
+def test_bandwidth_below_any_link_inside_a_node_is_stated(sent_bytes, is_slow):
+    # Two ranks all-gather for 9 ms: 40 MiB on the bus at 4.7 GB/s, 4 MiB at 0.5 GB/s; messages of 2 MiB are too small.
+    traces = []
+    for rank in range(2):
+        groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
+        picture = f"step {'0' * 400}\ncompute {('a' * 20 + '.' * 180) * 2}\ncomm {('.' * 20 + 'x' * 180) * 2}"
+        plain = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
+        known = plain.collectives.with_columns(
+            group=pl.lit("0"), group_size=pl.lit(2, pl.Int64), received_bytes=pl.lit(2 * sent_bytes, pl.Int64)
+        )
+        traces.append(plain.replaced(collectives=known))
+    (found,) = judge(*traces).findings
+    assert ("below any link inside a node" in found.message) == is_slow
+    assert ("NCCL_DEBUG=INFO" in found.fix) == is_slow

@@ -1,0 +1,70 @@
+"""Contention rules: suspicions from few samples, and fixes that agree with the strategy of the run."""
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_hosts, drawn_traces
+from tests.support.rule_examples import EXAMPLES, overlap_run
+from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
+
+
+def judge(run, rule):
+    (found,) = check(run, [rule]).findings
+    return found
+
+
+def contended(times, **manifest):
+    """Return a run in which a takes 4 during x and 2 alone, drawn `times` times."""
+    picture = f"step {'0' * 8 * times}\ncompute {'aaaa.aa.' * times}\ncomm {'.xxx....' * times}"
+    return drawn_traces.run(drawn_traces.trace(picture), **manifest)
+
+
+def test_kernels_slowed_in_many_samples_are_a_warning():
+    assert judge(contended(20), ContendedCompute()).severity == Severity.WARNING
+
+
+def test_kernels_slowed_in_few_samples_are_a_suspicion():
+    found = judge(contended(8), ContendedCompute())
+    assert found.severity == Severity.INFO
+    assert "could be compared on this rank, so this is a suspicion" in found.message
+
+
+def test_a_lower_bar_for_samples_makes_it_a_warning():
+    assert judge(contended(8), ContendedCompute(min_calls=2)).severity == Severity.WARNING
+
+
+def test_collectives_slowed_on_one_of_several_ranks_are_a_suspicion():
+    # The other ranks have no trace, so x may only wait for them.
+    run = EXAMPLES["STREAM004"].fires()
+    found = judge(run, StarvedCollectives(min_calls=2))
+    assert found.severity == Severity.INFO
+    assert "suspicion" in found.message
+
+
+def test_collectives_slowed_on_all_ranks_in_few_samples_are_a_suspicion():
+    groups = {"group": ["0"], "ranks": [[0]]}
+    trace = drawn_hosts.trace(
+        f"step {'0' * 56}\ncompute {'aaa.b..' * 8}\ncomm {'xxxx.yy' * 8}", {"a": 0, "b": 0}, groups=pl.DataFrame(groups)
+    )
+    alone = trace.replaced(collectives=trace.collectives.with_columns(group_size=1))
+    found = judge(drawn_traces.run(alone), StarvedCollectives(min_calls=9))
+    assert found.severity == Severity.INFO
+    assert judge(drawn_traces.run(alone), StarvedCollectives(min_calls=8)).severity == Severity.WARNING
+
+
+WORDS = {None: "send fewer bytes.", "ddp": "no_sync()", "fsdp1": "HYBRID_SHARD", "fsdp2": "fully_shard"}
+
+
+@pytest.mark.parametrize("strategy", WORDS)
+def test_fixes_name_only_what_the_run_uses(strategy):
+    run = contended(20, **({"strategy": strategy} if strategy else {}))
+    assert WORDS[strategy] in judge(run, ContendedCompute()).fix
+
+
+@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp1", "fsdp2"])
+def test_only_fsdp2_is_advised_to_prefetch_modules(strategy):
+    trace = overlap_run("aaa.b..", "xxxx.yy").trace(0)
+    run = drawn_traces.run(trace, **({"strategy": strategy} if strategy else {}))
+    assert ("set_modules_to_forward_prefetch" in judge(run, StarvedCollectives()).fix) == (strategy == "fsdp2")
