@@ -9,7 +9,7 @@ from dashboard.findings import Findings
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.report import charts, html, html_fragments
+from tracekit.report import charts, html, html_fragments, phrases
 from tracekit.report import json as report_json
 
 BY_RANK, BY_STEP = "by rank", "by step"
@@ -61,6 +61,9 @@ def _findings(judged: Findings, run: OpenRun) -> None:
 def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     """Draw where the time goes; return the table drawn, and the figure of step times if steps are shown."""
     st.subheader("Where the time goes")
+    note = run.compute(phrases.step_note)
+    if note is not None:
+        st.caption(note)
     by_step, by_rank = run.table(tables.BREAKDOWN_BY_STEP), run.table(tables.BREAKDOWN_BY_RANK)
     if by_rank.is_empty():
         st.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")

@@ -10,7 +10,7 @@ from tracekit.model import escaping, units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
-from tracekit.rules import all_rules
+from tracekit.rules import all_rules, found_iterations
 from tracekit.rules.rule import Finding, Severity
 
 _MAX_WORD = 60
@@ -62,6 +62,13 @@ def time_noun(found: Finding) -> str:
     if found.is_of_iterations:
         return "iteration time"
     return "the window" if found.is_of_window else "step time"
+
+
+def step_note(run: Run) -> str | None:
+    """Return what steps are, for a page that draws them, if they are iterations that were found; else None."""
+    if not found_iterations.has_found_iterations(run):
+        return None
+    return "No steps are marked in the traces: steps are iterations that were found by repetition."
 
 
 def share_or_size(found: Finding | KnownFinding) -> str:

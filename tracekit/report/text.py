@@ -10,6 +10,7 @@ from tracekit.analysis.time import summary
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.report import phrases, text_layout
+from tracekit.rules import found_iterations
 from tracekit.rules.rule import Finding, Report
 
 WIDTH = 100
@@ -113,8 +114,10 @@ def _steps(run: Run) -> str:
     step_ns = summary.step_time_ns(run)
     if step_ns is None:
         return "  no steps in the traces"
-    steps = summary.by_step(run)["step"].drop_nulls()
-    return f"  median step {units.duration(step_ns)}, steps {units.ranges(steps.to_list())}"
+    steps = units.ranges(summary.by_step(run)["step"].drop_nulls().to_list())
+    if found_iterations.has_found_iterations(run):
+        return f"  median iteration {units.duration(step_ns)}, iterations {steps} (found by repetition)"
+    return f"  median step {units.duration(step_ns)}, steps {steps}"
 
 
 def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: int) -> list[RenderableType]:

@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 import polars as pl
 
 from tracekit.analysis.quality import trace_quality, undecided_kernels
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import Fact
@@ -81,6 +82,7 @@ _KINDS = {
     "no_steps": _Kind(_INFO, _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),
     "steps_from_repetition": _Kind(_INFO, _STEP),
+    "iterations_differ": _Kind(_WARNING, "Compare ranks by collectives, not by step. " + _STEP),
     "unlinked": _degrading(
         "Start the profiler a step earlier (warmup=1 or more): work queued before the start has no recorded launch."
     ),
@@ -128,7 +130,8 @@ class DoubtfulTrace(Rule):
 
     code: ClassVar[str] = "DATA001"
     facts: ClassVar[tuple[Fact, ...]] = (
-        trace_quality.data_quality, trace_quality.versions, collective_matching.calls, undecided_kernels.undecided,
+        trace_quality.data_quality, trace_quality.versions, breakdown.by_step, collective_matching.calls,
+        undecided_kernels.undecided,
     )  # fmt: skip
     min_affected_ratio: float = 0.01
     error_affected_ratio: float = 0.5
@@ -141,6 +144,7 @@ class DoubtfulTrace(Rule):
             _mixed_versions(run.table(trace_quality.versions)),
             alignment.data_quality(run),
             undecided_kernels.data_quality(run),
+            _unequal_iterations(run),
             run_snapshots.data_quality(run),
         ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
@@ -161,6 +165,24 @@ class DoubtfulTrace(Rule):
             evidence=rows,
             subject=kind,
         )
+
+
+def _unequal_iterations(run: Run) -> pl.DataFrame:
+    """Return an issue if iterations were found by repetition, and not as many on all ranks of a window."""
+    issues = run.table(trace_quality.data_quality).filter(pl.col("kind") == "steps_from_repetition")
+    steps = run.table(breakdown.by_step).join(issues.select("window", "rank").unique(), on=["window", "rank"])
+    counts = steps.group_by("window", "rank").agg(pl.col("step").n_unique().alias("iterations")).sort("window", "rank")
+    usual = counts.with_columns(pl.col("iterations").mode().sort().last().over("window").alias("usual"))
+    odd = usual.filter(pl.col("iterations") != pl.col("usual"))
+    if odd.is_empty():
+        return RUN_DATA_QUALITY.empty()
+    first = odd.row(0, named=True)
+    message = (
+        f"{first['iterations']} iterations were found on rank {first['rank']} and {first['usual']} on most others: "
+        "those of one number need not belong together."
+    )
+    issue = (None, None, "iterations_differ", message, odd.height / counts.height)
+    return pl.DataFrame([issue], schema=RUN_DATA_QUALITY.schema, orient="row")
 
 
 def _mixed_versions(versions: pl.DataFrame) -> pl.DataFrame:

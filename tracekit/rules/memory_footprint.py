@@ -21,6 +21,13 @@ _ALTERNATIVES = (
 )
 
 
+_SHOWN_BY = "tracekit memory SNAPSHOT shows which code allocated the growing memory."
+_LEAKS = {
+    False: "Store no tensors with an autograd graph across steps: use .item() or .detach().",
+    True: "Bound what is stored across requests, such as caches and outputs, and run under torch.inference_mode().",
+}
+
+
 @dataclass(frozen=True)
 class GrowingMemory(Rule):
     """A memory leak: allocated memory that grows from step to step.
@@ -44,7 +51,7 @@ class GrowingMemory(Rule):
     """
 
     code: ClassVar[str] = "MEM003"
-    facts: ClassVar[tuple[Fact, ...]] = (growth.growth,)
+    facts: ClassVar[tuple[Fact, ...]] = (growth.growth, workload.marks)
     min_bytes: int = 1 << 16
     min_growth_ratio: float = 5.0
 
@@ -64,8 +71,7 @@ class GrowingMemory(Rule):
             f"confidence interval {units.size(worst['low_bytes'])} to {units.size(worst['high_bytes'])}), from "
             f"{units.size(worst['first_bytes'])} after step {worst['first_step']} to "
             f"{units.size(worst['last_bytes'])} after step {worst['last_step']}.",
-            "Store no tensors with an autograd graph across steps: use .item() or .detach(). tracekit memory SNAPSHOT "
-            "shows which code allocated the growing memory.",
+            f"{_LEAKS[workload.is_inference(run)]} {_SHOWN_BY}",
             cost_bytes=int(worst["slope_bytes"]),
             confidence=0.9 if worst["steps"] >= 2 * growth.LEAST_STEPS else 0.7,
             ranks=distinct(grown, "rank"),

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.host import host_stalls
-from tracekit.analysis.parallelism import outlier_steps
+from tracekit.analysis.parallelism import outlier_steps, workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -22,6 +22,7 @@ _FACTS: tuple[Fact, ...] = (
     breakdown.by_rank,
     save_stages.save_spans,
     collective_matching.calls,
+    workload.marks,
 )
 _EVIDENCE_ROWS = 40
 _PAIR = 2
@@ -155,7 +156,7 @@ class OutlierStep(Rule):
             severity,
             f"{_where(event)}{_who(event)} for {units.duration(event['stall_ns'])}, while it {_what(event)}"
             f"{_waits(event, run)}. {_how_often(own, lost_ns, window_ns, steps)}",
-            _fix(event),
+            _fix(event, run),
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,
@@ -217,9 +218,11 @@ def is_cold() -> pl.Expr:
     return pl.col("is_first") & (loads | lazy)
 
 
-def _fix(event: dict[str, Any]) -> str:
+def _fix(event: dict[str, Any], run: Run) -> str:
     if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
         return _FIX_GRAPH
+    if event["cause"] == host_stalls.RETRY and workload.is_inference(run):
+        return _FIXES[host_stalls.RETRY].replace("activation checkpointing", "smaller cache")
     return _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
 
 

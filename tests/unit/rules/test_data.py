@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
+from tests.support.kineto_files import slice_
 from tests.support.rule_examples import HIDDEN, data_quality_issues, ops
 from tracekit.analysis.quality import trace_quality
 from tracekit.model import schema
@@ -260,3 +262,14 @@ def test_issues_found_while_reading_are_passed_on():
         [("bad_times", "3 events have no usable time.", 0.25)], schema=schema.DATA_QUALITY.schema, orient="row"
     )
     assert of_trace(drawn_traces.trace(HIDDEN, data_quality=issues)) == {"bad_times": 0.25}
+
+
+@pytest.mark.parametrize(("passes", "differs"), [((4, 4), False), ((4, 5), True)])
+def test_ranks_with_unequal_numbers_of_found_iterations_are_reported(tmp_path, passes, differs):
+    for rank, count in enumerate(passes):
+        names = [*("embedding", "linear", "relu", "linear", "softmax", "sort", "index")] * count
+        events = [slice_("cpu_op", f"aten::{name}", 10.0 * at, 8, tid=1) for at, name in enumerate(names)]
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"traceEvents": events}))
+    found = judge(tracekit.load(str(tmp_path), cache=False))
+    assert "steps_from_repetition" in found
+    assert ("iterations_differ" in found) == differs
