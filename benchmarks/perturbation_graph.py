@@ -8,7 +8,8 @@ The graph of a recording:
 - The host of a rank is one line in time. A pause inserted at a moment moves all that its threads do afterwards.
 - A call that waits for the device (cudaStreamSynchronize, a copy to the host) ends when the awaited kernel has ended.
 - A kernel starts when it was launched, when the kernel before it on its stream has ended, and when the kernel of
-  another stream has ended that it waited for by an event. What it was later than that in the recording stays.
+  another stream has ended that it waited for by an event. A kernel that could have started, but did not while another
+  stream's kernels occupied the device, starts when these end or pause. What it was later than all this stays.
 - A collective's kernel ends, on every rank, as long after the last rank's start as it did in the recording.
 - While another process has a rank's device (`Rank.taken`), no kernel of the rank starts, and the one that runs is
   paused unless it is about to end. A collective's kernel that runs is not paused: the other process waits for it.
@@ -39,6 +40,10 @@ _NEAR_US = 12.0
 """A kernel that starts this soon after another stream's kernel has ended may have waited for it."""
 _DRAIN_US = 50.0
 """A kernel that ends this soon runs to its end before the device switches to another process."""
+_ROOM_US = 50.0
+"""A kernel that starts so long after it could have, while kernels of another stream run, waited for room."""
+_FULL_RATIO = 0.9
+"""They run for this share of the time."""
 _QUEUED_US = 30.0
 """A kernel that was launched this long before it started did not wait for its launch."""
 
@@ -56,6 +61,8 @@ class Kernel:
     after: list["Kernel"] = field(default_factory=list)
     members: list[tuple["Rank", "Kernel"]] = field(default_factory=list)
     """Of a collective: its kernels on all ranks, this one included."""
+    room: list["Kernel"] = field(default_factory=list)
+    """Kernels of another stream that occupied the device until it started, though it could have started before."""
     stretch: float = 1.0
     """Factor for the time that it takes; of a collective, for its transfer."""
     new_start: float | None = None
@@ -116,6 +123,8 @@ class Rank:
         self._resolved = 0
         self.taken: list[tuple[float, float]] = []
         """When another process has the device: disjoint, sorted, in time of the replay."""
+        self._resolving = float("inf")
+        """Moment of the pause whose length is being computed."""
         self.clock_us = 0.0
         """How much later than in the recording its clock is."""
         self.placed: list[tuple[Pause, float, float]] = []
@@ -159,6 +168,44 @@ class Rank:
                 kernel.after.extend(self._awaited(kernel, ends, near=_NEAR_US if not kernel.is_collective else 1e12))
             last[kernel.stream] = kernel
             bisect.insort(ends, (kernel.end, index))
+        self._link_room()
+
+    def _link_room(self) -> None:
+        """Find which kernels waited for room on the device: without them, they would have been less late."""
+        done: list[Kernel] = []
+        for kernel in self.kernels:
+            ready = self._ready(kernel)
+            done = [other for other in done if other.end > kernel.start - 1e6]
+            if kernel.start - ready > _ROOM_US:
+                others = [
+                    other
+                    for other in done
+                    if other.end > ready and other.stream != kernel.stream and not other.is_collective
+                ]
+                running = [other for other in others if other.end > kernel.start - _NEAR_US]
+                own = [other for other in others if running and other.stream == running[-1].stream]
+                busy = sum(min(other.end, kernel.start) - max(other.start, ready) for other in own)
+                kernel.room = own if busy > _FULL_RATIO * (kernel.start - ready) else []
+            done.append(kernel)
+
+    def _ready(self, kernel: Kernel) -> float:
+        """Return when a kernel could have started in the recording, by its launch and what it depends on."""
+        if kernel.launch is None:
+            return kernel.start
+        return max([kernel.launch + _LATENCY_US, *(min(other.end, kernel.start) for other in kernel.after)])
+
+    def _has_room(self, kernel: Kernel, new_ready: float) -> float:
+        """Return when the kernels that occupied the device leave room, in the replay: when they end or pause."""
+        ended, new_ended = self._ready(kernel), new_ready
+        for other in kernel.room:
+            if other.launch is not None and other.launch >= self._resolving:
+                return new_ended  # the host launches it only after the device has done all before
+            idle = max(other.start - ended, 0.0)
+            if self.starts_at(other) > new_ended + idle + _ROOM_US:
+                return new_ended
+            early = max(other.end - kernel.start, 0.0)  # its last blocks leave room
+            ended, new_ended = other.end - early, max(resolve(other, self) - early, new_ready)
+        return new_ended
 
     def _awaited(self, kernel: Kernel, ends: list[tuple[float, int]], *, near: float) -> Iterable[Kernel]:
         """Yield the last kernel of another stream that ended before this one started and was launched before it."""
@@ -178,7 +225,9 @@ class Rank:
             pause = self.pauses[self._resolved]
             shift = self._shifts[-1][1] if self._shifts else 0.0
             self._resolved += 1
+            outer, self._resolving = self._resolving, pause.at
             self._shifts.append((pause.at, self._after(pause, shift)))
+            self._resolving = outer
             self.placed.append((pause, pause.at + shift, pause.at + self._shifts[-1][1]))
         at = bisect.bisect_right(self._shifts, (time, float("inf")))
         return time + (self._shifts[at - 1][1] if at else 0.0)
@@ -203,6 +252,7 @@ class Rank:
         """Sort the pauses; called before a replay."""
         self.pauses.sort(key=lambda pause: pause.at)
         self._shifts, self._resolved, self.placed = [], 0, []
+        self._resolving = float("inf")
         for kernel in self.kernels:
             kernel.new_start = kernel.new_end = None
 
@@ -215,6 +265,8 @@ class Rank:
             for other in kernel.after:
                 overlap = max(other.end - kernel.start, 0.0)  # such as of a kernel launched early by its predecessor
                 ready, new_ready = max(ready, other.end - overlap), max(new_ready, resolve(other, self) - overlap)
+            if kernel.room:
+                ready, new_ready = min(kernel.room[-1].end, kernel.start), self._has_room(kernel, new_ready)
             kernel.new_start = kernel.start if ready == -1e300 else new_ready + max(kernel.start - ready, 0.0)
             if ready > kernel.start:  # the recording contradicts the graph by that much: keep it
                 kernel.new_start = new_ready - (ready - kernel.start)

@@ -9,6 +9,7 @@ recording is also checked with the control as its baseline, at the default setti
 """
 
 import argparse
+import bisect
 import random
 import statistics
 import sys
@@ -29,6 +30,8 @@ from tracekit.rules.rule import Finding, Report, Severity
 
 SIZES = (0.05, 0.12, 0.3)
 """How large a change is, as a share of a step."""
+_RESOLUTION_US = 1.0
+"""Distance of two moments that are told apart: some recordings count float64 µs since 1970, in steps of 0.25 µs."""
 _ROUNDS = 6
 """How often contention is applied to its own result."""
 MATTERS = 0.03
@@ -81,10 +84,10 @@ def blocking_pause(job: Job, size: float, rng: random.Random) -> int:
 def item_calls(job: Job, size: float, rng: random.Random) -> None:
     """Let every rank read scalars from the device, several times a step."""
     places = [rng.uniform(0.1, 0.9) for _ in range(round(20 * size) + 2)]
-    for rank in job.ranks:
-        for start, end in _steps(rank):
-            for place in places:
-                _drain(rank, start + place * (end - start), size * _step_us(rank) / len(places), "aten::item")
+    for start, end in _steps(job.ranks[0]):
+        for place in places:
+            for rank, at in _same_place(job, start + place * (end - start)):
+                _drain(rank, at, size * _step_us(rank) / len(places), "aten::item")
 
 
 def data_stall(job: Job, size: float, _rng: random.Random) -> None:
@@ -138,13 +141,12 @@ def contention(job: Job, size: float, _rng: random.Random) -> None:
 
 def allocation_retries(job: Job, size: float, rng: random.Random) -> None:
     """Let the allocator of every rank free its cache and allocate anew in every step."""
-    for rank in job.ranks:
-        for start, end in _steps(rank):
+    for start, end in _steps(job.ranks[0]):
+        for rank, at in _same_place(job, start + rng.uniform(0.2, 0.6) * (end - start)):
             dur = size * _step_us(rank)
             calls = [_slice("cuda_runtime", "cudaFree", dur * i / 8, dur / 9) for i in range(4)]
             calls += [_slice("cuda_runtime", "cudaMalloc", dur * (4 + i) / 8, dur / 9) for i in range(4)]
-            place = _between_calls(rank, start + rng.uniform(0.2, 0.6) * (end - start))
-            rank.pauses.append(Pause(place, dur, drains=True, slices=tuple(calls)))
+            rank.pauses.append(Pause(_between_calls(rank, at), dur, drains=True, slices=tuple(calls)))
 
 
 def checkpoint(job: Job, size: float, rng: random.Random) -> None:
@@ -372,7 +374,7 @@ def _between_calls(rank: Rank, at: float) -> float:
         if event["ts"] > at:
             break
         if event["cat"] != "user_annotation":
-            at = max(at, float(event["ts"] + event["dur"]) + 0.01)
+            at = max(at, float(event["ts"] + event["dur"]) + _RESOLUTION_US)
     return at
 
 
@@ -392,19 +394,46 @@ def _drain(rank: Rank, at: float, dur: float, name: str) -> None:
 
 
 def _load_data(rank: Rank, size: float) -> None:
-    for start, _ in _steps(rank):
-        name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
-        rank.pauses.append(
-            Pause(start + 1, size * _step_us(rank), slices=(_slice("user_annotation", name, 0.0, None),))
-        )
+    name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    pieces = (_slice("user_annotation", name, 0.0, None),)
+    # What precedes the first kernel of an unmarked recording belongs to no window: load in its middle.
+    starts = [start + 1 for start, _ in rank.steps] or [_between_calls(rank, (rank.start + rank.end) / 2)]
+    rank.pauses.extend(Pause(start, size * _step_us(rank), slices=pieces) for start in starts)
 
 
 def _save(job: Job, size: float, rng: random.Random, name: str | None) -> None:
-    number = rng.randrange(len(_steps(job.ranks[0])))
-    for rank in job.ranks:
-        start, end = _steps(rank)[min(number, len(_steps(rank)) - 1)]
-        slices = (_slice("user_annotation", name, 0.0, None),) if name else ()
-        rank.pauses.append(Pause(end - 0.02 * (end - start), 5 * size * _step_us(rank), drains=True, slices=slices))
+    start, end = rng.choice(_steps(job.ranks[0]))
+    pieces = (_slice("user_annotation", name, 0.0, None),) if name else ()
+    for rank, at in _same_place(job, end - 0.02 * (end - start)):
+        rank.pauses.append(Pause(_between_calls(rank, at), 5 * size * _step_us(rank), drains=True, slices=pieces))
+
+
+def _same_place(job: Job, at: float) -> Iterable[tuple[Rank, float]]:
+    """Yield when each rank's host is where the first rank's is at a time: between the same two collectives.
+
+    Pauses of all ranks at different collectives would add up. Ranks without collectives are at the same part of their
+    recording.
+    """
+    launches = [_collective_launches(rank) for rank in job.ranks]
+    after = len(launches[0]) - bisect.bisect_right(launches[0], at)
+    first, last = _around(job.ranks[0], launches[0], after)
+    share = (at - first) / max(last - first, 1e-3)
+    for rank, own in zip(job.ranks, launches, strict=True):
+        first, last = _around(rank, own, after)
+        yield rank, first + share * (last - first)
+
+
+def _collective_launches(rank: Rank) -> list[float]:
+    return sorted(kernel.launch for kernel in rank.kernels if kernel.is_collective and kernel.launch is not None)
+
+
+def _around(rank: Rank, launches: list[float], after: int) -> tuple[float, float]:
+    """Return the last launch with more than `after` launches behind it, and the next one."""
+    before = len(launches) - after - 1
+    return (
+        launches[before] if before >= 0 else float(rank.host_slices[0]["ts"]),
+        launches[-after] if after else float(rank.host_slices[-1]["ts"]),
+    )
 
 
 def table(results: Sequence[Result]) -> list[str]:

@@ -50,7 +50,9 @@ def test_the_cause_that_a_person_can_remove_has_the_price(name, code, error, con
 @pytest.mark.parametrize("name", ["data stall", "data stall of one rank", "allocation retries"])
 def test_late_launches_and_late_ranks_are_consequences_that_cost_no_more_than_in_the_control(name, control, tmp_path):
     found, truth_ns = priced(name, tmp_path)
-    assert late_ns(found) - late_ns(control) < 0.25 * truth_ns
+    # Without a warning about the allocator, its time is part of what makes launches late.
+    before_ns = late_ns(control) + (0 if "MEM001" in found else control.get("MEM001", 0))
+    assert late_ns(found) - before_ns < 0.25 * truth_ns
 
 
 def late_ns(found):

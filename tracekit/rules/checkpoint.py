@@ -37,7 +37,7 @@ class BlockingCheckpoint(Rule):
     time between saves.
 
     Why it costs: every rank waits while a blocking save runs; above `max_overhead_ratio` of the time it is worth
-    changing. A save that blocks for less than `min_blocked_ms` is always information.
+    changing. A logged save that blocks for less than `min_blocked_ms` is always information.
 
     How it is measured: from the checkpoint log: the total of all saves after one step, the longest over the ranks,
     relative to the training time between saves in the metrics log. The message quotes the median step and breaks down
@@ -45,7 +45,8 @@ class BlockingCheckpoint(Rule):
     with most work of its own is the one the others wait for (waiting is not work), and its longest stage is reported.
     Without a log, spans of the trace that are named like saves (record_function annotations, or functions in traces
     with stacks) count: what their steps take longer than the others, at least the device's idle time in them, as a
-    share of the profiled steps. A single save may be rare: it is a warning only if it costs a step or `min_blocked_ms`.
+    share of the profiled steps: a warning from `min_window_ratio` on, as for other single stalls (STEP001). The message
+    says if a save may be rare.
 
     How to fix: save asynchronously with pinned staging; then fix the reported stage.
 
@@ -64,6 +65,7 @@ class BlockingCheckpoint(Rule):
     )
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
+    min_window_ratio: float = 0.03
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a manifest, a checkpoint log and save spans cannot be judged."""
@@ -124,7 +126,7 @@ class BlockingCheckpoint(Rule):
         often = own["step"].count() > 1
         return Finding(
             self.code,
-            Severity.WARNING if share > self.max_overhead_ratio and (often or self._is_long(costs)) else Severity.INFO,
+            Severity.WARNING if share >= self.min_window_ratio else Severity.INFO,
             f"{counted} in the trace of rank {longest['rank']} block{'s' * one} training for "
             f"{units.duration(int(own['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
             f"{_inside_spans(own)}"
@@ -137,11 +139,6 @@ class BlockingCheckpoint(Rule):
             steps=distinct(spans, "step"),
             evidence=pl.concat([own, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
         )
-
-    def _is_long(self, costs: pl.DataFrame) -> bool:
-        """Return whether a save costs a step or more, or blocks for `min_blocked_ms`."""
-        long = (pl.col("lost_ns") >= pl.col("reference_ns")) | (pl.col("lost_ns") >= self.min_blocked_ms * 1_000_000)
-        return costs.filter(long).height > 0
 
 
 def _stages(run: Run) -> pl.DataFrame:

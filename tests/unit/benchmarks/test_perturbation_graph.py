@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import perturbation_graph
+from benchmarks import perturbation_graph, perturbed
 from benchmarks.perturbation_graph import Job, Pause, Rank
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
@@ -108,6 +108,43 @@ def test_a_pause_that_drains_begins_when_the_device_has_done_what_was_launched()
     drained.replay()
     start, end = spans(drained.documents()[0])["aten::item"]
     assert (start, end) == (60, 250)
+
+
+def crowded():
+    # time µs   0       100      200      300
+    # host      l lb ...
+    # stream 7  a a a a a a a a a a a        fills the device
+    # stream 8  ...............b             launched at 30, but starts when a ends
+    return {
+        "traceEvents": [
+            event("cuda_runtime", "cudaLaunchKernel", 10, 5, correlation=1),
+            event("kernel", "a", 20, 200, tid=7, correlation=1),
+            event("cuda_runtime", "cudaLaunchKernel", 30, 5, correlation=2),
+            event("kernel", "b", 215, 50, tid=8, correlation=2),
+        ]
+    }
+
+
+def test_a_kernel_that_waited_for_room_starts_at_once_where_the_device_is_idle():
+    full = Job([Rank(crowded(), 0)])
+    full.replay()
+    assert full.lost_us == 0
+    drained = Job([Rank(crowded(), 0)])
+    drained.ranks[0].pauses.append(Pause(25, 0, drains=True))  # until 220, when a has ended
+    drained.replay()
+    assert spans(drained.documents()[0])["b"] == (229, 279)  # 4 µs after its launch at 225
+
+
+def test_pauses_of_all_ranks_are_at_the_same_collective():
+    ahead = {
+        "traceEvents": [
+            {**each, "ts": each["ts"] + (200 if each["ts"] > 28 else 0)} for each in recording()["traceEvents"]
+        ]
+    }
+    both = Job([Rank(recording(), 0), Rank(ahead, 1)])
+    (_, at), (_, other) = perturbed._same_place(both, 40)
+    assert at == pytest.approx(40)
+    assert 230 < other < 445  # after the launch of its collective, too
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

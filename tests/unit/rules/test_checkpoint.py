@@ -114,9 +114,9 @@ def test_two_spans_of_saves_cost_the_time_in_which_the_device_is_idle():
     assert found.evidence.select("start_ns", "dur_ns").rows() == [(8, 2), (17, 3)]
 
 
-def test_one_short_save_is_priced_and_is_information_because_the_interval_is_unknown():
+def test_one_short_save_is_priced_and_may_be_rare():
     (found,) = judge(other_recorder(("dcp.save", 8, 10))).findings
-    assert (found.severity, found.impact) == (Severity.INFO, 0.05)
+    assert (found.severity, found.impact) == (Severity.WARNING, 0.05)
     assert "the trace does not show how often the run saves, so it may be rare" in found.message
 
 
@@ -136,7 +136,16 @@ def test_one_save_that_costs_more_than_a_step_is_a_warning_at_what_its_step_take
         ("torch.save", "annotation"),
         ("[pl][profile][Strategy]DDPStrategy.save_checkpoint", "annotation"),
         ("Trainer._save_checkpoint", "annotation"),
+        ("[pl][profile]save_checkpoint", "annotation"),
         ("checkpoint_save", "annotation"),
+        ("checkpoint_write", "annotation"),
+        ("Checkpoint Save", "annotation"),
+        ("Checkpointing", "annotation"),
+        ("CheckpointManager.save", "annotation"),
+        ("dist_checkpointing.save", "annotation"),
+        ("Snapshot.take", "annotation"),
+        ("accelerate/accelerator.py(3100): save_state", "python"),
+        ("megatron/training/checkpointing.py(310): save_checkpoint", "python"),
         ("torch/serialization.py(942): save", "python"),
         ("torch/distributed/checkpoint/state_dict_saver.py(60): save", "python"),
         ("torch/distributed/checkpoint/state_dict_saver.py(392): _save_state_dict", "python"),
@@ -152,6 +161,9 @@ def test_spans_of_saves_are_recognized_by_name(name, kind):
     [
         ("torch/utils/checkpoint.py(450): checkpoint", "python"),
         ("CheckpointFunctionBackward", "annotation"),
+        ("checkpoint_recompute", "annotation"),
+        ("checkpoint_save_activations", "annotation"),
+        ("dcp.query.route.explicit_all_gather", "annotation"),
         ("## forward", "annotation"),
         ("tracekit::forward", "annotation"),
         ("aten::save_for_backward", "annotation"),

@@ -21,6 +21,8 @@ _MIN_BEGINS = 4
 _BACK = 4
 _BROKEN = 0.01
 _BINDING = 2
+_ALONE_NS = 50_000
+"""How late a single start must be: on a busy device, a launch often falls right after the end of some work."""
 _LAUNCH_NS = 10_000
 """From the start of a launching call to the start of its kernel on an idle device."""
 WAIT_COLUMNS = schema.columns("waiting awaited lag_ns kind inferred", inferred=pl.Boolean)
@@ -33,7 +35,7 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     lane that was launched last before it (or up to three earlier) if no member started before that work ended, and at
     least two started right after it although they could have started earlier; then all members wait. A class of
     reductions waits for the compute launched before it if no member started earlier: that compute produces its data.
-    Other work that started late, right after work on another lane, waits for that work alone.
+    Other work that started 50 µs late or more, right after work on another lane, waits for that work alone.
     """
     work = items.filter(~pl.col("is_wait"))
     parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
@@ -45,7 +47,10 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of one device by lane and order, as arrays; `late`: which could have started earlier."""
+    """The work of one device by lane and order, as arrays.
+
+    `late` is the work that could have started earlier, `late_alone` that which could have by 50 µs.
+    """
 
     item: Ints
     lane: Ints
@@ -54,6 +59,7 @@ class _Work:
     launched: Ints
     code: Ints
     late: Flags
+    late_alone: Flags
     reduces: Flags
     carries: Flags
     classes: int
@@ -92,7 +98,7 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
             awaited.append(work.item[on[chosen]])
             explained |= binds & waits[work.code]
             open_ &= ~waits
-    alone, after = _right_after(work, work.late & ~explained)
+    alone, after = _right_after(work, work.late_alone & ~explained)
     return _waits(np.concatenate((*waiting, alone)), np.concatenate((*awaited, after)), "event")
 
 
@@ -105,7 +111,7 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
     first = np.append(True, lane[1:] != lane[:-1])
     previous = np.where(first, NEVER, np.append(NEVER, end[:-1]))
     could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _others_start(device_work))
-    late = start - could > SLACK_NS
+    is_launched = device_work["launch_id"].is_not_null().to_numpy()
     reducing = trace.collectives.filter(pl.col("op").is_in(["reduce_scatter", "all_reduce"]))["activity_id"]
     return _Work(
         device_work["item"].to_numpy(),
@@ -114,7 +120,8 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
         end,
         launched,
         code,
-        late & device_work["launch_id"].is_not_null().to_numpy(),
+        is_launched & (start - could > SLACK_NS),
+        is_launched & (start - could > _ALONE_NS),
         device_work["ref"].is_in(reducing.implode()).to_numpy(),
         (device_work["kind"] == "communication").to_numpy(),
         int(code.max()) + 1,

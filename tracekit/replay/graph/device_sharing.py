@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.nodes import EDGE_COLUMNS, edge_table
 
 RESOURCES = "resources"
@@ -14,41 +14,62 @@ _LAST_WAVE_RATIO = 0.2
 """The blocks of a kernel that fills the device end in waves: in the last one, other kernels find room."""
 
 
-def resource_waits(items: pl.DataFrame, known: pl.DataFrame, first_item: int) -> pl.DataFrame:
+def resource_waits(
+    items: pl.DataFrame, known: pl.DataFrame, first_item: int, *, launch: Ints, launched_ns: Ints
+) -> pl.DataFrame:
     """Return the waits of kernels for multiprocessors that a kernel of another stream occupied.
 
-    `known` are the other waits between items, `first_item` the node of item 0. A kernel waited if it started 50 µs or
-    more after its launch and the work before it on its stream, in the last 20% of an earlier-launched kernel. Edges as
-    `trace_graph.edges`, of kind resources; the lag is negative, since it starts before the other ends.
+    `known` are the other waits between items, `first_item` the node of item 0, `launch` and `launched_ns` the node of
+    each item's launching call and its end. A kernel waited if it started 50 µs or more after its launch and the work
+    before it on its stream, in the last 20% of an earlier-launched kernel. If that began after the other was ready, it
+    waits for it again in a replay. If it ran already, they met by chance: in a replay, another kernel may run then, so
+    that the wait is a delay of the same length after launch or stream. Edges as `trace_graph.edges`, of kind resources;
+    the lag to the end of the other kernel is negative.
     """
     parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
     open_ = (pl.col("kind") == "compute") & pl.col("launch_id").is_not_null() & ~pl.col("is_wait")
-    late = pl.col("start_ns") - pl.Series(_ready_ns(items, known, first_item)) > _LATE_NS
-    kernels = items.with_columns(late=(open_ & late).fill_null(value=False)).filter(pl.col("kind") == "compute")
-    for (_,), here in kernels.group_by("device", maintain_order=True):
-        rows, on = _in_last_wave(here, here["late"].to_numpy())
-        item, start, end = (here[name].to_numpy() for name in ("item", "start_ns", "end_ns"))
+    ready_ns = pl.Series("ready_ns", _ready_ns(items, known, first_item, launched_ns))
+    late = (open_ & (pl.col("start_ns") - ready_ns > _LATE_NS)).fill_null(value=False)
+    kernels = items.with_columns(ready_ns, late=late, launch=launch, called_ns=launched_ns)
+    for (_,), here in kernels.filter(pl.col("kind") == "compute").group_by("device", maintain_order=True):
+        rows, on = _in_last_wave(here)
+        item, start, end, ready = (here[name].to_numpy() for name in ("item", "start_ns", "end_ns", "ready_ns"))
+        by_chance = start[on] < ready[rows]
         lag = start[rows] - end[on]
-        parts.append(edge_table(item[rows] + first_item, item[on] + first_item, RESOURCES, inferred=True, lag_ns=lag))
+        awaited = item[on] + first_item
+        delay = _delays(items, here[rows[by_chance]], first_item)
+        awaited[by_chance], lag[by_chance] = delay
+        parts.append(edge_table(item[rows] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
     return pl.concat(parts)
 
 
-def _ready_ns(items: pl.DataFrame, known: pl.DataFrame, first_item: int) -> Ints:
-    """Return when each item could have started, by its launch, its stream and its known waits."""
+def _delays(items: pl.DataFrame, kernels: pl.DataFrame, first_item: int) -> tuple[Ints, Ints]:
+    """Return what each kernel could have started after, its launching call or the work before it, and the delay."""
+    previous, called_ns = kernels["previous"].to_numpy(), kernels["called_ns"].to_numpy()
+    before_ns = np.where(previous < 0, 0, items["end_ns"].to_numpy()[np.maximum(previous, 0)])
+    awaited = np.where(before_ns > called_ns, previous + first_item, kernels["launch"].to_numpy())
+    return awaited, kernels["start_ns"].to_numpy() - np.maximum(before_ns, called_ns)
+
+
+def _ready_ns(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launched_ns: Ints) -> Ints:
+    """Return when each item could have started, by its launch, its stream and its known waits.
+
+    A launch can take long, such as at a kernel's first use; its kernel then starts when the call ends.
+    """
     start, end, previous = (items[name].to_numpy() for name in ("start_ns", "end_ns", "previous"))
     before = np.where(previous < 0, 0, end[np.maximum(previous, 0)])
-    ready_ns = np.maximum(before, items["launched_ns"].to_numpy() + _LAUNCH_NS)
+    ready_ns = np.maximum.reduce([before, items["launched_ns"].to_numpy() + _LAUNCH_NS, launched_ns])
     on = known["awaited"].to_numpy() - first_item
     awaited_ns = np.where((known["kind"] == "start_order").to_numpy(), start[on], end[on])
     np.maximum.at(ready_ns, known["waiting"].to_numpy() - first_item, awaited_ns + known["lag_ns"].to_numpy())
     return np.asarray(ready_ns)
 
 
-def _in_last_wave(kernels: pl.DataFrame, late: Flags) -> tuple[Ints, Ints]:
+def _in_last_wave(kernels: pl.DataFrame) -> tuple[Ints, Ints]:
     """Return the late kernels, and the kernel of another lane in whose last wave each started."""
     start, end, lane, launched = (kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "launched_ns"))
     order = np.argsort(end, kind="stable")
-    rows = np.flatnonzero(late)
+    rows = np.flatnonzero(kernels["late"].to_numpy())
     found = np.full(len(rows), -1, np.int64)
     for after in range(4):
         at = np.searchsorted(end[order], start[rows], side="right") + after

@@ -16,6 +16,10 @@ ALLOCATOR, SYNCHRONIZE, LAUNCH = (
 )
 _DRAINS = r"^(cuda|hip)(DeviceSynchronize|Free$|FreeHost|HostFree)|^cuCtxSynchronize"
 _BLOCKS = r"^(cuda|hip)(Stream|Event)Synchronize|^cu(Stream|Event)Synchronize|^(cuda|hip)Memcpy(2D)?$"
+_ASYNCHRONOUS = r"(?i)DtoD|PtoP|DeviceToDevice|Pinned"
+_STAGED_BYTES = 64 << 10
+"""For copies on a device, of pinned memory, and of so much to the device, CUDA's host calls do not wait, as for kernels
+(CUDA C++ Programming Guide): that they end within the call is by chance."""
 _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
 
 
@@ -92,8 +96,12 @@ def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
 
 
 def _split(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
-    """Return the calls, with two rows for those that return after their own work has ended."""
-    done = trace.activities.group_by("launch_id").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("done_ns"))
+    """Return the calls, with two rows for copies that return after they are done."""
+    name = pl.col("name")
+    is_staged = name.str.contains("HtoD", literal=True) & (pl.col("bytes") <= _STAGED_BYTES)
+    is_async = (name.str.contains(_ASYNCHRONOUS) | is_staged).fill_null(value=False)
+    copies = trace.activities.filter((pl.col("kind") == "memcpy") & ~is_async)
+    done = copies.group_by("launch_id").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("done_ns"))
     ended = found.join(done, left_on="id", right_on="launch_id", how="left", maintain_order="left")
     returns_ns = pl.col("start_ns") + pl.col("dur_ns")
     waits = (pl.col("launches") & (pl.col("done_ns") <= returns_ns)).fill_null(value=False)

@@ -49,9 +49,12 @@ def _of_items(items: pl.DataFrame, times: pl.DataFrame) -> Ints:
 
 
 def with_delays(edges: pl.DataFrame, items: pl.DataFrame, delay_ns: Ints, first_item: int) -> pl.DataFrame:
-    """Return waits between items (as nodes) with the delay of the waiting one, if the awaited one ended before it."""
+    """Return waits of items (as nodes) with the delay of the waiting one, if the awaited one ended before it.
+
+    Waits for launching calls stay: their lag is the whole delay after the call.
+    """
     waiting, awaited = edges["waiting"].to_numpy() - first_item, edges["awaited"].to_numpy() - first_item
     start, end = items["start_ns"].to_numpy(), items["end_ns"].to_numpy()
     lag = delay_ns[waiting]
-    before = end[awaited] <= start[waiting] - lag + _AWAITED_NS
+    before = (awaited >= 0) & (end[np.maximum(awaited, 0)] <= start[waiting] - lag + _AWAITED_NS)
     return edges.with_columns(pl.col("lag_ns") + pl.Series(np.where(before, lag, 0), dtype=pl.Int64))

@@ -147,7 +147,8 @@ def _on_device(trace: Trace) -> TraceGraph:
     lane_waits = dependencies.item_waits(trace).select(
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
-    shared = device_sharing.resource_waits(items, lane_waits, first_item)
+    launched_ns = np.where(launch >= 0, np.append(calls.end_ns, 0)[launch], 0)
+    shared = device_sharing.resource_waits(items, lane_waits, first_item, launch=launch, launched_ns=launched_ns)
     between = pl.concat([schema.select(part, EDGE_COLUMNS) for part in (lane_waits, shared)])
     between = recorded_stalls.with_delays(between, items, stall_ns, first_item)
     edge_parts = [waits, between, _queue(calls, items, launch, first_item)]
@@ -180,10 +181,9 @@ def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int
     unknown = np.array([call not in known for call in calls.id.tolist()], bool)
     synced = _synced_op_work(trace, calls, items, unknown)
     unknown[synced["row"].to_numpy()] = False
-    late = synced.filter(pl.col("end_ns") > pl.col("called_ns"))
     return pl.concat([
         edge_table(waiting, awaited + first_item, "sync", inferred=False),
-        edge_table(late["row"].to_numpy(), late["item"].to_numpy() + first_item, "sync", inferred=True),
+        edge_table(synced["row"].to_numpy(), synced["item"].to_numpy() + first_item, "sync", inferred=True),
         _own_work(calls, items, first_item),
         _drained(calls, items, unknown, first_item),
         _ended_with(calls, items, unknown, first_item),
@@ -201,7 +201,8 @@ def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Fl
     """Return the last work that the op of a blocking call launched before it: that is what the call waits for.
 
     An op such as aten::copy_ launches a copy and waits for its stream; work that ends on another stream meanwhile is a
-    coincidence. Columns row (of the call), called_ns, item, end_ns; one row per such call whose work ended by its end.
+    coincidence. A call that returned at once also waits: in a replay, earlier launched work may end later. Columns row
+    (of the call), item; one row per such call whose work ended by its end.
     """
     parents = trace.ops.select("id", "parent_id").filter(pl.col("parent_id") >= 0)
     rows = np.flatnonzero(calls.blocks & unknown & ~calls.drains & ~calls.waits_itself)
@@ -218,7 +219,7 @@ def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Fl
         .sort("row", "launched_ns", "item")
         .unique("row", keep="last", maintain_order=True)
         .filter(pl.col("end_ns") <= pl.col("returned_ns") + _NEAR_NS)
-        .select("row", "called_ns", "item", "end_ns")
+        .select("row", "item")
     )
 
 

@@ -169,15 +169,32 @@ def _gap_ns(graph: Graph, *states: str) -> Ints:
 
 
 def _pauses_after(graph: Graph, calls: Flags) -> Ints:
-    """Return the host time before each node that follows one of the calls that waited, beyond the usual time."""
-    waited = np.zeros(len(graph.own_ns), bool)
-    waited[graph.edges.waiting[graph.edges.awaited >= 0]] = True
+    """Return the host's pauses between one of the calls that waited and the next launch, beyond the usual time.
+
+    Time inside ops is not a pause: they launch what is needed.
+    """
     on_host = np.asarray(graph.column("what") == HOST)
     previous = graph.chain[: graph.count]
-    follows = on_host & (previous >= 0) & (waited[: graph.count] & calls)[np.clip(previous, 0, graph.count - 1)]
-    gap_ns = _gap_ns(graph, host_state.PYTHON, host_state.OP, host_state.LOCK)
+    follows = on_host & (previous >= 0) & _is_drained(graph, calls)[np.clip(previous, 0, graph.count - 1)]
+    gap_ns = _gap_ns(graph, host_state.PYTHON, host_state.LOCK)
     usual_ns = int(np.median(gap_ns[on_host])) if on_host.any() else 0
     return np.where(follows, np.maximum(gap_ns - usual_ns, 0), 0)
+
+
+def _is_drained(graph: Graph, calls: Flags) -> Flags:
+    """Return the host nodes after which nothing is queued: calls that waited, and what follows without a launch."""
+    launches = np.zeros(len(graph.own_ns), bool)
+    launches[graph.launch[graph.launch >= 0]] = True
+    waited = graph.column("end_ns") - graph.column("start_ns") > graph.own_ns[: graph.count]
+    drained = np.asarray(waited & calls)
+    keeps = ~launches[: graph.count] & (graph.column("what") == HOST)
+    previous = graph.chain[: graph.count]
+    before = np.clip(previous, 0, graph.count - 1)
+    while True:  # once for each call in the longest sequence of calls without a launch
+        more = keeps & (previous >= 0) & drained[before] & ~drained
+        if not more.any():
+            return drained
+        drained = drained | more
 
 
 def _in_state(graph: Graph, what: str) -> Flags:

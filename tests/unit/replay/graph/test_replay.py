@@ -98,8 +98,18 @@ def test_a_kernel_waits_for_the_last_wave_of_another_that_fills_the_device():
         "kind": ["compute"] * 3, "start_ns": [100_000, 980_000, 500_000],
         "end_ns": [1_000_000, 1_100_000, 600_000], "launched_ns": [10_000, 20_000, 30_000], "previous": [-1] * 3,
     })  # fmt: skip
-    found = device_sharing.resource_waits(kernels, pl.DataFrame(schema=EDGE_COLUMNS), 10)
-    assert found.select("waiting", "awaited", "lag_ns").rows() == [(11, 10, -20_000)]
+    assert waits_for_room(kernels, [20_000, 30_000, 40_000]) == [(11, 10, -20_000)]
+    # Its launching call returned while 0 ran: it met 0 by chance, and is as late after its launch at any time.
+    assert waits_for_room(kernels, [20_000, 400_000, 40_000]) == [(11, 6, 580_000)]
+    # Its launching call had hardly returned when it started: it was not late.
+    assert waits_for_room(kernels, [20_000, 970_000, 40_000]) == []
+
+
+def waits_for_room(kernels, launched_ns):
+    known = pl.DataFrame(schema=EDGE_COLUMNS)
+    launch = np.array([5, 6, 7])
+    found = device_sharing.resource_waits(kernels, known, 10, launch=launch, launched_ns=np.array(launched_ns))
+    return found.select("waiting", "awaited", "lag_ns").rows()
 
 
 @st.composite

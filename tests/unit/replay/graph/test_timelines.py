@@ -9,6 +9,7 @@ from tests.support import drawn_traces
 from tracekit.analysis.time import dependencies
 from tracekit.errors import InputError
 from tracekit.replay.graph import causes, savings, what_if
+from tracekit.replay.graph.nodes import HOST
 
 MS = 1_000_000
 
@@ -97,6 +98,36 @@ def test_a_blocking_read_costs_the_time_in_which_no_work_is_queued():
     assert without_ms(found) == 6.0
     waits = read.table(dependencies.dependencies)
     assert set(waits["kind"]) == {"launch", "stream"}
+
+
+def test_reads_after_a_blocking_read_wait_for_nothing_but_keep_the_device_idle():
+    # host     lss..s..l      a second read after the first: nothing is queued until b is launched
+    read = run(
+        """
+        step     .00000000000
+        compute  .aaa.....bbb
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 8, 1),
+        ("cudaStreamSynchronize", 1, 3),
+        ("cudaStreamSynchronize", 6, 0.001),
+    )
+    assert without_ms(savings.saving(read, "blocking-sync")) == 6.0
+
+
+def test_a_launch_does_not_wait_for_its_own_short_kernel():
+    # a is done before the call that launches it returns: without the wait before it, b is queued in time
+    short = run(
+        """
+        step     .00000000000
+        compute  .a.....bbbbb
+        """,
+        ("cudaLaunchKernel", 0, 3),
+        ("cudaLaunchKernel", 7, 1),
+    )
+    graph = savings.graphs_of(short)[0]
+    assert graph.frame.filter(pl.col("what") == HOST).height == 2
+    assert not (graph.edges.kind == "sync").any()
 
 
 def test_all_causes_with_a_cost_are_listed_largest_first_with_hours_and_money():
