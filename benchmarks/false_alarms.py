@@ -46,6 +46,7 @@ STEPS = (3, 5)
 """How many steps the pieces of recorded trainings have."""
 _Item = TypeVar("_Item")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_ON_DEVICE = (*_DEVICE, "gpu_user_annotation")
 _LEAST_GAP_US = 2.0
 """Later launches by less than this are left as they are: it keeps the number of pauses small."""
 _STALL_RATIO = 0.05
@@ -232,7 +233,7 @@ def _marks(document: Document) -> dict[int, tuple[float, float]]:
     return {
         int(event["name"].partition("#")[2]): (event["ts"], event["ts"] + event["dur"])
         for event in document["traceEvents"]
-        if event.get("cat") == "user_annotation" and str(event.get("name")).startswith("ProfilerStep#")
+        if event.get("cat") not in _ON_DEVICE and str(event.get("name")).startswith("ProfilerStep#")
     }
 
 
