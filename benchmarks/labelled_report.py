@@ -170,5 +170,5 @@ def _cost_error(each: "Judged", code: str) -> float | None:
     if code == _SPREAD:
         return None
     told_ns = max(finding.cost_ns for finding in each.found(code))
-    true_ns = sum(known.cost_ns for known in each.known if known.code == code)
+    true_ns = sum(known.cost_ns * len(known.steps) for known in each.known if known.code == code) / each.job.steps
     return abs(told_ns / true_ns - 1) if told_ns else None

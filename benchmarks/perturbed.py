@@ -223,7 +223,8 @@ def clock_drop(job: Job, size: float, rng: random.Random) -> int:
 KINDS = (
     Kind("slow rank", slow_rank, ("RANK001",), ("RANK003",), needs_ranks=2),
     Kind("late host of one rank", late_host, ("RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
-    Kind("blocking pause of one rank", blocking_pause, ("HOST002", "RANK001"), ("RANK003", "HOST001"), needs_ranks=2),
+    # A pause after a wait that found the device almost idle is a late launch.
+    Kind("blocking pause of one rank", blocking_pause, ("HOST002", "RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
     Kind("reading scalars", item_calls, ("HOST002",), ("HOST001",)),
     Kind("data stall", data_stall, ("HOST003",)),
     Kind("data stall of one rank", data_stall_of_one, ("HOST003", "RANK001"), ("RANK003",), needs_ranks=2),
