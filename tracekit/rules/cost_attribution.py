@@ -37,7 +37,8 @@ _CAUSE_OF_STALL = {
 """The cause that removes a stall, by what the host does in it (`host_stalls.CAUSES`); late launches for the rest."""
 _OUTLIERS, _UNEVEN = "STEP001", "RANK003"
 _MIN_OWN_RATIO = 0.5
-"""Share of the waiting for late ranks that must remain without other causes for a trouble of its own."""
+"""Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
+trouble of its own."""
 
 
 def attribute_costs(report: Report) -> Report:
@@ -51,7 +52,8 @@ def attribute_costs(report: Report) -> Report:
     One trouble has one price. What STEP001 warns of is left out of other prices: steps in which all ranks stall, and
     the time lost to stalls of some ranks. Data loading, blocking calls, allocator calls, saves, device stalls and
     clock drops of a late rank are what makes it late: a straggler is priced by what it costs without those that have a
-    warning. Late launches are priced by what remains without all these and without stragglers.
+    warning, and is information if that is less than half of it. Late launches are priced by what remains without all
+    these and without stragglers.
 
     A finding whose replay saves less than its `min_saved_ratio` becomes information, since the step has another
     bottleneck behind this one; it is left out if it was information before, or if the rule did not measure more either.
@@ -65,7 +67,7 @@ def attribute_costs(report: Report) -> Report:
     for finding in sorted(report.findings, key=_order):
         repriced = list(_with_replayed_cost(run, finding, removed, stalls)) if replayable else _measured(finding)
         findings += repriced
-        if finding.what_if and finding.what_if.cause in (*_DIRECT, *_CONSEQUENCES) and _is_confirmed(repriced):
+        if finding.what_if and _is_confirmed(finding, repriced):
             removed.append(_removal(finding, finding.what_if))
     if removed:
         findings = [_beyond(run, each, removed) if each.code == _UNEVEN else each for each in findings]
@@ -134,9 +136,13 @@ def _order(finding: Finding) -> int:
     return 1 + _CONSEQUENCES.index(cause) if cause in _CONSEQUENCES else 0
 
 
-def _is_confirmed(repriced: list[Finding]) -> bool:
-    """Return whether a replay confirmed a warning."""
-    return any(_SAVING in each.message for each in _warnings(repriced))
+def _is_confirmed(finding: Finding, repriced: list[Finding]) -> bool:
+    """Return whether a replay confirmed a warning, or found it to be the consequence of another one."""
+    cause = finding.what_if.cause if finding.what_if else ""
+    if finding.severity == Severity.INFO or cause not in (*_DIRECT, *_CONSEQUENCES):
+        return False
+    confirmed = repriced if cause == _STRAGGLER else _warnings(repriced)
+    return any(_SAVING in each.message and each.cost_ns > 0 for each in confirmed)
 
 
 def _can_be_replayed(run: Run) -> bool:
@@ -178,7 +184,9 @@ def _with_replayed_cost(run: Run, finding: Finding, removed: list[Removal], stal
     after = _saving_per_step(run, own, stalls, first=first) if first else None
     least = min(alone, after, key=lambda each: each.saved_ns) if after else alone
     repriced = _reprice(finding, what_if, first, least)
-    if repriced.impact >= what_if.min_saved_ratio:
+    if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * alone.saved_ns:
+        yield replace(repriced, severity=Severity.INFO)  # most of it is the trouble that makes the rank late
+    elif repriced.impact >= what_if.min_saved_ratio:
         yield repriced
     elif _measured(finding) and finding.severity > Severity.INFO:
         yield replace(repriced, severity=Severity.INFO)
