@@ -216,7 +216,9 @@ def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tup
     sort = np.argsort(waiting, kind="stable")
     waiting, awaited, lag = waiting[sort], awaited[sort], lag[sort]
     first = np.append(True, waiting[1:] != waiting[:-1]) if len(waiting) else np.zeros(0, bool)
-    third, third_ns = np.zeros(len(graph.order), np.int64), np.zeros(len(graph.order), np.int64)
+    # Without another wait a node starts at time 0; with one it may start before, if that was released before.
+    waits = ((graph.chain >= 0) | (graph.launch >= 0))[graph.order]
+    third, third_ns = np.zeros(len(graph.order), np.int64), np.where(waits, _FAR, 0)
     third[waiting[first] - 1], third_ns[waiting[first] - 1] = awaited[first], lag[first]
     more: dict[int, list[tuple[int, int]]] = {}
     for at, on, after in zip(waiting[~first].tolist(), awaited[~first].tolist(), lag[~first].tolist(), strict=True):

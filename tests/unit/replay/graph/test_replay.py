@@ -63,6 +63,13 @@ def test_a_stream_waits_for_an_event_and_for_a_release():
     assert replay(alone).start_ns.tolist() == [0, 1]
 
 
+def test_a_call_released_before_the_window_lets_its_work_start_before_it():
+    # host     0 0 . .      released three ns before the window begins
+    # device   . . 1 1
+    whole = graph([-1, -1], [-1, 0], [2, 2], waits=[(0, -1, -3)])
+    assert replay(whole).start_ns.tolist() == [-3, -1]
+
+
 def test_a_node_starts_after_all_of_its_waits():
     whole = graph([-1, -1, -1, -1], [-1] * 4, [5, 9, 7, 1], waits=[(3, 0, 0), (3, 1, 0), (3, 2, 4)])
     assert replay(whole).start_ns[3] == 11
