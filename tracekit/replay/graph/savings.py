@@ -12,7 +12,7 @@ from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, contention_update, dependency_graph, slow_ranks, steps
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
-from tracekit.replay.graph.transforms import CONTENTION_TRANSFORMS, TRANSFORMS, in_order, on_ranks
+from tracekit.replay.graph.transforms import BEFORE_WINDOW, CONTENTION_TRANSFORMS, TRANSFORMS, in_order, on_ranks
 
 STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns without_ns saved_ns")
 BY_RANK_COLUMNS = schema.columns("cause rank duration_ns replayed_ns without_ns saved_ns")
@@ -170,7 +170,11 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         played = [(each, *_without(each, removals)) for each in graphs_of(run)]
     except InsufficientDataError as error:
         return _unknown(cause, str(error))
-    tables = [steps.durations(changed, then, unchanged=whole.replayed) for whole, changed, then in played]
+    from_recording = BEFORE_WINDOW in names
+    tables = [
+        steps.durations(changed, then, unchanged=whole.replayed if from_recording else None)
+        for whole, changed, then in played
+    ]
     without = pl.concat(tables).select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
     table = before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left").with_columns(
         (pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns")

@@ -104,6 +104,8 @@ TRANSFORMS: Mapping[str, Callable[[Graph], Graph]] = {
 }
 
 
+BEFORE_WINDOW = "data-loading"
+"""The transform that saves time before the first work of a window, too: the first batch is loaded there."""
 CONTENTION_TRANSFORMS = frozenset({"preparation", "give-way", "slowed-compute"})
 """Transforms that set contention themselves: durations are not updated after them."""
 _FIRST = (
