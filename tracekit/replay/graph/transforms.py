@@ -48,8 +48,13 @@ def rate_limiter(graph: Graph) -> Graph:
 
 
 def data_loading(graph: Graph) -> Graph:
-    """Remove the time of data loading."""
-    ready = _with_shorter_gaps(graph, _gap_ns(graph, host_state.DATA), before_window=True)
+    """Remove the time of data loading.
+
+    What a load before the first step delays is known only in a window of one step: else other steps show what a load
+    costs while the device has work of the step before.
+    """
+    is_only_step = graph.windows["step"].n_unique() == 1
+    ready = _with_shorter_gaps(graph, _gap_ns(graph, host_state.DATA), before_window=is_only_step)
     on_host = (graph.column("what") == HOST) & graph.matches("kind", "compute")
     return _with_zero_time(ready, on_host & graph.matches("phase", "data"))
 
