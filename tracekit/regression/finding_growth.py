@@ -1,9 +1,10 @@
 """Whether a finding's cost grew for certain: by more than recordings differ by, and visibly in the step time.
 
-A rule reports a cost from its threshold on, so a finding can be new although next to nothing changed. Therefore the
-cost is compared with what findings of the same code cost in the baseline, and counts only where a step takes longer by
-at least half as much. Runs on a CPU share its processors with other programs; their costs also have to grow by more
-than step times of recordings of one training differ by, by the test of `significance`.
+A rule reports a cost from its threshold on, and a cost can move to another rank, so a finding can be new although next
+to nothing changed. Therefore the cost is compared with what findings of the same code cost in the baseline together,
+and counts only where a step takes longer by at least half as much. Runs on a CPU share its processors with other
+programs; their costs also have to grow by more than step times of recordings of one training differ by, by the test of
+`significance`.
 """
 
 import math
@@ -47,16 +48,23 @@ class StepGrowth:
         is_on_device = all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate))
         return cls(growth, 0.0 if is_on_device else _noise(a, b, confidence))
 
-    def is_certain(self, finding: Finding, known: Iterable[KnownFinding], min_cost_ratio: float) -> bool:
-        """Return whether a finding costs so much more of the step than those of its code in the baseline did."""
-        before = max((one.impact for one in known if one.code == finding.code), default=0.0)
-        more = finding.impact - before
+    def is_certain(
+        self,
+        finding: Finding,
+        findings: Iterable[Finding],
+        known: Mapping[str, tuple[KnownFinding, ...]],
+        min_cost_ratio: float,
+    ) -> bool:
+        """Return whether a finding, one of `findings`, costs so much more of the step than in the baseline.
+
+        `known` are the baseline's findings by id, one for each recording that has it. A new finding costs no more than
+        all `findings` of its code cost more than the baseline's of this code.
+        """
+        before = {name: max(one.impact for one in each) for name, each in known.items() if each}
+        of_code = sum(one.impact for one in findings if one.code == finding.code)
+        before_of_code = sum(impact for name, impact in before.items() if known[name][0].code == finding.code)
+        more = min(finding.impact - before.get(finding.id, 0.0), of_code - before_of_code)
         return more >= max(min_cost_ratio, self.noise_ratio) and self.growth_ratio >= _VISIBLE_SHARE * more
-
-
-def all_known(known: Mapping[str, tuple[KnownFinding, ...]]) -> tuple[KnownFinding, ...]:
-    """Return the findings of a baseline's recordings as one list."""
-    return tuple(one for each in known.values() for one in each)
 
 
 def _step_times(tables: Sequence[pl.DataFrame]) -> list[Values]:

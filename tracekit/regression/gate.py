@@ -14,7 +14,7 @@ from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, compare_groups
-from tracekit.regression.finding_growth import StepGrowth, all_known
+from tracekit.regression.finding_growth import StepGrowth
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.root_cause import Cause
 from tracekit.regression.thresholds import Thresholds
@@ -140,9 +140,10 @@ def judge(
     regressions = tuple(change for change in comparison.changes if _fails(change, thresholds, baseline))
     changes = {change.metric: change for change in comparison.changes}
     known = baseline.known_findings
+    is_certain_growth = _is_certain_growth(report, baseline, candidate, thresholds)
     return replace(
         result,
-        findings=_judge_findings(report.findings, fail_on, known, _is_certain_growth(baseline, candidate, thresholds)),
+        findings=_judge_findings(report.findings, fail_on, known, is_certain_growth),
         comparison=comparison,
         regressions=regressions,
         fixed=_fixed(report, known),
@@ -219,14 +220,14 @@ def _is_on_host(baseline: Baseline) -> bool:
 
 
 def _is_certain_growth(
-    baseline: Baseline, candidate: Sequence[Recording], thresholds: Thresholds
+    report: Report, baseline: Baseline, candidate: Sequence[Recording], thresholds: Thresholds
 ) -> Callable[[Finding], bool]:
     """Return what decides whether a finding costs enough more than in the baseline to fail at any severity."""
     before, after = ([recording.samples for recording in side] for side in (baseline.recordings, candidate))
     is_unknown = _is_on_host(baseline) and cpu_starvation.is_unknown(before, after)
     growth = None if is_unknown else StepGrowth.of(before, after, thresholds.confidence)
-    known = all_known(baseline.known_findings)
-    return lambda finding: growth is not None and growth.is_certain(finding, known, thresholds.min_new_cost_ratio)
+    known, least = baseline.known_findings, thresholds.min_new_cost_ratio
+    return lambda finding: growth is not None and growth.is_certain(finding, report.findings, known, least)
 
 
 def _judge_findings(
