@@ -24,13 +24,13 @@ def costs(findings):
     return {each.code: each.cost_ns for each in findings if each.severity >= Severity.WARNING}
 
 
-def priced(name, scratch):
+def priced(name, scratch, folder=FOLDER):
     """Return the costs of the warnings about a changed recording, and the truth per step."""
-    job = perturbation_graph.load(FOLDER.glob("*.json.gz"))
+    job = perturbation_graph.load(folder.glob("*.json.gz"))
     kind = next(each for each in perturbed.KINDS if each.name == name)
     kind.apply(job, SIZE, random.Random(name))
     found = perturbed.checked(job, scratch)
-    return costs(found.findings), 1000 * job.lost_us / len(job.ranks[0].steps)
+    return costs(found.findings), 1000 * job.lost_us / max(1, len(job.ranks[0].steps))
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,10 @@ def test_reading_scalars_is_priced_as_a_blocking_call_and_only_once(control, tmp
 
 def test_no_data_stall_is_reported_where_the_host_loads_no_data(control):
     assert "HOST003" not in control
+
+
+def test_a_stall_in_a_window_of_one_step_has_one_warning(tmp_path):
+    # There a steady cause and a single stall look alike.
+    found, truth_ns = priced("allocation retries", tmp_path, FOLDER.parent / "megatron_tp8_a100_8ranks")
+    assert found["MEM001"] == pytest.approx(truth_ns, rel=0.15)
+    assert "STEP001" not in found

@@ -50,10 +50,10 @@ def attribute_costs(report: Report) -> Report:
     window is shorter without the cause, as `tracekit whatif` says, and the impact its share; the message states them.
 
     One trouble has one price. What STEP001 warns of is left out of other prices: steps in which all ranks stall, and
-    the time lost to stalls of some ranks. Data loading, blocking calls, allocator calls, saves, device stalls and
-    clock drops of a late rank are what makes it late: a straggler is priced by what it costs without those that have a
-    warning, and is information if that is less than half of it. Late launches are priced by what remains without all
-    these and without stragglers.
+    the time lost to stalls of some ranks. In a window of one step, STEP001 is information where the rule of the cause
+    warns. Data loading, blocking calls, allocator calls, saves, device stalls and clock drops of a late rank are what
+    makes it late: a straggler is priced by what it costs without those that have a warning, and is information if that
+    is less than half of it. Late launches are priced by what remains without all these and without stragglers.
 
     A finding whose replay saves less than its `min_saved_ratio` becomes information, since the step has another
     bottleneck behind this one; it is left out if it was information before, or if the rule did not measure more either.
@@ -71,6 +71,7 @@ def attribute_costs(report: Report) -> Report:
             removed.append(_removal(finding, finding.what_if))
     if removed:
         findings = [_beyond(run, each, removed) if each.code == _UNEVEN else each for each in findings]
+        findings = [_once(each, findings, stalls) for each in findings]
     return replace(report, findings=sort_findings(findings))
 
 
@@ -119,11 +120,30 @@ def _stalls(report: Report) -> pl.DataFrame:
     stalls = report.run.run_table(outlier_steps.outlier_steps)
     is_warned = pl.lit(value=False)
     for finding in (each for each in _warnings(report.findings) if each.code == _OUTLIERS):
-        others = pl.col("ranks").list.set_symmetric_difference(list(finding.ranks)).list.len()
-        of = (others == 0) & ~pl.col("is_everyone") if finding.ranks else pl.col("is_everyone")
-        is_warned |= pl.col("step").is_in(finding.steps) & of
+        is_warned |= _is_of(finding)
     cause = pl.col("cause").replace_strict(_CAUSE_OF_STALL, default=_LATE_LAUNCH, return_dtype=pl.String)
     return stalls.filter(is_warned).with_columns(cause.alias("cause"))
+
+
+def _is_of(outliers: Finding) -> pl.Expr:
+    """Return whether a row of `outlier_steps.outlier_steps` belongs to a finding on outlier steps."""
+    others = pl.col("ranks").list.set_symmetric_difference(list(outliers.ranks)).list.len()
+    of = (others == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")
+    return pl.col("step").is_in(outliers.steps) & of
+
+
+def _once(finding: Finding, findings: Iterable[Finding], stalls: pl.DataFrame) -> Finding:
+    """Return a finding on outlier steps as information if the rule of its cause warns of the same stall.
+
+    That is so in a window of one step, whose stalls may be steady or single. Other findings are returned as they are.
+    """
+    if finding.code != _OUTLIERS or finding.severity <= Severity.INFO:
+        return finding
+    own = stalls.filter(_is_of(finding))
+    codes = {CAUSES[cause].code for cause in own["cause"].unique()}
+    is_only_step = bool((own["steps"] <= 1).all()) and own.height > 0
+    is_reported = codes <= {each.code for each in _warnings(findings)}
+    return replace(finding, severity=Severity.INFO) if is_only_step and is_reported else finding
 
 
 def _warnings(findings: Iterable[Finding]) -> Iterator[Finding]:
