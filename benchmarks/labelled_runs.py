@@ -34,7 +34,9 @@ STRATEGIES = (DDP, FSDP1, FSDP2, HSDP, YAFSDP)
 _HEALTHY = 0.25  # share of the runs without a fault
 _MATTERS = 0.03  # share of the run from which a fault must be found
 _MATTERS_OF = {"COMM001": 0.25}  # it reports from 20% of the step
-_SAME_AS = {"MEM007": "MEM001", "CKPT004": "CKPT001"}  # retries and stages of a save are parts of the same stall
+# Retries and stages of a save are parts of the same stall; a rank that is slower from some step on has a lower clock.
+_SAME_AS = {"MEM007": "MEM001", "CKPT004": "CKPT001", "STEP003": "RANK001"}
+_REPORTED_AS = {"RANK001": "STEP003"}
 _MOST_DRAWS = 6  # draws of a run whose fault costs too little
 _FULL = 0.9  # share of the device's memory that a healthy run may need
 
@@ -69,7 +71,7 @@ class Judged:
 
     def is_missed(self, code: str) -> bool:
         """Whether the rule of a code did not report a fault that it must report."""
-        return self.must_be_found(code) and not self.found(code)
+        return self.must_be_found(code) and not self.found(code) and not self.found(_REPORTED_AS.get(code, code))
 
     def is_wrong(self, code: str) -> bool:
         """Whether the rule of a code reported a fault that the run does not have."""
