@@ -250,18 +250,20 @@ def _saving_per_step(
     without = savings.saving_of(run, (*first, own))
     same = stalls.filter(pl.col("cause") == own.cause)
     of_all = same.filter("is_everyone")["step"].to_list()
-    kept = without.steps.filter(~_in(of_all))
-    kept = kept if kept.height else without.steps
-    if kept.is_empty():
+    judged_steps = without.steps.filter(~_in(of_all))
+    judged_steps = judged_steps if judged_steps.height else without.steps
+    if judged_steps.is_empty():
         return None
-    count = kept.select("window", "step").n_unique()
-    before_ns = steps.total_ns(kept, "replayed_ns")
+    count = judged_steps.select("window", "step").n_unique()
+    before_ns = steps.total_ns(judged_steps, "replayed_ns")
     if first:
-        before = savings.saving_of(run, first).steps.join(kept, on=_KEY, how="semi", nulls_equal=True)
+        before = savings.saving_of(run, first).steps.join(judged_steps, on=_KEY, how="semi", nulls_equal=True)
         before_ns = steps.total_ns(before, "without_ns")
     stalled_ns = int(_of_ranks(stalls, own).filter(~_in(of_all))["lost_ns"].sum())
-    saved_ns = before_ns - steps.total_ns(kept, "without_ns") - stalled_ns
-    return _MeanStep(saved_ns // count, max(1, steps.total_ns(kept, "duration_ns") // count), without.confidence)
+    saved_ns = before_ns - steps.total_ns(judged_steps, "without_ns") - stalled_ns
+    return _MeanStep(
+        saved_ns // count, max(1, steps.total_ns(judged_steps, "duration_ns") // count), without.confidence
+    )
 
 
 def _in(numbers: list[int]) -> pl.Expr:

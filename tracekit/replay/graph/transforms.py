@@ -129,13 +129,15 @@ _LAST = ("shared-queue", "shared-communicator", "late-gathers")
 
 def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Callable[[Graph], Graph]) -> Graph:
     """Return the graph after a transform of host time or device stalls that is applied to some ranks."""
-    mine = graph.frame["rank"].is_in(list(ranks)).to_numpy()
+    is_on_ranks = graph.frame["rank"].is_in(list(ranks)).to_numpy()
     gap_ns = np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
     hidden = graph.frame.with_columns(
-        pl.Series("host_state", np.where(mine, graph.column("host_state"), -1), dtype=graph.frame["host_state"].dtype),
-        pl.Series("gap_ns", gap_ns * mine[:, None], dtype=graph.frame["gap_ns"].dtype),
-        pl.col("stall_ns", "paused_ns", "slowed_ns") * pl.lit(pl.Series(mine)),
-        pl.when(pl.lit(pl.Series(mine))).then("phase").alias("phase"),
+        pl.Series(
+            "host_state", np.where(is_on_ranks, graph.column("host_state"), -1), dtype=graph.frame["host_state"].dtype
+        ),
+        pl.Series("gap_ns", gap_ns * is_on_ranks[:, None], dtype=graph.frame["gap_ns"].dtype),
+        pl.col("stall_ns", "paused_ns", "slowed_ns") * pl.lit(pl.Series(is_on_ranks)),
+        pl.when(pl.lit(pl.Series(is_on_ranks))).then("phase").alias("phase"),
     )
     return replace(transform(replace(graph, frame=hidden)), frame=graph.frame)
 
