@@ -77,7 +77,7 @@ _KINDS = {
     ),
     "host_only": _Kind(_INFO, "If training ran on the device, record with ProfilerActivity.CUDA (on AMD too)."),
     "sampled": _Kind(
-        _WARNING, "Use the complete trace: where launches were removed, an idle device says nothing about the host."
+        _WARNING, "Use the complete trace: where launches are missing, an idle device says nothing about the host."
     ),
     "no_steps": _Kind(_INFO, _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),

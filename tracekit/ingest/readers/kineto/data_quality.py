@@ -89,7 +89,7 @@ def _sampled(events: Events) -> Iterator[Row]:
     numbered = int(ids.max()) - int(ids.min()) + 1  # type: ignore[arg-type]  # whole numbers
     missing = 1 - recorded / numbered
     if numbered >= _LEAST_OPS and missing > _MOST_MISSING:
-        message = f"The trace has {recorded:,} of {numbered:,} consecutively numbered ops: the others were removed."
+        message = f"The trace has {recorded:,} of {numbered:,} consecutively numbered ops: the others are missing."
         yield "sampled", message, missing
 
 
