@@ -11,6 +11,7 @@ import pytest
 from dashboard.run_catalog import RunEntry
 from dashboard.run_store import OpenRun, tables
 from dashboard.run_store import what_if as dashboard_what_if
+from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.time import summary
 from tracekit.errors import TracekitError
 from tracekit.ingest.loader import load
@@ -178,10 +179,31 @@ def test_findings_quote_the_duration_of_their_step(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_cause_that_check_prices_by_replay_costs_what_the_what_if_saves(name):
-    answers = {each.cause.name: each for each in (replayed(name).answers if replayed(name) else ())}
-    recorded = set(summary.step_times(open_run(name).run)["step"])
-    for found in open_run(name).report.findings:
-        is_priced = found.what_if and _REPLAYED.search(found.message) and found.severity > Severity.INFO
-        if is_priced and set(found.steps) in (set(), recorded) and not found.what_if.is_partial:
+def test_a_cause_costs_in_check_what_the_what_if_saves(name):
+    # All samples were recorded on CPUs; runs on GPUs are simulated below.
+    assert_same_costs(open_run(name).report, replayed(name))
+
+
+def test_a_cause_costs_the_same_in_check_and_what_if_on_gpus(tmp_path):
+    written(job("fsdp2", steps=4, ranks_written=3), tmp_path, "slow-rank:1:1.5")
+    run = load(tmp_path, cache=False)
+    report = engine.check(run)
+    assert "RANK001" in {each.code for each in report.findings if each.severity > Severity.INFO}
+    assert_same_costs(report, what_if.answer(run))
+
+
+def assert_same_costs(report, replay):
+    answers = {each.cause.name: each for each in (replay.answers if replay else ())}
+    for found in report.findings:
+        # A price "after" other causes is that of what remains without them.
+        is_priced = found.what_if and found.severity > Severity.INFO and "by replay after" not in found.message
+        if is_priced and not found.what_if.is_partial:
+            assert _REPLAYED.search(found.message), f"{found.code} has another price than in what-if"
             assert found.cost_ns == pytest.approx(answers[found.what_if.cause].saved_ns, rel=0.01)
+
+
+def test_saves_that_cost_less_over_all_steps_than_in_the_window_are_stated():
+    (answer,) = (each for each in replayed("demo-fsdp2").answers if each.cause.name == "checkpoint")
+    (found,) = (each for each in open_run("demo-fsdp2").report.findings if each.code == "CKPT001")
+    assert found.cost_ns < answer.saved_ns
+    assert answer.caveat == "the run saves every 24 steps, and a window has 7; CKPT001 has the cost over all steps"

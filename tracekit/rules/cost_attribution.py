@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from tracekit.analysis.compute import contention
 from tracekit.analysis.host import host_stalls
 from tracekit.analysis.parallelism import outlier_steps
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import savings, steps
 from tracekit.replay.graph.causes import CAUSES
+from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.replay.graph.savings import Removal
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings
 
 _MIN_LAUNCHED_RATIO = 0.9
-"""Share of a device's work whose launch must be known: otherwise the graph lacks the work's dependencies."""
+"""Share of the launched work whose launch must be known: otherwise the graph lacks the work's dependencies."""
 _MIN_ACTIVITIES = 100
 """With less work on each rank, waits cannot be inferred."""
 _DATA, _STRAGGLER, _LATE_LAUNCH = "data-loading", "straggler", "late-launch"
@@ -44,10 +44,11 @@ trouble of its own."""
 def attribute_costs(report: Report) -> Report:
     """Return the report with the cost of each finding taken from a replay without its cause, where possible.
 
-    It is possible on runs with devices that have the launches of 90% of their work and 100 activities or more on each
-    rank, and whose replay is within 5% of the recorded steps; there, for findings with a `what_if`. Work that was
-    queued before the window needs no launch: its start is an input of the replay. The cost is what the mean step of the
-    window is shorter without the cause, as `tracekit whatif` says, and the impact its share; the message states them.
+    It is possible on runs that have the launches of 90% of their device work (on a CPU run: of their collectives) and
+    100 activities or more on each rank, and whose replay is within 5% of the recorded steps; there, for findings with a
+    `what_if`. Work that was queued before the window needs no launch: its start is an input of the replay. The cost is
+    what the mean step of the window is shorter without the cause, as `tracekit whatif` says, and the impact its share;
+    the message states them.
 
     One trouble has one price. What STEP001 warns of is left out of other prices: steps in which all ranks stall, and
     the time lost to stalls of some ranks. In a window of one step, STEP001 is information where the rule of the cause
@@ -166,19 +167,22 @@ def _is_confirmed(finding: Finding, repriced: list[Finding]) -> bool:
 
 
 def _can_be_replayed(run: Run) -> bool:
-    if not run.table(contention.device_count)["devices"].sum():
+    if not all(_has_dependencies(graph) for graph in savings.graphs_of(run)):
         return False
-    for graph in savings.graphs_of(run):
-        work = graph.column("what") == WORK
-        if work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique():
-            return False
-        judged = work & ~graph.is_queued_before
-        if (graph.launch[: graph.count][judged] >= 0).sum() < _MIN_LAUNCHED_RATIO * judged.sum():
-            return False
     replayed = savings.replayed_steps(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")
     limit_ns = savings.MAX_ERROR_RATIO * recorded_ns
     return recorded_ns > 0 and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
+
+
+def _has_dependencies(graph: Graph) -> bool:
+    """Return whether a graph has enough work, and the launches of most of it; on a CPU run, ops are work."""
+    launched = graph.column("what") == WORK
+    work = launched if graph.on_device else launched | graph.matches("kind", "compute")
+    if work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique():
+        return False
+    judged = launched & ~graph.is_queued_before
+    return bool((graph.launch[: graph.count][judged] >= 0).sum() >= _MIN_LAUNCHED_RATIO * judged.sum())
 
 
 def _measured(finding: Finding) -> list[Finding]:

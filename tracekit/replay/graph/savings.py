@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.checkpoint import saves
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
@@ -153,7 +154,7 @@ def infers_waits(run: Run) -> bool:
 
 _SAVINGS: WeakKeyDictionary[Run, dict[tuple[Removal, ...], Saving]] = WeakKeyDictionary()
 _EVENT = "event"
-_STRAGGLER = "straggler"
+_STRAGGLER, _CHECKPOINT = "straggler", "checkpoint"
 _INFERRED = 0.8
 _GUESSED = 0.5
 _UNSEEN = "preparation would overlap compute, which this recording never shows: the saving is smaller if that slows it"
@@ -185,11 +186,22 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     per = table.select("window", "step").n_unique()
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
-    note = _UNSEEN if any(contention_update.extrapolates(each, then) for each, _, then in played) else ""
+    unseen = any(contention_update.extrapolates(each, then) for each, _, then in played)
     least = min(causes.find(name).confidence for name in names)
-    sure = least * _confidence(run, table) * (_GUESSED if note else 1.0)
+    sure = least * _confidence(run, table) * (_GUESSED if unseen else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
+    notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if _CHECKPOINT in names and saved_ns else ""]
+    note = "; ".join(each for each in notes if each)
     return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS), caveat=note)
+
+
+def _rare_saves(run: Run, table: pl.DataFrame) -> str:
+    """Return why saves cost less over all steps than in a window shorter than their interval; "" in a longer one."""
+    interval = run.run_table(saves.by_save)["interval_steps"].max()
+    count = table.group_by("window").agg(pl.col("step").n_unique())["step"].max()
+    if not isinstance(interval, float) or not isinstance(count, int) or count >= interval:
+        return ""
+    return f"the run saves every {interval:.0f} steps, and a window has {count}; CKPT001 has the cost over all steps"
 
 
 def _confidence(run: Run, table: pl.DataFrame) -> float:
