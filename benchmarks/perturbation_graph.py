@@ -8,8 +8,9 @@ The graph of a recording:
 - The host of a rank is one line in time. A pause inserted at a moment moves all that its threads do afterwards.
 - A call that waits for the device (cudaStreamSynchronize, a copy to the host) ends when the awaited kernel has ended.
 - A kernel starts when it was launched, when the kernel before it on its stream has ended, and when the kernel of
-  another stream has ended that it waited for by an event. A kernel that could have started, but did not while another
-  stream's kernels occupied the device, starts when these end or pause. What it was later than all this stays.
+  another stream has ended that it waited for by an event. A call that first loads the kernel's code, which can take
+  24 ms, launches at its end. A kernel that could have started, but did not while another stream's kernels occupied the
+  device, starts when these end or pause. What it was later than all this stays.
 - A collective's kernel ends, on every rank, as long after the last rank's start as it did in the recording.
 - While another process has a rank's device (`Rank.taken`), no kernel of the rank starts, and the one that runs is
   paused unless it is about to end. A collective's kernel that runs is not paused: the other process waits for it.
@@ -36,8 +37,11 @@ _WAIT_CALL = re.compile(r"(cuda|hip)StreamWaitEvent")
 _COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
 _LATENCY_US = 4.0
 """Least time from a launch to the start of its kernel."""
-_NEAR_US = 12.0
-"""A kernel that starts this soon after another stream's kernel has ended may have waited for it."""
+_CALL_US = 10.0
+"""A launching call takes a few µs; one that takes longer does something else before it launches."""
+_NEAR_US = 20.0
+"""A kernel that starts this soon after another stream's kernel has ended may have waited for it: on an MI300 it does so
+10 to 18 µs later."""
 _DRAIN_US = 50.0
 """A kernel that ends this soon runs to its end before the device switches to another process."""
 _ROOM_US = 50.0
@@ -58,6 +62,8 @@ class Kernel:
     stream: tuple[Any, Any]
     launch: float | None
     """Start of the call that launched it."""
+    submitted: float = 0.0
+    """The same for a call that takes longer because it first loads code: it launches at its end."""
     after: list["Kernel"] = field(default_factory=list)
     members: list[tuple["Rank", "Kernel"]] = field(default_factory=list)
     """Of a collective: its kernels on all ranks, this one included."""
@@ -192,7 +198,7 @@ class Rank:
         """Return when a kernel could have started in the recording, by its launch and what it depends on."""
         if kernel.launch is None:
             return kernel.start
-        return max([kernel.launch + _LATENCY_US, *(min(other.end, kernel.start) for other in kernel.after)])
+        return max([kernel.submitted + _LATENCY_US, *(min(other.end, kernel.start) for other in kernel.after)])
 
     def _has_room(self, kernel: Kernel, new_ready: float) -> float:
         """Return when the kernels that occupied the device leave room, in the replay: when they end or pause."""
@@ -261,7 +267,7 @@ class Rank:
         if kernel.new_start is None:
             ready, new_ready = -1e300, -1e300
             if kernel.launch is not None:
-                ready, new_ready = kernel.launch + _LATENCY_US, self.host(kernel.launch) + _LATENCY_US
+                ready, new_ready = kernel.submitted + _LATENCY_US, self.host(kernel.submitted) + _LATENCY_US
             for other in kernel.after:
                 overlap = max(other.end - kernel.start, 0.0)  # such as of a kernel launched early by its predecessor
                 ready, new_ready = max(ready, other.end - overlap), max(new_ready, resolve(other, self) - overlap)
@@ -379,11 +385,10 @@ def _of_ranks(document: dict[str, Any]) -> list[dict[str, Any]]:
     for event in document["traceEvents"]:
         if event.get("pid") in rank_of:
             events[rank_of[event["pid"]]].append(event)
-    world_size = len(events)
     return [
         {
             **document,
-            "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world_size},
+            "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": len(events)},
             "traceEvents": events[rank],
         }
         for rank in sorted(events)
@@ -394,7 +399,12 @@ def _kernel(event: Event, calls: dict[Any, Event]) -> Kernel:
     call = calls.get(event.get("args", {}).get("correlation"))
     start = float(event["ts"])
     launch = None if call is None else min(float(call["ts"]), start)
-    return Kernel(event, start, start + float(event["dur"]), (event["pid"], event["tid"]), launch)
+    kernel = Kernel(event, start, start + float(event["dur"]), (event["pid"], event["tid"]), launch)
+    kernel.submitted = launch or 0.0
+    if call is not None and launch is not None and event["cat"] != "gpu_memcpy":  # the call of a copy may wait for it
+        returned = float(call["ts"] + call["dur"])
+        kernel.submitted = max(launch, min(returned - _CALL_US, start - _LATENCY_US))
+    return kernel
 
 
 def _recorded_waits(rank: Rank) -> Iterable[Pause]:
@@ -412,9 +422,8 @@ def _recorded_waits(rank: Rank) -> Iterable[Pause]:
         if copy is not None and start <= copy.end <= end + 5:
             yield Pause(end, 0.0, awaits=copy, call=(start, end))
         elif _SYNC_CALL.match(call["name"]):
-            launched = by_launch[
-                max(0, bisect.bisect_left(launches, start) - 300) : bisect.bisect_left(launches, start)
-            ]
+            at = bisect.bisect_left(launches, start)
+            launched = by_launch[max(0, at - 300) : at]
             ended = [kernel for kernel in launched if kernel.end <= end + 2]
             waited = max(ended, key=lambda kernel: kernel.end, default=None)
             if "Device" in call["name"] and waited is not None:
@@ -487,11 +496,5 @@ def _slices_of_pauses(rank: Rank) -> Iterable[Event]:
                 dur += waited
             else:
                 piece = {**piece, "ts": piece["ts"] + waited}
-            yield {
-                "ph": "X",
-                "pid": pid,
-                "tid": tid,
-                **piece,
-                "ts": round(start + piece["ts"], 3),
-                "dur": round(dur, 3),
-            }
+            at = round(start + piece["ts"], 3)
+            yield {"ph": "X", "pid": pid, "tid": tid, **piece, "ts": at, "dur": round(dur, 3)}

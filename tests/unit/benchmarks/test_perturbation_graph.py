@@ -157,3 +157,31 @@ def test_real_recordings_are_replayed_as_they_were(folder):
     assert recorded.lost_us == 0
     for rank in recorded.ranks:
         assert all(kernel.new_start == kernel.start and kernel.new_end == kernel.end for kernel in rank.kernels)
+
+
+def test_a_call_that_loads_code_launches_its_kernel_at_its_end():
+    # time µs   0      10  30      210 212
+    # host      launch load code......           a launching call of 200 µs
+    # stream 7         mm              loaded    2 µs after the end of its call
+    document = recording()
+    document["traceEvents"] = [
+        event("cuda_runtime", "cudaLaunchKernel", 0, 5, correlation=1),
+        event("kernel", "mm", 10, 20, tid=7, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 10, 200, correlation=2),
+        event("kernel", "loaded", 212, 20, tid=7, correlation=2),
+    ]
+    loads = Job([Rank(document, 0)])
+    first, loaded = loads.ranks[0].kernels
+    first.stretch = 20.0  # it ends at 410: the other kernel was launched at 210 and starts then
+    loads.replay()
+    assert first.new_end == 410
+    assert loaded.new_start == pytest.approx(410, abs=10)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
+@pytest.mark.parametrize("folder", ["megatron_tp8_a100_8ranks", "merged_ddp_mi300_4ranks"])
+def test_kernels_of_recordings_start_when_the_graph_says_that_they_can(folder):
+    job = perturbation_graph.load((SHARED / folder).glob("*.json.gz"))
+    kernels = [(rank, each) for rank in job.ranks for each in rank.kernels if not each.is_collective]
+    assert kernels
+    assert max(each.start - rank._ready(each) for rank, each in kernels) < 500
