@@ -17,6 +17,7 @@ The graph of a recording:
 """
 
 import bisect
+import functools
 import gzip
 import json
 import re
@@ -363,9 +364,10 @@ def load(paths: Iterable[Path]) -> Job:
 def write(document: dict[str, Any], path: Path) -> None:
     """Write a recording, compressed."""
     with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
-        json.dump(document, file)
+        file.write(json.dumps(document))  # several times as fast as json.dump
 
 
+@functools.lru_cache(maxsize=8)  # each case of a folder reads the same files, and changes none of the events
 def _read(path: Path) -> dict[str, Any]:
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
         document: dict[str, Any] = json.load(file)

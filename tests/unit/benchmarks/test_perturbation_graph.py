@@ -85,6 +85,17 @@ def test_a_slower_kernel_moves_the_collective_of_all_ranks_and_what_waits_for_it
     assert first["cudaDeviceSynchronize"] == (100, 295)
 
 
+def test_work_after_a_wait_call_waits_for_a_collective_that_ended_up_to_30_us_before():
+    # AMD's devices take 10 to 18 µs from the end of the awaited work to the start of the next.
+    documents = recording(), recording(late_us=40)
+    for document in documents:
+        document["traceEvents"][-2]["ts"] = 203  # 18 µs after the collective
+    slow = Job([Rank(document, number) for number, document in enumerate(documents)])
+    slow.ranks[1].kernels[0].stretch = 1.5
+    slow.replay()
+    assert [spans(document)["mm"] for document in slow.documents()] == [(253, 303), (253, 303)]
+
+
 def test_a_rank_that_is_early_absorbs_a_delay():
     slow = job()
     slow.ranks[0].kernels[0].stretch = 1.5  # 60 µs to 90: still before the other rank

@@ -15,6 +15,10 @@ from tracekit.model.trace import Trace
 
 NEAR_NS = 15_000
 """Work that starts within this time after other work ended may have waited for it."""
+_AFTER_WAIT_CALL_NS = 30_000
+"""The same for work launched directly after a recorded call that lets its stream wait for an event: such work starts 1
+to 5 µs after the awaited work on NVIDIA devices, 10 to 18 µs on AMD's (MI300)."""
+_WAIT_CALL = r"^(cuda|hip|cu)StreamWaitEvent"
 SLACK_NS = 3_000
 _MIN_SWITCHES = 30
 _MIN_BEGINS = 4
@@ -35,7 +39,8 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     lane that was launched last before it (or up to three earlier) if no member started before that work ended, and at
     least two started right after it although they could have started earlier; then all members wait. A class of
     reductions waits for the compute launched before it if no member started earlier: that compute produces its data.
-    Other work that started 50 µs late or more, right after work on another lane, waits for that work alone.
+    Other work that started 50 µs late or more, right after work on another lane, waits for that work alone. Right after
+    is up to 15 µs, or 30 µs where the call before the launch on its thread lets a stream wait for an event.
     """
     work = items.filter(~pl.col("is_wait"))
     parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
@@ -49,7 +54,8 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 class _Work:
     """The work of one device by lane and order, as arrays.
 
-    `late` is the work that could have started earlier, `late_alone` that which could have by 50 µs.
+    `late` is the work that could have started earlier, `late_alone` that which could have by 50 µs. `near` is how long
+    after other work it may start if it waited for that.
     """
 
     item: Ints
@@ -60,6 +66,7 @@ class _Work:
     code: Ints
     late: Flags
     late_alone: Flags
+    near: Ints
     reduces: Flags
     carries: Flags
     classes: int
@@ -88,7 +95,7 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
             on = work.launched_before(lane, back)
             known = (on >= 0) & ~(work.carries & work.carries[on])  # order between collectives: see communicator_order
             done = known & (work.end[on] <= work.start + SLACK_NS)
-            binds = done & work.late & (work.start - work.end[on] <= NEAR_NS)
+            binds = done & work.late & (work.start - work.end[on] <= work.near)
             count, broken, bound = (work.count(which) for which in (known, known & ~done, binds))
             waits = open_ & (count > 0) & (broken <= _BROKEN * count) & (bound >= _BINDING)
             if lane == main and back == 0:
@@ -122,10 +129,25 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
         code,
         is_launched & (start - could > SLACK_NS),
         is_launched & (start - could > _ALONE_NS),
+        np.where(_follows_wait_call(trace, device_work), _AFTER_WAIT_CALL_NS, NEAR_NS),
         device_work["ref"].is_in(reducing.implode()).to_numpy(),
         (device_work["kind"] == "communication").to_numpy(),
         int(code.max()) + 1,
     )
+
+
+def _follows_wait_call(trace: Trace, device_work: pl.DataFrame) -> Flags:
+    """Return which work is the first that its thread launches after a call that lets a stream wait for an event."""
+    launched = device_work["launch_id"].drop_nulls().unique()
+    is_wait = (pl.col("kind") == "runtime") & pl.col("name").str.contains(_WAIT_CALL)
+    calls = trace.ops.select("id", "lane", "start_ns", is_wait=is_wait).filter(
+        pl.col("is_wait") | pl.col("id").is_in(launched.implode())
+    )
+    follows = calls.sort("lane", "start_ns", "id").with_columns(
+        pl.col("is_wait").shift(1).over("lane").alias("follows")
+    )
+    after = follows.filter(~pl.col("is_wait"), "follows")["id"]
+    return np.asarray(device_work["launch_id"].is_in(after.implode()).fill_null(value=False).to_numpy())
 
 
 def _others_start(device_work: pl.DataFrame) -> Ints:
@@ -153,7 +175,7 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
     for back in range(_BACK):
         at = np.searchsorted(work.end[order], work.start[rows] + SLACK_NS, side="right") - 1 - back
         on = order[np.maximum(at, 0)]
-        near = (at >= 0) & (work.start[rows] - work.end[on] <= NEAR_NS) & (work.lane[on] != work.lane[rows])
+        near = (at >= 0) & (work.start[rows] - work.end[on] <= work.near[rows]) & (work.lane[on] != work.lane[rows])
         near &= ~(work.carries[rows] & work.carries[on])
         found = np.where((found < 0) & near & (work.launched[on] <= work.launched[rows]), on, found)
     has = found >= 0

@@ -83,6 +83,27 @@ def test_without_communication_exposed_time_is_saved_but_not_overlapped_time():
     assert {row[2:4] for row in waits} == {(6, 0), (2, 6), (7, 3), (5, 7)}
 
 
+@pytest.mark.parametrize(("between", "waits"), [("hipStreamWaitEvent", 1), ("hipGetDevice", 0)])
+def test_work_launched_after_a_wait_call_waits_for_what_ended_up_to_30_us_before_it(between, waits):
+    # A cell is 9 µs: b starts 18 µs after c has ended, as on AMD devices, though it was launched 100 µs before.
+    cell_ms = 0.009
+    calls_of_host = calls(
+        *(("hipLaunchKernel", order * cell_ms / 4, 0) for order in (0, 2, 1)),  # a b c, the compute's first
+        (between, 1.5 * cell_ms / 4, 0),
+    )
+    drawn = drawn_traces.trace(
+        """
+        step     .00000000000000000
+        compute  .aa............bbb
+        comm     ...cccccccccc.....
+        """,
+        scale_ns=9_000,
+        ops=calls_of_host,
+    )
+    found = drawn_traces.run(drawn).table(dependencies.dependencies)
+    assert found.filter(kind="event", waiting_id=1, awaited_id=2).height == waits
+
+
 def test_a_blocking_read_costs_the_time_in_which_no_work_is_queued():
     # host     lss..l      the launch of b waits for the end of a, and the host looks at the value for two ms
     read = run(
