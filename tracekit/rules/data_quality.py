@@ -92,6 +92,7 @@ _KINDS = {
     "outside_steps": _degrading("Start and stop the profiler at step boundaries. " + _STEP),
     "dropped_events": _degrading("Profile fewer steps or without stacks and shapes, and synchronize before stopping."),
     "warm_up_inside": _Kind(_WARNING, _WARM_UP),
+    "cut_step": _Kind(_WARNING, "Start and stop the profiler at step boundaries: schedule(…) with profiler.step()."),
     "unreadable_snapshot": _Kind(_WARNING, "Dump the snapshot again: torch.cuda.memory._dump_snapshot."),
     # Clocks and times.
     "clock_resolution": _Kind(
@@ -112,16 +113,18 @@ class DoubtfulTrace(Rule):
     """Recordings that can only be trusted in part.
 
     What it does: reports files that are unreadable or truncated, ranks that are missing, duplicated or different from
-    the others, data that the profiler did not record (steps, device activity, launches, dropped events), warm-up inside
-    the window, and clock errors; each with the share of time or data that it affects.
+    the others, data that the profiler did not record (steps, device activity, launches, dropped events), steps that
+    were recorded in part, warm-up inside the window, and clock errors; each with the share of time or data that it
+    affects.
 
     Why it costs: a verdict on bad data leads to the wrong fix.
 
     How it is measured: while reading and aligning, and from the tables: device work without a launch or launched
     outside steps, launches without device work, slices that overlap on one stream, a first step that takes more than
-    twice the median of the others, versions and devices that differ between ranks. Shares below `min_affected_ratio`
-    are not reported. There is one finding per kind; an issue that makes data unusable is an error if its share exceeds
-    `error_affected_ratio`.
+    twice the median of the others, steps with only the optimizer or with backward ops whose forward ops are missing,
+    versions and devices that differ between ranks. Shares below `min_affected_ratio` are not reported. There is one
+    finding per kind; an issue that makes data unusable is an error if its share exceeds `error_affected_ratio`. Times
+    of ranks whose file is truncated, or lacks most ops, and of cut steps are information in all rules.
 
     How to fix: record again; each finding states how.
 

@@ -42,7 +42,7 @@ def check(
         blind_spots |= {rule.code: blind} if blind else {}
     inputs = tuple(_input(source.path) for source in run.sources)
     notes = tuple(f"{codes}: {blind}" for blind, codes in _by_reason(blind_spots).items())
-    report = Report(run, sort_findings(findings), notes, inputs, VERSION)
+    report = Report(run, sort_findings(judgeability.limited(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
     return found_iterations.named(cost_attribution.attribute_costs(report))
 

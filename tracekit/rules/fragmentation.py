@@ -15,6 +15,7 @@ from tracekit.rules.representative_step import DEVICE
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 _EVIDENCE_ROWS = 60
+_MAY_BE_WARM_UP = " There is no later step to compare with, so this may be warm-up."
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class FragmentedMemory(Rule):
 
     How it is measured: in traces, requests after the first `warmup_steps` profiled steps (if there are more) at which
     reserved memory grew although reserved less allocated memory was at least the request; reported if they add up to
-    `min_grown_ratio` of reserved memory and to `min_bytes`. The stall is that of the device call before each. In
+    `min_grown_ratio` of reserved memory and to `min_bytes`. In a window of `warmup_steps` or without steps, growth is
+    information: it may be the first step, which fills the cache. The stall is that of the device call before each. In
     snapshots, per pool of free blocks: free memory of at least `min_bytes` and `min_free_ratio` of the pool.
 
     How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True merges free memory; max_split_size_mb leaves large
@@ -77,10 +79,12 @@ class FragmentedMemory(Rule):
             return
         worst = largest_first(bad, "grown_bytes", "window", "rank").row(0, named=True)
         rank_rows = steady.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in DEVICE))
+        # A window with no later step than the first ones does not show whether memory grows in steady state.
+        is_steady = (worst["steps"] or 0) > self.warmup_steps
         shown = rank_rows.drop("first_step", "steps").sort("grown_bytes", descending=True, maintain_order=True)
         yield Finding(
             self.code,
-            Severity.WARNING,
+            Severity.WARNING if is_steady else Severity.INFO,
             f"Fragmentation on rank {worst['rank']}: {worst['requests']:,} "
             f"request{'s' * (worst['requests'] > 1)} reserved another {units.size(worst['grown_bytes'])} although at "
             f"least as much was reserved and free. The peak is {units.size(worst['peak_reserved_bytes'])} reserved"
@@ -88,12 +92,13 @@ class FragmentedMemory(Rule):
                 f", and the device is idle for {units.duration(worst['stalled_ns'])}."
                 if worst["stalled_ns"] > 0
                 else "."
-            ),
+            )
+            + ("" if is_steady else _MAY_BE_WARM_UP),
             "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or max_split_size_mb to leave large blocks unsplit. "
             "Allocate long-lived tensors before temporary ones.",
             cost_ns=worst["stalled_ns"] // max(worst["steps"] or 1, 1),
             cost_bytes=worst["grown_bytes"],
-            confidence=0.7,
+            confidence=0.7 if is_steady else 0.4,
             ranks=distinct(bad, "rank"),
             steps=distinct(rank_rows, "step"),
             evidence=shown.head(_EVIDENCE_ROWS),

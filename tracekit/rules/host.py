@@ -8,10 +8,9 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import contention
-from tracekit.analysis.host import launch_delay
+from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
-from tracekit.analysis.quality import trace_quality
-from tracekit.analysis.time import host_state
+from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -25,7 +24,6 @@ _FACTS: tuple[Fact, ...] = (
     *steps_without_saves.FACTS,
     contention.device_count,
     workload.marks,
-    trace_quality.data_quality,
 )
 _LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 _ACTIVITIES = {
@@ -34,6 +32,7 @@ _ACTIVITIES = {
     host_state.LAUNCH: "inside kernel launches",
     host_state.LOCK: "waiting for a lock",
 }
+_LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
 _FEWER_LAUNCHES = "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}."
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
@@ -54,7 +53,8 @@ class LateLaunch(Rule):
     without queued work belong to HOST002. Steps that save are left out. The message quotes the representative step of
     the worst device; on a CPU run a pause counts with its shortest duration over the steps, so that single pauses do
     not count. In a recording without steps, one pause that is more than half of the loss need not recur: it is
-    information.
+    information. So is a window of one step, or without steps, that spends more than half of the loss on first uses
+    (kernels loaded, compiled or tried out, long first launches of a kernel): it is warm-up.
 
     How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
@@ -65,7 +65,7 @@ class LateLaunch(Rule):
     """
 
     code: ClassVar[str] = "HOST001"
-    facts: ClassVar[tuple[Fact, ...]] = _FACTS
+    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, host_stalls.host_stalls, breakdown.by_step)
     min_late_ratio: float = 0.05
     min_pause_ns: int = 2_000_000
 
@@ -79,25 +79,36 @@ class LateLaunch(Rule):
             return
         # Without steps, a place that recurs on the host of a CPU run may be a coincidence.
         is_certain = on_device or loss.row["step"] is not None
-        # Where launches were removed from the trace, the host may have launched in time.
-        is_sampled = "sampled" in run.table(trace_quality.data_quality)["kind"]
         # One pause in a recording without steps need not recur: it is no launch-bound loop.
         longest_ns = loss.rows(late).group_by("gap").agg(pl.col("dur_ns").sum())["dur_ns"].sort()[-1]
         is_pause = loss.row["step"] is None and 2 * longest_ns > loss.row["lost_ns"]
         pause = f" One pause is {units.duration(longest_ns)} of that." if is_pause else ""
+        cold_ns = self._first_use_ns(run, loss)
+        cold = (
+            f" {units.duration(cold_ns)} of it is for kernels that run for the first time: warm-up." if cold_ns else ""
+        )
         doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
         most = largest_first(doing, "dur_ns", "detail").row(0, named=True)
         yield loss.finding(
             self,
-            Severity.WARNING if is_certain and not is_sampled and not is_pause else Severity.INFO,
+            Severity.WARNING if is_certain and not is_pause and not cold_ns else Severity.INFO,
             f"The {representative_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
-            f"{_ACTIVITIES[most['detail']]}.{pause}{_line(loss.rows(late))}",
-            _FEWER_LAUNCHES.format(", ".join(_fewer_launches(run))),
-            confidence=0.3 if is_sampled else 0.8 if on_device else 0.6,
+            f"{_ACTIVITIES[most['detail']]}.{pause}{cold}{_line(loss.rows(late))}",
+            _LATER_STEPS if cold_ns else _FEWER_LAUNCHES.format(", ".join(_fewer_launches(run))),
+            confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
-            what_if=None if is_sampled else WhatIf("late-launch"),
+            what_if=None if cold_ns else WhatIf("late-launch"),
         )
+
+    def _first_use_ns(self, run: Run, loss: step_losses.StepLoss) -> int:
+        """Return the time of the quoted step in first uses, if that is most of the loss and the window has no other."""
+        stalls = run.table(host_stalls.host_stalls).with_columns(pl.col("gap_step").alias("step"))
+        first = loss.rows(stalls.filter(host_stalls.is_first_use(), pl.col("detail").is_in(_LATE)))
+        device = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(loss.row[name])) for name in DEVICE)
+        is_only = run.table(breakdown.by_step).filter(device)["step"].n_unique() == 1
+        first_ns = int(first["dur_ns"].sum())
+        return first_ns if is_only and 2 * first_ns > loss.row["lost_ns"] else 0
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long Python pauses that occur at the same place in every step, with the shortest duration.

@@ -8,12 +8,15 @@ import polars as pl
 
 from tracekit.analysis.memory import allocations, growth
 from tracekit.analysis.parallelism import workload
+from tracekit.analysis.quality import cut_steps
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 _WHERE = ("window", "rank")
+_CUT_FACTS: tuple[Fact, ...] = (cut_steps.cut_steps, breakdown.by_step)
 # Ops with an alternative that needs less memory.
 _ALTERNATIVES = (
     (("log_softmax", "cross_entropy", "nll_loss"), "compute the loss in chunks of tokens, or with a fused kernel"),
@@ -141,17 +144,19 @@ class IdleReserve(Rule):
     reserved memory under that and other settings. Allocate memory on the stream that uses it, instead of record_stream.
 
     Blind spots: a peak before the window (a first step, an evaluation) may have needed the memory: then
-    torch.cuda.empty_cache once after it is enough. Only a snapshot shows the pool and stream of unused memory.
+    torch.cuda.empty_cache once after it is enough. Only a snapshot shows the pool and stream of unused memory. A
+    recording that has only the optimizer of each step does not show their peak, and is not judged.
     """
 
     code: ClassVar[str] = "MEM005"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks,)
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks, *_CUT_FACTS)
     min_slack_ratio: float = 0.25
     min_slack_bytes: int = 1 << 30
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the device with the most unused memory."""
-        known = run.table(allocations.peaks).drop_nulls("slack_bytes").filter(pl.col("peak_reserved_bytes") > 0)
+        peaks = _with_peak(run, run.table(allocations.peaks))
+        known = peaks.drop_nulls("slack_bytes").filter(pl.col("peak_reserved_bytes") > 0)
         unused = known.with_columns(slack_ratio=pl.col("slack_bytes") / pl.col("peak_reserved_bytes")).filter(
             pl.col("slack_ratio") >= self.min_slack_ratio, pl.col("slack_bytes") >= self.min_slack_bytes
         )
@@ -188,17 +193,17 @@ class PeakOwner(Rule):
     How to fix: an op that does not materialise the tensor, activation checkpointing around it, or a smaller chunk.
 
     Blind spots: if the window contains the allocation of weights and optimizer state (the first step), these come
-    first. Host memory is not judged.
+    first. Host memory is not judged, nor are ranks with only the optimizer of each step.
     """
 
     code: ClassVar[str] = "MEM006"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.at_peak, workload.marks)
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.at_peak, workload.marks, *_CUT_FACTS)
     min_owned_ratio: float = 0.3
     min_owned_bytes: int = 256 << 20
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the largest owner."""
-        blocks = run.table(allocations.at_peak).drop_nulls(["device", "op"])
+        blocks = _with_peak(run, run.table(allocations.at_peak)).drop_nulls(["device", "op"])
         key = [*_WHERE, "device", "op", "phase", "peak_bytes"]
         # Rows come largest first, so the first known module and stack allocated most.
         first = pl.col("module", "stack").drop_nulls().first()
@@ -224,6 +229,15 @@ class PeakOwner(Rule):
             ranks=distinct(owned, "rank"),
             evidence=owned,
         )
+
+
+def _with_peak(run: Run, table: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of ranks whose recording has more than the optimizer: the peak of a step is before it."""
+    is_optimizer = pl.col("part") == cut_steps.OPTIMIZER
+    only = run.table(cut_steps.cut_steps).filter(is_optimizer).select(*_WHERE, "step")
+    others = run.table(breakdown.by_step).join(only, on=[*_WHERE, "step"], how="anti", nulls_equal=True)
+    cut = only.join(others, on=_WHERE, how="anti")
+    return table.join(cut, on=_WHERE, how="anti", maintain_order="left")
 
 
 def _allocation_site(module: str | None, stack: str | None) -> str:

@@ -80,6 +80,12 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     ).pipe(schema.select, COLUMNS)
 
 
+def is_first_use() -> pl.Expr:
+    """Return whether a row of `host_stalls` shows a first use, or the long first launch of a kernel in its step."""
+    first_launch = (pl.col("cause") == LAUNCH) & (pl.col("nth") == 0)
+    return pl.col("cause").is_in(FIRST_USE) | first_launch
+
+
 def _stalls(trace: Trace) -> pl.DataFrame:
     """Return the host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
     pieces = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("cause") == communication_gap_causes.HOST)

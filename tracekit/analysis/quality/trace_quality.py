@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.host import host_stalls
+from tracekit.analysis.quality import cut_steps
 from tracekit.analysis.time import breakdown
 from tracekit.model import environment, schema, units
 from tracekit.model.trace import Trace
@@ -27,7 +28,7 @@ def data_quality(trace: Trace) -> pl.DataFrame:
 
     Columns of `schema.DATA_QUALITY`; one row per reason, however small its share.
     """
-    found = (*_nothing(trace), *_launches(trace), *_overlaps(trace), *_dropped(trace), *_warm_up(trace))
+    found = (*_nothing(trace), *_launches(trace), *_overlaps(trace), *_dropped(trace), *_warm_up(trace), *_cut(trace))
     measured = pl.DataFrame(found, schema=schema.DATA_QUALITY.schema, orient="row")
     return pl.concat([trace.data_quality, measured])
 
@@ -220,6 +221,21 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
                 f"the median of the others {units.duration(median_ns)}: it looks like warm-up.",
                 first["duration_ns"] / own["duration_ns"].sum(),
             )
+
+
+def _cut(trace: Trace) -> Iterator[_Row]:
+    """Steps that were recorded in part."""
+    cut = cut_steps.cut_steps(trace)
+    total_ns = max(int(breakdown.by_step(trace)["duration_ns"].sum()), 1)
+    for row in cut.iter_rows(named=True):
+        which = "The window" if row["step"] is None else f"Step {row['step']}"
+        what = (
+            f"{which} has only the optimizer: its forward and backward pass were not recorded."
+            if row["part"] == cut_steps.OPTIMIZER
+            else f"{which} began before the recording: the forward ops of {units.share(row['missing_ratio'])} of its "
+            "backward ops were not recorded."
+        )
+        yield "cut_step", what, min(1.0, row["duration_ns"] / total_ns)
 
 
 _FEWEST_OTHERS = 2

@@ -15,6 +15,8 @@ _ENOUGH_TIMES = 64
 _LEAST_UNDECIDED = 0.005
 _MOST_NAMES, _LONGEST_NAME = 3, 80
 _LEAST_OPS = 1000
+_BLOCK = 256
+"""A thread's blocks of numbers begin after a multiple of this: where one follows another, no op is missing."""
 _MOST_MISSING = 0.5
 
 
@@ -81,12 +83,14 @@ def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
 
 
 def _sampled(events: Events) -> Iterator[Row]:
-    """Recordings of which someone has removed most ops: the profiler numbers ops consecutively."""
-    ids = events.host.filter(pl.col("kind") == HOST_KINDS.index("cpu_op"), pl.col("external_id") > 0)["external_id"]
-    if not len(ids):
+    """Recordings that lack most ops: the profiler numbers ops consecutively, each thread in blocks of its own."""
+    is_numbered = pl.col("kind").is_in([HOST_KINDS.index("cpu_op"), HOST_KINDS.index("annotation")])
+    ids = events.host.filter(is_numbered, pl.col("external_id") > 0)["external_id"].unique().sort()
+    if ids.is_empty():
         return
-    recorded = ids.n_unique()
-    numbered = int(ids.max()) - int(ids.min()) + 1  # type: ignore[arg-type]  # whole numbers
+    recorded, before = len(ids), ids.shift(1)
+    is_next_block = (before % _BLOCK == 0) & (ids % _BLOCK == 1)
+    numbered = 1 + int((ids - before).set(is_next_block.fill_null(value=False), 1).sum())
     missing = 1 - recorded / numbered
     if numbered >= _LEAST_OPS and missing > _MOST_MISSING:
         message = f"The trace has {recorded:,} of {numbered:,} consecutively numbered ops: the others are missing."
