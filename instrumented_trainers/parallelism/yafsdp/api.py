@@ -16,6 +16,7 @@ from instrumented_trainers.parallelism.yafsdp.engine import Engine
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard
+from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_ranks
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -27,7 +28,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     *,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 -- frozen, and as FSDP2 spells it
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
     buffers: int = 2,
     left_out: Collection[nn.Parameter] = (),
 ) -> nn.Module:
@@ -38,6 +39,8 @@ def fully_shard(
     gradients, allocated in the first forward pass and each as large as the largest unit; so memory is constant from
     step to step, and layers of equal size fit best. The root has its own buffers and keeps its weights from forward to
     backward. So does a unit with ``reshard_after_forward=False``, and one that encloses other units.
+
+    `reshard_after_forward` is True by default, as None means, but for the root.
 
     `mesh` has one dim, the ranks to shard over, or two: how many replicas of the shards there are, and the ranks to
     shard over (hybrid sharding, HSDP); without it, all ranks are sharded over. The parameters of a unit must have one
@@ -55,6 +58,11 @@ def fully_shard(
         raise TypeError(f"YaFSDP shards one module at a time, not {type(module).__name__}")
     if isinstance(module, YaFSDPModule):
         raise ValueError(f"YaFSDP: {type(module).__name__} is sharded already")
+    if not isinstance(reshard_after_forward, bool | None):
+        raise NotImplementedError(
+            f"YaFSDP: reshard_after_forward is True, False or None, not {reshard_after_forward!r}: it does not reshard "
+            "to fewer ranks, as FSDP2 does for a number"
+        )
     if buffers < 1:
         raise ValueError(f"YaFSDP needs at least 1 buffer (2 to overlap), not {buffers}")
     mesh = mesh if mesh is not None else _world_mesh()
@@ -63,7 +71,8 @@ def fully_shard(
     parameters = _own_parameters(module, left_out)
     _refuse_unsupported(module, parameters)
     unit = Unit(module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers)
-    unit.owns_slots, unit.left_out = not reshard_after_forward, bool(left_out)
+    see_all_ranks(unit)
+    unit.owns_slots, unit.left_out = reshard_after_forward is False, bool(left_out)
     for parameter in parameters:
         setattr(parameter, _UNIT_MARK, type(module).__name__)
     for buffer in module.buffers():
@@ -114,7 +123,15 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
                 "unit, so shard a module that holds both places, or neither"
             )
         if isinstance(parameter, DTensor):
-            raise NotImplementedError(f"YaFSDP: {name} is a DTensor; combining with other parallelisms")
+            raise NotImplementedError(
+                f"YaFSDP: {name} is a DTensor, as tensor parallelism makes them; YaFSDP shards plain tensors only, so "
+                "combine tensor parallelism with FSDP2"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise NotImplementedError(
+                f"YaFSDP: {name} has a hook on its gradient, which would be lost with the whole parameter; register it "
+                "after fully_shard, by register_post_accumulate_grad_hook: it is called with the shard"
+            )
         if not parameter.is_floating_point():
             raise NotImplementedError(f"YaFSDP: {name} is {parameter.dtype}, not floating-point")
     if len({parameter.is_meta for parameter in parameters}) > 1:

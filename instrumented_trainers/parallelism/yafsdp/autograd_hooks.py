@@ -1,12 +1,13 @@
-"""Autograd hooks that detect the end of a unit's backward; a unit's name in traces and messages."""
+"""Hooks on a unit's inputs and outputs, and the spans of a unit in traces."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
@@ -24,33 +25,34 @@ def hook_inputs(unit: Unit, inputs: Any) -> Any:
     return tree_unflatten(leaves, tree)
 
 
-def refuse_evicted(unit: Unit) -> None:
-    """Raise RuntimeError if another unit evicted the weights during this unit's backward."""
-    if unit.evicted:
-        raise RuntimeError(
-            f"YaFSDP: another unit evicted the weights of {unit_label(unit)} during its backward; shard it with "
-            "reshard_after_forward=False, which gives it a buffer of its own"
-        )
+def copy_weights_in(unit: Unit, outputs: Any) -> Any:
+    """Return `outputs`, any nesting of containers, with copies of weights of the unit and of views of them.
+
+    Their memory is the next unit's after this one's forward.
+    """
+    leaves, tree = tree_flatten(outputs)
+    if not any(isinstance(leaf, Tensor) and unit.is_weight(leaf) for leaf in leaves):
+        return outputs
+    return tree_unflatten(
+        [leaf.clone() if isinstance(leaf, Tensor) and unit.is_weight(leaf) else leaf for leaf in leaves], tree
+    )
 
 
-def refuse_replaced_parameters(unit: Unit) -> None:
-    """Raise RuntimeError if an optimizer's parameter is no longer the shard that the engine gathers from."""
-    if (parameter := unit.replaced_parameter()) is not None:
-        module, name = parameter.sites[0]
-        raise RuntimeError(
-            f"YaFSDP: parameter {name!r} of {type(module).__name__} in {unit_label(unit)} was replaced after "
-            "fully_shard, or given other memory or another dtype; copy values in place, and cast before sharding"
-        )
+def left_tensors(unit: Unit, outputs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that a forward left elsewhere than in known containers, and where: its loss may need them.
+
+    Attributes of the unit's modules, such as a router's auxiliary loss, and of objects among its outputs.
+    """
+    for owner in (*unit.module.modules(), *(leaf for leaf in tree_leaves(outputs) if hasattr(leaf, "__dict__"))):
+        if not isinstance(owner, Tensor):
+            for name, value in vars(owner).items():
+                if isinstance(value, Tensor):
+                    yield f"attribute {name!r} of {type(owner).__name__}", value
 
 
 def span(label: str, unit: Unit) -> record_function:
     """Return a span named as FSDP2 names its own: the root has no suffix."""
     return record_function(f"YaFSDP::{label} ({unit.name})" if unit.name else f"YaFSDP::{label}")
-
-
-def unit_label(unit: Unit) -> str:
-    """Return what to call the unit in a message."""
-    return f"unit {unit.name!r}" if unit.name else "the root unit"
 
 
 class _BackwardEnd(torch.autograd.Function):
@@ -65,6 +67,5 @@ class _BackwardEnd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_evicted(ctx.unit)
-        ctx.unit.engine.post_backward(ctx.unit)
+        ctx.unit.engine.end_backward(ctx.unit)
         return (None, *gradients)

@@ -6,7 +6,7 @@ it, and has finished for the compute issued after `wait`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,10 @@ class PendingCollective(Protocol):
 
     def wait(self) -> Any:
         """Make later compute wait for the collective."""
+
+
+DelayedRead: TypeAlias = Callable[[], list[int]]
+"""Returns values that a collective leaves, when the host may wait for them."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,9 @@ class Lane:
     a shard, not the whole.
     """
 
+    host_waits = True
+    """Whether waiting for a collective makes the host wait, too."""
+
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.world_size = ranks.shards.size()
@@ -86,6 +93,10 @@ class Lane:
 
     def all_reduce_max(self, values: Tensor) -> PendingCollective:
         """Replace each value, in place, by its maximum over all ranks."""
+        raise NotImplementedError
+
+    def read_later(self, values: Tensor, pending: PendingCollective) -> DelayedRead:
+        """Return a function that returns the integers that the collective leaves in `values`."""
         raise NotImplementedError
 
     def chunk(self, whole: Tensor) -> Tensor:
@@ -121,6 +132,13 @@ class GlooLane(Lane):
         work.wait()
         return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.replicas, async_op=True)
 
+    def read_later(self, values: Tensor, pending: PendingCollective) -> DelayedRead:
+        def read() -> list[int]:
+            pending.wait()
+            return values.tolist()
+
+        return read
+
 
 class _HybridReduction:
     """A sum over the shards' ranks that is to be summed over the replicas' ranks when it is over."""
@@ -147,6 +165,8 @@ class CudaStreamLane(Lane):
     ``record_stream``.
     """
 
+    host_waits = False
+
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         super().__init__(ranks)
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -169,6 +189,18 @@ class CudaStreamLane(Lane):
                     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
 
         return self._issue(over_all)
+
+    def read_later(self, values: Tensor, pending: PendingCollective) -> DelayedRead:  # noqa: ARG002 -- ordered by the stream
+        on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        with torch.cuda.stream(self.stream):
+            on_host.copy_(values, non_blocking=True)
+            copied = self.stream.record_event()
+
+        def read() -> list[int]:
+            copied.synchronize()
+            return on_host.tolist()
+
+        return read
 
     def _issue(self, collectives: Callable[[], Any]) -> PendingCollective:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))

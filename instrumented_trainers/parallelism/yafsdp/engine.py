@@ -7,7 +7,9 @@ The rules
     for backward. A unit keeps its slot during its forward and backward; only a recomputation (activation checkpointing
     over several units) may evict it, and the unit's own recomputation then gathers its weights again.
     Weights in slots are discarded (reshard) when they may have changed: before the model's forward, after backward.
-    A gradient slot can always be reassigned: gradients written so far are reduced, later ones in a second reduction.
+    A unit takes its gradient slot when its backward begins, and its gradients are reduced when the backward of its last
+    use has ended, whether or not this rank has any: ranks may use different parameters of a unit, and all must reduce.
+    The slot can always be reassigned: gradients written so far are reduced, later ones in a second reduction.
 """
 
 import functools
@@ -19,18 +21,29 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.profiler import record_function
 
+from instrumented_trainers.parallelism.yafsdp.agreement import RankAgreement
 from instrumented_trainers.parallelism.yafsdp.autograd_hooks import (
+    copy_weights_in,
     hook_inputs,
-    refuse_evicted,
-    refuse_replaced_parameters,
+    left_tensors,
     span,
-    unit_label,
 )
 from instrumented_trainers.parallelism.yafsdp.buffers import GradientSlot, Slots, WeightSlot, allocate
-from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, PendingCollective, lane_for
+from instrumented_trainers.parallelism.yafsdp.communication_lane import lane_for
 from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOrder
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import tensors_in
+from instrumented_trainers.parallelism.yafsdp.refusals import (
+    refuse_absent_weights,
+    refuse_changed_weights,
+    refuse_evicted,
+    refuse_gradient_hooks,
+    refuse_kept_weight,
+    refuse_replaced_parameters,
+    unit_label,
+)
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+_HOOKED = "_yafsdp_hooked"  # on a tensor that is no output: the computation at whose gradient it was hooked
 
 
 class Engine:
@@ -45,7 +58,7 @@ class Engine:
         self.root, self.units = root, tuple(units)
         self.lane = lane_for(root.device, root.ranks)
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.usage = _ParameterUsage(self.units, self.lane)
+        self.agreement = RankAgreement(self.units, self.lane)
         filled = [unit for unit in self.units if unit.layout.numel]
         self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
         self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
@@ -80,19 +93,32 @@ class Engine:
                 unit.in_forward = max(0, unit.in_forward - 1)
                 if not unit.in_forward:
                     unit.use_shards()
-            outputs = unit.policy.cast_outputs(outputs)
+            outputs = unit.policy.cast_outputs(copy_weights_in(unit, outputs))
             if torch.is_grad_enabled():
                 for tensor in tensors_in(outputs):
-                    if tensor.requires_grad:
-                        tensor.register_hook(functools.partial(self.pre_backward, unit))
+                    self._hook_backward(unit, tensor)
+            for where, tensor in left_tensors(unit, outputs):
+                refuse_kept_weight(unit, tensor, where)
+                if torch.is_grad_enabled() and getattr(tensor, _HOOKED, None) is not tensor.grad_fn:
+                    setattr(tensor, _HOOKED, tensor.grad_fn)
+                    self._hook_backward(unit, tensor)
         return outputs
 
-    def pre_backward(self, unit: Unit, gradient: Tensor) -> Tensor:
-        """Unshard the unit again, and prefetch the unit whose backward should be next."""
+    def _hook_backward(self, unit: Unit, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(functools.partial(self.pre_backward, unit, unit.weights_version))
+
+    def pre_backward(self, unit: Unit, version: int, gradient: Tensor) -> Tensor:
+        """Unshard the unit again, and prefetch the unit whose backward should be next.
+
+        `version` is that of the weights in the forward pass.
+        """
+        refuse_changed_weights(unit, version)
         with span("pre_backward", unit):
             self._queue_callback()
             unit.in_backward = True
             self._unshard(unit)
+            self._take_gradient_slot(unit)
             if unit is self.root or self.order.record_backward(unit):
                 self._prefetch(self.order.next_backward(self._prefetch_depth), "backward")
             self._wait_for_unshard(unit)
@@ -104,22 +130,30 @@ class Engine:
         if gradient is not None and gradient.requires_grad:
             raise NotImplementedError(f"YaFSDP: {unit_label(unit)}: backward with create_graph=True is not supported")
         refuse_evicted(unit)
+        refuse_absent_weights(unit)
         self._queue_callback()  # no output of a unit may have been part of this backward pass
         assert unit.slots is not None
-        slot = unit.slots.gradients
-        if slot.owner is not unit:
-            if slot.owner is not None:
-                self._reduce_scatter(slot.owner)
-            if slot.reduction is not None:
-                with span("grad_slot_wait", unit):
-                    self._finish_reduction(slot)
-            slot.owner = unit
+        self._take_gradient_slot(unit)
+        if unit.slots.gradients.reduction is not None:
+            with span("grad_slot_wait", unit):
+                self._finish_reduction(unit.slots.gradients)
         with span("post_backward_accumulate", unit):
             unit.accumulate_gradient(index)
 
-    def post_backward(self, unit: Unit) -> None:
-        """Reduce-scatter the unit's gradients and release its weight slot."""
-        if unit.slots is not None and unit.slots.gradients.owner is unit:
+    def end_backward(self, unit: Unit) -> None:
+        """Note that autograd has gone back through one use of the unit: after the last one, its gradients are whole."""
+        refuse_evicted(unit)
+        refuse_absent_weights(unit)
+        unit.uses_left -= 1
+        self._post_backward(unit, is_last=unit.uses_left <= 0)
+
+    def note_step(self) -> None:
+        """Note an optimizer step, which all ranks must make."""
+        self.agreement.note("step")
+
+    def _post_backward(self, unit: Unit, *, is_last: bool = True) -> None:
+        """Release the unit's weight slot and, after its last use, reduce-scatter its gradients."""
+        if is_last and unit.slots is not None and unit.slots.gradients.owner is unit:
             self._reduce_scatter(unit)
         if unit.in_backward:
             with span("post_backward_reshard", unit):
@@ -134,6 +168,7 @@ class Engine:
         elif not self.root.in_forward:
             self._begin_forward_without_root(unit)
         unit.in_forward += 1
+        unit.uses_left += torch.is_grad_enabled()
         self._assign_slots(unit)
         self._unshard(unit)
         if not unit.encloses_units:
@@ -151,6 +186,7 @@ class Engine:
         self._reshard_all()
         for unit in self.units:
             refuse_replaced_parameters(unit)
+            refuse_gradient_hooks(unit)
         self._last_slot = -1
         self.order.begin_forward()
 
@@ -179,6 +215,7 @@ class Engine:
             return
         slot = unit.slots.weights
         self._evict(slot, unit)
+        self.agreement.note("gather", unit)
         with span("all_gather", unit):
             slot.owner = unit
             slot.gather = self.lane.all_gather(unit.copy_in_shard(self.lane))
@@ -224,6 +261,7 @@ class Engine:
             slot.gather.wait()
         if slot.owner is not None:
             slot.owner.use_shards()
+            slot.owner.set_weights_present(present=False)
         slot.owner = slot.gather = None
 
     def _reshard_all(self) -> None:
@@ -242,13 +280,26 @@ class Engine:
         unit.in_backward = True
         self._assign_slots(unit)
         self._unshard(unit)
+        self._take_gradient_slot(unit)
         if self.order.is_next_backward(unit):
             self.order.record_backward(unit)
             self._prefetch(self.order.next_backward(self._prefetch_depth), "backward")
 
+    def _take_gradient_slot(self, unit: Unit) -> None:
+        """Reduce what another unit has in the slot; the unit's first gradient waits for that."""
+        if unit.slots is None or not unit.is_trained:
+            return
+        slot = unit.slots.gradients
+        if slot.owner is not unit:
+            if slot.owner is not None:
+                self._reduce_scatter(slot.owner)
+            slot.owner = unit
+
     def _reduce_scatter(self, unit: Unit) -> None:
         assert unit.slots is not None
         slot = unit.slots.gradients
+        self._finish_reduction(slot)  # another unit's, if this one has written no gradient
+        self.agreement.note("reduce", unit)
         with span("post_backward_reduce", unit):
             slot.reduction = (unit, self.lane.reduce_scatter(unit.zero_missing_gradients()))
         slot.owner = None
@@ -277,16 +328,20 @@ class Engine:
         """Reduce the remaining units (those whose inputs need no gradient, such as the root) and publish gradients."""
         with record_function("YaFSDP::root_post_backward_callback"):
             for unit in reversed(self.units):
-                self.post_backward(unit)
-            due = [unit for unit in self.units if unit.requires_gradient_sync and self._has_new_gradients(unit)]
-            self.usage.publish(due)
+                self._post_backward(unit)
+                unit.uses_left = 0
+            due = [unit for unit in self.units if self._has_new_gradients(unit)]
+            self.agreement.publish(due)
             self._finish_reductions()
-            unused = self.usage.unused(due)
+            self.agreement.compare_at_once()
+            unused = self.agreement.unused(due)
             for unit in due:
                 unit.publish_gradients(unused[unit])
             self._reshard_all()
             self.order.reset_backward()
             self._callback_queued = False
+            for unit in due:
+                unit.call_gradient_hooks()
 
     def _has_new_gradients(self, unit: Unit) -> bool:
         leaving = unit.slots.gradients.reduction if unit.slots is not None else None
@@ -301,52 +356,11 @@ class Engine:
             slots.gradients.written.clear()
         for unit in self.units:
             unit.in_backward = unit.evicted = False
+            unit.uses_left = 0
             unit.discard_gradients()
+        self.agreement.forget()
         self._callback_queued = False
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-class _ParameterUsage:
-    """Exchanges the use of parameters among ranks, once per publication of gradients.
-
-    A shard must be stepped if any rank used its parameter, and must be left alone (no weight decay, no momentum) if
-    none did, as in a run on one process. So each rank sends a flag per parameter, and only a rank with an unused
-    parameter waits for the result.
-    """
-
-    def __init__(self, units: Sequence[Unit], lane: Lane) -> None:
-        self._lane = lane
-        self._first_flag: dict[Unit, int] = {}
-        count = 0
-        for unit in units:
-            self._first_flag[unit] = count
-            count += len(unit.parameters)
-        self._flags = torch.ones(count, dtype=torch.int32, device=units[0].device)
-        self._pending: PendingCollective | None = None
-
-    def publish(self, units: Sequence[Unit]) -> None:
-        """Send which trainable parameters of the units, whose gradients are due, got a gradient on this rank."""
-        if not units or self._lane.ranks.count == 1:
-            return
-        if self._pending is not None:
-            self._pending.wait()  # nobody may have waited for the last one, and the flags are used again
-        self._flags.fill_(1)
-        for unit in units:
-            for index in unit.without_gradient:
-                self._flags[self._first_flag[unit] + index] = 0
-        self._pending = self._lane.all_reduce_max(self._flags)
-
-    def unused(self, units: Sequence[Unit]) -> dict[Unit, set[int]]:
-        """Return which trainable parameters of the units got a gradient on no rank."""
-        unused = {unit: unit.without_gradient for unit in units}
-        if self._pending is None or not any(unused.values()):
-            return unused
-        self._pending.wait()
-        used = self._flags.tolist()
-        return {
-            unit: {index for index in indices if not used[self._first_flag[unit] + index]}
-            for unit, indices in unused.items()
-        }

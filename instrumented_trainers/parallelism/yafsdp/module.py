@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
@@ -38,33 +36,20 @@ class YaFSDPModule:
         return module
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether the next backward passes complete the gradients: False on all micro-batches but the last.
+        """Do nothing: FSDP2 has a method of this name, which saves communication in all micro-batches but the last.
 
-        Each micro-batch is reduce-scattered all the same (the buffers hold the whole gradients of two units only); its
-        sums are added up in the gradient shards, and the last one divides them and shows them as ``.grad``. With
-        `recurse`, this holds for the sharded modules inside this one too.
+        Here each micro-batch is reduce-scattered, as the buffers hold the whole gradients of two units only; the means
+        over ranks add up in the gradient shards. So gradients are complete after each backward pass.
         """
-        for unit in self._units() if recurse else [self._yafsdp_unit]:
-            unit.requires_gradient_sync = requires_gradient_sync
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of this module so that their norm over all ranks is at most `max_norm`.
 
-        Returns the norm before, the same on every rank, as `torch.nn.utils.clip_grad_norm_` does.
+        Returns the norm before, the same on every rank: as `torch.nn.utils.clip_grad_norm_` does on this module's
+        parameters, for which it is another name.
         """
-        shards = [parameter.shard for unit in self._units() for parameter in unit.parameters]
-        unit = self._yafsdp_unit
-        gradients = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
-        norm = nn.utils.get_total_norm(gradients, norm_type).to(unit.master)
-        if norm_type == torch.inf:
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=unit.ranks.shards)
-        else:
-            norm.pow_(norm_type)
-            dist.all_reduce(norm, group=unit.ranks.shards)
-            norm.pow_(1 / norm_type)
-        nn.utils.clip_grads_with_norm_(shards, max_norm, norm)
-        return norm
+        assert isinstance(self, nn.Module)
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     @property
     def communication_buffers(self) -> CommunicationBuffers:

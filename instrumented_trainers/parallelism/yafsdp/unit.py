@@ -64,15 +64,18 @@ class UnitEngine(Protocol):
     def on_gradient(self, unit: "Unit", index: int) -> None:
         """Take over a gradient that autograd has finished."""
 
-    def post_backward(self, unit: "Unit") -> None:
-        """Reduce the unit's gradients."""
+    def end_backward(self, unit: "Unit") -> None:
+        """Note that autograd has gone back through one use of the unit."""
+
+    def note_step(self) -> None:
+        """Note that an optimizer steps shards of the model."""
 
 
 class Unit:
     """The parameters of one module that no unit inside it has, as one flat tensor cut into a shard per rank.
 
     `master` is this rank's shard, in the parameters' own dtype; the optimizer's parameters are views of it. `gradient`
-    is its gradient, summed over ranks and micro-batches.
+    is its gradient: the mean over ranks, added up over micro-batches.
     """
 
     def __init__(
@@ -107,16 +110,16 @@ class Unit:
         self.encloses_units = False
         """Whether other units run inside this one; such a unit has buffers of its own."""
         self.owns_slots = False
-        self.requires_gradient_sync = True
         self.in_forward = 0
+        self.uses_left = 0
+        """How many uses in forward passes autograd has not gone back through yet."""
         self.in_backward = False
         self.evicted = False
         """Whether another unit evicted the weights during this unit's backward."""
         self.with_gradient: set[int] = set()
-        """Indices of the parameters that got a gradient on this rank since gradients were last published."""
+        """Indices of the parameters that got a gradient on this rank in this backward pass."""
         self.awaits_publication = False
-        """Whether the gradient shard holds a sum that the optimizer does not see yet."""
-        self._divided = True  # whether `gradient` is an average over the ranks, not a sum
+        """Whether the gradient shard holds a gradient that the optimizer does not see yet."""
         self.use_shards()
 
     def _parts(self) -> Iterator[Part]:
@@ -171,6 +174,33 @@ class Unit:
         return self.slots is not None and self.slots.weights.owner is self
 
     @property
+    def weights_version(self) -> int:
+        """Return a number that changes when the weights are changed in place, as by an optimizer."""
+        return self.master._version
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Return whether the tensor lies in the buffer of the unit's unsharded weights."""
+        if self.slots is None or tensor.device != self.device or tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() == self.slots.weights.buffer.untyped_storage().data_ptr()
+
+    def set_weights_present(self, *, present: bool) -> None:
+        """Let autograd raise where it would use weights that are not in the buffer or have changed since forward.
+
+        It raises where a tensor's version is not that at which it was saved. So the version is an even number where
+        the weights are in the buffer, an odd one where they are not, and another after each change of the shards.
+        """
+        if self.slots is not None and self.parameters:
+            version = 2 * self.weights_version + (not present)
+            weights = tuple(parameter.weight for parameter in self.parameters)
+            torch._C._autograd._unsafe_set_version_counter(weights, (version,) * len(weights))
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether any parameter of the unit gets a gradient."""
+        return any(parameter.shard.requires_grad for parameter in self.parameters)
+
+    @property
     def in_use(self) -> bool:
         """Return whether the unit's forward or backward is under way, so that its weights must stay."""
         return self.in_forward > 0 or self.in_backward
@@ -201,6 +231,7 @@ class Unit:
 
     def use_weights(self) -> None:
         """Register unsharded weights in the modules (FSDP's unshard)."""
+        self.set_weights_present(present=True)
         for parameter in self.parameters:
             assert parameter.weight is not None
             if parameter.weight.requires_grad != parameter.shard.requires_grad:
@@ -235,6 +266,8 @@ class Unit:
         gradient = parameter.weight.grad
         assert gradient is not None
         parameter.weight.grad = None
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()  # a sparse embedding's
         target = self.whole_gradients[self.layout.span(index)].view(parameter.shape)
         if index in slot.written:
             target.add_(gradient)
@@ -256,53 +289,66 @@ class Unit:
 
     @torch.no_grad()
     def accumulate_reduced(self, chunk: Tensor) -> None:
-        """Add a sum over ranks to the gradient shard.
-
-        What was published is an average already: a sum that comes on top of it is divided as it is added.
-        """
-        if self.gradient is None:
-            self.gradient = torch.zeros_like(self.master)
-        if not self._divided:
-            self.gradient.add_(chunk)
-        elif self._adopt_published():
-            self.gradient.add_(chunk, alpha=1 / self.ranks.count)
-        else:
-            self.gradient.copy_(chunk)
-            self._divided = False
-        self.awaits_publication = True
+        """Add the mean over ranks to the gradient shard; `chunk` is the sum of a reduce-scatter."""
+        if not self.awaits_publication:
+            self._adopt_gradients()
+            self.awaits_publication = True
+        assert self.gradient is not None
+        self.gradient.add_(chunk, alpha=1 / self.ranks.count)
 
     @torch.no_grad()
     def publish_gradients(self, unused: Collection[int]) -> None:
-        """Divide the sum by the number of ranks, once, and show it to the optimizer; `unused` parameters get none."""
-        assert self.gradient is not None
-        if not self._divided:
-            self.gradient.div_(self.ranks.count)
-        self._divided, self.awaits_publication = True, False
-        for index, parameter in enumerate(self.parameters):
-            if parameter.shard.requires_grad and (index not in unused or parameter.shard.grad is not None):
-                parameter.shard.grad = self.gradient[parameter.part.start : parameter.part.stop]
+        """Show the gradient shard to the optimizer; `unused` parameters get none.
+
+        A gradient that appeared on a shard meanwhile is autograd's, from a loss over the shards themselves such as a
+        penalty on weights: it is added.
+        """
+        for index, (parameter, local) in enumerate(self._gradient_parts()):
+            published = parameter.shard.grad
+            if published is None:
+                if parameter.shard.requires_grad and index not in unused:
+                    parameter.shard.grad = local
+            elif not _is_same_memory(published, local):
+                local.add_(published)
+                parameter.shard.grad = local
+        self.awaits_publication = False
         self.with_gradient.clear()
 
+    def call_gradient_hooks(self) -> None:
+        """Call the hooks of `register_post_accumulate_grad_hook` on shards that have a gradient."""
+        for parameter in self.parameters:
+            hooks = parameter.shard._post_accumulate_grad_hooks
+            for hook in tuple(hooks.values()) if hooks and parameter.shard.grad is not None else ():
+                hook(parameter.shard)
+
     def discard_gradients(self) -> None:
-        """Forget gradients that the optimizer does not see yet, of earlier micro-batches too."""
+        """Forget gradients that the optimizer does not see yet."""
         for parameter in self.parameters:
             if parameter.weight is not None:
                 parameter.weight.grad = None
-        self._divided, self.awaits_publication = True, False
+        self.awaits_publication = False
         self.with_gradient.clear()
 
-    def _adopt_published(self) -> bool:
-        """Make the gradient shard equal to what the optimizer sees of it. Return whether it sees any."""
-        assert self.gradient is not None
+    def _adopt_gradients(self) -> None:
+        """Make the gradient shard equal to what the optimizer sees of it: zero where it sees none."""
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.master)
         if all(parameter.shard.grad is None for parameter in self.parameters):
-            return False
-        for parameter in self.parameters:
-            local, published = self.gradient[parameter.part.start : parameter.part.stop], parameter.shard.grad
+            self.gradient.zero_()
+            return
+        for parameter, local in self._gradient_parts():
+            published = parameter.shard.grad
             if published is None:
                 local.zero_()
-            elif published.data_ptr() != local.data_ptr():
+            elif not _is_same_memory(published, local):
                 local.copy_(published)
-        return True
+                parameter.shard.grad = local
+
+    def _gradient_parts(self) -> Iterator[tuple[UnitParameter, Tensor]]:
+        """Yield each parameter with its part of the gradient shard."""
+        assert self.gradient is not None
+        for parameter in self.parameters:
+            yield parameter, self.gradient[parameter.part.start : parameter.part.stop]
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

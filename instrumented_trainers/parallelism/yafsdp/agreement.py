@@ -1,0 +1,92 @@
+"""What ranks exchange once per backward pass: whose parameters got a gradient, and whether all ran the same program."""
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from instrumented_trainers.parallelism.yafsdp.communication_lane import DelayedRead, Lane, PendingCollective
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+
+class RankAgreement:
+    """A maximum over ranks of a flag per parameter and of a checksum of the program.
+
+    A shard must be stepped if any rank used its parameter, and must be left alone (no weight decay, no momentum) if
+    none did, as in a run on one process. So each rank sends a flag per parameter, and only a rank with an unused
+    parameter waits for the result.
+
+    Collectives match by order: ranks that gather other units, or of which one stepped its optimizer and another did
+    not, would train on mixed weights. So each rank sends a checksum of what it did since the last exchange, and its
+    negative: if maximum and minimum differ, so do the ranks. On CUDA, where the host does not wait for the device, they
+    are compared in the next exchange.
+    """
+
+    def __init__(self, units: Sequence[Unit], lane: Lane) -> None:
+        self._lane = lane
+        self._number = {unit: number for number, unit in enumerate(units)}
+        self._first_flag: dict[Unit, int] = {}
+        count = 0
+        for unit in units:
+            self._first_flag[unit] = count
+            count += len(unit.parameters)
+        self._values = torch.ones(count + 2, dtype=torch.int32, device=units[0].device)
+        self._checksum = 0
+        self._pending: PendingCollective | None = None
+        self._read: DelayedRead | None = None
+
+    def note(self, what: str, unit: Unit | None = None) -> None:
+        """Add to the checksum that this rank does something that all ranks must do in the same order."""
+        number = -1 if unit is None else self._number[unit]
+        self._checksum = zlib.crc32(f"{what} {number}".encode(), self._checksum)
+
+    def publish(self, units: Sequence[Unit]) -> None:
+        """Send which trainable parameters of the units got a gradient on this rank, and the checksum."""
+        if not units or self._lane.ranks.count == 1:
+            return
+        if self._pending is not None:
+            self._pending.wait()  # nobody may have waited for the last one, and its memory is used again
+        self.compare()
+        self._values.fill_(1)
+        for unit in units:
+            for index in unit.without_gradient:
+                self._values[self._first_flag[unit] + index] = 0
+        checksum, self._checksum = self._checksum >> 1, 0  # int32 holds 31 bits and their negative
+        self._values[-2:] = torch.tensor((checksum, -checksum), dtype=torch.int32)
+        self._pending = self._lane.all_reduce_max(self._values)
+        self._read = self._lane.read_later(self._values[-2:], self._pending)
+
+    def compare(self) -> None:
+        """Raise RuntimeError, on every rank, if the ranks did not run the same program until the last exchange."""
+        read, self._read = self._read, None
+        if read is None:
+            return
+        largest, negative_of_smallest = read()
+        if largest != -negative_of_smallest:
+            raise RuntimeError(
+                "YaFSDP: the ranks did not do the same: they ran other units or in another order, or one of them made "
+                "an optimizer step that another left out. Collectives match by order, so weights and gradients are "
+                "mixed up by now. Let every rank run the same units in the same order (parameters within a unit may "
+                "differ) and step together"
+            )
+
+    def compare_at_once(self) -> None:
+        """As `compare`, but only where that does not make the host wait for a device."""
+        if self._lane.host_waits:
+            self.compare()
+
+    def unused(self, units: Sequence[Unit]) -> dict[Unit, set[int]]:
+        """Return which trainable parameters of the units got a gradient on no rank."""
+        unused = {unit: unit.without_gradient for unit in units}
+        if self._pending is None or not any(unused.values()):
+            return unused
+        self._pending.wait()
+        used = self._values.tolist()
+        return {
+            unit: {index for index in indices if not used[self._first_flag[unit] + index]}
+            for unit, indices in unused.items()
+        }
+
+    def forget(self) -> None:
+        """Forget what was noted of a pass that raised: ranks may have come differently far."""
+        self._checksum, self._read = 0, None

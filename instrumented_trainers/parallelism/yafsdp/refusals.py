@@ -1,0 +1,72 @@
+"""Refuse what would train on wrong weights or lose gradients: each by name, with what to do instead."""
+
+from torch import Tensor
+
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+
+def refuse_evicted(unit: Unit) -> None:
+    """Raise RuntimeError if another unit evicted the weights during this unit's backward."""
+    if unit.evicted:
+        raise RuntimeError(
+            f"YaFSDP: another unit evicted the weights of {unit_label(unit)} during its backward; shard it with "
+            "reshard_after_forward=False, which gives it a buffer of its own"
+        )
+
+
+def refuse_replaced_parameters(unit: Unit) -> None:
+    """Raise RuntimeError if an optimizer's parameter is no longer the shard that the engine gathers from."""
+    if (parameter := unit.replaced_parameter()) is not None:
+        module, name = parameter.sites[0]
+        raise RuntimeError(
+            f"YaFSDP: parameter {name!r} of {type(module).__name__} in {unit_label(unit)} was replaced after "
+            "fully_shard, or given other memory or another dtype; copy values in place, and cast before sharding"
+        )
+
+
+def refuse_absent_weights(unit: Unit) -> None:
+    """Raise RuntimeError if autograd goes back through the unit while its weights are not in its buffer."""
+    if unit.slots is None:
+        return
+    slot = unit.slots.weights
+    if slot.owner is not unit or slot.gather is not None:
+        raise RuntimeError(
+            f"YaFSDP: backward came to {unit_label(unit)} while its weights were not there, by a tensor that its "
+            "forward did not return: one that a hook captured inside it, for example. Return what the loss needs, or "
+            "keep it as an attribute of a module in the unit, or shard the unit with reshard_after_forward=False"
+        )
+
+
+def refuse_changed_weights(unit: Unit, version: int) -> None:
+    """Raise RuntimeError if the optimizer changed the unit's weights after the forward pass with this version."""
+    if unit.weights_version != version:
+        raise RuntimeError(
+            f"YaFSDP: the weights of {unit_label(unit)} were changed in place, as by optimizer.step(), between its "
+            "forward and this backward, which needs them as they were; run all backward passes before the step"
+        )
+
+
+def refuse_kept_weight(unit: Unit, tensor: Tensor, where: str) -> None:
+    """Raise RuntimeError if the tensor, which outlives the forward, is a weight of the unit or a view of one."""
+    if unit.is_weight(tensor):
+        raise RuntimeError(
+            f"YaFSDP: a weight of {unit_label(unit)}, or a view of one, that its forward left in {where} would be "
+            "another unit's afterwards, as they share a buffer; keep a copy there: weight.clone()"
+        )
+
+
+def refuse_gradient_hooks(unit: Unit) -> None:
+    """Raise NotImplementedError if a shard has a hook that autograd would never call."""
+    for parameter in unit.parameters:
+        if parameter.shard._backward_hooks:
+            module, name = parameter.sites[0]
+            raise NotImplementedError(
+                f"YaFSDP: parameter {name!r} of {type(module).__name__} in {unit_label(unit)} has a hook of "
+                "register_hook, which would see no gradient: autograd computes those of the whole weights; use "
+                "register_post_accumulate_grad_hook, which is called with the shard when its gradient is complete"
+            )
+
+
+def unit_label(unit: Unit) -> str:
+    """Return what to call the unit in a message."""
+    return f"unit {unit.name!r}" if unit.name else "the root unit"

@@ -1,0 +1,123 @@
+"""Functions of torch that compute over all gradients, made to see those of all ranks where these are shards.
+
+A clipping norm and a gradient scaler's search for infinities look at a rank's own tensors; with shards each rank would
+come to another result without a word. torch has no hook for either, so its functions are replaced by ones that add a
+collective for shards, and do as before for everything else.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+_units: WeakSet[Unit] = WeakSet()
+
+
+def see_all_ranks(unit: Unit) -> None:
+    """Let torch's functions know the gradients of the unit as shards."""
+    _units.add(unit)
+    _replace_functions()
+
+
+@functools.cache
+def _replace_functions() -> None:
+    over_ranks = _norm_over_ranks(clip_grad._get_total_norm)
+    clip_grad._get_total_norm = over_ranks  # type: ignore[assignment]
+    nn.utils.get_total_norm = over_ranks  # type: ignore[assignment]
+    scaler = torch.amp.grad_scaler.GradScaler
+    scaler._unscale_grads_ = _infinities_over_ranks(scaler._unscale_grads_)  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_note_step)
+
+
+def _shard_groups() -> dict[int, dist.ProcessGroup]:
+    """Return, by the id of each gradient that is a shard, the ranks that have the others."""
+    return {
+        id(parameter.shard.grad): unit.ranks.shards
+        for unit in _units
+        for parameter in unit.parameters
+        if parameter.shard.grad is not None
+    }
+
+
+# The norm of gradients -----------------------------------------------------------------------------------------------
+
+
+def _norm_over_ranks(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(local)
+    @torch.no_grad()
+    def total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        groups = _shard_groups()
+        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for gradient in gradients:
+            if (group := groups.get(id(gradient))) is not None:
+                by_group.setdefault(group, []).append(gradient)
+        if not by_group:
+            return local(gradients, norm_type, error_if_nonfinite, foreach)
+        whole = [gradient for gradient in gradients if id(gradient) not in groups]
+        norms = [_sharded_norm(shards, float(norm_type), group) for group, shards in by_group.items()]
+        norms += [local(whole, norm_type, foreach=foreach).to(norms[0])] if whole else []
+        return local(norms, norm_type, error_if_nonfinite)
+
+    return total_norm
+
+
+def _sharded_norm(shards: list[Tensor], norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """Return the norm of gradients of which this rank has the shards, at least in fp32."""
+    dtype = torch.promote_types(shards[0].dtype, torch.float32)
+    own = [shard for shard in shards if shard.numel()]
+    norm = torch.zeros((), dtype=dtype, device=shards[0].device)
+    if own:
+        norms = torch.stack([each.to(norm) for each in torch._foreach_norm(own, norm_type, dtype)])
+        norm = torch.linalg.vector_norm(norms, norm_type)
+    if norm_type == torch.inf:
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    norm.pow_(norm_type)
+    dist.all_reduce(norm, group=group)
+    return norm.pow_(1 / norm_type)
+
+
+# The infinities that a gradient scaler looks for ---------------------------------------------------------------------
+
+
+def _infinities_over_ranks(local: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(local)
+    def unscale(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found_by_device = local(scaler, optimizer, *args, **kwargs)
+        for group in _groups_of(optimizer):
+            for found in found_by_device.values():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return found_by_device
+
+    return unscale
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that have the shards of the optimizer's parameters, in the parameters' order."""
+    return list(dict.fromkeys(unit.ranks.shards for unit in units_of(optimizer)))
+
+
+def units_of(optimizer: torch.optim.Optimizer) -> list[Unit]:
+    """Return the units whose shards the optimizer steps, in the order of its parameters."""
+    by_shard = {id(parameter.shard): unit for unit in _units for parameter in unit.parameters}
+    units = (by_shard.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 -- a hook's signature
+    for engine in {unit.engine for unit in units_of(optimizer)} - {None}:
+        engine.note_step()  # type: ignore[union-attr]
