@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from instrumented_trainers.parallelism import zero1
-from instrumented_trainers.parallelism.yafsdp import checkpoint as yafsdp_checkpoint
+from instrumented_trainers.parallelism.optimizer import begin_missing_state
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 
 
@@ -39,10 +39,7 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     of training.
     """
     if isinstance(model, YaFSDPModule):
-        return {
-            "model": yafsdp_checkpoint.model_state(model),
-            "optimizer": yafsdp_checkpoint.optimizer_state(model, optimizer),
-        }
+        begin_missing_state(optimizer)  # so that what is saved does not depend on what was stepped
     if isinstance(model, zero1.Zero1DataParallel):
         return {"model": get_model_state_dict(model), "optimizer": zero1.optimizer_state(model, optimizer)}
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -51,10 +48,7 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Give model and optimizer what was loaded into `state`, which `checkpoint_state` made for them."""
-    if isinstance(model, YaFSDPModule):
-        yafsdp_checkpoint.restore_model(model, state["model"])
-        yafsdp_checkpoint.restore_optimizer(model, optimizer, state["optimizer"])
-    elif isinstance(model, zero1.Zero1DataParallel):
+    if isinstance(model, zero1.Zero1DataParallel):
         set_model_state_dict(model, state["model"])
         zero1.restore_optimizer(model, optimizer, state["optimizer"])
     else:

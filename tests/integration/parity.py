@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
-from instrumented_trainers.parallelism.yafsdp.checkpoint import restore_model
 from instrumented_trainers.parallelism.yafsdp.module import units_in
 from tests.integration.toy import RANK_DEPENDENT_PATHS, VOCABULARY, Toy
 
@@ -131,7 +130,7 @@ def _models(case: Case) -> tuple[Toy, Toy]:
     with torch.device("meta"):
         toy = Toy(case.path, tied=case.tied).to(case.dtype)
     shard(toy, case).to_empty(device=case.device)
-    restore_model(toy, reference.state_dict())
+    toy.load_state_dict(reference.state_dict())
     return toy, reference
 
 

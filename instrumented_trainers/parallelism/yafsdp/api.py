@@ -1,5 +1,6 @@
 """`fully_shard`: make a module a unit: all-gather before use, reduce-scatter of its gradients after."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
@@ -9,14 +10,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instrumented_trainers.parallelism.options import device_of
+from instrumented_trainers.parallelism.yafsdp.checkpoint import hook_model, hook_optimizer
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Ranks
 from instrumented_trainers.parallelism.yafsdp.engine import Engine
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
-from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard
-from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_ranks
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard, refuse_whole_tensor_optimizer
+from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_ranks, units_of
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -72,6 +76,7 @@ def fully_shard(
     _refuse_unsupported(module, parameters)
     unit = Unit(module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers)
     see_all_ranks(unit)
+    _hook_optimizers()
     unit.owns_slots, unit.left_out = reshard_after_forward is False, bool(left_out)
     for parameter in parameters:
         setattr(parameter, _UNIT_MARK, type(module).__name__)
@@ -81,6 +86,7 @@ def fully_shard(
     _add_hooks(module, unit)
     module._yafsdp_unit = unit  # type: ignore[assignment]
     module.__class__ = _sharded_class(type(module))
+    hook_model(module)  # type: ignore[arg-type]
     return module
 
 
@@ -154,6 +160,20 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_forward_hook(post_forward)
 
 
+@functools.cache
+def _hook_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 -- the signature of a hook
+    units = units_of(optimizer)
+    if units:
+        hook_optimizer(optimizer)
+        refuse_whole_tensor_optimizer(optimizer)
+        for engine in {unit.engine for unit in units} - {None}:
+            engine.note_step()  # type: ignore[union-attr]
+
+
 def _engine(unit: Unit) -> UnitEngine:
     """Return the engine of a unit's model. The first module to run is the root: its engine is made then."""
     if unit.engine is None:
@@ -205,5 +225,5 @@ def _find_outer_units(module: nn.Module, around: Unit | None) -> None:
 
 def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     if kind not in _CLASSES:
-        _CLASSES[kind] = type(f"YaFSDP{kind.__name__}", (YaFSDPModule, kind), {"__module__": kind.__module__})
+        _CLASSES[kind] = type(kind.__name__, (YaFSDPModule, kind), {"__module__": kind.__module__})
     return _CLASSES[kind]

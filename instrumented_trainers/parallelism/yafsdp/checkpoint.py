@@ -1,182 +1,133 @@
-"""State of a sharded model and its optimizer for ``torch.distributed.checkpoint``, which can reshard it.
+"""State of a sharded model and its optimizers: it leaves as `FlatShard` under whole names and shapes, and enters so.
 
-A rank's shard of a parameter is a range of the flattened parameter; the checkpoint wants boxes. `FlatShard` says which
-boxes a range is, through the three methods that the checkpoint's planner asks any tensor for.
+``state_dict`` and ``load_state_dict`` of the model and of each optimizer that has stepped its shards do this by hooks,
+so ``torch.distributed.checkpoint`` and all that calls these two works.
 """
 
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from instrumented_trainers.parallelism.optimizer import begin_missing_state
-from instrumented_trainers.parallelism.yafsdp.layout import boxes
-from instrumented_trainers.parallelism.yafsdp.module import units_in
-from instrumented_trainers.parallelism.yafsdp.unit import UnitParameter
+from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard, Place
+from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule, units_in
+from instrumented_trainers.parallelism.yafsdp.sharded_functions import units_of
+from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitParameter
 
-_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+Places: TypeAlias = dict[int, tuple[UnitParameter, Place]]
+"""By the id of each shard: its parameter and where it lies."""
 
-
-class FlatShard(Tensor):
-    """A tensor of which this rank has the elements from `origin` on, in row-major order. It can be saved and loaded.
-
-    `local` is not copied: what is loaded lands in it.
-    """
-
-    pieces: list[tuple[torch.Size, Tensor]]
-    """The boxes that this rank has: each one's offsets and its elements, a view of `local`."""
-
-    @staticmethod
-    def __new__(cls, local: Tensor, shape: torch.Size, origin: int) -> Self:
-        shard = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        shard.pieces = []
-        offset = 0
-        for offsets, sizes in boxes(shape, origin, origin + local.numel()):
-            size = torch.Size(sizes)
-            shard.pieces.append((torch.Size(offsets), local[offset : offset + size.numel()].view(size)))
-            offset += size.numel()
-        return shard
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets, piece.size()),
-                    properties=TensorProperties.create_from_tensor(piece),
-                    size=self.size(),
-                ),
-            )
-            for offsets, piece in self.pieces
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in self.pieces]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, piece in self.pieces:
-            if offsets == index.offset:
-                return piece
-        raise ValueError(f"{index.fqn}: this rank has no part that begins at {index.offset}")
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shard = args[0]
-        if function is torch.ops.aten.detach.default:
-            return shard
-        if function is torch.ops.aten.new_empty.default:
-            # How asynchronous saving copies: it makes an empty one on the host, then copies the attributes into it.
-            return cls(torch.empty(0, dtype=shard.dtype, device=(kwargs or {}).get("device")), shard.shape, 0)
-        raise NotImplementedError(f"a FlatShard can be saved and loaded, not computed with: {function}")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"FlatShard(shape={tuple(self.shape)}, pieces={[tuple(piece.shape) for _, piece in self.pieces]})"
+_hooked: WeakSet[Optimizer] = WeakSet()
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, a tied parameter under each of its names."""
-    shards = {id(parameter.shard): parameter for parameter in _parameters(model)}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+def places(units: Iterable[Unit]) -> Places:
+    """Return where the shards of the units lie."""
     return {
-        _clean(name): _flat_shard(shards[id(parameters[name])], value) if name in parameters else value
-        for name, value in model.state_dict().items()
+        id(parameter.shard): (
+            parameter,
+            Place(unit.layout, index, parameter.part.origin, unit.ranks.shards, unit.device),
+        )
+        for unit in units
+        for index, parameter in enumerate(unit.parameters)
     }
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state by parameter name, and its parameter groups.
-
-    Parameters that were never stepped get the state they would start with, so that what is saved doesn't depend on it.
-    """
-    names = _names(model)
-    shards = {id(parameter.shard): parameter for parameter in _parameters(model)}
-    begin_missing_state(optimizer)
-    state = {
-        names[id(shard)]: {
-            key: _optimizer_tensor(shards[id(shard)], value, f"{names[id(shard)]}.{key}")
-            for key, value in values.items()
-        }
-        for shard, values in optimizer.state.items()
-    }
-    groups = [group | {"params": [names[id(shard)] for shard in group["params"]]} for group in optimizer.param_groups]
-    return {"state": state, "param_groups": groups}
+# The model -----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def restore_model(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load `state` into the model: shards were loaded in place already, buffers may not have been.
-
-    `state` may hold whole tensors, too, such as another model's ``state_dict()``; each rank takes its part of them.
-    """
-    own = model_state(model)
-    if missing := own.keys() - state.keys():
-        raise KeyError(f"YaFSDP: the loaded state lacks {', '.join(sorted(missing))}")
-    for name, value in own.items():
-        _copy(value, state[name])
+def hook_model(module: YaFSDPModule) -> None:
+    """Let the state dict of a sharded module hold shards that know their place, and take these or whole tensors."""
+    assert isinstance(module, nn.Module)
+    module.register_state_dict_post_hook(_give_places)
+    module.register_load_state_dict_pre_hook(_take_parts)
 
 
-@torch.no_grad()
-def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Give the optimizer what was loaded. Its parameter groups must hold the same parameters as when saved."""
-    own = optimizer_state(model, optimizer)
-    names = _names(model)
-    shards = {names[id(shard)]: shard for shard in optimizer.state}
-    for name, values in own["state"].items():
-        for key, value in values.items():
-            loaded = state["state"][name][key]
-            if isinstance(value, Tensor):
-                _copy(value, loaded)
-            else:
-                optimizer.state[shards[name]][key] = loaded
-    for group, own_group, loaded in zip(
-        optimizer.param_groups, own["param_groups"], state["param_groups"], strict=True
-    ):
-        if own_group["params"] != loaded["params"]:
-            raise ValueError("YaFSDP: the optimizer's parameter groups are not those of the loaded state")
-        group.update({key: value for key, value in loaded.items() if key != "params"})
+def _give_places(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    outer = module._yafsdp_unit.outer_unit
+    known = places((*units_in(module), *((outer,) if outer is not None else ())))
+    for name, parameter in _named(module, prefix):
+        if name in state and not isinstance(state[name], FlatShard) and id(parameter) in known:
+            state[name] = FlatShard(parameter.detach(), known[id(parameter)][1])
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    if isinstance(target, FlatShard) and isinstance(source, FlatShard):
-        for (_, own), (_, loaded) in zip(target.pieces, source.pieces, strict=True):
-            if own.data_ptr() != loaded.data_ptr():
-                own.copy_(loaded)
-    elif isinstance(target, FlatShard):
-        if source.shape != target.shape:
-            raise ValueError(f"YaFSDP: cannot load {tuple(source.shape)} into a parameter of {tuple(target.shape)}")
-        for offsets, own in target.pieces:
-            own.copy_(source[tuple(slice(o, o + n) for o, n in zip(offsets, own.shape, strict=True))])
-    elif source is not target:
-        target.copy_(source)
+def _take_parts(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    known = places([module._yafsdp_unit])  # each unit's module has this hook
+    for name, parameter in _named(module, prefix):
+        if name in state and id(parameter) in known:
+            state[name] = _part(state[name], *known[id(parameter)], name)
 
 
-def _parameters(model: nn.Module) -> Iterator[UnitParameter]:
-    return (parameter for unit in units_in(model) for parameter in unit.parameters)
+def _named(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Parameter]]:
+    return ((prefix + name, value) for name, value in module.named_parameters(remove_duplicate=False))
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each shard by its id."""
-    return {id(shard): _clean(name) for name, shard in model.named_parameters()}
+def _part(value: Any, parameter: UnitParameter, place: Place, name: str) -> Any:
+    """Return this rank's part of a tensor that is loaded. Raises ValueError if nobody knows which that is."""
+    if isinstance(value, FlatShard):
+        if value.local.shape != parameter.shard.shape or (value.shape, value.place.origin) != (
+            place.shape,
+            place.origin,
+        ):
+            raise ValueError(
+                f"YaFSDP: {name} is the shard of another place or of another number of ranks; load it through "
+                "torch.distributed.checkpoint, which reshards"
+            )
+        return value.local
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if whole.shape != place.shape:
+        raise ValueError(
+            f"YaFSDP: {name} is {tuple(place.shape)} and cannot be loaded from {tuple(whole.shape)}; load a whole "
+            "tensor, or through torch.distributed.checkpoint"
+        )
+    return place.part_of(whole, parameter.shard.numel())
 
 
-def _clean(name: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+# Its optimizers ------------------------------------------------------------------------------------------------------
 
 
-def _flat_shard(parameter: UnitParameter, local: Tensor) -> FlatShard:
-    return FlatShard(local.detach(), parameter.shape, parameter.part.origin)
+def hook_optimizer(optimizer: Optimizer) -> None:
+    """Do for the state of an optimizer of shards what `hook_model` does for the model's."""
+    if optimizer not in _hooked:
+        _hooked.add(optimizer)
+        optimizer.register_state_dict_post_hook(_give_places_of_state)
+        optimizer.register_load_state_dict_pre_hook(_take_parts_of_state)
 
 
-def _optimizer_tensor(parameter: UnitParameter, value: Any, name: str) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
+def _give_places_of_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"state": _each_state(optimizer, state, _state_shard)}
+
+
+def _take_parts_of_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"state": _each_state(optimizer, state, _state_part)}
+
+
+def _each_state(optimizer: Optimizer, state: dict[str, Any], convert: Any) -> dict[Any, Any]:
+    """Return the state of each parameter, converted where it has one value per element of a shard."""
+    known = places(units_of(optimizer))
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))
+    converted = dict(state["state"])
+    for number, values in state["state"].items():
+        if (found := known.get(id(by_number.get(number)))) is not None:
+            converted[number] = {
+                key: convert(value, *found, key) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in values.items()
+            }
+    return converted
+
+
+def _state_shard(value: Tensor, parameter: UnitParameter, place: Place, key: str) -> Tensor:
     if value.shape != parameter.shard.shape:
-        raise NotImplementedError(f"YaFSDP: optimizer state {name} is not one value per element: {tuple(value.shape)}")
-    return _flat_shard(parameter, value)
+        raise NotImplementedError(
+            f"YaFSDP: state {key!r} of an optimizer has not one value per element of a shard: {tuple(value.shape)}"
+        )
+    return FlatShard(value, place)
+
+
+def _state_part(value: Tensor, parameter: UnitParameter, place: Place, key: str) -> Tensor:
+    part: Tensor = _part(value, parameter, place, f"state {key!r} of an optimizer")
+    return part

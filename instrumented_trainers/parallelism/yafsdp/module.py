@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
@@ -65,6 +67,25 @@ class YaFSDPModule:
             tuple(slots.gradients.buffer for slots in own),
         )
 
+    def save_pretrained(self, *args: Any, is_main_process: bool | None = None, **options: Any) -> None:
+        """Save a Hugging Face model whole, as its own ``save_pretrained`` does; all ranks must call it.
+
+        Rank 0 writes, or the ranks of which `is_main_process` says so. A `state_dict` among the options is saved as it
+        is. Returns when the files are there.
+        """
+        assert isinstance(self, nn.Module)
+        if not callable(save := getattr(super(), "save_pretrained", None)):
+            raise AttributeError(f"{type(self).__name__} has no save_pretrained: it is no Hugging Face model")
+        if options.get("state_dict") is None:
+            options["state_dict"] = full_state_dict(self)
+        is_main_process = dist.get_rank() == 0 if is_main_process is None else is_main_process
+        if is_main_process:
+            save(*args, is_main_process=True, **options)
+        dist.barrier()
+
+    def _get_name(self) -> str:
+        return f"YaFSDP{type(self).__name__}"  # when printed; saved models bear their own name
+
     def _units(self) -> list[Unit]:
         assert isinstance(self, nn.Module)
         return list(units_in(self))
@@ -102,6 +123,11 @@ class YaFSDPModule:
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise NotImplementedError("YaFSDP: a sharded module cannot be copied; copy it before fully_shard")
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return all weights whole, on the host of rank 0; on other ranks nothing. All ranks must call it."""
+    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def units_in(module: nn.Module) -> Iterator[Unit]:

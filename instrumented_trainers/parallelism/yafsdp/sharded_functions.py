@@ -1,8 +1,8 @@
 """Functions of torch that compute over all gradients, made to see those of all ranks where these are shards.
 
-A clipping norm and a gradient scaler's search for infinities look at a rank's own tensors; with shards each rank would
-come to another result without a word. torch has no hook for either, so its functions are replaced by ones that add a
-collective for shards, and do as before for everything else.
+A clipping norm and a gradient scaler's search for infinities look at a rank's own tensors, and a full state dict
+gathers DTensors only; with shards each rank would come to another result without a word. torch has no hooks for these,
+so its functions are replaced by ones that add a collective for shards, and do as before for everything else.
 """
 
 import functools
@@ -13,9 +13,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
+from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 _units: WeakSet[Unit] = WeakSet()
@@ -34,7 +36,7 @@ def _replace_functions() -> None:
     nn.utils.get_total_norm = over_ranks  # type: ignore[assignment]
     scaler = torch.amp.grad_scaler.GradScaler
     scaler._unscale_grads_ = _infinities_over_ranks(scaler._unscale_grads_)  # type: ignore[method-assign]
-    register_optimizer_step_pre_hook(_note_step)
+    state_dict._gather_state_dict = _gathering_shards(state_dict._gather_state_dict)
 
 
 def _shard_groups() -> dict[int, dist.ProcessGroup]:
@@ -118,6 +120,21 @@ def units_of(optimizer: torch.optim.Optimizer) -> list[Unit]:
     return list(dict.fromkeys(unit for unit in units if unit is not None))
 
 
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 -- a hook's signature
-    for engine in {unit.engine for unit in units_of(optimizer)} - {None}:
-        engine.note_step()  # type: ignore[union-attr]
+# Full state dicts ----------------------------------------------------------------------------------------------------
+
+
+def _gathering_shards(gather: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gather)
+    def gather_state_dict(
+        state: dict[str, Any], *, cpu_offload: bool = False, ranks_only: tuple[int, ...] = (), **options: Any
+    ) -> Any:
+        is_kept = not ranks_only or dist.get_rank() in ranks_only
+
+        def whole(shard: FlatShard) -> Tensor | None:
+            tensor = shard.full_tensor()  # on every rank, one after the other
+            return (tensor.cpu() if cpu_offload else tensor) if is_kept else None
+
+        state = tree_map_only(FlatShard, whole, state)
+        return gather(state, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)
+
+    return gather_state_dict

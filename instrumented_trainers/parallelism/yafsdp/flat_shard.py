@@ -1,0 +1,132 @@
+"""A shard as ``torch.distributed.checkpoint`` takes it, which can reshard it.
+
+A rank's shard of a parameter is a range of the flattened parameter; the checkpoint wants boxes. `FlatShard` says which
+boxes a range is, through the three methods that the checkpoint's planner asks any tensor for.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from instrumented_trainers.parallelism.yafsdp.layout import Layout, boxes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a shard lies: in which parameter of which layout, and on which rank of which."""
+
+    layout: Layout
+    index: int
+    origin: int
+    """The number of the shard's first element in the flattened parameter."""
+    ranks: dist.ProcessGroup
+    device: torch.device
+    """Where the ranks' collectives run."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the whole parameter."""
+        return self.layout.shapes[self.index]
+
+    @torch.no_grad()
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the whole tensor of which each rank has its part in `local`, on the device of `local`."""
+        parts = [self.layout.part(self.index, rank) for rank in range(self.ranks.size())]
+        longest = max(part.stop - part.start for part in parts)
+        sent = torch.zeros(longest, dtype=local.dtype, device=self.device)
+        sent[: local.numel()] = local
+        received = [torch.empty_like(sent) for _ in parts]
+        dist.all_gather(received, sent, group=self.ranks)
+        whole = torch.empty(self.shape.numel(), dtype=local.dtype, device=local.device)
+        for part, values in zip(parts, received, strict=True):
+            length = part.stop - part.start
+            whole[part.origin : part.origin + length] = values[:length]
+        return whole.view(self.shape)
+
+    @torch.no_grad()
+    def part_of(self, whole: Tensor, numel: int) -> Tensor:
+        """Return the `numel` elements of a whole tensor that lie here."""
+        return whole.reshape(-1)[self.origin : self.origin + numel]
+
+
+class FlatShard(Tensor):
+    """A tensor of which this rank has a range of elements, in row-major order. It can be saved and loaded.
+
+    `local` is not copied: what is loaded lands in it.
+    """
+
+    local: Tensor
+    """The elements that this rank has: one dim."""
+    place: Place
+    pieces: list[tuple[torch.Size, Tensor]]
+    """The boxes that this rank has: each one's offsets and its elements, a view of `local`."""
+
+    @staticmethod
+    def __new__(cls, local: Tensor, place: Place) -> Self:
+        shard = Tensor._make_wrapper_subclass(cls, place.shape, dtype=local.dtype, device=local.device)
+        shard.local, shard.place, shard.pieces = local, place, []
+        offset = 0
+        for offsets, sizes in boxes(place.shape, place.origin, place.origin + local.numel()):
+            size = torch.Size(sizes)
+            shard.pieces.append((torch.Size(offsets), local[offset : offset + size.numel()].view(size)))
+            offset += size.numel()
+        return shard
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets, piece.size()),
+                    properties=TensorProperties.create_from_tensor(piece),
+                    size=self.size(),
+                ),
+            )
+            for offsets, piece in self.pieces
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offsets, piece in self.pieces:
+            if offsets == index.offset:
+                return piece
+        raise ValueError(f"{index.fqn}: this rank has no part that begins at {index.offset}")
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shard = args[0]
+        if function is torch.ops.aten.detach.default:
+            return shard
+        if function in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            return cls(function(shard.local, *args[1:], **(kwargs or {})), shard.place)
+        if function is torch.ops.aten.new_empty.default:
+            # How asynchronous saving copies: it makes an empty one on the host, then copies the attributes into it.
+            empty = torch.empty(0, dtype=shard.dtype, device=(kwargs or {}).get("device"))
+            return cls(empty, dataclasses.replace(shard.place, origin=0))
+        raise NotImplementedError(
+            f"YaFSDP: this rank has a part of the tensor only, which can be saved and loaded, not computed with "
+            f"({function}); call full_tensor() on all ranks to get it whole"
+        )
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole tensor, on every rank. All ranks must call it."""
+        return self.place.gather(self.local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            "YaFSDP: this rank has a part of the tensor only, so torch.save would lose the others; save with "
+            "torch.distributed.checkpoint, or get it whole, on all ranks: torch.distributed.checkpoint.state_dict."
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FlatShard(shape={tuple(self.shape)}, pieces={[tuple(piece.shape) for _, piece in self.pieces]})"
