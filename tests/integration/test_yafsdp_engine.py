@@ -361,17 +361,12 @@ def load_in_place_of_the_shards() -> None:
     model(tokens())
 
 
-def load_whole_weights() -> None:
-    sharded_toy()[0].load_state_dict(Toy().state_dict())
-
-
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "root sharded before its blocks": (shard_the_root_first, "ValueError: .*is a shard already.*blocks first"),
     "a rank outside the mesh": (shard_outside_the_mesh, r"ValueError: .*rank \d is not in the mesh"),
     "other memory": (give_other_memory, "RuntimeError: .*'weight' of LayerNorm in unit 'layers.1' was replaced"),
     "another dtype, by hand": (give_another_dtype, "RuntimeError: .*was replaced.*cast before sharding"),
     "parameters assigned": (load_in_place_of_the_shards, "RuntimeError: .*was replaced.*in place"),
-    "whole weights loaded": (load_whole_weights, "(?s)RuntimeError: .*size mismatch"),
     "tied across units": (tie_across_units, "ValueError: .*'weight' of LayerNorm in Toy is tied"),
     "tied across sharded parts": (
         lambda: parity.shard(Toy(tied=True), Case(units="all")),

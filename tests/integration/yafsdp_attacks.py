@@ -134,8 +134,17 @@ def _largest(sharded: nn.Module, reference: nn.Module, *, gradients: bool) -> fl
 
 def outcome(name: str) -> float | str:
     """Return the difference of an attack, or the error's class and words."""
+    return _outcome(SPECIAL[name]) if name in SPECIAL else outcome_of(ATTACKS[name])
+
+
+def outcome_of(attack: Attack) -> float | str:
+    """Return the difference of an attack, or the error's class and words."""
+    return _outcome(functools.partial(difference, attack))
+
+
+def _outcome(train: Callable[[], float]) -> float | str:
     try:
-        return SPECIAL[name]() if name in SPECIAL else difference(ATTACKS[name])
+        return train()
     except AssertionError:
         raise
     except Exception as error:  # noqa: BLE001 -- the error is the result

@@ -29,6 +29,9 @@ class Place:
     device: torch.device
     """Where the ranks' collectives run."""
 
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # process groups are not copied when asynchronous saving copies a shard to the host
+
     @property
     def shape(self) -> torch.Size:
         """Return the shape of the whole parameter."""
