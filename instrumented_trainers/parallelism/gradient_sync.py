@@ -9,8 +9,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
-
 
 @contextmanager
 def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
@@ -18,7 +16,7 @@ def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
 
     Gradients of micro-batches add up: divide the loss by their number.
     """
-    if isinstance(model, (FSDPModule, YaFSDPModule)):
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         yield
     elif isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)) and not last:
@@ -30,7 +28,7 @@ def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients so that their norm over all ranks is at most `max_norm`; return the norm before."""
-    if isinstance(model, (FullyShardedDataParallel, YaFSDPModule)):
+    if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

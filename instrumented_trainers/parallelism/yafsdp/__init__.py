@@ -1,8 +1,8 @@
 """YaFSDP: fully sharded data parallelism with preallocated double buffers. Our own implementation.
 
 Each unit, usually a layer, is one flat tensor cut into shards; all units share two weight and two gradient buffers
-(double buffering); one communication lane runs all collectives and nothing else: copies and casts run on the compute
-stream, and gradients are divided once, after backward. https://github.com/yandex/YaFSDP describes the technique.
+(double buffering); one communication lane runs all collectives and nothing else: copies, casts and divisions run on the
+compute stream. https://github.com/yandex/YaFSDP describes the technique.
 """
 
 import functools
