@@ -224,9 +224,10 @@ class DataStall(Rule):
     launches that the loading delayed are missing.
 
     How it is measured: gaps in compute that are the host's, as far as it is in the phase data or in the data loader's
-    __next__; for the replay, all of that time in a step's device window. The next step's batch is loaded at the end of
-    a step's device window; the last step of a window shows no loading and is left out if there are others. Steps that
-    save are left out. The message quotes the representative step of the worst device.
+    __next__; for the replay, all of that time in a step's device window, and of a load before the first step the share
+    that the others cost. The next step's batch is loaded at the end of a step's device window; the last step of a
+    window shows no loading and is left out if there are others. Steps that save are left out. The message quotes the
+    representative step of the worst device.
 
     How to fix: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True), cheaper decoding
     and augmentation, data on faster or local storage, batches prepared ahead on another thread.

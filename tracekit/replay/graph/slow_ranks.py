@@ -39,13 +39,19 @@ def with_late_ranks(table: pl.DataFrame, late_ranks: tuple[int, ...]) -> pl.Data
     """Return the steps of a replay `without_late_ranks` with the late ranks as much faster as the median of the others.
 
     `table` has the columns of `savings.STEP_COLUMNS`: late ranks do not wait, so their own steps are moved in time.
+    That is so in each step and over the window: a rank that is ahead absorbs a delay in one step and shows it later.
     """
-    is_late = pl.col("rank").is_in(list(late_ranks))
-    others_ns = pl.col("saved_ns").filter(~is_late).median().over(_STEP).cast(pl.Int64)
-    saved_ns = pl.when(is_late).then(others_ns).otherwise("saved_ns")
-    return table.with_columns(saved_ns.alias("saved_ns")).with_columns(
-        (pl.col("replayed_ns") - pl.col("saved_ns")).alias("without_ns")
+    is_late, rank = pl.col("rank").is_in(list(late_ranks)), ["window", "rank", "device"]
+    of_rank = table.with_columns(total_ns=pl.col("saved_ns").sum().over(rank), steps=pl.len().over(rank))
+    of_others = of_rank.with_columns(
+        step_ns=pl.col("saved_ns").filter(~is_late).median().over(_STEP),
+        window_ns=pl.col("total_ns").filter(~is_late).median().over("window"),
     )
+    missing_ns = (pl.col("window_ns") - pl.col("step_ns").sum().over(rank)) / pl.col("steps")
+    others_ns = (pl.col("step_ns") + missing_ns).round().cast(pl.Int64)
+    saved = of_others.with_columns(pl.when(is_late).then(others_ns).otherwise("saved_ns").alias("saved_ns"))
+    without_ns = (pl.col("replayed_ns") - pl.col("saved_ns")).alias("without_ns")
+    return saved.with_columns(without_ns).select(table.columns)
 
 
 def _is_late(graph: Graph) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

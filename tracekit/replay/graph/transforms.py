@@ -50,11 +50,18 @@ def rate_limiter(graph: Graph) -> Graph:
 def data_loading(graph: Graph) -> Graph:
     """Remove the time of data loading.
 
-    What a load before the first step delays is known only in a window of one step: else other steps show what a load
-    costs while the device has work of the step before.
+    A load before the first step delays the device more than others do, for nothing is queued when a recording begins:
+    it counts by the share of its time that the loads of the other steps cost. A single step's load counts whole.
     """
-    is_only_step = graph.windows["step"].n_unique() == 1
-    ready = _with_shorter_gaps(graph, _gap_ns(graph, host_state.DATA), before_window=is_only_step)
+    gap_ns = _gap_ns(graph, host_state.DATA)
+    ready = _with_shorter_gaps(graph, gap_ns)
+    is_first = _is_released(graph)
+    if gap_ns[is_first].any():
+        share = (
+            1.0 if graph.windows["step"].n_unique() == 1 else _saved_share(graph, ready, np.where(is_first, 0, gap_ns))
+        )
+        counted_ns = np.where(is_first, np.round(share * gap_ns), gap_ns).astype(np.int64)
+        ready = _with_shorter_gaps(graph, counted_ns, before_window=True)
     on_host = (graph.column("what") == HOST) & graph.matches("kind", "compute")
     return _with_zero_time(ready, on_host & graph.matches("phase", "data"))
 
@@ -213,6 +220,25 @@ def _in_state(graph: Graph, what: str) -> Flags:
 def _without_state(graph: Graph, state: str) -> Graph:
     """Return the graph without the host time in a state, between calls and in calls."""
     return _without_waits(_with_shorter_gaps(graph, _gap_ns(graph, state)), _in_state(graph, state))
+
+
+def _is_released(graph: Graph) -> Flags:
+    """Return which of the ranks' nodes begin with the window: they have no wait for other nodes."""
+    released = np.zeros(graph.count, bool)
+    waiting = graph.edges.waiting[graph.edges.kind == RELEASE]
+    released[waiting[waiting < graph.count]] = True
+    return released
+
+
+def _saved_share(graph: Graph, changed: Graph, removed_ns: Ints) -> float:
+    """Return by which share of the time removed on the rank with most of it the last work ends earlier, 0 to 1."""
+    is_work = graph.frame["kind"].is_not_null().to_numpy()
+    before_ns, after_ns = (each.replayed.end_ns[each.done][is_work].max() for each in (graph, changed))
+    by_rank = (
+        graph.frame.select("rank", ns=pl.Series(removed_ns, dtype=pl.Int64)).group_by("rank").agg(pl.col("ns").sum())
+    )
+    most_ns = int(by_rank["ns"].to_numpy().max(initial=0))
+    return float(np.clip((before_ns - after_ns) / max(1, most_ns), 0, 1))
 
 
 def _with_shorter_gaps(graph: Graph, by_ns: Ints, *, before_window: bool = False) -> Graph:

@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from tracekit.replay.graph import savings, steps
+from tracekit.replay.graph import savings, slow_ranks, steps
 from tracekit.report import charts
 from tracekit.report import what_if as what_if_report
 
@@ -31,6 +31,23 @@ def test_the_largest_error_of_a_step_is_found_where_errors_cancel_in_the_sum():
     table = _steps((0, 1, 0, 10, 12, 8), (0, 2, 0, 10, 8, 8))
     assert steps.worst_error_ratio(table) == pytest.approx(0.2)
     assert steps.worst_error_ratio(table.clear()) == 0
+
+
+@pytest.mark.parametrize(
+    ("peers_ms", "late_ms"),
+    [
+        # All show a delay of 4 ms a step in the second step: they were ahead in the first.
+        (((0, 8), (0, 8), (0, 8)), (0, 8)),
+        # Some show it in the first step, others in the second: the medians of the steps, 0 and 2 ms, are not all of it.
+        (((0, 8), (0, 8), (0, 2), (8, 0), (8, 0)), (3, 5)),
+    ],
+)
+def test_late_ranks_are_as_much_faster_as_the_others_over_the_window_too(peers_ms, late_ms):
+    peers = [(rank, step, 0, 20, 20, 20 - ms) for rank, row in enumerate(peers_ms, 1) for step, ms in enumerate(row)]
+    own = [(0, step, 0, 20, 20, 20) for step in (0, 1)]
+    late = slow_ranks.with_late_ranks(_steps(*own, *peers), (0,)).filter(rank=0).sort("step")
+    assert late["saved_ns"].to_list() == [ms * MS for ms in late_ms]
+    assert late["without_ns"].to_list() == [(20 - ms) * MS for ms in late_ms]
 
 
 def test_savings_are_drawn_in_table_order_and_paler_where_less_certain():

@@ -151,6 +151,34 @@ def test_a_launch_does_not_wait_for_its_own_short_kernel():
     assert not (graph.edges.kind == "sync").any()
 
 
+@pytest.mark.parametrize(
+    ("compute", "saved_ms"),
+    [
+        # The second load delays b by 3 of its 4 ms, so the first one counts by 3 ms: 6 ms in two steps.
+        ("aa...bb....", 3.0),
+        # The device has work of the first step during the second load: in steady state, loads cost nothing.
+        ("aaaaaabb...", 0.0),
+    ],
+)
+def test_a_load_before_the_first_step_counts_as_much_as_loads_of_other_steps_cost(compute, saved_ms):
+    # host     LLLLlLLLLl
+    launches = calls(("cudaLaunchKernel", 4, 0), ("cudaLaunchKernel", 9, 0))
+    loads = calls(*(("enumerate(DataLoader)#Iter.__next__", start, 4) for start in (0, 5)))
+    ops = pl.concat([launches, loads.with_columns(pl.col("id") + 10, kind=pl.lit("annotation"))])
+    steps = compute.replace("a", "0").replace("b", "1")
+    second = steps.index("1")
+    drawn = drawn_traces.trace(
+        f"""
+        step     .....{steps[:second].replace(".", "0")}{steps[second:]}
+        compute  .....{compute}
+        """,
+        scale_ns=MS,
+        ops=ops,
+    )
+    found = savings.saving(drawn_traces.run(drawn), "data-loading")
+    assert found.saved_ns / MS == pytest.approx(saved_ms, abs=0.01)
+
+
 def test_all_causes_with_a_cost_are_listed_largest_first_with_hours_and_money():
     late = run(
         """
