@@ -1,0 +1,107 @@
+"""One trouble makes one finding, on drawn timelines that are long enough to be replayed."""
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_hosts, drawn_traces
+from tests.support.rule_examples import slow_link_run
+from tracekit.rules.engine import check
+from tracekit.rules.link_bandwidth import SlowLink
+from tracekit.rules.rule import Severity
+
+BLOCKS = 36
+
+
+def ranks_run(block, ranks=3):
+    """Return ranks with BLOCKS blocks in three steps. `block(rank)` draws one: compute, collective, and its host.
+
+    The host is the launch times of the compute's letters and the slices during the block, in characters. Letters are
+    renamed in each block.
+    """
+    groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(ranks))]})
+    traces = []
+    for rank in range(ranks):
+        compute, comm, launched, doing = block(rank)
+        rows = {"step": "", "compute": "", "comm": ""}
+        calls, slices, ops = {}, [], {}
+        for number in range(BLOCKS):
+            begin, names = len(rows["step"]), {}
+            for letter in dict.fromkeys((compute + comm).replace(".", "")):
+                names[letter] = chr(0x4E00 + 8 * number + len(names))
+            rows["step"] += str(3 * number // BLOCKS) * len(compute)
+            for lane, cells in (("compute", compute), ("comm", comm)):
+                rows[lane] += cells.translate(str.maketrans(names))
+            calls |= {names[letter]: 0 if at is None else begin + at for letter, at in launched.items()}
+            slices += [(name, "runtime", begin + since, begin + until) for name, since, until in doing]
+            ops |= {names[letter]: "all_reduce" for letter in comm if letter != "."}
+        picture = "\n".join(f"{lane} {cells}" for lane, cells in rows.items())
+        traces.append(drawn_hosts.trace(picture, calls, tuple(slices), rank=rank, groups=groups, ops=ops))
+    return drawn_traces.run(*traces)
+
+
+def synchronizing(late_by):
+    """Return a block in which each host waits for `a` and then pauses: that of rank 1 for `late_by` more."""
+
+    def block(rank):
+        pause = 8 + late_by * (rank == 1)
+        rest = 8 + late_by - pause
+        # compute  aaaa........bb......   (rank 1, late by 2:  aaaa..........bb....)
+        # comm     ..............xxxx..                        ................xx..
+        compute = "aaaa" + "." * pause + "bb" + "." * (4 + rest)
+        comm = "." * (6 + pause) + "x" * (2 + rest) + ".."
+        launched = {"a": 0, "b": 3 + pause, "x": 3 + pause}
+        return compute, comm, launched, (("cudaStreamSynchronize", 1, 4),)
+
+    return block
+
+
+def slow(late_by):
+    """Return a block whose work is launched in advance; the kernels of rank 1 take `late_by` longer."""
+
+    def block(rank):
+        own = 10 + late_by * (rank == 1)
+        rest = 10 + late_by - own
+        return "a" * own + "." * (4 + rest), "." * own + "x" * (2 + rest) + "..", {"a": None, "x": None}, ()
+
+    return block
+
+
+def judged(run):
+    return {each.code: each for each in check(run).findings if not each.code.startswith("DATA")}
+
+
+@pytest.mark.parametrize("late_by", [1, 2, 3])
+def test_a_sync_on_all_ranks_does_not_also_make_a_straggler_of_one(late_by):
+    found = judged(ranks_run(synchronizing(late_by)))
+    assert found["HOST002"].severity is Severity.WARNING
+    assert found["HOST002"].ranks == (0, 1, 2)
+    assert "Rank 1 is a straggler" in found["RANK001"].message  # that is what was measured
+    assert found["RANK001"].severity is Severity.INFO
+    assert "by replay after HOST002" in found["RANK001"].message
+
+
+def test_the_same_waits_for_slow_kernels_make_a_straggler():
+    found = judged(ranks_run(slow(2)))
+    assert (found["RANK001"].severity, found["RANK001"].ranks) == (Severity.WARNING, (1,))
+    assert "HOST002" not in found
+
+
+def test_a_slow_group_of_which_a_rank_has_no_trace_may_wait_for_that_rank():
+    # Group 1 is slower than groups 0 and 2, as with a slow link. Without rank 3, rank 2 may only wait for that rank.
+    whole, rules = slow_link_run(3, 6, 3), [SlowLink(min_bandwidth_bytes_per_s=0)]
+    others = drawn_traces.run(*(trace for trace in whole.traces() if trace.rank != 3))
+    (found,), (doubtful,) = check(whole, rules).findings, check(others, rules).findings
+    assert "without a trace" not in found.message
+    assert "Or ranks without a trace arrive late" in doubtful.message
+    assert doubtful.confidence < found.confidence
+
+
+@pytest.mark.parametrize("length", [4, 10, 40])
+def test_contention_of_some_percent_is_at_least_information(length):
+    # a takes 4 during x and 2 alone: that costs 2 of each part, the share of which falls with the length of z.
+    work = "z" * length
+    compute, comm = f"aaaa{work}aa{work}", f".xxx{'.' * (2 * length + 2)}"
+    rows = [f"step {'0' * len(compute) * 20}", f"compute {compute * 20}", f"comm {comm * 20}"]
+    found = judged(drawn_traces.run(drawn_hosts.trace("\n".join(rows), dict.fromkeys("axz", 0))))["STREAM003"]
+    assert found.severity >= Severity.INFO
+    assert found.impact == pytest.approx(2 / len(compute), rel=0.05)
