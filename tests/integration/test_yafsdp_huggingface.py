@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instrumented_trainers.parallelism.yafsdp import fully_shard
+from instrumented_trainers.parallelism.yafsdp import fully_shard, module
 from tests.support import process_group
 from tracekit import conventions
 
@@ -20,6 +20,18 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install transformers"
 )
 REPOSITORY = Path(__file__).parents[2]
+
+
+TRAINER = REPOSITORY / "tests" / "integration" / "scripts" / "huggingface_trainer.py"
+
+
+def start(ranks: int, *arguments: str, script: Path = TRAINER) -> None:
+    """Start the script on so many ranks and wait for its end."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, *launcher, str(script), *arguments]
+    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_example_learns_and_records_a_run(tmp_path: Path) -> None:
@@ -53,6 +65,38 @@ def save_pretrained(folder: str) -> list[float]:
         return model(input_ids=torch.arange(16).view(2, 8)).logits.flatten().tolist()
 
 
+def save_on_one_rank(folder: str) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = fully_shard(LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **sizes)))
+    module._PATIENCE_S = 1
+    if dist.get_rank():
+        return ""
+    try:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_saving_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    words, _ = process_group.run(2, functools.partial(save_on_one_rank, str(tmp_path)))
+    assert "not all of them called it" in words
+
+
+ACCELERATED = REPOSITORY / "tests" / "integration" / "scripts" / "accelerated.py"
+
+
+def test_accelerate_trains_as_on_one_process(tmp_path: Path) -> None:
+    found = [tmp_path / "one.json", tmp_path / "two.json"]
+    start(1, str(found[0]), script=ACCELERATED)
+    start(2, str(found[1]), script=ACCELERATED)
+    one, two = (torch.tensor(json.loads(path.read_text(encoding="utf-8"))) for path in found)
+    assert len(one) == 20
+    assert torch.allclose(one, two, rtol=1e-5, atol=0)
+
+
 def test_plain_transformers_reads_what_a_sharded_model_saves(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -63,3 +107,22 @@ def test_plain_transformers_reads_what_a_sharded_model_saves(tmp_path: Path) -> 
         expected = model(input_ids=torch.arange(16).view(2, 8)).logits.flatten()
     for found in logits:
         assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
+
+
+def losses(folder: Path) -> torch.Tensor:
+    return torch.tensor(json.loads((folder / "losses.json").read_text(encoding="utf-8")))
+
+
+def test_the_trainer_trains_saves_and_resumes_as_one_process_does(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
+    start(1, str(one))
+    start(2, str(two))
+    assert losses(one).shape == (20, 2)  # loss and gradient norm
+    assert torch.allclose(losses(one), losses(two), rtol=1e-5, atol=0)
+    start(2, str(resumed), str(two / "checkpoint-10"))
+    assert torch.allclose(losses(resumed)[-10:], losses(two)[-10:], rtol=1e-6, atol=0)
+    weights = [AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (one, two, resumed)]
+    for other in weights[1:]:
+        assert all(torch.allclose(weights[0][name], value, atol=1e-5) for name, value in other.items())

@@ -24,6 +24,7 @@ from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_r
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_PREPARED_MARK = "_is_accelerate_prepared"  # Accelerate, and Hugging Face's Trainer, wrap such a module in nothing
 _UNIT_MARK = "_yafsdp_sharded_in"  # on an original parameter: which module's unit took it
 
 
@@ -87,6 +88,7 @@ def fully_shard(
     module._yafsdp_unit = unit  # type: ignore[assignment]
     module.__class__ = _sharded_class(type(module))
     hook_model(module)  # type: ignore[arg-type]
+    setattr(module, _PREPARED_MARK, True)
     return module
 
 

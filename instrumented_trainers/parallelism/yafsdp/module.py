@@ -1,7 +1,9 @@
 """What a module can do once it is sharded."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -9,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+_PATIENCE_S = 60
+_calls = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -70,16 +75,18 @@ class YaFSDPModule:
     def save_pretrained(self, *args: Any, is_main_process: bool | None = None, **options: Any) -> None:
         """Save a Hugging Face model whole, as its own ``save_pretrained`` does; all ranks must call it.
 
-        Rank 0 writes, or the ranks of which `is_main_process` says so. A `state_dict` among the options is saved as it
-        is. Returns when the files are there.
+        Rank 0 writes, or the ranks of which `is_main_process` says so, and all return when the files are there. With a
+        `state_dict` among the options, each rank that calls it saves that, alone.
         """
         assert isinstance(self, nn.Module)
         if not callable(save := getattr(super(), "save_pretrained", None)):
             raise AttributeError(f"{type(self).__name__} has no save_pretrained: it is no Hugging Face model")
-        if options.get("state_dict") is None:
-            options["state_dict"] = full_state_dict(self)
-        is_main_process = dist.get_rank() == 0 if is_main_process is None else is_main_process
-        if is_main_process:
+        if options.get("state_dict") is not None:
+            save(*args, is_main_process=is_main_process is not False, **options)
+            return
+        _await_all_ranks("save_pretrained")
+        options["state_dict"] = full_state_dict(self)
+        if is_main_process or (is_main_process is None and dist.get_rank() == 0):
             save(*args, is_main_process=True, **options)
         dist.barrier()
 
@@ -128,6 +135,21 @@ class YaFSDPModule:
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return all weights whole, on the host of rank 0; on other ranks nothing. All ranks must call it."""
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def _await_all_ranks(what: str) -> None:
+    """Raise RuntimeError if a rank does not call this within a minute: its collectives would wait for it longer."""
+    store, number = dist.distributed_c10d._get_default_store(), next(_calls)
+    store.set(f"yafsdp/{what}/{number}/{dist.get_rank()}", "")
+    keys = [f"yafsdp/{what}/{number}/{rank}" for rank in range(dist.get_world_size())]
+    try:
+        store.wait(keys, timedelta(seconds=_PATIENCE_S))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"YaFSDP: {what} gathers the weights of all ranks, but not all of them called it within {_PATIENCE_S} s; "
+            "call it on every rank (in Hugging Face's Trainer: use "
+            "instrumented_trainers.parallelism.yafsdp.huggingface.Trainer)"
+        ) from error
 
 
 def units_in(module: nn.Module) -> Iterator[Unit]:
