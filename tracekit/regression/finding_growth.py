@@ -2,9 +2,11 @@
 
 A rule reports a cost from its threshold on, and a cost can move to another rank, so a finding can be new although next
 to nothing changed. Therefore the cost is compared with what findings of the same code cost in the baseline together,
-and counts only where a step takes longer by at least half as much. Runs on a CPU share its processors with other
-programs; their costs also have to grow by more than step times of recordings of one training differ by, by the test of
-`significance`.
+and counts only where a step takes longer by at least half as much; what it costs before the first step's work is not in
+step times, and counts by itself. Costs are compared as shares of the baseline's step: a cost that grows as much as the
+step has the same share of both. Runs on a CPU share its processors with other
+programs, and what a known finding costs varies; such costs also have to grow by more than step times of recordings of
+one training differ by, by the test of `significance`.
 """
 
 import math
@@ -31,8 +33,11 @@ class StepGrowth:
 
     growth_ratio: float
     """Of the median step, or of the mean step where that is more: a single stall is in the mean only."""
+    mean_growth_ratio: float
     noise_ratio: float
-    """Smaller costs may be the machine's: 0 on a device, which no other program shares."""
+    """What step times of recordings of one training differ by at most. Less growth of a known cost may be noise."""
+    is_on_device: bool
+    """Whether steps run on devices, which no other program shares: noise then makes no cost that was not there."""
 
     @classmethod
     def of(
@@ -44,9 +49,9 @@ class StepGrowth:
             return None
         medians = (math.exp(float(np.mean([np.log(np.median(values)) for values in side]))) for side in (a, b))
         means = (float(np.mean([values.mean() for values in side])) for side in (a, b))
-        growth = max(after / before - 1 for before, after in (tuple(medians), tuple(means)))
+        of_median, of_mean = (after / before - 1 for before, after in (tuple(medians), tuple(means)))
         is_on_device = all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate))
-        return cls(growth, 0.0 if is_on_device else _noise(a, b, confidence))
+        return cls(max(of_median, of_mean), of_mean, _noise(a, b, confidence), is_on_device)
 
     def is_certain(
         self,
@@ -57,14 +62,22 @@ class StepGrowth:
     ) -> bool:
         """Return whether a finding, one of `findings`, costs so much more of the step than in the baseline.
 
-        `known` are the baseline's findings by id, one for each recording that has it. A new finding costs no more than
-        all `findings` of its code cost more than the baseline's of this code.
+        `known` are the baseline's findings by id, one for each recording that has it. A finding costs no more beyond
+        the baseline than all `findings` of its code together.
         """
         before = {name: max(one.impact for one in each) for name, each in known.items() if each}
-        of_code = sum(one.impact for one in findings if one.code == finding.code)
+        of_code = sum(self._share(one) for one in findings if one.code == finding.code)
         before_of_code = sum(impact for name, impact in before.items() if known[name][0].code == finding.code)
-        more = min(finding.impact - before.get(finding.id, 0.0), of_code - before_of_code)
-        return more >= max(min_cost_ratio, self.noise_ratio) and self.growth_ratio >= _VISIBLE_SHARE * more
+        more = min(self._share(finding) - before.get(finding.id, 0.0), of_code - before_of_code)
+        in_steps = max(more - finding.before_steps_ratio, 0.0)
+        is_visible = self.growth_ratio >= _VISIBLE_SHARE * in_steps
+        is_new = finding.id not in known
+        noise_ratio = 0.0 if is_new and self.is_on_device else self.noise_ratio
+        return (more if is_visible else more - in_steps) >= max(min_cost_ratio, noise_ratio)
+
+    def _share(self, finding: Finding) -> float:
+        """Return what a finding costs as a share of the baseline's mean step."""
+        return finding.impact * (1 + self.mean_growth_ratio)
 
 
 def _step_times(tables: Sequence[pl.DataFrame]) -> list[Values]:

@@ -239,10 +239,11 @@ def _judge_findings(
     judged = []
     for finding in findings:
         before = known.get(finding.id, ())
-        is_worse = bool(before) and _is_worse(finding, before)
+        is_certain = is_certain_growth(finding)
+        is_worse = bool(before) and (is_certain or _is_worse(finding, before))
         status = FindingStatus.WORSE if is_worse else FindingStatus.KNOWN if before else FindingStatus.NEW
         is_judged = status is not FindingStatus.KNOWN and fail_on is not None
-        fails = is_judged and (finding.severity >= (fail_on or Severity.ERROR) or is_certain_growth(finding))
+        fails = is_judged and (finding.severity >= (fail_on or Severity.ERROR) or is_certain)
         judged.append(JudgedFinding(finding, status, fails, max((one.impact for one in before), default=None)))
     return tuple(judged)
 

@@ -37,7 +37,8 @@ class ExposedCommunication(Rule):
     How it is measured: per rank and step, the union of all collectives minus the union of all compute in the step's
     device window, less the wait for late ranks: starting a collective earlier does not shorten that wait (see RANK001
     and RANK003). Each rank is judged by its representative step, the one with the median share; the message quotes the
-    worst rank. Steps that save a checkpoint are left out (see CKPT001).
+    worst rank. Steps that save a checkpoint are left out (see CKPT001). The cost is the saving of a replay in which
+    transfers take no time: less than what is exposed, if the device then waits for something else.
 
     Bandwidth below `slow_bytes_per_ns` GB/s is stated: that of all messages of 4 MiB or more of one op, in groups of
     which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s).
@@ -95,7 +96,7 @@ class ExposedCommunication(Rule):
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
-            what_if=WhatIf("communication", self.info_exposed_ratio) if severity >= Severity.WARNING else None,
+            what_if=WhatIf("communication", self.info_exposed_ratio if severity >= Severity.WARNING else 0.0),
             ranks=distinct(over, "rank"),
             steps=distinct(steps, "step"),
             evidence=_evidence(worst, collectives),

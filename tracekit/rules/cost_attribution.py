@@ -221,11 +221,15 @@ _SAVING = "Potential saving by replay"
 
 @dataclass(frozen=True)
 class _MeanStep:
-    """What the mean step is shorter without a cause, the mean step, and the confidence of the replay."""
+    """What the mean step is shorter without a cause, the mean step, and the confidence of the replay.
+
+    `before_steps_ns` is the part of `saved_ns` that step times do not contain.
+    """
 
     saved_ns: int
     step_ns: int
     confidence: float
+    before_steps_ns: int = 0
 
 
 def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean: _MeanStep) -> Finding:
@@ -238,6 +242,7 @@ def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean
         finding,
         cost_ns=saved_ns,
         impact=share,
+        before_steps_ratio=min(share, mean.before_steps_ns / mean.step_ns),
         confidence=min(finding.confidence, mean.confidence),
         message=f"{finding.message} {saving}",
     )
@@ -265,9 +270,8 @@ def _saving_per_step(
         before_ns = steps.total_ns(before, "without_ns")
     stalled_ns = int(_of_ranks(stalls, own).filter(~_in(of_all))["lost_ns"].sum())
     saved_ns = before_ns - steps.total_ns(judged_steps, "without_ns") - stalled_ns
-    return _MeanStep(
-        saved_ns // count, max(1, steps.total_ns(judged_steps, "duration_ns") // count), without.confidence
-    )
+    step_ns = max(1, steps.total_ns(judged_steps, "duration_ns") // count)
+    return _MeanStep(saved_ns // count, step_ns, without.confidence, without.before_steps_ns)
 
 
 def _in(numbers: list[int]) -> pl.Expr:

@@ -68,6 +68,8 @@ class Finding:
     """The cause to remove in a replay; None where the rule itself measures the cost."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
+    before_steps_ratio: float = 0.0
+    """The part of `impact` that is lost before the first device work of the window: step times do not contain it."""
     is_of_window: bool = False
     """Whether impact and cost are of the whole window, because no steps are marked in it."""
     is_of_iterations: bool = False

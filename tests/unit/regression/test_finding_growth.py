@@ -9,8 +9,8 @@ from tracekit.rules.rule import Finding, Severity
 LEAST = 0.05
 
 
-def finding(impact, subject="", code="STEP001"):
-    return Finding(code, Severity.WARNING, "", "", impact=impact, subject=subject)
+def finding(impact, subject="", code="STEP001", before_steps=0.0):
+    return Finding(code, Severity.WARNING, "", "", impact=impact, subject=subject, before_steps_ratio=before_steps)
 
 
 def known(*findings):
@@ -26,18 +26,38 @@ def known(*findings):
         ([finding(0.12, "save"), finding(0.22, "retry")], [finding(0.25, "retry")], True),
         ([finding(0.12, "rank 3")], [finding(0.12, "rank 2")], False),  # moved to another rank
         ([finding(0.31, "retry")], [finding(0.25, "retry")], True),
-        ([finding(0.28, "retry")], [finding(0.25, "retry")], False),
+        ([finding(0.26, "retry")], [finding(0.25, "retry")], False),
+        ([finding(0.655)], [finding(0.66)], True),  # 66 of 100 ms, and now 72 of 110
+        ([finding(0.63)], [finding(0.66)], False),  # 69 of 110 ms
         ([finding(0.12, "save")], [finding(0.25, "retry", code="MEM001")], True),  # of another code
     ],
 )
 def test_a_cost_is_new_as_far_as_its_code_costs_more(findings, before, is_certain):
-    growth = StepGrowth(growth_ratio=0.1, noise_ratio=0.0)
+    growth = StepGrowth(growth_ratio=0.1, mean_growth_ratio=0.1, noise_ratio=0.055, is_on_device=True)
     assert growth.is_certain(findings[0], findings, known(*before), LEAST) is is_certain
 
 
 def test_a_cost_that_the_step_time_does_not_show_is_not_certain():
-    assert not StepGrowth(growth_ratio=0.04, noise_ratio=0.0).is_certain(finding(0.12), [finding(0.12)], {}, LEAST)
+    assert not StepGrowth(0.04, 0.04, noise_ratio=0.0, is_on_device=True).is_certain(
+        finding(0.12), [finding(0.12)], {}, LEAST
+    )
+
+
+def test_a_cost_before_the_first_step_is_not_in_the_step_time():
+    load = finding(0.12, before_steps=0.1)
+    assert StepGrowth(0.01, 0.01, noise_ratio=0.0, is_on_device=True).is_certain(load, [load], {}, LEAST)
+    hidden = finding(0.12, before_steps=0.02)
+    assert not StepGrowth(0.01, 0.01, noise_ratio=0.0, is_on_device=True).is_certain(hidden, [hidden], {}, LEAST)
 
 
 def test_a_cost_within_the_noise_of_a_cpu_is_not_certain():
-    assert not StepGrowth(growth_ratio=0.12, noise_ratio=0.2).is_certain(finding(0.12), [finding(0.12)], {}, LEAST)
+    assert not StepGrowth(0.12, 0.12, noise_ratio=0.2, is_on_device=False).is_certain(
+        finding(0.12), [finding(0.12)], {}, LEAST
+    )
+
+
+def test_a_known_cost_within_the_noise_of_step_times_did_not_grow_for_certain():
+    growth = StepGrowth(0.12, 0.12, noise_ratio=0.2, is_on_device=True)
+    assert growth.is_certain(finding(0.12), [finding(0.12)], {}, LEAST)  # new: noise adds to what is there
+    assert not growth.is_certain(finding(0.6), [finding(0.6)], known(finding(0.55)), LEAST)
+    assert growth.is_certain(finding(0.7), [finding(0.7)], known(finding(0.55)), LEAST)

@@ -30,7 +30,8 @@ class Saving:
     `saved_ns` is per step: the mean over steps on the slowest rank; `saved_ratio` its share of the recorded step,
     `step_ns` that step. `confidence` is from 0 to 1. `steps` has columns window, rank, step, device, duration_ns
     (recorded), replayed_ns (replay without changes), without_ns (replay without the cause) and saved_ns (their
-    difference); one row per window, rank, step and device. Without an answer all are 0, `steps` is empty, and
+    difference); one row per window, rank, step and device. `before_steps_ns` is the part of `saved_ns` before the first
+    device work of the window, which step times do not contain. Without an answer all are 0, `steps` is empty, and
     `unavailable_reason` says why. `caveat` says what limits the answer.
     """
 
@@ -42,6 +43,7 @@ class Saving:
     steps: pl.DataFrame
     unavailable_reason: str = ""
     caveat: str = ""
+    before_steps_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,12 +173,12 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         played = [(each, *_without(each, removals)) for each in graphs_of(run)]
     except InsufficientDataError as error:
         return _unknown(cause, str(error))
-    from_recording = BEFORE_WINDOW in names
-    tables = [
-        steps.durations(changed, then, unchanged=whole.replayed if from_recording else None)
-        for whole, changed, then in played
-    ]
-    without = pl.concat(tables).select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
+    own = pl.concat([steps.durations(changed, then) for _, changed, then in played])
+    with_before = pl.concat(
+        [steps.durations(changed, then, unchanged=whole.replayed) for whole, changed, then in played]
+    )
+    total = with_before if BEFORE_WINDOW in names else own
+    without = total.select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
     table = before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left").with_columns(
         (pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns")
     )
@@ -185,6 +187,7 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
             table = slow_ranks.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
+    before_steps_ns = (steps.total_ns(own, "replayed_ns") - steps.total_ns(total, "replayed_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
     unseen = any(contention_update.extrapolates(each, then) for each, _, then in played)
     least = min(causes.find(name).confidence for name in names)
@@ -192,7 +195,10 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     ratio = saved_ns / step_ns if step_ns else 0.0
     notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if _CHECKPOINT in names and saved_ns else ""]
     note = "; ".join(each for each in notes if each)
-    return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS), caveat=note)
+    by_step = table.select(*STEP_COLUMNS)
+    return Saving(
+        cause, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
+    )
 
 
 def _rare_saves(run: Run, table: pl.DataFrame) -> str:
