@@ -6,7 +6,7 @@ and counts only where a step takes longer by at least half as much; what it cost
 step times, and counts by itself. Costs are compared as shares of the baseline's step: a cost that grows as much as the
 step has the same share of both. Runs on a CPU share its processors with other
 programs, and what a known finding costs varies; such costs also have to grow by more than step times of recordings of
-one training differ by, by the test of `significance`.
+one training differ by, by the test of `significance`. A known cost has to grow by MIN_WORSE_GROWTH of itself, too.
 """
 
 import math
@@ -24,6 +24,8 @@ from tracekit.regression.samples import Values, job_samples
 from tracekit.regression.thresholds import CONFIDENCE
 from tracekit.rules.rule import Finding
 
+MIN_WORSE_GROWTH = 0.25
+"""A known finding is worse only where it costs at least this share of its cost more: costs vary with the host."""
 _VISIBLE_SHARE = 0.5
 
 
@@ -71,9 +73,10 @@ class StepGrowth:
         more = min(self._share(finding) - before.get(finding.id, 0.0), of_code - before_of_code)
         in_steps = max(more - finding.before_steps_ratio, 0.0)
         is_visible = self.growth_ratio >= _VISIBLE_SHARE * in_steps
-        is_new = finding.id not in known
-        noise_ratio = 0.0 if is_new and self.is_on_device else self.noise_ratio
-        return (more if is_visible else more - in_steps) >= max(min_cost_ratio, noise_ratio)
+        cost = before.get(finding.id, 0.0)
+        noise_ratio = self.noise_ratio if cost or not self.is_on_device else 0.0
+        least = max(min_cost_ratio, noise_ratio, MIN_WORSE_GROWTH * cost)
+        return (more if is_visible else more - in_steps) >= least
 
     def _share(self, finding: Finding) -> float:
         """Return what a finding costs as a share of the baseline's mean step."""

@@ -14,7 +14,7 @@ from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, compare_groups
-from tracekit.regression.finding_growth import StepGrowth
+from tracekit.regression.finding_growth import MIN_WORSE_GROWTH, StepGrowth
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.root_cause import Cause
 from tracekit.regression.thresholds import Thresholds
@@ -22,8 +22,6 @@ from tracekit.rules.rule import Finding, Report, Severity
 
 MIN_WORSE_RATIO = 0.03
 """A finding is worse only where it takes at least so much more of the step: nobody would act on less."""
-MIN_WORSE_GROWTH = 0.25
-"""And only where that is at least this share of what it took: impacts vary with what they are shares of."""
 MIN_WORSE_BYTES = 1 << 20
 _MIN_BYTES_GROWTH = 0.1
 RECORDINGS = 5

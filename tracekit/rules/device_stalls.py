@@ -7,7 +7,7 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.time import device_stalls
+from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -42,10 +42,10 @@ class DeviceStall(Rule):
     How it is measured: all devices of a trace are idle for 0.5 ms or more, and the work that runs next had been
     launched. An event of another stream cannot be what it waits for, since nothing runs. Five such stalls are needed,
     at places in the program that are passed without one at least as often. Kernels are counted as paused if they take
-    longer than the same kernel else by the length of these idle times or a multiple of it, and if most such excesses
-    have one length. NVIDIA's driver switches between processes after time slices of 1 ms or more. Steps that save are
-    left out. Stalls do not follow the steps, so the message quotes all steps of the worst device; the cost is the
-    saving of a replay in which queued work runs at once.
+    longer than the same kernel in other steps or on other ranks by the length of these idle times or a multiple of it,
+    and if most such excesses have one length. NVIDIA's driver switches between processes after time slices of 1 ms or
+    more. Steps that save are left out. Stalls do not follow the steps, so the message quotes all steps of the worst
+    device; the cost is the saving of a replay in which queued work runs at once.
 
     How to fix: find the other process (nvidia-smi, nvidia-smi pmon, rocm-smi --showpids); set the compute mode to
     EXCLUSIVE_PROCESS; share with MPS or MIG instead of time slices; without another process, look for throttling
@@ -66,7 +66,7 @@ class DeviceStall(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding on stalls with a cause outside the program, and one on those of unknown cause."""
-        stalls = run.table(device_stalls.device_stalls)
+        stalls = run.run_table(paused_kernels.stalls)
         recurring = _worst_device(run, stalls.filter("is_recurring"), self.min_stall_ratio)
         if recurring is not None:
             yield _finding(self.code, Severity.WARNING, _stalled(recurring), _SHARED, recurring)

@@ -1,6 +1,7 @@
 """Stalled devices: queued work that does not run, kernels that are paused, and what the program explains itself."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -11,6 +12,7 @@ from benchmarks import perturbation_graph, perturbed
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.communication.communication_gap_causes import gap_causes
 from tracekit.analysis.compute.compute_gap_causes import compute_gap_causes
+from tracekit.analysis.time import paused_kernels
 from tracekit.analysis.time.device_stalls import device_stalls
 from tracekit.replay.graph import savings
 from tracekit.rules import engine
@@ -159,3 +161,52 @@ def test_rules_on_the_host_do_not_report_a_stalled_device():
     run = drawn_traces.run(sliced((5, 10, 15, 24, 31)))
     findings = engine.check(run, [LateLaunch(), BlockingSync(), DeviceStall()]).findings
     assert [finding.code for finding in findings] == ["STREAM005"]
+
+
+# Kernels that are paused by the durations on other ranks --------------------------------------------------------------
+
+
+def ranks_of(*cells):
+    """Return a run whose ranks run these kernels, a letter for each 50 µs; every step is a line."""
+    traces = [
+        replace(drawn_hosts.trace(f"step {'0' * len(own)}\ncompute {own}"), rank=rank) for rank, own in enumerate(cells)
+    ]
+    return drawn_traces.run(*traces)
+
+
+def kernels(lengths, *, usual=12):
+    return "".join("abcd"[n % 4] * lengths.get(n, usual) for n in range(24))
+
+
+SLICES = dict.fromkeys(range(1, 24, 3), 32)
+"""Every third kernel is longer by 20 characters: in its own trace, two of three of each letter are not."""
+
+
+def test_a_kernel_that_every_step_pauses_is_compared_with_other_ranks():
+    # The kernel x occurs once: nothing in its own trace shows how long it takes.
+    run = ranks_of(kernels(SLICES) + "x" * 40, kernels({}) + "x" * 20, kernels({}) + "x" * 20)
+    assert "x" not in set(run.table(device_stalls).filter(pl.col("rank") == 0)["name"])
+    stalls = run.run_table(paused_kernels.stalls)
+    (found,) = stalls.filter(pl.col("name") == "x").iter_rows(named=True)
+    assert (found["rank"], found["kind"], found["is_recurring"]) == (0, "paused", True)
+    assert found["dur_ns"] == 20 * drawn_hosts.UNIT_NS
+    assert found["usual_ns"] == 20 * drawn_hosts.UNIT_NS
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (31, (20, 20)),  # longer by half of the slices' length: it has more to do
+        (40, (20, 34)),  # the other ranks differ, too
+        (40, (20,)),  # one other rank may be the one that differs
+    ],
+)
+def test_a_kernel_that_differs_for_another_reason_is_not_paused(own, others):
+    run = ranks_of(kernels(SLICES) + "x" * own, *(kernels({}) + "x" * each for each in others))
+    assert run.table(device_stalls).height
+    assert "x" not in set(run.run_table(paused_kernels.stalls)["name"])
+
+
+def test_without_slices_of_one_length_other_ranks_show_no_pause():
+    run = ranks_of(kernels({}) + "x" * 40, kernels({}) + "x" * 20, kernels({}) + "x" * 20)
+    assert run.run_table(paused_kernels.stalls).is_empty()

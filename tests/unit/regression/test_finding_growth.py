@@ -1,5 +1,7 @@
 """Findings that cost more than in the baseline: by id, and by all that their code costs."""
 
+from dataclasses import replace
+
 import pytest
 
 from tracekit.regression.baseline import KnownFinding
@@ -27,8 +29,9 @@ def known(*findings):
         ([finding(0.12, "rank 3")], [finding(0.12, "rank 2")], False),  # moved to another rank
         ([finding(0.31, "retry")], [finding(0.25, "retry")], True),
         ([finding(0.26, "retry")], [finding(0.25, "retry")], False),
-        ([finding(0.655)], [finding(0.66)], True),  # 66 of 100 ms, and now 72 of 110
-        ([finding(0.63)], [finding(0.66)], False),  # 69 of 110 ms
+        ([finding(0.3)], [finding(0.25)], True),  # 25 of 100 ms, and now 33 of 110
+        ([finding(0.27)], [finding(0.25)], False),  # 30 of 110 ms
+        ([finding(0.7)], [finding(0.66)], False),  # 66 of 100 ms, and now 77 of 110: by less than a quarter of itself
         ([finding(0.12, "save")], [finding(0.25, "retry", code="MEM001")], True),  # of another code
     ],
 )
@@ -60,4 +63,5 @@ def test_a_known_cost_within_the_noise_of_step_times_did_not_grow_for_certain():
     growth = StepGrowth(0.12, 0.12, noise_ratio=0.2, is_on_device=True)
     assert growth.is_certain(finding(0.12), [finding(0.12)], {}, LEAST)  # new: noise adds to what is there
     assert not growth.is_certain(finding(0.6), [finding(0.6)], known(finding(0.55)), LEAST)
-    assert growth.is_certain(finding(0.7), [finding(0.7)], known(finding(0.55)), LEAST)
+    more = replace(growth, growth_ratio=0.3, mean_growth_ratio=0.3)
+    assert more.is_certain(finding(0.6), [finding(0.6)], known(finding(0.55)), LEAST)

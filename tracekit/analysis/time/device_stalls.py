@@ -26,7 +26,8 @@ MIN_STALLS = 5
 COLUMNS = schema.columns(
     "device activity_id name step lane kind is_recurring start_ns dur_ns usual_ns", is_recurring=pl.Boolean
 )
-_ALIKE_RATIO = 0.25
+ALIKE_RATIO = 0.25
+"""Lengths are alike if they differ by at most this share."""
 _MOSTLY = 0.5
 _MIN_SAMPLES = 3
 _SPREADS = 3
@@ -94,7 +95,7 @@ class _Stalls:
 def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     work = launches.work(trace, device)
     idle, paused = _idle(trace, work), _paused(trace, work)
-    slice_ns = _common_length(np.concatenate((idle.dur_ns[idle.is_whole & idle.is_unusual], paused.dur_ns)))
+    slice_ns = common_length(np.concatenate((idle.dur_ns[idle.is_whole & idle.is_unusual], paused.dur_ns)))
     if slice_ns is not None:  # a kernel that is paused half of the time has no usual median
         paused = _paused(trace, work, slice_ns)
     alike = _is_multiple(paused.dur_ns, slice_ns)
@@ -130,12 +131,12 @@ def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
     return windows["step"].gather(index.set(index < 0, None)).alias("step")
 
 
-def _common_length(lengths_ns: Ints) -> float | None:
+def common_length(lengths_ns: Ints) -> float | None:
     """Return the length that most stalls have, None if they differ or are few; sums of several slices are left out."""
     if len(lengths_ns) < MIN_STALLS:
         return None
     middle = float(np.median(lengths_ns))
-    near = lengths_ns[np.abs(lengths_ns - middle) <= _ALIKE_RATIO * middle]
+    near = lengths_ns[np.abs(lengths_ns - middle) <= ALIKE_RATIO * middle]
     return float(np.median(near)) if len(near) > _MOSTLY * len(lengths_ns) else None
 
 
@@ -144,7 +145,7 @@ def _is_multiple(lengths_ns: Ints, slice_ns: float | None) -> Flags:
     if slice_ns is None:
         return np.zeros(len(lengths_ns), np.bool_)
     times = lengths_ns / slice_ns
-    return np.asarray(np.abs(times - np.maximum(np.round(times), 1)) <= _ALIKE_RATIO, np.bool_)
+    return np.asarray(np.abs(times - np.maximum(np.round(times), 1)) <= ALIKE_RATIO, np.bool_)
 
 
 def _idle(trace: Trace, work: pl.DataFrame) -> _Stalls:

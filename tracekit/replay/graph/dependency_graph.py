@@ -11,7 +11,7 @@ import polars as pl
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.replay.graph import trace_graph
+from tracekit.replay.graph import recorded_stalls, trace_graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.sync import alignment, collective_matching
 
@@ -154,7 +154,8 @@ FACTS = (
 def graphs(run: Run) -> list[Graph]:
     """Return the graph of each window of a run."""
     run.measure(FACTS)
-    nodes = alignment.on_run_clock(run.table(trace_graph.nodes), run.offsets, ("start_ns", "end_ns"))
+    nodes = recorded_stalls.with_pauses(run, run.table(trace_graph.nodes))
+    nodes = alignment.on_run_clock(nodes, run.offsets, ("start_ns", "end_ns"))
     edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
     found = []
     for (window,), window_nodes in nodes.group_by("window", maintain_order=True):

@@ -4,10 +4,12 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import clock_drops
-from tracekit.analysis.time import device_stalls
+from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import intervals
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
+from tracekit.replay.graph.nodes import WORK
 
 _AWAITED_NS = 1_000
 """Rounded clocks: work that a stalled kernel waited for ended at most this long after the device became idle."""
@@ -35,6 +37,15 @@ def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return for how long each item (`dependencies.lane_items`) was paused while it ran, shape (n,)."""
     paused = device_stalls.device_stalls(trace).filter(pl.col("kind") == device_stalls.PAUSED)
     return _of_items(items, paused.select("activity_id", ns="dur_ns"))
+
+
+def with_pauses(run: Run, nodes: pl.DataFrame) -> pl.DataFrame:
+    """Return the nodes of a run with the pauses that only the durations on other ranks show."""
+    paused = run.run_table(paused_kernels.stalls).filter(pl.col("kind") == device_stalls.PAUSED)
+    key = ["window", "rank", "ref", "what"]
+    of_work = paused.select("window", "rank", ref="activity_id", what=pl.lit(WORK, pl.Int8), ns="dur_ns")
+    joined = nodes.join(of_work, on=key, how="left", maintain_order="left")
+    return joined.with_columns(pl.coalesce("ns", "paused_ns").alias("paused_ns")).select(nodes.columns)
 
 
 def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:

@@ -1,0 +1,123 @@
+"""Device stalls of a run: those of each trace, and kernels that are paused by the durations on other ranks.
+
+In a window of few steps, a device that another process takes often may pause a kernel in most of them, so that its own
+steps do not show how long it usually takes. The other ranks run the same kernels.
+"""
+
+import polars as pl
+
+from tracekit.analysis.time import breakdown, device_stalls, kernel_ids, launches
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
+
+DURATION_COLUMNS = schema.columns("device kernel nth low_ns middle_ns", kernel=pl.UInt64)
+KERNEL_COLUMNS = schema.columns("device activity_id name step lane kernel nth start_ns dur_ns", kernel=pl.UInt64)
+_LEAST_NS = 100_000
+"""The usual duration of shorter kernels matters little beside a time slice."""
+_OTHER_RANKS = 2
+_WINDOW, _PLACE = ["window", "rank"], ["kernel", "nth"]
+
+
+def stalls(run: Run) -> pl.DataFrame:
+    """Return when the devices of a run did not run the work that was queued: window, rank, `device_stalls` of each.
+
+    On devices with recurring stalls of one length, a kernel is paused, too, if it takes longer than the same kernel in
+    another step or on other ranks by that length or a multiple of it. The same kernel has the same `kernel_ids` and
+    number within its step. The other ranks must agree by a fraction of the length; all their durations are multiplied
+    by how much slower the rank typically is.
+    """
+    of_traces = run.table(device_stalls.device_stalls)
+    lengths = _lengths(of_traces.filter("is_recurring"))
+    if lengths.is_empty():
+        return of_traces
+    places = _usual(run.table(kernel_durations), lengths)
+    kernels = run.table(long_kernels).join(places, on=[*_WINDOW, *_PLACE], nulls_equal=True)
+    excess_ns = pl.col("dur_ns") - pl.col("usual_ns")
+    times = (excess_ns / pl.col("slice_ns")).alias("times")
+    is_multiple = (pl.col("times").round() >= 1) & (
+        (pl.col("times") - pl.col("times").round()).abs() <= device_stalls.ALIKE_RATIO
+    )
+    known = of_traces.filter(pl.col("kind") == device_stalls.PAUSED).select(*_WINDOW, "activity_id")
+    paused = (
+        kernels.with_columns(times)
+        .filter(is_multiple, excess_ns >= device_stalls.MIN_STALL_NS)
+        .join(known, on=known.columns, how="anti")
+        .with_columns(
+            pl.lit(device_stalls.PAUSED).alias("kind"),
+            pl.lit(value=True).alias("is_recurring"),
+            pl.col("start_ns") + pl.col("usual_ns"),
+            excess_ns.alias("dur_ns"),
+        )
+    )
+    return pl.concat([of_traces, paused.select(of_traces.columns)]).sort(*_WINDOW, "start_ns")
+
+
+def kernel_durations(trace: Trace) -> pl.DataFrame:
+    """Return how long compute kernels take over the steps, those of 0.1 ms or more.
+
+    Columns device, kernel and nth (`kernel_ids`, and the number of such a kernel within its step), low_ns and middle_ns
+    (quartile and median); one row per device, kernel and number.
+    """
+    by_place = _kernels(trace).group_by("device", *_PLACE, maintain_order=True)
+    sums = by_place.agg(
+        pl.col("dur_ns").quantile(0.25, "lower").cast(pl.Int64).alias("low_ns"),
+        pl.col("dur_ns").median().round().cast(pl.Int64).alias("middle_ns"),
+    )
+    return schema.select(sums.filter(pl.col("low_ns") >= _LEAST_NS), DURATION_COLUMNS)
+
+
+def long_kernels(trace: Trace) -> pl.DataFrame:
+    """Return the compute kernels that are as long as a stall: columns KERNEL_COLUMNS, one row per kernel."""
+    long = _kernels(trace).filter(pl.col("dur_ns") >= device_stalls.MIN_STALL_NS)
+    return schema.select(long, KERNEL_COLUMNS)
+
+
+def _kernels(trace: Trace) -> pl.DataFrame:
+    parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
+    for device in breakdown.devices(trace) if trace.on_device else ():
+        work = launches.work(trace, device)
+        placed = work.with_columns(pl.Series("kernel", kernel_ids.kernel_ids(trace, work), pl.UInt64))
+        compute = placed.filter(pl.col("kind") == "compute").sort("launched_ns", "id", nulls_last=False)
+        nth = pl.int_range(pl.len(), dtype=pl.Int64).over("step", "kernel").alias("nth")
+        parts.append(schema.select(compute.with_columns(nth, activity_id=pl.col("id")), KERNEL_COLUMNS))
+    return pl.concat(parts)
+
+
+def _lengths(recurring: pl.DataFrame) -> pl.DataFrame:
+    """Return the length that most stalls of a device have: window, rank, slice_ns; none where they differ."""
+    rows = [
+        (*key, length_ns)
+        for key, own in recurring.group_by(*_WINDOW, maintain_order=True)
+        if (length_ns := device_stalls.common_length(own["dur_ns"].to_numpy())) is not None
+    ]
+    return pl.DataFrame(rows, schema={**dict.fromkeys(_WINDOW, pl.Int64), "slice_ns": pl.Float64}, orient="row")
+
+
+def _usual(durations: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:
+    """Return what the kernels of stalled ranks usually take: window, rank, kernel, nth, slice_ns, usual_ns.
+
+    That is the shortest of the rank's own steps if it is no longer than on the other ranks, else what it takes there.
+    """
+    parts = [pl.DataFrame(schema={**dict.fromkeys(_WINDOW, pl.Int64), "kernel": pl.UInt64, "nth": pl.Int64,
+                                  "slice_ns": pl.Float64, "usual_ns": pl.Int64})]  # fmt: skip
+    for window, rank, slice_ns in lengths.iter_rows():
+        here = durations.filter(pl.col("window") == window)
+        others = here.filter(pl.col("rank") != rank).group_by(*_PLACE).agg(
+            pl.col("middle_ns").median().alias("there_ns"),
+            (pl.col("middle_ns").max() - pl.col("middle_ns").min()).alias("spread_ns"),
+            pl.col("rank").n_unique().alias("ranks"),
+        )  # fmt: skip
+        own = here.filter(pl.col("rank") == rank).join(others, on=_PLACE, maintain_order="left")
+        slower = (own["low_ns"] / own["there_ns"]).median()
+        near_ns = device_stalls.ALIKE_RATIO * slice_ns
+        there_ns = pl.col("there_ns") * (slower if isinstance(slower, float) else 1.0)
+        usual_ns = pl.when(pl.col("low_ns") <= there_ns + near_ns).then("low_ns").otherwise(there_ns)
+        agreed = own.filter(pl.col("ranks") >= _OTHER_RANKS, pl.col("spread_ns") <= near_ns)
+        parts.append(
+            agreed.select(
+                *_WINDOW, *_PLACE,
+                pl.lit(slice_ns).alias("slice_ns"), usual_ns.round().cast(pl.Int64).alias("usual_ns"),
+            )
+        )  # fmt: skip
+    return pl.concat(parts)
