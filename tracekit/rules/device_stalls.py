@@ -58,7 +58,7 @@ class DeviceStall(Rule):
 
     code: ClassVar[str] = "STREAM005"
     facts: ClassVar[tuple[Fact, ...]] = (
-        device_stalls.device_stalls,
+        *paused_kernels.FACTS,
         *steps_without_saves.FACTS,
     )
     min_stall_ratio: float = 0.01

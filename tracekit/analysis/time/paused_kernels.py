@@ -8,8 +8,9 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown, device_stalls, kernel_ids, launches
 from tracekit.model import schema
+from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.trace import Trace
+from tracekit.model.trace import Fact, Trace
 
 DURATION_COLUMNS = schema.columns("device kernel nth low_ns middle_ns", kernel=pl.UInt64)
 KERNEL_COLUMNS = schema.columns("device activity_id name step lane kernel nth start_ns dur_ns", kernel=pl.UInt64)
@@ -68,11 +69,20 @@ def kernel_durations(trace: Trace) -> pl.DataFrame:
 
 
 def long_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the compute kernels that are as long as a stall: columns KERNEL_COLUMNS, one row per kernel."""
-    long = _kernels(trace).filter(pl.col("dur_ns") >= device_stalls.MIN_STALL_NS)
-    return schema.select(long, KERNEL_COLUMNS)
+    """Return the compute kernels that are as long as a stall, on devices with recurring stalls.
+
+    Columns KERNEL_COLUMNS; one row per kernel.
+    """
+    stalled = device_stalls.device_stalls(trace).filter("is_recurring")["device"]
+    is_long = pl.col("dur_ns") >= device_stalls.MIN_STALL_NS
+    return schema.select(_kernels(trace).filter(is_long, pl.col("device").is_in(stalled.implode())), KERNEL_COLUMNS)
 
 
+FACTS: tuple[Fact, ...] = (device_stalls.device_stalls, kernel_durations, long_kernels)
+"""What `stalls` reads."""
+
+
+@memoize
 def _kernels(trace: Trace) -> pl.DataFrame:
     parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
     for device in breakdown.devices(trace) if trace.on_device else ():

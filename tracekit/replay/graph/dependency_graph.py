@@ -9,6 +9,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.parallelism import late_ranks
+from tracekit.analysis.time import paused_kernels
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import recorded_stalls, trace_graph
@@ -145,6 +146,7 @@ FACTS = (
     trace_graph.edges,
     trace_graph.windows,
     trace_graph.preparation,
+    *paused_kernels.FACTS,
     collective_matching.calls,
     *late_ranks.FACTS,
 )
