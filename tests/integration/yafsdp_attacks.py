@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import stage
 
-from instrumented_trainers.parallelism.yafsdp import YaFSDPModule, fully_shard
+from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
 from instrumented_trainers.parallelism.yafsdp.module import units_in
 
 WIDTH, DEPTH = 8, 4
@@ -521,8 +522,56 @@ ATTACKS: dict[str, Attack] = {
     "plain, micro-batches": Attack(micro_batches=3),
 }
 
+
+def fp16_sums() -> float:
+    """Gradients of which each fits fp16, as their mean does, but not their sum."""
+    model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    model(torch.full((1, WIDTH), 40_000.0)).sum().backward()
+    return float((model.weight.grad - 40_000).abs().max())  # type: ignore[operator, union-attr]
+
+
+def reductions_of_frozen_layers() -> float:
+    """Return how many collectives and gradient shards there are for layers without a trainable parameter."""
+    model: Any = Model()
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    model = shard_layers(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recording:
+        model(batch(0, 0, 0).float()).sum().backward()
+    names = [event.name for event in recording.events()]
+    assert any(name == "YaFSDP::post_backward_reduce" for name in names)  # the root's
+    shards = [unit.gradient for unit in units_in(model) if unit.name]
+    return 1.0 * sum("post_backward_reduce (layers" in name for name in names) + sum(s is not None for s in shards)
+
+
+def zero_bubble() -> float:
+    """Go backward as a zero-bubble schedule of torch does: to the inputs first, to the weights later."""
+    model = shard_layers(Model().double())
+    x = batch(0, 0, dist.get_rank()).requires_grad_()
+    out = model(x)
+    _, groups = stage.stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
+    stage.stage_backward_weight(model.parameters(), groups)
+    return float(all(parameter.grad is not None for parameter in model.parameters()))
+
+
+def gradient_of_inputs_alone() -> float:
+    """Ask autograd for the gradient of the inputs, as a gradient penalty does: the weights get none."""
+    torch.manual_seed(0)
+    sharded = shard_layers(Model().double())
+    torch.manual_seed(0)
+    reference = Model().double()
+    x = batch(0, 0, dist.get_rank()).requires_grad_()
+    found, expected = (torch.autograd.grad(model(x).square().sum(), x)[0] for model in (sharded, reference))
+    assert all(parameter.grad is None for parameter in sharded.parameters())
+    return relative(found, expected)
+
+
 SPECIAL: dict[str, Callable[[], float]] = {
     "a gradient scaler": difference_with_gradient_scaler,
     "a step in backward": step_in_backward,
+    "a zero-bubble schedule": zero_bubble,
+    "gradients of inputs alone": gradient_of_inputs_alone,
+    "fp16 sums": fp16_sums,
+    "frozen layers are not reduced": reductions_of_frozen_layers,
     "gradients cleared between micro-batches": cleared_between_micro_batches,
 }

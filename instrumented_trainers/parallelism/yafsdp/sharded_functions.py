@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.pipelining import stage
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_map_only
 
@@ -36,6 +37,7 @@ def _replace_functions() -> None:
     nn.utils.get_total_norm = over_ranks  # type: ignore[assignment]
     scaler = torch.amp.grad_scaler.GradScaler
     scaler._unscale_grads_ = _infinities_over_ranks(scaler._unscale_grads_)  # type: ignore[method-assign]
+    stage.stage_backward_input = _refusing_shards(stage.stage_backward_input)
     state_dict._gather_state_dict = _gathering_shards(state_dict._gather_state_dict)
 
 
@@ -118,6 +120,27 @@ def units_of(optimizer: torch.optim.Optimizer) -> list[Unit]:
     by_shard = {id(parameter.shard): unit for unit in _units for parameter in unit.parameters}
     units = (by_shard.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
     return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
+# Split backward passes ------------------------------------------------------------------------------------------------
+
+
+def _refusing_shards(backward_input: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the first half of a zero-bubble schedule's backward, which leaves the weights' gradients to a second."""
+
+    @functools.wraps(backward_input)
+    def refuse(outputs: Any, output_gradients: Any, inputs: Any, weights: Iterable[nn.Parameter]) -> Any:
+        weights = list(weights)
+        shards = {id(parameter.shard) for unit in _units for parameter in unit.parameters}
+        if any(id(weight) in shards for weight in weights):
+            raise NotImplementedError(
+                "YaFSDP: a schedule that splits backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) computes "
+                "the gradients of weights in a second pass, without the weights' units; use GPipe, 1F1B, "
+                "Interleaved1F1B or LoopedBFS"
+            )
+        return backward_input(outputs, output_gradients, inputs, iter(weights))
+
+    return refuse
 
 
 # Full state dicts ----------------------------------------------------------------------------------------------------

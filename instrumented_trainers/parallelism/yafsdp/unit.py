@@ -95,6 +95,8 @@ class Unit:
         self.dtype = next((p.dtype for p in parameters), torch.get_default_dtype())
         self.weight_dtype = policy.param_dtype or self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.weight_dtype
+        # In fp16, whose largest value is 65504, a sum over ranks overflows long before their mean does.
+        self._predivisor = 2 ** (ranks.count.bit_length() // 2) if self.reduce_dtype is torch.float16 else 1
         self.master = self._cut(list(parameters))
         self.gradient: Tensor | None = None
         self.parameters = [
@@ -270,9 +272,11 @@ class Unit:
             gradient = gradient.to_dense()  # a sparse embedding's
         target = self.whole_gradients[self.layout.span(index)].view(parameter.shape)
         if index in slot.written:
-            target.add_(gradient)
-        else:
+            target.add_(gradient, alpha=1 / self._predivisor)
+        elif self._predivisor == 1:
             target.copy_(gradient)
+        else:
+            torch.mul(gradient, 1 / self._predivisor, out=target)
         slot.written.add(index)
         self.with_gradient.add(index)
 
@@ -294,7 +298,7 @@ class Unit:
             self._adopt_gradients()
             self.awaits_publication = True
         assert self.gradient is not None
-        self.gradient.add_(chunk, alpha=1 / self.ranks.count)
+        self.gradient.add_(chunk, alpha=self._predivisor / self.ranks.count)
 
     @torch.no_grad()
     def publish_gradients(self, unused: Collection[int]) -> None:

@@ -35,7 +35,9 @@ def test_shards_are_equal_aligned_and_padded_by_less_than_a_step(parameters: lis
     layout = Layout.of(parameters, world_size)
     assert layout.shard_numel * world_size == layout.numel
     assert layout.shard_numel % ALIGNMENT == 0
-    assert layout.used_numel == sum(shape.numel() for shape in parameters)
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
+    padded = sum(-(-shape.numel() // ALIGNMENT) * ALIGNMENT for shape in parameters)
+    assert 0 <= padded - layout.used_numel < ALIGNMENT
     assert 0 <= layout.numel - layout.used_numel < world_size * ALIGNMENT
 
 
