@@ -437,9 +437,7 @@ def _recorded_waits(rank: Rank) -> Iterable[Pause]:
 def _instances(ranks: list[Rank]) -> list[list[tuple[Rank, Kernel]]]:
     """Match the collectives of all ranks: all end together, so the last ones of each rank are the same."""
     sequences = [[kernel for kernel in rank.kernels if kernel.is_collective] for rank in ranks]
-    length = min(map(len, sequences))
-    if length == 0 or len(ranks) == 1:
-        return []
+    length = min(map(len, sequences)) if len(ranks) > 1 else 0
     found = []
     for place in range(1, length + 1):
         members = [(rank, kernels[-place]) for rank, kernels in zip(ranks, sequences, strict=True)]

@@ -152,6 +152,38 @@ def test_a_launch_does_not_wait_for_its_own_short_kernel():
 
 
 @pytest.mark.parametrize(
+    ("size_bytes", "later_bytes", "waits"),
+    [
+        (128 << 10, 4, False),  # as recorded on an H100: the host does not wait, though the copy ends within the call
+        (1 << 20, 4, True),
+        (1 << 20, 1 << 20, False),  # another copy of that size runs after its call has returned
+    ],
+)
+def test_a_copy_that_ends_within_its_call_is_waited_for_only_if_copies_of_its_size_are(size_bytes, later_bytes, waits):
+    # host     cccl.C.     copy d runs within its call c, copy e long after its call C
+    drawn = drawn_traces.trace(
+        """
+        step     .000000000
+        copy     .d....e...
+        compute  ...a...bbb
+        """,
+        scale_ns=MS,
+        ops=calls(
+            ("cudaMemcpyAsync", 0, 3),
+            ("cudaMemcpyAsync", 4, 0),
+            ("cudaLaunchKernel", 3, 0),
+            ("cudaLaunchKernel", 5, 0),
+        ),
+        columns={
+            name: {"name": "Memcpy HtoD (Pageable -> Device)", "bytes": size}
+            for name, size in (("d", size_bytes), ("e", later_bytes))
+        },
+    )
+    graph = savings.graphs_of(drawn_traces.run(drawn))[0]
+    assert bool((graph.edges.kind == "sync").any()) == waits
+
+
+@pytest.mark.parametrize(
     ("compute", "saved_ms"),
     [
         # The second load delays b by 3 of its 4 ms, so the first one counts by 3 ms: 6 ms in two steps.
