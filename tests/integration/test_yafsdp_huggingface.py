@@ -1,5 +1,6 @@
 """Hugging Face models under YaFSDP: the example trains one, and what is saved is read by plain transformers."""
 
+import copy
 import functools
 import importlib.util
 import json
@@ -63,6 +64,29 @@ def save_pretrained(folder: str) -> list[float]:
     model.save_pretrained(folder)
     with torch.no_grad():
         return model(input_ids=torch.arange(16).view(2, 8)).logits.flatten().tolist()
+
+
+def generate(unequal: bool) -> list[int]:
+    """Generate from a prompt of each rank's own, if `unequal` by another number of tokens; return the lengths."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+    plain = copy.deepcopy(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    rank = dist.get_rank()
+    prompt = torch.arange(3 + rank)[None]
+    options = {"max_new_tokens": 4 + 5 * rank * unequal, "do_sample": False, "eos_token_id": None}
+    found = model.generate(prompt, **options).tolist()
+    assert found == plain.generate(prompt, **options).tolist()
+    return [len(each) for each in found]
+
+
+def test_ranks_generate_as_many_tokens_as_each_wants() -> None:
+    assert process_group.run(2, functools.partial(generate, unequal=True)) == [[7], [13]]
 
 
 def save_on_one_rank(folder: str) -> str:

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import stage
 
-from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
+from instrumented_trainers.parallelism.yafsdp import (
+    MixedPrecisionPolicy,
+    YaFSDPModule,
+    fully_shard,
+    register_forward_method,
+)
 from instrumented_trainers.parallelism.yafsdp.module import units_in
 
 WIDTH, DEPTH = 8, 4
@@ -489,7 +494,28 @@ def unfreeze_later(model: Any, x: Tensor, _: int) -> Tensor:
     return model(x).square().mean()
 
 
+class OtherMethod(Layer):
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+def encode_first(model: Any, x: Tensor, _: int) -> Tensor:
+    """Call the first layer's other method within the model's forward, besides its forward."""
+    handle = model.inlet.register_forward_hook(lambda _m, _a, output: model.layers[0].encode(output))
+    loss: Tensor = model(x).square().mean()
+    handle.remove()
+    return loss
+
+
+def shard_with_method(model: Any) -> nn.Module:
+    sharded = shard_layers(model)
+    register_forward_method(model.layers[0], "encode")
+    return sharded
+
+
 ATTACKS: dict[str, Attack] = {
+    "a method other than forward": Attack(functools.partial(Model, OtherMethod), encode_first, shard=shard_with_method),
+    "a method other than forward, not registered": Attack(functools.partial(Model, OtherMethod), encode_first),
     "a loss kept as an attribute": Attack(functools.partial(Model, KeepsLoss), kept_losses),
     "only the loss kept by the first layer": Attack(functools.partial(Model, KeepsLoss), only_first_kept_loss),
     "outputs in an object": Attack(functools.partial(Unboxes, ReturnsObject)),

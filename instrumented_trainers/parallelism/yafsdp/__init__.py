@@ -12,12 +12,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from instrumented_trainers.parallelism.options import ShardOptions
-from instrumented_trainers.parallelism.yafsdp.api import fully_shard
+from instrumented_trainers.parallelism.yafsdp.api import fully_shard, register_forward_method
 from instrumented_trainers.parallelism.yafsdp.meta_init import materialize
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import CommunicationBuffers, YaFSDPModule
 
-__all__ = ["CommunicationBuffers", "MixedPrecisionPolicy", "YaFSDPModule", "fully_shard", "materialize", "shard"]
+__all__ = [
+    "CommunicationBuffers",
+    "MixedPrecisionPolicy",
+    "YaFSDPModule",
+    "fully_shard",
+    "materialize",
+    "register_forward_method",
+    "shard",
+]
 
 _LARGE_NUMEL = 1 << 20  # below that, what a collective costs whatever its size outweighs what is gained
 

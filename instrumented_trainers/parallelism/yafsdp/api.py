@@ -24,7 +24,9 @@ from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_r
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-_PREPARED_MARK = "_is_accelerate_prepared"  # Accelerate, and Hugging Face's Trainer, wrap such a module in nothing
+# Accelerate, and so Hugging Face's Trainer, wrap a module with the first in nothing; Hugging Face's `generate` goes on
+# with a module with the second until the last rank is done, as all ranks must take part in its collectives.
+_MARKS_FOR_LIBRARIES = ("_is_accelerate_prepared", "_is_fsdp_managed_module")
 _UNIT_MARK = "_yafsdp_sharded_in"  # on an original parameter: which module's unit took it
 
 
@@ -88,7 +90,8 @@ def fully_shard(
     module._yafsdp_unit = unit  # type: ignore[assignment]
     module.__class__ = _sharded_class(type(module))
     hook_model(module)  # type: ignore[arg-type]
-    setattr(module, _PREPARED_MARK, True)
+    for mark in _MARKS_FOR_LIBRARIES:
+        setattr(module, mark, True)
     return module
 
 
@@ -160,6 +163,26 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
 
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method of a sharded module be called as its forward is: with its weights, and as a part of backward.
+
+    As FSDP2's ``register_fsdp_forward_method``, and as that it does nothing for a module that is not sharded. Raises
+    ValueError if the module has no such method.
+    """
+    if not isinstance(module, YaFSDPModule):
+        return
+    if not callable(method := getattr(module, name, None)):
+        raise ValueError(f"YaFSDP: {type(module).__name__} has no method {name!r}")
+    unit = module._yafsdp_unit
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _engine(unit).pre_forward(unit, args, kwargs)
+        return _engine(unit).post_forward(unit, method(*args, **kwargs))
+
+    setattr(module, name, forward)
 
 
 @functools.cache
