@@ -51,6 +51,8 @@ class BaselineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_change_ratio: Ratio = Thresholds.min_change_ratio
     confidence: Annotated[float, Meta(ge=0.5, lt=1)] = Thresholds.confidence
     min_new_cost_ratio: Ratio = Thresholds.min_new_cost_ratio
+    max_cpu_stretch: Annotated[float, Meta(ge=1, le=sys.float_info.max)] = Thresholds.max_cpu_stretch
+    min_cpu_recordings: Annotated[int, Meta(ge=1)] = Thresholds.min_cpu_recordings
 
 
 class SettingsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -244,7 +246,14 @@ def _resolved(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings
 def _baseline_thresholds(table: BaselineTable) -> Thresholds:
     known = metrics.compared_metrics()
     keys = None if table.metrics is None else tuple(metrics.find(name, known).key for name in table.metrics)
-    return Thresholds(keys, table.min_change_ratio, table.confidence, table.min_new_cost_ratio)
+    return Thresholds(
+        keys,
+        table.min_change_ratio,
+        table.confidence,
+        table.min_new_cost_ratio,
+        table.max_cpu_stretch,
+        table.min_cpu_recordings,
+    )
 
 
 def _located(key: str, parse: Callable[[Any], T], value: object) -> T:

@@ -140,7 +140,7 @@ def compare_groups(
     changes, separated = step_separation.decide(changes, a_tables, b_tables, ranks, thresholds)
     starved: tuple[str, ...] = ()
     if on_host:
-        changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables)
+        changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables, thresholds)
     return Comparison(a_name, b_name, changes, (*notes, *rank_notes, *separated, *starved), thresholds.confidence)
 
 

@@ -20,11 +20,8 @@ from tracekit import conventions
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.quantities import NS
+from tracekit.regression.thresholds import Thresholds
 
-MAX_STRETCH = 1.1
-"""A recording starves whose computing is stretched by more than this, over the most stretched of the reference."""
-MIN_RECORDINGS = 3
-"""So many recordings of a reference show how much times differ on a machine that is shared."""
 _COMPUTE = "compute_ns"
 
 
@@ -44,16 +41,19 @@ def stretch(samples: pl.DataFrame) -> float | None:
 
 
 def without_starved(
-    changes: tuple[Change, ...], reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame]
+    changes: tuple[Change, ...],
+    reference: Sequence[pl.DataFrame],
+    candidate: Sequence[pl.DataFrame],
+    thresholds: Thresholds,
 ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
     """Return the changes, where times that grew no more than computing is stretched are inconclusive, and a note on it.
 
     The least stretched recording of the candidate is compared with the most stretched of the reference.
     """
-    if is_unknown(reference, candidate):
-        return _without_times(changes)
+    if is_unknown(reference, candidate, thresholds):
+        return _without_times(changes, thresholds)
     before, after = (_stretches(side) for side in (reference, candidate))
-    if not before or not after or not max(before) or min(after) <= MAX_STRETCH * max(before):
+    if not before or not after or not max(before) or min(after) <= thresholds.max_cpu_stretch * max(before):
         return changes, ()
     factor = min(after) / max(before)
     explained = {change.metric for change in changes if _is_explained(change, factor)}
@@ -68,25 +68,26 @@ def without_starved(
     return tuple(judged), (note,)
 
 
-def is_unknown(reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame]) -> bool:
+def is_unknown(reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], thresholds: Thresholds) -> bool:
     """Return whether a recording was starved, and too few of the reference show how much such recordings differ."""
-    return len(reference) < MIN_RECORDINGS and max(_stretches((*reference, *candidate)), default=0.0) > MAX_STRETCH
+    most = max(_stretches((*reference, *candidate)), default=0.0)
+    return len(reference) < thresholds.min_cpu_recordings and most > thresholds.max_cpu_stretch
 
 
 def _stretches(recordings: Sequence[pl.DataFrame]) -> list[float]:
     return [ratio for ratio in map(stretch, recordings) if ratio is not None]
 
 
-def _without_times(changes: tuple[Change, ...]) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+def _without_times(changes: tuple[Change, ...], thresholds: Thresholds) -> tuple[tuple[Change, ...], tuple[str, ...]]:
     """Return the changes, where times that are worse or better are inconclusive, and a note on it."""
     changed = [each.metric for each in changes if each.verdict in (Verdict.WORSE, Verdict.BETTER)]
     timed = {metric for metric in changed if metric_of(metric).unit.is_time}
     if not timed:
         return changes, ()
     note = (
-        f"compute takes more than {MAX_STRETCH} times its CPU time, so other programs used the processors; fewer than "
-        f"{MIN_RECORDINGS} recordings in the reference do not show how much times differ then, and those that are "
-        "changed are inconclusive"
+        f"compute takes more than {thresholds.max_cpu_stretch:g} times its CPU time, so other programs used the "
+        f"processors; fewer than {thresholds.min_cpu_recordings} recordings in the reference do not show how much "
+        "times differ then, and those that are changed are inconclusive"
     )
     judged = (replace(each, verdict=Verdict.INCONCLUSIVE) if each.metric in timed else each for each in changes)
     return tuple(judged), (note,)

@@ -222,7 +222,7 @@ def _is_certain_growth(
 ) -> Callable[[Finding], bool]:
     """Return what decides whether a finding costs enough more than in the baseline to fail at any severity."""
     before, after = ([recording.samples for recording in side] for side in (baseline.recordings, candidate))
-    is_unknown = _is_on_host(baseline) and cpu_starvation.is_unknown(before, after)
+    is_unknown = _is_on_host(baseline) and cpu_starvation.is_unknown(before, after, thresholds)
     growth = None if is_unknown else StepGrowth.of(before, after, thresholds.confidence)
     known, least = baseline.known_findings, thresholds.min_new_cost_ratio
     return lambda finding: growth is not None and growth.is_certain(finding, report.findings, known, least)

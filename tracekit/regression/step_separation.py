@@ -28,7 +28,6 @@ from tracekit.analysis.time.step_parts import GAP
 from tracekit.model import escaping, units
 from tracekit.regression import significance
 from tracekit.regression.change import Change, Verdict
-from tracekit.regression.cpu_starvation import MIN_RECORDINGS
 from tracekit.regression.metric_sources import HOST_PARTS, MIN_PART_RATIO, PART_PREFIX
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values
@@ -53,7 +52,7 @@ def decide(
     if step_time is None or step_time.verdict is not Verdict.INCONCLUSIVE or step_time.change is None:
         return changes, ()
     a, b = ([_Recording.of(table, ranks) for table in side] for side in (reference, candidate))
-    if not _is_enough(a, b):
+    if not _is_enough(a, b, thresholds.min_cpu_recordings):
         return changes, ()
     separation = _separation(a, b, thresholds.confidence)
     growth, least = step_time.change, thresholds.min_change_ratio
@@ -106,11 +105,11 @@ class _Recording:
         return found
 
 
-def _is_enough(reference: Sequence[_Recording], candidate: Sequence[_Recording]) -> bool:
+def _is_enough(reference: Sequence[_Recording], candidate: Sequence[_Recording], min_recordings: int) -> bool:
     recordings = (*reference, *candidate)
     if any(each.parts.is_empty() or len(each.steps) < MIN_STEPS or each.step_times.min() <= 0 for each in recordings):
         return False
-    return len(reference) >= MIN_RECORDINGS or not any(each.is_on_host for each in recordings)
+    return len(reference) >= min_recordings or not any(each.is_on_host for each in recordings)
 
 
 @dataclass(frozen=True)

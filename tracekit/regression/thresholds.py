@@ -13,6 +13,8 @@ from tracekit.regression.metrics import metric_of
 CONFIDENCE = 0.99
 MIN_CHANGE_RATIO = 0.03
 MIN_NEW_COST_RATIO = 0.05
+MAX_CPU_STRETCH = 1.1
+MIN_CPU_RECORDINGS = 3
 
 _LIMIT = re.compile(rf"\s*(?P<metric>\w+)\s*>\s*(?P<number>{quantities.NUMBER})\s*(?P<unit>[%\w]*)\s*\Z")
 
@@ -36,6 +38,10 @@ class Thresholds:
     confidence: float = CONFIDENCE
     min_new_cost_ratio: float = MIN_NEW_COST_RATIO
     """A finding that is new, or costs so much more of the step than in the baseline, fails whatever its severity."""
+    max_cpu_stretch: float = MAX_CPU_STRETCH
+    """On a CPU, a recording starves whose compute takes so many times its CPU time, and as that of the reference."""
+    min_cpu_recordings: int = MIN_CPU_RECORDINGS
+    """So many recordings of a reference show by how much times differ on a CPU that other programs use."""
 
     def is_failing(self, metric: str) -> bool:
         """Return whether a metric fails a check where it is worse."""

@@ -13,6 +13,7 @@ from tracekit.cli import settings as config
 from tracekit.cli.settings import CheckSettings, Ignore
 from tracekit.errors import ConfigError
 from tracekit.model.run import Run
+from tracekit.regression.thresholds import Thresholds
 from tracekit.rules.rule import Finding, Report, Rule, Severity
 
 
@@ -59,8 +60,12 @@ def test_every_setting_is_read(tmp_path: Path) -> None:
         [rules.slow-start]
         max_start_ratio = 1
         strict = true
+        [baseline]
+        max_cpu_stretch = 2
+        min_cpu_recordings = 1
         """,
     )
+    assert settings.baseline == Thresholds(max_cpu_stretch=2.0, min_cpu_recordings=1)
     assert settings.fail_on is Severity.WARNING
     assert settings.select == ("BOOT", "cold-cache")
     assert settings.ignore == (Ignore("BOOT001", "known", date(2027, 1, 31)), Ignore("cold-cache", "so it is"))
@@ -124,6 +129,10 @@ WRONG = {
     "baseline ratio": (
         "[baseline]\nmin_change_ratio = 3.0",
         "baseline.min_change_ratio: expected a ratio from 0 to 1, not 3.0",
+    ),
+    "baseline count": (
+        "[baseline]\nmin_cpu_recordings = 0",
+        "baseline.min_cpu_recordings: ",
     ),
     "baseline metric": ('[baseline]\nmetrics = ["step_tim"]', "baseline.metrics: "),
     "budget": ("[budget]\nstep_time = -1", "budget: step_time: "),

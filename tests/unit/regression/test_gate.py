@@ -321,7 +321,14 @@ def test_a_slow_drift_is_detected_because_the_baseline_does_not_change() -> None
 
 
 def starved(
-    *, step: float, compute: float, ran: float, recordings: int = 5, stretch: float = 1.0, **fingerprint: object
+    *,
+    step: float,
+    compute: float,
+    ran: float,
+    recordings: int = 5,
+    stretch: float = 1.0,
+    thresholds: Thresholds | None = None,
+    **fingerprint: object,
 ) -> dict[str, str]:
     """Return the verdicts if step time, compute and CPU time change by these factors."""
     steps = [sample_baselines.steps(100e6, seed=seed) for seed in range(6)]
@@ -335,7 +342,7 @@ def starved(
         }
         made.append(sample_baselines.recording({**times, "sent_bytes": [1000.0 + 500 * (number == 5)] * 20}))
     before = sample_baselines.baseline(*made[:recordings], fingerprint=sample_baselines.FINGERPRINT | fingerprint)
-    comparison = checks.compare(before, made[5:])
+    comparison = checks.compare(before, made[5:], thresholds=thresholds)
     verdicts = {change.metric: change.verdict.value for change in comparison.changes}
     return verdicts | {"note": "".join(comparison.notes)}
 
@@ -356,6 +363,13 @@ def test_few_recordings_on_shared_processors_do_not_show_how_much_times_differ(r
     assert [verdicts[metric] for metric in ("step_time_ns", "cpu_time_ns", "sent_bytes")] == [verdict, verdict, "worse"]
     assert ("other programs used the processors" in verdicts["note"]) is (verdict == "inconclusive")
     assert starved(step=2.0, compute=2.0, ran=2.0, recordings=recordings)["cpu_time_ns"] == "worse"
+
+
+def test_the_limits_of_a_starved_recording_are_settings() -> None:
+    few = Thresholds(min_cpu_recordings=1)
+    assert starved(step=2.0, compute=2.0, ran=2.0, recordings=1, stretch=2.0, thresholds=few)["cpu_time_ns"] == "worse"
+    stretched = Thresholds(max_cpu_stretch=2.5)
+    assert starved(step=2.0, compute=2.0, ran=1.0, thresholds=stretched)["step_time_ns"] == "worse"
 
 
 def test_times_of_a_training_that_waits_or_computes_more_are_judged() -> None:
