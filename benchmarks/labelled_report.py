@@ -25,13 +25,15 @@ quarter of them without a fault, the rest with one of {faults} each, drawn again
 than the limit below. The same seed draws the same runs.
 
 - *Right*: the rule warns, and the truth contains its code at 3% of the run or more (COMM001: 25%; it warns from 20%).
+  A rank whose kernels are slower from some step on has a lower clock: STEP003 reports it instead of RANK001.
 - *Missed*: the truth contains the code, and the rule does not warn. The cost of a strategy itself (give-way effect
   under fsdp1, exposed communication) must be found in runs without a fault; with another fault it may be part of that
   fault.
 - *Wrong*: the rule warns, and the truth does not contain its code. Costs in between are not counted.
 - *Cost off by*: error of the finding's cost per step against the truth, a simulation without the fault: median, and the
-  share of findings within 10%. CKPT001 has none, because it spreads a save over the steps between saves;
-  COMM001's cost is that of all communication, more than the cost of no-prefetch alone.
+  share of findings within 10%. A finding costs what the mean step is shorter in a replay without its cause. CKPT001
+  has none, because it spreads a save over the steps between saves; COMM001's cost is that of all communication, more
+  than the cost of no-prefetch alone.
 """
 
 
@@ -74,7 +76,7 @@ def codes() -> list[str]:
 
 def score(runs: Sequence["Judged"], code: str) -> Score:
     """Return the score of the rule of a code on the runs."""
-    right = [each for each in runs if each.found(code) and each.must_be_found(code)]
+    right = [each for each in runs if each.reported(code) and each.must_be_found(code)]
     wrong = sum(each.is_wrong(code) for each in runs)
     missed = sum(each.is_missed(code) for each in runs)
     errors = [error for each in right if (error := _cost_error(each, code)) is not None]
@@ -111,7 +113,7 @@ def by_fault(runs: Sequence["Judged"]) -> str:
             continue
         code = faults.FAULTS[name].code if name in faults.FAULTS else ""
         matter = [each for each in mine if code and each.must_be_found(code)]
-        found = sum(bool(each.found(code)) for each in matter)
+        found = sum(bool(each.reported(code)) for each in matter)
         wrong = sum(each.is_wrong(other) for each in mine for other in codes())
         told = (str(len(matter)), str(found)) if code else ("", "")
         lines.append(f"| {name} | {code} | {len(mine)} | {told[0]} | {told[1]} | {wrong} |")
@@ -169,6 +171,6 @@ def _counts(code: str) -> bool:
 def _cost_error(each: "Judged", code: str) -> float | None:
     if code == _SPREAD:
         return None
-    told_ns = max(finding.cost_ns for finding in each.found(code))
+    told_ns = max(finding.cost_ns for finding in each.reported(code))
     true_ns = sum(known.cost_ns * len(known.steps) for known in each.known if known.code == code) / each.job.steps
     return abs(told_ns / true_ns - 1) if told_ns else None

@@ -69,9 +69,13 @@ class Judged:
         """Return the findings of a code."""
         return [finding for finding in self.findings if finding.code == code]
 
+    def reported(self, code: str) -> list[Finding]:
+        """Return the findings that report a fault of a code: its own, else those on a special case of it."""
+        return self.found(code) or self.found(_REPORTED_AS.get(code, code))
+
     def is_missed(self, code: str) -> bool:
-        """Whether the rule of a code did not report a fault that it must report."""
-        return self.must_be_found(code) and not self.found(code) and not self.found(_REPORTED_AS.get(code, code))
+        """Whether a fault that must be reported was not."""
+        return self.must_be_found(code) and not self.reported(code)
 
     def is_wrong(self, code: str) -> bool:
         """Whether the rule of a code reported a fault that the run does not have."""

@@ -1,5 +1,7 @@
 """How rules are scored against the truth of simulated runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import labelled_report, labelled_runs
@@ -39,6 +41,14 @@ def test_findings_are_right_wrong_or_missing_and_small_costs_do_not_count() -> N
 def test_a_finding_about_retries_is_not_wrong_if_there_are_device_allocations() -> None:
     found = labelled_report.score([_run({"MEM001": 10}, {"MEM007": 11}), _run({}, {"MEM007": 5})], "MEM007")
     assert (found.right, found.wrong, found.missed) == (0, 1, 0)
+
+
+def test_a_clock_drop_reports_the_rank_that_straggles_from_some_step_on() -> None:
+    run = replace(_run({"RANK001": 10}, {"STEP003": 9}), requested=("straggler-from-step",))
+    found = labelled_report.score([run], "RANK001")
+    assert (found.right, found.wrong, found.missed) == (1, 0, 0)
+    assert found.cost_error == pytest.approx(0.1)
+    assert "| straggler-from-step | RANK001 | 1 | 1 | 1 | 0 |" in labelled_report.by_fault([run])
 
 
 def test_the_table_lists_every_rule_with_findings_or_faults_and_names_the_others() -> None:
