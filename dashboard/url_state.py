@@ -6,21 +6,25 @@ Each function binds a widget to the parameter of its name and returns the key of
 
 Pages may share a name: a choice on one page applies to others where it is an option. A text in an address is looked up
 among the options, never used as it is. What differs from the default is written to the address.
+
+A browser that sends two requests at once reports an address from before the first response with the second one, however
+late that arrives. So an address that a person has left counts again only if the browser's history or the app opened it.
 """
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import streamlit as st
+from streamlit.navigation.page import StreamlitPage
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 PAGE = "page_shown"
 MAX_TEXT = 200
-_STALE_S = 1.5
-"""A browser that sends two requests at once still reports the address from before the first response."""
+_NAVIGATIONS = "navigations"
+"""How often the app itself has opened an address in this session."""
+_MAX_EARLIER = 100
 
 Texts: TypeAlias = tuple[str, ...]
 
@@ -31,9 +35,10 @@ class _Binding:
 
     value: Any
     texts: Texts
-    previous_texts: Texts
+    earlier: tuple[Texts, ...]
+    """What the address said before, in this session."""
     page: str
-    at_s: float
+    navigations: int
 
 
 def bind(name: str, options: Sequence[Any], default: Any = None) -> str:
@@ -108,6 +113,12 @@ def bind_flag(name: str, default: bool = False) -> str:  # noqa: FBT001, FBT002,
     return bind(name, (False, True), default)
 
 
+def open_address(page: StreamlitPage, query: Mapping[str, list[str]]) -> NoReturn:
+    """Open a page at an address whose parameters apply, also where they are a choice that was left before."""
+    st.session_state[_NAVIGATIONS] = st.session_state.get(_NAVIGATIONS, 0) + 1
+    st.switch_page(page, query_params=query)
+
+
 def parameters() -> dict[str, list[str]]:
     """Return the parameters of the address, as `st.switch_page` takes them."""
     return {name: st.query_params.get_all(name) for name in st.query_params}
@@ -133,14 +144,10 @@ def _bound(
     texts = () if is_plain else to_texts(value)
     if texts != in_address:
         st.query_params[name] = texts[0] if len(texts) == 1 else list(texts)
-    is_same = last is not None and last.texts == texts
-    state[f"binding-{name}"] = _Binding(
-        value,
-        texts,
-        previous_texts=last.previous_texts if is_same and last else (last.texts if last else ()),
-        page=page,
-        at_s=last.at_s if is_same and last else time.monotonic(),
-    )
+    earlier = last.earlier if last else ()
+    if last and last.texts != texts:
+        earlier = (*earlier, last.texts)[-_MAX_EARLIER:]
+    state[f"binding-{name}"] = _Binding(value, texts, earlier, page, state.get(_NAVIGATIONS, 0))
     return name
 
 
@@ -150,19 +157,21 @@ def _value(name: str, default: Any, in_address: Texts, last: _Binding | None, *,
     has_widget = name in state
     if has_widget and last is not None and state[name] != last.value:
         return state[name]
-    if in_address and (last is None or (in_address != last.texts and not _is_stale(in_address, last))):
+    if in_address and (last is None or (in_address != last.texts and _is_current(in_address, last))):
         try:
             return parse(in_address)
         except (KeyError, ValueError, OverflowError):
             pass
     elif not in_address and last and last.texts and has_widget and last.page == state.get(PAGE, ""):
-        # The browser went back to an address without it; the address of another page starts without it, too.
-        return default
+        # The address of another page starts without it, too.
+        return default if _is_current(in_address, last) else state[name]
     if has_widget:
         return state[name]
     return last.value if last is not None else default
 
 
-def _is_stale(in_address: Texts, last: _Binding) -> bool:
+def _is_current(in_address: Texts, last: _Binding) -> bool:
+    """Return whether an address other than the last is meant: it is new, or was opened by the history or the app."""
     went_back = getattr(get_script_run_ctx(suppress_warning=True), "is_history_navigation", False)
-    return not went_back and in_address == last.previous_texts and time.monotonic() - last.at_s < _STALE_S
+    is_opened = st.session_state.get(_NAVIGATIONS, 0) > last.navigations
+    return bool(went_back or is_opened or in_address not in last.earlier)

@@ -76,7 +76,7 @@ def go_to(address: str, **parameters: Any) -> None:
         name: [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
         for name, value in parameters.items()
     }
-    st.switch_page(st.session_state[PAGES][address], query_params=query)
+    url_state.open_address(st.session_state[PAGES][address], query)
 
 
 def open_run(entry: RunEntry) -> OpenRun | None:

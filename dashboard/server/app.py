@@ -83,7 +83,7 @@ def _navigate(pages: dict[str, Page], links: dict[str, StreamlitPage]) -> Stream
     sections[ALL_RUNS].append(alias)
     shown = st.navigation(sections, expanded=True)
     if shown == alias:
-        st.switch_page(links[DEFAULT.address], query_params=url_state.parameters())
+        url_state.open_address(links[DEFAULT.address], url_state.parameters())
     return shown
 
 

@@ -1,5 +1,7 @@
 """The address and the widgets of a page, bound together."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.support import dashboard_pages
@@ -119,21 +121,44 @@ def test_a_choice_is_written_to_the_address_and_so_is_a_return_to_the_default(sh
     assert _values(shown) == FIRST | {"others": []}
 
 
-def test_the_way_back_in_the_browser_takes_the_choice_back(shown, monkeypatch):
-    monkeypatch.setattr("dashboard.url_state._STALE_S", 0)
-    shown.run()
-    shown.selectbox[0].select(2).run()
-    shown.selectbox[0].select(1).run()
-    assert _values(_at(shown, rank="2"))["rank"] == 2
-    assert _values(_at(shown))["rank"] == 0
+@pytest.fixture
+def way_back(monkeypatch):
+    """Let requests come from the browser's history, which the test's browser has not."""
+    with monkeypatch.context() as patched:
+        context = SimpleNamespace(is_history_navigation=True)
+        patched.setattr("dashboard.url_state.get_script_run_ctx", lambda **_: context)
+        yield
 
 
-def test_an_address_from_before_the_last_choice_does_not_undo_it(shown):
+@pytest.fixture
+def after_choices(shown):
+    """A page on which rank 2 and then rank 1 were chosen."""
     shown.run()
     shown.selectbox[0].select(2).run()
-    shown.selectbox[0].select(1).run()
-    assert _values(_at(shown, rank="2"))["rank"] == 1
-    assert _address(shown) == {"rank": ["1"]}
+    return shown.selectbox[0].select(1).run()
+
+
+def test_the_way_back_in_the_browser_takes_the_choice_back(after_choices, request):
+    request.getfixturevalue("way_back")
+    assert _values(_at(after_choices, rank="2"))["rank"] == 2
+    assert _values(_at(after_choices))["rank"] == 0
+
+
+@pytest.mark.parametrize("reported", [{"rank": "2"}, {}], ids=["the last choice", "no choice"])
+def test_an_address_from_before_the_last_choice_does_not_undo_it_however_late_it_is_reported(after_choices, reported):
+    for _ in range(3):
+        assert _values(_at(after_choices, **reported))["rank"] == 1
+        assert _address(after_choices) == {"rank": ["1"]}
+
+
+def test_an_address_that_was_never_left_is_a_choice(after_choices):
+    assert _values(_at(after_choices, find="gemm"))["find"] == "gemm"
+
+
+def test_the_app_may_open_an_address_from_before(after_choices):
+    after_choices.session_state["navigations"] = 1
+    assert _values(_at(after_choices, rank="2"))["rank"] == 2
+    assert _values(_at(after_choices, rank="1"))["rank"] == 2  # a report from before
 
 
 def test_a_choice_is_remembered_on_another_page_as_far_as_it_is_one_there(shown):
