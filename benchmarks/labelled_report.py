@@ -28,12 +28,13 @@ than the limit below. The same seed draws the same runs.
   A rank whose kernels are slower from some step on has a lower clock: STEP003 reports it instead of RANK001.
 - *Missed*: the truth contains the code, and the rule does not warn. The cost of a strategy itself (give-way effect
   under fsdp1, exposed communication) must be found in runs without a fault; with another fault it may be part of that
-  fault.
+  fault. A suspicion for want of samples is information, so the fault counts as missed.
 - *Wrong*: the rule warns, and the truth does not contain its code. Costs in between are not counted.
 - *Cost off by*: error of the finding's cost per step against the truth, a simulation without the fault: median, and the
   share of findings within 10%. A finding costs what the mean step is shorter in a replay without its cause. CKPT001
   has none, because it spreads a save over the steps between saves; COMM001's cost is that of all communication, more
-  than the cost of no-prefetch alone.
+  than the cost of no-prefetch alone; HOST003 counts a load for each step, also before the first, where the simulator
+  has none: a third more than the truth in four steps.
 """
 
 
