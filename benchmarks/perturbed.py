@@ -232,7 +232,7 @@ KINDS = (
     Kind("contention", contention, ("STREAM003",), ("COMM001",)),
     Kind("allocation retries", allocation_retries, ("MEM001", "MEM007")),
     Kind("checkpoint", checkpoint, ("CKPT001", "CKPT002", "CKPT003")),
-    Kind("save without a name", nameless_save, ("HOST001", "HOST002", "STEP001")),
+    Kind("save without a name", nameless_save, ("STEP001", "HOST001", "HOST002")),
     Kind("clock skew", clock_skew, ()),
     Kind("missing rank", missing_rank, (), ("DATA001",), needs_ranks=3),
     Kind("one pause of one rank", pause_of_one, ("STEP001", "RANK001", "HOST001"), ("RANK003",), needs_ranks=2),

@@ -38,8 +38,10 @@ def priced(name, scratch, folder=FOLDER):
     [
         ("data stall", "HOST003", 0.15),
         ("data stall of one rank", "HOST003", 0.15),
-        # The first step is warm-up: what its retry delays in the next step's window counts there.
-        ("allocation retries", "MEM001", 0.25),
+        ("allocation retries", "MEM001", 0.15),
+        ("reading scalars", "HOST002", 0.15),
+        ("late launches of two ranks", "RANK001", 0.15),
+        ("save without a name", "STEP001", 0.15),
     ],
 )
 def test_the_cause_that_a_person_can_remove_has_the_price(name, code, error, control, tmp_path):

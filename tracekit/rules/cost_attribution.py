@@ -15,6 +15,8 @@ from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.replay.graph.savings import Removal
+from tracekit.replay.graph.transforms import HostSpan
+from tracekit.rules.outlier_steps import is_warm_up
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings
 
 _MIN_LAUNCHED_RATIO = 0.9
@@ -35,7 +37,7 @@ _CAUSE_OF_STALL = {
     host_stalls.SAVE: "checkpoint",
 }
 """The cause that removes a stall, by what the host does in it (`host_stalls.CAUSES`); late launches for the rest."""
-_OUTLIERS, _UNEVEN = "STEP001", "RANK003"
+_OUTLIERS, _COLD, _UNEVEN = "STEP001", "STEP002", "RANK003"
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
 trouble of its own."""
@@ -50,11 +52,11 @@ def attribute_costs(report: Report) -> Report:
     what the mean step of the window is shorter without the cause, as `tracekit whatif` says, and the impact its share;
     the message states them.
 
-    One trouble has one price. What STEP001 warns of is left out of other prices: steps in which all ranks stall, and
-    the time lost to stalls of some ranks. In a window of one step, STEP001 is information where the rule of the cause
-    warns. Data loading, blocking calls, allocator calls, saves, device stalls and clock drops of a late rank are what
-    makes it late: a straggler is priced by what it costs without those that have a warning, and is information if that
-    is less than half of it. Late launches are priced by what remains without all these and without stragglers.
+    One trouble has one price. Single stalls that STEP001 warns of, and the first uses of STEP002, are left out of other
+    prices: they stay in the replays. In a window of one step, STEP001 is information where the rule of the cause warns.
+    Data loading, blocking calls, allocator calls, saves, device stalls and clock drops of a late rank are what makes it
+    late: a straggler is priced by what it costs without those that have a warning, and is information if that is less
+    than half of it. Late launches are priced by what remains without all these and without stragglers.
 
     A finding whose replay saves less than its `min_saved_ratio` becomes information, since the step has another
     bottleneck behind this one; it is left out if it was information before, or if the rule did not measure more either.
@@ -63,13 +65,15 @@ def attribute_costs(report: Report) -> Report:
     run = report.run
     replayable = any(finding.what_if for finding in report.findings) and _can_be_replayed(run)
     stalls = _stalls(report) if replayable else pl.DataFrame()
+    staying = tuple(_host_spans(run, stalls)) if replayable else ()
     findings: list[Finding] = []
     removed: list[Removal] = []
     for finding in sorted(report.findings, key=_order):
-        repriced = list(_with_replayed_cost(run, finding, removed, stalls)) if replayable else _measured(finding)
+        own = _removal(finding, staying)
+        repriced = list(_with_replayed_cost(run, finding, own, removed)) if replayable else _measured(finding)
         findings += repriced
-        if finding.what_if and _is_confirmed(finding, repriced):
-            removed.append(_removal(finding, finding.what_if))
+        if own and _is_confirmed(finding, repriced):
+            removed.append(own)
     if removed:
         findings = [_beyond(run, each, removed) if each.code == _UNEVEN else each for each in findings]
         findings = [_once(each, findings, stalls) for each in findings]
@@ -91,8 +95,12 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
     )
 
 
-def _removal(finding: Finding, what_if: WhatIf) -> Removal:
-    return Removal(what_if.cause, finding.ranks if what_if.cause == _STRAGGLER else ())
+def _removal(finding: Finding, staying: tuple[HostSpan, ...]) -> Removal | None:
+    """Return the removal of a finding's cause, in which single stalls stay; None for a finding without a cause."""
+    if finding.what_if is None:
+        return None
+    cause = finding.what_if.cause
+    return Removal(cause, finding.ranks if cause == _STRAGGLER else (), staying)
 
 
 def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
@@ -103,7 +111,7 @@ def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal
     if cause != _STRAGGLER:
         return ()
     direct = (each for each in removed if each.cause != _STRAGGLER)
-    return tuple(Removal(each.cause, finding.ranks) for each in direct if _makes_late(run, finding, each.cause))
+    return tuple(replace(each, ranks=finding.ranks) for each in direct if _makes_late(run, finding, each.cause))
 
 
 def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
@@ -117,13 +125,31 @@ def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
 
 
 def _stalls(report: Report) -> pl.DataFrame:
-    """Return the single stalls that have a warning: rows of `outlier_steps.outlier_steps`, with the replay's cause."""
+    """Return the single stalls that are reported: rows of `outlier_steps.outlier_steps`, with the replay's cause.
+
+    Those have a warning of STEP001, or are first uses.
+    """
     stalls = report.run.run_table(outlier_steps.outlier_steps)
-    is_warned = pl.lit(value=False)
+    is_reported = is_warm_up() & pl.lit(any(finding.code == _COLD for finding in report.findings))
     for finding in (each for each in _warnings(report.findings) if each.code == _OUTLIERS):
-        is_warned |= _is_of(finding)
+        is_reported |= _is_of(finding)
     cause = pl.col("cause").replace_strict(_CAUSE_OF_STALL, default=_LATE_LAUNCH, return_dtype=pl.String)
-    return stalls.filter(is_warned).with_columns(cause.alias("cause"))
+    return stalls.filter(is_reported).with_columns(cause.alias("cause"))
+
+
+def _host_spans(run: Run, stalls: pl.DataFrame) -> Iterator[HostSpan]:
+    """Yield when the hosts are in these stalls; not in a window of one step, whose stalls may be steady or single.
+
+    A rank whose device still has work while all others stall has no stall of its own: its host pauses as theirs do.
+    """
+    pieces = run.run_table(outlier_steps.outlier_stalls).with_columns(end_ns=pl.col("run_start_ns") + pl.col("dur_ns"))
+    for stall in stalls.filter(pl.col("steps") > 1).iter_rows(named=True):
+        events = pieces.filter(pl.col("event").is_in(stall["events"]), pl.col("window") == stall["window"])
+        ranks = run.ranks if stall["is_everyone"] else stall["ranks"]
+        of_ranks = {rank: events.filter(pl.col("rank") == rank) for rank in ranks}
+        for rank, own in of_ranks.items():
+            for start_ns, end_ns in (own if own.height else events).select("run_start_ns", "end_ns").iter_rows():
+                yield HostSpan(stall["window"], rank, start_ns, end_ns)
 
 
 def _is_of(outliers: Finding) -> pl.Expr:
@@ -191,21 +217,21 @@ def _measured(finding: Finding) -> list[Finding]:
     return [finding] if is_costly else []
 
 
-def _with_replayed_cost(run: Run, finding: Finding, removed: list[Removal], stalls: pl.DataFrame) -> Iterator[Finding]:
+def _with_replayed_cost(run: Run, finding: Finding, own: Removal | None, removed: list[Removal]) -> Iterator[Finding]:
     """Yield the finding, with the cost from a replay if there is one; nothing if the cost is too small.
 
     The causes of which it is a consequence are removed before: only what remains is the finding's.
     """
     what_if = finding.what_if
-    if what_if is None:
+    if what_if is None or own is None:
         yield finding
         return
-    own, first = _removal(finding, what_if), _before(run, finding, removed)
-    alone = _saving_per_step(run, own, stalls)
+    first = _before(run, finding, removed)
+    alone = _saving_per_step(run, own)
     if alone is None:
         yield from _measured(finding)
         return
-    after = _saving_per_step(run, own, stalls, first=first) if first else None
+    after = _saving_per_step(run, own, first=first) if first else None
     least = min(alone, after, key=lambda each: each.saved_ns) if after else alone
     repriced = _reprice(finding, what_if, first, least)
     if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * alone.saved_ns:
@@ -248,43 +274,18 @@ def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean
     )
 
 
-def _saving_per_step(
-    run: Run, own: Removal, stalls: pl.DataFrame, *, first: tuple[Removal, ...] = ()
-) -> _MeanStep | None:
+def _saving_per_step(run: Run, own: Removal, *, first: tuple[Removal, ...] = ()) -> _MeanStep | None:
     """Return the mean saving over steps, each on the slowest rank, without a cause besides those in `first`.
 
-    Single stalls of the same cause do not count: neither those of some ranks nor steps in which all ranks have one, if
-    others remain. None if there is no replay.
+    None if there is no replay.
     """
     without = savings.saving_of(run, (*first, own))
-    same = stalls.filter(pl.col("cause") == own.cause)
-    of_all = same.filter("is_everyone")["step"].to_list()
-    judged_steps = without.steps.filter(~_in(of_all))
-    judged_steps = judged_steps if judged_steps.height else without.steps
-    if judged_steps.is_empty():
+    if without.steps.is_empty():
         return None
-    count = judged_steps.select("window", "step").n_unique()
-    before_ns = steps.total_ns(judged_steps, "replayed_ns")
+    count = without.steps.select("window", "step").n_unique()
+    before_ns = steps.total_ns(without.steps, "replayed_ns")
     if first:
-        before = savings.saving_of(run, first).steps.join(judged_steps, on=_KEY, how="semi", nulls_equal=True)
-        before_ns = steps.total_ns(before, "without_ns")
-    stalled_ns = int(_of_ranks(stalls, own).filter(~_in(of_all))["lost_ns"].sum())
-    saved_ns = before_ns - steps.total_ns(judged_steps, "without_ns") - stalled_ns
-    step_ns = max(1, steps.total_ns(judged_steps, "duration_ns") // count)
+        before_ns = steps.total_ns(savings.saving_of(run, first).steps, "without_ns")
+    saved_ns = before_ns - steps.total_ns(without.steps, "without_ns")
+    step_ns = max(1, steps.total_ns(without.steps, "duration_ns") // count)
     return _MeanStep(saved_ns // count, step_ns, without.confidence, without.before_steps_ns)
-
-
-def _in(numbers: list[int]) -> pl.Expr:
-    """Return whether a step is one of some numbers; a window without steps is none."""
-    return pl.col("step").is_in(numbers).fill_null(value=False)
-
-
-def _of_ranks(stalls: pl.DataFrame, own: Removal) -> pl.DataFrame:
-    """Return the stalls of some ranks that are in a cause: those of the same cause, or of the late ranks."""
-    of_some = stalls.filter(~pl.col("is_everyone"))
-    if own.cause != _STRAGGLER:
-        return of_some.filter(pl.col("cause") == own.cause)
-    return of_some.filter(pl.col("ranks").list.set_difference(list(own.ranks)).list.len() == 0)
-
-
-_KEY = ["window", "rank", "step", "device"]

@@ -192,8 +192,7 @@ class ColdStart(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding, on all first uses of the run."""
-        events = run.run_table(outlier_steps.outlier_steps).filter(is_cold())
-        events = events.filter(pl.col("lost_ns") >= self.min_step_ratio * pl.col("reference_ns"))
+        events = run.run_table(outlier_steps.outlier_steps).filter(is_warm_up(self.min_step_ratio))
         if events.is_empty():
             return
         event = largest_first(events, "lost_ns", "start_ns").row(0, named=True)
@@ -209,6 +208,11 @@ class ColdStart(Rule):
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
         )
+
+
+def is_warm_up(min_step_ratio: float = ColdStart.min_step_ratio) -> pl.Expr:
+    """Return whether an event of `outlier_steps.outlier_steps` is a first use that takes this share of a step."""
+    return is_cold() & (pl.col("lost_ns") >= min_step_ratio * pl.col("reference_ns")).fill_null(value=False)
 
 
 def is_cold() -> pl.Expr:

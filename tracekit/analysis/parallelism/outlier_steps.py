@@ -17,6 +17,7 @@ COLUMNS = {
     **schema.columns("window step is_first cause detail name is_everyone start_ns stall_ns lost_ns"),
     **schema.columns("step_ns reference_ns window_ns steps"),
     "ranks": pl.List(pl.Int64),
+    "events": pl.List(pl.Int64),
 }
 _DEVICE = ["window", "rank", "device"]
 _PLACE = [*_DEVICE, "place", "nth"]
@@ -82,10 +83,11 @@ def outlier_steps(run: Run) -> pl.DataFrame:
     """Return the steps that take longer because the host of one rank, or of all, stalled once; use ``run.run_table``.
 
     Columns COLUMNS: step (null where none is marked), is_first (the first of several), cause (of `host_stalls.CAUSES`),
-    detail and name of the longest stall, ranks (those that stall; others wait for them), is_everyone (whether all ranks
-    do), stall_ns (how long, beyond what is usual in other steps), lost_ns (the job's: at most what the step takes
-    longer than the reference), step_ns and reference_ns (of the step, and the median of steps without outliers: the
-    median over ranks), window_ns and steps (of the window); one row per step, cause and set of ranks.
+    detail and name of the longest stall, ranks (those that stall; others wait for them), events (the numbers of their
+    stalls in `outlier_stalls`), is_everyone (whether all ranks do), stall_ns (how long, beyond what is usual in other
+    steps), lost_ns (the job's: at most what the step takes longer than the reference), step_ns and reference_ns (of the
+    step, and the median of steps without outliers: the median over ranks), window_ns and steps (of the window); one row
+    per step, cause and set of ranks.
     """
     events = _events(run)
     if events.is_empty():
@@ -159,7 +161,7 @@ def _events(run: Run) -> pl.DataFrame:
     ]
     return largest.group_by(key, maintain_order=True).agg(
         pl.col("step", "is_first", "detail", "name", "ranks").first(),
-        pl.col("start_ns").min(), pl.col("stall_ns").sum(),
+        pl.col("event").alias("events"), pl.col("start_ns").min(), pl.col("stall_ns").sum(),
     ).drop("_of")  # fmt: skip
 
 

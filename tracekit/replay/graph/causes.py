@@ -29,9 +29,9 @@ _LISTED = (
     Cause(
         "blocking-sync",
         "HOST002",
-        "the host never waits for the device",
-        "synchronizing calls except those of saves and the allocator, and the host's pause after each; FSDP1's rate "
-        "limiter stays",
+        "the host never waits for the device in a call that leaves it idle",
+        "synchronizing calls after which the device is idle, except those of saves and the allocator, and the host's "
+        "pause after each; FSDP1's rate limiter stays",
     ),
     Cause(
         "rate-limiter",

@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import late_ranks
 from tracekit.analysis.time import paused_kernels
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.replay.graph import recorded_stalls, trace_graph
+from tracekit.replay.graph import recorded_stalls, shared_waits, trace_graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.sync import alignment, collective_matching
 
@@ -158,7 +158,8 @@ def graphs(run: Run) -> list[Graph]:
     run.measure(FACTS)
     nodes = recorded_stalls.with_pauses(run, run.table(trace_graph.nodes))
     nodes = alignment.on_run_clock(nodes, run.offsets, ("start_ns", "end_ns"))
-    edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
+    own_edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
+    edges = pl.concat([own_edges, shared_waits.shared_waits(nodes, own_edges).select(own_edges.columns)])
     found = []
     for (window,), window_nodes in nodes.group_by("window", maintain_order=True):
         here = pl.col("window") == window

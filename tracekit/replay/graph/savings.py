@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -13,7 +14,15 @@ from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, contention_update, dependency_graph, slow_ranks, steps
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
-from tracekit.replay.graph.transforms import BEFORE_WINDOW, CONTENTION_TRANSFORMS, TRANSFORMS, in_order, on_ranks
+from tracekit.replay.graph.transforms import (
+    BEFORE_WINDOW,
+    CONTENTION_TRANSFORMS,
+    TRANSFORMS,
+    HostSpan,
+    in_order,
+    on_ranks,
+    outside_stalls,
+)
 
 STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns without_ns saved_ns")
 BY_RANK_COLUMNS = schema.columns("cause rank duration_ns replayed_ns without_ns saved_ns")
@@ -48,19 +57,22 @@ class Saving:
 
 @dataclass(frozen=True)
 class Removal:
-    """A cause to remove from a replay: on these ranks; without ranks, on all.
+    """A cause to remove from a replay: on these ranks; without ranks, on all. The host time in `stalls` stays.
 
     Of `straggler` the ranks are those that nobody shall wait for: without ranks, those that the others wait for most.
     """
 
     cause: str
     ranks: tuple[int, ...] = ()
+    stalls: tuple[HostSpan, ...] = ()
 
     def union(self, other: "Removal | None") -> "Removal":
-        """Return the removal of a cause on the ranks of both."""
-        if other is None or not self.ranks or not other.ranks:
-            return self if other is None else Removal(self.cause)
-        return Removal(self.cause, tuple(sorted({*self.ranks, *other.ranks})))
+        """Return the removal of a cause on the ranks of both; the stalls that stay are those of both."""
+        if other is None:
+            return self
+        stalls = tuple(each for each in self.stalls if each in other.stalls)
+        ranks = tuple(sorted({*self.ranks, *other.ranks})) if self.ranks and other.ranks else ()
+        return Removal(self.cause, ranks, stalls)
 
 
 def saving(run: Run, cause: str) -> Saving:
@@ -234,11 +246,11 @@ def _without(whole: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay
 
 def _removed(graph: Graph, removal: Removal) -> Graph:
     transform = TRANSFORMS[removal.cause]
-    if not removal.ranks:
-        return transform(graph)
-    if removal.cause == _STRAGGLER:
-        return transform(replace(graph, late_ranks=removal.ranks))
-    return on_ranks(graph, removal.ranks, transform)
+    if removal.ranks and removal.cause == _STRAGGLER:
+        graph = replace(graph, late_ranks=removal.ranks)
+    elif removal.ranks:
+        transform = partial(on_ranks, ranks=removal.ranks, transform=transform)
+    return outside_stalls(graph, removal.stalls, transform) if removal.stalls else transform(graph)
 
 
 def _unknown(cause: str, why_not: str) -> Saving:

@@ -1,7 +1,8 @@
 """Graph transforms that each remove one cause of lost time: a graph in, another graph out."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import polars as pl
@@ -19,8 +20,12 @@ from tracekit.replay.graph import (
 from tracekit.replay.graph.dependency_graph import RELEASE, START_ORDER, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST, WORK
 
+_SHORT_RATIO = 0.1
 _PAUSE_NS = 2_000_000
 """On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
+
+
+Transform: TypeAlias = Callable[[Graph], Graph]
 
 
 def late_launch(graph: Graph) -> Graph:
@@ -32,14 +37,16 @@ def late_launch(graph: Graph) -> Graph:
 
 
 def blocking_sync(graph: Graph) -> Graph:
-    """Remove the host's waits for the device, and its pauses after them; not those of saves, allocator, rate limiter.
+    """Remove the host's waits that leave the device idle, and its pauses after them.
 
-    While the host pauses after a wait, nothing is queued: that pause would be hidden without the wait.
+    Those of saves, allocator and rate limiter stay. While the host pauses after a wait, nothing is queued: that pause
+    would be hidden without the wait. A wait after which the device goes on costs nothing, and stays: one for a copy on
+    another stream, or directly before a launch.
     """
     if not graph.on_device:
         raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")
-    synchronizes = _in_state(graph, host_state.SYNCHRONIZE)
-    return _without_waits(_with_shorter_gaps(graph, _pauses_after(graph, synchronizes)), synchronizes)
+    blocking = _blocking_calls(graph)
+    return _without_waits(_with_shorter_gaps(graph, _pauses_after(graph, blocking)), blocking)
 
 
 def rate_limiter(graph: Graph) -> Graph:
@@ -91,7 +98,7 @@ def recomputation(graph: Graph) -> Graph:
     return _with_zero_time(graph, redundant_work.recomputed_nodes(graph))
 
 
-TRANSFORMS: Mapping[str, Callable[[Graph], Graph]] = {
+TRANSFORMS: Mapping[str, Transform] = {
     "late-launch": late_launch,
     "blocking-sync": blocking_sync,
     "rate-limiter": rate_limiter,
@@ -134,19 +141,40 @@ _FIRST = (
 _LAST = ("shared-queue", "shared-communicator", "late-gathers")
 
 
-def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Callable[[Graph], Graph]) -> Graph:
+class HostSpan(NamedTuple):
+    """A span of time on the host of a rank, on the run's clock."""
+
+    window: int
+    rank: int
+    start_ns: int
+    end_ns: int
+
+
+def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Graph:
     """Return the graph after a transform of host time or device stalls that is applied to some ranks."""
     is_on_ranks = graph.frame["rank"].is_in(list(ranks)).to_numpy()
-    gap_ns = np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
+    device_times = pl.col("stall_ns", "paused_ns", "slowed_ns") * pl.lit(pl.Series(is_on_ranks))
     hidden = graph.frame.with_columns(
-        pl.Series(
-            "host_state", np.where(is_on_ranks, graph.column("host_state"), -1), dtype=graph.frame["host_state"].dtype
-        ),
-        pl.Series("gap_ns", gap_ns * is_on_ranks[:, None], dtype=graph.frame["gap_ns"].dtype),
-        pl.col("stall_ns", "paused_ns", "slowed_ns") * pl.lit(pl.Series(is_on_ranks)),
+        *_host_time(graph, is_on_ranks, _all_gaps(graph) * is_on_ranks[:, None]),
+        device_times,
         pl.when(pl.lit(pl.Series(is_on_ranks))).then("phase").alias("phase"),
     )
     return replace(transform(replace(graph, frame=hidden)), frame=graph.frame)
+
+
+def outside_stalls(graph: Graph, stalls: tuple[HostSpan, ...], transform: Transform) -> Graph:
+    """Return the graph after a transform that leaves the host time in some stalls as it is."""
+    in_stall, stalled_ns = _stalled(graph, stalls)
+    gap_ns = _all_gaps(graph)
+    total_ns = np.maximum(gap_ns.sum(axis=1), 1)
+    left_ns = (gap_ns * (1 - stalled_ns / total_ns)[:, None]).astype(np.int64)
+    hidden = graph.frame.with_columns(*_host_time(graph, ~in_stall, left_ns))
+    changed = transform(replace(graph, frame=hidden))
+    own_ns, chain_ns = changed.own_ns.copy(), changed.chain_ns.copy()
+    at = np.flatnonzero(in_stall)
+    own_ns[at] = graph.own_ns[at]
+    chain_ns[: graph.count] = np.maximum(chain_ns[: graph.count], np.minimum(stalled_ns, graph.chain_ns[: graph.count]))
+    return replace(changed, own_ns=own_ns, chain_ns=chain_ns, frame=graph.frame)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -178,10 +206,42 @@ def is_transfer(graph: Graph) -> Flags:
     return np.concatenate((graph.matches("kind", "communication"), np.ones(len(graph.own_ns) - graph.count, bool)))
 
 
+def _stalled(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints]:
+    """Return which host calls are at least half in stalls, and how much of the time before each node is.
+
+    The device becomes idle only when a pause has lasted for a while: all of it is a stall if half of it is, or if it
+    covers half of the stall.
+    """
+    start, end, rank = (graph.column(name) for name in ("start_ns", "end_ns", "rank"))
+    gap_ns = _all_gaps(graph).sum(axis=1)
+    in_stall, stalled_ns = np.zeros(graph.count, bool), np.zeros(graph.count, np.int64)
+    for stall in (each for each in stalls if each.window == graph.window):
+        of_rank = (rank == stall.rank) & (graph.column("what") == HOST)
+        inside_ns = np.minimum(end, stall.end_ns) - np.maximum(start, stall.start_ns)
+        in_stall |= of_rank & (inside_ns > 0) & (2 * inside_ns >= end - start)
+        before_ns = np.minimum(start, stall.end_ns) - np.maximum(start - gap_ns, stall.start_ns)
+        is_pause = 2 * before_ns >= np.minimum(gap_ns, stall.end_ns - stall.start_ns)
+        own_ns = np.where(is_pause, gap_ns, before_ns)
+        stalled_ns += np.where(of_rank & (before_ns > 0), own_ns, 0)
+    return in_stall, np.minimum(stalled_ns, gap_ns)
+
+
+def _host_time(graph: Graph, which: Flags, gap_ns: Ints) -> Iterator[pl.Series]:
+    """Yield the columns of host time with the state of some calls only, and other times before the nodes."""
+    state = np.where(which, graph.column("host_state"), -1)
+    yield pl.Series("host_state", state, dtype=graph.frame["host_state"].dtype)
+    yield pl.Series("gap_ns", gap_ns, dtype=graph.frame["gap_ns"].dtype)
+
+
 def _gap_ns(graph: Graph, *states: str) -> Ints:
     """Return the host time before each of the ranks' nodes in some states."""
-    by_state = np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
-    return np.asarray(by_state[:, [host_state.HOST_STATES.index(state) for state in states]].sum(axis=1))
+    chosen = [host_state.HOST_STATES.index(state) for state in states]
+    return np.asarray(_all_gaps(graph)[:, chosen].sum(axis=1))
+
+
+def _all_gaps(graph: Graph) -> Ints:
+    """Return the host time before each of the ranks' nodes by state, shape (n, states)."""
+    return np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
 
 
 def _pauses_after(graph: Graph, calls: Flags) -> Ints:
@@ -195,6 +255,40 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     gap_ns = _gap_ns(graph, host_state.PYTHON, host_state.LOCK)
     usual_ns = int(np.median(gap_ns[on_host])) if on_host.any() else 0
     return np.where(follows, np.maximum(gap_ns - usual_ns, 0), 0)
+
+
+def _blocking_calls(graph: Graph) -> Flags:
+    """Return the synchronizing calls after which the device is idle, except for the shortest times.
+
+    Those are shorter than a tenth of the mean, weighted by time: what most of the idle time is due to is longer.
+    """
+    synchronizes = _in_state(graph, host_state.SYNCHRONIZE)
+    pauses_ns = _pauses_after(graph, synchronizes)
+    following = np.flatnonzero(pauses_ns)
+    late_ns = graph.column("end_ns") - graph.column("start_ns") - graph.own_ns[: graph.count]
+    np.add.at(late_ns, graph.chain[following], pauses_ns[following])
+    idle_ns = np.where(synchronizes, np.minimum(_idle_after(graph), late_ns), 0).astype(np.float64)
+    mean_ns = (idle_ns**2).sum() / max(idle_ns.sum(), 1.0)
+    return np.asarray(synchronizes & (idle_ns > 0) & (idle_ns >= _SHORT_RATIO * mean_ns))
+
+
+def _idle_after(graph: Graph) -> Ints:
+    """Return for each host call how long compute is idle from its start until the first compute launched after it."""
+    start, end, rank = (graph.column(name) for name in ("start_ns", "end_ns", "rank"))
+    launch = graph.launch[: graph.count]
+    computes = graph.matches("kind", "compute") & (graph.column("what") == WORK) & (launch >= 0)
+    idle_ns = np.zeros(graph.count, np.int64)
+    for each in np.unique(rank[computes]):
+        work = np.flatnonzero(computes & (rank == each))
+        work = work[np.argsort(launch[work], kind="stable")]
+        busy_ns = np.maximum.accumulate(end[work])
+        next_ns = np.minimum.accumulate(start[work][::-1])[::-1]
+        calls = np.flatnonzero((graph.column("what") == HOST) & (rank == each))
+        following = np.searchsorted(launch[work], calls, side="right")
+        known = (following > 0) & (following < len(work))
+        at, calls = following[known], calls[known]
+        idle_ns[calls] = np.maximum(next_ns[at] - np.maximum(busy_ns[at - 1], start[calls]), 0)
+    return idle_ns
 
 
 def _is_drained(graph: Graph, calls: Flags) -> Flags:

@@ -8,8 +8,9 @@ import pytest
 from tests.support import drawn_traces
 from tracekit.analysis.time import dependencies
 from tracekit.errors import InputError
-from tracekit.replay.graph import causes, savings, what_if
+from tracekit.replay.graph import causes, savings, transforms, what_if
 from tracekit.replay.graph.nodes import HOST
+from tracekit.replay.graph.savings import Removal
 
 MS = 1_000_000
 
@@ -134,6 +135,48 @@ def test_reads_after_a_blocking_read_wait_for_nothing_but_keep_the_device_idle()
         ("cudaStreamSynchronize", 6, 0.001),
     )
     assert without_ms(savings.saving(read, "blocking-sync")) == 6.0
+
+
+def test_a_wait_after_which_the_device_goes_on_stays():
+    # host     lLss.l.ss...l    the first wait is for the copy m, while a runs; the second drains the device
+    read = run(
+        """
+        step     .0000000000000000
+        compute  .aaaaaacc....bbbb
+        copy     ..mm.............
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 5, 1),
+        ("cudaLaunchKernel", 12, 1),
+        ("cudaMemcpyAsync", 1, 1),
+        ("cudaStreamSynchronize", 2, 2),
+        ("cudaStreamSynchronize", 6, 3),
+    )
+    graph = savings.graphs_of(read)[0]
+    host = graph.frame.filter(pl.col("what") == HOST).sort("start_ns")
+    kept, removed = host.filter(pl.col("ref").is_in([4, 5]))["at"].to_list()
+    changed = transforms.TRANSFORMS["blocking-sync"](graph)
+    assert {kept, removed} <= set(graph.edges.waiting.tolist())
+    assert kept in changed.edges.waiting.tolist()
+    assert removed not in changed.edges.waiting.tolist()
+    assert without_ms(savings.saving(read, "blocking-sync")) == 12.0
+
+
+@pytest.mark.parametrize(("stalls", "left_ms"), [((), 7.0), (((0, 0, 8, 13),), 10.0), (((0, 1, 8, 13),), 7.0)])
+def test_a_single_stall_stays_where_a_steady_cause_is_removed(stalls, left_ms):
+    # host     l....l.......l      b and c are launched late; c's host pauses for seven ms: that is the stall
+    late = run(
+        """
+        step     .0000000000000000
+        compute  .aa...bb......ccc
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 5, 1),
+        ("cudaLaunchKernel", 13, 1),
+    )
+    spans = tuple(transforms.HostSpan(window, rank, start * MS, end * MS) for window, rank, start, end in stalls)
+    found = savings.saving_of(late, [Removal("late-launch", stalls=spans)])
+    assert without_ms(found) == left_ms
 
 
 def test_a_launch_does_not_wait_for_its_own_short_kernel():
