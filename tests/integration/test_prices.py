@@ -21,7 +21,9 @@ def control():
 
 
 def costs(findings):
-    return {each.code: each.cost_ns for each in findings if each.severity >= Severity.WARNING}
+    """Return the sum of the costs of the warnings of each code."""
+    warned = [each for each in findings if each.severity >= Severity.WARNING]
+    return {code: sum(each.cost_ns for each in warned if each.code == code) for code in {each.code for each in warned}}
 
 
 def priced(name, scratch, folder=FOLDER):
