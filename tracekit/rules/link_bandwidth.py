@@ -27,8 +27,9 @@ class SlowLink(Rule):
     groups along the same axis and of the same size (two replicas' shard groups, the rings of two local ranks), in at
     least `min_steps_ratio` of the steps since the first such step; and groups that become slower by that factor at some
     step and stay slow. It is a warning if the exposed part of the difference is `min_lost_ratio` of the step or more,
-    else information; also information, as a suspicion, with fewer than `min_calls` slow collectives, or if they are too
-    small to reach `min_bandwidth_bytes_per_s` over any link.
+    else information; also information, as a suspicion, with fewer than `min_calls` slow collectives, if they are too
+    small to reach `min_bandwidth_bytes_per_s` over any link, or if a group is slower than before of which a rank has no
+    trace: that rank may arrive later.
 
     Why it costs: a ring is as fast as its slowest link (a bad cable, a throttled or misrouted adapter, other traffic),
     and all ranks of the group wait for it.
@@ -131,7 +132,8 @@ class SlowLink(Rule):
         ring = " All members of a ring see its slowest link, so one group does not identify the rank."
         untraced = " Or ranks without a trace arrive late."
         suspicion = self._suspicion(worst)
-        is_costly = lost_ratio >= self.min_lost_ratio and not suspicion
+        is_certain = all_traced or to_peers
+        is_costly = lost_ratio >= self.min_lost_ratio and not suspicion and is_certain
         return Finding(
             self.code,
             Severity.WARNING if is_costly else Severity.INFO,
