@@ -2,11 +2,11 @@
 
 A rule reports a cost from its threshold on, and a cost can move to another rank, so a finding can be new although next
 to nothing changed. Therefore the cost is compared with what findings of the same code cost in the baseline together,
-and counts only where a step takes longer by at least half as much; what it costs before the first step's work is not in
-step times, and counts by itself. Costs are compared as shares of the baseline's step: a cost that grows as much as the
-step has the same share of both. Runs on a CPU share its processors with other
-programs, and what a known finding costs varies; such costs also have to grow by more than step times of recordings of
-one training differ by, by the test of `significance`. A known cost has to grow by MIN_WORSE_GROWTH of itself, too.
+and counts only where a step takes longer by at least half as much, or by as much as fails a check. What it costs before
+the first step's work is not in step times, and counts by itself. Costs are compared as shares of the baseline's step: a
+cost that grows as much as the step has the same share of both. Runs on a CPU share its processors with other programs;
+their costs also have to grow by more than step times of recordings of one training differ by, by the test of
+`significance`. A known cost has to grow by MIN_WORSE_GROWTH of itself, too.
 """
 
 import math
@@ -37,9 +37,7 @@ class StepGrowth:
     """Of the median step, or of the mean step where that is more: a single stall is in the mean only."""
     mean_growth_ratio: float
     noise_ratio: float
-    """What step times of recordings of one training differ by at most. Less growth of a known cost may be noise."""
-    is_on_device: bool
-    """Whether steps run on devices, which no other program shares: noise then makes no cost that was not there."""
+    """Smaller costs may be the machine's: 0 on a device, which no other program shares."""
 
     @classmethod
     def of(
@@ -53,7 +51,7 @@ class StepGrowth:
         means = (float(np.mean([values.mean() for values in side])) for side in (a, b))
         of_median, of_mean = (after / before - 1 for before, after in (tuple(medians), tuple(means)))
         is_on_device = all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate))
-        return cls(max(of_median, of_mean), of_mean, _noise(a, b, confidence), is_on_device)
+        return cls(max(of_median, of_mean), of_mean, 0.0 if is_on_device else _noise(a, b, confidence))
 
     def is_certain(
         self,
@@ -72,10 +70,8 @@ class StepGrowth:
         before_of_code = sum(impact for name, impact in before.items() if known[name][0].code == finding.code)
         more = min(self._share(finding) - before.get(finding.id, 0.0), of_code - before_of_code)
         in_steps = max(more - finding.before_steps_ratio, 0.0)
-        is_visible = self.growth_ratio >= _VISIBLE_SHARE * in_steps
-        cost = before.get(finding.id, 0.0)
-        noise_ratio = self.noise_ratio if cost or not self.is_on_device else 0.0
-        least = max(min_cost_ratio, noise_ratio, MIN_WORSE_GROWTH * cost)
+        is_visible = self.growth_ratio >= min(_VISIBLE_SHARE * in_steps, min_cost_ratio)
+        least = max(min_cost_ratio, self.noise_ratio, MIN_WORSE_GROWTH * before.get(finding.id, 0.0))
         return (more if is_visible else more - in_steps) >= least
 
     def _share(self, finding: Finding) -> float:
