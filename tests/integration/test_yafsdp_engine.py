@@ -273,10 +273,6 @@ def step_with(kind: type[torch.optim.Optimizer]) -> None:
     train_step(model, kind(model.parameters()))
 
 
-class Shampoo(torch.optim.SGD):
-    """A stand-in of that name: what the engine goes by."""
-
-
 def mix_dtypes() -> None:
     block = Block()
     block.norm.double()
@@ -382,7 +378,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         functools.partial(step_with, torch.optim.Adafactor),
         "NotImplementedError: .*Adafactor needs whole tensors",
     ),
-    "one from elsewhere": (functools.partial(step_with, Shampoo), "NotImplementedError: .*Shampoo needs whole"),
     "muon": (functools.partial(step_with, torch.optim.Muon), "ValueError: Muon only supports 2D parameters"),
     "mixed dtypes": (mix_dtypes, "ValueError: .*one dtype.*float32.*float64"),
     "sharded twice": (lambda: fully_shard(fully_shard(Block())), "ValueError: .*sharded already"),

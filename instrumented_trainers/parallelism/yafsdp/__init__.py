@@ -16,10 +16,12 @@ from instrumented_trainers.parallelism.yafsdp.api import fully_shard, register_f
 from instrumented_trainers.parallelism.yafsdp.meta_init import materialize
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import CommunicationBuffers, YaFSDPModule
+from instrumented_trainers.parallelism.yafsdp.whole_tensor_optimizer import WholeTensorOptimizer
 
 __all__ = [
     "CommunicationBuffers",
     "MixedPrecisionPolicy",
+    "WholeTensorOptimizer",
     "YaFSDPModule",
     "fully_shard",
     "materialize",

@@ -22,6 +22,7 @@ from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard, refuse_whole_tensor_optimizer
 from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_ranks, units_of
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
+from instrumented_trainers.parallelism.yafsdp.whole_tensor_optimizer import WholeTensorOptimizer
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 # Accelerate, and so Hugging Face's Trainer, wrap a module with the first in nothing; Hugging Face's `generate` goes on
@@ -193,8 +194,9 @@ def _hook_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 -- the signature of a hook
     units = units_of(optimizer)
     if units:
-        hook_optimizer(optimizer)
-        refuse_whole_tensor_optimizer(optimizer)
+        if not isinstance(optimizer, WholeTensorOptimizer):
+            hook_optimizer(optimizer)
+            refuse_whole_tensor_optimizer(optimizer)
         for engine in {unit.engine for unit in units} - {None}:
             engine.note_step()  # type: ignore[union-attr]
 

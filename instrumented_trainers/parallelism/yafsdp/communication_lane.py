@@ -87,7 +87,7 @@ class Lane:
         """Gather every rank's chunk of `whole` in place; this rank's own chunk must lie there already."""
         raise NotImplementedError
 
-    def reduce_scatter(self, whole: Tensor) -> PendingCollective:
+    def reduce_scatter(self, whole: Tensor, *, over_replicas: bool = True) -> PendingCollective:
         """Sum this rank's chunk of every rank's `whole` in place; the rest of `whole` is undefined afterwards."""
         raise NotImplementedError
 
@@ -114,9 +114,9 @@ class GlooLane(Lane):
     def all_gather(self, whole: Tensor) -> PendingCollective:
         return _all_gather(whole, self.chunk(whole), group=self.ranks.shards, async_op=True)
 
-    def reduce_scatter(self, whole: Tensor) -> PendingCollective:
+    def reduce_scatter(self, whole: Tensor, *, over_replicas: bool = True) -> PendingCollective:
         work = _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards, async_op=True)
-        if self.ranks.replicas is None:
+        if self.ranks.replicas is None or not over_replicas:
             return work
         # The all-reduce must follow the finished reduce-scatter. The previous unit's should have finished by now: it
         # continues at this point of the program, which is the same on all ranks.
@@ -174,10 +174,10 @@ class CudaStreamLane(Lane):
     def all_gather(self, whole: Tensor) -> PendingCollective:
         return self._issue(lambda: _all_gather(whole, self.chunk(whole), group=self.ranks.shards))
 
-    def reduce_scatter(self, whole: Tensor) -> PendingCollective:
+    def reduce_scatter(self, whole: Tensor, *, over_replicas: bool = True) -> PendingCollective:
         def sum_up() -> None:
             _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards)
-            if self.ranks.replicas is not None:
+            if self.ranks.replicas is not None and over_replicas:
                 dist.all_reduce(self.chunk(whole), group=self.ranks.replicas)
 
         return self._issue(sum_up)

@@ -58,6 +58,30 @@ class Place:
         return whole.reshape(-1)[self.origin : self.origin + numel]
 
 
+@dataclass(frozen=True)
+class Owned:
+    """The place of a tensor of which one rank has all elements and the others none."""
+
+    shape: torch.Size
+    owner: int
+    """Its number among `ranks`."""
+    ranks: dist.ProcessGroup
+    device: torch.device
+    origin: int = 0
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    @torch.no_grad()
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the whole tensor, on every rank, on the device of `local`."""
+        sent = torch.zeros(self.shape, dtype=local.dtype, device=self.device)
+        if self.ranks.rank() == self.owner:
+            sent.copy_(local.view(self.shape))
+        dist.broadcast(sent, group=self.ranks, group_src=self.owner)
+        return sent.to(local.device)
+
+
 class FlatShard(Tensor):
     """A tensor of which this rank has a range of elements, in row-major order. It can be saved and loaded.
 
@@ -66,12 +90,12 @@ class FlatShard(Tensor):
 
     local: Tensor
     """The elements that this rank has: one dim."""
-    place: Place
+    place: Place | Owned
     pieces: list[tuple[torch.Size, Tensor]]
     """The boxes that this rank has: each one's offsets and its elements, a view of `local`."""
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: Place) -> Self:
+    def __new__(cls, local: Tensor, place: Place | Owned) -> Self:
         shard = Tensor._make_wrapper_subclass(cls, place.shape, dtype=local.dtype, device=local.device)
         shard.local, shard.place, shard.pieces = local, place, []
         offset = 0

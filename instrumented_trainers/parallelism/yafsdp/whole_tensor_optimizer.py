@@ -1,0 +1,231 @@
+"""An optimizer that needs whole tensors, such as Muon or Shampoo, for the shards of a model.
+
+Each parameter has an owner among the ranks, which keeps the optimizer's state for it. A step gathers weights and
+gradients unit by unit, the owners step their whole parameters, and the result is scattered back. So state, and the work
+of a step, are divided among the ranks as the weights are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instrumented_trainers.parallelism.yafsdp.communication_lane import PendingCollective, lane_for
+from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard, Owned
+from instrumented_trainers.parallelism.yafsdp.sharded_functions import units_of
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+
+class WholeTensorOptimizer(Optimizer):
+    """Steps shards by an optimizer of any kind that sees whole tensors.
+
+    Made as that one would be: ``WholeTensorOptimizer(parameters, torch.optim.Muon, lr=0.02)``, with a sharded model's
+    parameters or with parameter groups. Its own groups have the options, so schedulers work; its state dict holds
+    whole tensors' state under the parameters' numbers, each known to its owner.
+
+    Every rank must make it for the same parameters and step it together. Each step all-gathers the units' weights and
+    gradients once and reduce-scatters the weights once, in the dtype of the shards; it needs memory for two of the
+    largest unit, and for the weights and gradients of the parameters that the rank owns. Raises ValueError for a
+    parameter that is no shard.
+    """
+
+    def __init__(self, params: Iterable[Any], kind: Callable[..., Optimizer], **options: Any) -> None:
+        groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+        if groups and all(group.keys() == {"params"} for group in groups):
+            groups = [{"params": [each for group in groups for each in group["params"]]}]
+        groups = [group | {"params": list(group["params"])} for group in groups]
+        super().__init__(groups, dict(options))
+        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._units = units_of(self)
+        known = {id(parameter.shard): (unit, parameter) for unit in self._units for parameter in unit.parameters}
+        if any(id(parameter) not in known for parameter in self._parameters):
+            raise ValueError("YaFSDP: WholeTensorOptimizer steps the parameters of a sharded model only")
+        self._places = [known[id(parameter)] for parameter in self._parameters]
+        self._owners = self._chosen_owners()
+        self._whole = [
+            nn.Parameter(torch.empty(parameter.shape, dtype=unit.dtype, device=unit.device)) if mine else None
+            for (unit, parameter), mine in zip(self._places, self._is_mine(), strict=True)
+        ]
+        self._inner = kind(self._owned_groups(groups), **options)
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({name: value for name, value in inner.items() if name != "params"})
+        self.defaults = self._inner.defaults
+        self._lanes = {unit: lane_for(unit.device, unit.ranks) for unit in self._units}
+        self._described: list[dict[str, Any]] | None = None
+
+    def _chosen_owners(self) -> list[int]:
+        """Return which rank of its unit owns each parameter: the one with the fewest elements until then."""
+        load: dict[Any, list[int]] = {}
+        owners = []
+        for unit, parameter in self._places:
+            of_group = load.setdefault(unit.ranks.members, [0] * unit.ranks.shards.size())
+            owners.append(of_group.index(min(of_group)))
+            of_group[owners[-1]] += parameter.shape.numel()
+        return owners
+
+    def _is_mine(self) -> list[bool]:
+        return [owner == unit.rank for owner, (unit, _) in zip(self._owners, self._places, strict=True)]
+
+    def _owned_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        owned = iter(self._whole)
+        return [
+            group | {"params": [whole for _ in group["params"] if (whole := next(owned)) is not None]}
+            for group in groups
+        ]
+
+    # Stepping --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({name: value for name, value in group.items() if name != "params"})
+        for unit, weights, gradients in self._gathered():
+            for number, whole in self._owned_in(unit):
+                span = unit.layout.span(self._index(number))
+                has_gradient = self._parameters[number].grad is not None
+                whole.copy_(weights[span].view(whole.shape))
+                whole.grad = gradients[span].view(whole.shape).clone() if has_gradient else None
+        self._inner.step()
+        self._scatter()
+        for whole in self._whole:
+            if whole is not None:
+                whole.grad = None
+        self._describe()
+        return loss
+
+    def _index(self, number: int) -> int:
+        unit, parameter = self._places[number]
+        return unit.parameters.index(parameter)
+
+    def _owned_in(self, unit: Unit) -> Iterator[tuple[int, nn.Parameter]]:
+        for number, (of, whole) in enumerate(zip(self._places, self._whole, strict=True)):
+            if of[0] is unit and whole is not None:
+                yield number, whole
+
+    def _gathered(self) -> Iterator[tuple[Unit, Tensor, Tensor]]:
+        """Yield each unit's whole weights and gradients, while the next unit's are gathered."""
+        running: list[tuple[Unit, Tensor, Tensor, list[PendingCollective]]] = []
+        for unit in [*self._units, None]:
+            if unit is not None:
+                running.append(self._gather(unit))
+            if len(running) > 1 or (unit is None and running):
+                done, weights, gradients, pending = running.pop(0)
+                for each in pending:
+                    each.wait()
+                yield done, weights, gradients
+
+    def _gather(self, unit: Unit) -> tuple[Unit, Tensor, Tensor, list[PendingCollective]]:
+        lane, parts = self._lanes[unit], []
+        weights = torch.empty(unit.layout.numel, dtype=unit.dtype, device=unit.device)
+        gradients = torch.zeros_like(weights)
+        lane.chunk(weights).copy_(unit.master)
+        for parameter in unit.parameters:
+            if parameter.shard.grad is not None:
+                lane.chunk(gradients)[parameter.part.start : parameter.part.stop] = parameter.shard.grad
+        parts = [lane.all_gather(weights), lane.all_gather(gradients)]
+        return unit, weights, gradients, parts
+
+    def _scatter(self) -> None:
+        """Give each rank its shards of what the owners stepped: sums of one owner's values and of zeros."""
+        for unit in self._units:
+            whole = torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device)
+            for number, owned in self._owned_in(unit):
+                whole[unit.layout.span(self._index(number))] = owned.flatten()
+            lane = self._lanes[unit]
+            lane.reduce_scatter(whole, over_replicas=False).wait()
+            for parameter, (of, own) in zip(self._parameters, self._places, strict=True):
+                if of is unit and parameter.grad is not None:
+                    parameter.copy_(lane.chunk(whole)[own.part.start : own.part.stop])
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def _describe(self) -> None:
+        """Tell all ranks, once, which state there is of each parameter: its owner alone has it."""
+        if self._described is not None:
+            return
+        mine = {
+            number: {key: _describe_value(value) for key, value in self._inner.state[whole].items()}
+            for number, whole in enumerate(self._whole)
+            if whole is not None and whole in self._inner.state
+        }
+        described: list[dict[str, Any]] = [{} for _ in self._parameters]
+        for group in dict.fromkeys(unit.ranks.shards for unit in self._units):
+            answers: list[Any] = [None] * group.size()
+            dist.all_gather_object(answers, mine, group=group)
+            for answer in answers:
+                for number, values in answer.items():
+                    described[number] = values
+                    self.state[self._parameters[number]] = {}  # not empty: there is state, though not of this shard
+        self._described = described
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parameters: tensors of which the owner has all elements and the others none."""
+        state = {
+            number: {key: self._state_of(number, key, of) for key, of in described.items()}
+            for number, described in enumerate(self._described or [])
+            if described
+        }
+        numbers = iter(range(len(self._parameters)))
+        groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        return {"state": state, "param_groups": groups}
+
+    def _state_of(self, number: int, key: str, described: Any) -> Any:
+        if not isinstance(described, _Value):
+            return described
+        (unit, _), whole = self._places[number], self._whole[number]
+        place = Owned(described.shape, self._owners[number], unit.ranks.shards, unit.device)
+        if whole is None:
+            return FlatShard(torch.empty(0, dtype=described.dtype, device=described.device), place)
+        return FlatShard(torch.as_tensor(self._inner.state[whole][key]).contiguous().view(-1), place)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, on any number of ranks, or state with whole tensors.
+
+        Raises ValueError if the groups have other numbers of parameters.
+        """
+        saved, own = state_dict["param_groups"], self.param_groups
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+            raise ValueError("YaFSDP: the loaded optimizer's groups have other numbers of parameters")
+        self._describe()  # which state there is, and of what type a number was
+        for group, loaded in zip(own, saved, strict=True):
+            group.update({name: value for name, value in loaded.items() if name != "params"})
+        numbers = [number for group in saved for number in group["params"]]
+        for number, whole, described in zip(numbers, self._whole, self._described or [], strict=True):
+            if whole is not None and number in state_dict["state"]:
+                self._inner.state[whole] = {
+                    key: _loaded(value, described.get(key), whole) for key, value in state_dict["state"][number].items()
+                }
+        self._described = None
+        self._describe()
+
+
+class _Value:
+    """What a rank must know of a tensor or a number that another rank has."""
+
+    def __init__(self, value: Any) -> None:
+        tensor = torch.as_tensor(value)
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device.type
+        self.number = None if isinstance(value, Tensor) else type(value)
+
+
+def _describe_value(value: Any) -> Any:
+    return _Value(value) if isinstance(value, Tensor | int | float) else value
+
+
+def _loaded(value: Any, described: Any, parameter: nn.Parameter) -> Any:
+    """Return a value of the state as the optimizer keeps it: a tensor of its own, or a number."""
+    if isinstance(value, FlatShard):
+        value = value.local.view(value.shape)
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(described, _Value) and described.number is not None:
+        return described.number(value.item())
+    return value.clone() if not value.dim() else value.to(parameter.device, copy=True)
