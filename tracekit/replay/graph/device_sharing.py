@@ -13,9 +13,17 @@ _LAUNCH_NS = 10_000
 _LAST_WAVE_RATIO = 0.2
 """The blocks of a kernel that fills the device end in waves: in the last one, other kernels find room."""
 
+_NONE = np.empty(0, np.int64)
+
 
 def resource_waits(
-    items: pl.DataFrame, known: pl.DataFrame, first_item: int, *, launch: Ints, launched_ns: Ints
+    items: pl.DataFrame,
+    known: pl.DataFrame,
+    first_item: int,
+    *,
+    launch: Ints,
+    launched_ns: Ints,
+    host_awaited: Ints = _NONE,
 ) -> pl.DataFrame:
     """Return the waits of kernels for multiprocessors that a kernel of another stream occupied.
 
@@ -23,8 +31,10 @@ def resource_waits(
     each item's launching call and its end. A kernel waited if it started 50 µs or more after its launch and the work
     before it on its stream, in the last 20% of an earlier-launched kernel. If that began after the other was ready, it
     waits for it again in a replay. If it ran already, they met by chance: in a replay, another kernel may run then, so
-    that the wait is a delay of the same length after launch or stream. Edges as `trace_graph.edges`, of kind resources;
-    the lag to the end of the other kernel is negative.
+    that the wait is a delay of the same length after launch or stream. So is a delay of 50 µs or more that nothing
+    explains, of a kernel that the host waited for (`host_awaited`, nodes): without it, that call would return earlier
+    than in the recording. Edges as `trace_graph.edges`, of kind resources; the lag to the end of the other kernel is
+    negative.
     """
     parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
     open_ = (pl.col("kind") == "compute") & pl.col("launch_id").is_not_null() & ~pl.col("is_wait")
@@ -40,6 +50,9 @@ def resource_waits(
         delay = _delays(items, here[rows[by_chance]], first_item)
         awaited[by_chance], lag[by_chance] = delay
         parts.append(edge_table(item[rows] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
+        is_left = np.isin(item + first_item, host_awaited) & here["late"].to_numpy() & ~np.isin(item, item[rows])
+        awaited, lag = _delays(items, here.filter(pl.Series(is_left)), first_item)
+        parts.append(edge_table(item[is_left] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
     return pl.concat(parts)
 
 

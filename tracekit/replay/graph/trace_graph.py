@@ -148,7 +148,14 @@ def _on_device(trace: Trace) -> TraceGraph:
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
     launched_ns = np.where(launch >= 0, np.append(calls.end_ns, 0)[launch], 0)
-    shared = device_sharing.resource_waits(items, lane_waits, first_item, launch=launch, launched_ns=launched_ns)
+    shared = device_sharing.resource_waits(
+        items,
+        lane_waits,
+        first_item,
+        launch=launch,
+        launched_ns=launched_ns,
+        host_awaited=waits["awaited"].to_numpy(),
+    )
     between = pl.concat([schema.select(part, EDGE_COLUMNS) for part in (lane_waits, shared)])
     between = recorded_stalls.with_delays(between, items, stall_ns, first_item)
     edge_parts = [waits, between, _queue(calls, items, launch, first_item)]

@@ -137,6 +137,24 @@ def test_reads_after_a_blocking_read_wait_for_nothing_but_keep_the_device_idle()
     assert without_ms(savings.saving(read, "blocking-sync")) == 6.0
 
 
+def test_a_call_that_waited_for_a_kernel_which_started_late_returns_as_late_in_a_replay():
+    # host     lLssssss.l      nothing shows why c starts three ms after its launch; the host waits for its end
+    read = run(
+        """
+        step     .000000000000
+        compute  .aa.......bbb
+        compute2 .....ccc.....
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 9, 1),
+        ("cudaLaunchKernel", 1, 1),
+        ("cudaStreamSynchronize", 2, 6),
+    )
+    replayed = savings.replayed_steps(read)
+    assert replayed["replayed_ns"].item() == pytest.approx(replayed["duration_ns"].item(), abs=1000)
+    assert without_ms(savings.saving(read, "blocking-sync")) < 10
+
+
 def test_a_wait_after_which_the_device_goes_on_stays():
     # host     lLss.l.ss...l    the first wait is for the copy m, while a runs; the second drains the device
     read = run(
