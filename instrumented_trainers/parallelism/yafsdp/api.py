@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def fully_shard(
     weights by a checkpoint, or both by `materialize`.
 
     Optimizers see one-dimensional shards: element-wise ones (SGD, Adam and their kin) work as they are, those that need
-    whole matrices do not. Raises NotImplementedError or ValueError, by name, for what is not supported.
+    whole matrices by `WholeTensorOptimizer`. Raises NotImplementedError or ValueError, by name, for what is not supported.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"YaFSDP shards one module at a time, not {type(module).__name__}")
@@ -221,6 +221,7 @@ def _make_engine(root: Unit) -> Engine:
     _find_outer_units(root.module, None)
     for unit in units:
         unit.encloses_units = sum(isinstance(inner, YaFSDPModule) for inner in unit.module.modules()) > 1
+        unit.own_modules = tuple(_own_modules(unit.module))
         unit.owns_slots = unit.owns_slots or unit.encloses_units or unit is root
     return Engine(root, units)
 
@@ -248,6 +249,14 @@ def _find_outer_units(module: nn.Module, around: Unit | None) -> None:
         around = unit
     for child in module.children():
         _find_outer_units(child, around)
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module and those inside it, but for units inside and what is in them."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, YaFSDPModule):
+            yield from _own_modules(child)
 
 
 def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:

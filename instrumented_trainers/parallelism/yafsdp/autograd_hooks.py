@@ -43,7 +43,7 @@ def left_tensors(unit: Unit, outputs: Any) -> Iterator[tuple[str, Tensor]]:
 
     Attributes of the unit's modules, such as a router's auxiliary loss, and of objects among its outputs.
     """
-    for owner in (*unit.module.modules(), *(leaf for leaf in tree_leaves(outputs) if hasattr(leaf, "__dict__"))):
+    for owner in (*unit.own_modules, *(leaf for leaf in tree_leaves(outputs) if hasattr(leaf, "__dict__"))):
         if not isinstance(owner, Tensor):
             for name, value in vars(owner).items():
                 if isinstance(value, Tensor):

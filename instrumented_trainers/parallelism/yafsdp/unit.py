@@ -109,6 +109,8 @@ class Unit:
         """The unit that has them."""
         self.engine: UnitEngine | None = None
         self.slots: Slots[Unit] | None = None
+        self.own_modules: tuple[nn.Module, ...] = (module,)
+        """The module and those inside it that are in no other unit."""
         self.encloses_units = False
         """Whether other units run inside this one; such a unit has buffers of its own."""
         self.owns_slots = False
