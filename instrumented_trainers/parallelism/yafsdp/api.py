@@ -60,7 +60,8 @@ def fully_shard(
     weights by a checkpoint, or both by `materialize`.
 
     Optimizers see one-dimensional shards: element-wise ones (SGD, Adam and their kin) work as they are, those that need
-    whole matrices by `WholeTensorOptimizer`. Raises NotImplementedError or ValueError, by name, for what is not supported.
+    whole matrices by `WholeTensorOptimizer`. Raises NotImplementedError or ValueError, by name, for what is not
+    supported.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"YaFSDP shards one module at a time, not {type(module).__name__}")
