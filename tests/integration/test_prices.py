@@ -7,6 +7,7 @@ import pytest
 
 import tracekit
 from benchmarks import perturbation_graph, perturbed
+from tracekit.replay.graph import savings, steps
 from tracekit.rules.rule import Severity
 
 FOLDER = Path(__file__).parents[3] / "shared" / "traces" / "torchrec_v100_4ranks"
@@ -79,3 +80,27 @@ def test_a_stall_in_a_window_of_one_step_has_one_warning(tmp_path):
     found, truth_ns = priced("allocation retries", tmp_path, FOLDER.parent / "megatron_tp8_a100_8ranks")
     assert found["MEM001"] == pytest.approx(truth_ns, rel=0.15)
     assert "STEP001" not in found
+
+
+def test_a_load_that_some_ranks_hide_behind_queued_work_makes_no_stragglers_of_the_others(tmp_path):
+    # Ranks 0 to 2 launch late anyway, so that they have nothing queued when all ranks load their data.
+    found, truth_ns = priced("data stall", tmp_path, FOLDER.parent / "nanogpt_h100_8ranks")
+    assert found["HOST003"] == pytest.approx(truth_ns, rel=0.05)  # with the load before the first step
+    assert "RANK001" not in found
+
+
+def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others_synchronize_more(tmp_path):
+    # On an MI300: all ranks read values in each step; rank 2 synchronizes once more, when its device is almost idle.
+    merged = FOLDER.parent / "merged_ddp_mi300_4ranks"
+    job = perturbation_graph.load(merged.glob("*.json.gz"))
+    seed = "merged_ddp_mi300_4ranks blocking pause of one rank 0.3 310"
+    assert perturbed.blocking_pause(job, SIZE, random.Random(seed)) == 2
+    (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
+    (before,) = (each for each in tracekit.check(tracekit.load(merged)).findings if each.code == "HOST002")
+    assert (2 in found.ranks, 2 in before.ranks) == (True, False)
+    assert found.cost_ns - before.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
+
+
+def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
+    run = tracekit.load(FOLDER.parent / "merged_ddp_mi300_4ranks")
+    assert steps.worst_error_ratio(savings.replayed_steps(run)) < 0.01

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from tracekit.analysis.host import host_stalls
-from tracekit.analysis.parallelism import outlier_steps
+from tracekit.analysis.parallelism import late_ranks, outlier_steps
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import savings, steps
@@ -37,6 +37,13 @@ _CAUSE_OF_STALL = {
     host_stalls.SAVE: "checkpoint",
 }
 """The cause that removes a stall, by what the host does in it (`host_stalls.CAUSES`); late launches for the rest."""
+_IDLE_PART = {
+    _DATA: late_ranks.DATA,
+    "blocking-sync": late_ranks.SYNCHRONIZE,
+    "allocator": late_ranks.ALLOCATOR,
+    "device-stall": late_ranks.STALL,
+}
+"""As which part of the time of late ranks (`late_ranks.PARTS`) a cause leaves their devices idle."""
 _OUTLIERS, _COLD, _UNEVEN = "STEP001", "STEP002", "RANK003"
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
@@ -115,13 +122,18 @@ def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal
 
 
 def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
-    """Return whether a cause takes the hosts of late ranks longer than those of others, by a part of what is lost."""
+    """Return whether a cause takes the hosts of late ranks longer than those of others, by a part of what is lost.
+
+    Or leaves their devices idle for longer: on other ranks the same cause may be hidden behind queued work.
+    """
     removed_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
     late = [ns for rank, ns in removed_ns.items() if rank in finding.ranks]
     others = [ns for rank, ns in removed_ns.items() if rank not in finding.ranks]
     longer_ns = statistics.median(late or [0]) - statistics.median(others or [0])
     lost_ns = finding.cost_ns * savings.replayed_steps(run).select("window", "step").n_unique()
-    return bool(longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1))
+    largest = late_ranks.extra_time(run, finding.ranks).head(1).filter(pl.col("part") == _IDLE_PART.get(cause, ""))
+    is_exposed = bool((largest["extra_ns"] >= _MIN_OWN_RATIO * max(finding.cost_ns, 1)).any())
+    return is_exposed or bool(longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1))
 
 
 def _stalls(report: Report) -> pl.DataFrame:
@@ -233,7 +245,7 @@ def _with_replayed_cost(run: Run, finding: Finding, own: Removal | None, removed
         return
     after = _saving_per_step(run, own, first=first) if first else None
     least = min(alone, after, key=lambda each: each.saved_ns) if after else alone
-    repriced = _reprice(finding, what_if, first, least)
+    repriced = _with_other_ranks(run, _reprice(finding, what_if, first, least), what_if.cause)
     if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * alone.saved_ns:
         yield replace(repriced, severity=Severity.INFO)  # most of it is the trouble that makes the rank late
     elif repriced.impact >= what_if.min_saved_ratio:
@@ -242,6 +254,25 @@ def _with_replayed_cost(run: Run, finding: Finding, own: Removal | None, removed
         yield replace(repriced, severity=Severity.INFO)
 
 
+def _with_other_ranks(run: Run, finding: Finding, cause: str) -> Finding:
+    """Return the finding with the ranks whose hosts spend more than twice as much on its cause as those that it names.
+
+    Rules measure where the device is idle directly after; the replay removes the cause on all ranks. A host may pause
+    after a wait that found the device almost idle.
+    """
+    if cause not in _ON_HOST or not finding.ranks:
+        return finding
+    removed_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
+    named_ns = max(removed_ns.get(rank, 0) for rank in finding.ranks)
+    others = [rank for rank, ns in removed_ns.items() if ns > _MORE * named_ns]
+    if not others:
+        return finding
+    where = f"Most of the host's time for it is on rank{'s' * (len(others) > 1)} {units.ranges(others)}."
+    return replace(finding, ranks=tuple(sorted({*finding.ranks, *others})), message=f"{finding.message} {where}")
+
+
+_ON_HOST = (_DATA, "blocking-sync", "allocator")
+_MORE = 2
 _SAVING = "Potential saving by replay"
 
 

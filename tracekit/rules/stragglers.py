@@ -43,8 +43,9 @@ class Straggler(Rule):
     together if the others would wait at least twice as long for all of them as for any one. The cost is the saving of a
     replay in which nobody waits for these ranks (`tracekit whatif`): while the others wait, their hosts run ahead, so
     that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves for longer than
-    the others and that has a warning, it is what these ranks cost besides. Below `min_cost_ratio` of the step, or where
-    the others would wait even less without another rank, the finding is information.
+    the others, or its device is idle for longer meanwhile, and that has a warning, it is what these ranks cost besides.
+    Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the finding is
+    information.
 
     How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
     -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
