@@ -169,7 +169,8 @@ class Rank:
             before = last.get(kernel.stream)
             if before is not None:
                 kernel.after.append(before)
-            queued = kernel.launch is not None and kernel.start - kernel.launch > _QUEUED_US
+            # What has no launch was launched before the recording began.
+            queued = kernel.launch is None or kernel.start - kernel.launch > _QUEUED_US
             idle = before is None or kernel.start - before.end > 2
             if id(kernel) in follows_wait or kernel.is_collective or (queued and idle):
                 kernel.after.extend(self._awaited(kernel, ends, near=_NEAR_US if not kernel.is_collective else 1e12))
@@ -268,15 +269,14 @@ class Rank:
         if kernel.new_start is None:
             ready, new_ready = -1e300, -1e300
             if kernel.launch is not None:
-                ready, new_ready = kernel.submitted + _LATENCY_US, self.host(kernel.submitted) + _LATENCY_US
+                latency = min(_LATENCY_US, kernel.start - kernel.submitted)
+                ready, new_ready = kernel.submitted + latency, self.host(kernel.submitted) + latency
             for other in kernel.after:
                 overlap = max(other.end - kernel.start, 0.0)  # such as of a kernel launched early by its predecessor
                 ready, new_ready = max(ready, other.end - overlap), max(new_ready, resolve(other, self) - overlap)
             if kernel.room:
                 ready, new_ready = min(kernel.room[-1].end, kernel.start), self._has_room(kernel, new_ready)
             kernel.new_start = kernel.start if ready == -1e300 else new_ready + max(kernel.start - ready, 0.0)
-            if ready > kernel.start:  # the recording contradicts the graph by that much: keep it
-                kernel.new_start = new_ready - (ready - kernel.start)
             kernel.new_start = self._free_from(kernel.new_start)
         return kernel.new_start
 
