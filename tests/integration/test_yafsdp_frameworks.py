@@ -1,4 +1,4 @@
-"""Hugging Face models under YaFSDP: the example trains one, and what is saved is read by plain transformers."""
+"""YaFSDP in frameworks: Hugging Face's example, Trainer and files, Accelerate, Lightning."""
 
 import copy
 import functools
@@ -150,3 +150,16 @@ def test_the_trainer_trains_saves_and_resumes_as_one_process_does(tmp_path: Path
     weights = [AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (one, two, resumed)]
     for other in weights[1:]:
         assert all(torch.allclose(weights[0][name], value, atol=1e-5) for name, value in other.items())
+
+
+LIGHTNING = REPOSITORY / "tests" / "integration" / "scripts" / "lightning_trainer.py"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch-lightning is not installed")
+def test_lightning_trains_as_one_process_does(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, ranks in ((one, "1"), (two, "2")):
+        start(1, str(folder), ranks, script=LIGHTNING)  # Lightning starts the other ranks itself
+    assert losses(one).shape == (20,)
+    assert torch.allclose(losses(one), losses(two), rtol=1e-4, atol=0)
+    assert len(list(two.glob("*.ckpt"))) == 2
