@@ -403,8 +403,9 @@ def test_a_straggler_of_a_public_run_costs_what_the_others_would_save():
 
 def test_idle_devices_of_a_sampled_recording_are_information():
     run = others("hta_pair_of_128")
-    (found,) = judge(run, LateLaunch()).values()
+    (found,) = check(run, [LateLaunch()]).findings
     assert (found.severity, found.what_if) == (Severity.INFO, None)
+    assert "Most ops are missing, so idle time may be work that was not recorded" in found.message
     assert any("consecutively numbered ops" in each.message for each in DoubtfulTrace().check(run))
     complete = others("hta_nccl_args_a100")
     (found,) = judge(complete, LateLaunch()).values()
