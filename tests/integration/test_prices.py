@@ -104,3 +104,12 @@ def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others
 def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
     run = tracekit.load(FOLDER.parent / "merged_ddp_mi300_4ranks")
     assert steps.worst_error_ratio(savings.replayed_steps(run)) < 0.01
+
+
+def test_a_stall_that_recurs_in_steps_that_save_is_no_outlier(tmp_path):
+    # The hosts stall for 7 ms in each of three steps, two of which save: what they do besides is no part of the save.
+    job = perturbation_graph.load((FOLDER.parent / "merged_ddp_mi300_4ranks").glob("*.json.gz"))
+    perturbed.checkpoint(job, 0.12, random.Random("merged_ddp_mi300_4ranks checkpoint 0.12 312"))
+    found = costs(perturbed.checked(job, tmp_path).findings)
+    assert found["CKPT001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
+    assert "STEP001" not in found

@@ -44,7 +44,8 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     fewer, each of them must contradict the stall; a window of one step is compared with its own other stalls. Stalls in
     saves are left out.
     """
-    stalls = _without_saves(run, run.table(host_stalls.host_stalls)).with_row_index("id")
+    every = run.table(host_stalls.host_stalls).filter(pl.col("cause") != host_stalls.SAVE).with_row_index("id")
+    stalls = _without_saves(run, every)
     if stalls.is_empty():
         return pl.DataFrame(schema=STALL_COLUMNS)
     steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
@@ -52,7 +53,11 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
         pl.len().cast(pl.Int64).alias("steps"), pl.col("step").min().alias("first"), pl.col("duration_ns").median()
     )
     joined = stalls.join(counted, on=_DEVICE, nulls_equal=True, maintain_order="left")
-    with_usual = joined.with_columns(_usual(joined, steps, [*_DEVICE, "cause"]), _usual(joined, steps, _PLACE))
+    # A step that saves is not judged, but shows which stalls recur at their place besides the save.
+    at_place = every.select("id").with_columns(_usual(every, steps, _PLACE))
+    with_usual = joined.with_columns(_usual(joined, steps, [*_DEVICE, "cause"])).join(
+        at_place, on="id", how="left", maintain_order="left"
+    )
     recurs = pl.when(pl.col("usual_cause") >= _RECURRING_RATIO * pl.col("dur_ns")).then("usual_cause").otherwise(0)
     third_ns = pl.col("dur_ns").sort(descending=True).get(2, null_on_oob=True).over(_DEVICE).fill_null(0)
     alone_ns = pl.when(pl.col("dur_ns") >= _ALONE_RATIO * third_ns).then(0).otherwise("dur_ns")
@@ -101,9 +106,9 @@ def outlier_steps(run: Run) -> pl.DataFrame:
 
 
 def _without_saves(run: Run, stalls: pl.DataFrame) -> pl.DataFrame:
-    """Return the stalls outside saves and, where steps are marked, outside steps in which a rank saves."""
+    """Return the stalls outside steps in which a rank saves, where steps are marked."""
     saving = run.table(save_stages.save_spans).select("window", "step").drop_nulls().unique()
-    rows = stalls.filter(pl.col("cause") != host_stalls.SAVE)
+    rows = stalls
     for step in ("step", "gap_step"):
         rows = rows.join(
             saving, left_on=["window", step], right_on=["window", "step"], how="anti", maintain_order="left"
