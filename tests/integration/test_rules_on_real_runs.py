@@ -408,5 +408,5 @@ def test_idle_devices_of_a_sampled_recording_are_information():
     assert "Most ops are missing, so idle time may be work that was not recorded" in found.message
     assert any("consecutively numbered ops" in each.message for each in DoubtfulTrace().check(run))
     complete = others("hta_nccl_args_a100")
-    (found,) = judge(complete, LateLaunch()).values()
+    (found,) = check(complete, [LateLaunch()]).findings
     assert found.severity is Severity.WARNING
