@@ -8,8 +8,8 @@ from pathlib import Path
 
 import polars as pl
 
-from tracekit import conventions
 from tracekit.analysis.time import breakdown
+from tracekit.conventions.strategies import STRATEGIES
 from tracekit.ingest.loader import load
 from tracekit.model.trace import Trace
 
@@ -19,6 +19,8 @@ MAKERS = ("engine", "backend", "rest")
 
 _ALLOCATION_COLUMNS = {"step": pl.Int64, "maker": pl.String, "bytes": pl.Int64}
 _CONFIDENCE = 0.95
+
+_ENGINE_PREFIXES = tuple(each.span_prefix for each in STRATEGIES.values() if each.span_prefix)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def large_allocations(trace: Trace) -> pl.DataFrame:
     mark = (
         pl.when(name.str.contains(r"^(c10d::|gloo:|nccl:)"))
         .then(pl.lit("backend"))
-        .when(pl.any_horizontal(name.str.starts_with(prefix) for prefix in conventions.UNIT_SPAN_PREFIXES))
+        .when(pl.any_horizontal(name.str.starts_with(prefix) for prefix in _ENGINE_PREFIXES))
         .then(pl.lit("engine"))
     )
     marks = dict(trace.ops.select("id", mark.alias("mark")).drop_nulls().iter_rows())

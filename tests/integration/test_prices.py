@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from benchmarks import perturbation_graph, perturbed
+from benchmarks import perturbation_graph, perturbed, troubles
 from tracekit.replay.graph import savings, steps
 from tracekit.rules.rule import Severity
 
@@ -30,7 +30,7 @@ def costs(findings):
 def priced(name, scratch, folder=FOLDER):
     """Return the costs of the warnings about a changed recording, and the truth per step."""
     job = perturbation_graph.load(folder.glob("*.json.gz"))
-    kind = next(each for each in perturbed.KINDS if each.name == name)
+    kind = next(each for each in troubles.KINDS if each.name == name)
     kind.apply(job, SIZE, random.Random(name))
     found = perturbed.checked(job, scratch)
     return costs(found.findings), 1000 * job.lost_us / max(1, len(job.ranks[0].steps))
@@ -94,7 +94,7 @@ def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others
     merged = FOLDER.parent / "merged_ddp_mi300_4ranks"
     job = perturbation_graph.load(merged.glob("*.json.gz"))
     seed = "merged_ddp_mi300_4ranks blocking pause of one rank 0.3 310"
-    assert perturbed.blocking_pause(job, SIZE, random.Random(seed)) == 2
+    assert troubles.blocking_pause(job, SIZE, random.Random(seed)) == 2
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
     (before,) = (each for each in tracekit.check(tracekit.load(merged)).findings if each.code == "HOST002")
     assert (2 in found.ranks, 2 in before.ranks) == (True, False)
@@ -109,7 +109,7 @@ def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
 def test_a_stall_that_recurs_in_steps_that_save_is_no_outlier(tmp_path):
     # The hosts stall for 7 ms in each of three steps, two of which save: what they do besides is no part of the save.
     job = perturbation_graph.load((FOLDER.parent / "merged_ddp_mi300_4ranks").glob("*.json.gz"))
-    perturbed.checkpoint(job, 0.12, random.Random("merged_ddp_mi300_4ranks checkpoint 0.12 312"))
+    troubles.checkpoint(job, 0.12, random.Random("merged_ddp_mi300_4ranks checkpoint 0.12 312"))
     found = costs(perturbed.checked(job, tmp_path).findings)
     assert found["CKPT001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
     assert "STEP001" not in found

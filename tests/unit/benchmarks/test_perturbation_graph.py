@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import perturbation_graph, perturbed
+from benchmarks import perturbation_graph, troubles
 from benchmarks.perturbation_graph import Job, Pause, Rank
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
@@ -153,7 +153,7 @@ def test_pauses_of_all_ranks_are_at_the_same_collective():
         ]
     }
     both = Job([Rank(recording(), 0), Rank(ahead, 1)])
-    (_, at), (_, other) = perturbed._same_place(both, 40)
+    (_, at), (_, other) = troubles._same_place(both, 40)
     assert at == pytest.approx(40)
     assert 230 < other < 445  # after the launch of its collective, too
 
