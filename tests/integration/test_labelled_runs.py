@@ -1,27 +1,25 @@
 """Rules against the known faults of new simulated runs, and of recorded runs with their healthy twins."""
 
-import time
-
 import pytest
 
 from benchmarks import labelled_pairs, labelled_report, labelled_runs
 from tracekit.simulate import faults
 
 RUNS = 12
-ALLOWED = 1  # mistake: a run that is 95% right makes two or more of them in one of eight
+SEED = 1  # any: the rules were not made for it; docs/labelled_runs.md has many more runs, of new seeds
+ALLOWED = 1  # mistake: of 12 runs that are 95% right each, one in eight sets has two or more
 
 
-def test_rules_are_right_about_fresh_simulated_runs() -> None:
-    seed = time.time_ns() % 1_000_000
-    runs = list(labelled_runs.judged(RUNS, seed))
+def test_rules_are_right_about_simulated_runs() -> None:
+    runs = list(labelled_runs.judged(RUNS, SEED))
     known = {fault.code for fault in faults.FAULTS.values()} <= set(labelled_report.codes())
     mistakes = [line for each in runs for line in labelled_report.mistakes(each)]
-    assert len(mistakes) <= ALLOWED, f"--runs {RUNS} --seed {seed}: {mistakes}"
+    assert len(mistakes) <= ALLOWED, f"--runs {RUNS} --seed {SEED}: {mistakes}"
     must = sum(each.must_be_found(code) for each in runs for code in labelled_report.codes())
     assert must >= RUNS // 3 or not known
     warned, healthy = labelled_report.false_alarms(runs)
     assert healthy == RUNS // 4
-    assert warned <= ALLOWED, f"--runs {RUNS} --seed {seed}"
+    assert warned <= ALLOWED, f"--runs {RUNS} --seed {SEED}"
 
 
 @pytest.fixture(scope="module")
