@@ -219,10 +219,12 @@ def copying_run(**columns: object) -> Run:
     return drawn_traces.run(drawn_hosts.trace(picture, columns={"h": pageable | columns}))
 
 
-def stalled_run(*ranks: str, doing: tuple[tuple[str, str, int, int], ...] = (), step: int = 1) -> Run:
+def stalled_run(
+    *ranks: str, doing: tuple[tuple[str, str, int, int], ...] = (), step: int = 1, late_by: int = 40
+) -> Run:
     """Return ranks with three steps of 40 characters, 20 of compute and then an all-reduce.
 
-    In step `step` the host of each rank that is called "late" launches the second half 40 characters (2 ms) later;
+    In step `step` the host of each rank that is called "late" launches the second half `late_by` characters later (50 µs each);
     `doing` is what it does, from the start of that stall. The all-reduce of the others waits.
     """
     groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(ranks)))]})
@@ -231,7 +233,7 @@ def stalled_run(*ranks: str, doing: tuple[tuple[str, str, int, int], ...] = (), 
         rows = {"step": "", "compute": "", "comm": ""}
         launched: dict[str, int] = {}
         for number in range(3):
-            late = 40 * (number == step)
+            late = late_by * (number == step)
             half = late if state == "late" else 0
             begin, letter = len(rows["step"]), "abc"[number]
             rows["step"] += str(number) * (40 + late)

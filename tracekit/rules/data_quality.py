@@ -6,12 +6,15 @@ from typing import ClassVar, NamedTuple
 
 import polars as pl
 
+from tracekit.analysis.host import host_stalls
+from tracekit.analysis.parallelism import outlier_steps
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
+from tracekit.rules.outlier_steps import is_cold
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.sync import alignment, collective_matching
 
@@ -121,10 +124,11 @@ class DoubtfulTrace(Rule):
 
     How it is measured: while reading and aligning, and from the tables: device work without a launch or launched
     outside steps, launches without device work, slices that overlap on one stream, a first step that takes more than
-    twice the median of the others, steps with only the optimizer or with backward ops whose forward ops are missing,
-    versions and devices that differ between ranks. Shares below `min_affected_ratio` are not reported. There is one
-    finding per kind; an issue that makes data unusable is an error if its share exceeds `error_affected_ratio`. Times
-    of ranks whose file is truncated, or lacks most ops, and of cut steps are information in all rules.
+    twice the median of the others (unless single stalls make it long, which STEP001 reports), steps with only the
+    optimizer or with backward ops whose forward ops are missing, versions and devices that differ between ranks. Shares
+    below `min_affected_ratio` are not reported. There is one finding per kind; an issue that makes data unusable is an
+    error if its share exceeds `error_affected_ratio`. Times of ranks whose file is truncated, or lacks most ops, and of
+    cut steps are information in all rules.
 
     How to fix: record again; each finding states how.
 
@@ -134,7 +138,7 @@ class DoubtfulTrace(Rule):
     code: ClassVar[str] = "DATA001"
     facts: ClassVar[tuple[Fact, ...]] = (
         trace_quality.data_quality, trace_quality.versions, breakdown.by_step, collective_matching.calls,
-        undecided_kernels.undecided,
+        undecided_kernels.undecided, host_stalls.host_stalls,
     )  # fmt: skip
     min_affected_ratio: float = 0.01
     error_affected_ratio: float = 0.5
@@ -151,6 +155,8 @@ class DoubtfulTrace(Rule):
             run_snapshots.data_quality(run),
         ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
+        if _is_explained_by_stalls(run):
+            issues = issues.filter(pl.col("kind") != "warm_up_inside")
         for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):
             yield self._finding(str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))
 
@@ -168,6 +174,14 @@ class DoubtfulTrace(Rule):
             evidence=rows,
             subject=kind,
         )
+
+
+def _is_explained_by_stalls(run: Run) -> bool:
+    """Return whether first steps are long for stalls that are no first use, so that STEP001 reports them."""
+    stalls = run.run_table(outlier_steps.outlier_steps).filter("is_first", ~is_cold())
+    steps = stalls.group_by("window", "step").agg(pl.col("step_ns", "reference_ns").max(), pl.col("lost_ns").sum())
+    rest_ns = pl.col("step_ns") - pl.col("lost_ns")
+    return bool(steps.select((rest_ns <= trace_quality.WARM_UP_RATIO * pl.col("reference_ns")).any()).item())
 
 
 def _unequal_iterations(run: Run) -> pl.DataFrame:

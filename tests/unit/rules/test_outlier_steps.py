@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.drawn_hosts import UNIT_NS
 from tests.support.rule_examples import stalled_run
+from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
 from tracekit.rules.rule import Severity
@@ -14,6 +15,10 @@ STALL_NS = 39 * UNIT_NS  # until the launch
 
 def judge(run, rule=OutlierStep, **thresholds):
     return check(run, [rule(**thresholds)]).findings
+
+
+def subjects(run):
+    return {found.subject for found in judge(run, DoubtfulTrace)}
 
 
 def test_a_pause_of_one_rank_names_step_rank_and_cost():
@@ -85,6 +90,12 @@ def test_a_pause_in_the_first_step_is_an_outlier_and_no_warm_up():
     run = stalled_run("late", "", step=0)
     assert [found.ranks for found in judge(run)] == [(0,)]
     assert judge(run, ColdStart) == ()
+
+
+def test_a_first_step_that_is_long_for_a_single_stall_does_not_look_like_warm_up():
+    assert "warm_up_inside" not in subjects(stalled_run("late", "", step=0, late_by=80))
+    allocates = (("cudaMalloc", "runtime", 0, 79),)
+    assert "warm_up_inside" in subjects(stalled_run("late", "late", doing=allocates, step=0, late_by=80))
 
 
 def test_a_stall_in_a_graph_launch_gets_a_fix_for_graphs():

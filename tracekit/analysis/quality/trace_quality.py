@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.analysis.host import host_stalls
 from tracekit.analysis.quality import cut_steps
 from tracekit.analysis.time import breakdown
 from tracekit.model import environment, schema, units
@@ -20,7 +19,7 @@ _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|
 _DROPPED = re.compile(r"(?i)dropped (\d+) (activity )?records|exceeded max gpu buffer count")
 _CUT_OFF = 0.9  # of the launches without device activity: then they are not lost one by one
 _CUT_OFF_LEAST = 0.2  # of all launches: fewer may be queued when the recording stops
-_WARM_UP = 2.0  # times the median of the other steps: only a first step takes that long
+WARM_UP_RATIO = 2.0  # times the median of the other steps: only a first step takes that long
 
 
 def data_quality(trace: Trace) -> pl.DataFrame:
@@ -212,9 +211,7 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
         if len(others) < _FEWEST_OTHERS or saves:
             continue
         median_ns = float(str(others.median()))
-        if first["duration_ns"] <= _WARM_UP * median_ns:
-            continue
-        if first["duration_ns"] - _other_stalls_ns(trace, first["step"]) > _WARM_UP * median_ns:
+        if first["duration_ns"] > WARM_UP_RATIO * median_ns:
             yield (
                 "warm_up_inside",
                 f"The first profiled step ({first['step']}) takes {units.duration(first['duration_ns'])} and "
@@ -239,13 +236,6 @@ def _cut(trace: Trace) -> Iterator[_Row]:
 
 
 _FEWEST_OTHERS = 2
-_LATER_CAUSES = (host_stalls.RETRY, host_stalls.GARBAGE_COLLECTION, host_stalls.PROFILER)
-
-
-def _other_stalls_ns(trace: Trace, step: int) -> int:
-    """Return how long the host stalls in a step for causes that have nothing to do with warm-up."""
-    stalls = host_stalls.host_stalls(trace).filter(pl.col("gap_step") == step, pl.col("cause").is_in(_LATER_CAUSES))
-    return int(stalls["dur_ns"].sum())
 
 
 def _listed(value: object) -> list[Any]:
