@@ -224,8 +224,8 @@ def stalled_run(
 ) -> Run:
     """Return ranks with three steps of 40 characters, 20 of compute and then an all-reduce.
 
-    In step `step` the host of each rank that is called "late" launches the second half `late_by` characters later (50 µs each);
-    `doing` is what it does, from the start of that stall. The all-reduce of the others waits.
+    In step `step` the host of each rank that is called "late" launches the second half `late_by` characters later (50
+    µs each); `doing` is what it does, from the start of that stall. The all-reduce of the others waits.
     """
     groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(ranks)))]})
     traces = []
