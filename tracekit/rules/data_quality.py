@@ -6,7 +6,6 @@ from typing import ClassVar, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.host import host_stalls
 from tracekit.analysis.parallelism import outlier_steps
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
@@ -14,7 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.outlier_steps import is_cold
+from tracekit.rules.outlier_steps import OutlierStep, is_cold
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.sync import alignment, collective_matching
 
@@ -138,7 +137,7 @@ class DoubtfulTrace(Rule):
     code: ClassVar[str] = "DATA001"
     facts: ClassVar[tuple[Fact, ...]] = (
         trace_quality.data_quality, trace_quality.versions, breakdown.by_step, collective_matching.calls,
-        undecided_kernels.undecided, host_stalls.host_stalls,
+        undecided_kernels.undecided, *OutlierStep.facts,
     )  # fmt: skip
     min_affected_ratio: float = 0.01
     error_affected_ratio: float = 0.5
