@@ -85,10 +85,10 @@ def compare(case: Case) -> Difference:
         loss = _train(case, sharded, {rank: batches[rank]}, step)
         everything = {0: torch.cat(list(batches), dim=1)} if together else dict(enumerate(batches))
         reference_loss = _train(case, reference, everything, step)
-        losses.append(_relative(_mean_over_ranks(loss), reference_loss))
+        losses.append(relative(_mean_over_ranks(loss), reference_loss))
         if case.max_norm is not None:
             norm = sharded.clip_grad_norm_(case.max_norm)
-            norms.append(_relative(norm, nn.utils.clip_grad_norm_(reference.parameters(), case.max_norm)))
+            norms.append(relative(norm, nn.utils.clip_grad_norm_(reference.parameters(), case.max_norm)))
         gradients.append(_gradient_difference(case, sharded, reference))
         for optimizer in optimizers:
             optimizer.step()
@@ -205,12 +205,13 @@ def _mean_over_ranks(value: Tensor) -> Tensor:
     return value / dist.get_world_size()
 
 
-def _relative(value: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
+def relative(value: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
+    """Return the largest difference relative to the largest expected value, or to that of `scale`."""
     scale = expected if scale is None else scale
     return float((value - expected).abs().max() / scale.abs().max().clamp(min=1e-30))
 
 
-def _pairs(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, slice]]:
+def pairs(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, slice]]:
     """Yield each shard, the reference's parameter, and which of its elements the shard holds."""
     parameters = dict(reference.named_parameters())
     parts = {id(p.shard): p.part for unit in units_in(sharded) for p in unit.parameters}
@@ -221,18 +222,18 @@ def _pairs(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[nn.Parame
 
 def _gradient_difference(case: Case, sharded: nn.Module, reference: nn.Module) -> float:
     largest = 0.0
-    for shard_, parameter, elements in _pairs(sharded, reference):
+    for shard_, parameter, elements in pairs(sharded, reference):
         assert (shard_.grad is None) == (parameter.grad is None), "a gradient on one side only"
         if parameter.grad is not None and shard_.numel():
-            difference = _relative(shard_.grad, parameter.grad.flatten()[elements], scale=parameter.grad)
+            difference = relative(shard_.grad, parameter.grad.flatten()[elements], scale=parameter.grad)
             largest = max(largest, difference)
     return largest
 
 
 def _parameter_difference(sharded: nn.Module, reference: nn.Module) -> float:
     differences = [
-        _relative(shard_.detach(), parameter.detach().flatten()[elements], scale=parameter.detach())
-        for shard_, parameter, elements in _pairs(sharded, reference)
+        relative(shard_.detach(), parameter.detach().flatten()[elements], scale=parameter.detach())
+        for shard_, parameter, elements in pairs(sharded, reference)
         if shard_.numel()
     ]
     return max(differences, default=0.0)

@@ -57,12 +57,12 @@ class Part(nn.Module):
             parametrizations.weight_norm(self.linear)
         has_scale = self.kind in ("scale", "gated")
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.9)) if has_scale else None
-        self.keeps_dtype = has_scale and rng.random() < 0.1
+        self.is_fp32 = has_scale and rng.random() < 0.1
         self.register_buffer("shift", torch.full((WIDTH,), 0.01))
         self.inner = Part(rng, depth - 1) if depth and rng.random() < 0.5 else None
         self.uses = rng.choice((1, 1, 1, 2)) if self.inner is not None else 0
-        self.keeps_loss, self.skip = rng.random() < 0.15, rng.random() < 0.7
-        self.kept: Any = None
+        self.stores_loss, self.skip = rng.random() < 0.15, rng.random() < 0.7
+        self.auxiliary_loss: Any = None
         if rng.random() < 0.1:
             self.linear.register_forward_hook(self.capture)
         for parameter in self.parameters(recurse=False):
@@ -72,7 +72,7 @@ class Part(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        if self.keeps_dtype:
+        if self.is_fp32:
             self.scale = nn.Parameter(self.scale.detach().float(), requires_grad=self.scale.requires_grad)
         return self
 
@@ -93,8 +93,8 @@ class Part(nn.Module):
         y = torch.tanh(y) + self.shift
         for _ in range(self.uses):
             y = self.inner(y)  # type: ignore[misc]
-        if self.keeps_loss and torch.is_grad_enabled():
-            self.kept = y.square().mean()
+        if self.stores_loss and torch.is_grad_enabled():
+            self.auxiliary_loss = y.square().mean()
         return x + y if self.skip else y
 
 
@@ -144,15 +144,16 @@ class RandomModel(nn.Module):
 
 
 def loss_of(model: Any, x: Tensor, _: int) -> Tensor:
-    """Return the mean square of the output, and the losses that parts kept."""
+    """Return the mean square of the output, and the losses that parts stored."""
     for part in model.modules():
         if isinstance(part, Part):
-            part.kept = None  # a checkpointed part keeps one when it is computed again
+            part.auxiliary_loss = None  # a checkpointed part stores one when it is computed again
             part.__dict__.pop("captured", None)
     out = model(x).square().mean()
-    kept = [part.kept for part in model.modules() if isinstance(part, Part) and part.kept is not None]
-    kept += [part.captured[0].square().mean() for part in model.modules() if hasattr(part, "captured")]
-    return out + 0.1 * torch.stack(kept).sum() if kept else out
+    parts = [part for part in model.modules() if isinstance(part, Part)]
+    losses = [part.auxiliary_loss for part in parts if part.auxiliary_loss is not None]
+    losses += [part.captured[0].square().mean() for part in parts if hasattr(part, "captured")]
+    return out + 0.1 * torch.stack(losses).sum() if losses else out
 
 
 def attack(seed: int) -> Attack:

@@ -16,7 +16,7 @@ _DIFFERENT_RANKS = "RuntimeError: YaFSDP: the ranks did not do the same"
 REFUSED = {
     "a captured activation alone": _USED_OTHERWISE,
     "a parameter returned in an object": "RuntimeError: .*unit 'layers.0'.*attribute 'value' of Box.*keep a copy",
-    "a parameter kept as an attribute": "RuntimeError: .*unit 'layers.0'.*attribute 'kept' of Keeps.*keep a copy",
+    "a parameter stored as an attribute": "RuntimeError: .*unit 'layers.0'.*attribute 'stored' of Stores.*keep a copy",
     "a gradient hook before sharding": "NotImplementedError: .*'weight' of Linear.*hook.*after fully_shard",
     "a post-accumulate hook before sharding": "NotImplementedError: .*'weight' of Linear.*hook.*after fully_shard",
     "a gradient hook after sharding": "NotImplementedError: .*unit 'layers.1'.*register_post_accumulate_grad_hook",

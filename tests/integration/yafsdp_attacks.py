@@ -4,7 +4,7 @@ Each case gives the largest relative difference from one process, or raises what
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from instrumented_trainers.parallelism.yafsdp import (
     register_forward_method,
 )
 from instrumented_trainers.parallelism.yafsdp.module import units_in
+from tests.integration.parity import pairs, relative
 
 WIDTH, DEPTH = 8, 4
 
@@ -112,20 +113,6 @@ def batch(step: int, micro_batch: int, rank: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def relative(value: Tensor, expected: Tensor) -> float:
-    """Return the largest difference relative to the largest expected value."""
-    return float((value - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-
-
-def pairs(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, slice]]:
-    """Yield each shard, the reference's parameter, and which of its elements the shard holds."""
-    parameters = dict(reference.named_parameters())
-    parts = {id(p.shard): p.part for unit in units_in(sharded) for p in unit.parameters}
-    for name, shard in sharded.named_parameters():
-        part = parts[id(shard)]
-        yield shard, parameters[name], slice(part.origin, part.origin + part.stop - part.start)
-
-
 def _largest(sharded: nn.Module, reference: nn.Module, *, gradients: bool) -> float:
     largest = 0.0
     for shard, parameter, elements in pairs(sharded, reference):
@@ -133,8 +120,7 @@ def _largest(sharded: nn.Module, reference: nn.Module, *, gradients: bool) -> fl
         expected = expected.to_dense() if expected is not None and expected.is_sparse else expected
         assert (own is None) == (expected is None), "a gradient on one side only"
         if own is not None and expected is not None and own.numel():
-            scale = expected.abs().max().clamp(min=1e-30)
-            largest = max(largest, float((own - expected.flatten()[elements]).abs().max() / scale))
+            largest = max(largest, relative(own, expected.flatten()[elements], scale=expected))
     return largest
 
 
@@ -160,8 +146,8 @@ def _outcome(train: Callable[[], float]) -> float | str:
 # a. Backward of a unit whose weights are not there -------------------------------------------------------------------
 
 
-class KeepsLoss(Layer):
-    """Keeps an auxiliary loss as an attribute, as MoE routers do."""
+class StoresLoss(Layer):
+    """Stores an auxiliary loss as an attribute, as MoE routers do."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -169,11 +155,11 @@ class KeepsLoss(Layer):
         return y
 
 
-def kept_losses(model: Any, x: Tensor, _: int) -> Tensor:
+def stored_losses(model: Any, x: Tensor, _: int) -> Tensor:
     return model(x).square().mean() + sum(layer.auxiliary for layer in model.layers)
 
 
-def only_first_kept_loss(model: Any, x: Tensor, _: int) -> Tensor:
+def only_first_stored_loss(model: Any, x: Tensor, _: int) -> Tensor:
     model(x)
     return model.layers[0].auxiliary
 
@@ -234,9 +220,9 @@ class ReturnsBoxedParameter(Layer):
         return super().forward(x), Box(self.scale)
 
 
-class KeepsParameter(Layer):
+class StoresParameter(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        self.__dict__["kept"] = self.scale
+        self.__dict__["stored"] = self.scale
         return super().forward(x)
 
 
@@ -249,12 +235,12 @@ class SumsExtras(Model):
         return self.head(x) + sum(extras)
 
 
-class SumsKept(Model):
+class SumsStored(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x) + sum(layer.kept for layer in self.layers)
+        return self.head(x) + sum(layer.stored for layer in self.layers)
 
 
 # c. A loss over the parameters ---------------------------------------------------------------------------------------
@@ -516,15 +502,15 @@ def shard_with_method(model: Any) -> nn.Module:
 ATTACKS: dict[str, Attack] = {
     "a method other than forward": Attack(functools.partial(Model, OtherMethod), encode_first, shard=shard_with_method),
     "a method other than forward, not registered": Attack(functools.partial(Model, OtherMethod), encode_first),
-    "a loss kept as an attribute": Attack(functools.partial(Model, KeepsLoss), kept_losses),
-    "only the loss kept by the first layer": Attack(functools.partial(Model, KeepsLoss), only_first_kept_loss),
+    "a loss stored as an attribute": Attack(functools.partial(Model, StoresLoss), stored_losses),
+    "only the loss stored by the first layer": Attack(functools.partial(Model, StoresLoss), only_first_stored_loss),
     "outputs in an object": Attack(functools.partial(Unboxes, ReturnsObject)),
     "a captured activation": Attack(Model, captured_activation),
     "a captured activation alone": Attack(Model, captured_activation_alone),
     "a parameter returned": Attack(functools.partial(SumsExtras, ReturnsParameter)),
     "a view of a parameter returned": Attack(functools.partial(SumsExtras, ReturnsView)),
     "a parameter returned in an object": Attack(functools.partial(SumsExtras, ReturnsBoxedParameter)),
-    "a parameter kept as an attribute": Attack(functools.partial(SumsKept, KeepsParameter)),
+    "a parameter stored as an attribute": Attack(functools.partial(SumsStored, StoresParameter)),
     "weight decay in the loss": Attack(Model, l2),
     "weight decay in the loss, micro-batches": Attack(Model, l2, micro_batches=3),
     "weight decay in the loss, micro-batches all synced": Attack(Model, l2, micro_batches=3, sync_last_only=False),

@@ -37,8 +37,8 @@ from instrumented_trainers.parallelism.yafsdp.refusals import (
     refuse_changed_weights,
     refuse_evicted,
     refuse_gradient_hooks,
-    refuse_kept_weight,
     refuse_replaced_parameters,
+    refuse_stored_weight,
     unit_label,
 )
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
@@ -98,7 +98,7 @@ class Engine:
                 for tensor in tensors_in(outputs):
                     self._hook_backward(unit, tensor)
             for where, tensor in left_tensors(unit, outputs):
-                refuse_kept_weight(unit, tensor, where)
+                refuse_stored_weight(unit, tensor, where)
                 if torch.is_grad_enabled() and getattr(tensor, _HOOKED, None) is not tensor.grad_fn:
                     setattr(tensor, _HOOKED, tensor.grad_fn)
                     self._hook_backward(unit, tensor)

@@ -46,7 +46,7 @@ def refuse_changed_weights(unit: Unit, version: int) -> None:
         )
 
 
-def refuse_kept_weight(unit: Unit, tensor: Tensor, where: str) -> None:
+def refuse_stored_weight(unit: Unit, tensor: Tensor, where: str) -> None:
     """Raise RuntimeError if the tensor, which outlives the forward, is a weight of the unit or a view of one."""
     if unit.is_weight(tensor):
         raise RuntimeError(

@@ -151,11 +151,11 @@ def _gathering_shards(gather: Callable[..., Any]) -> Callable[..., Any]:
     def gather_state_dict(
         state: dict[str, Any], *, cpu_offload: bool = False, ranks_only: tuple[int, ...] = (), **options: Any
     ) -> Any:
-        is_kept = not ranks_only or dist.get_rank() in ranks_only
+        is_returned = not ranks_only or dist.get_rank() in ranks_only
 
         def whole(shard: FlatShard) -> Tensor | None:
             tensor = shard.full_tensor()  # on every rank, one after the other
-            return (tensor.cpu() if cpu_offload else tensor) if is_kept else None
+            return (tensor.cpu() if cpu_offload else tensor) if is_returned else None
 
         state = tree_map_only(FlatShard, whole, state)
         return gather(state, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)

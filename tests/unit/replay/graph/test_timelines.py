@@ -172,11 +172,11 @@ def test_a_wait_after_which_the_device_goes_on_stays():
     )
     graph = savings.graphs_of(read)[0]
     host = graph.frame.filter(pl.col("what") == HOST).sort("start_ns")
-    kept, removed = host.filter(pl.col("ref").is_in([4, 5]))["at"].to_list()
+    harmless, blocking = host.filter(pl.col("ref").is_in([4, 5]))["at"].to_list()
     changed = transforms.TRANSFORMS["blocking-sync"](graph)
-    assert {kept, removed} <= set(graph.edges.waiting.tolist())
-    assert kept in changed.edges.waiting.tolist()
-    assert removed not in changed.edges.waiting.tolist()
+    assert {harmless, blocking} <= set(graph.edges.waiting.tolist())
+    assert harmless in changed.edges.waiting.tolist()
+    assert blocking not in changed.edges.waiting.tolist()
     assert without_ms(savings.saving(read, "blocking-sync")) == 12.0
 
 
