@@ -146,7 +146,7 @@ class DoubtfulTrace(Rule):
         """Yield one finding per kind of data-quality issue."""
         issues = pl.concat([
             RUN_DATA_QUALITY.conform(run.data_quality),
-            RUN_DATA_QUALITY.conform(run.table(trace_quality.data_quality)),
+            RUN_DATA_QUALITY.conform(_measured(run)),
             _mixed_versions(run.table(trace_quality.versions)),
             alignment.data_quality(run),
             undecided_kernels.data_quality(run),
@@ -154,8 +154,6 @@ class DoubtfulTrace(Rule):
             run_snapshots.data_quality(run),
         ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
-        if _is_explained_by_stalls(run):
-            issues = issues.filter(pl.col("kind") != "warm_up_inside")
         for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):
             yield self._finding(str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))
 
@@ -175,12 +173,17 @@ class DoubtfulTrace(Rule):
         )
 
 
-def _is_explained_by_stalls(run: Run) -> bool:
-    """Return whether first steps are long for stalls that are no first use, so that STEP001 reports them."""
+def _measured(run: Run) -> pl.DataFrame:
+    """Return what traces show of their quality, without warm-up in windows whose first step is long for single stalls.
+
+    STEP001 reports stalls that are no first use.
+    """
     stalls = run.run_table(outlier_steps.outlier_steps).filter("is_first", ~is_cold())
     steps = stalls.group_by("window", "step").agg(pl.col("step_ns", "reference_ns").max(), pl.col("lost_ns").sum())
     rest_ns = pl.col("step_ns") - pl.col("lost_ns")
-    return bool(steps.select((rest_ns <= trace_quality.WARM_UP_RATIO * pl.col("reference_ns")).any()).item())
+    explained = steps.filter(rest_ns <= trace_quality.WARM_UP_RATIO * pl.col("reference_ns"))["window"]
+    is_explained = (pl.col("kind") == "warm_up_inside") & pl.col("window").is_in(explained.implode())
+    return run.table(trace_quality.data_quality).filter(~is_explained)
 
 
 def _unequal_iterations(run: Run) -> pl.DataFrame:
