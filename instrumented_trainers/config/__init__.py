@@ -1,0 +1,23 @@
+"""The settings of a training run, and the command line that sets them."""
+
+from instrumented_trainers.config.command_line import parse
+from instrumented_trainers.config.settings import (
+    MEMORY_STEP,
+    NEWEST,
+    OVERRIDABLE,
+    PRECISIONS,
+    InvalidConfigError,
+    TrainingConfig,
+    TrainingFailedError,
+)
+
+__all__ = [
+    "MEMORY_STEP",
+    "NEWEST",
+    "OVERRIDABLE",
+    "PRECISIONS",
+    "InvalidConfigError",
+    "TrainingConfig",
+    "TrainingFailedError",
+    "parse",
+]

@@ -1,0 +1,118 @@
+"""The command line: it sets the fields of a `TrainingConfig`."""
+
+import argparse
+import functools
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from instrumented_trainers import faults
+from instrumented_trainers.config import options, validation
+from instrumented_trainers.config.settings import OVERRIDABLE, TrainingConfig
+from instrumented_trainers.parallelism import STRATEGIES
+
+# Required, or not what the command line has where they are missing.
+_OWN_DEFAULTS = ("strategy", "out", "world_size", "device", "data", "override", "fault")
+
+
+def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
+    """Parse the command line. Exits with code 2 and one line if it is invalid."""
+    parser = _parser()
+    values = vars(parser.parse_args(arguments))
+    values["device"] = _device(values["device"])
+    values["world_size"] = _world_size(values["world_size"], values["device"])
+    for several in ("data", "override", "fault"):
+        values[several] = tuple(values[several] or ())
+    config = TrainingConfig(**{field.name: values[field.name] for field in fields(TrainingConfig)})
+    config = _overridden(config, parser)
+    reason = validation.problem(config)
+    if reason:
+        parser.error(reason)
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"instrumented_trainers: {message} (--help lists the options)\n")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there is one to show, and keeps the lines of a text of several."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = functools.partial(textwrap.fill, width=width, initial_indent=indent, subsequent_indent=indent + "    ")
+        return "\n".join(fill(line) for line in text.splitlines()) if "\n" in text else fill(text)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or isinstance(action.default, bool):
+            return action.help
+        return super()._get_help_string(action)
+
+
+_FAULTS_HELP = "Real faults, to test whether they are found. Losses do not change.\n" + faults.explained()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m instrumented_trainers",
+        usage="%(prog)s --strategy NAME --out RUN [options]",
+        description="Train a Llama-style model and record the run: a trace per rank of some steps, metrics of every "
+        "step, and the stages of each checkpoint. Starts the ranks itself; under torchrun it is one of them.",
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument(
+        "--strategy", required=True, choices=tuple(STRATEGIES), help="how to parallelize over the ranks"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="RUN", help="folder to write the run to")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing run")
+    for title, add in (
+        ("ranks", options.add_ranks),
+        ("model and data", options.add_model),
+        ("optimization", options.add_optimization),
+        ("recording", options.add_recording),
+        ("checkpoints", options.add_checkpoints),
+        ("faults", options.add_faults),
+    ):
+        add(parser.add_argument_group(title, _FAULTS_HELP if title == "faults" else None))
+    shown = {field.name: field.default for field in fields(TrainingConfig) if field.name not in _OWN_DEFAULTS}
+    parser.set_defaults(**shown)
+    return parser
+
+
+def _device(requested: str) -> str:
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return requested
+
+
+def _world_size(requested: int | None, device: str) -> int:
+    """Return the number of ranks: from the launcher, else the user's, else one per GPU or two."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return requested or (torch.cuda.device_count() if device == "cuda" else 2) or 1
+
+
+def _overridden(config: TrainingConfig, parser: argparse.ArgumentParser) -> TrainingConfig:
+    """Return the run with the settings that `--override` names, under their full names."""
+    values, overrides = {}, []
+    actions = {action.dest: action for action in parser._actions}
+    for text in config.override:
+        name, equals, value = text.partition("=")
+        name = {"lr": "learning_rate"}.get(name, name).replace("-", "_")
+        if name not in OVERRIDABLE or not equals:
+            parser.error(f"--override {text}: NAME=VALUE, NAME one of lr, {', '.join(OVERRIDABLE)}")
+        try:
+            values[name] = parser._get_value(actions[name], value)
+        except argparse.ArgumentError as error:
+            parser.error(f"--override {text}: {error.message}")
+        overrides.append(f"{name}={values[name]}")
+    if config.override and config.resume is None:
+        parser.error("--override: only with --resume; a new training takes its settings from their options")
+    return replace(config, **values, override=tuple(overrides))

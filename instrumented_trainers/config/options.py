@@ -1,0 +1,134 @@
+"""The options of the command line, a function for each group."""
+
+import argparse
+from pathlib import Path
+
+from instrumented_trainers.config.settings import NEWEST, PRECISIONS
+from instrumented_trainers.model import PRESETS
+
+
+def add_ranks(group: argparse._ArgumentGroup) -> None:
+    """Add the options on ranks and devices."""
+    group.add_argument(
+        "--world-size", type=positive, metavar="N", help="ranks to start; by default one per GPU, or 2 on the CPU"
+    )
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    group.add_argument(
+        "--replicate",
+        type=positive,
+        metavar="R",
+        help="replicas of the model, each sharded over a group of ranks (fsdp*, yafsdp)",
+    )
+    group.add_argument("--timeout-s", type=float, metavar="SECONDS", help="how long a rank waits for another")
+
+
+def add_model(group: argparse._ArgumentGroup) -> None:
+    """Add the options on the model and its data."""
+    group.add_argument("--model", choices=tuple(PRESETS), help="size of the model, by name")
+    group.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="text to train on, byte by byte; by default the sources of Python's own standard library",
+    )
+    group.add_argument("--batch", type=positive, metavar="N", help="sequences per rank and micro-batch")
+    group.add_argument("--tokens", type=positive, metavar="N", help="tokens in a sequence")
+    group.add_argument(
+        "--micro-batches", type=positive, metavar="N", help="micro-batches per step, whose gradients are accumulated"
+    )
+    group.add_argument("--precision", choices=PRECISIONS, help="of computation; bf16 reduces in fp32")
+    group.add_argument(
+        "--checkpoint-layers",
+        type=natural,
+        metavar="N",
+        help="layers, from the first, that recompute activations in backward to save memory",
+    )
+    group.add_argument("--reentrant", action="store_true", help="use torch's reentrant activation checkpointing")
+    group.add_argument(
+        "--keep-gathered", action="store_true", help="keep gathered weights from forward to backward (fsdp*, yafsdp)"
+    )
+    group.add_argument(
+        "--reshard-to",
+        type=positive,
+        metavar="N",
+        help="after forward, reshard weights to groups of N ranks only (fsdp2's reshard_after_forward=N)",
+    )
+    group.add_argument(
+        "--prefetch",
+        type=natural,
+        metavar="N",
+        help="layers to prefetch, as set_modules_to_forward_prefetch does (fsdp2)",
+    )
+
+
+def add_optimization(group: argparse._ArgumentGroup) -> None:
+    """Add the options on the optimization."""
+    group.add_argument("--steps", type=positive, metavar="N", help="optimizer steps to train for")
+    group.add_argument("--learning-rate", type=float, metavar="X", help="highest learning rate")
+    group.add_argument("--warmup-steps", type=natural, metavar="N", help="steps in which it rises")
+    group.add_argument(
+        "--final-learning-rate-ratio", type=float, metavar="X", help="share of it that remains at the last step"
+    )
+    group.add_argument("--weight-decay", type=float, metavar="X", help="of AdamW, on all weights")
+    group.add_argument("--dropout", type=float, metavar="X", help="share of each layer's output dropped")
+    group.add_argument("--max-norm", type=float, metavar="X", help="gradient norm to clip at; 0: don't")
+    group.add_argument("--seed", type=natural, metavar="N", help="of the weights and the order of the data")
+    group.add_argument("--log-every", type=positive, metavar="N", help="steps between two lines of output")
+
+
+def add_recording(group: argparse._ArgumentGroup) -> None:
+    """Add the options on what is recorded."""
+    group.add_argument("--profile-wait", type=natural, metavar="N", help="steps before the profiler")
+    group.add_argument("--profile-warmup", type=natural, metavar="N", help="steps it warms up for")
+    group.add_argument("--profile-active", type=positive, metavar="N", help="steps in the trace")
+    group.add_argument("--stacks", action="store_true", help="record Python stacks too (traces grow tenfold)")
+    group.add_argument(
+        "--memory-report",
+        action="store_true",
+        help="report the memory of the third step, predicted and measured, at the end and in run.json",
+    )
+    group.add_argument("--no-memory", dest="memory", action="store_false", help="record no allocator events")
+
+
+def add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    """Add the options on checkpoints."""
+    group.add_argument("--checkpoint-every", type=natural, metavar="N", help="steps between two checkpoints; 0: none")
+    group.add_argument("--keep", type=positive, metavar="N", help="checkpoints to keep, the newest")
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        const=NEWEST,
+        metavar="CHECKPOINT",
+        help="resume from this checkpoint, or from the newest complete one of this run; without a name, of RUN",
+    )
+    group.add_argument(
+        "--override",
+        action="append",
+        metavar="NAME=VALUE",
+        help="with --resume: change a setting of the training, such as lr=1e-4; may be repeated",
+    )
+    group.add_argument(
+        "--background-save", action="store_true", help="save on a background thread while training continues"
+    )
+
+
+def add_faults(group: argparse._ArgumentGroup) -> None:
+    """Add the option that injects faults."""
+    group.add_argument("--fault", action="append", metavar="NAME[=ARGS]", help="inject this fault; may be repeated")
+
+
+def positive(text: str) -> int:
+    """Return the whole number of 1 or more in an option's text. Raises ArgumentTypeError."""
+    return _whole_number(text, at_least=1)
+
+
+def natural(text: str) -> int:
+    """Return the whole number of 0 or more in an option's text. Raises ArgumentTypeError."""
+    return _whole_number(text, at_least=0)
+
+
+def _whole_number(text: str, *, at_least: int) -> int:
+    if not text.lstrip("-").isdecimal() or int(text) < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {at_least} or more")
+    return int(text)

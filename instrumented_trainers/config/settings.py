@@ -1,0 +1,95 @@
+"""The settings of a training run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracekit.conventions import strategies
+from tracekit.conventions.strategies import Layout
+
+PRECISIONS = ("fp32", "bf16", "fp64")
+NEWEST = "newest"
+MEMORY_STEP = 2
+"""The step of a training, counted from its first, whose memory is reported: before any that the profiler records."""
+
+# What may change when a training is resumed. Its model and its text may not.
+OVERRIDABLE = (
+    "steps",
+    "learning_rate",
+    "warmup_steps",
+    "final_learning_rate_ratio",
+    "weight_decay",
+    "max_norm",
+    "dropout",
+    "batch",
+    "micro_batches",
+)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """One training run. Every field is the option of that name, whose help explains it."""
+
+    strategy: str
+    out: Path
+    overwrite: bool = False
+    world_size: int = 2
+    device: str = "cpu"
+    timeout_s: float = 300.0
+    model: str = "tiny"
+    data: tuple[Path, ...] = ()
+    steps: int = 20
+    batch: int = 4
+    tokens: int = 128
+    micro_batches: int = 1
+    precision: str = "fp32"
+    checkpoint_layers: int = 0
+    reentrant: bool = False
+    keep_gathered: bool = False
+    reshard_to: int | None = None
+    prefetch: int | None = None
+    replicate: int = 1
+    learning_rate: float = 1e-3
+    warmup_steps: int = 5
+    final_learning_rate_ratio: float = 0.1
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    dropout: float = 0.0
+    seed: int = 0
+    profile_wait: int = 3
+    profile_warmup: int = 2
+    profile_active: int = 5
+    stacks: bool = False
+    memory: bool = True
+    checkpoint_every: int = 0
+    keep: int = 2
+    background_save: bool = False
+    resume: str | None = None
+    override: tuple[str, ...] = ()
+    fault: tuple[str, ...] = ()
+    memory_report: bool = False
+    log_every: int = 5
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the folder of the run's checkpoints."""
+        return self.out / "checkpoints"
+
+    @property
+    def layout(self) -> Layout:
+        """Return how the ranks are laid out: replicas times shards, and without shards replicas only."""
+        if strategies.STRATEGIES[self.strategy].shards_parameters:
+            return Layout(dp_replicate=self.replicate, dp_shard=self.world_size // self.replicate)
+        return Layout(dp_replicate=self.world_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return how many tokens all ranks together train on in one optimizer step."""
+        return self.world_size * self.batch * self.tokens * self.micro_batches
+
+
+class InvalidConfigError(ValueError):
+    """The run cannot be done as configured. The message says why and what to change, on one line."""
+
+
+class TrainingFailedError(RuntimeError):
+    """The run failed for an external reason. The message says why and what can be recovered, on one line."""

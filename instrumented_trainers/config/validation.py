@@ -1,0 +1,74 @@
+"""Why a run cannot start as configured."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from instrumented_trainers import faults
+from instrumented_trainers.config.settings import MEMORY_STEP, TrainingConfig
+from instrumented_trainers.model import PRESETS
+from tracekit.conventions import strategies
+
+
+def problem(config: TrainingConfig) -> str | None:
+    """Return why a run cannot start, or None."""
+    launched = "RANK" in os.environ
+    if config.device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: torch finds no GPU"
+    if config.device == "cuda" and not launched and config.world_size > torch.cuda.device_count():
+        return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
+    missing = [str(path) for path in config.data if not path.is_file()]
+    if missing:
+        return f"--data {missing[0]}: no such file"
+    if config.checkpoint_layers > PRESETS[config.model].layers:
+        return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
+    if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
+        return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
+    if config.memory_report and config.profile_wait <= MEMORY_STEP:
+        return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
+    if reason := _layout_problem(config) or _fault_problem(config):
+        return reason
+    if config.out.exists() and not config.out.is_dir():
+        return f"--out {config.out}: is a file"
+    if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
+        return f"--out {config.out}: contains a run; name another folder, or add --overwrite or --resume"
+    return None
+
+
+def _layout_problem(config: TrainingConfig) -> str | None:
+    """Return why the parallel layout is impossible, or None."""
+    if config.replicate > 1 and not strategies.STRATEGIES[config.strategy].shards_parameters:
+        return (
+            f"--replicate {config.replicate}: {config.strategy} replicates over all ranks; only fsdp* and yafsdp shard"
+        )
+    if config.world_size % config.replicate:
+        return f"--replicate {config.replicate}: does not divide the {config.world_size} ranks"
+    if config.prefetch is not None and config.strategy != "fsdp2":
+        return f"--prefetch: {config.strategy} does not take it; only fsdp2 does"
+    if config.reshard_to is None:
+        return None
+    if config.strategy != "fsdp2" or config.keep_gathered:
+        return "--reshard-to: only for fsdp2, and not with --keep-gathered"
+    ranks = config.layout.dp_shard
+    if not 1 < config.reshard_to < ranks or ranks % config.reshard_to:
+        return f"--reshard-to {config.reshard_to}: name a divisor of the {ranks} ranks that share a model"
+    return None
+
+
+def _fault_problem(config: TrainingConfig) -> str | None:
+    """Return why the requested faults are impossible, or None."""
+    for text in config.fault:
+        try:
+            fault = faults.parse(text)
+        except ValueError as error:
+            return f"--fault: {error}"
+        if reason := fault.problem(config.strategy, config.world_size):
+            return f"--fault {text}: {reason}"
+        if fault.needs_saves and not config.checkpoint_every:
+            return f"--fault {text}: a checkpoint fault, but no checkpoint is saved; add --checkpoint-every N"
+    return None
+
+
+def _has_run(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
