@@ -3,37 +3,73 @@
 import argparse
 import functools
 import os
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from instrumented_trainers import faults
-from instrumented_trainers.config import options, validation
-from instrumented_trainers.config.settings import OVERRIDABLE, TrainingConfig
+from instrumented_trainers.config import options, toml_file, validation
+from instrumented_trainers.config.settings import OVERRIDABLE, InvalidConfigError, TrainingConfig
 from instrumented_trainers.parallelism import STRATEGIES
 
-# Required, or not what the command line has where they are missing.
-_OWN_DEFAULTS = ("strategy", "out", "world_size", "device", "data", "override", "fault")
+# Required, or resolved after parsing.
+_OWN_DEFAULTS = ("strategy", "out", "world_size", "device")
 
 
 def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
-    """Parse the command line. Exits with code 2 and one line if it is invalid."""
+    """Parse the command line, and the file that ``--config`` names. Exits with code 2 and one line if it is invalid.
+
+    The command line has priority over the file, and the file over the defaults. With ``--print-config`` this prints
+    the result as TOML and exits with code 0.
+    """
     parser = _parser()
-    values = vars(parser.parse_args(arguments))
+    values = _values(parser, arguments)
     values["device"] = _device(values["device"])
     values["world_size"] = _world_size(values["world_size"], values["device"])
-    for several in ("data", "override", "fault"):
-        values[several] = tuple(values[several] or ())
+    for field in fields(TrainingConfig):
+        if isinstance(values[field.name], list):
+            values[field.name] = tuple(values[field.name])
     config = TrainingConfig(**{field.name: values[field.name] for field in fields(TrainingConfig)})
     config = _overridden(config, parser)
+    if values["print_config"]:
+        sys.stdout.write(toml_file.dumps(config, _groups(parser)))
+        parser.exit()
     reason = validation.problem(config)
     if reason:
         parser.error(reason)
     return config
+
+
+def _values(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """Return the value of every option: from the command line, else from the file, else the default."""
+    # None, which no option gives, marks what the command line does not set; argparse leaves it, for it is there.
+    unset = argparse.Namespace(**{action.dest: None for action in parser._actions})
+    given = {name: value for name, value in vars(parser.parse_args(arguments, unset)).items() if value is not None}
+    try:
+        from_file = toml_file.read(given["config"], parser) if "config" in given else {}
+    except InvalidConfigError as error:
+        parser.error(str(error))
+    defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
+    values = {**defaults, **from_file, **given}
+    missing = [f"--{name}" for name in ("strategy", "out") if values[name] is None]
+    if missing:
+        parser.error(f"{', '.join(missing)}: required, as an option or in the file of --config")
+    return values
+
+
+def _groups(parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
+    """Return the names of the settings in the order of the options, group by group."""
+    known = {field.name for field in fields(TrainingConfig)}
+    groups = [
+        (str(group.title), [action.dest for action in group._group_actions if action.dest in known])
+        for group in parser._action_groups
+    ]
+    return [("run" if title == "options" else title, names) for title, names in groups if names]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,7 +87,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return "\n".join(fill(line) for line in text.splitlines()) if "\n" in text else fill(text)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or isinstance(action.default, bool):
+        if action.default is None or isinstance(action.default, bool | tuple):
             return action.help
         return super()._get_help_string(action)
 
@@ -67,11 +103,18 @@ def _parser() -> argparse.ArgumentParser:
         "step, and the stages of each checkpoint. Starts the ranks itself; under torchrun it is one of them.",
         formatter_class=_HelpFormatter,
     )
-    parser.add_argument(
-        "--strategy", required=True, choices=tuple(STRATEGIES), help="how to parallelize over the ranks"
-    )
-    parser.add_argument("--out", required=True, type=Path, metavar="RUN", help="folder to write the run to")
+    parser.add_argument("--strategy", choices=tuple(STRATEGIES), help="how to parallelize over the ranks")
+    parser.add_argument("--out", type=Path, metavar="RUN", help="folder to write the run to")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML file with these options as keys; the command line has priority",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print all settings as TOML, which --config reads, and exit"
+    )
     for title, add in (
         ("ranks", options.add_ranks),
         ("model and data", options.add_model),
