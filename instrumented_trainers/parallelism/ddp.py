@@ -13,8 +13,12 @@ from instrumented_trainers.parallelism.options import ShardOptions, device_of
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
     """Replicate the model over the mesh's ranks. Lower precision is autocast's; gradients keep the weights' dtype.
 
-    Raises NotImplementedError for another `reduce_dtype`, or a mesh of more than one dim.
+    Raises NotImplementedError for another `reduce_dtype`, a mesh of more than one dim, or offloading.
     """
+    if options.offload:
+        raise NotImplementedError(
+            "ddp has no optimizer state to offload by rank; zero1, fsdp2 and yafsdp offload theirs"
+        )
     return AutocastDataParallel(*replicated(model, mesh, options))
 
 

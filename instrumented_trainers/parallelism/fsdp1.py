@@ -25,6 +25,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Modul
         raise NotImplementedError("fsdp1 cannot reshard to groups of ranks; fsdp2 can")
     if options.prefetch:
         raise NotImplementedError("fsdp1 has no prefetch depth: it gathers one layer ahead, or none")
+    if options.offload:
+        raise NotImplementedError("fsdp1 is not offloaded here; fsdp2, yafsdp and zero1 are")
     layers = {id(layer) for layer in model.layers}
     prefetches = options.prefetch != 0
     return FullyShardedDataParallel(

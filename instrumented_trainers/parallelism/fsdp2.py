@@ -1,10 +1,11 @@
 """The second fully sharded data parallel of PyTorch: each parameter a DTensor cut along its first dim."""
 
+import functools
 from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from instrumented_trainers.parallelism.options import ShardOptions
 
@@ -18,9 +19,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Modul
     """
     _refuse_uneven_groups(mesh, options.reshard_after_forward)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload else OffloadPolicy()
+    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        unit(layer, reshard_after_forward=options.reshard_after_forward)
+    unit(model)
     if options.prefetch is not None:
         _prefetch(model, list(model.layers), mesh, options.prefetch)
     return model

@@ -28,6 +28,8 @@ class ShardOptions:
 
     FSDP1 supports only 0, which turns prefetching off; YaFSDP prefetches as far as it has `buffers`.
     """
+    offload: bool = False
+    """Whether optimizer state, and shards of weights and gradients, lie in host memory. (FSDP2, YaFSDP, ZeRO-1.)"""
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

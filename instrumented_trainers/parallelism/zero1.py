@@ -4,30 +4,38 @@ Whole parameters are assigned, the largest first, to the rank with the fewest el
 rank broadcasts its parameters. https://arxiv.org/abs/1910.02054 names the stages.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from instrumented_trainers.parallelism import ddp
+from instrumented_trainers.parallelism.host_optimizer import HostOptimizer
 from instrumented_trainers.parallelism.optimizer import begin_missing_state
 from instrumented_trainers.parallelism.options import ShardOptions
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
     """Replicate the model over the mesh's ranks; `make_optimizer` then shares out the optimizer state."""
-    return Zero1DataParallel(*ddp.replicated(model, mesh, options))
+    return Zero1DataParallel(*ddp.replicated(model, mesh, options), offload=options.offload)
 
 
 class Zero1DataParallel(ddp.AutocastDataParallel):
     """A model whose parameters are replicated and whose optimizer is not."""
 
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, *, offload: bool) -> None:
+        super().__init__(module, mesh, dtype)
+        self._offload = offload
+
     def make_optimizer(self, kind: type[Optimizer], **options: Any) -> Optimizer:
-        """Return this rank's part of an optimizer of that kind."""
-        return ZeroRedundancyOptimizer(self.parameters(), kind, process_group=self.process_group, **options)
+        """Return this rank's part of an optimizer of that kind, in host memory if the model's options ask for it."""
+        make = functools.partial(HostOptimizer, kind=kind) if self._offload else kind
+        return ZeroRedundancyOptimizer(self.parameters(), make, process_group=self.process_group, **options)
 
 
 def optimizer_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:

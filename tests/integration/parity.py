@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.nn import functional
 
 from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
@@ -42,6 +43,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     optimizer: str = "sgd"
     """SGD shows errors of scale that Adam hides; weight decay shows steps that should not have been."""
+    offload: bool = False
+    """Whether shards lie in host memory."""
     micro_batches: int = 1
     max_norm: float | None = None
     passes: int = 1
@@ -100,7 +103,8 @@ def compare(case: Case) -> Difference:
 def shard(toy: nn.Module, case: Case) -> nn.Module:
     """Shard the toy as the case says."""
     mesh = _mesh(case)
-    options = {"mp_policy": case.policy, "buffers": case.buffers}
+    offload = CPUOffloadPolicy() if case.offload else OffloadPolicy()
+    options = {"mp_policy": case.policy, "buffers": case.buffers, "offload_policy": offload}
     inner: list[nn.Module] = []
     if case.units == "nested":
         inner += [layer.feed_forward for layer in toy.layers]

@@ -34,6 +34,7 @@ RECOMPUTED = {
     reentrant: dataclasses.replace(training.CONFIG, checkpointed_layers=2, reentrant=reentrant)
     for reentrant in (False, True)
 }
+OFFLOADED = ("zero1", "fsdp2", "yafsdp")
 WAYS = {
     "fsdp2, gathered two layers ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=2)),
     "fsdp2, never ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=0)),
@@ -44,6 +45,7 @@ WAYS = {
     "fsdp1, never ahead": Training("fsdp1", steps=6, options=ShardOptions(prefetch=0)),
     "yafsdp, two replicas": Training("yafsdp", steps=6, replicas=2),
     "yafsdp, not resharded": Training("yafsdp", steps=6, options=ShardOptions(reshard_after_forward=False)),
+    **{f"{name}, offloaded": Training(name, steps=6, options=ShardOptions(offload=True)) for name in OFFLOADED},
     "yafsdp, norms with their layers": Training("yafsdp", steps=6, options=ShardOptions(gather_norms_once=False)),
 } | {
     f"{name}, two of three layers recomputed{', reentrant' if reentrant else ''}": Training(

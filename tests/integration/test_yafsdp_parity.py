@@ -59,6 +59,10 @@ ALL_CASES = {path: Case(path) for path in PATHS} | {
     "weights not resharded after forward": Case(reshard_after_forward=False),
     "gradients zeroed, not dropped": Case(set_to_none=False),
     "gradients of two steps add up": Case(clear_every=2),
+    "offloaded": Case(offload=True, max_norm=0.1, evaluate=True),
+    "offloaded, three micro-batches, reused, tied": Case("reused", offload=True, micro_batches=3, tied=True),
+    "offloaded, replicated shards": Case(offload=True, replicas=2, clear_every=2),
+    "offloaded, from the meta device": Case(offload=True, meta=True, optimizer="adamw"),
 }
 CASES = ALL_CASES
 

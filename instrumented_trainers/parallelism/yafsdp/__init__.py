@@ -10,6 +10,7 @@ from collections import Counter
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from instrumented_trainers.parallelism.options import ShardOptions
 from instrumented_trainers.parallelism.yafsdp.api import fully_shard, register_forward_method
@@ -38,7 +39,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Modul
     A large head is a unit of its own, so that the first layer does not wait for the all-gather of the head's weights.
     """
     policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
-    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, buffers=options.buffers)
+    offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
+    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, buffers=options.buffers, offload_policy=offload)
     for layer in model.layers:
         ignored = _vectors(layer) if options.gather_norms_once else ()
         unit(layer, reshard_after_forward=options.reshard_after_forward, left_out=ignored)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -39,6 +40,7 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     buffers: int = 2,
     left_out: Collection[nn.Parameter] = (),
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 -- it has no fields
 ) -> nn.Module:
     """Shard the parameters of `module` that no unit inside it has, as one flat tensor, and return the module.
 
@@ -55,6 +57,10 @@ def fully_shard(
     dtype, which that of the shards is; precision of computation and reduction is `mp_policy`'s. The parameters in
     `left_out` belong to the enclosing unit: norms, for example, which the root then gathers once a step for all layers.
     Each rank must run the same units in the same order; within a unit, ranks may use different parameters.
+
+    With ``offload_policy=CPUOffloadPolicy()`` (FSDP2's own) shards of weights and gradients lie in host memory, pinned
+    for CUDA, and so does the optimizer's state, which steps them there. Copies run on a CUDA stream of their own; the
+    host waits for them at the end of forward and of backward.
 
     A module on the meta device is sharded without ever having its weights: give it shards by ``to_empty`` and then
     weights by a checkpoint, or both by `materialize`.
@@ -79,7 +85,9 @@ def fully_shard(
     device = device_of(mesh)
     parameters = _own_parameters(module, left_out)
     _refuse_unsupported(module, parameters)
-    unit = Unit(module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers)
+    unit = Unit(
+        module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers, offload=offload_policy
+    )
     see_all_ranks(unit)
     _hook_optimizers()
     unit.owns_slots, unit.left_out = reshard_after_forward is False, bool(left_out)
@@ -233,8 +241,11 @@ def _check_units(units: list[Unit]) -> None:
             "YaFSDP: the model has no weights yet, only shapes; call yafsdp.materialize(model), or to_empty and load a "
             "checkpoint, before it runs"
         )
-    if len({(unit.buffers, unit.device, unit.ranks.members) for unit in units}) > 1:
-        raise ValueError("YaFSDP: all units of a model must have the same mesh and the same number of buffers")
+    if len({(unit.buffers, unit.device, unit.shard_device, unit.ranks.members) for unit in units}) > 1:
+        raise ValueError(
+            "YaFSDP: all units of a model must have the same mesh, the same number of buffers and the same "
+            "offload_policy"
+        )
 
 
 def _find_outer_units(module: nn.Module, around: Unit | None) -> None:

@@ -99,6 +99,20 @@ class Lane:
         """Return a function that returns the integers that the collective leaves in `values`."""
         raise NotImplementedError
 
+    def copy_in(self, whole: Tensor, shard: Tensor) -> None:
+        """Copy this rank's shard, cast, into its chunk of `whole`; the next collective starts after that.
+
+        A shard in host memory must not change before `wait_for_copies`.
+        """
+        self.chunk(whole).copy_(shard)
+
+    def copy_out(self, values: Tensor, host: Tensor) -> None:
+        """Copy values to host memory, where they are after `wait_for_copies`."""
+        host.copy_(values)
+
+    def wait_for_copies(self) -> None:
+        """Make the host wait until all copies from and to host memory have finished."""
+
     def chunk(self, whole: Tensor) -> Tensor:
         """Return this rank's chunk of a flat tensor: one of world_size equal parts."""
         return whole.view(self.world_size, -1)[self.rank]
@@ -161,6 +175,9 @@ class _HybridReduction:
 class CudaStreamLane(Lane):
     """For CUDA: one high-priority stream, ordered against the computing stream by events. The host never waits.
 
+    Copies from and to host memory run on a stream of their own, so that the copies of one unit overlap the collectives
+    of another.
+
     The tensors must outlive their use on the stream: buffers that live as long as the model do, others would need
     ``record_stream``.
     """
@@ -170,6 +187,7 @@ class CudaStreamLane(Lane):
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         super().__init__(ranks)
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self._copies: torch.cuda.Stream | None = None
 
     def all_gather(self, whole: Tensor) -> PendingCollective:
         return self._issue(lambda: _all_gather(whole, self.chunk(whole), group=self.ranks.shards))
@@ -201,6 +219,32 @@ class CudaStreamLane(Lane):
             return on_host.tolist()
 
         return read
+
+    def copy_in(self, whole: Tensor, shard: Tensor) -> None:
+        if shard.is_cuda:
+            super().copy_in(whole, shard)
+            return
+        chunk, copies = self.chunk(whole), self._copy_stream()
+        copies.wait_stream(torch.cuda.current_stream(copies.device))  # which may use the buffer until here
+        with torch.cuda.stream(copies):
+            chunk.copy_(shard.to(chunk.device, non_blocking=True))  # the device casts faster than the host
+        self.stream.wait_stream(copies)
+
+    def copy_out(self, values: Tensor, host: Tensor) -> None:
+        copies = self._copy_stream()
+        copies.wait_stream(torch.cuda.current_stream(copies.device))
+        values.record_stream(copies)
+        with torch.cuda.stream(copies):
+            host.copy_(values, non_blocking=True)
+
+    def wait_for_copies(self) -> None:
+        if self._copies is not None:
+            self._copies.synchronize()
+
+    def _copy_stream(self) -> torch.cuda.Stream:
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.stream.device)
+        return self._copies
 
     def _issue(self, collectives: Callable[[], Any]) -> PendingCollective:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))

@@ -102,6 +102,8 @@ class Engine:
                 if torch.is_grad_enabled() and getattr(tensor, _HOOKED, None) is not tensor.grad_fn:
                     setattr(tensor, _HOOKED, tensor.grad_fn)
                     self._hook_backward(unit, tensor)
+        if unit is self.root:
+            self.lane.wait_for_copies()  # the caller may change the shards
         return outputs
 
     def _hook_backward(self, unit: Unit, tensor: Tensor) -> None:
@@ -309,7 +311,7 @@ class Engine:
         if slot.reduction is not None:
             unit, token = slot.reduction
             token.wait()
-            unit.accumulate_reduced(self.lane.chunk(unit.whole_gradients))
+            unit.accumulate_reduced(self.lane)
             slot.reduction = None
 
     def _finish_reductions(self) -> None:
@@ -334,6 +336,7 @@ class Engine:
             self.agreement.publish(due)
             self._finish_reductions()
             self.agreement.compare_at_once()
+            self.lane.wait_for_copies()
             unused = self.agreement.unused(due)
             for unit in due:
                 unit.publish_gradients(unused[unit])

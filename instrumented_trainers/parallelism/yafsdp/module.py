@@ -116,7 +116,8 @@ class YaFSDPModule:
         assert isinstance(self, nn.Module)
         for unit in self._units():
             after = fn(unit.master[:0])
-            if after.is_meta or after.device.type != unit.device.type or after.dtype != unit.dtype:
+            devices = (unit.device.type, unit.shard_device.type)
+            if after.is_meta or after.device.type not in devices or after.dtype != unit.dtype:
                 raise NotImplementedError(
                     f"YaFSDP: a module that was sharded on the meta device can only leave it, for {unit.device} and "
                     f"in {unit.dtype}: call to_empty(device={str(unit.device)!r})"
@@ -125,7 +126,7 @@ class YaFSDPModule:
         for inner in self.modules():
             for name, buffer in inner._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    inner._buffers[name] = fn(buffer)
+                    inner._buffers[name] = fn(buffer).to(self._yafsdp_unit.device)
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -7,7 +7,7 @@ so its functions are replaced by ones that add a collective for shards, and do a
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -41,10 +41,14 @@ def _replace_functions() -> None:
     state_dict._gather_state_dict = _gathering_shards(state_dict._gather_state_dict)
 
 
-def _shard_groups() -> dict[int, dist.ProcessGroup]:
-    """Return, by the id of each gradient that is a shard, the ranks that have the others."""
+_Others: TypeAlias = tuple[dist.ProcessGroup, torch.device]
+"""The ranks that have the other shards, and the device of their collectives: shards may lie in host memory."""
+
+
+def _shard_groups() -> dict[int, _Others]:
+    """Return, by the id of each gradient that is a shard, who has the others."""
     return {
-        id(parameter.shard.grad): unit.ranks.shards
+        id(parameter.shard.grad): (unit.ranks.shards, unit.device)
         for unit in _units
         for parameter in unit.parameters
         if parameter.shard.grad is not None
@@ -65,34 +69,36 @@ def _norm_over_ranks(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         groups = _shard_groups()
-        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        by_group: dict[_Others, list[Tensor]] = {}
         for gradient in gradients:
             if (group := groups.get(id(gradient))) is not None:
                 by_group.setdefault(group, []).append(gradient)
         if not by_group:
             return local(gradients, norm_type, error_if_nonfinite, foreach)
         whole = [gradient for gradient in gradients if id(gradient) not in groups]
-        norms = [_sharded_norm(shards, float(norm_type), group) for group, shards in by_group.items()]
+        norms = [_sharded_norm(shards, float(norm_type), *others) for others, shards in by_group.items()]
         norms += [local(whole, norm_type, foreach=foreach).to(norms[0])] if whole else []
         return local(norms, norm_type, error_if_nonfinite)
 
     return total_norm
 
 
-def _sharded_norm(shards: list[Tensor], norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """Return the norm of gradients of which this rank has the shards, at least in fp32."""
+def _sharded_norm(shards: list[Tensor], norm_type: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Return the norm of gradients of which this rank has the shards, at least in fp32, where the shards are."""
     dtype = torch.promote_types(shards[0].dtype, torch.float32)
     own = [shard for shard in shards if shard.numel()]
     norm = torch.zeros((), dtype=dtype, device=shards[0].device)
     if own:
         norms = torch.stack([each.to(norm) for each in torch._foreach_norm(own, norm_type, dtype)])
         norm = torch.linalg.vector_norm(norms, norm_type)
+    over_ranks = norm.to(device)
     if norm_type == torch.inf:
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        return norm
-    norm.pow_(norm_type)
-    dist.all_reduce(norm, group=group)
-    return norm.pow_(1 / norm_type)
+        dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=group)
+    else:
+        over_ranks.pow_(norm_type)
+        dist.all_reduce(over_ranks, group=group)
+        over_ranks.pow_(1 / norm_type)
+    return over_ranks.to(norm.device)
 
 
 # The infinities that a gradient scaler looks for ---------------------------------------------------------------------
@@ -102,17 +108,19 @@ def _infinities_over_ranks(local: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(local)
     def unscale(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found_by_device = local(scaler, optimizer, *args, **kwargs)
-        for group in _groups_of(optimizer):
+        for group, device in _groups_of(optimizer):
             for found in found_by_device.values():
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+                over_ranks = found.to(device)
+                dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=group)
+                found.copy_(over_ranks)
         return found_by_device
 
     return unscale
 
 
-def _groups_of(optimizer: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[_Others]:
     """Return the groups of ranks that have the shards of the optimizer's parameters, in the parameters' order."""
-    return list(dict.fromkeys(unit.ranks.shards for unit in units_of(optimizer)))
+    return list(dict.fromkeys((unit.ranks.shards, unit.device) for unit in units_of(optimizer)))
 
 
 def units_of(optimizer: torch.optim.Optimizer) -> list[Unit]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from instrumented_trainers.parallelism.yafsdp.buffers import Slots
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
@@ -87,8 +88,13 @@ class Unit:
         device: torch.device,
         policy: MixedPrecisionPolicy,
         buffers: int,
+        offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 -- it has no fields
     ) -> None:
         self.module, self.ranks, self.device, self.policy, self.buffers = module, ranks, device, policy, buffers
+        self.is_offloaded = isinstance(offload, CPUOffloadPolicy)
+        """Whether the shards of weights and gradients lie in host memory."""
+        self.shard_device = torch.device("cpu") if self.is_offloaded else device
+        self._pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type == "cuda"
         self.name = ""
         self.rank = ranks.shards.rank()
         self.layout = Layout.of([p.shape for p in parameters], ranks.shards.size())
@@ -99,6 +105,8 @@ class Unit:
         self._predivisor = 2 ** (ranks.count.bit_length() // 2) if self.reduce_dtype is torch.float16 else 1
         self.master = self._cut(list(parameters))
         self.gradient: Tensor | None = None
+        self._arrivals: list[Tensor] = []
+        """Gradients on their way to host memory that `gradient` does not include yet."""
         self.parameters = [
             UnitParameter(original, sites, part, self.master[part.start : part.stop])
             for (original, sites), part in zip(parameters.items(), self._parts(), strict=True)
@@ -133,16 +141,20 @@ class Unit:
         """Return this rank's shard of the flat tensor, without ever making the whole one."""
         if any(original.is_meta for original in originals):
             return torch.empty(self.layout.shard_numel, dtype=self.dtype, device="meta")
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+        shard = self._zeros()
         for original, part in zip(originals, self._parts(), strict=True):
             piece = original.detach().reshape(-1)[part.origin : part.origin + part.stop - part.start]
             shard[part.start : part.stop] = piece
         return shard
 
+    def _zeros(self) -> Tensor:
+        size = self.layout.shard_numel
+        return torch.zeros(size, dtype=self.dtype, device=self.shard_device, pin_memory=self._pinned)
+
     def leave_meta(self) -> None:
         """Make the shard on the device, if it is on the meta device still, with zeros in it."""
         if self.master.is_meta:
-            self.master = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+            self.master = self._zeros()
             for parameter in self.parameters:
                 parameter.replace_shard(self.master[parameter.part.start : parameter.part.stop])
 
@@ -230,7 +242,7 @@ class Unit:
     def copy_in_shard(self, lane: Lane) -> Tensor:
         """Copy this rank's shard into the weight buffer, cast, and return the buffer to all-gather."""
         whole = self.whole_weights
-        lane.chunk(whole).copy_(self.master)
+        lane.copy_in(whole, self.master)
         return whole
 
     def use_weights(self) -> None:
@@ -294,21 +306,30 @@ class Unit:
         return whole
 
     @torch.no_grad()
-    def accumulate_reduced(self, chunk: Tensor) -> None:
-        """Add the mean over ranks to the gradient shard; `chunk` is the sum of a reduce-scatter."""
+    def accumulate_reduced(self, lane: Lane) -> None:
+        """Add the mean over ranks to the gradient shard, from the chunk in the buffer, a sum over ranks."""
+        chunk, scale = lane.chunk(self.whole_gradients), self._predivisor / self.ranks.count
         if not self.awaits_publication:
             self._adopt_gradients()
             self.awaits_publication = True
         assert self.gradient is not None
-        self.gradient.add_(chunk, alpha=self._predivisor / self.ranks.count)
+        if self.is_offloaded:
+            self._arrivals.append(torch.empty_like(self.master, pin_memory=self._pinned))
+            lane.copy_out(chunk.to(self.dtype) * scale, self._arrivals[-1])
+        else:
+            self.gradient.add_(chunk, alpha=scale)
 
     @torch.no_grad()
     def publish_gradients(self, unused: Collection[int]) -> None:
         """Show the gradient shard to the optimizer; `unused` parameters get none.
 
         A gradient that appeared on a shard meanwhile is autograd's, from a loss over the shards themselves such as a
-        penalty on weights: it is added.
+        penalty on weights: it is added. Where shards lie in host memory, copies to there must have finished.
         """
+        for arrival in self._arrivals:
+            assert self.gradient is not None
+            self.gradient.add_(arrival)
+        self._arrivals.clear()
         for index, (parameter, local) in enumerate(self._gradient_parts()):
             published = parameter.shard.grad
             if published is None:
@@ -332,13 +353,14 @@ class Unit:
         for parameter in self.parameters:
             if parameter.weight is not None:
                 parameter.weight.grad = None
+        self._arrivals.clear()
         self.awaits_publication = False
         self.with_gradient.clear()
 
     def _adopt_gradients(self) -> None:
         """Make the gradient shard equal to what the optimizer sees of it: zero where it sees none."""
         if self.gradient is None:
-            self.gradient = torch.zeros_like(self.master)
+            self.gradient = self._zeros()
         if all(parameter.shard.grad is None for parameter in self.parameters):
             self.gradient.zero_()
             return
