@@ -180,6 +180,7 @@ def _options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardO
         reduce_dtype=torch.float32 if lower else None,
         reshard_after_forward=config.reshard_to or not config.keep_gathered,
         prefetch=config.prefetch,
+        offload=config.offload,
     )
     for trouble in active_faults:
         options = trouble.change_options(options)

@@ -19,6 +19,11 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
         metavar="R",
         help="replicas of the model, each sharded over a group of ranks (fsdp*, yafsdp)",
     )
+    group.add_argument(
+        "--offload",
+        action="store_true",
+        help="keep optimizer state, and shards of weights and gradients, in host memory (zero1, fsdp2, yafsdp)",
+    )
     group.add_argument("--timeout-s", type=float, metavar="SECONDS", help="how long a rank waits for another")
 
 

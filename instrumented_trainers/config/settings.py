@@ -48,6 +48,7 @@ class TrainingConfig:
     reshard_to: int | None = None
     prefetch: int | None = None
     replicate: int = 1
+    offload: bool = False
     learning_rate: float = 1e-3
     warmup_steps: int = 5
     final_learning_rate_ratio: float = 0.1

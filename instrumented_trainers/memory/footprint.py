@@ -10,7 +10,8 @@ KINDS = ("weights", "gradients", "optimizer", "buffers", "activations")
 class Footprint:
     """Bytes on one rank. None: no formula is claimed for it.
 
-    `weights`, `gradients` and `optimizer` are what the rank keeps of the model, padding included. `buffers` is the most
+    `weights`, `gradients` and `optimizer` are what the rank keeps of the model on its device, padding included;
+    `offloaded` is what it keeps of these in host memory. `buffers` is the most
     that the strategy has at a time of gathered weights and of gradients on their way, `activations` what the forward
     pass of a micro-batch leaves for its backward pass.
     """
@@ -20,11 +21,12 @@ class Footprint:
     optimizer_bytes: int
     buffers_bytes: int | None
     activations_bytes: int | None
+    offloaded_bytes: int = 0
 
     @property
     def known_bytes(self) -> int:
-        """Return the sum of what is known."""
-        return sum(value for value in asdict(self).values() if value is not None)
+        """Return the sum of what is known on the device."""
+        return sum(value for value in asdict(self).values() if value is not None) - self.offloaded_bytes
 
     def as_row(self) -> Mapping[str, int | None]:
         """Return the bytes by name."""

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from instrumented_trainers.memory.footprint import Footprint
-from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
+from instrumented_trainers.parallelism.host_optimizer import HostOptimizer
+from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule, units_in
 from tracekit import conventions
 from tracekit.capture.profiler_stderr import without_profiler_noise
 
@@ -56,8 +57,8 @@ class _Event:
 class MemoryMeter:
     """Measures one step of a training. Create it before the step, run the step inside, then call `measured`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, device: str) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: str, *, is_offloaded: bool = False) -> None:
+        self._model, self._optimizer, self._device, self._is_offloaded = model, optimizer, device, is_offloaded
         self._gradients: dict[int, int] = {}
         self._events: list[_Event] = []
         self._forward_ends: list[int] = []
@@ -83,13 +84,15 @@ class MemoryMeter:
     def measured(self) -> MeasuredMemory:
         """Return what the step took."""
         weights, states = sizes(self._model.parameters()), sizes(_states(self._optimizer))
+        offloaded = self._offloaded({**weights, **self._gradients}, states)
         persistent_buffers = sizes(_persistent_buffers(self._model))
         footprint = Footprint(
-            sum(weights.values()),
-            sum(self._gradients.values()),
-            sum(states.values()),
+            sum(_without(offloaded, weights).values()),
+            sum(_without(offloaded, self._gradients).values()),
+            sum(_without(offloaded, states).values()),
             sum(persistent_buffers.values()) + self._most_buffers_bytes(),
             self._activations_bytes(),
+            sum(offloaded.values()),
         )
         if self._device == "cuda":
             peak = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
@@ -98,8 +101,19 @@ class MemoryMeter:
         persistent_gradients = {
             address: size for address, size in self._gradients.items() if address not in allocated_in_step
         }
-        persistent_bytes = sum({**weights, **states, **persistent_buffers, **persistent_gradients}.values())
+        persistent = {**weights, **states, **persistent_buffers, **persistent_gradients}
+        persistent_bytes = sum(_without(offloaded, persistent).values())
         return MeasuredMemory(footprint, persistent_bytes + _highest(event.size_bytes for event in self._events), None)
+
+    def _offloaded(self, stepped: Mapping[int, int], states: Mapping[int, int]) -> Mapping[int, int]:
+        """Return the bytes in host memory, by address; on the CPU all memory is the host's, so not by device."""
+        if not self._is_offloaded:
+            return {}
+        local = _local_optimizer(self._optimizer)
+        if isinstance(local, HostOptimizer):
+            return {**sizes(local.host_tensors), **states}
+        incoming = sizes(unit.incoming for unit in units_in(self._model) if unit.incoming is not None)
+        return {**stepped, **incoming, **states}
 
     def _note_gradients(self) -> None:
         with record_function(_GRADIENTS_READY):
@@ -146,9 +160,17 @@ def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
+def _without(offloaded: Mapping[int, int], blocks: Mapping[int, int]) -> Mapping[int, int]:
+    return {address: size for address, size in blocks.items() if address not in offloaded}
+
+
+def _local_optimizer(optimizer: Optimizer) -> Optimizer:
+    local: Optimizer = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return local
+
+
 def _states(optimizer: Optimizer) -> Iterator[Tensor]:
-    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    for state in inner.state.values():
+    for state in _local_optimizer(optimizer).state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

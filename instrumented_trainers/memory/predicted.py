@@ -52,12 +52,19 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
     if by_tensor:
         assigned = _assigned([parameter.numel() for parameter in model.parameters()], config.world_size)[rank]
         own, tensors = sum(assigned), len(assigned)
+    optimizer = 2 * own * weight + tensors * _STEP_BYTES
+    offloaded = 0
+    if options.offload:  # the optimizer, and what it steps: the shards themselves, or copies of whole tensors
+        offloaded = optimizer + 2 * (own * weight if by_tensor else stored)
+        offloaded += stored if strategy.buffer_bytes and config.micro_batches > 1 else 0  # gradients on their way
+        optimizer, stored = 0, stored if by_tensor else 0
     return Footprint(
         stored,
         stored,
-        2 * own * weight + tensors * _STEP_BYTES,
+        optimizer,
         _buffers_bytes(config, model, options, ranks),
         _activations_bytes(config, PRESETS[config.model]),
+        offloaded,
     )
 
 
@@ -136,7 +143,9 @@ def _buffers_bytes(config: TrainingConfig, model: Llama, options: ShardOptions, 
     compute = _COMPUTE_BYTES[config.precision]
     reduce = max(compute, 4)
     if strategy.buffer_bytes:
-        return sum(_slots(model, options, ranks)) * (compute + reduce)
+        largest = max(Layout.of([p.shape for p in unit], ranks).shard_numel for unit in _yafsdp_units(model, options))
+        leaving = largest * _WEIGHT_BYTES[config.precision] if options.offload else 0  # of a gradient shard
+        return sum(_slots(model, options, ranks)) * (compute + reduce) + leaving
     *layers, rest = (sum(p.numel() for p in unit) for unit in _units(model))
     layer, count, stays_gathered = max(layers), len(layers), options.reshard_after_forward is False
     if config.strategy == "fsdp1":

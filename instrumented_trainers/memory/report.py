@@ -37,6 +37,9 @@ class MemoryReport:
             by_formula, counted = (footprint.as_row()[f"{kind}_bytes"] for footprint in (formula, measured.footprint))
             lines.append(_line(kind, by_formula, counted))
         lines.append(_line("sum", formula.known_bytes, measured.footprint.known_bytes))
+        if formula.offloaded_bytes:
+            counted = measured.footprint.offloaded_bytes
+            lines.append(_line("in host memory, not in the sum", formula.offloaded_bytes, counted))
         lines.append(_line("peak", None, measured.peak_bytes))
         if measured.reserved_bytes is not None:
             lines.append(_line("reserved by the allocator", None, measured.reserved_bytes))
@@ -66,7 +69,7 @@ class MemoryWatch:
         if step != self._step:
             yield
             return
-        meter = MemoryMeter(self._model, self._optimizer, self._config.device)
+        meter = MemoryMeter(self._model, self._optimizer, self._config.device, is_offloaded=self._options.offload)
         with meter.step():
             yield
         formula = predicted(self._config, self._options, dist.get_rank())

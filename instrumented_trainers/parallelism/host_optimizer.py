@@ -1,6 +1,6 @@
 """An optimizer in host memory for parameters on a device (ZeRO-Offload: https://arxiv.org/abs/2101.06840)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ class HostOptimizer(Optimizer):
             group.update({name: value for name, value in inner.items() if name != "params"})
         device = next((each.device for each in self._host if each.is_cuda), None)
         self._copies = torch.cuda.Stream(device) if device is not None else None
+
+    @property
+    def host_tensors(self) -> Iterator[Tensor]:
+        """Yield the weights and gradients in host memory."""
+        for host in self._host.values():
+            yield host
+            if host.grad is not None:
+                yield host.grad
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -212,7 +212,7 @@ def _mean_over_ranks(value: Tensor) -> Tensor:
 def relative(value: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
     """Return the largest difference relative to the largest expected value, or to that of `scale`."""
     scale = expected if scale is None else scale
-    return float((value - expected).abs().max() / scale.abs().max().clamp(min=1e-30))
+    return float((value.to(expected.device) - expected).abs().max() / scale.abs().max().clamp(min=1e-30))
 
 
 def pairs(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, slice]]:

@@ -10,15 +10,21 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from instrumented_trainers.parallelism import ShardOptions
 from tests.integration import training
 from tests.integration.training import Training
 from tests.support import process_group
 
 YAFSDP, FSDP2, ZERO1 = (Training(name, steps=3, alike=True) for name in ("yafsdp", "fsdp2", "zero1"))
-BY_NAME = {training.strategy: training for training in (YAFSDP, FSDP2, ZERO1)}
+OFFLOADED = {
+    f"{training.strategy} offloaded": dataclasses.replace(training, options=ShardOptions(offload=True))
+    for training in (YAFSDP, FSDP2, ZERO1)
+}
+BY_NAME = {training.strategy: training for training in (YAFSDP, FSDP2, ZERO1)} | OFFLOADED
 TOLERANCE = 1e-12
 
 MOVES = ("yafsdp to yafsdp", "yafsdp to fsdp2", "fsdp2 to yafsdp", "fsdp2 to zero1", "zero1 to yafsdp")
+MOVES += tuple(f"yafsdp to {name}" for name in OFFLOADED)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +43,8 @@ def on_two_ranks(folder: Path) -> dict[str, process_group.Outcome]:
         "save fsdp2": functools.partial(training.save, FSDP2, str(folder / "fsdp2")),
         "save zero1": functools.partial(training.save, ZERO1, str(folder / "zero1")),
         "load zero1": functools.partial(training.load, ZERO1, str(folder / "zero1")),
+        "load zero1 offloaded": functools.partial(training.load, OFFLOADED["zero1 offloaded"], str(folder / "zero1")),
+        "load offloaded": functools.partial(load, OFFLOADED["yafsdp offloaded"], steps_before=2),
     }
     return process_group.run_cases(2, cases)
 
@@ -46,14 +54,14 @@ def on_three_ranks(folder: Path, on_two_ranks: dict[str, process_group.Outcome])
     for name in ("save", "save fsdp2", "save zero1"):
         on_two_ranks[name].results()
 
-    def move(by: Training, path: str) -> Any:
-        return functools.partial(
-            training.load, by, str(folder / path), save_to=str(folder / f"{path} by {by.strategy}")
-        )
+    def move(name: str) -> Any:
+        origin, by = name.split(" to ")
+        save_to = str(folder / f"{origin} by {by}")
+        return functools.partial(training.load, BY_NAME[by], str(folder / origin), save_to=save_to)
 
     return process_group.run_cases(
         3,
-        {name: move(BY_NAME[name.split(" to ")[1]], name.split(" to ")[0]) for name in MOVES}
+        {name: move(name) for name in MOVES}
         | {
             f"long {case.strategy}": functools.partial(
                 training.save, dataclasses.replace(case, steps=50, alike=False), str(folder / f"long {case.strategy}")
@@ -97,7 +105,14 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "saved"), [("load", "save"), ("load into a trained model", "save"), ("load zero1", "save zero1")]
+    ("name", "saved"),
+    [
+        ("load", "save"),
+        ("load into a trained model", "save"),
+        ("load offloaded", "save"),
+        ("load zero1", "save zero1"),
+        ("load zero1 offloaded", "save zero1"),
+    ],
 )
 def test_a_resumed_run_continues_exactly_like_the_saved_one(
     on_two_ranks: dict[str, process_group.Outcome], name: str, saved: str

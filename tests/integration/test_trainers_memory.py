@@ -33,6 +33,10 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "yafsdp not resharded": ("yafsdp", {"keep_gathered": True}),
     "yafsdp one buffer": ("yafsdp", {"fault": ("no-prefetch",)}),
     "yafsdp recomputed": ("yafsdp", {"checkpoint_layers": 1, "micro_batches": 2, "dropout": 0.1}),
+    "yafsdp offloaded": ("yafsdp", {"offload": True}),
+    "yafsdp offloaded, bf16": ("yafsdp", {"offload": True, "precision": "bf16", "micro_batches": 2}),
+    "fsdp2 offloaded": ("fsdp2", {"offload": True}),
+    "zero1 offloaded": ("zero1", {"offload": True}),
     "ddp recomputed": ("ddp", {"checkpoint_layers": 2, "reentrant": True}),
 }
 
@@ -113,7 +117,7 @@ def test_what_is_measured_is_what_was_predicted(
     assert len(memory["ranks"]) == 2
     for rank in memory["ranks"]:
         formula, measured = rank["predicted"], rank["measured"]
-        for kind in ("weights", "gradients", "optimizer"):
+        for kind in ("weights", "gradients", "optimizer", "offloaded"):
             assert measured[f"{kind}_bytes"] == formula[f"{kind}_bytes"]
         assert measured["activations_bytes"] == pytest.approx(formula["activations_bytes"], rel=0.001)
         # Of FSDP's buffers, when they are let go depends on gloo's threads.
@@ -155,5 +159,11 @@ def test_sharding_leaves_a_rank_half_and_yafsdp_keeps_its_buffers(
         assert of(name)["weights_bytes"] == of("ddp")["weights_bytes"] / 2
     assert of("zero1")["weights_bytes"] == of("ddp")["weights_bytes"]
     assert of("zero1")["optimizer_bytes"] == pytest.approx(of("ddp")["optimizer_bytes"] / 2, rel=0.01)
+    assert of("zero1 offloaded")["optimizer_bytes"] == 0
+    assert of("zero1 offloaded")["offloaded_bytes"] == pytest.approx(2 * of("zero1")["optimizer_bytes"], rel=0.01)
+    for name in ("fsdp2", "yafsdp"):
+        model = sum(of(name)[f"{kind}_bytes"] for kind in ("weights", "gradients", "optimizer"))
+        assert of(f"{name} offloaded")["offloaded_bytes"] == model
+        assert of(f"{name} offloaded")["weights_bytes"] == of(f"{name} offloaded")["gradients_bytes"] == 0
     assert of("yafsdp one buffer")["buffers_bytes"] < of("yafsdp")["buffers_bytes"]
     assert of("yafsdp recomputed")["activations_bytes"] < of("yafsdp")["activations_bytes"]

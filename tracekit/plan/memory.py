@@ -39,7 +39,8 @@ class Workload:
 class MemoryPlan:
     """Bytes of one rank of the first pipeline stage, which needs most; None where an input was not given.
 
-    `total_bytes` is the sum of what is known. `traffic_bytes_per_step` is what the rank sends for data parallelism.
+    `total_bytes` is the sum of what is known on the device. `offloaded_bytes` is what the rank keeps in host memory.
+    `traffic_bytes_per_step` is what the rank sends for data parallelism.
     """
 
     weight_bytes: float
@@ -49,6 +50,7 @@ class MemoryPlan:
     activation_bytes: float | None
     total_bytes: float
     traffic_bytes_per_step: float
+    offloaded_bytes: float = 0.0
 
 
 def state_bytes(params: float, strategy: Strategy, *, ranks: int) -> tuple[float, float, float]:
@@ -72,17 +74,25 @@ def plan(
     work: Workload | None = None,
     with_yafsdp: bool = False,
     largest_layer: float | None = None,
+    offload: bool = False,
 ) -> MemoryPlan:
     """Return the memory of one rank; of activations where model and work are given. Raises ConfigError.
 
     Tensor and pipeline parallelism take equal parts of the parameters. YaFSDP takes the place of the ZeRO stage, and
     needs the parameters of the largest layer, or the model; where a stage's part is smaller than that, its buffers are
-    as large as the part.
+    as large as the part. With `offload` the optimizer and what it steps lie in host memory: shards of weights and
+    gradients, or under ZeRO 1 and 2 a copy of the rank's gradients (arXiv 2101.06840, section 4).
     """
     check_positive("parameters", params)
     own = params / (layout.tp * layout.pp)
     strategy = YAFSDP if with_yafsdp else strategies.ZERO_STAGES[layout.zero]
     weight, gradient, optimizer = state_bytes(own, strategy, ranks=layout.dp)
+    offloaded = 0.0
+    if offload:
+        offloaded = optimizer + _offloaded_copy_bytes(own, strategy, layout.dp)
+        optimizer = 0.0
+        if strategy.shards_parameters:
+            weight = gradient = 0.0
     buffers = _yafsdp_buffer_bytes(params, layout, model, largest_layer) if with_yafsdp else None
     activations = activations_of(model, work, layout) if model and work else None
     return MemoryPlan(
@@ -94,7 +104,20 @@ def plan(
         weight + gradient + optimizer + (buffers or 0) + (activations or 0),
         # The factor (n − 1)/n is taken as 1, as in arXiv 1910.02054, section 7.
         own * strategies.GATHERED_BYTES * strategy.traffic_factor if layout.dp > 1 else 0.0,
+        offloaded,
     )
+
+
+def _offloaded_copy_bytes(own: float, strategy: Strategy, ranks: int) -> float:
+    """Return the bytes of weights and gradients in host memory. Raises ConfigError if ranks divide no state."""
+    if strategies.OPTIMIZER not in strategy.sharded:
+        raise ConfigError(
+            "offloading needs an optimizer that is divided among ranks: add --zero 1, 2 or 3, or --yafsdp"
+        )
+    size = strategy.state_bytes
+    if strategy.shards_parameters:
+        return own * (size.parameters + size.gradients) / ranks
+    return own * size.gradients / ranks
 
 
 def _yafsdp_buffer_bytes(params: float, layout: Layout, model: Model | None, largest_layer: float | None) -> float:

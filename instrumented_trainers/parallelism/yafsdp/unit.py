@@ -105,8 +105,9 @@ class Unit:
         self._predivisor = 2 ** (ranks.count.bit_length() // 2) if self.reduce_dtype is torch.float16 else 1
         self.master = self._cut(list(parameters))
         self.gradient: Tensor | None = None
-        self._arrivals: list[Tensor] = []
-        """Gradients on their way to host memory that `gradient` does not include yet."""
+        self.incoming: Tensor | None = None
+        """A gradient on its way to host memory, to be added to one that is there; allocated when first needed."""
+        self._has_incoming = False
         self.parameters = [
             UnitParameter(original, sites, part, self.master[part.start : part.stop])
             for (original, sites), part in zip(parameters.items(), self._parts(), strict=True)
@@ -309,15 +310,35 @@ class Unit:
     def accumulate_reduced(self, lane: Lane) -> None:
         """Add the mean over ranks to the gradient shard, from the chunk in the buffer, a sum over ranks."""
         chunk, scale = lane.chunk(self.whole_gradients), self._predivisor / self.ranks.count
-        if not self.awaits_publication:
-            self._adopt_gradients()
+        is_first, is_zero = not self.awaits_publication, False
+        if is_first:
+            is_zero = self._adopt_gradients()
             self.awaits_publication = True
         assert self.gradient is not None
-        if self.is_offloaded:
-            self._arrivals.append(torch.empty_like(self.master, pin_memory=self._pinned))
-            lane.copy_out(chunk.to(self.dtype) * scale, self._arrivals[-1])
-        else:
+        if not self.is_offloaded:
             self.gradient.add_(chunk, alpha=scale)
+            return
+        mean = chunk.to(self.dtype, copy=True).mul_(scale)
+        if is_zero:
+            lane.copy_out(mean, self.gradient)
+        else:
+            self._copy_to_incoming(lane, mean)
+
+    def _copy_to_incoming(self, lane: Lane, mean: Tensor) -> None:
+        if self.incoming is None:
+            self.incoming = self._zeros()
+        if self._has_incoming:
+            lane.wait_for_copies()
+            self._add_incoming()
+        lane.copy_out(mean, self.incoming)
+        self._has_incoming = True
+
+    def _add_incoming(self) -> None:
+        if self._has_incoming:
+            assert self.gradient is not None
+            assert self.incoming is not None
+            self.gradient.add_(self.incoming)
+            self._has_incoming = False
 
     @torch.no_grad()
     def publish_gradients(self, unused: Collection[int]) -> None:
@@ -326,10 +347,7 @@ class Unit:
         A gradient that appeared on a shard meanwhile is autograd's, from a loss over the shards themselves such as a
         penalty on weights: it is added. Where shards lie in host memory, copies to there must have finished.
         """
-        for arrival in self._arrivals:
-            assert self.gradient is not None
-            self.gradient.add_(arrival)
-        self._arrivals.clear()
+        self._add_incoming()
         for index, (parameter, local) in enumerate(self._gradient_parts()):
             published = parameter.shard.grad
             if published is None:
@@ -353,17 +371,20 @@ class Unit:
         for parameter in self.parameters:
             if parameter.weight is not None:
                 parameter.weight.grad = None
-        self._arrivals.clear()
+        self._has_incoming = False
         self.awaits_publication = False
         self.with_gradient.clear()
 
-    def _adopt_gradients(self) -> None:
-        """Make the gradient shard equal to what the optimizer sees of it: zero where it sees none."""
+    def _adopt_gradients(self) -> bool:
+        """Make the gradient shard equal to what the optimizer sees of it, zero where it sees none.
+
+        Returns whether it is zero everywhere.
+        """
         if self.gradient is None:
             self.gradient = self._zeros()
         if all(parameter.shard.grad is None for parameter in self.parameters):
             self.gradient.zero_()
-            return
+            return True
         for parameter, local in self._gradient_parts():
             published = parameter.shard.grad
             if published is None:
@@ -371,6 +392,7 @@ class Unit:
             elif not _is_same_memory(published, local):
                 local.copy_(published)
                 parameter.shard.grad = local
+        return False
 
     def _gradient_parts(self) -> Iterator[tuple[UnitParameter, Tensor]]:
         """Yield each parameter with its part of the gradient shard."""

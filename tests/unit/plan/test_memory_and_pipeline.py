@@ -66,6 +66,19 @@ def test_traffic_of_data_parallelism(zero: int, times: int) -> None:
     assert memory.plan(7.5e9, Layout(zero=zero)).traffic_bytes_per_step == 0
 
 
+@pytest.mark.parametrize(("zero", "device", "host"), [(1, 4 * 7.5e9, 14 * 7.5e9 / 64), (3, 0, 16 * 7.5e9 / 64)])
+def test_offloading_moves_the_optimizer_and_what_it_steps_to_the_host(zero: int, device: float, host: float) -> None:
+    plan, offloaded = (memory.plan(7.5e9, Layout(dp=64, zero=zero), offload=offload) for offload in (False, True))
+    assert offloaded.total_bytes == pytest.approx(device)
+    assert offloaded.offloaded_bytes == pytest.approx(host)
+    assert plan.offloaded_bytes == 0
+
+
+def test_offloading_what_every_rank_has_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--zero 1"):
+        memory.plan(7.5e9, Layout(dp=64), offload=True)
+
+
 def test_traffic_of_pipelines_and_tensor_parallelism() -> None:
     command = ("plan", "pipeline", "--stages", 4, "--micro-batches", 8, "--width", 25_600, "--layers", 128)
     command += ("--sequence", 2048, "--tp", 8, "--format", "json")

@@ -143,6 +143,9 @@ def memory(
     largest_layer: Annotated[
         float | None, typer.Option(help="Parameters of the largest layer, for YaFSDP's buffers.")
     ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Optimizer, and shards of weights and gradients, in host memory.")
+    ] = False,
     sequence: Sequence = None,
     batch: Batch = 1,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches per step; a pipeline has several in flight.")] = 1,
@@ -167,6 +170,7 @@ def memory(
         work=work,
         with_yafsdp=yafsdp,
         largest_layer=largest_layer,
+        offload=offload,
     )
     _emit(dataclasses.asdict(result), table)
 
