@@ -31,7 +31,8 @@ from typing import Any, TypeVar
 import tracekit
 from benchmarks import perturbation_graph
 from benchmarks.documents import put_between
-from benchmarks.perturbation_graph import Job, Kernel, Pause, Rank
+from benchmarks.perturbation_events import Kernel, Pause
+from benchmarks.perturbation_graph import Job, Rank
 from tracekit.plan import models
 from tracekit.regression import baseline as baselines
 from tracekit.regression import gate

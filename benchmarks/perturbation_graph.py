@@ -25,21 +25,12 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Event = dict[str, Any]
+from benchmarks.perturbation_events import DEVICE, LATENCY_US, RUNTIME, Event, Kernel, Pause, kernel_of, recorded_waits
 
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-_RUNTIME = {"cuda_runtime", "cuda_driver", "Runtime", "hip_runtime"}
-_SYNC_CALL = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize")
 _WAIT_CALL = re.compile(r"(cuda|hip)StreamWaitEvent")
-_COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
-_LATENCY_US = 4.0
-"""Least time from a launch to the start of its kernel."""
-_CALL_US = 10.0
-"""A launching call takes a few µs; one that takes longer does something else before it launches."""
 _NEAR_US = 20.0
 """A kernel that starts this soon after another stream's kernel has ended may have waited for it: on an MI300 it does so
 10 to 18 µs later."""
@@ -53,49 +44,6 @@ _QUEUED_US = 30.0
 """A kernel that was launched this long before it started did not wait for its launch."""
 
 
-@dataclass
-class Kernel:
-    """A piece of work on a device, with what it depends on."""
-
-    event: Event
-    start: float
-    end: float
-    stream: tuple[Any, Any]
-    launch: float | None
-    """Start of the call that launched it."""
-    submitted: float = 0.0
-    """The same for a call that takes longer because it first loads code: it launches at its end."""
-    after: list["Kernel"] = field(default_factory=list)
-    members: list[tuple["Rank", "Kernel"]] = field(default_factory=list)
-    """Of a collective: its kernels on all ranks, this one included."""
-    room: list["Kernel"] = field(default_factory=list)
-    """Kernels of another stream that occupied the device until it started, though it could have started before."""
-    stretch: float = 1.0
-    """Factor for the time that it takes; of a collective, for its transfer."""
-    new_start: float | None = None
-    new_end: float | None = None
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether it exchanges data with other ranks."""
-        return self.event["cat"] == "kernel" and _COLLECTIVE.search(self.event["name"]) is not None
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Time inserted on the host: at a moment, or (awaits) where a recorded call waits for the device until `at`."""
-
-    at: float
-    dur: float
-    drains: bool = False
-    """The host first waits until the device has done all that was launched before."""
-    awaits: Kernel | None = None
-    call: tuple[float, float] | None = None
-    """Start and end of a recorded call that waits."""
-    slices: tuple[Event, ...] = ()
-    """Slices to record for the pause: ts and dur are relative to it; a dur of None is that of the pause."""
-
-
 class Rank:
     """One rank's recording."""
 
@@ -107,13 +55,13 @@ class Rank:
         calls = {
             event["args"]["correlation"]: event
             for event in spans
-            if event.get("cat") in _RUNTIME and "correlation" in event.get("args", {})
+            if event.get("cat") in RUNTIME and "correlation" in event.get("args", {})
         }
-        self.calls = sorted((e for e in spans if e.get("cat") in _RUNTIME), key=lambda event: event["ts"])
+        self.calls = sorted((e for e in spans if e.get("cat") in RUNTIME), key=lambda event: event["ts"])
         self.kernels = sorted(
-            (_kernel(event, calls) for event in spans if event.get("cat") in _DEVICE), key=lambda k: (k.start, k.end)
+            (kernel_of(event, calls) for event in spans if event.get("cat") in DEVICE), key=lambda k: (k.start, k.end)
         )
-        host = [e for e in spans if e.get("cat") in ("cpu_op", "user_annotation", "Operator", *_RUNTIME)]
+        host = [e for e in spans if e.get("cat") in ("cpu_op", "user_annotation", "Operator", *RUNTIME)]
         self.host_slices = sorted(host, key=lambda event: event["ts"])
         self.steps = sorted(
             (float(e["ts"]), float(e["ts"] + e["dur"]))
@@ -124,7 +72,7 @@ class Rank:
         for event in host:
             threads[event["pid"], event["tid"]] += 1
         self.main_thread = max(threads, key=lambda thread: threads[thread])
-        self.pauses: list[Pause] = [*_recorded_waits(self)]
+        self.pauses: list[Pause] = [*recorded_waits(self.kernels, self.calls)]
         self._link()
         self._shifts: list[tuple[float, float]] = []
         self._resolved = 0
@@ -200,7 +148,7 @@ class Rank:
         """Return when a kernel could have started in the recording, by its launch and what it depends on."""
         if kernel.launch is None:
             return kernel.start
-        return max([kernel.submitted + _LATENCY_US, *(min(other.end, kernel.start) for other in kernel.after)])
+        return max([kernel.submitted + LATENCY_US, *(min(other.end, kernel.start) for other in kernel.after)])
 
     def _has_room(self, kernel: Kernel, new_ready: float) -> float:
         """Return when the kernels that occupied the device leave room, in the replay: when they end or pause."""
@@ -269,7 +217,7 @@ class Rank:
         if kernel.new_start is None:
             ready, new_ready = -1e300, -1e300
             if kernel.launch is not None:
-                latency = min(_LATENCY_US, kernel.start - kernel.submitted)
+                latency = min(LATENCY_US, kernel.start - kernel.submitted)
                 ready, new_ready = kernel.submitted + latency, self.host(kernel.submitted) + latency
             for other in kernel.after:
                 overlap = max(other.end - kernel.start, 0.0)  # such as of a kernel launched early by its predecessor
@@ -379,7 +327,7 @@ def _of_ranks(document: dict[str, Any]) -> list[dict[str, Any]]:
     rank_of = {
         event["pid"]: event["args"]["rank"]
         for event in document["traceEvents"]
-        if event.get("cat") in _DEVICE | _RUNTIME and "rank" in event.get("args", {})
+        if event.get("cat") in DEVICE | RUNTIME and "rank" in event.get("args", {})
     }
     if len(set(rank_of.values())) < 2:
         return [document]
@@ -395,43 +343,6 @@ def _of_ranks(document: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for rank in sorted(events)
     ]
-
-
-def _kernel(event: Event, calls: dict[Any, Event]) -> Kernel:
-    call = calls.get(event.get("args", {}).get("correlation"))
-    start = float(event["ts"])
-    launch = None if call is None else min(float(call["ts"]), start)
-    kernel = Kernel(event, start, start + float(event["dur"]), (event["pid"], event["tid"]), launch)
-    kernel.submitted = launch or 0.0
-    if call is not None and launch is not None and event["cat"] != "gpu_memcpy":  # the call of a copy may wait for it
-        returned = float(call["ts"] + call["dur"])
-        kernel.submitted = max(launch, min(returned - _CALL_US, start - _LATENCY_US))
-    return kernel
-
-
-def _recorded_waits(rank: Rank) -> Iterable[Pause]:
-    """Yield the calls in which the host waits for the device, with the kernel that each waits for."""
-    copies = {
-        kernel.event.get("args", {}).get("correlation"): kernel
-        for kernel in rank.kernels
-        if kernel.event["cat"] == "gpu_memcpy" and "DtoH" in kernel.event["name"].replace(" ", "").replace("->", "to")
-    }
-    by_launch = sorted((k for k in rank.kernels if k.launch is not None), key=lambda kernel: kernel.launch or 0.0)
-    launches = [kernel.launch or 0.0 for kernel in by_launch]
-    for call in rank.calls:
-        start, end = float(call["ts"]), float(call["ts"] + call["dur"])
-        copy = copies.get(call.get("args", {}).get("correlation"))
-        if copy is not None and start <= copy.end <= end + 5:
-            yield Pause(end, 0.0, awaits=copy, call=(start, end))
-        elif _SYNC_CALL.match(call["name"]):
-            at = bisect.bisect_left(launches, start)
-            launched = by_launch[max(0, at - 300) : at]
-            ended = [kernel for kernel in launched if kernel.end <= end + 2]
-            waited = max(ended, key=lambda kernel: kernel.end, default=None)
-            if "Device" in call["name"] and waited is not None:
-                waited = max(launched, key=lambda kernel: kernel.end)
-                waited = waited if waited.end <= end + 2 else max(ended, key=lambda kernel: kernel.end)
-            yield Pause(end, 0.0, awaits=waited, call=(start, end))
 
 
 def _instances(ranks: list[Rank]) -> list[list[tuple[Rank, Kernel]]]:

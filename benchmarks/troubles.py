@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.perturbation_graph import Event, Job, Kernel, Pause, Rank
+from benchmarks.perturbation_events import Event, Kernel, Pause
+from benchmarks.perturbation_graph import Job, Rank
 
 _RESOLUTION_US = 1.0
 """Distance of two moments that are told apart: some recordings count float64 µs since 1970, in steps of 0.25 µs."""

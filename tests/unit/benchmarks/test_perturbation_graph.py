@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import perturbation_graph, troubles
-from benchmarks.perturbation_graph import Job, Pause, Rank
+from benchmarks.perturbation_events import Pause
+from benchmarks.perturbation_graph import Job, Rank
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
 FOLDERS = ("nanogpt_h100_8ranks", "megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "merged_ddp_mi300_4ranks")

@@ -1,0 +1,102 @@
+"""What `perturbation_graph` reads of a recording: work on devices, and calls that wait for it. All times are in µs."""
+
+import bisect
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.perturbation_graph import Rank
+
+Event = dict[str, Any]
+
+DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+RUNTIME = {"cuda_runtime", "cuda_driver", "Runtime", "hip_runtime"}
+LATENCY_US = 4.0
+"""Least time from a launch to the start of its kernel."""
+_SYNC_CALL = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize")
+_COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
+_CALL_US = 10.0
+"""A launching call takes a few µs; one that takes longer does something else before it launches."""
+
+
+@dataclass
+class Kernel:
+    """A piece of work on a device, with what it depends on."""
+
+    event: Event
+    start: float
+    end: float
+    stream: tuple[Any, Any]
+    launch: float | None
+    """Start of the call that launched it."""
+    submitted: float = 0.0
+    """The same for a call that takes longer because it first loads code: it launches at its end."""
+    after: list["Kernel"] = field(default_factory=list)
+    members: list[tuple["Rank", "Kernel"]] = field(default_factory=list)
+    """Of a collective: its kernels on all ranks, this one included."""
+    room: list["Kernel"] = field(default_factory=list)
+    """Kernels of another stream that occupied the device until it started, though it could have started before."""
+    stretch: float = 1.0
+    """Factor for the time that it takes; of a collective, for its transfer."""
+    new_start: float | None = None
+    new_end: float | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it exchanges data with other ranks."""
+        return self.event["cat"] == "kernel" and _COLLECTIVE.search(self.event["name"]) is not None
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Time inserted on the host: at a moment, or (awaits) where a recorded call waits for the device until `at`."""
+
+    at: float
+    dur: float
+    drains: bool = False
+    """The host first waits until the device has done all that was launched before."""
+    awaits: Kernel | None = None
+    call: tuple[float, float] | None = None
+    """Start and end of a recorded call that waits."""
+    slices: tuple[Event, ...] = ()
+    """Slices to record for the pause: ts and dur are relative to it; a dur of None is that of the pause."""
+
+
+def kernel_of(event: Event, calls: dict[Any, Event]) -> Kernel:
+    """Return the work of a device event, launched by the call with its correlation id."""
+    call = calls.get(event.get("args", {}).get("correlation"))
+    start = float(event["ts"])
+    launch = None if call is None else min(float(call["ts"]), start)
+    kernel = Kernel(event, start, start + float(event["dur"]), (event["pid"], event["tid"]), launch)
+    kernel.submitted = launch or 0.0
+    if call is not None and launch is not None and event["cat"] != "gpu_memcpy":  # the call of a copy may wait for it
+        returned = float(call["ts"] + call["dur"])
+        kernel.submitted = max(launch, min(returned - _CALL_US, start - LATENCY_US))
+    return kernel
+
+
+def recorded_waits(kernels: Sequence[Kernel], calls: Iterable[Event]) -> Iterable[Pause]:
+    """Yield the calls in which the host waits for the device, with the kernel that each waits for."""
+    copies = {
+        kernel.event.get("args", {}).get("correlation"): kernel
+        for kernel in kernels
+        if kernel.event["cat"] == "gpu_memcpy" and "DtoH" in kernel.event["name"].replace(" ", "").replace("->", "to")
+    }
+    by_launch = sorted((k for k in kernels if k.launch is not None), key=lambda kernel: kernel.launch or 0.0)
+    launches = [kernel.launch or 0.0 for kernel in by_launch]
+    for call in calls:
+        start, end = float(call["ts"]), float(call["ts"] + call["dur"])
+        copy = copies.get(call.get("args", {}).get("correlation"))
+        if copy is not None and start <= copy.end <= end + 5:
+            yield Pause(end, 0.0, awaits=copy, call=(start, end))
+        elif _SYNC_CALL.match(call["name"]):
+            at = bisect.bisect_left(launches, start)
+            launched = by_launch[max(0, at - 300) : at]
+            ended = [kernel for kernel in launched if kernel.end <= end + 2]
+            waited = max(ended, key=lambda kernel: kernel.end, default=None)
+            if "Device" in call["name"] and waited is not None:
+                waited = max(launched, key=lambda kernel: kernel.end)
+                waited = waited if waited.end <= end + 2 else max(ended, key=lambda kernel: kernel.end)
+            yield Pause(end, 0.0, awaits=waited, call=(start, end))
