@@ -112,7 +112,9 @@ class MemoryMeter:
         local = _local_optimizer(self._optimizer)
         if isinstance(local, HostOptimizer):
             return {**sizes(local.host_tensors), **states}
-        incoming = sizes(unit.incoming for unit in units_in(self._model) if unit.incoming is not None)
+        incoming = sizes(
+            flat.incoming for unit in units_in(self._model) for flat in unit.flats if flat.incoming is not None
+        )
         return {**stepped, **incoming, **states}
 
     def _note_gradients(self) -> None:

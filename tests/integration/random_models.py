@@ -43,7 +43,7 @@ class Part(nn.Module):
 
     def __init__(self, rng: random.Random, depth: int) -> None:
         super().__init__()
-        self.kind = rng.choice(("linear", "norm", "scale", "gated", "tied", "unused", "empty", "weight_norm"))
+        self.kind = rng.choice(("linear", "norm", "scale", "gated", "tied", "unused", "empty", "weight_norm", "lora"))
         self.linear = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7)
         self.norm = nn.LayerNorm(WIDTH) if self.kind in ("norm", "gated") or rng.random() < 0.3 else None
         if self.kind == "tied":
@@ -55,9 +55,11 @@ class Part(nn.Module):
             self.nothing, self.scalar = nn.Parameter(torch.empty(0, 2)), nn.Parameter(torch.tensor(0.7))
         elif self.kind == "weight_norm":
             parametrizations.weight_norm(self.linear)
+        elif self.kind == "lora":
+            self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
         has_scale = self.kind in ("scale", "gated")
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.9)) if has_scale else None
-        self.is_fp32 = has_scale and rng.random() < 0.1
+        self.is_fp32 = has_scale and rng.random() < 0.3
         self.register_buffer("shift", torch.full((WIDTH,), 0.01))
         self.inner = Part(rng, depth - 1) if depth and rng.random() < 0.5 else None
         self.uses = rng.choice((1, 1, 1, 2)) if self.inner is not None else 0
@@ -67,7 +69,7 @@ class Part(nn.Module):
             self.linear.register_forward_hook(self.capture)
         for parameter in self.parameters(recurse=False):
             parameter.requires_grad_(rng.random() > 0.15)
-        if rng.random() < 0.15:
+        if self.kind == "lora" or rng.random() < 0.15:
             self.linear.requires_grad_(False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -81,11 +83,14 @@ class Part(nn.Module):
             self.__dict__["captured"] = [output]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x if self.norm is None else self.norm(x))
+        x_in = x if self.norm is None else self.norm(x)
+        y = self.linear(x_in)
         if self.kind == "tied":
             y = self.second(torch.tanh(y))
         elif self.kind == "empty":
             y = y * self.scalar + self.nothing.sum()
+        elif self.kind == "lora":
+            y = y + self.up(self.down(x_in))
         elif self.kind == "gated":
             y = y * torch.sigmoid(x)
         if self.scale is not None:
@@ -156,6 +161,11 @@ def loss_of(model: Any, x: Tensor, _: int) -> Tensor:
     return out + 0.1 * torch.stack(losses).sum() if losses else out
 
 
+def has_fp32(seed: int) -> bool:
+    """Return whether some parameters are in fp32, so that all are right within its rounding only."""
+    return any(isinstance(part, Part) and part.is_fp32 for part in RandomModel(seed).modules())
+
+
 def attack(seed: int) -> Attack:
     """Return the model of a seed and how to shard and train it."""
     rng = random.Random(seed + 1_000_000)
@@ -174,12 +184,16 @@ def attack(seed: int) -> Attack:
             fully_shard(layer, buffers=buffers, reshard_after_forward=not keep, left_out=left_out)
         return fully_shard(model, buffers=buffers)
 
-    clips = rng.random() < 0.3
+    clips, turned = rng.random() < 0.3, rng.choice((None,) * 5 + ("linear.weight", "norm.bias"))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
+        for name, parameter in model.named_parameters():
+            if turned is not None and name.endswith(turned):  # frozen if it was trained, trained if it was frozen
+                parameter.requires_grad_(not parameter.requires_grad)
+                optimizer.state.pop(parameter, None)
 
     micro_batches, sync_last_only = rng.choice((1, 1, 2, 3)), rng.random() < 0.5
     return Attack(lambda: RandomModel(seed), loss_of, micro_batches, sync_last_only, step, shard)

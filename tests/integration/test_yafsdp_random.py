@@ -8,9 +8,8 @@ from tests.integration import random_models, yafsdp_attacks
 from tests.support import process_group
 
 SEEDS = {2: range(100), 3: range(100, 200)}
-TOLERANCE = 1e-12
+TOLERANCE, FP32_TOLERANCE = 1e-12, 1e-5
 REFUSALS = (
-    "ValueError: YaFSDP: parameters of one unit must have one dtype",
     "RuntimeError: YaFSDP: backward came to ",
     "RuntimeError: one of the variables needed for gradient computation has been modified by an inplace operation",
 )
@@ -32,7 +31,7 @@ def all_outcomes() -> dict[int, dict[str, process_group.Outcome]]:
 def test_a_random_model_is_right_or_refused_by_all(world_size: int, seed: int) -> None:
     found = all_outcomes()[world_size][str(seed)].results()
     if all(isinstance(each, float) for each in found):
-        assert max(found) < TOLERANCE
+        assert max(found) < (FP32_TOLERANCE if random_models.has_fp32(seed) else TOLERANCE)
     else:
         assert all(isinstance(each, str) and each.startswith(REFUSALS) for each in found), found
 

@@ -552,7 +552,7 @@ def reductions_of_frozen_layers() -> float:
         model(batch(0, 0, 0).float()).sum().backward()
     names = [event.name for event in recording.events()]
     assert any(name == "YaFSDP::post_backward_reduce" for name in names)  # the root's
-    shards = [unit.gradient for unit in units_in(model) if unit.name]
+    shards = [flat.gradient for unit in units_in(model) if unit.name for flat in unit.flats]
     return 1.0 * sum("post_backward_reduce (layers" in name for name in names) + sum(s is not None for s in shards)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from instrumented_trainers.parallelism.yafsdp.communication_lane import DelayedRead, Lane, PendingCollective
+from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
@@ -25,12 +26,9 @@ class RankAgreement:
     def __init__(self, units: Sequence[Unit], lane: Lane) -> None:
         self._lane = lane
         self._number = {unit: number for number, unit in enumerate(units)}
-        self._first_flag: dict[Unit, int] = {}
-        count = 0
-        for unit in units:
-            self._first_flag[unit] = count
-            count += len(unit.parameters)
-        self._values = torch.ones(count + 2, dtype=torch.int32, device=units[0].device)
+        parameters = (parameter for unit in units for parameter in unit.parameters)
+        self._flag = {parameter: number for number, parameter in enumerate(parameters)}
+        self._values = torch.ones(len(self._flag) + 2, dtype=torch.int32, device=units[0].device)
         self._checksum = 0
         self._pending: PendingCollective | None = None
         self._read: DelayedRead | None = None
@@ -49,8 +47,8 @@ class RankAgreement:
         self.compare()
         self._values.fill_(1)
         for unit in units:
-            for index in unit.without_gradient:
-                self._values[self._first_flag[unit] + index] = 0
+            for parameter in unit.without_gradient:
+                self._values[self._flag[parameter]] = 0
         checksum, self._checksum = self._checksum >> 1, 0  # int32 holds 31 bits and their negative
         self._values[-2:] = torch.tensor((checksum, -checksum), dtype=torch.int32)
         self._pending = self._lane.all_reduce_max(self._values)
@@ -75,7 +73,7 @@ class RankAgreement:
         if self._lane.host_waits:
             self.compare()
 
-    def unused(self, units: Sequence[Unit]) -> dict[Unit, set[int]]:
+    def unused(self, units: Sequence[Unit]) -> dict[Unit, set[UnitParameter]]:
         """Return which trainable parameters of the units got a gradient on no rank."""
         unused = {unit: unit.without_gradient for unit in units}
         if self._pending is None or not any(unused.values()):
@@ -83,8 +81,8 @@ class RankAgreement:
         self._pending.wait()
         used = self._values.tolist()
         return {
-            unit: {index for index in indices if not used[self._first_flag[unit] + index]}
-            for unit, indices in unused.items()
+            unit: {parameter for parameter in parameters if not used[self._flag[parameter]]}
+            for unit, parameters in unused.items()
         }
 
     def forget(self) -> None:

@@ -53,10 +53,11 @@ def fully_shard(
     `reshard_after_forward` is True by default, as None means, but for the root.
 
     `mesh` has one dim, the ranks to shard over, or two: how many replicas of the shards there are, and the ranks to
-    shard over (hybrid sharding, HSDP); without it, all ranks are sharded over. The parameters of a unit must have one
-    dtype, which that of the shards is; precision of computation and reduction is `mp_policy`'s. The parameters in
-    `left_out` belong to the enclosing unit: norms, for example, which the root then gathers once a step for all layers.
-    Each rank must run the same units in the same order; within a unit, ranks may use different parameters.
+    shard over (hybrid sharding, HSDP); without it, all ranks are sharded over. Shards have the dtype of their
+    parameters; precision of computation and reduction is `mp_policy`'s. Frozen parameters have no gradient shard and
+    are not reduced: freeze them before. The parameters in `left_out` belong to the enclosing unit: norms, for example,
+    which the root then gathers once a step for all layers. Each rank must run the same units in the same order; within
+    a unit, ranks may use different parameters.
 
     With ``offload_policy=CPUOffloadPolicy()`` (FSDP2's own) shards of weights and gradients lie in host memory, pinned
     for CUDA, and so does the optimizer's state, which steps them there. Copies run on a CUDA stream of their own; the
@@ -157,11 +158,6 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
             raise NotImplementedError(f"YaFSDP: {name} is {parameter.dtype}, not floating-point")
     if len({parameter.is_meta for parameter in parameters}) > 1:
         raise NotImplementedError(f"YaFSDP: of the parameters of {kind} some are on the meta device, but not all")
-    dtypes = {parameter.dtype for parameter in parameters}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"YaFSDP: parameters of one unit must have one dtype, but {kind} has {sorted(map(str, dtypes))}"
-        )
 
 
 def _add_hooks(module: nn.Module, unit: Unit) -> None:
@@ -236,7 +232,7 @@ def _make_engine(root: Unit) -> Engine:
 
 
 def _check_units(units: list[Unit]) -> None:
-    if any(unit.master.is_meta for unit in units):
+    if any(unit.is_meta for unit in units):
         raise RuntimeError(
             "YaFSDP: the model has no weights yet, only shapes; call yafsdp.materialize(model), or to_empty and load a "
             "checkpoint, before it runs"

@@ -1,5 +1,6 @@
 """The buffers that all units share (double buffering): allocated once, used by one unit at a time."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -8,16 +9,24 @@ import torch
 from torch import Tensor
 
 from instrumented_trainers.parallelism.yafsdp.communication_lane import PendingCollective
-from instrumented_trainers.parallelism.yafsdp.layout import Layout
+from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
+
+_ALIGNMENT = 256
+"""Parts of a buffer start at a multiple of this many bytes, as what CUDA's allocator gives does."""
 
 
 class BufferUser(Protocol):
     """What a unit must state so that buffers can be allocated for it."""
 
-    layout: Layout
     device: torch.device
-    weight_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return how large a buffer the unsharded weights need."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return how large a buffer the unsharded gradients need."""
 
 
 U = TypeVar("U", bound=BufferUser)
@@ -25,7 +34,7 @@ U = TypeVar("U", bound=BufferUser)
 
 @dataclass(eq=False)
 class WeightSlot(Generic[U]):
-    """A buffer for the unsharded weights of one unit."""
+    """A buffer for the unsharded weights of one unit, in bytes."""
 
     buffer: Tensor
     owner: U | None = None
@@ -36,13 +45,13 @@ class WeightSlot(Generic[U]):
 
 @dataclass(eq=False)
 class GradientSlot(Generic[U]):
-    """A buffer for the unsharded gradients of one unit, before and during their reduce-scatter."""
+    """A buffer for the unsharded gradients of one unit, in bytes, before and during their reduce-scatter."""
 
     buffer: Tensor
     owner: U | None = None
     """The unit whose gradients are being written."""
-    written: set[int] = field(default_factory=set)
-    """Indices of the owner's parameters whose gradients have been written."""
+    written: set[UnitParameter] = field(default_factory=set)
+    """The owner's parameters whose gradients have been written."""
     reduction: tuple[U, PendingCollective] | None = None
     """The running reduce-scatter and its unit, until the result is added to the unit's gradient shard."""
 
@@ -55,19 +64,33 @@ class Slots(Generic[U]):
     gradients: GradientSlot[U]
 
 
+def regions(sizes: Sequence[int]) -> list[slice]:
+    """Return where parts of these sizes lie in a buffer, one after the other, in bytes."""
+    found, end = [], 0
+    for size in sizes:
+        start = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
+        end = start + size
+        found.append(slice(start, end))
+    return found
+
+
 def allocate(units: Sequence[U], count: int) -> tuple[Slots[U], ...]:
-    """Return `count` slots, each large enough for any of the units. They must agree in precision."""
+    """Return `count` slots, each large enough for any of the units."""
     if not units:
         return ()
-    precisions = {(unit.weight_dtype, unit.reduce_dtype) for unit in units}
-    if len(precisions) > 1:
-        raise ValueError(f"YaFSDP: units that share buffers must share a precision, but there are {precisions}")
-    numel = max(unit.layout.numel for unit in units)
-    first = units[0]
-
-    def buffer(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=first.device)
-
+    weights, gradients = max(unit.weight_bytes for unit in units), max(unit.gradient_bytes for unit in units)
+    device = units[0].device
     return tuple(
-        Slots(WeightSlot(buffer(first.weight_dtype)), GradientSlot(buffer(first.reduce_dtype))) for _ in range(count)
+        Slots(WeightSlot(_zeros(weights, device)), GradientSlot(_zeros(gradients, device))) for _ in range(count)
     )
+
+
+def grow(slot: GradientSlot[U], size: int) -> None:
+    """Make the slot's buffer at least as large: weights that were frozen when it was allocated are trained now."""
+    if slot.buffer.numel() < size:
+        slot.buffer = _zeros(size, slot.buffer.device)
+
+
+@torch.inference_mode(mode=False)
+def _zeros(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard, Place
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule, units_in
 from instrumented_trainers.parallelism.yafsdp.sharded_functions import units_of
-from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitParameter
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 Places: TypeAlias = dict[int, tuple[UnitParameter, Place]]
 """By the id of each shard: its parameter and where it lies."""
@@ -28,10 +29,10 @@ def places(units: Iterable[Unit]) -> Places:
     return {
         id(parameter.shard): (
             parameter,
-            Place(unit.layout, index, parameter.part.origin, unit.ranks.shards, unit.device),
+            Place(parameter.layout, parameter.index, parameter.part.origin, unit.ranks.shards, unit.device),
         )
         for unit in units
-        for index, parameter in enumerate(unit.parameters)
+        for parameter in unit.parameters
     }
 
 

@@ -4,7 +4,7 @@ Both lanes guarantee: a collective starts after the compute issued before the ca
 it, and has finished for the compute issued after `wait`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -83,12 +83,12 @@ class Lane:
         self.world_size = ranks.shards.size()
         self.rank = ranks.shards.rank()
 
-    def all_gather(self, whole: Tensor) -> PendingCollective:
-        """Gather every rank's chunk of `whole` in place; this rank's own chunk must lie there already."""
+    def all_gather(self, wholes: Sequence[Tensor]) -> PendingCollective:
+        """Gather every rank's chunk of each tensor in place; this rank's own chunk must lie there already."""
         raise NotImplementedError
 
-    def reduce_scatter(self, whole: Tensor, *, over_replicas: bool = True) -> PendingCollective:
-        """Sum this rank's chunk of every rank's `whole` in place; the rest of `whole` is undefined afterwards."""
+    def reduce_scatter(self, wholes: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
+        """Sum this rank's chunk of every rank's tensors in place; the rest of them is undefined afterwards."""
         raise NotImplementedError
 
     def all_reduce_max(self, values: Tensor) -> PendingCollective:
@@ -125,18 +125,25 @@ class GlooLane(Lane):
         super().__init__(ranks)
         self._replica_sum: _HybridReduction | None = None
 
-    def all_gather(self, whole: Tensor) -> PendingCollective:
-        return _all_gather(whole, self.chunk(whole), group=self.ranks.shards, async_op=True)
+    def all_gather(self, wholes: Sequence[Tensor]) -> PendingCollective:
+        group = self.ranks.shards
+        return _Works([_all_gather(whole, self.chunk(whole), group=group, async_op=True) for whole in wholes])
 
-    def reduce_scatter(self, whole: Tensor, *, over_replicas: bool = True) -> PendingCollective:
-        work = _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards, async_op=True)
+    def reduce_scatter(self, wholes: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
+        chunks, group = [self.chunk(whole) for whole in wholes], self.ranks.shards
+        works = _Works(
+            [
+                _reduce_scatter(chunk, whole, group=group, async_op=True)
+                for chunk, whole in zip(chunks, wholes, strict=True)
+            ]
+        )
         if self.ranks.replicas is None or not over_replicas:
-            return work
+            return works
         # The all-reduce must follow the finished reduce-scatter. The previous unit's should have finished by now: it
         # continues at this point of the program, which is the same on all ranks.
         if self._replica_sum is not None:
             self._replica_sum.start_all_reduce()
-        self._replica_sum = _HybridReduction(work, self.chunk(whole), self.ranks.replicas)
+        self._replica_sum = _HybridReduction(works, chunks, self.ranks.replicas)
         return self._replica_sum
 
     def all_reduce_max(self, values: Tensor) -> PendingCollective:
@@ -154,22 +161,35 @@ class GlooLane(Lane):
         return read
 
 
-class _HybridReduction:
-    """A sum over the shards' ranks that is to be summed over the replicas' ranks when it is over."""
+class _Works:
+    """Collectives that are waited for together."""
 
-    def __init__(self, work: dist.Work, values: Tensor, replicas: dist.ProcessGroup) -> None:
-        self._work, self._values, self._replicas = work, values, replicas
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _HybridReduction:
+    """Sums over the shards' ranks that are to be summed over the replicas' ranks when they are over."""
+
+    def __init__(self, works: _Works, chunks: Sequence[Tensor], replicas: dist.ProcessGroup) -> None:
+        self._works, self._chunks, self._replicas = works, chunks, replicas
         self._all_reduce_started = False
 
     def start_all_reduce(self) -> None:
         if not self._all_reduce_started:
-            self._work.wait()
-            self._work = dist.all_reduce(self._values, group=self._replicas, async_op=True)
+            self._works.wait()
+            self._works = _Works(
+                [dist.all_reduce(chunk, group=self._replicas, async_op=True) for chunk in self._chunks]
+            )
             self._all_reduce_started = True
 
     def wait(self) -> None:
         self.start_all_reduce()
-        self._work.wait()
+        self._works.wait()
 
 
 class CudaStreamLane(Lane):
@@ -189,14 +209,19 @@ class CudaStreamLane(Lane):
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._copies: torch.cuda.Stream | None = None
 
-    def all_gather(self, whole: Tensor) -> PendingCollective:
-        return self._issue(lambda: _all_gather(whole, self.chunk(whole), group=self.ranks.shards))
+    def all_gather(self, wholes: Sequence[Tensor]) -> PendingCollective:
+        def gather() -> None:
+            for whole in wholes:
+                _all_gather(whole, self.chunk(whole), group=self.ranks.shards)
 
-    def reduce_scatter(self, whole: Tensor, *, over_replicas: bool = True) -> PendingCollective:
+        return self._issue(gather)
+
+    def reduce_scatter(self, wholes: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
         def sum_up() -> None:
-            _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards)
-            if self.ranks.replicas is not None and over_replicas:
-                dist.all_reduce(self.chunk(whole), group=self.ranks.replicas)
+            for whole in wholes:
+                _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards)
+                if self.ranks.replicas is not None and over_replicas:
+                    dist.all_reduce(self.chunk(whole), group=self.ranks.replicas)
 
         return self._issue(sum_up)
 

@@ -28,9 +28,10 @@ from instrumented_trainers.parallelism.yafsdp.autograd_hooks import (
     left_tensors,
     span,
 )
-from instrumented_trainers.parallelism.yafsdp.buffers import GradientSlot, Slots, WeightSlot, allocate
+from instrumented_trainers.parallelism.yafsdp.buffers import GradientSlot, Slots, WeightSlot, allocate, grow
 from instrumented_trainers.parallelism.yafsdp.communication_lane import lane_for
 from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOrder
+from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import tensors_in
 from instrumented_trainers.parallelism.yafsdp.refusals import (
     refuse_absent_weights,
@@ -59,7 +60,7 @@ class Engine:
         self.lane = lane_for(root.device, root.ranks)
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.agreement = RankAgreement(self.units, self.lane)
-        filled = [unit for unit in self.units if unit.layout.numel]
+        filled = [unit for unit in self.units if unit.weight_bytes]
         self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
         self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
         self._last_slot = 0  # index of the shared slots that the last unit used
@@ -126,9 +127,9 @@ class Engine:
             self._wait_for_unshard(unit)
         return gradient
 
-    def on_gradient(self, unit: Unit, index: int) -> None:
+    def on_gradient(self, unit: Unit, parameter: UnitParameter) -> None:
         """Move a finished gradient into the unit's gradient slot, waiting until the slot is free."""
-        gradient = unit.parameters[index].weight.grad  # type: ignore[union-attr]
+        gradient = parameter.weight.grad  # type: ignore[union-attr]
         if gradient is not None and gradient.requires_grad:
             raise NotImplementedError(f"YaFSDP: {unit_label(unit)}: backward with create_graph=True is not supported")
         refuse_evicted(unit)
@@ -140,7 +141,7 @@ class Engine:
             with span("grad_slot_wait", unit):
                 self._finish_reduction(unit.slots.gradients)
         with span("post_backward_accumulate", unit):
-            unit.accumulate_gradient(index)
+            unit.accumulate_gradient(parameter)
 
     def end_backward(self, unit: Unit) -> None:
         """Note that autograd has gone back through one use of the unit: after the last one, its gradients are whole."""
@@ -204,7 +205,7 @@ class Engine:
 
     def _assign_slots(self, unit: Unit) -> None:
         """Assign slots to a unit that runs for the first time: the next after those of the previous unit."""
-        if unit.slots is None and unit.layout.numel:
+        if unit.slots is None and unit.weight_bytes:
             slots = self.own_slots.get(unit) or self.shared_slots[(self._last_slot + 1) % len(self.shared_slots)]
             unit.assign_slots(slots)
         if unit.slots in self.shared_slots:
@@ -220,7 +221,7 @@ class Engine:
         self.agreement.note("gather", unit)
         with span("all_gather", unit):
             slot.owner = unit
-            slot.gather = self.lane.all_gather(unit.copy_in_shard(self.lane))
+            slot.gather = self.lane.all_gather(unit.copy_in_shards(self.lane))
         unit.evicted = False
 
     def _wait_for_unshard(self, unit: Unit) -> None:
@@ -295,6 +296,9 @@ class Engine:
         if slot.owner is not unit:
             if slot.owner is not None:
                 self._reduce_scatter(slot.owner)
+            if slot.buffer.numel() < unit.gradient_bytes:
+                self._finish_reduction(slot)
+                grow(slot, unit.gradient_bytes)
             slot.owner = unit
 
     def _reduce_scatter(self, unit: Unit) -> None:

@@ -44,6 +44,7 @@ class Layout:
             offsets.append(math.ceil(end / ALIGNMENT) * ALIGNMENT)
             end = offsets[-1] + shape.numel()
         step = world_size * ALIGNMENT
+        end = max(end, 1) if shapes else 0  # parameters without elements have a gradient, too
         return cls(tuple(shapes), tuple(offsets), math.ceil(end / step) * step, world_size)
 
     @property

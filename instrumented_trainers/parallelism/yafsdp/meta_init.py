@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.module import units_in
-from instrumented_trainers.parallelism.yafsdp.unit import UnitParameter
 
 
 def reset_parameters(module: nn.Module) -> None:
@@ -30,7 +30,7 @@ def materialize(model: nn.Module, reset: Callable[[nn.Module], None] = reset_par
     waiting: dict[int, UnitParameter] = {}
     units = list(units_in(model))
     for unit in units:
-        if unit.master.is_meta:
+        if unit.is_meta:
             unit.leave_meta()
             waiting |= {id(parameter.shard): parameter for parameter in unit.parameters}
     drawn: set[UnitParameter] = set()

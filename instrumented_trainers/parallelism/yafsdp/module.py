@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 _PATIENCE_S = 60
@@ -18,7 +19,7 @@ _calls = itertools.count()
 
 @dataclass(frozen=True)
 class CommunicationBuffers:
-    """The buffers that a model gathers weights into and reduces gradients from, allocated once.
+    """The buffers that a model gathers weights into and reduces gradients from, in bytes, allocated once.
 
     `weights` and `gradients` are shared by the units in turn, `own_weights` and `own_gradients` belong to one unit
     each: the root, and units that hold other units or keep their weights after forward.
@@ -97,11 +98,14 @@ class YaFSDPModule:
         assert isinstance(self, nn.Module)
         return list(units_in(self))
 
+    def _flats(self) -> list[FlatParameters]:
+        return [flat for unit in self._units() for flat in unit.flats]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if any(unit.master.is_meta for unit in self._units()):
+        if any(unit.is_meta for unit in self._units()):
             return self._leave_meta(fn)
-        for unit in self._units():
-            before, after = unit.master[:0], fn(unit.master[:0])
+        for flat in self._flats():
+            before, after = flat.master[:0], fn(flat.master[:0])
             if (after.dtype, after.device) != (before.dtype, before.device):
                 raise NotImplementedError(
                     f"YaFSDP: a sharded module cannot become {after.dtype} on {after.device}; cast and move it before "
@@ -114,15 +118,15 @@ class YaFSDPModule:
 
     def _leave_meta(self, fn: Callable[[Tensor], Tensor]) -> Any:
         assert isinstance(self, nn.Module)
-        for unit in self._units():
-            after = fn(unit.master[:0])
-            devices = (unit.device.type, unit.shard_device.type)
-            if after.is_meta or after.device.type not in devices or after.dtype != unit.dtype:
+        for flat in self._flats():
+            after = fn(flat.master[:0])
+            devices = (flat.device.type, flat.shard_device.type)
+            if after.is_meta or after.device.type not in devices or after.dtype != flat.dtype:
                 raise NotImplementedError(
-                    f"YaFSDP: a module that was sharded on the meta device can only leave it, for {unit.device} and "
-                    f"in {unit.dtype}: call to_empty(device={str(unit.device)!r})"
+                    f"YaFSDP: a module that was sharded on the meta device can only leave it, for {flat.device} and "
+                    f"in {flat.dtype}: call to_empty(device={str(flat.device)!r})"
                 )
-            unit.leave_meta()
+            flat.leave_meta()
         for inner in self.modules():
             for name, buffer in inner._buffers.items():
                 if buffer is not None and buffer.is_meta:

@@ -7,47 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 
-from instrumented_trainers.parallelism.yafsdp.buffers import Slots
+from instrumented_trainers.parallelism.yafsdp.buffers import Slots, regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
-from instrumented_trainers.parallelism.yafsdp.layout import Layout, Part
+from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters, ShardMemory, Sites, UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
-from instrumented_trainers.parallelism.yafsdp.optimizer_support import mark
-
-
-class UnitParameter:
-    """One parameter of a unit: the shard that the optimizer sees and the weight that the module computes with."""
-
-    def __init__(self, original: nn.Parameter, sites: list[tuple[nn.Module, str]], part: Part, shard: Tensor) -> None:
-        self.shape = original.shape
-        self.sites = sites
-        """Every place in the modules where it stands: more than one if it is tied."""
-        self.part = part
-        self.shard = nn.Parameter(shard, requires_grad=original.requires_grad)
-        self.shard.__dict__.update(original.__dict__)  # marks such as "no weight decay" that users put on parameters
-        mark(self.shard)
-        self.weight: nn.Parameter | None = None
-
-    def replace_shard(self, values: Tensor) -> None:
-        """Let optimizers see a new parameter with these values, of the shard's shape."""
-        old = self.shard
-        self.shard = nn.Parameter(values, requires_grad=old.requires_grad)
-        self.shard.__dict__.update(old.__dict__)
-        self.register(self.shard)
-
-    @torch.no_grad()
-    def copy_from_whole(self, whole: Tensor) -> None:
-        """Give the shard its part of the whole parameter."""
-        self.shard.copy_(whole.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()])
-
-    def register(self, parameter: nn.Parameter) -> None:
-        """Put `parameter` wherever the modules look for this one."""
-        for module, name in self.sites:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = parameter  # many times a step, and without nn.Module's checks
-            else:
-                setattr(module, name, parameter)  # such as nn.LSTM, which keeps a list of its own
 
 
 class UnitEngine(Protocol):
@@ -62,7 +27,7 @@ class UnitEngine(Protocol):
     def post_forward(self, unit: "Unit", outputs: Any) -> Any:
         """Return the outputs of the unit's forward."""
 
-    def on_gradient(self, unit: "Unit", index: int) -> None:
+    def on_gradient(self, unit: "Unit", parameter: UnitParameter) -> None:
         """Take over a gradient that autograd has finished."""
 
     def end_backward(self, unit: "Unit") -> None:
@@ -73,16 +38,16 @@ class UnitEngine(Protocol):
 
 
 class Unit:
-    """The parameters of one module that no unit inside it has, as one flat tensor cut into a shard per rank.
+    """The parameters of one module that no unit inside it has.
 
-    `master` is this rank's shard, in the parameters' own dtype; the optimizer's parameters are views of it. `gradient`
-    is its gradient: the mean over ranks, added up over micro-batches.
+    They are one flat tensor, or several where they differ in dtype or some are frozen: those that are trained come
+    first. A flat tensor that is wholly frozen has no gradient and takes part in no reduction.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+        parameters: Mapping[nn.Parameter, Sites],
         *,
         ranks: Ranks,
         device: torch.device,
@@ -91,27 +56,16 @@ class Unit:
         offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 -- it has no fields
     ) -> None:
         self.module, self.ranks, self.device, self.policy, self.buffers = module, ranks, device, policy, buffers
-        self.is_offloaded = isinstance(offload, CPUOffloadPolicy)
-        """Whether the shards of weights and gradients lie in host memory."""
-        self.shard_device = torch.device("cpu") if self.is_offloaded else device
-        self._pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type == "cuda"
         self.name = ""
         self.rank = ranks.shards.rank()
-        self.layout = Layout.of([p.shape for p in parameters], ranks.shards.size())
-        self.dtype = next((p.dtype for p in parameters), torch.get_default_dtype())
-        self.weight_dtype = policy.param_dtype or self.dtype
-        self.reduce_dtype = policy.reduce_dtype or self.weight_dtype
-        # In fp16, whose largest value is 65504, a sum over ranks overflows long before their mean does.
-        self._predivisor = 2 ** (ranks.count.bit_length() // 2) if self.reduce_dtype is torch.float16 else 1
-        self.master = self._cut(list(parameters))
-        self.gradient: Tensor | None = None
-        self.incoming: Tensor | None = None
-        """A gradient on its way to host memory, to be added to one that is there; allocated when first needed."""
-        self._has_incoming = False
-        self.parameters = [
-            UnitParameter(original, sites, part, self.master[part.start : part.stop])
-            for (original, sites), part in zip(parameters.items(), self._parts(), strict=True)
-        ]
+        home = ShardMemory.of(offload, device)
+        self.shard_device = home.device
+        self.flats = tuple(
+            FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _grouped(parameters)
+        )
+        self.parameters = [parameter for flat in self.flats for parameter in flat.parameters]
+        self._flat_of = {parameter: flat for flat in self.flats for parameter in flat.parameters}
+        self._gradient_regions = regions([flat.gradient_bytes for flat in self.flats])
         self.left_out = False
         """Whether the module has parameters that were left for a unit around it."""
         self.outer_unit: Unit | None = None
@@ -129,61 +83,40 @@ class Unit:
         self.in_backward = False
         self.evicted = False
         """Whether another unit evicted the weights during this unit's backward."""
-        self.with_gradient: set[int] = set()
-        """Indices of the parameters that got a gradient on this rank in this backward pass."""
-        self.awaits_publication = False
-        """Whether the gradient shard holds a gradient that the optimizer does not see yet."""
-        self.use_shards()
+        self.with_gradient: set[UnitParameter] = set()
+        """The parameters that got a gradient on this rank in this backward pass."""
+        self._reduced: tuple[FlatParameters, ...] = ()
+        """The flat tensors of the last reduction."""
+        self._unpublished: set[FlatParameters] = set()
+        """The flat tensors whose gradient shards hold a gradient that the optimizer does not see yet."""
 
-    def _parts(self) -> Iterator[Part]:
-        return (self.layout.part(index, self.rank) for index in range(len(self.layout.shapes)))
+    # Shards ----------------------------------------------------------------------------------------------------------
 
-    def _cut(self, originals: list[nn.Parameter]) -> Tensor:
-        """Return this rank's shard of the flat tensor, without ever making the whole one."""
-        if any(original.is_meta for original in originals):
-            return torch.empty(self.layout.shard_numel, dtype=self.dtype, device="meta")
-        shard = self._zeros()
-        for original, part in zip(originals, self._parts(), strict=True):
-            piece = original.detach().reshape(-1)[part.origin : part.origin + part.stop - part.start]
-            shard[part.start : part.stop] = piece
-        return shard
-
-    def _zeros(self) -> Tensor:
-        size = self.layout.shard_numel
-        return torch.zeros(size, dtype=self.dtype, device=self.shard_device, pin_memory=self._pinned)
+    @property
+    def is_meta(self) -> bool:
+        """Return whether the shards are on the meta device still."""
+        return any(flat.master.is_meta for flat in self.flats)
 
     def leave_meta(self) -> None:
-        """Make the shard on the device, if it is on the meta device still, with zeros in it."""
-        if self.master.is_meta:
-            self.master = self._zeros()
-            for parameter in self.parameters:
-                parameter.replace_shard(self.master[parameter.part.start : parameter.part.stop])
+        """Make the shards on the device, if they are on the meta device still, with zeros in them."""
+        for flat in self.flats:
+            flat.leave_meta()
 
-    @torch.no_grad()
     def adopt_moved_shards(self) -> None:
         """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
-        for parameter in self.parameters:
-            own = self.master[parameter.part.start : parameter.part.stop]
-            if not _is_same_memory(parameter.shard, own):
-                own.copy_(parameter.shard)
-                parameter.shard.data = own
+        for flat in self.flats:
+            flat.adopt_moved_shards()
 
     def replaced_parameter(self) -> UnitParameter | None:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
-        for parameter in self.parameters:
-            shard, own = parameter.shard, self.master[parameter.part.start : parameter.part.stop]
-            is_there = all(module._parameters.get(name) is shard for module, name in parameter.sites)
-            if not is_there or not _is_same_memory(shard, own):
-                return parameter
-        return None
+        return next((found for flat in self.flats if (found := flat.replaced_parameter()) is not None), None)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     @property
-    def whole_weights(self) -> Tensor:
-        """Return the part of the weight slot's buffer that this unit uses, flat."""
-        assert self.slots is not None
-        return self.slots.weights.buffer[: self.layout.numel]
+    def weight_bytes(self) -> int:
+        """Return how large a buffer the unsharded weights need."""
+        return regions([flat.weight_bytes for flat in self.flats])[-1].stop if self.flats else 0
 
     @property
     def has_weights(self) -> bool:
@@ -193,7 +126,7 @@ class Unit:
     @property
     def weights_version(self) -> int:
         """Return a number that changes when the weights are changed in place, as by an optimizer."""
-        return self.master._version
+        return sum(flat.master._version for flat in self.flats)
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Return whether the tensor lies in the buffer of the unit's unsharded weights."""
@@ -202,20 +135,15 @@ class Unit:
         return tensor.untyped_storage().data_ptr() == self.slots.weights.buffer.untyped_storage().data_ptr()
 
     def set_weights_present(self, *, present: bool) -> None:
-        """Let autograd raise where it would use weights that are not in the buffer or have changed since forward.
-
-        It raises where a tensor's version is not that at which it was saved. So the version is an even number where
-        the weights are in the buffer, an odd one where they are not, and another after each change of the shards.
-        """
-        if self.slots is not None and self.parameters:
-            version = 2 * self.weights_version + (not present)
-            weights = tuple(parameter.weight for parameter in self.parameters)
-            torch._C._autograd._unsafe_set_version_counter(weights, (version,) * len(weights))
+        """Let autograd raise where it would use weights that are not in the buffer or have changed since forward."""
+        if self.slots is not None:
+            for flat in self.flats:
+                flat.set_weights_present(present=present)
 
     @property
     def is_trained(self) -> bool:
         """Return whether any parameter of the unit gets a gradient."""
-        return any(parameter.shard.requires_grad for parameter in self.parameters)
+        return any(flat.is_trained for flat in self.flats)
 
     @property
     def in_use(self) -> bool:
@@ -229,22 +157,18 @@ class Unit:
         From then on its engine is notified of each parameter's gradient.
         """
         self.slots = slots
-        for index, parameter in enumerate(self.parameters):
-            weight = nn.Parameter(torch.empty(0, dtype=self.weight_dtype, device=self.device))
-            # Not nn.Parameter(view): that shares the buffer's version counter, every gather bumps it, and backward
-            # would take the weights for modified.
-            weight.data = self.whole_weights[self.layout.span(index)].view(parameter.shape)
-            # A weak reference: Python's garbage collector does not see what these hooks hold, and a cycle through them
+        for flat, region in zip(self.flats, regions([flat.weight_bytes for flat in self.flats]), strict=True):
+            flat.view_weights(slots.weights.buffer[region])
+        for parameter in self.parameters:
+            assert parameter.weight is not None
+            # Weak references: Python's garbage collector does not see what these hooks hold, and a cycle through them
             # would keep the model for ever.
-            weight.register_post_accumulate_grad_hook(functools.partial(_notify_engine, weakref.ref(self), index))
-            parameter.weight = weight
+            notify = functools.partial(_notify_engine, weakref.ref(self), weakref.ref(parameter))
+            parameter.weight.register_post_accumulate_grad_hook(notify)
 
-    @torch.no_grad()
-    def copy_in_shard(self, lane: Lane) -> Tensor:
-        """Copy this rank's shard into the weight buffer, cast, and return the buffer to all-gather."""
-        whole = self.whole_weights
-        lane.copy_in(whole, self.master)
-        return whole
+    def copy_in_shards(self, lane: Lane) -> list[Tensor]:
+        """Copy this rank's shards into the weight buffer, cast, and return the parts of the buffer to all-gather."""
+        return [flat.copy_in_shard(lane) for flat in self.flats]
 
     def use_weights(self) -> None:
         """Register unsharded weights in the modules (FSDP's unshard)."""
@@ -263,100 +187,65 @@ class Unit:
     # Gradients -------------------------------------------------------------------------------------------------------
 
     @property
-    def whole_gradients(self) -> Tensor:
-        """Return the part of the gradient slot's buffer that this unit uses, flat."""
-        assert self.slots is not None
-        return self.slots.gradients.buffer[: self.layout.numel]
+    def gradient_bytes(self) -> int:
+        """Return how large a buffer the unsharded gradients need: up to the last flat tensor that is trained."""
+        stops = (
+            region.stop for flat, region in zip(self.flats, self._gradient_regions, strict=True) if flat.is_trained
+        )
+        return max(stops, default=0)
 
     @property
-    def without_gradient(self) -> set[int]:
-        """Return the indices of trainable parameters that got no gradient on this rank since the last publication."""
-        trainable = {index for index, parameter in enumerate(self.parameters) if parameter.shard.requires_grad}
-        return trainable - self.with_gradient
+    def without_gradient(self) -> set[UnitParameter]:
+        """Return the trainable parameters that got no gradient on this rank since the last publication."""
+        return {parameter for parameter in self.parameters if parameter.shard.requires_grad} - self.with_gradient
 
-    @torch.no_grad()
-    def accumulate_gradient(self, index: int) -> None:
+    @property
+    def awaits_publication(self) -> bool:
+        """Return whether a gradient shard holds a gradient that the optimizer does not see yet."""
+        return bool(self._unpublished)
+
+    def _whole_gradients(self, flat: FlatParameters) -> Tensor:
+        assert self.slots is not None
+        region = self._gradient_regions[self.flats.index(flat)]
+        return self.slots.gradients.buffer[region].view(flat.reduce_dtype)
+
+    def accumulate_gradient(self, parameter: UnitParameter) -> None:
         """Move a parameter's gradient from autograd into the gradient buffer, cast to the reduce dtype."""
         assert self.slots is not None
-        parameter, slot = self.parameters[index], self.slots.gradients
         assert parameter.weight is not None
-        gradient = parameter.weight.grad
+        gradient, parameter.weight.grad = parameter.weight.grad, None
         assert gradient is not None
-        parameter.weight.grad = None
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()  # a sparse embedding's
-        target = self.whole_gradients[self.layout.span(index)].view(parameter.shape)
-        if index in slot.written:
-            target.add_(gradient, alpha=1 / self._predivisor)
-        elif self._predivisor == 1:
-            target.copy_(gradient)
-        else:
-            torch.mul(gradient, 1 / self._predivisor, out=target)
-        slot.written.add(index)
-        self.with_gradient.add(index)
+        flat, written = self._flat_of[parameter], self.slots.gradients.written
+        flat.write_gradient(self._whole_gradients(flat), parameter, gradient, is_first=parameter not in written)
+        written.add(parameter)
+        self.with_gradient.add(parameter)
 
-    @torch.no_grad()
-    def zero_missing_gradients(self) -> Tensor:
-        """Zero missing gradients and return the buffer to reduce-scatter."""
+    def zero_missing_gradients(self) -> list[Tensor]:
+        """Zero missing gradients and return the parts of the gradient buffer to reduce-scatter."""
         assert self.slots is not None
-        whole = self.whole_gradients
-        for index in range(len(self.parameters)):
-            if index not in self.slots.gradients.written:
-                whole[self.layout.span(index)].zero_()
-        whole[self.layout.used_numel :].zero_()
-        return whole
+        self._reduced = tuple(flat for flat in self.flats if flat.is_trained)
+        wholes = [self._whole_gradients(flat) for flat in self._reduced]
+        for flat, whole in zip(self._reduced, wholes, strict=True):
+            flat.zero_missing_gradients(whole, self.slots.gradients.written)
+        return wholes
 
     @torch.no_grad()
     def accumulate_reduced(self, lane: Lane) -> None:
-        """Add the mean over ranks to the gradient shard, from the chunk in the buffer, a sum over ranks."""
-        chunk, scale = lane.chunk(self.whole_gradients), self._predivisor / self.ranks.count
-        is_first, is_zero = not self.awaits_publication, False
-        if is_first:
-            is_zero = self._adopt_gradients()
-            self.awaits_publication = True
-        assert self.gradient is not None
-        if not self.is_offloaded:
-            self.gradient.add_(chunk, alpha=scale)
-            return
-        mean = chunk.to(self.dtype, copy=True).mul_(scale)
-        if is_zero:
-            lane.copy_out(mean, self.gradient)
-        else:
-            self._copy_to_incoming(lane, mean)
-
-    def _copy_to_incoming(self, lane: Lane, mean: Tensor) -> None:
-        if self.incoming is None:
-            self.incoming = self._zeros()
-        if self._has_incoming:
-            lane.wait_for_copies()
-            self._add_incoming()
-        lane.copy_out(mean, self.incoming)
-        self._has_incoming = True
-
-    def _add_incoming(self) -> None:
-        if self._has_incoming:
-            assert self.gradient is not None
-            assert self.incoming is not None
-            self.gradient.add_(self.incoming)
-            self._has_incoming = False
+        """Add the means over ranks to the gradient shards, of what was reduce-scattered last."""
+        for flat in self._reduced:
+            is_first = flat not in self._unpublished
+            self._unpublished.add(flat)
+            flat.accumulate_reduced(lane, self._whole_gradients(flat), is_first=is_first)
 
     @torch.no_grad()
-    def publish_gradients(self, unused: Collection[int]) -> None:
-        """Show the gradient shard to the optimizer; `unused` parameters get none.
+    def publish_gradients(self, unused: Collection[UnitParameter]) -> None:
+        """Show the gradient shards to the optimizer; `unused` parameters get none.
 
-        A gradient that appeared on a shard meanwhile is autograd's, from a loss over the shards themselves such as a
-        penalty on weights: it is added. Where shards lie in host memory, copies to there must have finished.
+        Where shards lie in host memory, copies to there must have finished.
         """
-        self._add_incoming()
-        for index, (parameter, local) in enumerate(self._gradient_parts()):
-            published = parameter.shard.grad
-            if published is None:
-                if parameter.shard.requires_grad and index not in unused:
-                    parameter.shard.grad = local
-            elif not _is_same_memory(published, local):
-                local.add_(published)
-                parameter.shard.grad = local
-        self.awaits_publication = False
+        for flat in self._unpublished:
+            flat.publish_gradients(unused)
+        self._unpublished.clear()
         self.with_gradient.clear()
 
     def call_gradient_hooks(self) -> None:
@@ -371,43 +260,20 @@ class Unit:
         for parameter in self.parameters:
             if parameter.weight is not None:
                 parameter.weight.grad = None
-        self._has_incoming = False
-        self.awaits_publication = False
+        for flat in self.flats:
+            flat.discard_gradients()
+        self._unpublished.clear()
         self.with_gradient.clear()
 
-    def _adopt_gradients(self) -> bool:
-        """Make the gradient shard equal to what the optimizer sees of it, zero where it sees none.
 
-        Returns whether it is zero everywhere.
-        """
-        if self.gradient is None:
-            self.gradient = self._zeros()
-        if all(parameter.shard.grad is None for parameter in self.parameters):
-            self.gradient.zero_()
-            return True
-        for parameter, local in self._gradient_parts():
-            published = parameter.shard.grad
-            if published is None:
-                local.zero_()
-            elif not _is_same_memory(published, local):
-                local.copy_(published)
-                parameter.shard.grad = local
-        return False
-
-    def _gradient_parts(self) -> Iterator[tuple[UnitParameter, Tensor]]:
-        """Yield each parameter with its part of the gradient shard."""
-        assert self.gradient is not None
-        for parameter in self.parameters:
-            yield parameter, self.gradient[parameter.part.start : parameter.part.stop]
+def _grouped(parameters: Mapping[nn.Parameter, Sites]) -> Iterator[dict[nn.Parameter, Sites]]:
+    """Yield the parameters that are alike in dtype and in whether they are trained, those that are trained first."""
+    kinds = dict.fromkeys((not parameter.requires_grad, parameter.dtype) for parameter in parameters)
+    for kind in sorted(kinds, key=lambda kind: kind[0]):
+        yield {p: sites for p, sites in parameters.items() if (not p.requires_grad, p.dtype) == kind}
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    # By storage, not by address: a part without elements has no address, and ranks must not differ in the answer.
-    storages = one.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
-    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
-
-
-def _notify_engine(reference: "weakref.ref[Unit]", index: int, _: Tensor) -> None:
-    unit = reference()
-    if unit is not None and unit.engine is not None:  # else the model has been deleted
-        unit.engine.on_gradient(unit, index)
+def _notify_engine(reference: "weakref.ref[Unit]", to: "weakref.ref[UnitParameter]", _: Tensor) -> None:
+    unit, parameter = reference(), to()
+    if unit is not None and parameter is not None and unit.engine is not None:  # else the model has been deleted
+        unit.engine.on_gradient(unit, parameter)

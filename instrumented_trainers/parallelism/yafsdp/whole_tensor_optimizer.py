@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instrumented_trainers.parallelism.yafsdp.communication_lane import PendingCollective, lane_for
+from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, PendingCollective, lane_for
+from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard, Owned
 from instrumented_trainers.parallelism.yafsdp.sharded_functions import units_of
-from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
 class WholeTensorOptimizer(Optimizer):
@@ -40,14 +40,20 @@ class WholeTensorOptimizer(Optimizer):
         super().__init__(groups, dict(options))
         self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._units = units_of(self)
-        known = {id(parameter.shard): (unit, parameter) for unit in self._units for parameter in unit.parameters}
+        known = {
+            id(parameter.shard): (unit, flat, parameter)
+            for unit in self._units
+            for flat in unit.flats
+            for parameter in flat.parameters
+        }
         if any(id(parameter) not in known for parameter in self._parameters):
             raise ValueError("YaFSDP: WholeTensorOptimizer steps the parameters of a sharded model only")
         self._places = [known[id(parameter)] for parameter in self._parameters]
+        self._flats = list(dict.fromkeys((unit, flat) for unit, flat, _ in self._places))
         self._owners = self._chosen_owners()
         self._whole = [
-            nn.Parameter(torch.empty(parameter.shape, dtype=unit.dtype, device=unit.device)) if mine else None
-            for (unit, parameter), mine in zip(self._places, self._is_mine(), strict=True)
+            nn.Parameter(torch.empty(parameter.shape, dtype=flat.dtype, device=flat.device)) if mine else None
+            for (_, flat, parameter), mine in zip(self._places, self._is_mine(), strict=True)
         ]
         self._inner = kind(self._owned_groups(groups), **options)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -60,14 +66,14 @@ class WholeTensorOptimizer(Optimizer):
         """Return which rank of its unit owns each parameter: the one with the fewest elements until then."""
         load: dict[Any, list[int]] = {}
         owners = []
-        for unit, parameter in self._places:
+        for unit, _, parameter in self._places:
             of_group = load.setdefault(unit.ranks.members, [0] * unit.ranks.shards.size())
             owners.append(of_group.index(min(of_group)))
             of_group[owners[-1]] += parameter.shape.numel()
         return owners
 
     def _is_mine(self) -> list[bool]:
-        return [owner == unit.rank for owner, (unit, _) in zip(self._owners, self._places, strict=True)]
+        return [owner == unit.rank for owner, (unit, _, _) in zip(self._owners, self._places, strict=True)]
 
     def _owned_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         owned = iter(self._whole)
@@ -87,9 +93,9 @@ class WholeTensorOptimizer(Optimizer):
                 loss = closure()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({name: value for name, value in group.items() if name != "params"})
-        for unit, weights, gradients in self._gathered():
-            for number, whole in self._owned_in(unit):
-                span = unit.layout.span(self._index(number))
+        for flat, weights, gradients in self._gathered():
+            for number, whole in self._owned_in(flat):
+                span = self._places[number][2].span
                 has_gradient = self._parameters[number].grad is not None
                 whole.copy_(weights[span].view(whole.shape))
                 whole.grad = gradients[span].view(whole.shape).clone() if has_gradient else None
@@ -101,49 +107,41 @@ class WholeTensorOptimizer(Optimizer):
         self._describe()
         return loss
 
-    def _index(self, number: int) -> int:
-        unit, parameter = self._places[number]
-        return unit.parameters.index(parameter)
-
-    def _owned_in(self, unit: Unit) -> Iterator[tuple[int, nn.Parameter]]:
-        for number, (of, whole) in enumerate(zip(self._places, self._whole, strict=True)):
-            if of[0] is unit and whole is not None:
+    def _owned_in(self, flat: FlatParameters) -> Iterator[tuple[int, nn.Parameter]]:
+        for number, (place, whole) in enumerate(zip(self._places, self._whole, strict=True)):
+            if place[1] is flat and whole is not None:
                 yield number, whole
 
-    def _gathered(self) -> Iterator[tuple[Unit, Tensor, Tensor]]:
-        """Yield each unit's whole weights and gradients, while the next unit's are gathered."""
-        running: list[tuple[Unit, Tensor, Tensor, list[PendingCollective]]] = []
-        for unit in [*self._units, None]:
-            if unit is not None:
-                running.append(self._gather(unit))
-            if len(running) > 1 or (unit is None and running):
-                done, weights, gradients, pending = running.pop(0)
-                for each in pending:
-                    each.wait()
-                yield done, weights, gradients
+    def _gathered(self) -> Iterator[tuple[FlatParameters, Tensor, Tensor]]:
+        """Yield whole weights and gradients of each flat tensor, while those of the next are gathered."""
+        running: list[tuple[FlatParameters, Tensor, Tensor, PendingCollective]] = []
+        for unit, flat in self._flats:
+            running.append(self._gather(self._lanes[unit], flat))
+            if len(running) > 1:
+                yield _finished(*running.pop(0))
+        for gather in running:
+            yield _finished(*gather)
 
-    def _gather(self, unit: Unit) -> tuple[Unit, Tensor, Tensor, list[PendingCollective]]:
-        lane, parts = self._lanes[unit], []
-        weights = torch.empty(unit.layout.numel, dtype=unit.dtype, device=unit.device)
+    def _gather(self, lane: Lane, flat: FlatParameters) -> tuple[FlatParameters, Tensor, Tensor, PendingCollective]:
+        weights = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
         gradients = torch.zeros_like(weights)
-        lane.chunk(weights).copy_(unit.master)
-        for parameter in unit.parameters:
+        lane.chunk(weights).copy_(flat.master)
+        for parameter in flat.parameters:
             if parameter.shard.grad is not None:
-                lane.chunk(gradients)[parameter.part.start : parameter.part.stop] = parameter.shard.grad
-        parts = [lane.all_gather(weights), lane.all_gather(gradients)]
-        return unit, weights, gradients, parts
+                flat.own_part(lane.chunk(gradients), parameter).copy_(parameter.shard.grad)
+        return flat, weights, gradients, lane.all_gather([weights, gradients])
 
     def _scatter(self) -> None:
         """Give each rank its shards of what the owners stepped: sums of one owner's values and of zeros."""
-        for unit in self._units:
-            whole = torch.zeros(unit.layout.numel, dtype=unit.dtype, device=unit.device)
-            for number, owned in self._owned_in(unit):
-                whole[unit.layout.span(self._index(number))] = owned.flatten()
+        for unit, flat in self._flats:
+            whole = torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)
+            for number, owned in self._owned_in(flat):
+                whole[self._places[number][2].span] = owned.flatten()
             lane = self._lanes[unit]
-            lane.reduce_scatter(whole, over_replicas=False).wait()
-            for parameter, (of, own) in zip(self._parameters, self._places, strict=True):
-                if of is unit and parameter.grad is not None:
-                    parameter.copy_(lane.chunk(whole)[own.part.start : own.part.stop])
+            lane.reduce_scatter([whole], over_replicas=False).wait()
+            for parameter, (_, of, own) in zip(self._parameters, self._places, strict=True):
+                if of is flat and parameter.grad is not None:
+                    parameter.copy_(flat.own_part(lane.chunk(whole), own))
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -180,7 +178,7 @@ class WholeTensorOptimizer(Optimizer):
     def _state_of(self, number: int, key: str, described: Any) -> Any:
         if not isinstance(described, _Value):
             return described
-        (unit, _), whole = self._places[number], self._whole[number]
+        (unit, _, _), whole = self._places[number], self._whole[number]
         place = Owned(described.shape, self._owners[number], unit.ranks.shards, unit.device)
         if whole is None:
             return FlatShard(torch.empty(0, dtype=described.dtype, device=described.device), place)
@@ -205,6 +203,13 @@ class WholeTensorOptimizer(Optimizer):
                 }
         self._described = None
         self._describe()
+
+
+def _finished(
+    flat: FlatParameters, weights: Tensor, gradients: Tensor, pending: PendingCollective
+) -> tuple[FlatParameters, Tensor, Tensor]:
+    pending.wait()
+    return flat, weights, gradients
 
 
 class _Value:

@@ -1,0 +1,320 @@
+"""Parameters of a unit that are one flat tensor, cut into a shard per rank: of one dtype, all trained or all frozen."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
+from instrumented_trainers.parallelism.yafsdp.layout import Layout, Part
+from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import mark
+
+Sites: TypeAlias = list[tuple[nn.Module, str]]
+"""Every place in the modules where a parameter stands: more than one if it is tied."""
+
+
+class UnitParameter:
+    """One parameter of a unit: the shard that the optimizer sees and the weight that the module computes with."""
+
+    def __init__(self, original: nn.Parameter, sites: Sites, layout: Layout, index: int, part: Part) -> None:
+        self.shape, self.sites = original.shape, sites
+        self.layout, self.index, self.part = layout, index, part
+        """Where it lies: its flat tensor's layout, its number in that, and the part of it that this rank has."""
+        self.span = layout.span(index)
+        self.shard = nn.Parameter(torch.empty(0), requires_grad=original.requires_grad)
+        self.shard.__dict__.update(original.__dict__)  # marks such as "no weight decay" that users put on parameters
+        mark(self.shard)
+        self.weight: nn.Parameter | None = None
+
+    def replace_shard(self, values: Tensor) -> None:
+        """Let optimizers see a new parameter with these values, of the shard's shape."""
+        old = self.shard
+        self.shard = nn.Parameter(values, requires_grad=old.requires_grad)
+        self.shard.__dict__.update(old.__dict__)
+        self.register(self.shard)
+
+    @torch.no_grad()
+    def copy_from_whole(self, whole: Tensor) -> None:
+        """Give the shard its part of the whole parameter."""
+        self.shard.copy_(whole.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()])
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Put `parameter` wherever the modules look for this one."""
+        for module, name in self.sites:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = parameter  # many times a step, and without nn.Module's checks
+            else:
+                setattr(module, name, parameter)  # such as nn.LSTM, which keeps a list of its own
+
+
+@dataclass(frozen=True)
+class ShardMemory:
+    """Where shards of weights and gradients lie."""
+
+    device: torch.device
+    is_offloaded: bool = False
+    """Whether that is host memory and the collectives are not there, or as if they were not."""
+    is_pinned: bool = False
+
+    @classmethod
+    def of(cls, policy: OffloadPolicy, device: torch.device) -> Self:
+        """Return where shards lie by FSDP2's policy, with collectives on `device`."""
+        if not isinstance(policy, CPUOffloadPolicy):
+            return cls(device)
+        return cls(torch.device("cpu"), is_offloaded=True, is_pinned=policy.pin_memory and device.type == "cuda")
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a shard."""
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
+
+
+class FlatParameters:
+    """Parameters of one dtype as one flat tensor, cut into a shard per rank.
+
+    `master` is this rank's shard, in the parameters' own dtype; the optimizer's parameters are views of it. `gradient`
+    is its gradient: the mean over ranks, added up over micro-batches; None while there is none.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[nn.Parameter, Sites],
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        policy: MixedPrecisionPolicy,
+        home: ShardMemory,
+    ) -> None:
+        self.ranks, self.device, self._home = ranks, device, home
+        self.layout = Layout.of([parameter.shape for parameter in parameters], ranks.shards.size())
+        self.dtype = next(iter(parameters)).dtype
+        self.weight_dtype = policy.param_dtype or self.dtype
+        self.reduce_dtype = policy.reduce_dtype or self.weight_dtype
+        # In fp16, whose largest value is 65504, a sum over ranks overflows long before their mean does.
+        self._predivisor = 2 ** (ranks.count.bit_length() // 2) if self.reduce_dtype is torch.float16 else 1
+        rank = ranks.shards.rank()
+        self.parameters = [
+            UnitParameter(original, sites, self.layout, index, self.layout.part(index, rank))
+            for index, (original, sites) in enumerate(parameters.items())
+        ]
+        self.master = self._cut(list(parameters))
+        self._view_master()
+        self.gradient: Tensor | None = None
+        self.incoming: Tensor | None = None
+        """A gradient on its way to host memory, to be added to one that is there; allocated when first needed."""
+        self._has_incoming = False
+        self.whole_weights: Tensor | None = None
+        """The unsharded weights, flat: a part of the unit's weight slot."""
+
+    def _cut(self, originals: Sequence[nn.Parameter]) -> Tensor:
+        """Return this rank's shard of the flat tensor, without ever making the whole one."""
+        if any(original.is_meta for original in originals):
+            return torch.empty(self.layout.shard_numel, dtype=self.dtype, device="meta")
+        shard = self._zeros()
+        for original, parameter in zip(originals, self.parameters, strict=True):
+            part = parameter.part
+            piece = original.detach().reshape(-1)[part.origin : part.origin + part.stop - part.start]
+            shard[part.start : part.stop] = piece
+        return shard
+
+    def _zeros(self) -> Tensor:
+        return self._home.zeros(self.layout.shard_numel, self.dtype)
+
+    def _view_master(self) -> None:
+        for parameter in self.parameters:
+            parameter.replace_shard(self.own_part(self.master, parameter))
+
+    @staticmethod
+    def own_part(shard: Tensor, parameter: UnitParameter) -> Tensor:
+        """Return what a shard of the flat tensor, such as `master`, holds of a parameter."""
+        return shard[parameter.part.start : parameter.part.stop]
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Return where the shards lie."""
+        return self._home.device
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether any of the parameters gets a gradient."""
+        return any(parameter.shard.requires_grad for parameter in self.parameters)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return how much the unsharded weights take."""
+        return self.layout.numel * self.weight_dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return how much the unsharded gradients take."""
+        return self.layout.numel * self.reduce_dtype.itemsize
+
+    # Shards ----------------------------------------------------------------------------------------------------------
+
+    def leave_meta(self) -> None:
+        """Make the shard on the device, if it is on the meta device still, with zeros in it."""
+        if self.master.is_meta:
+            self.master = self._zeros()
+            self._view_master()
+
+    @torch.no_grad()
+    def adopt_moved_shards(self) -> None:
+        """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
+        for parameter in self.parameters:
+            own = self.own_part(self.master, parameter)
+            if not is_same_memory(parameter.shard, own):
+                own.copy_(parameter.shard)
+                parameter.shard.data = own
+
+    def replaced_parameter(self) -> UnitParameter | None:
+        """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
+        for parameter in self.parameters:
+            shard = parameter.shard
+            is_there = all(module._parameters.get(name) is shard for module, name in parameter.sites)
+            if not is_there or not is_same_memory(shard, self.own_part(self.master, parameter)):
+                return parameter
+        return None
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    def view_weights(self, memory: Tensor) -> None:
+        """Let the weights lie in `memory`, bytes, for good: autograd keeps views of them."""
+        self.whole_weights = memory.view(self.weight_dtype)
+        for parameter in self.parameters:
+            parameter.weight = nn.Parameter(torch.empty(0, dtype=self.weight_dtype, device=self.device))
+            # Not nn.Parameter(view): that shares the buffer's version counter, every gather bumps it, and backward
+            # would take the weights for modified.
+            parameter.weight.data = self.whole_weights[parameter.span].view(parameter.shape)
+
+    @torch.no_grad()
+    def copy_in_shard(self, lane: Lane) -> Tensor:
+        """Copy this rank's shard to its place among the weights, cast, and return what is to be all-gathered."""
+        assert self.whole_weights is not None
+        lane.copy_in(self.whole_weights, self.master)
+        return self.whole_weights
+
+    def set_weights_present(self, *, present: bool) -> None:
+        """Let autograd raise where it would use weights that are not in the buffer or have changed since forward.
+
+        It raises where a tensor's version is not that at which it was saved. So the version is an even number where
+        the weights are in the buffer, an odd one where they are not, and another after each change of the shards.
+        """
+        version = 2 * self.master._version + (not present)
+        weights = tuple(parameter.weight for parameter in self.parameters)
+        torch._C._autograd._unsafe_set_version_counter(weights, (version,) * len(weights))
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    def gradients_in(self, memory: Tensor) -> Tensor:
+        """Return the unsharded gradients, flat, in `memory`, bytes."""
+        return memory.view(self.reduce_dtype)
+
+    @torch.no_grad()
+    def write_gradient(self, whole: Tensor, parameter: UnitParameter, gradient: Tensor, *, is_first: bool) -> None:
+        """Write or add a parameter's gradient to the unsharded ones, cast to the reduce dtype."""
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()  # a sparse embedding's
+        target = whole[parameter.span].view(parameter.shape)
+        if not is_first:
+            target.add_(gradient, alpha=1 / self._predivisor)
+        elif self._predivisor == 1:
+            target.copy_(gradient)
+        else:
+            torch.mul(gradient, 1 / self._predivisor, out=target)
+
+    @torch.no_grad()
+    def zero_missing_gradients(self, whole: Tensor, written: Collection[UnitParameter]) -> None:
+        """Zero what no gradient was written to."""
+        for parameter in self.parameters:
+            if parameter not in written:
+                whole[parameter.span].zero_()
+        whole[self.layout.used_numel :].zero_()
+
+    @torch.no_grad()
+    def accumulate_reduced(self, lane: Lane, whole: Tensor, *, is_first: bool) -> None:
+        """Add the mean over ranks to the gradient shard; this rank's chunk of `whole` is the sum.
+
+        Before the first one of a backward pass the gradient shard is made what the optimizer sees of it.
+        """
+        is_zero = self._adopt_gradients() if is_first else False
+        assert self.gradient is not None
+        chunk, scale = lane.chunk(whole), self._predivisor / self.ranks.count
+        if not self._home.is_offloaded:
+            self.gradient.add_(chunk, alpha=scale)
+            return
+        mean = chunk.to(self.dtype, copy=True).mul_(scale)
+        if is_zero:
+            lane.copy_out(mean, self.gradient)
+        else:
+            self._copy_to_incoming(lane, mean)
+
+    def _copy_to_incoming(self, lane: Lane, mean: Tensor) -> None:
+        if self.incoming is None:
+            self.incoming = self._zeros()
+        if self._has_incoming:
+            lane.wait_for_copies()
+            self._add_incoming()
+        lane.copy_out(mean, self.incoming)
+        self._has_incoming = True
+
+    def _add_incoming(self) -> None:
+        if self._has_incoming:
+            assert self.gradient is not None
+            assert self.incoming is not None
+            self.gradient.add_(self.incoming)
+            self._has_incoming = False
+
+    def discard_gradients(self) -> None:
+        """Forget a gradient that is on its way."""
+        self._has_incoming = False
+
+    def _adopt_gradients(self) -> bool:
+        """Make the gradient shard equal to what the optimizer sees of it, zero where it sees none.
+
+        Returns whether it is zero everywhere.
+        """
+        if self.gradient is None:
+            self.gradient = self._zeros()
+        if all(parameter.shard.grad is None for parameter in self.parameters):
+            self.gradient.zero_()
+            return True
+        for parameter, local in self._gradient_parts():
+            published = parameter.shard.grad
+            if published is None:
+                local.zero_()
+            elif not is_same_memory(published, local):
+                local.copy_(published)
+                parameter.shard.grad = local
+        return False
+
+    def publish_gradients(self, unused: Collection[UnitParameter]) -> None:
+        """Show the gradient shard to the optimizer; `unused` parameters get none.
+
+        A gradient that appeared on a shard meanwhile is autograd's, from a loss over the shards themselves such as a
+        penalty on weights: it is added. Where shards lie in host memory, copies to there must have finished.
+        """
+        self._add_incoming()
+        for parameter, local in self._gradient_parts():
+            published = parameter.shard.grad
+            if published is None:
+                if parameter.shard.requires_grad and parameter not in unused:
+                    parameter.shard.grad = local
+            elif not is_same_memory(published, local):
+                local.add_(published)
+                parameter.shard.grad = local
+
+    def _gradient_parts(self) -> Iterator[tuple[UnitParameter, Tensor]]:
+        """Yield each parameter with its part of the gradient shard."""
+        assert self.gradient is not None
+        for parameter in self.parameters:
+            yield parameter, self.own_part(self.gradient, parameter)
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors begin at the same place of the same storage."""
+    # By storage, not by address: a part without elements has no address, and ranks must not differ in the answer.
+    storages = one.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
+    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
