@@ -1,7 +1,6 @@
 """The training loop, one for all strategies, and the recorder around it."""
 
 import dataclasses
-import math
 import signal
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from instrumented_trainers import data, faults
 from instrumented_trainers.checkpoints import resume, storage
@@ -26,7 +25,10 @@ from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
-from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, accumulate, clip_grad_norm, make_optimizer
+from instrumented_trainers.optimization import optimizers
+from instrumented_trainers.optimization.parameter_roles import ParameterRoles
+from instrumented_trainers.optimization.schedules import learning_rate
+from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, accumulate, clip_grad_norm
 from instrumented_trainers.progress import Progress
 from tracekit import conventions
 from tracekit.capture import Recorder
@@ -73,11 +75,12 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     options = _options(config, active_faults)
     model, optimizer = _build(config, options, mesh, active_faults)
     if origin:
-        _restore(origin, config, model, optimizer)
+        _restore(origin, model, optimizer)
     checkpoints = CheckpointSaver(config, active_faults, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
     progress.print(_introduction(config, origin))
+    progress.print(_optimizer_line(config))
     with Recorder(
         config.out,
         device=config.device,
@@ -92,7 +95,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         manifest={**_manifest(config, mesh, active_faults, origin), "command": command},
     ) as recorder:
         for step in range(first_step, config.steps):
-            _set(optimizer, "lr", learning_rate(step, config))
+            _set_rate(optimizer, learning_rate(step, config))
             with watch.step(step):
                 number = _step(
                     step, config, model, optimizer, batches=batches, recorder=recorder, active_faults=active_faults
@@ -117,16 +120,6 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     for line in watch.summary():
         progress.print(line)
     progress.flush()
-
-
-def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Return the learning rate of a step: it rises in a line for the warm-up, then falls along half a cosine."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    progress_ratio = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
-    height_ratio = 0.5 * (1 + math.cos(math.pi * min(1.0, progress_ratio)))
-    floor_ratio = config.final_learning_rate_ratio
-    return config.learning_rate * (floor_ratio + (1 - floor_ratio) * height_ratio)
 
 
 def _step(
@@ -193,7 +186,7 @@ def _build(
     """Return the sharded model and its optimizer; all ranks draw the same weights, then numbers of their own."""
     torch.manual_seed(config.seed)
     model: nn.Module = Llama(_model_config(config))
-    layers = list(model.layers)
+    layers, roles = list(model.layers), ParameterRoles.of(model)
     if config.precision == "fp64":
         model = model.double()
     try:
@@ -202,9 +195,7 @@ def _build(
         raise InvalidConfigError(str(error)) from error
     for trouble in active_faults:
         trouble.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
-    optimizer = make_optimizer(
-        model, AdamW, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
-    )
+    optimizer = optimizers.make(config, model, roles)
     torch.manual_seed(config.seed * 1_000_003 + mesh.get_rank() + 1)
     return model, optimizer
 
@@ -228,14 +219,16 @@ def _model_config(config: TrainingConfig) -> ModelConfig:
     )
 
 
-def _restore(origin: ResumePoint, config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> None:
+def _restore(origin: ResumePoint, model: nn.Module, optimizer: Optimizer) -> None:
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     storage.load(origin.path, model, optimizer, world_size=origin.seal.world_size)
-    _set(optimizer, "weight_decay", config.weight_decay)
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)  # settings may have been overridden
 
 
-def _set(optimizer: Optimizer, name: str, value: float) -> None:
+def _set_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group[name] = value
+        group["lr"] = rate
 
 
 def _to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -268,6 +261,12 @@ def _introduction(config: TrainingConfig, origin: ResumePoint | None) -> str:
         f"{config.strategy}: {config.model} ({parameters / 1e6:,.1f} M parameters) in {config.precision} on {where}, "
         f"{config.tokens_per_step:,} tokens a step{since}"
     )
+
+
+def _optimizer_line(config: TrainingConfig) -> str:
+    with torch.device("meta"):
+        roles = ParameterRoles.of(Llama(_model_config(config)))
+    return f"{config.optimizer}, {config.schedule}: {roles.describe(config.weight_decay)}"
 
 
 def _nothing_to_do(origin: ResumePoint | None, config: TrainingConfig) -> str:

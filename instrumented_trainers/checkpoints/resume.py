@@ -16,7 +16,7 @@ from instrumented_trainers.config import NEWEST, OVERRIDABLE, InvalidConfigError
 
 # What the result of a training depends on. Strategy, ranks and recording are not among them: they change only the order
 # of sums.
-_TRAINING_ARGUMENTS = (*OVERRIDABLE, "model", "data", "tokens", "precision", "seed")
+_TRAINING_ARGUMENTS = (*OVERRIDABLE, "model", "data", "tokens", "precision", "seed", "optimizer")
 
 
 @dataclass(frozen=True)

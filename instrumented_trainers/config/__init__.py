@@ -4,8 +4,10 @@ from instrumented_trainers.config.command_line import parse
 from instrumented_trainers.config.settings import (
     MEMORY_STEP,
     NEWEST,
+    OPTIMIZERS,
     OVERRIDABLE,
     PRECISIONS,
+    SCHEDULES,
     InvalidConfigError,
     TrainingConfig,
     TrainingFailedError,
@@ -14,8 +16,10 @@ from instrumented_trainers.config.settings import (
 __all__ = [
     "MEMORY_STEP",
     "NEWEST",
+    "OPTIMIZERS",
     "OVERRIDABLE",
     "PRECISIONS",
+    "SCHEDULES",
     "InvalidConfigError",
     "TrainingConfig",
     "TrainingFailedError",

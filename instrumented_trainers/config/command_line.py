@@ -153,6 +153,7 @@ def _overridden(config: TrainingConfig, parser: argparse.ArgumentParser) -> Trai
             parser.error(f"--override {text}: NAME=VALUE, NAME one of lr, {', '.join(OVERRIDABLE)}")
         try:
             values[name] = parser._get_value(actions[name], value)
+            parser._check_value(actions[name], values[name])
         except argparse.ArgumentError as error:
             parser.error(f"--override {text}: {error.message}")
         overrides.append(f"{name}={values[name]}")

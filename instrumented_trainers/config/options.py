@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from instrumented_trainers.config.settings import NEWEST, PRECISIONS
+from instrumented_trainers.config.settings import NEWEST, OPTIMIZERS, PRECISIONS, SCHEDULES
 from instrumented_trainers.model import PRESETS
 
 
@@ -70,12 +70,26 @@ def add_model(group: argparse._ArgumentGroup) -> None:
 def add_optimization(group: argparse._ArgumentGroup) -> None:
     """Add the options on the optimization."""
     group.add_argument("--steps", type=positive, metavar="N", help="optimizer steps to train for")
+    group.add_argument(
+        "--optimizer", choices=OPTIMIZERS, help="muon: for the matrices inside the layers, adamw for the rest"
+    )
     group.add_argument("--learning-rate", type=float, metavar="X", help="highest learning rate")
+    group.add_argument(
+        "--schedule", choices=SCHEDULES, help="how the rate falls after the warm-up; wsd: only in the last steps"
+    )
     group.add_argument("--warmup-steps", type=natural, metavar="N", help="steps in which it rises")
+    group.add_argument(
+        "--decay-steps", type=natural, metavar="N", help="steps in which it falls (wsd); by default a fifth of --steps"
+    )
     group.add_argument(
         "--final-learning-rate-ratio", type=float, metavar="X", help="share of it that remains at the last step"
     )
-    group.add_argument("--weight-decay", type=float, metavar="X", help="of AdamW, on all weights")
+    group.add_argument(
+        "--weight-decay", type=float, metavar="X", help="on all weights but those of norms, biases and embeddings"
+    )
+    group.add_argument("--beta1", type=float, metavar="X", help="of adamw, adam and lion: decay of the first moment")
+    group.add_argument("--beta2", type=float, metavar="X", help="of adamw, adam and lion: decay of the second moment")
+    group.add_argument("--momentum", type=float, metavar="X", help="of sgd and muon, Nesterov's; sgd: 0 for none")
     group.add_argument("--dropout", type=float, metavar="X", help="share of each layer's output dropped")
     group.add_argument("--max-norm", type=float, metavar="X", help="gradient norm to clip at; 0: don't")
     group.add_argument("--seed", type=natural, metavar="N", help="of the weights and the order of the data")

@@ -7,6 +7,8 @@ from tracekit.conventions import strategies
 from tracekit.conventions.strategies import Layout
 
 PRECISIONS = ("fp32", "bf16", "fp64")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon")
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
 NEWEST = "newest"
 MEMORY_STEP = 2
 """The step of a training, counted from its first, whose memory is reported: before any that the profiler records."""
@@ -16,8 +18,13 @@ OVERRIDABLE = (
     "steps",
     "learning_rate",
     "warmup_steps",
+    "schedule",
+    "decay_steps",
     "final_learning_rate_ratio",
     "weight_decay",
+    "beta1",
+    "beta2",
+    "momentum",
     "max_norm",
     "dropout",
     "batch",
@@ -49,10 +56,16 @@ class TrainingConfig:
     prefetch: int | None = None
     replicate: int = 1
     offload: bool = False
+    optimizer: str = "adamw"
     learning_rate: float = 1e-3
+    schedule: str = "cosine"
     warmup_steps: int = 5
+    decay_steps: int | None = None
     final_learning_rate_ratio: float = 0.1
     weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95
     max_norm: float = 1.0
     dropout: float = 0.0
     seed: int = 0

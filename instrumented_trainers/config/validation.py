@@ -27,7 +27,7 @@ def problem(config: TrainingConfig) -> str | None:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
     if config.memory_report and config.profile_wait <= MEMORY_STEP:
         return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
-    if reason := _layout_problem(config) or _fault_problem(config):
+    if reason := _layout_problem(config) or _optimization_problem(config) or _fault_problem(config):
         return reason
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
@@ -53,6 +53,17 @@ def _layout_problem(config: TrainingConfig) -> str | None:
     ranks = config.layout.dp_shard
     if not 1 < config.reshard_to < ranks or ranks % config.reshard_to:
         return f"--reshard-to {config.reshard_to}: name a divisor of the {ranks} ranks that share a model"
+    return None
+
+
+def _optimization_problem(config: TrainingConfig) -> str | None:
+    """Return why the optimizer or the schedule is impossible, or None."""
+    if config.optimizer == "muon" and config.strategy == "fsdp1":
+        return "--optimizer muon: needs matrices, and FSDP1 shards to flat vectors; use another --strategy"
+    if config.memory_report and (config.optimizer == "muon" or (config.optimizer == "sgd" and not config.momentum)):
+        return f"--memory-report: has no formula for --optimizer {config.optimizer} with these settings"
+    if config.decay_steps is not None and config.schedule != "wsd":
+        return f"--decay-steps: {config.schedule} falls over all steps; only wsd takes it"
     return None
 
 

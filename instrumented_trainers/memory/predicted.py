@@ -3,7 +3,7 @@
 Letters as in `instrumented_trainers.model`, and
     N  parameters      M  those of a layer      R  those outside the layers      S  ranks that share one model
 
-What a rank stores (https://arxiv.org/abs/1910.02054, section 3; AdamW keeps two numbers per weight):
+What a rank stores (https://arxiv.org/abs/1910.02054, section 3; for AdamW, two numbers per weight):
 
     strategy   weights, gradients   optimizer    buffers: the most at a time, in bytes of a gathered weight (w) or of a
                                                  gradient that is reduced (r)
@@ -27,11 +27,13 @@ from torch import nn
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.memory.footprint import Footprint
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
+from instrumented_trainers.optimization.optimizers import STATE_NUMBERS
+from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.parallelism import ShardOptions, yafsdp
 from instrumented_trainers.parallelism.yafsdp.layout import Layout
 from tracekit.conventions.strategies import OPTIMIZER, STRATEGIES
 
-_STEP_BYTES = 4  # AdamW counts the steps of each tensor in fp32
+_STEP_BYTES = 4  # Adam and AdamW count the steps of each tensor in fp32
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of the weights that the optimizer steps
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
@@ -50,9 +52,10 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
     own = sum(sum(parts) for _, parts in stepped)
     tensors = sum(len(parts) for _, parts in stepped)
     if by_tensor:
-        assigned = _assigned([parameter.numel() for parameter in model.parameters()], config.world_size)[rank]
+        assigned = _assigned(_group_sizes(model), config.world_size)[rank]
         own, tensors = sum(assigned), len(assigned)
-    optimizer = 2 * own * weight + tensors * _STEP_BYTES
+    counters = tensors if "adam" in config.optimizer else 0
+    optimizer = STATE_NUMBERS[config.optimizer] * own * weight + counters * _STEP_BYTES
     offloaded = 0
     if options.offload:  # the optimizer, and what it steps: the shards themselves, or copies of whole tensors
         offloaded = optimizer + 2 * (own * weight if by_tensor else stored)
@@ -128,11 +131,18 @@ def _others(model: Llama, units: Sequence[Sequence[nn.Parameter]]) -> list[nn.Pa
     return [parameter for parameter in model.parameters() if id(parameter) not in excluded]
 
 
-def _assigned(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal tensors out, the largest first, to the rank that has the least so far."""
+def _group_sizes(model: Llama) -> list[list[int]]:
+    """Return the sizes of the parameters that decay, and of the others, as the optimizer has them."""
+    roles = ParameterRoles.of(model)
+    return [[n for name, n in roles.numels.items() if (name in roles.decayed) is decays] for decays in (True, False)]
+
+
+def _assigned(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """Deal tensors out, group by group, the largest first, to the rank that has the least so far."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
-    for size in sorted(sizes, reverse=True):
-        min(hands, key=sum).append(size)
+    for sizes in groups:
+        for size in sorted(sizes, reverse=True):
+            min(hands, key=sum).append(size)
     return hands
 
 

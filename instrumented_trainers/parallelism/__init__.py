@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from instrumented_trainers.parallelism import ddp, fsdp1, fsdp2, yafsdp, zero1
+from instrumented_trainers.parallelism.combined_optimizer import CombinedOptimizer
 from instrumented_trainers.parallelism.gradient_sync import accumulate, clip_grad_norm
 from instrumented_trainers.parallelism.options import ShardOptions
 from instrumented_trainers.parallelism.state import checkpoint_state, make_optimizer, restore_state
 
 __all__ = [
     "STRATEGIES",
+    "CombinedOptimizer",
     "ShardOptions",
     "accumulate",
     "checkpoint_state",

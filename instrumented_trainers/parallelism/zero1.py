@@ -5,7 +5,7 @@ rank broadcasts its parameters. https://arxiv.org/abs/1910.02054 names the stage
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,35 +32,43 @@ class Zero1DataParallel(ddp.AutocastDataParallel):
         super().__init__(module, mesh, dtype)
         self._offload = offload
 
-    def make_optimizer(self, kind: type[Optimizer], **options: Any) -> Optimizer:
-        """Return this rank's part of an optimizer of that kind, in host memory if the model's options ask for it."""
+    def make_optimizer(
+        self, kind: Callable[..., Optimizer], parameters: Iterable[Any], **options: Any
+    ) -> ZeroRedundancyOptimizer:
+        """Return this rank's part of an optimizer of that kind over `parameters`, or groups of them.
+
+        It is in host memory if the model's options ask for it.
+        """
         make = functools.partial(HostOptimizer, kind=kind) if self._offload else kind
-        return ZeroRedundancyOptimizer(self.parameters(), make, process_group=self.process_group, **options)
+        return ZeroRedundancyOptimizer(parameters, make, process_group=self.process_group, **options)
 
 
-def optimizer_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """Return the optimizer state of this rank's parameters, whole tensors by name, in the form of `checkpoint_state`.
+def optimizer_state(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimizer]) -> dict[str, Any]:
+    """Return the optimizers' state of this rank's parameters, whole tensors by name, in the form of `checkpoint_state`.
 
     Other ranks' parameters have no entry: each rank saves its own, and a load asks for what the rank has then.
     """
-    local = optimizer.optim
-    begin_missing_state(local)
-    return {
-        "state": {name: dict(local.state[parameter]) for name, parameter in _own_parameters(model, optimizer)},
-        "param_groups": [_group(group, _names(model)) for group in optimizer.param_groups],
-    }
+    names, state = _names(model), {}
+    for optimizer in optimizers:
+        begin_missing_state(optimizer.optim)
+        state |= {name: dict(optimizer.optim.state[p]) for name, p in _own_parameters(names, optimizer)}
+    groups = [_group(group, names) for optimizer in optimizers for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
 
 
-def restore_optimizer(model: nn.Module, optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
-    """Give this rank's part of the optimizer what was loaded into `state`."""
-    for name, parameter in _own_parameters(model, optimizer):
-        optimizer.optim.state[parameter] = state["state"][name]
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+def restore_optimizer(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimizer], state: dict[str, Any]) -> None:
+    """Give this rank's part of the optimizers what was loaded into `state`."""
+    for optimizer in optimizers:
+        for name, parameter in _own_parameters(_names(model), optimizer):
+            optimizer.optim.state[parameter] = state["state"][name]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, saved in zip(groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
-def _own_parameters(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterator[tuple[str, nn.Parameter]]:
-    names = _names(model)
+def _own_parameters(
+    names: dict[nn.Parameter, str], optimizer: ZeroRedundancyOptimizer
+) -> Iterator[tuple[str, nn.Parameter]]:
     for group in optimizer.optim.param_groups:
         for parameter in group["params"]:
             yield names[parameter], parameter

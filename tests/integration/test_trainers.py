@@ -116,7 +116,7 @@ def test_the_loss_falls_on_real_text(fsdp2: tuple[Path, str, str]) -> None:
 def test_the_training_says_little_and_its_recorder_nothing(fsdp2: tuple[Path, str, str]) -> None:
     _, out, err = fsdp2
     assert err == ""
-    assert out.count("\n") == 1 + 12 + 4
+    assert out.count("\n") == 2 + 12 + 4
     assert "step   11 of 12" in out
 
 

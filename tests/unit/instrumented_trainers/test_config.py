@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from instrumented_trainers import loop
 from instrumented_trainers.config import TrainingConfig, parse
 from instrumented_trainers.faults import FAULTS
 
@@ -122,16 +121,6 @@ def test_help_explains_each_fault_and_its_arguments(capsys: pytest.CaptureFixtur
         assert fault.__doc__
         said = " ".join(fault.__doc__.partition("\n\n")[0].split())
         assert f"{fault.usage}. {said}".replace("- ", "-") in text.replace("- ", "-")
-
-
-def test_the_learning_rate_rises_and_then_falls_to_its_floor() -> None:
-    config = TrainingConfig("ddp", Path("x"), steps=101, warmup_steps=10, learning_rate=1.0)
-    rates = [loop.learning_rate(step, config) for step in range(config.steps)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert rates[10] == pytest.approx(1.0)
-    assert rates[55] == pytest.approx(0.55)
-    assert rates[100] == pytest.approx(0.1)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 def test_without_torch_one_line_says_what_to_install() -> None:

@@ -1,0 +1,82 @@
+"""Make an optimizer by name for a sharded model."""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from instrumented_trainers.config import InvalidConfigError, TrainingConfig
+from instrumented_trainers.optimization.lion import Lion
+from instrumented_trainers.optimization.parameter_roles import ParameterRoles, named_parameters
+from instrumented_trainers.parallelism import CombinedOptimizer, make_optimizer
+from instrumented_trainers.parallelism.yafsdp import WholeTensorOptimizer, YaFSDPModule
+
+STATE_NUMBERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "sgd": 1, "lion": 1})
+"""How many numbers an optimizer keeps for each weight, sgd with momentum."""
+
+
+def make(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> Optimizer | CombinedOptimizer:
+    """Return the optimizer that the configuration names for a sharded model; `roles` are those of the model before.
+
+    Weights that decay and those that do not are groups of their own. Raises InvalidConfigError if the installed torch
+    does not have the optimizer.
+    """
+    if config.optimizer == "muon":
+        return _muon(config, model, roles)
+    return _made(config, config.optimizer, model, _groups(config, named_parameters(model), roles))
+
+
+def _groups(
+    config: TrainingConfig, parameters: Mapping[str, nn.Parameter], roles: ParameterRoles
+) -> list[dict[str, Any]]:
+    """Return the parameters that decay and those that do not, as groups; an empty group is left out."""
+    groups = [
+        {"params": [p for name, p in parameters.items() if (name in roles.decayed) is decays], "weight_decay": rate}
+        for decays, rate in ((True, config.weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _muon(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> CombinedOptimizer:
+    """Muon for the matrices inside the layers, AdamW for all other weights, both at the rate of AdamW."""
+    if not hasattr(torch.optim, "Muon"):
+        raise InvalidConfigError(f"--optimizer muon: torch {torch.__version__} does not have it; 2.9 does")
+    named = named_parameters(model)
+    matrices = {name: parameter for name, parameter in named.items() if name in roles.hidden_matrices}
+    others = {name: parameter for name, parameter in named.items() if name not in roles.hidden_matrices}
+    kind = functools.partial(WholeTensorOptimizer, kind=torch.optim.Muon)
+    return CombinedOptimizer(
+        make_optimizer(
+            model,
+            kind if isinstance(model, YaFSDPModule) else torch.optim.Muon,
+            _groups(config, matrices, roles),
+            lr=config.learning_rate,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        _made(config, "adamw", model, _groups(config, others, roles)),
+    )
+
+
+def _made(config: TrainingConfig, name: str, model: nn.Module, groups: list[dict[str, Any]]) -> Optimizer:
+    kind, options = _KINDS[name]
+    return make_optimizer(model, kind, groups, lr=config.learning_rate, **options(config))
+
+
+def _betas(config: TrainingConfig) -> dict[str, Any]:
+    return {"betas": (config.beta1, config.beta2)}
+
+
+# torch's fused SGD does not take DTensors.
+_KINDS: Mapping[str, tuple[type[Optimizer], Callable[[TrainingConfig], dict[str, Any]]]] = MappingProxyType(
+    {
+        "adamw": (AdamW, lambda config: {**_betas(config), "fused": True}),
+        "adam": (Adam, lambda config: {**_betas(config), "fused": True}),
+        "sgd": (SGD, lambda config: {"momentum": config.momentum, "nesterov": config.momentum > 0}),
+        "lion": (Lion, _betas),
+    }
+)
