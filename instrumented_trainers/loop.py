@@ -28,7 +28,14 @@ from instrumented_trainers.model import PRESETS, Llama, ModelConfig
 from instrumented_trainers.optimization import optimizers
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.optimization.schedules import learning_rate
-from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, accumulate, clip_grad_norm
+from instrumented_trainers.parallelism import (
+    SHARDS_ON_META,
+    STRATEGIES,
+    ShardOptions,
+    accumulate,
+    clip_grad_norm,
+    materialize,
+)
 from instrumented_trainers.progress import Progress
 from tracekit import conventions
 from tracekit.capture import Recorder
@@ -183,16 +190,22 @@ def _options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardO
 def _build(
     config: TrainingConfig, options: ShardOptions, mesh: DeviceMesh, active_faults: tuple[Fault, ...]
 ) -> tuple[nn.Module, Optimizer]:
-    """Return the sharded model and its optimizer; all ranks draw the same weights, then numbers of their own."""
-    torch.manual_seed(config.seed)
-    model: nn.Module = Llama(_model_config(config))
-    layers, roles = list(model.layers), ParameterRoles.of(model)
-    if config.precision == "fp64":
-        model = model.double()
+    """Return the sharded model and its optimizer; all ranks draw the same weights, then numbers of their own.
+
+    Under fsdp2 and yafsdp no rank ever has all weights.
+    """
+    device = torch.device(config.device)
+    with torch.device("meta"):
+        llama = Llama(_model_config(config)).to(torch.float64 if config.precision == "fp64" else torch.float32)
+    layers, roles, initializer = list(llama.layers), ParameterRoles.of(llama), llama.initializer(config.seed)
+    if config.strategy not in SHARDS_ON_META:
+        llama.materialize(device, config.seed)
     try:
-        model = STRATEGIES[config.strategy](model, mesh, options)
+        model = STRATEGIES[config.strategy](llama, mesh, options)
     except NotImplementedError as error:
         raise InvalidConfigError(str(error)) from error
+    if config.strategy in SHARDS_ON_META:
+        materialize(model, initializer, device, options)
     for trouble in active_faults:
         trouble.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
     optimizer = optimizers.make(config, model, roles)

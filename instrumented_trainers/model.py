@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from instrumented_trainers.initialization import WeightInitializer
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -58,13 +60,14 @@ class ModelConfig:
 
 # `micro` is for tests and small samples. A unit (layer; embedding, norm and head together) of `tiny` holds at least
 # 1 MiB in fp32, so that its buffers stand out of the allocator's events in a trace. The sizes from 1b up are those of
-# Llama 2, Code Llama (34b) and Llama 3.
+# Llama 2, Code Llama (34b) and Llama 3; 1.3b has GPT-3 XL's layers and width.
 PRESETS: Mapping[str, ModelConfig] = {
     "micro": ModelConfig(64, 2, 4, 2, 176, 512),
     "tiny": ModelConfig(256, 4, 8, 2, 704, 512),
     "small": ModelConfig(512, 8, 8, 4, 1408, 512),
     "125m": ModelConfig(768, 12, 12, 12, 2048, 32_000),
     "1b": ModelConfig(2048, 16, 32, 8, 8192, 128_256, 500_000.0, tied=True),
+    "1.3b": ModelConfig(2048, 24, 16, 16, 5504, 32_000),
     "3b": ModelConfig(3072, 28, 24, 8, 8192, 128_256, 500_000.0, tied=True),
     "7b": ModelConfig(4096, 32, 32, 32, 11_008, 32_000),
     "8b": ModelConfig(4096, 32, 32, 8, 14_336, 128_256, 500_000.0),
@@ -78,8 +81,8 @@ PRESETS: Mapping[str, ModelConfig] = {
 class Llama(nn.Module):
     """Embedding, `layers`, norm, head. Called with tokens (B, T), it returns logits (B, T, V).
 
-    Weights are drawn from torch's generator of the device (seed it for the same weights on every rank). A model built
-    on the meta device has none until `to_empty` and `initialize`.
+    Weights are drawn by a seed from torch's generator (seed that for the same weights on every rank). A model built on
+    the meta device has none until it gets them, whole by `materialize` or in parts by its `initializer`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -91,20 +94,23 @@ class Llama(nn.Module):
         )
         self.norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        self._tie()
         if not self.head.weight.is_meta:
-            self.initialize()
+            self.apply(self.initializer(int(torch.randint(2**31, ()))))
 
-    def initialize(self) -> None:
-        """Draw the weights: normal with deviation 0.02, less for what each layer adds to the stream; norms are 1."""
-        residual_deviation = 0.02 / (2 * self.config.layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                nn.init.ones_(parameter)
-            else:
-                added = name.endswith(("output.weight", "down.weight"))
-                nn.init.normal_(parameter, std=residual_deviation if added else 0.02)
+    def initializer(self, seed: int) -> WeightInitializer:
+        """Return what draws the weights, the same for the same seed."""
+        return WeightInitializer(self, layers=self.config.layers, seed=seed)
+
+    def materialize(self, device: torch.device, seed: int) -> None:
+        """Give a model on the meta device its weights, whole."""
+        self.to_empty(device=device)
+        self._tie()  # each place of a tied weight has got memory of its own
+        self.apply(self.initializer(seed))
+
+    def _tie(self) -> None:
+        if self.config.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         rotation = rotations(tokens.shape[1], self.config, tokens.device)

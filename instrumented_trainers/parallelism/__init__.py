@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from instrumented_trainers.parallelism import ddp, fsdp1, fsdp2, yafsdp, zero1
 from instrumented_trainers.parallelism.combined_optimizer import CombinedOptimizer
 from instrumented_trainers.parallelism.gradient_sync import accumulate, clip_grad_norm
+from instrumented_trainers.parallelism.meta_init import SHARDS_ON_META, materialize
 from instrumented_trainers.parallelism.options import ShardOptions
 from instrumented_trainers.parallelism.state import checkpoint_state, make_optimizer, restore_state
 
 __all__ = [
+    "SHARDS_ON_META",
     "STRATEGIES",
     "CombinedOptimizer",
     "ShardOptions",
@@ -24,6 +26,7 @@ __all__ = [
     "checkpoint_state",
     "clip_grad_norm",
     "make_optimizer",
+    "materialize",
     "restore_state",
 ]
 

@@ -1,11 +1,13 @@
 """The second fully sharded data parallel of PyTorch: each parameter a DTensor cut along its first dim."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from instrumented_trainers.parallelism.options import ShardOptions
 
@@ -27,6 +29,28 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Modul
     if options.prefetch is not None:
         _prefetch(model, list(model.layers), mesh, options.prefetch)
     return model
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, reset: Callable[[nn.Module], None], device: torch.device, *, offload: bool) -> None:
+    """Draw the weights of a model that was sharded on the meta device; each rank keeps its shards.
+
+    `reset` is called with each module that has parameters of its own, while these are whole and on `device`; it must
+    fill them, with the same values on every rank.
+    """
+    model.to_empty(device=torch.device("cpu") if offload else device)
+    for module in model.modules():
+        shards = {name: each for name, each in module._parameters.items() if isinstance(each, DTensor)}
+        for name, shard_ in shards.items():
+            module._parameters[name] = nn.Parameter(torch.empty(shard_.shape, dtype=shard_.dtype, device=device))
+        if shards:
+            reset(module)
+        for name, shard_ in shards.items():
+            whole = module._parameters[name]
+            assert whole is not None
+            own = distribute_tensor(whole.detach(), shard_.device_mesh, shard_.placements, src_data_rank=None)
+            shard_.to_local().copy_(own.to_local())
+            module._parameters[name] = shard_  # type: ignore[assignment]
 
 
 def _refuse_uneven_groups(mesh: DeviceMesh, reshard_to: bool | int) -> None:
