@@ -17,14 +17,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from instrumented_trainers import data, faults
+from instrumented_trainers import faults
 from instrumented_trainers.checkpoints import resume, storage
 from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.checkpoints.saver import CheckpointSaver
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.memory import MemoryWatch
-from instrumented_trainers.model import PRESETS, Llama, ModelConfig
+from instrumented_trainers.model import Llama
 from instrumented_trainers.optimization import optimizers
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.optimization.schedules import learning_rate
@@ -37,6 +37,10 @@ from instrumented_trainers.parallelism import (
     materialize,
 )
 from instrumented_trainers.progress import Progress
+from instrumented_trainers.sizes import model_config
+from instrumented_trainers.text import loading
+from instrumented_trainers.text.batches import Batches
+from instrumented_trainers.text.stream import StreamedBatches
 from tracekit import conventions
 from tracekit.capture import Recorder
 from tracekit.capture.metrics import PendingScalar
@@ -78,11 +82,11 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             sys.stdout.write(f"  nothing to do: {_nothing_to_do(origin, config)}\n")
         return
     active_faults = tuple(faults.parse(text) for text in config.fault)
-    batches = _batches(config, rank, origin)
+    batches = loading.load(config, rank, origin)
     options = _options(config, active_faults)
     model, optimizer = _build(config, options, mesh, active_faults)
     if origin:
-        _restore(origin, model, optimizer)
+        _restore(origin, model, optimizer, batches)
     checkpoints = CheckpointSaver(config, active_faults, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
@@ -112,7 +116,9 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             saved = None
             if stopped or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
                 taken = batches.taken_before((step + 1) * config.micro_batches)
-                saved = checkpoints.save(model, optimizer, step=step + 1, sequences=taken, recorder=recorder)
+                saved = checkpoints.save(
+                    model, optimizer, step=step + 1, sequences=taken, text=batches.state, recorder=recorder
+                )
             last = stopped or step == config.steps - 1
             recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step, last=last)
             progress.step(step, loss, tokens=config.tokens_per_step, elapsed_ns=recorder.step_time_ns)
@@ -135,7 +141,7 @@ def _step(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    batches: data.Batches,
+    batches: Batches | StreamedBatches,
     recorder: Recorder,
     active_faults: tuple[Fault, ...],
 ) -> Tensor:
@@ -167,12 +173,6 @@ def _step(
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
-def _batches(config: TrainingConfig, rank: int, origin: ResumePoint | None) -> data.Batches:
-    tokens = data.read_tokens(config.data or data.standard_library())
-    taken, first = (origin.seal.sequences, origin.seal.step * config.micro_batches) if origin else (0, 0)
-    return data.Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed, taken, first)
-
-
 def _options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardOptions:
     lower = config.precision == "bf16"
     options = ShardOptions(
@@ -196,7 +196,7 @@ def _build(
     """
     device = torch.device(config.device)
     with torch.device("meta"):
-        llama = Llama(_model_config(config)).to(torch.float64 if config.precision == "fp64" else torch.float32)
+        llama = Llama(model_config(config)).to(torch.float64 if config.precision == "fp64" else torch.float32)
     layers, roles, initializer = list(llama.layers), ParameterRoles.of(llama), llama.initializer(config.seed)
     if config.strategy not in SHARDS_ON_META:
         llama.materialize(device, config.seed)
@@ -223,18 +223,12 @@ def _sharded(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _model_config(config: TrainingConfig) -> ModelConfig:
-    return dataclasses.replace(
-        PRESETS[config.model],
-        dropout=config.dropout,
-        checkpointed_layers=config.checkpoint_layers,
-        reentrant=config.reentrant,
-    )
-
-
-def _restore(origin: ResumePoint, model: nn.Module, optimizer: Optimizer) -> None:
+def _restore(origin: ResumePoint, model: nn.Module, optimizer: Optimizer, batches: Batches | StreamedBatches) -> None:
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    storage.load(origin.path, model, optimizer, world_size=origin.seal.world_size)
+    position = batches.state
+    storage.load(origin.path, model, optimizer, world_size=origin.seal.world_size, text=position)
+    if isinstance(batches, StreamedBatches):
+        batches.restore(position)
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)  # settings may have been overridden
 
@@ -253,13 +247,13 @@ def _to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _manifest(
     config: TrainingConfig, mesh: DeviceMesh, active_faults: tuple[Fault, ...], origin: ResumePoint | None
 ) -> Mapping[str, Any]:
-    sizes = dataclasses.asdict(_model_config(config))
+    sizes = model_config(config)
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
     return {
         "strategy": config.strategy,
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
         "layout": dataclasses.asdict(config.layout),
-        "model": {"name": config.model, "parameters": PRESETS[config.model].parameters, **sizes},
+        "model": {"name": config.model, "parameters": sizes.parameters, **dataclasses.asdict(sizes)},
         "arguments": arguments,
         "faults": [faults.truth(trouble) for trouble in active_faults],
         "lineage": list(origin.lineage(config)) if origin else [],
@@ -267,7 +261,7 @@ def _manifest(
 
 
 def _introduction(config: TrainingConfig, origin: ResumePoint | None) -> str:
-    parameters = PRESETS[config.model].parameters
+    parameters = model_config(config).parameters
     where = f"{config.world_size} {'GPUs' if config.device == 'cuda' else 'CPU processes'}"
     since = f" from step {origin.seal.step}, saved in {origin.path}" if origin else ""
     return (
@@ -278,7 +272,7 @@ def _introduction(config: TrainingConfig, origin: ResumePoint | None) -> str:
 
 def _optimizer_line(config: TrainingConfig) -> str:
     with torch.device("meta"):
-        roles = ParameterRoles.of(Llama(_model_config(config)))
+        roles = ParameterRoles.of(Llama(model_config(config)))
     return f"{config.optimizer}, {config.schedule}: {roles.describe(config.weight_decay)}"
 
 

@@ -16,7 +16,20 @@ from instrumented_trainers.config import NEWEST, OVERRIDABLE, InvalidConfigError
 
 # What the result of a training depends on. Strategy, ranks and recording are not among them: they change only the order
 # of sums.
-_TRAINING_ARGUMENTS = (*OVERRIDABLE, "model", "data", "tokens", "precision", "seed", "optimizer")
+_TRAINING_ARGUMENTS = (
+    *OVERRIDABLE,
+    "model",
+    "data",
+    "text_field",
+    "stream",
+    "tokenizer",
+    "train_tokenizer",
+    "separator",
+    "tokens",
+    "precision",
+    "seed",
+    "optimizer",
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ def resume_point(config: TrainingConfig) -> ResumePoint | None:
 def training_arguments(config: TrainingConfig) -> dict[str, Any]:
     """Return the arguments that the result of the training depends on, as JSON represents them."""
     values = {name: getattr(config, name) for name in _TRAINING_ARGUMENTS}
-    return json.loads(json.dumps({**values, "data": [str(path) for path in config.data]}))
+    return json.loads(json.dumps(values, default=str))
 
 
 def _candidates(config: TrainingConfig) -> tuple[list[Path], bool]:

@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Optimizer
 
@@ -32,15 +33,25 @@ class CheckpointSaver:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if not self.blocking else None
         self._pending: Future[None] | None = None
 
-    def save(self, model: nn.Module, optimizer: Optimizer, *, step: int, sequences: int, recorder: Recorder) -> Path:
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        step: int,
+        sequences: int,
+        text: Mapping[str, Tensor],
+        recorder: Recorder,
+    ) -> Path:
         """Save after `step` optimizer steps that took `sequences` of the text; return where. Every rank calls it.
 
+        `text` is this rank's position in streamed text, under names that no other rank has.
         In the background this returns as soon as the state is copied; it waits for a running earlier save.
         Raises FailedError if this save, or in the background the one before, has failed.
         """
         path = self._config.checkpoints / f"step-{step:06d}"
         writer = Writer(path)
-        state = storage.state_to_save(model, optimizer)
+        state = storage.state_to_save(model, optimizer) | ({"text": dict(text)} if text else {})
         for fault in self._faults:
             fault.prepare_writer(writer, dist.get_rank())
             state |= fault.add_state(dist.get_rank())

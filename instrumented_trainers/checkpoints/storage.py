@@ -106,12 +106,15 @@ def state_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {**checkpoint_state(model, optimizer), "random": random_state()}
 
 
-def load(path: Path, model: nn.Module, optimizer: Optimizer, *, world_size: int) -> None:
+def load(
+    path: Path, model: nn.Module, optimizer: Optimizer, *, world_size: int, text: Mapping[str, Tensor] | None = None
+) -> None:
     """Give model, optimizer and random generators the state saved at `path` by `world_size` ranks.
 
-    Random states are restored only on the same number of ranks.
+    Random states are restored only on the same number of ranks. The tensors of `text` are filled with what was saved
+    under their names.
     """
-    state: dict[str, Any] = dict(checkpoint_state(model, optimizer))
+    state: dict[str, Any] = {**checkpoint_state(model, optimizer), **({"text": dict(text)} if text else {})}
     if world_size == dist.get_world_size():
         state["random"] = random_state()
     dcp.load(state, checkpoint_id=path)

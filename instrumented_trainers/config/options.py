@@ -35,7 +35,25 @@ def add_model(group: argparse._ArgumentGroup) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="text to train on, byte by byte; by default the sources of Python's own standard library",
+        help="text to train on: plain, .jsonl, .arrow or .parquet; by default the sources of Python's standard library",
+    )
+    group.add_argument("--text-field", metavar="NAME", help="the field of the text in .jsonl, .arrow and .parquet")
+    group.add_argument(
+        "--stream", action="store_true", help="read and tokenize the text while training, in order, not beforehand"
+    )
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json of `tokenizers`; by default a token is a byte"
+    )
+    group.add_argument(
+        "--train-tokenizer",
+        type=natural,
+        metavar="VOCAB",
+        help="train a byte-level BPE tokenizer of so many tokens on the text, into RUN/tokenizer.json",
+    )
+    group.add_argument(
+        "--separator",
+        metavar="TOKEN",
+        help="the tokenizer's token between documents; by default <|endoftext|> or the like",
     )
     group.add_argument("--batch", type=positive, metavar="N", help="sequences per rank and micro-batch")
     group.add_argument("--tokens", type=positive, metavar="N", help="tokens in a sequence")

@@ -10,6 +10,8 @@ PRECISIONS = ("fp32", "bf16", "fp64")
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 NEWEST = "newest"
+SMALLEST_VOCABULARY = 257
+"""The tokens that any text can be written in: the bytes, and one that ends a document."""
 MEMORY_STEP = 2
 """The step of a training, counted from its first, whose memory is reported: before any that the profiler records."""
 
@@ -44,6 +46,11 @@ class TrainingConfig:
     timeout_s: float = 300.0
     model: str = "tiny"
     data: tuple[Path, ...] = ()
+    text_field: str = "text"
+    stream: bool = False
+    tokenizer: Path | None = None
+    train_tokenizer: int | None = None
+    separator: str | None = None
     steps: int = 20
     batch: int = 4
     tokens: int = 128

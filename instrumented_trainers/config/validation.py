@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from instrumented_trainers import faults
-from instrumented_trainers.config.settings import MEMORY_STEP, TrainingConfig
+from instrumented_trainers.config.settings import MEMORY_STEP, SMALLEST_VOCABULARY, TrainingConfig
 from instrumented_trainers.model import PRESETS
 from tracekit.conventions import strategies
 
@@ -18,21 +18,39 @@ def problem(config: TrainingConfig) -> str | None:
         return "--device cuda: torch finds no GPU"
     if config.device == "cuda" and not launched and config.world_size > torch.cuda.device_count():
         return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
-    missing = [str(path) for path in config.data if not path.is_file()]
-    if missing:
-        return f"--data {missing[0]}: no such file"
     if config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
     if config.memory_report and config.profile_wait <= MEMORY_STEP:
         return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
-    if reason := _layout_problem(config) or _optimization_problem(config) or _fault_problem(config):
+    if (
+        reason := _text_problem(config)
+        or _layout_problem(config)
+        or _optimization_problem(config)
+        or _fault_problem(config)
+    ):
         return reason
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
     if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
         return f"--out {config.out}: contains a run; name another folder, or add --overwrite or --resume"
+    return None
+
+
+def _text_problem(config: TrainingConfig) -> str | None:
+    """Return why the text or its tokenizer is impossible, or None."""
+    missing = [str(path) for path in config.data if not path.is_file()]
+    if missing:
+        return f"--data {missing[0]}: no such file"
+    if config.tokenizer is not None and not config.tokenizer.is_file():
+        return f"--tokenizer {config.tokenizer}: no such file"
+    if config.tokenizer is not None and config.train_tokenizer is not None:
+        return "--train-tokenizer: not with --tokenizer, which is one already"
+    if config.train_tokenizer is not None and config.train_tokenizer < SMALLEST_VOCABULARY:
+        return f"--train-tokenizer {config.train_tokenizer}: bytes alone are {SMALLEST_VOCABULARY} tokens; give more"
+    if config.separator is not None and config.tokenizer is None:
+        return "--separator: only with --tokenizer; others have one of their own"
     return None
 
 

@@ -26,11 +26,12 @@ from torch import nn
 
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.memory.footprint import Footprint
-from instrumented_trainers.model import PRESETS, Llama, ModelConfig
+from instrumented_trainers.model import Llama, ModelConfig
 from instrumented_trainers.optimization.optimizers import STATE_NUMBERS
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.parallelism import ShardOptions, yafsdp
 from instrumented_trainers.parallelism.yafsdp.layout import Layout
+from instrumented_trainers.sizes import model_config
 from tracekit.conventions.strategies import OPTIMIZER, STRATEGIES
 
 _STEP_BYTES = 4  # Adam and AdamW count the steps of each tensor in fp32
@@ -41,7 +42,7 @@ _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footprint:
     """Return the predicted memory of `rank`, sharded with `options`. No activations for autocast's bf16."""
     with torch.device("meta"):
-        model = Llama(PRESETS[config.model])
+        model = Llama(model_config(config))
     strategy, ranks = STRATEGIES[config.strategy], config.layout.dp_shard
     shard = rank % ranks
     weight = _WEIGHT_BYTES[config.precision]
@@ -66,7 +67,7 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
         stored,
         optimizer,
         _buffers_bytes(config, model, options, ranks),
-        _activations_bytes(config, PRESETS[config.model]),
+        _activations_bytes(config, model_config(config)),
         offloaded,
     )
 
@@ -132,9 +133,9 @@ def _others(model: Llama, units: Sequence[Sequence[nn.Parameter]]) -> list[nn.Pa
 
 
 def _group_sizes(model: Llama) -> list[list[int]]:
-    """Return the sizes of the parameters that decay, and of the others, as the optimizer has them."""
+    """Return the sizes of the parameters that do not decay, and of the others, as the optimizer has them."""
     roles = ParameterRoles.of(model)
-    return [[n for name, n in roles.numels.items() if (name in roles.decayed) is decays] for decays in (True, False)]
+    return [[n for name, n in roles.numels.items() if (name in roles.decayed) is decays] for decays in (False, True)]
 
 
 def _assigned(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:

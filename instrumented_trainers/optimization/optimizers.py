@@ -33,10 +33,13 @@ def make(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> Opt
 def _groups(
     config: TrainingConfig, parameters: Mapping[str, nn.Parameter], roles: ParameterRoles
 ) -> list[dict[str, Any]]:
-    """Return the parameters that decay and those that do not, as groups; an empty group is left out."""
+    """Return the parameters that do not decay and those that do, as groups; an empty group is left out.
+
+    In this order zero1, which deals out one group after the other, can balance a large embedding.
+    """
     groups = [
         {"params": [p for name, p in parameters.items() if (name in roles.decayed) is decays], "weight_decay": rate}
-        for decays, rate in ((True, config.weight_decay), (False, 0.0))
+        for decays, rate in ((False, 0.0), (True, config.weight_decay))
     ]
     return [group for group in groups if group["params"]]
 

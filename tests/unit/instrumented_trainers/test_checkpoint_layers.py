@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from instrumented_trainers import config, loop
+from instrumented_trainers import config
 from instrumented_trainers.model import Llama, ModelConfig
+from instrumented_trainers.sizes import model_config
 
 SMALL = ModelConfig(width=32, layers=4, heads=4, key_value_heads=2, hidden_width=48, vocabulary=64)
 TOKENS = torch.randint(SMALL.vocabulary, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -19,7 +20,7 @@ def layer_settings(*options: str) -> list[tuple[bool, bool]]:
     """Return, by layer, whether it recomputes and in which of the two ways, as the command line asks."""
     wanted = config.parse(["--strategy", "yafsdp", "--out", "runs/x", "--device", "cpu", "--model", "tiny", *options])
     with torch.device("meta"):
-        model = Llama(loop._model_config(wanted))
+        model = Llama(model_config(wanted))
     return [(layer.recomputed, layer.reentrant) for layer in model.layers]
 
 

@@ -1,6 +1,7 @@
-"""Real text as tokens: one token per byte, and one between two documents."""
+"""Batches of text that is in memory, tokenized and shuffled."""
 
 import functools
+import itertools
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from instrumented_trainers.config import InvalidConfigError
+from instrumented_trainers.text import documents
+from instrumented_trainers.text.tokenizer import Tokenizer
 
-BETWEEN_DOCUMENTS = 256
-TOKENS = 257
-"""How many different tokens there are; a model's vocabulary must hold them."""
+_PIECES = 256  # tokenized at a time, which the library does in parallel
 
 
 def standard_library() -> list[Path]:
@@ -21,15 +22,14 @@ def standard_library() -> list[Path]:
     return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
-def read_tokens(paths: Sequence[Path]) -> Tensor:
-    """Return the files' bytes one after the other, shape (n,), int16, with a token of its own between two files."""
-    between = torch.tensor([BETWEEN_DOCUMENTS], dtype=torch.int16)
-    parts = []
-    for path in paths:
-        text = path.read_bytes()
-        if text:
-            parts += [torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16), between]
-    return torch.cat(parts) if parts else between[:0]
+def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer, *, field: str = "text") -> Tensor:
+    """Return the tokens of all documents in the files, shape (n,), the separator after each."""
+    separator, parts = torch.tensor([tokenizer.separator], dtype=torch.int32), [torch.empty(0, dtype=torch.int16)]
+    pieces = (piece for path in paths for piece in documents.read(path, field=field))
+    while chunk := list(itertools.islice(pieces, _PIECES)):
+        for piece, tokens in zip(chunk, tokenizer.encode([piece.text for piece in chunk]), strict=True):
+            parts += [tokens, separator] if piece.ends_document else [tokens]
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class Batches:
                 f"the text has {len(self.tokens):,} tokens, which is too short for sequences of {self.length}: "
                 "give more --data or fewer --tokens"
             )
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Return nothing: a checkpoint needs only how many sequences were taken."""
+        return {}
 
     @property
     def sequences(self) -> int:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from instrumented_trainers.config import InvalidConfigError
-from instrumented_trainers.data import BETWEEN_DOCUMENTS, TOKENS, Batches, read_tokens, standard_library
 from instrumented_trainers.model import PRESETS
+from instrumented_trainers.text.batches import Batches, read_tokens, standard_library
+from instrumented_trainers.text.tokenizer import BETWEEN_DOCUMENTS, TOKENS, ByteTokenizer
 
 
 def batches(rank: int = 0, *, seed: int = 0, tokens: int = 8 * 24 + 1) -> Batches:
@@ -19,7 +20,7 @@ def rows(rank: int, number: int, **options: int) -> list[tuple[int, ...]]:
 def test_a_token_is_a_byte_and_documents_are_separated(tmp_path: Path) -> None:
     for name, text in (("a", b"ab\xff"), ("empty", b""), ("b", b"c")):
         (tmp_path / name).write_bytes(text)
-    tokens = read_tokens([tmp_path / name for name in ("a", "empty", "b")])
+    tokens = read_tokens([tmp_path / name for name in ("a", "empty", "b")], ByteTokenizer())
     assert tokens.tolist() == [97, 98, 255, BETWEEN_DOCUMENTS, 99, BETWEEN_DOCUMENTS]
 
 

@@ -1,0 +1,119 @@
+"""The text of a training run: its tokenizer, its batches, and where a resumed training continues in it."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from instrumented_trainers.checkpoints.resume import ResumePoint
+from instrumented_trainers.config import InvalidConfigError, TrainingConfig
+from instrumented_trainers.text import batches, documents, tokenizer
+from instrumented_trainers.text.batches import Batches
+from instrumented_trainers.text.stream import StreamedBatches
+from instrumented_trainers.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+
+Result = TypeVar("Result")
+_TRAINING_TEXT_BYTES = 1 << 28
+"""Of the text, how much a tokenizer is trained on."""
+
+
+def load(config: TrainingConfig, rank: int, origin: ResumePoint | None) -> Batches | StreamedBatches:
+    """Return the rank's batches. Every rank calls it; the first one trains the tokenizer, or tokenizes the text.
+
+    Raises InvalidConfigError on all ranks if the text or the tokenizer cannot be used.
+    """
+    words = make_tokenizer(config, origin)
+    if config.stream:
+        return _streamed(config, words, rank, origin)
+    tokens = read(config, words)
+    taken, first = (origin.seal.sequences, origin.seal.step * config.micro_batches) if origin else (0, 0)
+    return Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed, taken, first)
+
+
+def make_tokenizer(config: TrainingConfig, origin: ResumePoint | None) -> Tokenizer:
+    """Return the training's tokenizer; if it is not that of bytes, it is in the run's folder."""
+    if config.tokenizer is None and config.train_tokenizer is None:
+        return ByteTokenizer()
+    path = config.out / tokenizer.FILE
+    on_first_rank(lambda: _provide(config, origin, path))
+    return FileTokenizer(path, config.separator)
+
+
+def read(config: TrainingConfig, words: Tokenizer) -> Tensor:
+    """Return all tokens of the training's text. Every rank calls it."""
+    paths = sources(config)
+    if isinstance(words, ByteTokenizer):  # reading is quicker than sending
+        return batches.read_tokens(paths, words, field=config.text_field)
+    return on_first_rank(lambda: batches.read_tokens(paths, words, field=config.text_field))
+
+
+def sources(config: TrainingConfig) -> list[Path]:
+    """Return the files of the training's text."""
+    return list(config.data) or batches.standard_library()
+
+
+def on_first_rank(function: Callable[[], Result]) -> Result:
+    """Return on every rank what `function` returns on the first, or raise the InvalidConfigError that it raises."""
+    outcome: list[Result | InvalidConfigError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [function()]
+        except InvalidConfigError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], InvalidConfigError):
+        raise outcome[0]
+    return outcome[0]  # type: ignore[return-value]
+
+
+def _provide(config: TrainingConfig, origin: ResumePoint | None, path: Path) -> None:
+    """Put the tokenizer into the run's folder: the user's, that of the resumed run, or one trained now."""
+    if config.tokenizer is not None:
+        tokenizer.vocabulary(config.tokenizer)  # raises if it is none
+        _copy(config.tokenizer, path)
+    elif origin is not None:
+        _copy(origin.path.resolve().parents[1] / tokenizer.FILE, path)
+    else:
+        assert config.train_tokenizer is not None
+        tokenizer.train(_sample(config), config.train_tokenizer, path)
+
+
+def _copy(source: Path, path: Path) -> None:
+    if not source.is_file():
+        raise InvalidConfigError(
+            f"--resume: the tokenizer of the run is missing: {source}; give it as --tokenizer FILE"
+        )
+    if source.resolve() != path.resolve():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
+
+
+def _sample(config: TrainingConfig) -> Iterator[bytes]:
+    """Yield the documents at the beginning of the text."""
+    left_bytes = _TRAINING_TEXT_BYTES
+    for path in sources(config):
+        for piece in documents.read(path, field=config.text_field):
+            yield piece.text
+            left_bytes -= len(piece.text)
+            if left_bytes <= 0:
+                return
+
+
+def _streamed(config: TrainingConfig, words: Tokenizer, rank: int, origin: ResumePoint | None) -> StreamedBatches:
+    if origin is not None and origin.seal.world_size != config.world_size:
+        raise InvalidConfigError(
+            f"--stream: the documents were divided over {origin.seal.world_size} ranks, and are not divided anew over "
+            f"{config.world_size}; resume with --world-size {origin.seal.world_size}"
+        )
+    return StreamedBatches(
+        sources(config),
+        words,
+        field=config.text_field,
+        length=config.tokens,
+        batch=config.batch,
+        rank=rank,
+        world_size=config.world_size,
+    )
