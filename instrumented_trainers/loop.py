@@ -3,7 +3,7 @@
 import dataclasses
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ from instrumented_trainers.checkpoints import resume, storage
 from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.checkpoints.saver import CheckpointSaver
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
+from instrumented_trainers.evaluation import Evaluation, EvaluationResult
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import Llama
@@ -43,7 +44,7 @@ from instrumented_trainers.text.batches import Batches
 from instrumented_trainers.text.stream import StreamedBatches
 from tracekit import conventions
 from tracekit.capture import Recorder
-from tracekit.capture.metrics import PendingScalar
+from tracekit.capture.metrics import Number, PendingScalar
 
 _STOP_KEY = "after step"
 
@@ -82,7 +83,8 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             sys.stdout.write(f"  nothing to do: {_nothing_to_do(origin, config)}\n")
         return
     active_faults = tuple(faults.parse(text) for text in config.fault)
-    batches = loading.load(config, rank, origin)
+    text = loading.load(config, rank, origin)
+    batches, evaluation = text.batches, Evaluation.of(text.evaluation, config, rank)
     options = _options(config, active_faults)
     model, optimizer = _build(config, options, mesh, active_faults)
     if origin:
@@ -119,11 +121,12 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                 saved = checkpoints.save(
                     model, optimizer, step=step + 1, sequences=taken, text=batches.state, recorder=recorder
                 )
+            evaluated = None if stopped else _evaluated(evaluation, step, model, recorder)
             last = stopped or step == config.steps - 1
-            recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step, last=last)
+            recorder.step(_metrics(loss, evaluated), tokens=config.tokens_per_step, last=last)
             progress.step(step, loss, tokens=config.tokens_per_step, elapsed_ns=recorder.step_time_ns)
-            if saved:
-                progress.print(f"saved {saved}" if checkpoints.blocking else f"saving {saved} in the background")
+            for line in _lines_after(step, evaluated, saved, blocking=checkpoints.blocking):
+                progress.print(line)
             if stopped:
                 progress.print(f"stopped by SIGTERM after {step + 1} steps; resume with --resume {saved}")
                 break
@@ -133,6 +136,22 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     for line in watch.summary():
         progress.print(line)
     progress.flush()
+
+
+def _evaluated(
+    evaluation: Evaluation | None, step: int, model: nn.Module, recorder: Recorder
+) -> EvaluationResult | None:
+    """Evaluate the model if that is due after the step."""
+    if evaluation is None or not evaluation.due(step):
+        return None
+    with recorder.evaluation():
+        return evaluation.run(model)
+
+
+def _metrics(loss: PendingScalar, evaluated: EvaluationResult | None) -> dict[str, Number]:
+    if evaluated is None:
+        return {conventions.LOSS_METRIC: loss.value}
+    return {conventions.LOSS_METRIC: loss.value, "eval_loss": evaluated.loss, "eval_perplexity": evaluated.perplexity}
 
 
 def _step(
@@ -274,6 +293,16 @@ def _optimizer_line(config: TrainingConfig) -> str:
     with torch.device("meta"):
         roles = ParameterRoles.of(Llama(model_config(config)))
     return f"{config.optimizer}, {config.schedule}: {roles.describe(config.weight_decay)}"
+
+
+def _lines_after(step: int, evaluated: EvaluationResult | None, saved: Path | None, *, blocking: bool) -> Iterator[str]:
+    if evaluated:
+        yield (
+            f"evaluation after step {step}: loss {evaluated.loss:.4f}   perplexity {evaluated.perplexity:,.2f}   "
+            f"on {evaluated.sequences:,} sequences"
+        )
+    if saved:
+        yield f"saved {saved}" if blocking else f"saving {saved} in the background"
 
 
 def _nothing_to_do(origin: ResumePoint | None, config: TrainingConfig) -> str:

@@ -25,6 +25,7 @@ _TRAINING_ARGUMENTS = (
     "tokenizer",
     "train_tokenizer",
     "separator",
+    "eval_split",
     "tokens",
     "precision",
     "seed",

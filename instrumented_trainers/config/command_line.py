@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         ("ranks", options.add_ranks),
         ("model and data", options.add_model),
         ("optimization", options.add_optimization),
+        ("evaluation", options.add_evaluation),
         ("recording", options.add_recording),
         ("checkpoints", options.add_checkpoints),
         ("faults", options.add_faults),

@@ -114,6 +114,16 @@ def add_optimization(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-every", type=positive, metavar="N", help="steps between two lines of output")
 
 
+def add_evaluation(group: argparse._ArgumentGroup) -> None:
+    """Add the options on evaluation."""
+    group.add_argument("--eval-every", type=natural, metavar="N", help="steps between two evaluations; 0: none")
+    group.add_argument("--eval-steps", type=positive, metavar="N", help="batches per rank in an evaluation, at most")
+    group.add_argument("--eval-data", type=Path, nargs="+", metavar="FILE", help="text to evaluate on, as --data")
+    group.add_argument(
+        "--eval-split", type=float, metavar="X", help="share of the text to hold out from training and evaluate on"
+    )
+
+
 def add_recording(group: argparse._ArgumentGroup) -> None:
     """Add the options on what is recorded."""
     group.add_argument("--profile-wait", type=natural, metavar="N", help="steps before the profiler")

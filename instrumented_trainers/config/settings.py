@@ -9,6 +9,7 @@ from tracekit.conventions.strategies import Layout
 PRECISIONS = ("fp32", "bf16", "fp64")
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
+MOST_HELD_OUT_RATIO = 0.5
 NEWEST = "newest"
 SMALLEST_VOCABULARY = 257
 """The tokens that any text can be written in: the bytes, and one that ends a document."""
@@ -89,6 +90,10 @@ class TrainingConfig:
     fault: tuple[str, ...] = ()
     memory_report: bool = False
     log_every: int = 5
+    eval_every: int = 0
+    eval_steps: int = 10
+    eval_data: tuple[Path, ...] = ()
+    eval_split: float = 0.0
 
     @property
     def checkpoints(self) -> Path:

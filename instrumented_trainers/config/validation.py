@@ -6,7 +6,12 @@ from pathlib import Path
 import torch
 
 from instrumented_trainers import faults
-from instrumented_trainers.config.settings import MEMORY_STEP, SMALLEST_VOCABULARY, TrainingConfig
+from instrumented_trainers.config.settings import (
+    MEMORY_STEP,
+    MOST_HELD_OUT_RATIO,
+    SMALLEST_VOCABULARY,
+    TrainingConfig,
+)
 from instrumented_trainers.model import PRESETS
 from tracekit.conventions import strategies
 
@@ -26,6 +31,7 @@ def problem(config: TrainingConfig) -> str | None:
         return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
     if (
         reason := _text_problem(config)
+        or _evaluation_problem(config)
         or _layout_problem(config)
         or _optimization_problem(config)
         or _fault_problem(config)
@@ -40,9 +46,10 @@ def problem(config: TrainingConfig) -> str | None:
 
 def _text_problem(config: TrainingConfig) -> str | None:
     """Return why the text or its tokenizer is impossible, or None."""
-    missing = [str(path) for path in config.data if not path.is_file()]
-    if missing:
-        return f"--data {missing[0]}: no such file"
+    for option, paths in (("data", config.data), ("eval-data", config.eval_data)):
+        missing = [path for path in paths if not path.is_file()]
+        if missing:
+            return f"--{option} {missing[0]}: no such file"
     if config.tokenizer is not None and not config.tokenizer.is_file():
         return f"--tokenizer {config.tokenizer}: no such file"
     if config.tokenizer is not None and config.train_tokenizer is not None:
@@ -51,6 +58,20 @@ def _text_problem(config: TrainingConfig) -> str | None:
         return f"--train-tokenizer {config.train_tokenizer}: bytes alone are {SMALLEST_VOCABULARY} tokens; give more"
     if config.separator is not None and config.tokenizer is None:
         return "--separator: only with --tokenizer; others have one of their own"
+    return None
+
+
+def _evaluation_problem(config: TrainingConfig) -> str | None:
+    """Return why the model cannot be evaluated as configured, or None."""
+    if not 0 <= config.eval_split <= MOST_HELD_OUT_RATIO:
+        return f"--eval-split {config.eval_split:g}: a share of the text from 0 to {MOST_HELD_OUT_RATIO:g}"
+    if config.eval_split and config.eval_data:
+        return "--eval-split: not with --eval-data, which is text to evaluate on already"
+    has_text = bool(config.eval_split or config.eval_data)
+    if config.eval_every and not has_text:
+        return "--eval-every: on which text? Add --eval-data FILE or --eval-split 0.05"
+    if has_text and not config.eval_every:
+        return "--eval-data, --eval-split: the model is never evaluated; add --eval-every N"
     return None
 
 

@@ -2,9 +2,11 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 from instrumented_trainers.text import batches, documents, tokenizer
 from instrumented_trainers.text.batches import Batches
-from instrumented_trainers.text.stream import StreamedBatches
+from instrumented_trainers.text.stream import Position, StreamedBatches, is_held_out, numbered
 from instrumented_trainers.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 Result = TypeVar("Result")
@@ -20,17 +22,31 @@ _TRAINING_TEXT_BYTES = 1 << 28
 """Of the text, how much a tokenizer is trained on."""
 
 
-def load(config: TrainingConfig, rank: int, origin: ResumePoint | None) -> Batches | StreamedBatches:
-    """Return the rank's batches. Every rank calls it; the first one trains the tokenizer, or tokenizes the text.
+@dataclass(frozen=True)
+class Text:
+    """What a rank trains on, and the tokens that the model is evaluated on, shape (n,), or None."""
+
+    batches: Batches | StreamedBatches
+    evaluation: Tensor | None
+
+
+def load(config: TrainingConfig, rank: int, origin: ResumePoint | None) -> Text:
+    """Return the rank's text. Every rank calls it; the first one trains the tokenizer, or tokenizes the text.
 
     Raises InvalidConfigError on all ranks if the text or the tokenizer cannot be used.
     """
     words = make_tokenizer(config, origin)
+    evaluation = _read(config, list(config.eval_data), words) if config.eval_data else None
     if config.stream:
-        return _streamed(config, words, rank, origin)
-    tokens = read(config, words)
+        if config.eval_split:
+            evaluation = on_first_rank(lambda: _held_out(config, words))
+        return Text(_streamed(config, words, rank, origin), evaluation)
+    tokens = _read(config, sources(config), words)
+    if config.eval_split:
+        tokens, evaluation = tokens.tensor_split([round(len(tokens) * (1 - config.eval_split))])
     taken, first = (origin.seal.sequences, origin.seal.step * config.micro_batches) if origin else (0, 0)
-    return Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed, taken, first)
+    batches = Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed, taken, first)
+    return Text(batches, evaluation)
 
 
 def make_tokenizer(config: TrainingConfig, origin: ResumePoint | None) -> Tokenizer:
@@ -40,14 +56,6 @@ def make_tokenizer(config: TrainingConfig, origin: ResumePoint | None) -> Tokeni
     path = config.out / tokenizer.FILE
     on_first_rank(lambda: _provide(config, origin, path))
     return FileTokenizer(path, config.separator)
-
-
-def read(config: TrainingConfig, words: Tokenizer) -> Tensor:
-    """Return all tokens of the training's text. Every rank calls it."""
-    paths = sources(config)
-    if isinstance(words, ByteTokenizer):  # reading is quicker than sending
-        return batches.read_tokens(paths, words, field=config.text_field)
-    return on_first_rank(lambda: batches.read_tokens(paths, words, field=config.text_field))
 
 
 def sources(config: TrainingConfig) -> list[Path]:
@@ -67,6 +75,32 @@ def on_first_rank(function: Callable[[], Result]) -> Result:
     if isinstance(outcome[0], InvalidConfigError):
         raise outcome[0]
     return outcome[0]  # type: ignore[return-value]
+
+
+def _read(config: TrainingConfig, paths: list[Path], words: Tokenizer) -> Tensor:
+    """Return all tokens of the files. Every rank calls it."""
+    if isinstance(words, ByteTokenizer):  # reading is quicker than sending
+        return batches.read_tokens(paths, words, field=config.text_field)
+    return on_first_rank(lambda: batches.read_tokens(paths, words, field=config.text_field))
+
+
+def _held_out_every(config: TrainingConfig) -> int:
+    """Return of how many streamed documents one is held out; 0: none is."""
+    return round(1 / config.eval_split) if config.eval_split else 0
+
+
+def _held_out(config: TrainingConfig, words: Tokenizer) -> Tensor:
+    """Return the tokens of held-out documents, as many as are evaluated."""
+    wanted = config.eval_steps * config.world_size * config.batch * config.tokens + 1
+    parts, every = [torch.empty(0, dtype=torch.int32)], _held_out_every(config)
+    for piece, place in numbered(sources(config), config.text_field, Position()):
+        if wanted > 0 and is_held_out(place.piece, every):
+            separator = torch.tensor([words.separator] if piece.ends_document else [], dtype=torch.int32)
+            parts += [*words.encode([piece.text]), separator]
+            wanted -= len(parts[-2]) + len(separator)
+        if wanted <= 0:
+            break
+    return torch.cat(parts)
 
 
 def _provide(config: TrainingConfig, origin: ResumePoint | None, path: Path) -> None:
@@ -116,4 +150,5 @@ def _streamed(config: TrainingConfig, words: Tokenizer, rank: int, origin: Resum
         batch=config.batch,
         rank=rank,
         world_size=config.world_size,
+        held_out_every=_held_out_every(config),
     )

@@ -15,8 +15,6 @@ from tracekit.capture import atomic_files
 from tracekit.capture.metrics import Number
 from tracekit.capture.recorder import Recorder
 
-EVALUATION = "evaluation"  # a span like those of the phases, but no part of a step
-
 
 class FrameworkRecorder:
     """A recorder that a framework's callbacks drive: they begin it, end it, and announce each phase of the loop.
@@ -77,7 +75,7 @@ class FrameworkRecorder:
         self._close_span()
         now_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns()
         previous = previous or self._phase
-        if previous == EVALUATION:
+        if previous == conventions.EVALUATION:
             self._evaluation_ns += now_ns - self._phase_start_ns
             self._evaluation_cpu_ns += cpu_ns - self._phase_start_cpu_ns
         elif previous == conventions.DATA:

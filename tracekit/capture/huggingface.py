@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture.framework_recorder import EVALUATION, FrameworkRecorder, never_raises
+from tracekit.capture.framework_recorder import FrameworkRecorder, never_raises
 from tracekit.capture.metrics import Number
 
 try:
@@ -95,12 +95,12 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
 
     @never_raises
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.recorder.enter_phase(None, previous=EVALUATION)
+        self.recorder.enter_phase(None, previous=conventions.EVALUATION)
         self._enter_next_phase(control)
 
     @never_raises
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        self.recorder.enter_phase(None, previous=EVALUATION)
+        self.recorder.enter_phase(None, previous=conventions.EVALUATION)
 
     @never_raises
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -118,7 +118,7 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
         What later callbacks request is seen only when it has happened.
         """
         if control.should_evaluate:
-            self.recorder.enter_phase(EVALUATION)
+            self.recorder.enter_phase(conventions.EVALUATION)
         elif control.should_save:
             self.recorder.enter_phase(conventions.CHECKPOINT)
         elif control.should_training_stop or control.should_epoch_stop or epoch_over:

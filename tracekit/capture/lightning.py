@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture.framework_recorder import EVALUATION, FrameworkRecorder, never_raises
+from tracekit.capture.framework_recorder import FrameworkRecorder, never_raises
 from tracekit.capture.metrics import Number
 from tracekit.conventions.strategies import ALIASES
 
@@ -115,7 +115,7 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
 
     @never_raises
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self.recorder.enter_phase(EVALUATION)
+        self.recorder.enter_phase(conventions.EVALUATION)
 
     @never_raises
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

@@ -98,6 +98,7 @@ class Recorder:
         self._mid_step = mid_step
         self._began_ns: int | None = None
         self._began_cpu_ns = 0
+        self._ended: tuple[int, int] | None = None  # when the step ended, and its CPU time, if evaluation followed
 
     @property
     def steps_done(self) -> int:
@@ -149,6 +150,18 @@ class Recorder:
         return self._timed_data_wait(span) if phase == conventions.DATA else span
 
     @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Mark a block as evaluation; call it where a step ends, right before `step`.
+
+        In the trace the block lies between that step and the next one. No step's time includes it.
+        """
+        if self._ended is None:
+            self._ended = time.perf_counter_ns(), time.process_time_ns()
+        self._profiler.end_mark()
+        with record_function(conventions.span_name(conventions.EVALUATION)):
+            yield
+
+    @contextlib.contextmanager
     def checkpoint(
         self, writer: Any, planner: Any = None, *, checkpoint: str, step: int | None = None, blocking: bool = True
     ) -> Iterator[None]:
@@ -188,10 +201,12 @@ class Recorder:
 
     def _row(self, tokens: int | None) -> dict[str, Number]:
         row: dict[str, Number] = {"step": self._step}
+        ended_ns, ended_cpu_ns = self._ended or (time.perf_counter_ns(), time.process_time_ns())
+        self._ended = None
         if self._began_ns is not None:
-            self.step_time_ns = max(1, time.perf_counter_ns() - self._began_ns)
+            self.step_time_ns = max(1, ended_ns - self._began_ns)
             row[conventions.STEP_TIME_METRIC] = self.step_time_ns
-            row[conventions.CPU_TIME_METRIC] = time.process_time_ns() - self._began_cpu_ns
+            row[conventions.CPU_TIME_METRIC] = ended_cpu_ns - self._began_cpu_ns
             if tokens is not None:
                 row[conventions.TOKENS_METRIC] = tokens * 1e9 / self.step_time_ns
         if self._data_wait_ns is not None:

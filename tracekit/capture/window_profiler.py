@@ -55,6 +55,12 @@ class WindowProfiler:
         with self._guard(f"steps {window.first}:{window.end} are not recorded"):
             self._advance(window, step)
 
+    def end_mark(self) -> None:
+        """End the mark of the current step, so that what follows belongs to no step."""
+        if self._session is not None:
+            with self._guard("the end of a step was not marked"):
+                self._session.unmark()
+
     def end(self, step: int) -> None:
         """End a step: where it is the last of its window, write the window."""
         if self._window is not None and step + 1 >= self._window.end:

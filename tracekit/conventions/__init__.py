@@ -40,6 +40,8 @@ RECORD_VARIABLE = "TRACEKIT_RECORD"
 SPAN_PREFIX = "tracekit::"
 PHASES = ("data", "forward", "backward", "clip", "optimizer", "checkpoint")
 DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, CHECKPOINT = PHASES
+EVALUATION = "evaluation"
+"""A span like those of the phases, but no part of a step."""
 
 
 def span_name(phase: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tracekit import conventions
-from tracekit.capture.framework_recorder import EVALUATION, FrameworkRecorder, never_raises
+from tracekit.capture.framework_recorder import FrameworkRecorder, never_raises
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def test_evaluation_counts_neither_as_step_time_nor_as_data_wait(tmp_path: Path)
     while time.perf_counter_ns() - turned_ns < evaluation_ns:
         pass
     evaluation_cpu_ns = time.process_time_ns() - turned_cpu_ns
-    recorder.enter_phase(None, previous=EVALUATION)
+    recorder.enter_phase(None, previous=conventions.EVALUATION)
     recorder.step({}, tokens=10)
     whole_ns, whole_cpu_ns = time.perf_counter_ns() - began_ns, time.process_time_ns() - began_cpu_ns
     recorder.enter_phase(conventions.DATA)

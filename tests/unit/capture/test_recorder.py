@@ -249,3 +249,26 @@ def test_a_first_step_that_has_begun_already_has_no_step_time(tmp_path: Path) ->
     first, second = metrics(tmp_path)
     assert first == {"step": 0}
     assert {conventions.STEP_TIME_METRIC, conventions.TOKENS_METRIC} <= set(second)
+
+
+def test_evaluation_lies_between_two_steps_and_counts_in_neither(tmp_path: Path) -> None:
+    # step 0 . evaluation, at least 5 ms . step 1
+    evaluation_ns = 5_000_000
+    with Recorder(tmp_path, steps="0:2", warmup=0) as recorder:
+        began_ns = time.perf_counter_ns()
+        with recorder.evaluation():
+            turned_ns = time.perf_counter_ns()
+            while time.perf_counter_ns() - turned_ns < evaluation_ns:
+                torch.ones(2) + 1
+        recorder.step()
+        recorder.step(last=True)
+        whole_ns = time.perf_counter_ns() - began_ns
+    spans = {
+        event["name"]: (event["ts"], event["ts"] + event["dur"])
+        for event in read_trace(tmp_path / conventions.rank_file(0, conventions.TRACE_SUFFIX))["traceEvents"]
+        if event.get("cat") == "user_annotation"
+    }
+    first, evaluation, second = (spans[name] for name in ("ProfilerStep#0", "tracekit::evaluation", "ProfilerStep#1"))
+    assert first[1] <= evaluation[0] < evaluation[1] <= second[0]
+    times = [row[conventions.STEP_TIME_METRIC] for row in metrics(tmp_path)]
+    assert sum(times) <= whole_ns - evaluation_ns
