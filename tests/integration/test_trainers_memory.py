@@ -150,15 +150,18 @@ def test_measuring_changes_no_number_of_the_training(
 def test_sharding_leaves_a_rank_half_and_yafsdp_keeps_its_buffers(
     folder: Path, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
-    def of(name: str) -> Mapping[str, int]:
+    def of(name: str, rank: int = 0) -> Mapping[str, int]:
         outcomes[name].results()
-        measured: Mapping[str, int] = trainings.manifest(folder / name)["memory"]["ranks"][0]["measured"]
+        measured: Mapping[str, int] = trainings.manifest(folder / name)["memory"]["ranks"][rank]["measured"]
         return measured
 
     for name in ("fsdp1", "fsdp2", "yafsdp"):
         assert of(name)["weights_bytes"] == of("ddp")["weights_bytes"] / 2
     assert of("zero1")["weights_bytes"] == of("ddp")["weights_bytes"]
-    assert of("zero1")["optimizer_bytes"] == pytest.approx(of("ddp")["optimizer_bytes"] / 2, rel=0.01)
+    # Whole tensors are assigned to ranks, so a rank may have less than half.
+    both = [of("zero1", rank)["optimizer_bytes"] for rank in (0, 1)]
+    assert sum(both) == of("ddp")["optimizer_bytes"]
+    assert min(both) > max(both) / 2
     assert of("zero1 offloaded")["optimizer_bytes"] == 0
     assert of("zero1 offloaded")["offloaded_bytes"] == pytest.approx(2 * of("zero1")["optimizer_bytes"], rel=0.01)
     for name in ("fsdp2", "yafsdp"):
