@@ -85,14 +85,14 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     active_faults = tuple(faults.parse(text) for text in config.fault)
     text = loading.load(config, rank, origin)
     batches, evaluation = text.batches, Evaluation.of(text.evaluation, config, rank)
-    options = _options(config, active_faults)
+    options = shard_options(config, active_faults)
     model, optimizer = _build(config, options, mesh, active_faults)
     if origin:
         _restore(origin, model, optimizer, batches)
     checkpoints = CheckpointSaver(config, active_faults, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
-    progress.print(_introduction(config, origin))
+    progress.print(introduction(config, origin))
     progress.print(_optimizer_line(config))
     with Recorder(
         config.out,
@@ -192,7 +192,8 @@ def _step(
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
-def _options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardOptions:
+def shard_options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardOptions:
+    """Return how a training shards its model, its faults included."""
     lower = config.precision == "bf16"
     options = ShardOptions(
         param_dtype=torch.bfloat16 if lower else None,
@@ -279,7 +280,8 @@ def _manifest(
     }
 
 
-def _introduction(config: TrainingConfig, origin: ResumePoint | None) -> str:
+def introduction(config: TrainingConfig, origin: ResumePoint | None = None) -> str:
+    """Return a line on what is trained, on how many ranks, and from which checkpoint."""
     parameters = model_config(config).parameters
     where = f"{config.world_size} {'GPUs' if config.device == 'cuda' else 'CPU processes'}"
     since = f" from step {origin.seal.step}, saved in {origin.path}" if origin else ""

@@ -52,10 +52,14 @@ class ModelConfig:
     @property
     def parameters(self) -> int:
         """Return the number of parameters, each shared weight counted once."""
-        attention = 2 * self.width * self.head_width * (self.heads + self.key_value_heads)
-        layer = attention + 3 * self.width * self.hidden_width + 2 * self.width
         outside = self.vocabulary * self.width * (1 if self.tied else 2) + self.width
-        return self.layers * layer + outside
+        return self.layers * self.layer_parameters + outside
+
+    @property
+    def layer_parameters(self) -> int:
+        """Return the number of parameters of a layer."""
+        attention = 2 * self.width * self.head_width * (self.heads + self.key_value_heads)
+        return attention + 3 * self.width * self.hidden_width + 2 * self.width
 
 
 # `micro` is for tests and small samples. A unit (layer; embedding, norm and head together) of `tiny` holds at least

@@ -25,7 +25,7 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
     """Parse the command line, and the file that ``--config`` names. Exits with code 2 and one line if it is invalid.
 
     The command line has priority over the file, and the file over the defaults. With ``--print-config`` this prints
-    the result as TOML and exits with code 0.
+    the result as TOML, with ``--dry-run`` what the training would need, and exits with code 0.
     """
     parser = _parser()
     values = _values(parser, arguments)
@@ -39,9 +39,13 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
     if values["print_config"]:
         sys.stdout.write(toml_file.dumps(config, _groups(parser)))
         parser.exit()
-    reason = validation.problem(config)
-    if reason:
+    if reason := validation.problem(config, is_dry_run=values["dry_run"]):
         parser.error(reason)
+    if values["dry_run"]:
+        from instrumented_trainers.dry_run import report  # it imports the whole trainer
+
+        sys.stdout.write("\n".join(report(config)) + "\n")
+        parser.exit()
     return config
 
 
@@ -56,6 +60,8 @@ def _values(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
         parser.error(str(error))
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
     values = {**defaults, **from_file, **given}
+    if values["dry_run"]:
+        values["out"] = values["out"] or Path()
     missing = [f"--{name}" for name in ("strategy", "out") if values[name] is None]
     if missing:
         parser.error(f"{', '.join(missing)}: required, as an option or in the file of --config")
@@ -114,6 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print all settings as TOML, which --config reads, and exit"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the memory, traffic and checkpoint size that the training would have, and exit; any number of GPUs",
     )
     for title, add in (
         ("ranks", options.add_ranks),

@@ -16,13 +16,10 @@ from instrumented_trainers.model import PRESETS
 from tracekit.conventions import strategies
 
 
-def problem(config: TrainingConfig) -> str | None:
-    """Return why a run cannot start, or None."""
-    launched = "RANK" in os.environ
-    if config.device == "cuda" and not torch.cuda.is_available():
-        return "--device cuda: torch finds no GPU"
-    if config.device == "cuda" and not launched and config.world_size > torch.cuda.device_count():
-        return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
+def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
+    """Return why a run cannot start, or None. A dry run needs no GPUs and no folder."""
+    if not is_dry_run and (reason := _place_problem(config)):
+        return reason
     if config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
@@ -37,6 +34,16 @@ def problem(config: TrainingConfig) -> str | None:
         or _fault_problem(config)
     ):
         return reason
+    return None
+
+
+def _place_problem(config: TrainingConfig) -> str | None:
+    """Return why the run cannot be on this machine and in this folder, or None."""
+    launched = "RANK" in os.environ
+    if config.device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: torch finds no GPU"
+    if config.device == "cuda" and not launched and config.world_size > torch.cuda.device_count():
+        return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
     if not launched and not config.overwrite and config.resume is None and _has_run(config.out):

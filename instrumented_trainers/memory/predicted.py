@@ -35,8 +35,8 @@ from instrumented_trainers.sizes import model_config
 from tracekit.conventions.strategies import OPTIMIZER, STRATEGIES
 
 _STEP_BYTES = 4  # Adam and AdamW count the steps of each tensor in fp32
-_WEIGHT_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of the weights that the optimizer steps
-_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+WEIGHT_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of the weights that the optimizer steps
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
 def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footprint:
@@ -45,7 +45,7 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
         model = Llama(model_config(config))
     strategy, ranks = STRATEGIES[config.strategy], config.layout.dp_shard
     shard = rank % ranks
-    weight = _WEIGHT_BYTES[config.precision]
+    weight = WEIGHT_BYTES[config.precision]
     shards = _shards(config.strategy, model, options, ranks=ranks, shard=shard, weight_bytes=weight)
     stored = sum(padded for padded, _ in shards) * weight
     by_tensor = OPTIMIZER in strategy.sharded and not strategy.shards_parameters  # whole tensors, each of one rank
@@ -151,11 +151,11 @@ def _buffers_bytes(config: TrainingConfig, model: Llama, options: ShardOptions, 
     strategy = STRATEGIES[config.strategy]
     if not strategy.shards_parameters:
         return None if config.precision == "bf16" else 0
-    compute = _COMPUTE_BYTES[config.precision]
+    compute = COMPUTE_BYTES[config.precision]
     reduce = max(compute, 4)
     if strategy.buffer_bytes:
         largest = max(Layout.of([p.shape for p in unit], ranks).shard_numel for unit in _yafsdp_units(model, options))
-        leaving = largest * _WEIGHT_BYTES[config.precision] if options.offload else 0  # of a gradient shard
+        leaving = largest * WEIGHT_BYTES[config.precision] if options.offload else 0  # of a gradient shard
         return sum(_slots(model, options, ranks)) * (compute + reduce) + leaving
     *layers, rest = (sum(p.numel() for p in unit) for unit in _units(model))
     layer, count, stays_gathered = max(layers), len(layers), options.reshard_after_forward is False
@@ -184,7 +184,7 @@ def _slots(model: Llama, options: ShardOptions, ranks: int) -> Iterator[int]:
 def _activations_bytes(config: TrainingConfig, model: ModelConfig) -> int | None:
     if not STRATEGIES[config.strategy].shards_parameters and config.precision == "bf16":
         return None
-    tokens, compute = config.batch * config.tokens, _COMPUTE_BYTES[config.precision]
+    tokens, compute = config.batch * config.tokens, COMPUTE_BYTES[config.precision]
     statistic = max(compute, 4)
     stream = tokens * model.width * compute
     norm = _norm_bytes(config, stream, tokens * statistic)
@@ -198,7 +198,7 @@ def _activations_bytes(config: TrainingConfig, model: ModelConfig) -> int | None
 
 def _layer_bytes(config: TrainingConfig, model: ModelConfig, *, stream: int, norm: int) -> int:
     """Return what a layer that recomputes nothing keeps: of attention, then of the feed-forward part."""
-    tokens, compute = config.batch * config.tokens, _COMPUTE_BYTES[config.precision]
+    tokens, compute = config.batch * config.tokens, COMPUTE_BYTES[config.precision]
     shared = tokens * model.key_value_heads * model.head_width * compute
     mixed = 2 * stream if config.device == "cpu" else stream  # on the CPU flattening the heads is a copy
     attention = stream + norm + stream + 2 * shared + mixed + tokens * model.heads * max(compute, 4)

@@ -45,7 +45,7 @@ def counted(strategy: str, folder: Path) -> tuple[dict[str, int], dict[str, int 
     """Train two steps and count, in the second, what a rank's tensors take; return that, and what formulas say."""
     config = micro(strategy, folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    options = loop._options(config, ())
+    options = loop.shard_options(config, ())
     model, optimizer = loop._build(config, options, mesh, ())
     inner = optimizer.optim if strategy == "zero1" else optimizer
     tokens = torch.arange(config.batch * config.tokens).reshape(config.batch, config.tokens) % 257

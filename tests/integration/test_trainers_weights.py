@@ -60,7 +60,7 @@ def peak_bytes(strategy: str, settings: Mapping[str, Any]) -> int:
 def build(strategy: str, settings: Mapping[str, Any]) -> Any:
     config = micro(strategy, Path("unused"), seed=SEED, **settings)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return loop._build(config, loop._options(config, ()), mesh, ())
+    return loop._build(config, loop.shard_options(config, ()), mesh, ())
 
 
 @functools.cache
