@@ -2,6 +2,10 @@
 
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from instrumented_trainers.config import TrainingConfig
 
 _UNUSABLE = 2
 
@@ -16,7 +20,13 @@ def main() -> int:
         sys.stderr.write("instrumented_trainers: needs PyTorch: pip install 'torch-tracekit[train]'\n")
         return _UNUSABLE
     command = ["python", "-m", "instrumented_trainers", *sys.argv[1:]]
-    return launch.run(config.parse(), command)
+    return launch.run(config.parse(dry_run=_dry_run), command)
+
+
+def _dry_run(settings: "TrainingConfig") -> list[str]:
+    from instrumented_trainers import dry_run  # it imports the whole trainer
+
+    return dry_run.report(settings)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.memory import Footprint, predicted
 from instrumented_trainers.memory.footprint import KINDS
 from instrumented_trainers.memory.predicted import COMPUTE_BYTES, WEIGHT_BYTES
-from instrumented_trainers.model import PRESETS
 from instrumented_trainers.optimization.optimizers import STATE_NUMBERS
+from instrumented_trainers.sizes import model_config
 from tracekit.conventions import strategies
 from tracekit.conventions.strategies import GRADIENTS, STRATEGIES, Collective
 
@@ -57,7 +57,7 @@ def sent_bytes_per_step(config: TrainingConfig) -> float:
         passes, replicas = strategies.RING_PASSES[strategies.ALL_REDUCE], config.replicate
         times = config.micro_batches if config.strategy == "yafsdp" else 1
         sent += (
-            PRESETS[config.model].parameters
+            model_config(config).parameters
             / shards
             * _reduced_bytes(config)
             * passes
@@ -71,12 +71,12 @@ def sent_bytes_per_step(config: TrainingConfig) -> float:
 def checkpoint_bytes(config: TrainingConfig) -> int:
     """Return the bytes of a checkpoint: weights, and what the optimizer keeps of each."""
     numbers = 1 + STATE_NUMBERS[config.optimizer]
-    return PRESETS[config.model].parameters * numbers * WEIGHT_BYTES[config.precision]
+    return model_config(config).parameters * numbers * WEIGHT_BYTES[config.precision]
 
 
 def _messages(config: TrainingConfig) -> Iterator[tuple[Collective, int]]:
     """Yield each kind of collective of a step with the bytes of all its messages of one micro-batch."""
-    strategy, model = STRATEGIES[config.strategy], PRESETS[config.model]
+    strategy, model = STRATEGIES[config.strategy], model_config(config)
     weight = (COMPUTE_BYTES if strategy.shards_parameters else WEIGHT_BYTES)[config.precision]
     for collective in strategy.collectives:
         if collective.tensor == GRADIENTS:
@@ -90,7 +90,7 @@ def _messages(config: TrainingConfig) -> Iterator[tuple[Collective, int]]:
 def _gathered_again(config: TrainingConfig) -> int:
     """Return how many layers are gathered for backward: not those whose weights YaFSDP's buffers have still."""
     still_there = STRATEGIES[config.strategy].weight_buffers
-    return 0 if config.keep_gathered else max(0, PRESETS[config.model].layers - still_there)
+    return 0 if config.keep_gathered else max(0, model_config(config).layers - still_there)
 
 
 def _reduced_bytes(config: TrainingConfig) -> int:

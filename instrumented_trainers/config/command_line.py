@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,11 +21,13 @@ from instrumented_trainers.parallelism import STRATEGIES
 _OWN_DEFAULTS = ("strategy", "out", "world_size", "device")
 
 
-def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
+def parse(
+    arguments: Sequence[str] | None = None, *, dry_run: Callable[[TrainingConfig], Sequence[str]] = lambda _: ()
+) -> TrainingConfig:
     """Parse the command line, and the file that ``--config`` names. Exits with code 2 and one line if it is invalid.
 
     The command line has priority over the file, and the file over the defaults. With ``--print-config`` this prints
-    the result as TOML, with ``--dry-run`` what the training would need, and exits with code 0.
+    the result as TOML, with ``--dry-run`` the lines that `dry_run` returns of it, and exits with code 0.
     """
     parser = _parser()
     values = _values(parser, arguments)
@@ -42,9 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
     if reason := validation.problem(config, is_dry_run=values["dry_run"]):
         parser.error(reason)
     if values["dry_run"]:
-        from instrumented_trainers.dry_run import report  # it imports the whole trainer
-
-        sys.stdout.write("\n".join(report(config)) + "\n")
+        sys.stdout.write("\n".join(dry_run(config)) + "\n")
         parser.exit()
     return config
 
