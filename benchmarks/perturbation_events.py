@@ -1,6 +1,5 @@
 """What `perturbation_graph` reads of a recording: work on devices, and calls that wait for it. All times are in µs."""
 
-import bisect
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -77,26 +76,40 @@ def kernel_of(event: Event, calls: dict[Any, Event]) -> Kernel:
     return kernel
 
 
-def recorded_waits(kernels: Sequence[Kernel], calls: Iterable[Event]) -> Iterable[Pause]:
-    """Yield the calls in which the host waits for the device, with the kernel that each waits for."""
-    copies = {
-        kernel.event.get("args", {}).get("correlation"): kernel
-        for kernel in kernels
-        if kernel.event["cat"] == "gpu_memcpy" and "DtoH" in kernel.event["name"].replace(" ", "").replace("->", "to")
-    }
-    by_launch = sorted((k for k in kernels if k.launch is not None), key=lambda kernel: kernel.launch or 0.0)
-    launches = [kernel.launch or 0.0 for kernel in by_launch]
+def recorded_waits(kernels: Sequence[Kernel], calls: Sequence[Event]) -> Iterable[Pause]:
+    """Yield the calls in which the host waits for the device, with the kernel that each waits for.
+
+    `calls` are sorted by time.
+    """
+    of_call = {kernel.event.get("args", {}).get("correlation"): kernel for kernel in kernels}
+    launched: list[Kernel] = []
     for call in calls:
         start, end = float(call["ts"]), float(call["ts"] + call["dur"])
-        copy = copies.get(call.get("args", {}).get("correlation"))
-        if copy is not None and start <= copy.end <= end + 5:
-            yield Pause(end, 0.0, awaits=copy, call=(start, end))
+        kernel = of_call.get(call.get("args", {}).get("correlation"))
+        if kernel is not None:
+            launched.append(kernel)
+        if kernel is not None and _is_copy_to_host(kernel) and start <= kernel.end <= end + 5:
+            yield Pause(end, 0.0, awaits=kernel, call=(start, end))
         elif _SYNC_CALL.match(call["name"]):
-            at = bisect.bisect_left(launches, start)
-            launched = by_launch[max(0, at - 300) : at]
-            ended = [kernel for kernel in launched if kernel.end <= end + 2]
-            waited = max(ended, key=lambda kernel: kernel.end, default=None)
-            if "Device" in call["name"] and waited is not None:
-                waited = max(launched, key=lambda kernel: kernel.end)
-                waited = waited if waited.end <= end + 2 else max(ended, key=lambda kernel: kernel.end)
-            yield Pause(end, 0.0, awaits=waited, call=(start, end))
+            awaited = _awaited(call, launched[-300:], end + 2)
+            yield Pause(end, 0.0, awaits=awaited, call=(start, end))
+
+
+def _is_copy_to_host(kernel: Kernel) -> bool:
+    name = kernel.event["name"].replace(" ", "").replace("->", "to")
+    return kernel.event["cat"] == "gpu_memcpy" and "DtoH" in name
+
+
+def _awaited(call: Event, launched: Sequence[Kernel], by: float) -> Kernel | None:
+    """Return the work for which a call waits: the last to end by then of what was launched before, if it ended by then.
+
+    A call on a stream directly after a copy's launch is that of the copy's op, which waits for the copy.
+    """
+    last = launched[-1] if launched else None
+    if last is not None and "StreamSynchronize" in call["name"] and last.event["cat"] == "gpu_memcpy":
+        launched = [kernel for kernel in launched if kernel.stream == last.stream]
+    ended = max((kernel for kernel in launched if kernel.end <= by), key=lambda kernel: kernel.end, default=None)
+    if "Device" in call["name"] and ended is not None:
+        latest = max(launched, key=lambda kernel: kernel.end)
+        return latest if latest.end <= by else ended
+    return ended

@@ -8,9 +8,10 @@ The graph of a recording:
 - The host of a rank is one line in time. A pause inserted at a moment moves all that its threads do afterwards.
 - A call that waits for the device (cudaStreamSynchronize, a copy to the host) ends when the awaited kernel has ended.
 - A kernel starts when it was launched, when the kernel before it on its stream has ended, and when the kernel of
-  another stream has ended that it waited for by an event. A call that first loads the kernel's code, which can take
-  24 ms, launches at its end. A kernel that could have started, but did not while another stream's kernels occupied the
-  device, starts when these end or pause. What it was later than all this stays.
+  another stream has ended that it waited for by an event: a call before its launch says so. A kernel that was launched
+  before the recording waited for another stream's if it started as that one ended. A call that first loads the kernel's
+  code, which can take 24 ms, launches at its end. A kernel that could have started, but did not while another stream's
+  kernels occupied the device, starts when these end or pause. What it was later than all this stays.
 - A collective's kernel ends, on every rank, as long after the last rank's start as it did in the recording.
 - While another process has a rank's device (`Rank.taken`), no kernel of the rank starts, and the one that runs is
   paused unless it is about to end. A collective's kernel that runs is not paused: the other process waits for it.
@@ -100,6 +101,17 @@ class Rank:
         """The same after the replay."""
         return max(kernel.new_end or kernel.end for kernel in self.kernels)
 
+    @property
+    def steps_start(self) -> float:
+        """When its host begins the first step; without marked steps, when the recording starts."""
+        return self.steps[0][0] if self.steps else self.start
+
+    @property
+    def first_of_steps(self) -> Kernel:
+        """The first work that is launched in a step; without marked steps, the first work."""
+        in_steps = (each for each in self.kernels if each.launch is not None and each.launch >= self.steps_start)
+        return next(in_steps, self.kernels[0]) if self.steps else self.kernels[0]
+
     def _link(self) -> None:
         waits = [float(call["ts"]) for call in self.calls if _WAIT_CALL.match(call["name"])]
         by_launch = sorted((k for k in self.kernels if k.launch is not None), key=lambda k: k.launch or 0.0)
@@ -117,8 +129,8 @@ class Rank:
             before = last.get(kernel.stream)
             if before is not None:
                 kernel.after.append(before)
-            # What has no launch was launched before the recording began.
-            queued = kernel.launch is None or kernel.start - kernel.launch > _QUEUED_US
+            # What has no launch was launched before the recording began, and what it waits for is not recorded.
+            queued = kernel.launch is None or (not waits and kernel.start - kernel.launch > _QUEUED_US)
             idle = before is None or kernel.start - before.end > 2
             if id(kernel) in follows_wait or kernel.is_collective or (queued and idle):
                 kernel.after.extend(self._awaited(kernel, ends, near=_NEAR_US if not kernel.is_collective else 1e12))
@@ -170,7 +182,7 @@ class Rank:
             other = self.kernels[index]
             if kernel.start - end > near:
                 return
-            launched_before = other.launch is None or kernel.launch is None or other.launch <= kernel.launch
+            launched_before = other.launch is None or (kernel.launch is not None and other.launch <= kernel.launch)
             if other.stream != kernel.stream and launched_before:
                 yield other
                 return
@@ -284,6 +296,25 @@ class Job:
     def lost_us(self) -> float:
         """How much longer the replayed recording is than the original: of the rank that ends last."""
         return max(rank.new_end for rank in self.ranks) - max(rank.end for rank in self.ranks)
+
+    def lost_in_steps_us(self) -> float:
+        """Replay, and return how much longer the steps are than recorded: of the rank on which they take longest.
+
+        They begin with the first work that is launched in them. What is lost before it, such as by slow kernels that
+        were queued when the recording began, is in no step; a pause of the host before it is, if it is in the step.
+        """
+        first = [rank.first_of_steps for rank in self.ranks]
+        pauses = [rank.pauses for rank in self.ranks]
+        for rank in self.ranks:
+            rank.pauses = [each for each in rank.pauses if each.call is not None or each.at < rank.steps_start]
+        self.replay()
+        begins = [kernel.new_start or kernel.start for kernel in first]
+        for rank, own in zip(self.ranks, pauses, strict=True):
+            rank.pauses = own
+        self.replay()
+        ends = [rank.new_end for rank in self.ranks]
+        recorded = (rank.end - kernel.start for rank, kernel in zip(self.ranks, first, strict=True))
+        return max(end - begin for end, begin in zip(ends, begins, strict=True)) - max(recorded)
 
 
 def resolve(kernel: Kernel, rank: Rank) -> float:

@@ -25,7 +25,7 @@ from benchmarks.troubles import KINDS, Kind
 from tracekit.regression import baseline as baselines
 from tracekit.regression import gate
 from tracekit.regression.baseline import Baseline
-from tracekit.rules import engine
+from tracekit.rules import cost_attribution, engine
 from tracekit.rules.rule import Finding, Report, Severity
 
 SIZES = (0.05, 0.12, 0.3)
@@ -48,11 +48,11 @@ class Result:
     lost_ratio: float
     """How much longer the recording is, as a share of its length."""
     truth_ns: float
-    """The same for each step."""
+    """How much longer a step is."""
     found: str | None
     """The code and severity that report it; None if none does."""
     cost_ns: float | None
-    """What the finding says that it costs a step, beyond the control's."""
+    """What the finding says that it costs a step, beyond what its cause costs in the control."""
     unexpected: tuple[str, ...]
     """Further warnings that the control does not have, and whose cause is not there."""
     failures: tuple[str, ...] = ()
@@ -73,13 +73,19 @@ class Result:
 class Control:
     """The recordings replayed unchanged: what `check` says of them, and a baseline of them."""
 
-    findings: Sequence[Finding]
+    report: Report
     baseline: Baseline
+
+    def cost_ns(self, finding: Finding) -> int:
+        """Return what the cause of a finding on a changed recording costs in the control, by a replay if it has one."""
+        if finding.removals:
+            return cost_attribution.saved_by(self.report, finding.removals)
+        return max((each.cost_ns for each in self.report.findings if each.id == finding.id), default=0)
 
     @classmethod
     def of(cls, report: Report) -> "Control":
         """Return a control by its report."""
-        return cls(report.findings, baselines.of_reports([(report, report.run)]))
+        return cls(report, baselines.of_reports([(report, report.run)]))
 
 
 def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, control: Control) -> Result:
@@ -92,9 +98,9 @@ def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, con
         report = checked(job, Path(written))
         failures = gate.judge(report, Severity.ERROR, baseline=control.baseline).failures
     findings = report.findings
-    truth_ns = 1000 * job.lost_us / steps
-    found, cost_ns = _matching(findings, control.findings, kind.codes, culprit, truth_ns)
-    known = {(finding.code, finding.subject) for finding in control.findings}
+    truth_ns = 1000 * job.lost_in_steps_us() / steps
+    found, cost_ns = _matching(findings, control, kind.codes, culprit, truth_ns)
+    known = {(finding.code, finding.subject) for finding in control.report.findings}
     allowed = {*kind.codes, *kind.also}
     unexpected = [
         f"{finding.code} {finding.subject}"
@@ -127,7 +133,7 @@ def checked(job: Job, folder: Path) -> Report:
 
 
 def _matching(
-    findings: Sequence[Finding], control: Sequence[Finding], codes: Sequence[str], culprit: int | None, truth_ns: float
+    findings: Sequence[Finding], control: Control, codes: Sequence[str], culprit: int | None, truth_ns: float
 ) -> tuple[str | None, float | None]:
     """Return code and severity of the finding that reports the change, and its cost: warnings first, then by `codes`.
 
@@ -135,10 +141,11 @@ def _matching(
     """
     fitting = [finding for finding in findings if finding.code in codes]
     for finding in sorted(fitting, key=lambda f: (f.severity < Severity.WARNING, codes.index(f.code), -f.cost_ns)):
-        before = max((each.cost_ns for each in control if each.id == finding.id), default=0)
-        right_rank = culprit is None or not finding.ranks or culprit in finding.ranks
-        if right_rank and finding.cost_ns - before >= truth_ns / 4:
-            return f"{finding.code} {finding.severity.name.lower()}", finding.cost_ns - before
+        if culprit is not None and finding.ranks and culprit not in finding.ranks:
+            continue
+        cost_ns = finding.cost_ns - control.cost_ns(finding)
+        if cost_ns >= truth_ns / 4:
+            return f"{finding.code} {finding.severity.name.lower()}", cost_ns
     return None, None
 
 

@@ -1,7 +1,7 @@
 """The cost of a finding: how much shorter the mean step is in a replay without its cause."""
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -85,6 +85,18 @@ def attribute_costs(report: Report) -> Report:
         findings = [_beyond(run, each, removed) if each.code == _UNEVEN else each for each in findings]
         findings = [_once(each, findings, stalls) for each in findings]
     return replace(report, findings=sort_findings(findings))
+
+
+def saved_by(report: Report, removals: Sequence[Removal]) -> int:
+    """Return what the last of some removals saves per step of a report's run, after the others, in ns.
+
+    These are the `removals` of a finding, also of one on another recording of the same job: the single stalls that the
+    report states stay. 0 without a replay.
+    """
+    staying = tuple(_host_spans(report.run, _stalls(report)))
+    *first, own = (replace(each, stalls=staying) for each in removals)
+    alone, after = _savings(report.run, own, tuple(first))
+    return max(0, min(each.saved_ns for each in (alone, after) if each)) if alone else 0
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
@@ -239,13 +251,13 @@ def _with_replayed_cost(run: Run, finding: Finding, own: Removal | None, removed
         yield finding
         return
     first = _before(run, finding, removed)
-    alone = _saving_per_step(run, own)
+    alone, after = _savings(run, own, first)
     if alone is None:
         yield from _measured(finding)
         return
-    after = _saving_per_step(run, own, first=first) if first else None
     least = min(alone, after, key=lambda each: each.saved_ns) if after else alone
-    repriced = _with_other_ranks(run, _reprice(finding, what_if, first, least), what_if.cause)
+    priced = replace(_reprice(finding, what_if, first, least), removals=(*first, own))
+    repriced = _with_other_ranks(run, priced, what_if.cause)
     if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * alone.saved_ns:
         yield replace(repriced, severity=Severity.INFO)  # most of it is the trouble that makes the rank late
     elif repriced.impact >= what_if.min_saved_ratio:
@@ -303,6 +315,11 @@ def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean
         confidence=min(finding.confidence, mean.confidence),
         message=f"{finding.message} {saving}",
     )
+
+
+def _savings(run: Run, own: Removal, first: tuple[Removal, ...]) -> tuple[_MeanStep | None, _MeanStep | None]:
+    """Return the saving of a removal alone, and after those in `first`; None for each without a replay."""
+    return _saving_per_step(run, own), _saving_per_step(run, own, first=first) if first else None
 
 
 def _saving_per_step(run: Run, own: Removal, *, first: tuple[Removal, ...] = ()) -> _MeanStep | None:

@@ -13,6 +13,7 @@ import polars as pl
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.replay.graph.savings import Removal
 
 
 class Severity(IntEnum):
@@ -66,6 +67,8 @@ class Finding:
     evidence: pl.DataFrame = field(default_factory=pl.DataFrame)
     what_if: WhatIf | None = None
     """The cause to remove in a replay; None where the rule itself measures the cost."""
+    removals: tuple[Removal, ...] = ()
+    """What a replay removed for the cost: causes that other findings price, and last its own. () without a replay."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
     before_steps_ratio: float = 0.0

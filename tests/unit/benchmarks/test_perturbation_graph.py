@@ -147,6 +147,92 @@ def test_a_kernel_that_waited_for_room_starts_at_once_where_the_device_is_idle()
     assert spans(drained.documents()[0])["b"] == (229, 279)  # 4 µs after its launch at 225
 
 
+def two_streams(*, waits):
+    # time µs   0       100      200      300
+    # host      l  lcw l
+    # stream 7  a a a a a a a
+    # stream 8  ..bbbbb..cccc        c was launched 150 µs before, and starts 2 µs after a has ended
+    calls = [
+        event("cuda_runtime", "cudaLaunchKernel", 10, 5, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 30, 5, correlation=2),
+        event("cuda_runtime", "cudaLaunchKernel", 50, 5, correlation=3),
+    ]
+    if waits:  # before b is launched, or before c
+        calls.append(event("cuda_runtime", "cudaStreamWaitEvent", waits, 2, correlation=4))
+    return {
+        "traceEvents": [
+            *calls,
+            event("kernel", "a", 20, 180, tid=7, correlation=1),
+            event("kernel", "b", 36, 154, tid=8, correlation=2),
+            event("kernel", "c", 202, 50, tid=8, correlation=3),
+        ]
+    }
+
+
+@pytest.mark.parametrize(("waits", "lost_us"), [(40, 90), (20, 40), (None, 90)])
+def test_a_kernel_waits_for_another_stream_only_after_a_call_that_says_so(waits, lost_us):
+    # Where no such call was recorded at all, as from some devices, the times decide.
+    slow = Job([Rank(two_streams(waits=waits), 0)])
+    first = slow.ranks[0].kernels[0]
+    first.stretch = 1.5  # 90 µs more: it ends at 290, and c would have ended at 252
+    slow.replay()
+    assert slow.lost_us == pytest.approx(lost_us, abs=2)
+
+
+def test_work_queued_before_a_recording_does_not_wait_for_what_is_launched_in_it():
+    # time µs   0      100      200
+    # host      l......
+    # stream 7  qqqqqqqqqqqqQQQQ      both launched before the recording
+    # stream 8      aaaaaaaa          launched at 10, ends 3 µs before Q starts
+    document = {
+        "traceEvents": [
+            event("cuda_runtime", "cudaLaunchKernel", 10, 5, correlation=1),
+            event("kernel", "a", 20, 97, tid=8, correlation=1),
+            event("kernel", "q", 0, 115, tid=7),
+            event("kernel", "Q", 120, 50, tid=7),
+        ]
+    }
+    paused = Job([Rank(document, 0)])
+    paused.ranks[0].pauses.append(Pause(5, 80))
+    paused.replay()
+    assert {k.event["name"]: k.new_end for k in paused.ranks[0].kernels} == {"q": 115, "Q": 170, "a": 197}
+
+
+def test_a_call_on_a_stream_directly_after_a_copy_waits_for_the_copy():
+    # time µs   0        100       200
+    # host      l   ls..s             the call returns at 70, when the copy m has ended; a ends then, too
+    # stream 7  aaaaaa
+    # stream 8       mm
+    document = {
+        "traceEvents": [
+            event("cuda_runtime", "cudaLaunchKernel", 10, 5, correlation=1),
+            event("cuda_runtime", "cudaMemcpyAsync", 40, 5, correlation=2),
+            event("cuda_runtime", "cudaStreamSynchronize", 46, 24, correlation=3),
+            event("kernel", "a", 20, 49, tid=7, correlation=1),
+            event("gpu_memcpy", "Memcpy HtoD", 50, 15, tid=8, correlation=2),
+        ]
+    }
+    slow = Job([Rank(document, 0)])
+    slow.ranks[0].kernels[0].stretch = 4.0
+    slow.replay()
+    assert spans(slow.documents()[0])["cudaStreamSynchronize"] == (46, 70)
+
+
+def test_what_is_lost_before_the_steps_is_in_none_but_a_pause_of_the_host_in_a_step_is():
+    # The first kernel was launched before the step, which begins with the collective on the device.
+    document = recording()
+    document["traceEvents"][0].update(ts=25, dur=275)
+    slow = Job([Rank(document, 0)])
+    first = slow.ranks[0].kernels[0]
+    first.stretch = 1.5  # 60 µs to 90: what follows comes 30 µs later
+    assert slow.lost_in_steps_us() == 0
+    assert slow.lost_us == 30
+    first.stretch = 1.0
+    slow.ranks[0].pauses.append(Pause(26, 200))
+    assert slow.lost_in_steps_us() == 154
+    assert slow.lost_us == 154
+
+
 def test_pauses_of_all_ranks_are_at_the_same_collective():
     ahead = {
         "traceEvents": [

@@ -17,6 +17,7 @@ from tests.unit.simulate.jobs import job, written
 from tracekit import rules
 from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes import CAUSES
+from tracekit.replay.graph.savings import Removal
 from tracekit.rules import cost_attribution
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf
@@ -44,6 +45,16 @@ def test_the_cost_is_what_the_mean_step_of_the_run_is_longer(tmp_path: Path) -> 
     assert found.message.startswith(uncosted.findings[0].message)
     assert f"per step ({100 * found.impact:.1f}%)." in found.message
     assert found.severity is Severity.WARNING
+
+
+def test_another_recording_of_the_job_says_what_the_same_removal_saves_there(tmp_path: Path) -> None:
+    slow, _ = simulated(tmp_path / "slow", "straggler-from-step:2:1:1.5")
+    (found,) = cost_attribution.attribute_costs(uncosted_report(slow, Straggler())).findings
+    assert found.removals == (Removal("straggler", found.ranks),)
+    written(job("fsdp2", steps=4, ranks_written=3), tmp_path / "healthy")
+    healthy = Report(tracekit.load(str(tmp_path / "healthy"), cache=False), (), (), (), "")
+    assert cost_attribution.saved_by(Report(slow, (found,), (), (), ""), found.removals) == found.cost_ns
+    assert cost_attribution.saved_by(healthy, found.removals) < 0.05 * found.cost_ns
 
 
 def test_only_activations_that_fit_in_memory_are_saved(tmp_path: Path) -> None:

@@ -208,20 +208,28 @@ def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Fl
     """Return the last work that the op of a blocking call launched before it: that is what the call waits for.
 
     An op such as aten::copy_ launches a copy and waits for its stream; work that ends on another stream meanwhile is a
-    coincidence. A call that returned at once also waits: in a replay, earlier launched work may end later. Columns row
-    (of the call), item; one row per such call whose work ended by its end.
+    coincidence. A copy that is launched directly before is of the same op, though skewed clocks can place it outside. A
+    call that returned at once also waits: in a replay, earlier launched work may end later. Columns row (of the call),
+    item; one row per such call whose work ended by its end.
     """
     parents = trace.ops.select("id", "parent_id").filter(pl.col("parent_id") >= 0)
     rows = np.flatnonzero(calls.blocks & unknown & ~calls.drains & ~calls.waits_itself)
+    before = np.maximum(rows - 1, 0)
     blocking = pl.DataFrame(
-        {"row": rows, "id": calls.id[rows], "called_ns": calls.start_ns[rows], "returned_ns": calls.end_ns[rows]}
-    ).join(parents, on="id")
-    launched = items.filter(~pl.col("is_wait")).select("item", "launch_id", "launched_ns", "end_ns")
-    work = launched.join(parents, left_on="launch_id", right_on="id").select(
-        "parent_id", "launched_ns", "item", "end_ns"
-    )
+        {
+            "row": rows,
+            "id": calls.id[rows],
+            "copy_id": np.where((rows > 0) & calls.launches[before], calls.id[before], -1),
+            "called_ns": calls.start_ns[rows],
+            "returned_ns": calls.end_ns[rows],
+        }
+    ).join(parents, on="id", how="left", maintain_order="left")
+    work = items.filter(~pl.col("is_wait")).join(parents, left_on="launch_id", right_on="id", how="left")
+    of_op = blocking.join(work, on="parent_id")
+    directly_before = blocking.join(work.filter(pl.col("kind") == "memcpy"), left_on="copy_id", right_on="launch_id")
+    columns = ("row", "called_ns", "returned_ns", "item", "launched_ns", "end_ns")
     return (
-        blocking.join(work, on="parent_id")
+        pl.concat([of_op.select(columns), directly_before.select(columns)])
         .filter(pl.col("launched_ns") <= pl.col("called_ns"))
         .sort("row", "launched_ns", "item")
         .unique("row", keep="last", maintain_order=True)

@@ -9,7 +9,7 @@ from tests.support import drawn_traces
 from tracekit.analysis.time import dependencies
 from tracekit.errors import InputError
 from tracekit.replay.graph import causes, savings, transforms, what_if
-from tracekit.replay.graph.nodes import HOST
+from tracekit.replay.graph.nodes import HOST, WORK
 from tracekit.replay.graph.savings import Removal
 
 MS = 1_000_000
@@ -153,6 +153,25 @@ def test_a_call_that_waited_for_a_kernel_which_started_late_returns_as_late_in_a
     replayed = savings.replayed_steps(read)
     assert replayed["replayed_ns"].item() == pytest.approx(replayed["duration_ns"].item(), abs=1000)
     assert without_ms(savings.saving(read, "blocking-sync")) < 10
+
+
+def test_a_call_directly_after_the_launch_of_a_copy_waits_for_it_though_its_clock_is_behind():
+    # host     lL......l      the wait L follows the copy's launch; it returns 0.1 ms after the copy's end
+    copied = run(
+        """
+        step     .0000000000
+        compute  .aaaaa..bbb
+        copy     ......m....
+        """,
+        ("cudaLaunchKernel", 0, 0.5),
+        ("cudaLaunchKernel", 7.2, 0.5),
+        ("cudaMemcpyAsync", 0.5, 0.5),
+        ("cudaStreamSynchronize", 1, 6.1),
+    )
+    graph = savings.graphs_of(copied)[0]
+    nodes = {(what, ref): at for what, ref, at in graph.frame.select("what", "ref", "at").iter_rows()}
+    waits = graph.edges.select(graph.edges.kind == "sync")
+    assert list(zip(waits.waiting.tolist(), waits.awaited.tolist(), strict=True)) == [(nodes[HOST, 3], nodes[WORK, 2])]
 
 
 def test_a_wait_after_which_the_device_goes_on_stays():
