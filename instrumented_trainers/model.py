@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from instrumented_trainers.initialization import WeightInitializer
+from instrumented_trainers.recomputation import selective_contexts
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class ModelConfig:
     checkpointed_layers: int = 0
     reentrant: bool = False
     """Which of torch's two ways of activation checkpointing the checkpointed layers use."""
+    selective: bool = False
+    """Whether these keep the outputs of matrix products and attention and recompute the rest only."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads or self.heads % self.key_value_heads or self.head_width % 2:
@@ -131,6 +134,7 @@ class Layer(nn.Module):
         super().__init__()
         self.recomputed = recomputed
         self.reentrant = config.reentrant
+        self.selective = config.selective
         self.dropout = config.dropout
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config)
@@ -139,6 +143,8 @@ class Layer(nn.Module):
 
     def forward(self, stream: Tensor, rotation: Tensor) -> Tensor:
         if self.recomputed and self.training:
+            if self.selective:
+                return checkpoint(self._add, stream, rotation, use_reentrant=False, context_fn=selective_contexts)
             return checkpoint(self._add, stream, rotation, use_reentrant=self.reentrant)
         return self._add(stream, rotation)
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.config.settings import SELECTIVE
 from instrumented_trainers.model import PRESETS, ModelConfig
 from instrumented_trainers.text import tokenizer
 
@@ -21,6 +22,7 @@ def model_config(config: TrainingConfig) -> ModelConfig:
         dropout=config.dropout,
         checkpointed_layers=config.checkpoint_layers,
         reentrant=config.reentrant,
+        selective=config.recompute == SELECTIVE,
     )
 
 

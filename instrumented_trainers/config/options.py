@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from instrumented_trainers.config.settings import NEWEST, OPTIMIZERS, PRECISIONS, SCHEDULES
+from instrumented_trainers.config.settings import NEWEST, OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES
 from instrumented_trainers.model import PRESETS
 
 
@@ -66,6 +66,11 @@ def add_model(group: argparse._ArgumentGroup) -> None:
         type=natural,
         metavar="N",
         help="layers, from the first, that recompute activations in backward to save memory",
+    )
+    group.add_argument(
+        "--recompute",
+        choices=RECOMPUTATIONS,
+        help="what these layers recompute: all, or (selective) all but matrix products and attention",
     )
     group.add_argument("--reentrant", action="store_true", help="use torch's reentrant activation checkpointing")
     group.add_argument(

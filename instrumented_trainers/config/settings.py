@@ -7,6 +7,7 @@ from tracekit.conventions import strategies
 from tracekit.conventions.strategies import Layout
 
 PRECISIONS = ("fp32", "bf16", "fp64")
+RECOMPUTATIONS = FULL, SELECTIVE = ("full", "selective")
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 MOST_HELD_OUT_RATIO = 0.5
@@ -58,6 +59,7 @@ class TrainingConfig:
     micro_batches: int = 1
     precision: str = "fp32"
     checkpoint_layers: int = 0
+    recompute: str = RECOMPUTATIONS[0]
     reentrant: bool = False
     keep_gathered: bool = False
     reshard_to: int | None = None

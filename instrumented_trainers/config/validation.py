@@ -9,6 +9,7 @@ from instrumented_trainers import faults
 from instrumented_trainers.config.settings import (
     MEMORY_STEP,
     MOST_HELD_OUT_RATIO,
+    SELECTIVE,
     SMALLEST_VOCABULARY,
     TrainingConfig,
 )
@@ -22,6 +23,8 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
         return reason
     if config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
+    if config.recompute == SELECTIVE and (config.reentrant or not config.checkpoint_layers):
+        return "--recompute selective: needs --checkpoint-layers N, and not --reentrant"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
     if config.memory_report and config.profile_wait <= MEMORY_STEP:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.config.settings import SELECTIVE
 from instrumented_trainers.memory.footprint import Footprint
 from instrumented_trainers.model import Llama, ModelConfig
 from instrumented_trainers.optimization.optimizers import STATE_NUMBERS
@@ -193,7 +194,17 @@ def _activations_bytes(config: TrainingConfig, model: ModelConfig) -> int | None
     end = stream + norm + logits + 2 * statistic
     layer = _layer_bytes(config, model, stream=stream, norm=norm)
     state = stream + (torch.get_rng_state().nbytes if recomputed else 0)
+    if config.recompute == SELECTIVE:
+        state += _products_bytes(config, model, stream=stream)
     return (model.layers - recomputed) * layer + recomputed * state + end + _rotations_bytes(config, model)
+
+
+def _products_bytes(config: TrainingConfig, model: ModelConfig, *, stream: int) -> int:
+    """Return the outputs of a layer's matrix products and attention, and the logarithms that attention saves."""
+    tokens, compute = config.batch * config.tokens, COMPUTE_BYTES[config.precision]
+    shared = tokens * model.key_value_heads * model.head_width * compute
+    logarithms = tokens * model.heads * max(compute, 4)
+    return 4 * stream + 2 * shared + logarithms + 2 * tokens * model.hidden_width * compute
 
 
 def _layer_bytes(config: TrainingConfig, model: ModelConfig, *, stream: int, norm: int) -> int:

@@ -37,6 +37,8 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "yafsdp offloaded, bf16": ("yafsdp", {"offload": True, "precision": "bf16", "micro_batches": 2}),
     "fsdp2 offloaded": ("fsdp2", {"offload": True}),
     "zero1 offloaded": ("zero1", {"offload": True}),
+    "yafsdp selective": ("yafsdp", {"checkpoint_layers": 2, "recompute": "selective"}),
+    "fsdp2 selective, bf16": ("fsdp2", {"checkpoint_layers": 1, "recompute": "selective", "precision": "bf16"}),
     "ddp recomputed": ("ddp", {"checkpoint_layers": 2, "reentrant": True}),
 }
 

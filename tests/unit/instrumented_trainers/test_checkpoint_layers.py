@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from instrumented_trainers import config
 from instrumented_trainers.model import Llama, ModelConfig
@@ -72,3 +74,38 @@ def test_each_recomputed_layer_saves_memory(reentrant: bool) -> None:
         storages.append(saved_bytes(model))
     saved = [before - after for before, after in itertools.pairwise(storages)]
     assert min(saved) > 0.1 * storages[0]
+
+
+class ProductCount(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator is torch.ops.aten.mm.default
+        return operator(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_repeats_no_matrix_product_and_changes_no_gradient() -> None:
+    counts, gradients, storages = [], [], []
+    for settings in ({}, {"checkpointed_layers": 4}, {"checkpointed_layers": 4, "selective": True}):
+        torch.manual_seed(0)
+        model = Llama(dataclasses.replace(SMALL, **settings)).double()
+        storages.append(saved_bytes(model))
+        with ProductCount() as products:
+            functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+        counts.append(products.count)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert counts[0] == counts[2] < counts[1]
+    for others in gradients[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(gradients[0], others, strict=True))
+    assert storages[1] <= storages[2] < storages[0]
+
+
+@pytest.mark.parametrize("options", [["--recompute", "selective"], ["--checkpoint-layers", "1", "--reentrant"]])
+def test_selective_recomputation_is_refused_where_it_does_nothing(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        layer_settings("--recompute", "selective", *options)
+    assert "--recompute selective: needs --checkpoint-layers N, and not --reentrant" in capsys.readouterr().err
