@@ -221,7 +221,11 @@ def pairs(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[nn.Paramet
     parts = {id(p.shard): p.part for unit in units_in(sharded) for p in unit.parameters}
     for name, shard_ in sharded.named_parameters():
         part = parts[id(shard_)]
-        yield shard_, parameters[name], slice(part.origin, part.origin + part.stop - part.start)
+        yield (
+            shard_,
+            parameters[name.replace("_orig_mod.", "")],
+            slice(part.origin, part.origin + part.stop - part.start),
+        )
 
 
 def _gradient_difference(case: Case, sharded: nn.Module, reference: nn.Module) -> float:

@@ -26,9 +26,11 @@ from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
 from instrumented_trainers.parallelism.yafsdp.whole_tensor_optimizer import WholeTensorOptimizer
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-# Accelerate, and so Hugging Face's Trainer, wrap a module with the first in nothing; Hugging Face's `generate` goes on
-# with a module with the second until the last rank is done, as all ranks must take part in its collectives.
-_MARKS_FOR_LIBRARIES = ("_is_accelerate_prepared", "_is_fsdp_managed_module")
+# Accelerate, and so Hugging Face's Trainer, wrap a module with this mark in nothing.
+_MARK_FOR_ACCELERATE = "_is_accelerate_prepared"
+# With the first Hugging Face's `generate` goes on until the last rank is done, as all ranks must take part in its
+# collectives; torch.compile takes that mark for FSDP's and refuses it without the second.
+_MARKS_FOR_GENERATE = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _UNIT_MARK = "_yafsdp_sharded_in"  # on an original parameter: which module's unit took it
 
 
@@ -101,7 +103,8 @@ def fully_shard(
     module._yafsdp_unit = unit  # type: ignore[assignment]
     module.__class__ = _sharded_class(type(module))
     hook_model(module)  # type: ignore[arg-type]
-    for mark in _MARKS_FOR_LIBRARIES:
+    marks = (_MARK_FOR_ACCELERATE, *(_MARKS_FOR_GENERATE if callable(getattr(module, "generate", None)) else ()))
+    for mark in marks:
         setattr(module, mark, True)
     return module
 
@@ -167,8 +170,9 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     def post_forward(_: nn.Module, args: Any, outputs: Any) -> Any:  # noqa: ARG001 -- the signature of a hook
         return _engine(unit).post_forward(unit, outputs)
 
-    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(post_forward)
+    # Compiled code ends before a hook and goes on after it: buffers and collectives are not for a compiler to move.
+    module.register_forward_pre_hook(torch.compiler.disable(pre_forward), prepend=True, with_kwargs=True)
+    module.register_forward_hook(torch.compiler.disable(post_forward))
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
