@@ -42,6 +42,8 @@ from instrumented_trainers.sizes import model_config
 from instrumented_trainers.text import loading
 from instrumented_trainers.text.batches import Batches
 from instrumented_trainers.text.stream import StreamedBatches
+from instrumented_trainers.throughput import Throughput
+from instrumented_trainers.trackers import Scalar, Trackers
 from tracekit import conventions
 from tracekit.capture import Recorder
 from tracekit.capture.metrics import Number, PendingScalar
@@ -91,7 +93,9 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         _restore(origin, model, optimizer, batches)
     checkpoints = CheckpointSaver(config, active_faults, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
-    progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
+    throughput = Throughput.of(config)
+    progress = Progress(throughput, rank=rank, steps=config.steps, every=config.log_every)
+    trackers = Trackers(config, rank, first_step=first_step)
     progress.print(introduction(config, origin))
     progress.print(_optimizer_line(config))
     with Recorder(
@@ -124,7 +128,8 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             evaluated = None if stopped else _evaluated(evaluation, step, model, recorder)
             last = stopped or step == config.steps - 1
             recorder.step(_metrics(loss, evaluated), tokens=config.tokens_per_step, last=last)
-            progress.step(step, loss, tokens=config.tokens_per_step, elapsed_ns=recorder.step_time_ns)
+            progress.step(step, loss, elapsed_ns=recorder.step_time_ns)
+            trackers.add(step, _scalars(step, loss, config, throughput.scalars(recorder.step_time_ns), evaluated))
             for line in _lines_after(step, evaluated, saved, blocking=checkpoints.blocking):
                 progress.print(line)
             if stopped:
@@ -133,6 +138,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         checkpoints.wait()
         if watch.report:
             recorder.describe({"memory": watch.report.as_manifest()})
+    trackers.close()
     for line in watch.summary():
         progress.print(line)
     progress.flush()
@@ -152,6 +158,19 @@ def _metrics(loss: PendingScalar, evaluated: EvaluationResult | None) -> dict[st
     if evaluated is None:
         return {conventions.LOSS_METRIC: loss.value}
     return {conventions.LOSS_METRIC: loss.value, "eval_loss": evaluated.loss, "eval_perplexity": evaluated.perplexity}
+
+
+def _scalars(
+    step: int,
+    loss: PendingScalar,
+    config: TrainingConfig,
+    speed: Mapping[str, float],
+    evaluated: EvaluationResult | None,
+) -> dict[str, Scalar]:
+    """Return what trackers get of a step, the loss of this rank among it."""
+    training = {"train/loss": loss, "train/learning_rate": learning_rate(step, config)}
+    evaluation = {"eval/loss": evaluated.loss, "eval/perplexity": evaluated.perplexity} if evaluated else {}
+    return {**training, **{f"speed/{name}": value for name, value in speed.items()}, **evaluation}
 
 
 def _step(

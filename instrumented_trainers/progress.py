@@ -3,25 +3,27 @@
 import sys
 from collections.abc import Callable
 
+from instrumented_trainers.throughput import Throughput
 from tracekit.capture.metrics import PendingScalar
 
 
 class Progress:
     """A line every few steps on rank 0, and nothing on other ranks. A step's line is printed after the next step."""
 
-    def __init__(self, *, rank: int, steps: int, every: int) -> None:
+    def __init__(self, throughput: Throughput, *, rank: int, steps: int, every: int) -> None:
+        self._throughput = throughput
         self._prints = rank == 0
         self._steps = steps
         self._every = every
         self._due: Callable[[], str] | None = None
 
-    def step(self, step: int, loss: PendingScalar, *, tokens: int, elapsed_ns: int) -> None:
-        """Note the end of a step that took `elapsed_ns` for the `tokens` of all ranks."""
+    def step(self, step: int, loss: PendingScalar, *, elapsed_ns: int) -> None:
+        """Note the end of a step that took `elapsed_ns`."""
         self.flush()
         if step % self._every == 0 or step == self._steps - 1:
             self._due = lambda: (
                 f"step {step:4d} of {self._steps}   loss {loss.value():.4f}   {elapsed_ns / 1e6:6.0f} ms   "
-                f"{tokens * 1e9 / elapsed_ns:,.0f} tokens/s"
+                f"{self._throughput.describe(elapsed_ns)}"
             )
 
     def flush(self) -> None:

@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         ("model and data", options.add_model),
         ("optimization", options.add_optimization),
         ("evaluation", options.add_evaluation),
+        ("logging", options.add_logging),
         ("recording", options.add_recording),
         ("checkpoints", options.add_checkpoints),
         ("faults", options.add_faults),

@@ -116,7 +116,6 @@ def add_optimization(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dropout", type=float, metavar="X", help="share of each layer's output dropped")
     group.add_argument("--max-norm", type=float, metavar="X", help="gradient norm to clip at; 0: don't")
     group.add_argument("--seed", type=natural, metavar="N", help="of the weights and the order of the data")
-    group.add_argument("--log-every", type=positive, metavar="N", help="steps between two lines of output")
 
 
 def add_evaluation(group: argparse._ArgumentGroup) -> None:
@@ -127,6 +126,17 @@ def add_evaluation(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--eval-split", type=float, metavar="X", help="share of the text to hold out from training and evaluate on"
     )
+
+
+def add_logging(group: argparse._ArgumentGroup) -> None:
+    """Add the options on what is logged."""
+    group.add_argument("--log-every", type=positive, metavar="N", help="steps between two lines of output")
+    group.add_argument(
+        "--peak-flops", type=float, metavar="X", help="of one device in FLOP/s, for MFU; by default by its name"
+    )
+    group.add_argument("--tensorboard", action="store_true", help="write event files into RUN/tensorboard")
+    group.add_argument("--wandb", choices=("offline", "online"), help="log to Weights & Biases, into RUN/wandb")
+    group.add_argument("--wandb-project", metavar="NAME", help="the project there")
 
 
 def add_recording(group: argparse._ArgumentGroup) -> None:

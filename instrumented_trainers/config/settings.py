@@ -92,6 +92,10 @@ class TrainingConfig:
     fault: tuple[str, ...] = ()
     memory_report: bool = False
     log_every: int = 5
+    peak_flops: float | None = None
+    tensorboard: bool = False
+    wandb: str | None = None
+    wandb_project: str = "instrumented-trainers"
     eval_every: int = 0
     eval_steps: int = 10
     eval_data: tuple[Path, ...] = ()

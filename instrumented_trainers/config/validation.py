@@ -27,6 +27,8 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
         return "--recompute selective: needs --checkpoint-layers N, and not --reentrant"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
+    if config.peak_flops is not None and config.peak_flops <= 0:
+        return f"--peak-flops {config.peak_flops:g}: FLOP/s of one device, such as 989e12"
     if config.memory_report and config.profile_wait <= MEMORY_STEP:
         return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
     if (

@@ -40,7 +40,7 @@ def declared(*extras: str) -> set[str]:
     [
         ("tracekit", ("train", "hta", "pandas", "huggingface", "pytest")),
         ("dashboard", ("dashboard",)),
-        ("instrumented_trainers", ("train", "tokenizers", "datasets", "huggingface")),
+        ("instrumented_trainers", ("train", "tokenizers", "datasets", "wandb", "huggingface")),
     ],
 )
 def test_what_a_package_imports_is_declared(folder: str, extras: tuple[str, ...]) -> None:

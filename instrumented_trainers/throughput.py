@@ -1,0 +1,83 @@
+"""Tokens per second, model FLOP/s and their share of the device's peak (MFU)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.model import ModelConfig
+from instrumented_trainers.sizes import model_config
+
+# Dense peaks of the vendors' data sheets, in FLOP/s: bf16 on tensor cores; fp32 without them, as torch does by default.
+# The first name that is a part of the device's counts.
+_PEAKS: tuple[tuple[str, float, float], ...] = (
+    ("B200", 2250e12, 75e12),
+    ("H200", 989e12, 67e12),
+    ("H100 PCIe", 756e12, 51e12),
+    ("H100 NVL", 835e12, 60e12),
+    ("H100", 989e12, 67e12),
+    ("A100", 312e12, 19.5e12),
+    ("A10G", 70e12, 35e12),
+    ("L40S", 362e12, 91.6e12),
+    ("L4", 121e12, 30.3e12),
+    ("MI300X", 1307e12, 163.4e12),
+    ("MI250X", 191.5e12, 23.95e12),  # of one of its two devices
+)
+_SCALES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6))
+
+
+def flops_per_token(sizes: ModelConfig, tokens: int) -> int:
+    """Return the floating-point operations of training on one token in a sequence of `tokens`, recomputation left out.
+
+    6 per weight that multiplies, and 12 T D a layer for attention, by https://arxiv.org/abs/2204.02311, appendix B.
+    """
+    looked_up = 0 if sizes.tied else sizes.vocabulary * sizes.width  # an embedding multiplies nothing
+    return 6 * (sizes.parameters - looked_up) + 12 * sizes.layers * sizes.width * tokens
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """Return the peak of a device of that name in FLOP/s; None where it is not known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+    989000000000000.0
+    """
+    for name, in_bf16, in_fp32 in _PEAKS:
+        if name in device and precision != "fp64":
+            return in_bf16 if precision == "bf16" else in_fp32
+    return None
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """How fast the steps of a training are. `peak`: that of one device in FLOP/s, or None where it is not known."""
+
+    tokens_per_step: int
+    flops_per_token: int
+    devices: int
+    peak: float | None
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> "Throughput":
+        """Return that of a configuration; the peak is the configuration's, else that of this rank's GPU."""
+        peak = config.peak_flops
+        if peak is None and config.device == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(), config.precision)
+        flops = flops_per_token(model_config(config), config.tokens)
+        return cls(config.tokens_per_step, flops, config.world_size, peak)
+
+    def scalars(self, step_time_ns: int) -> dict[str, float]:
+        """Return tokens and model FLOP/s of all ranks, and MFU where the peak is known."""
+        tokens_per_s = self.tokens_per_step * 1e9 / step_time_ns
+        flops_per_s = tokens_per_s * self.flops_per_token
+        values = {"tokens_per_second": tokens_per_s, "model_flops_per_second": flops_per_s}
+        if self.peak:
+            values["mfu_ratio"] = flops_per_s / self.devices / self.peak
+        return values
+
+    def describe(self, step_time_ns: int) -> str:
+        """Return tokens and model FLOP/s of all ranks, and MFU where the peak is known, in words."""
+        values = self.scalars(step_time_ns)
+        flops_per_s = values["model_flops_per_second"]
+        prefix, scale = next(((p, s) for p, s in _SCALES if flops_per_s >= s), ("", 1.0))
+        words = f"{values['tokens_per_second']:,.0f} tokens/s   {flops_per_s / scale:.1f} {prefix}FLOP/s"
+        return f"{words}   MFU {values['mfu_ratio']:.1%}" if "mfu_ratio" in values else words
