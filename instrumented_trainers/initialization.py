@@ -42,5 +42,5 @@ class WeightInitializer:
             whole.fill_(1)
             return
         generator = torch.Generator(whole.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        added = name.endswith(("output.weight", "down.weight"))
+        added = name.removesuffix(".weight").endswith((".output", ".down"))
         whole.normal_(std=self._residual_deviation if added else _DEVIATION, generator=generator)

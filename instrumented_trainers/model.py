@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from instrumented_trainers.experts import MixtureOfExperts
 from instrumented_trainers.initialization import WeightInitializer
 from instrumented_trainers.recomputation import selective_contexts
 
@@ -39,6 +40,12 @@ class ModelConfig:
     """Which of torch's two ways of activation checkpointing the checkpointed layers use."""
     selective: bool = False
     """Whether these keep the outputs of matrix products and attention and recompute the rest only."""
+    experts: int = 0
+    """How many experts the feed-forward part of each layer has; 0: it is one for all tokens."""
+    active_experts: int = 2
+    """How many of them each token goes through."""
+    balance: float = 0.0
+    """The weight of the loss that balances the tokens over the experts, per forward pass."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads or self.heads % self.key_value_heads or self.head_width % 2:
@@ -46,6 +53,8 @@ class ModelConfig:
                 f"width {self.width}, heads {self.heads} and key_value_heads {self.key_value_heads} do not fit: "
                 "heads must divide the width into an even number, key_value_heads must divide heads"
             )
+        if self.experts and not 1 <= self.active_experts <= self.experts:
+            raise ValueError(f"of {self.experts} experts {self.active_experts} cannot be active: name 1 to all of them")
 
     @property
     def head_width(self) -> int:
@@ -61,13 +70,23 @@ class ModelConfig:
     @property
     def layer_parameters(self) -> int:
         """Return the number of parameters of a layer."""
+        return self._layer_parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the number of parameters that a token is multiplied by: of the experts, those that are active."""
+        idle = self._layer_parameters(self.experts) - self._layer_parameters(min(self.active_experts, self.experts))
+        return self.parameters - self.layers * idle
+
+    def _layer_parameters(self, experts: int) -> int:
         attention = 2 * self.width * self.head_width * (self.heads + self.key_value_heads)
-        return attention + 3 * self.width * self.hidden_width + 2 * self.width
+        router = self.experts * self.width
+        return attention + router + max(1, experts) * 3 * self.width * self.hidden_width + 2 * self.width
 
 
 # `micro` is for tests and small samples. A unit (layer; embedding, norm and head together) of `tiny` holds at least
 # 1 MiB in fp32, so that its buffers stand out of the allocator's events in a trace. The sizes from 1b up are those of
-# Llama 2, Code Llama (34b) and Llama 3; 1.3b has GPT-3 XL's layers and width.
+# Llama 2, Code Llama (34b) and Llama 3; 1.3b has GPT-3 XL's layers and width, 8x7b is Mixtral's.
 PRESETS: Mapping[str, ModelConfig] = {
     "micro": ModelConfig(64, 2, 4, 2, 176, 512),
     "tiny": ModelConfig(256, 4, 8, 2, 704, 512),
@@ -78,6 +97,7 @@ PRESETS: Mapping[str, ModelConfig] = {
     "3b": ModelConfig(3072, 28, 24, 8, 8192, 128_256, 500_000.0, tied=True),
     "7b": ModelConfig(4096, 32, 32, 32, 11_008, 32_000),
     "8b": ModelConfig(4096, 32, 32, 8, 14_336, 128_256, 500_000.0),
+    "8x7b": ModelConfig(4096, 32, 32, 8, 14_336, 32_000, 1_000_000.0, experts=8),
     "13b": ModelConfig(5120, 40, 40, 40, 13_824, 32_000),
     "34b": ModelConfig(8192, 48, 64, 8, 22_016, 32_000, 1_000_000.0),
     "70b": ModelConfig(8192, 80, 64, 8, 28_672, 32_000),
@@ -139,7 +159,7 @@ class Layer(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = _feed_forward(config)
 
     def forward(self, stream: Tensor, rotation: Tensor) -> Tensor:
         if self.recomputed and self.training:
@@ -178,6 +198,18 @@ class Attention(nn.Module):
     def _heads(self, projected: Tensor) -> Tensor:
         # (B, T, H * E) to (B, H, T, E)
         return projected.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+
+def _feed_forward(config: ModelConfig) -> nn.Module:
+    if not config.experts:
+        return FeedForward(config)
+    return MixtureOfExperts(
+        config.width,
+        config.hidden_width,
+        experts=config.experts,
+        active=config.active_experts,
+        balance=config.balance,
+    )
 
 
 class FeedForward(nn.Module):

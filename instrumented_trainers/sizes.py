@@ -16,8 +16,12 @@ def model_config(config: TrainingConfig) -> ModelConfig:
     Raises InvalidConfigError if the tokenizer's file cannot be read.
     """
     preset = PRESETS[config.model]
+    experts = preset.experts if config.experts is None else config.experts
     return dataclasses.replace(
         preset,
+        experts=experts,
+        active_experts=config.active_experts,
+        balance=config.balance_loss / config.micro_batches if experts else 0.0,
         vocabulary=max(preset.vocabulary, _vocabulary(config)),
         dropout=config.dropout,
         checkpointed_layers=config.checkpoint_layers,

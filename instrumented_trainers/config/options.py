@@ -31,6 +31,14 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     """Add the options on the model and its data."""
     group.add_argument("--model", choices=tuple(PRESETS), help="size of the model, by name")
     group.add_argument(
+        "--experts",
+        type=natural,
+        metavar="N",
+        help="feed-forward experts in each layer, as large as the model's own (0: none); by default the model's",
+    )
+    group.add_argument("--active-experts", type=positive, metavar="K", help="experts that each token goes through")
+    group.add_argument("--balance-loss", type=float, metavar="X", help="weight of the loss that balances the experts")
+    group.add_argument(
         "--data",
         type=Path,
         nargs="+",

@@ -47,6 +47,9 @@ class TrainingConfig:
     device: str = "cpu"
     timeout_s: float = 300.0
     model: str = "tiny"
+    experts: int | None = None
+    active_experts: int = 2
+    balance_loss: float = 0.01
     data: tuple[Path, ...] = ()
     text_field: str = "text"
     stream: bool = False

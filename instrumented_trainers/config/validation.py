@@ -23,6 +23,9 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
         return reason
     if config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
+    experts = PRESETS[config.model].experts if config.experts is None else config.experts
+    if experts and config.active_experts > experts:
+        return f"--active-experts {config.active_experts}: there are {experts} experts"
     if config.recompute == SELECTIVE and (config.reentrant or not config.checkpoint_layers):
         return "--recompute selective: needs --checkpoint-layers N, and not --reentrant"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:

@@ -41,7 +41,7 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
 def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footprint:
-    """Return the predicted memory of `rank`, sharded with `options`. No activations for autocast's bf16."""
+    """Return the predicted memory of `rank`, sharded with `options`. No activations for autocast's bf16 and experts."""
     with torch.device("meta"):
         model = Llama(model_config(config))
     strategy, ranks = STRATEGIES[config.strategy], config.layout.dp_shard
@@ -158,7 +158,7 @@ def _buffers_bytes(config: TrainingConfig, model: Llama, options: ShardOptions, 
         largest = max(Layout.of([p.shape for p in unit], ranks).shard_numel for unit in _yafsdp_units(model, options))
         leaving = largest * WEIGHT_BYTES[config.precision] if options.offload else 0  # of a gradient shard
         return sum(_slots(model, options, ranks)) * (compute + reduce) + leaving
-    *layers, rest = (sum(p.numel() for p in unit) for unit in _units(model))
+    *layers, rest = (sum(_gathered(config.strategy, p, ranks) for p in unit) for unit in _units(model))
     layer, count, stays_gathered = max(layers), len(layers), options.reshard_after_forward is False
     if config.strategy == "fsdp1":
         whole = count if stays_gathered else min(3 if options.prefetch != 0 else 2, count)
@@ -174,6 +174,11 @@ def _buffers_bytes(config: TrainingConfig, model: Llama, options: ShardOptions, 
     return rest * compute + max(forward, backward, first) + near
 
 
+def _gathered(strategy: str, parameter: nn.Parameter, ranks: int) -> int:
+    """Return the elements of a gathered tensor: under FSDP2 each rank sends as many rows as the first has."""
+    return ranks * _rows(parameter, ranks, 0)[0] if strategy == "fsdp2" else parameter.numel()
+
+
 def _slots(model: Llama, options: ShardOptions, ranks: int) -> Iterator[int]:
     """Yield the elements of each of YaFSDP's pairs of buffers: those that layers share in turn, then units' own."""
     units = [Layout.of([p.shape for p in unit], ranks).numel for unit in _yafsdp_units(model, options)]
@@ -183,7 +188,7 @@ def _slots(model: Llama, options: ShardOptions, ranks: int) -> Iterator[int]:
 
 
 def _activations_bytes(config: TrainingConfig, model: ModelConfig) -> int | None:
-    if not STRATEGIES[config.strategy].shards_parameters and config.precision == "bf16":
+    if model.experts or (not STRATEGIES[config.strategy].shards_parameters and config.precision == "bf16"):
         return None
     tokens, compute = config.batch * config.tokens, COMPUTE_BYTES[config.precision]
     statistic = max(compute, 4)

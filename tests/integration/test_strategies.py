@@ -56,6 +56,12 @@ WAYS = {
 }
 
 
+WITH_EXPERTS = {
+    name: Training(name, "sgd", steps=6, config=dataclasses.replace(training.CONFIG, experts=4, balance=0.1))
+    for name in STRATEGIES
+}
+
+
 @functools.cache
 def all_outcomes() -> dict[int, dict[str, process_group.Outcome]]:
     cases: dict[int, dict[str, Training]] = {2: {}, 3: {}, 4: {REFERENCE: Training(REFERENCE, steps=6), **WAYS}}
@@ -65,6 +71,7 @@ def all_outcomes() -> dict[int, dict[str, process_group.Outcome]]:
     for name in (REFERENCE, *CLIPPED):
         cases[3][f"{name}, clipped"] = Training(name, micro_batches=2, max_norm=0.5, steps=10)
     cases[3] |= {f"{name}, bf16": case for name, case in BF16.items()}
+    cases[3] |= {f"{name}, experts": case for name, case in WITH_EXPERTS.items()}
     return process_group.run_worlds(
         {
             size: {name: functools.partial(training.curve, case) for name, case in of_size.items()}
@@ -104,6 +111,11 @@ def test_loss_curve_is_that_of_ddp(world_size: int, name: str, optimizer: str) -
 @pytest.mark.parametrize("name", CLIPPED)
 def test_clipping_and_accumulation_are_those_of_ddp(name: str) -> None:
     assert distance(3, f"{name}, clipped", f"{REFERENCE}, clipped") < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_EXPERTS if name != REFERENCE])
+def test_a_mixture_of_experts_trains_the_same(name: str) -> None:
+    assert distance(3, f"{name}, experts", f"{REFERENCE}, experts") < TOLERANCE
 
 
 def test_loss_curve_in_bf16_is_that_of_fsdp2() -> None:
