@@ -1,6 +1,5 @@
 """YaFSDP's memory, its behaviour on failures, and the models and options that it refuses by name."""
 
-import copy
 import functools
 import gc
 import re
@@ -374,7 +373,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "a list": (lambda: fully_shard([Block()]), "TypeError: .*one module at a time"),
     "no buffers": (lambda: fully_shard(Block(), buffers=0), "ValueError: .*at least 1 buffer"),
     "three-dim mesh": (shard_in_three_dims, "NotImplementedError: .*3 dims"),
-    "copied": (lambda: copy.deepcopy(sharded_toy()[0]), "NotImplementedError: .*copied"),
     "cast": (lambda: sharded_toy()[0].double(), "NotImplementedError: .*float64"),
     "run inside another unit": (run_inside_another, "RuntimeError: .*reshard_after_forward=False"),
     "another layer run in backward": (

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from instrumented_trainers.parallelism.yafsdp.engine import Engine
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard, refuse_whole_tensor_optimizer
+from instrumented_trainers.parallelism.yafsdp.refusals import refuse_training_unsharded
 from instrumented_trainers.parallelism.yafsdp.sharded_functions import see_all_ranks, units_of
 from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
 from instrumented_trainers.parallelism.yafsdp.whole_tensor_optimizer import WholeTensorOptimizer
@@ -99,7 +100,7 @@ def fully_shard(
     for buffer in module.buffers():
         if not buffer.is_meta:
             buffer.data = buffer.data.to(device)
-    _add_hooks(module, unit)
+    _add_hooks(module)
     module._yafsdp_unit = unit  # type: ignore[assignment]
     module.__class__ = _sharded_class(type(module))
     hook_model(module)  # type: ignore[arg-type]
@@ -163,16 +164,27 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
         raise NotImplementedError(f"YaFSDP: of the parameters of {kind} some are on the meta device, but not all")
 
 
-def _add_hooks(module: nn.Module, unit: Unit) -> None:
-    def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _engine(unit).pre_forward(unit, args, kwargs)
+def _add_hooks(module: nn.Module) -> None:
+    def pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _pre_forward(module._yafsdp_unit, args, kwargs)  # a copy of the module has the hook, but its own unit
 
-    def post_forward(_: nn.Module, args: Any, outputs: Any) -> Any:  # noqa: ARG001 -- the signature of a hook
-        return _engine(unit).post_forward(unit, outputs)
+    def post_forward(module: Any, args: Any, outputs: Any) -> Any:  # noqa: ARG001 -- the signature of a hook
+        return _post_forward(module._yafsdp_unit, outputs)
 
     # Compiled code ends before a hook and goes on after it: buffers and collectives are not for a compiler to move.
     module.register_forward_pre_hook(torch.compiler.disable(pre_forward), prepend=True, with_kwargs=True)
     module.register_forward_hook(torch.compiler.disable(post_forward))
+
+
+def _pre_forward(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if unit.is_unsharded:
+        refuse_training_unsharded(unit)
+        return args, kwargs
+    return _engine(unit).pre_forward(unit, args, kwargs)
+
+
+def _post_forward(unit: Unit, outputs: Any) -> Any:
+    return outputs if unit.is_unsharded else _engine(unit).post_forward(unit, outputs)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -185,14 +197,19 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         return
     if not callable(method := getattr(module, name, None)):
         raise ValueError(f"YaFSDP: {type(module).__name__} has no method {name!r}")
-    unit = module._yafsdp_unit
+    setattr(module, name, _ForwardMethod(module._yafsdp_unit, method))
 
-    @functools.wraps(method)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _engine(unit).pre_forward(unit, args, kwargs)
-        return _engine(unit).post_forward(unit, method(*args, **kwargs))
 
-    setattr(module, name, forward)
+class _ForwardMethod:
+    """A method that runs as the forward of a unit does."""
+
+    def __init__(self, unit: Unit, method: Callable[..., Any]) -> None:
+        self._unit, self._method = unit, method
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _pre_forward(self._unit, args, kwargs)
+        return _post_forward(self._unit, self._method(*args, **kwargs))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Parameters of a unit that are one flat tensor, cut into a shard per rank: of one dtype, all trained or all frozen."""
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -32,15 +33,21 @@ class UnitParameter:
 
     def replace_shard(self, values: Tensor) -> None:
         """Let optimizers see a new parameter with these values, of the shard's shape."""
+        self.set_shard(values)
+        self.register(self.shard)
+
+    def set_shard(self, values: Tensor) -> None:
+        """Make a new parameter with these values the shard, without registering it."""
         old = self.shard
         self.shard = nn.Parameter(values, requires_grad=old.requires_grad)
         self.shard.__dict__.update(old.__dict__)
-        self.register(self.shard)
 
     @torch.no_grad()
     def copy_from_whole(self, whole: Tensor) -> None:
-        """Give the shard its part of the whole parameter."""
-        self.shard.copy_(whole.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()])
+        """Give the shard its part of the whole parameter, if that has changed."""
+        part = whole.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()].to(self.shard.device)
+        if not torch.equal(part, self.shard):
+            self.shard.copy_(part)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put `parameter` wherever the modules look for this one."""
@@ -102,12 +109,27 @@ class FlatParameters:
         ]
         self.master = self._cut(list(parameters))
         self._view_master()
+        self._begin()
+
+    def _begin(self) -> None:
         self.gradient: Tensor | None = None
         self.incoming: Tensor | None = None
         """A gradient on its way to host memory, to be added to one that is there; allocated when first needed."""
         self._has_incoming = False
         self.whole_weights: Tensor | None = None
         """The unsharded weights, flat: a part of the unit's weight slot."""
+
+    @torch.no_grad()
+    def copied(self) -> Self:
+        """Return the same of a copy of the modules, without gradients; the modules do not know its shards yet."""
+        other = copy.copy(self)
+        other._begin()
+        other.master = self.master if self.master.is_meta else self._zeros().copy_(self.master)
+        other.parameters = [copy.copy(parameter) for parameter in self.parameters]
+        for parameter in other.parameters:
+            parameter.weight = None
+            parameter.set_shard(self.own_part(other.master, parameter))
+        return other
 
     def _cut(self, originals: Sequence[nn.Parameter]) -> Tensor:
         """Return this rank's shard of the flat tensor, without ever making the whole one."""

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from instrumented_trainers.parallelism.yafsdp.copies import copy_module
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
+from instrumented_trainers.parallelism.yafsdp.whole_weights import WholeWeights
 
 _PATIENCE_S = 60
 _calls = itertools.count()
@@ -35,6 +37,7 @@ class YaFSDPModule:
     """A module that `fully_shard` was applied to: its class was swapped for one that has this one as a base."""
 
     _yafsdp_unit: Unit
+    _whole_weights: WholeWeights | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a module of the original class: a sharded container that makes a part of itself makes a plain one."""
@@ -58,6 +61,22 @@ class YaFSDPModule:
         """
         assert isinstance(self, nn.Module)
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def unshard(self, *, writeback: bool = True) -> WholeWeights:
+        """Gather the weights of this module and those inside it, until `reshard` or the end of a ``with`` block.
+
+        All ranks must call it, and each needs memory for all these weights in the shards' dtype. What is written to
+        them is kept: each rank keeps its part of what it wrote, so write the same on all. Without `writeback` it is
+        discarded. The module may run meanwhile, without gradients: in the shards' dtype and without communication.
+        """
+        self._whole_weights = WholeWeights(self._units(), writeback=writeback)
+        return self._whole_weights
+
+    def reshard(self) -> None:
+        """End what `unshard` began; do nothing where it did not."""
+        if (whole := getattr(self, "_whole_weights", None)) is not None:
+            whole.reshard()
+            self._whole_weights = None
 
     @property
     def communication_buffers(self) -> CommunicationBuffers:
@@ -133,8 +152,10 @@ class YaFSDPModule:
                     inner._buffers[name] = fn(buffer).to(self._yafsdp_unit.device)
         return self
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise NotImplementedError("YaFSDP: a sharded module cannot be copied; copy it before fully_shard")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy it: sharded in the same way, with shards and buffers of its own, and without gradients."""
+        assert isinstance(self, nn.Module)
+        return copy_module(self, self._units(), memo)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Refuse what would train on wrong weights or lose gradients: each by name, with what to do instead."""
 
+import torch
 from torch import Tensor
 
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
@@ -21,6 +22,23 @@ def refuse_replaced_parameters(unit: Unit) -> None:
         raise RuntimeError(
             f"YaFSDP: parameter {name!r} of {type(module).__name__} in {unit_label(unit)} was replaced after "
             "fully_shard, or given other memory or another dtype; copy values in place, and cast before sharding"
+        )
+
+
+def refuse_running(unit: Unit, what: str) -> None:
+    """Raise RuntimeError if the unit's weights, which shall do `what`, are whole just now."""
+    if unit.in_use:
+        raise RuntimeError(f"YaFSDP: {unit_label(unit)} cannot {what} while it runs; do that between steps")
+    if unit.is_unsharded:
+        raise RuntimeError(f"YaFSDP: {unit_label(unit)} cannot {what} while it is unsharded; call reshard() before")
+
+
+def refuse_training_unsharded(unit: Unit) -> None:
+    """Raise RuntimeError if the unit's forward would be part of a backward pass although it is unsharded."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"YaFSDP: {unit_label(unit)} is unsharded, and gradients of its whole weights would be lost; run it under "
+            "torch.no_grad(), or reshard() it before it is trained"
         )
 
 

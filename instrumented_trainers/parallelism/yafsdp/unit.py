@@ -1,9 +1,10 @@
 """A unit: parameters that are sharded, all-gathered and reduce-scattered together. The engine schedules it."""
 
+import copy
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -60,23 +61,25 @@ class Unit:
         self.rank = ranks.shards.rank()
         home = ShardMemory.of(offload, device)
         self.shard_device = home.device
-        self.flats = tuple(
-            FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _grouped(parameters)
-        )
+        self.left_out = False
+        """Whether the module has parameters that were left for a unit around it."""
+        self.owns_slots = False
+        self._begin([FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _grouped(parameters)])
+
+    def _begin(self, flats: Iterable[FlatParameters]) -> None:
+        """Begin with flat tensors that no engine runs."""
+        self.flats = tuple(flats)
         self.parameters = [parameter for flat in self.flats for parameter in flat.parameters]
         self._flat_of = {parameter: flat for flat in self.flats for parameter in flat.parameters}
         self._gradient_regions = regions([flat.gradient_bytes for flat in self.flats])
-        self.left_out = False
-        """Whether the module has parameters that were left for a unit around it."""
         self.outer_unit: Unit | None = None
-        """The unit that has them."""
+        """The unit that has the parameters that were left out."""
         self.engine: UnitEngine | None = None
         self.slots: Slots[Unit] | None = None
-        self.own_modules: tuple[nn.Module, ...] = (module,)
+        self.own_modules: tuple[nn.Module, ...] = (self.module,)
         """The module and those inside it that are in no other unit."""
         self.encloses_units = False
         """Whether other units run inside this one; such a unit has buffers of its own."""
-        self.owns_slots = False
         self.in_forward = 0
         self.uses_left = 0
         """How many uses in forward passes autograd has not gone back through yet."""
@@ -89,6 +92,14 @@ class Unit:
         """The flat tensors of the last reduction."""
         self._unpublished: set[FlatParameters] = set()
         """The flat tensors whose gradient shards hold a gradient that the optimizer does not see yet."""
+        self.is_unsharded = False
+        """Whether whole weights are registered outside of forward, and stay."""
+
+    def copied(self) -> Self:
+        """Return a unit with copies of the shards, which no engine runs; its modules are this one's still."""
+        other = copy.copy(self)
+        other._begin([flat.copied() for flat in self.flats])
+        return other
 
     # Shards ----------------------------------------------------------------------------------------------------------
 
