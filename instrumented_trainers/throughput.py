@@ -29,10 +29,11 @@ _SCALES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6))
 def flops_per_token(sizes: ModelConfig, tokens: int) -> int:
     """Return the floating-point operations of training on one token in a sequence of `tokens`, recomputation left out.
 
-    6 per weight that multiplies, and 12 T D a layer for attention, by https://arxiv.org/abs/2204.02311, appendix B.
+    6 per weight that multiplies (of experts the active ones), and 12 T D a layer for attention, by
+    https://arxiv.org/abs/2204.02311, appendix B.
     """
     looked_up = 0 if sizes.tied else sizes.vocabulary * sizes.width  # an embedding multiplies nothing
-    return 6 * (sizes.parameters - looked_up) + 12 * sizes.layers * sizes.width * tokens
+    return 6 * (sizes.active_parameters - looked_up) + 12 * sizes.layers * sizes.width * tokens
 
 
 def peak_flops(device: str, precision: str) -> float | None:

@@ -17,6 +17,7 @@ from instrumented_trainers.parallelism.yafsdp.api import fully_shard, register_f
 from instrumented_trainers.parallelism.yafsdp.meta_init import materialize
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import CommunicationBuffers, YaFSDPModule
+from instrumented_trainers.parallelism.yafsdp.pretrained import load_pretrained
 from instrumented_trainers.parallelism.yafsdp.whole_tensor_optimizer import WholeTensorOptimizer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "WholeTensorOptimizer",
     "YaFSDPModule",
     "fully_shard",
+    "load_pretrained",
     "materialize",
     "register_forward_method",
     "shard",
