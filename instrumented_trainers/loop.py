@@ -17,13 +17,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from instrumented_trainers import faults
+from instrumented_trainers import faults, huggingface
 from instrumented_trainers.checkpoints import resume, storage
 from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.checkpoints.saver import CheckpointSaver
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 from instrumented_trainers.evaluation import Evaluation, EvaluationResult
 from instrumented_trainers.faults import Fault
+from instrumented_trainers.initialization import WeightInitializer
 from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import Llama
 from instrumented_trainers.optimization import optimizers
@@ -236,9 +237,9 @@ def _build(
     device = torch.device(config.device)
     with torch.device("meta"):
         llama = Llama(model_config(config)).to(torch.float64 if config.precision == "fp64" else torch.float32)
-    layers, roles, initializer = list(llama.layers), ParameterRoles.of(llama), llama.initializer(config.seed)
+    layers, roles, initializer = list(llama.layers), ParameterRoles.of(llama), _initializer(config, llama)
     if config.strategy not in SHARDS_ON_META:
-        llama.materialize(device, config.seed)
+        llama.materialize(device, initializer)
     try:
         model = STRATEGIES[config.strategy](llama, mesh, options)
     except NotImplementedError as error:
@@ -250,6 +251,12 @@ def _build(
     optimizer = optimizers.make(config, model, roles)
     torch.manual_seed(config.seed * 1_000_003 + mesh.get_rank() + 1)
     return model, optimizer
+
+
+def _initializer(config: TrainingConfig, model: Llama) -> WeightInitializer:
+    if config.init_from is None:
+        return model.initializer(config.seed)
+    return huggingface.PretrainedWeights(model, config.init_from)
 
 
 def _sharded(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
@@ -292,7 +299,7 @@ def _manifest(
         "strategy": config.strategy,
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
         "layout": dataclasses.asdict(config.layout),
-        "model": {"name": config.model, "parameters": sizes.parameters, **dataclasses.asdict(sizes)},
+        "model": {"name": config.model_name, "parameters": sizes.parameters, **dataclasses.asdict(sizes)},
         "arguments": arguments,
         "faults": [faults.truth(trouble) for trouble in active_faults],
         "lineage": list(origin.lineage(config)) if origin else [],
@@ -305,8 +312,8 @@ def introduction(config: TrainingConfig, origin: ResumePoint | None = None) -> s
     where = f"{config.world_size} {'GPUs' if config.device == 'cuda' else 'CPU processes'}"
     since = f" from step {origin.seal.step}, saved in {origin.path}" if origin else ""
     return (
-        f"{config.strategy}: {config.model} ({parameters / 1e6:,.1f} M parameters) in {config.precision} on {where}, "
-        f"{config.tokens_per_step:,} tokens a step{since}"
+        f"{config.strategy}: {config.model_name} ({parameters / 1e6:,.1f} M parameters) in {config.precision} "
+        f"on {where}, {config.tokens_per_step:,} tokens a step{since}"
     )
 
 

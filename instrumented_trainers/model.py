@@ -129,11 +129,11 @@ class Llama(nn.Module):
         """Return what draws the weights, the same for the same seed."""
         return WeightInitializer(self, layers=self.config.layers, seed=seed)
 
-    def materialize(self, device: torch.device, seed: int) -> None:
-        """Give a model on the meta device its weights, whole."""
+    def materialize(self, device: torch.device, initializer: WeightInitializer) -> None:
+        """Give a model on the meta device its weights, whole; `initializer` was made for it."""
         self.to_empty(device=device)
         self._tie()  # each place of a tied weight has got memory of its own
-        self.apply(self.initializer(seed))
+        self.apply(initializer)
 
     def _tie(self) -> None:
         if self.config.tied:

@@ -1,8 +1,10 @@
 """The sizes of the model that a configuration trains."""
 
 import dataclasses
+from pathlib import Path
 
-from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers import huggingface
+from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 from instrumented_trainers.config.settings import SELECTIVE
 from instrumented_trainers.model import PRESETS, ModelConfig
 from instrumented_trainers.text import tokenizer
@@ -13,16 +15,20 @@ _VOCABULARY_MULTIPLE = 64
 def model_config(config: TrainingConfig) -> ModelConfig:
     """Return the sizes of the model: the preset's, with a vocabulary that holds the tokenizer's tokens.
 
-    Raises InvalidConfigError if the tokenizer's file cannot be read.
+    Those of a model in Hugging Face's format are as they are. Raises InvalidConfigError if its files or the
+    tokenizer's cannot be used.
     """
-    preset = PRESETS[config.model]
-    experts = preset.experts if config.experts is None else config.experts
+    if config.init_from is not None:
+        sizes = _pretrained(config, config.init_from)
+    else:
+        preset = PRESETS[config.model]
+        sizes = dataclasses.replace(preset, vocabulary=max(preset.vocabulary, _rounded(_tokens(config))))
+    experts = sizes.experts if config.experts is None else config.experts
     return dataclasses.replace(
-        preset,
+        sizes,
         experts=experts,
         active_experts=config.active_experts,
         balance=config.balance_loss / config.micro_batches if experts else 0.0,
-        vocabulary=max(preset.vocabulary, _vocabulary(config)),
         dropout=config.dropout,
         checkpointed_layers=config.checkpoint_layers,
         reentrant=config.reentrant,
@@ -30,9 +36,22 @@ def model_config(config: TrainingConfig) -> ModelConfig:
     )
 
 
-def _vocabulary(config: TrainingConfig) -> int:
-    """Return the size that the tokens need, rounded up to a multiple that matrix multiplications are fast with."""
-    tokens = config.train_tokenizer or tokenizer.TOKENS
-    if config.tokenizer is not None:
-        tokens = tokenizer.vocabulary(config.tokenizer)
+def _pretrained(config: TrainingConfig, folder: Path) -> ModelConfig:
+    sizes, tokens = huggingface.read_sizes(folder), _tokens(config)
+    if sizes.vocabulary < tokens:
+        raise InvalidConfigError(
+            f"--init-from {folder}: the model knows {sizes.vocabulary:,} tokens, and the text's have numbers below "
+            f"{tokens:,}; give its own --tokenizer FILE"
+        )
+    return sizes
+
+
+def _tokens(config: TrainingConfig) -> int:
+    """Return how many different tokens the text has."""
+    path = tokenizer.source(config)
+    return tokenizer.vocabulary(path) if path is not None else config.train_tokenizer or tokenizer.TOKENS
+
+
+def _rounded(tokens: int) -> int:
+    """Return a size that the tokens need, at which matrix multiplications are fast."""
     return -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE

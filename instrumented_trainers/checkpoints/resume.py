@@ -19,6 +19,7 @@ from instrumented_trainers.config import NEWEST, OVERRIDABLE, InvalidConfigError
 _TRAINING_ARGUMENTS = (
     *OVERRIDABLE,
     "model",
+    "init_from",
     "data",
     "text_field",
     "stream",

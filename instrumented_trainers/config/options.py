@@ -39,6 +39,12 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--active-experts", type=positive, metavar="K", help="experts that each token goes through")
     group.add_argument("--balance-loss", type=float, metavar="X", help="weight of the loss that balances the experts")
     group.add_argument(
+        "--init-from",
+        type=Path,
+        metavar="FOLDER",
+        help="train this model on: a Llama as `save_pretrained` of transformers writes it, with its tokenizer",
+    )
+    group.add_argument(
         "--data",
         type=Path,
         nargs="+",

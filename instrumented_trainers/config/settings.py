@@ -50,6 +50,7 @@ class TrainingConfig:
     experts: int | None = None
     active_experts: int = 2
     balance_loss: float = 0.01
+    init_from: Path | None = None
     data: tuple[Path, ...] = ()
     text_field: str = "text"
     stream: bool = False
@@ -103,6 +104,11 @@ class TrainingConfig:
     eval_steps: int = 10
     eval_data: tuple[Path, ...] = ()
     eval_split: float = 0.0
+
+    @property
+    def model_name(self) -> str:
+        """Return the name of the preset, or of the folder that the weights come from."""
+        return self.model if self.init_from is None else self.init_from.resolve().name
 
     @property
     def checkpoints(self) -> Path:

@@ -21,7 +21,7 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
     """Return why a run cannot start, or None. A dry run needs no GPUs and no folder."""
     if not is_dry_run and (reason := _place_problem(config)):
         return reason
-    if config.checkpoint_layers > PRESETS[config.model].layers:
+    if config.init_from is None and config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
     experts = PRESETS[config.model].experts if config.experts is None else config.experts
     if experts and config.active_experts > experts:
@@ -67,11 +67,19 @@ def _text_problem(config: TrainingConfig) -> str | None:
             return f"--{option} {missing[0]}: no such file"
     if config.tokenizer is not None and not config.tokenizer.is_file():
         return f"--tokenizer {config.tokenizer}: no such file"
+    if config.init_from is not None and not (config.init_from / "config.json").is_file():
+        return (
+            f"--init-from {config.init_from}: there is no config.json; name a folder that save_pretrained has written"
+        )
+    if config.init_from is not None and config.experts:
+        return "--experts: not with --init-from, whose model has none"
+    if config.init_from is not None and config.train_tokenizer is not None:
+        return "--train-tokenizer: not with --init-from, whose model has its own tokens"
     if config.tokenizer is not None and config.train_tokenizer is not None:
         return "--train-tokenizer: not with --tokenizer, which is one already"
     if config.train_tokenizer is not None and config.train_tokenizer < SMALLEST_VOCABULARY:
         return f"--train-tokenizer {config.train_tokenizer}: bytes alone are {SMALLEST_VOCABULARY} tokens; give more"
-    if config.separator is not None and config.tokenizer is None:
+    if config.separator is not None and config.tokenizer is None and config.init_from is None:
         return "--separator: only with --tokenizer; others have one of their own"
     return None
 

@@ -51,7 +51,7 @@ def load(config: TrainingConfig, rank: int, origin: ResumePoint | None) -> Text:
 
 def make_tokenizer(config: TrainingConfig, origin: ResumePoint | None) -> Tokenizer:
     """Return the training's tokenizer; if it is not that of bytes, it is in the run's folder."""
-    if config.tokenizer is None and config.train_tokenizer is None:
+    if tokenizer.source(config) is None and config.train_tokenizer is None:
         return ByteTokenizer()
     path = config.out / tokenizer.FILE
     on_first_rank(lambda: _provide(config, origin, path))
@@ -105,9 +105,10 @@ def _held_out(config: TrainingConfig, words: Tokenizer) -> Tensor:
 
 def _provide(config: TrainingConfig, origin: ResumePoint | None, path: Path) -> None:
     """Put the tokenizer into the run's folder: the user's, that of the resumed run, or one trained now."""
-    if config.tokenizer is not None:
-        tokenizer.vocabulary(config.tokenizer)  # raises if it is none
-        _copy(config.tokenizer, path)
+    source = tokenizer.source(config)
+    if source is not None:
+        tokenizer.vocabulary(source)  # raises if it is none
+        _copy(source, path)
     elif origin is not None:
         _copy(origin.path.resolve().parents[1] / tokenizer.FILE, path)
     else:

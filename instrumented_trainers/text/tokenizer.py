@@ -3,13 +3,14 @@
 import functools
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from instrumented_trainers.config import InvalidConfigError
+from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 
 FILE = "tokenizer.json"
 """The name of a run's tokenizer in its folder."""
@@ -55,17 +56,19 @@ class FileTokenizer:
             if isinstance(error, InvalidConfigError):
                 raise
             raise InvalidConfigError(f"--tokenizer {path}: cannot be read: {error}") from error
-        names = _SEPARATORS if separator is None else (separator,)
-        known = [token for token in map(self._tokenizer.token_to_id, names) if token is not None]
-        if not known:
-            words = "no token that ends a document is known" if separator is None else f"{separator!r} is no token"
-            raise InvalidConfigError(f"--tokenizer {path}: {words}; name one with --separator")
-        self.separator: int = known[0]
+        self.separator = separator_of(path, separator).number
 
     def encode(self, texts: Sequence[bytes]) -> list[Tensor]:
         words = [text.decode("utf-8", "replace") for text in texts]
         encodings = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
         return [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
+
+
+def source(config: TrainingConfig) -> Path | None:
+    """Return the tokenizer's file: the user's, else that beside the pretrained weights, if there is one."""
+    if config.tokenizer is not None or config.init_from is None:
+        return config.tokenizer
+    return config.init_from / FILE if (config.init_from / FILE).is_file() else None
 
 
 def train(texts: Iterable[bytes], vocabulary: int, path: Path) -> None:
@@ -88,14 +91,40 @@ def train(texts: Iterable[bytes], vocabulary: int, path: Path) -> None:
     tokenizer.save(str(path))
 
 
-@functools.cache
+@dataclass(frozen=True)
+class Token:
+    """A token of a vocabulary."""
+
+    text: str
+    number: int
+
+
+def separator_of(path: Path, name: str | None) -> Token:
+    """Return the token of a ``tokenizer.json`` that ends a document: the one named, or one of a usual name.
+
+    Raises InvalidConfigError if there is none.
+    """
+    tokens = _tokens(path)
+    for each in _SEPARATORS if name is None else (name,):
+        if each in tokens:
+            return Token(each, tokens[each])
+    words = "no token that ends a document is known" if name is None else f"{name!r} is no token"
+    raise InvalidConfigError(f"--tokenizer {path}: {words}; name one with --separator")
+
+
 def vocabulary(path: Path) -> int:
     """Return how many tokens a ``tokenizer.json`` has: its highest number and one. Raises InvalidConfigError."""
+    return 1 + max(_tokens(path).values())
+
+
+@functools.cache
+def _tokens(path: Path) -> dict[str, int]:
     try:
         words = json.loads(path.read_text(encoding="utf-8"))
         tokens = words["model"]["vocab"]
-        numbers = tokens.values() if isinstance(tokens, dict) else range(len(tokens))
-        return 1 + max([*numbers, *(token["id"] for token in words.get("added_tokens", ()))])
+        if not isinstance(tokens, dict):  # with scores, in the order of their numbers
+            tokens = {token: number for number, (token, _) in enumerate(tokens)}
+        return tokens | {token["content"]: token["id"] for token in words.get("added_tokens", ())}
     except OSError as error:
         raise InvalidConfigError(f"--tokenizer {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

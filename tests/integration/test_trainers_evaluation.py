@@ -60,7 +60,7 @@ def test_all_ranks_have_the_mean_over_all_tokens(folder: Path, outcomes: Mapping
     outcomes["untrained"].results()
     with torch.device("meta"):
         model = Llama(PRESETS["micro"]).double()
-    model.materialize(torch.device("cpu"), 0)
+    model.materialize(torch.device("cpu"), model.initializer(0))
     tokens = read_tokens([text(folder)], ByteTokenizer()).long()
     rows = tokens[: SEQUENCES * LENGTH].view(SEQUENCES, LENGTH)
     targets = tokens[1 : SEQUENCES * LENGTH + 1]

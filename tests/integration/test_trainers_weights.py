@@ -74,7 +74,7 @@ def outcomes() -> Mapping[str, process_group.Outcome]:
 def test_every_strategy_starts_from_the_same_weights(name: str) -> None:
     with torch.device("meta"):
         model = Llama(PRESETS["micro"])
-    model.materialize(torch.device("cpu"), SEED)
+    model.materialize(torch.device("cpu"), model.initializer(SEED))
     found, expected = outcomes()[name].results()[0], model.state_dict()
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -94,7 +94,7 @@ def test_a_tied_weight_stays_one_and_other_seeds_draw_other_weights() -> None:
     with torch.device("meta"):
         models = [Llama(PRESETS["micro"].__class__(64, 2, 4, 2, 176, 512, tied=True)) for _ in range(2)]
     for seed, model in enumerate(models):
-        model.materialize(torch.device("cpu"), seed)
+        model.materialize(torch.device("cpu"), model.initializer(seed))
         assert model.head.weight is model.embedding.weight
     assert not torch.equal(models[0].head.weight, models[1].head.weight)
     assert models[0].layers[0].feed_forward.down.weight.std().item() == pytest.approx(0.02 / 2, rel=0.1)
