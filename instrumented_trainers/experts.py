@@ -2,7 +2,7 @@
 
 Mixtral's (https://arxiv.org/abs/2401.04088), with the balancing loss of https://arxiv.org/abs/2101.03961, section 2.2.
 
-Letters in shapes, besides those of `instrumented_trainers.model`:
+Letters in shapes, in addition to those of `instrumented_trainers.model`:
     S  tokens of all sequences, B * T      N  experts      K  experts per token
 """
 

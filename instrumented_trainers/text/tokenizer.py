@@ -65,7 +65,7 @@ class FileTokenizer:
 
 
 def source(config: TrainingConfig) -> Path | None:
-    """Return the tokenizer's file: the user's, else that beside the pretrained weights, if there is one."""
+    """Return the tokenizer's file: the user's, else that in the folder of the pretrained weights, if there is one."""
     if config.tokenizer is not None or config.init_from is None:
         return config.tokenizer
     return config.init_from / FILE if (config.init_from / FILE).is_file() else None

@@ -1,4 +1,4 @@
-"""What differs between two runs besides their speed: device, software, size of the job, and the work itself."""
+"""What differs between two runs other than their speed: device, software, size of the job, and the work itself."""
 
 from collections.abc import Mapping
 

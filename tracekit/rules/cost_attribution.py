@@ -323,7 +323,7 @@ def _savings(run: Run, own: Removal, first: tuple[Removal, ...]) -> tuple[_MeanS
 
 
 def _saving_per_step(run: Run, own: Removal, *, first: tuple[Removal, ...] = ()) -> _MeanStep | None:
-    """Return the mean saving over steps, each on the slowest rank, without a cause besides those in `first`.
+    """Return the mean saving over steps, each on the slowest rank, without a cause, in addition to those in `first`.
 
     None if there is no replay.
     """

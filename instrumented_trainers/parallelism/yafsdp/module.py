@@ -66,7 +66,7 @@ class YaFSDPModule:
         """Gather the weights of this module and those inside it, until `reshard` or the end of a ``with`` block.
 
         All ranks must call it, and each needs memory for all these weights in the shards' dtype. What is written to
-        them is kept: each rank keeps its part of what it wrote, so write the same on all. Without `writeback` it is
+        them stays: each rank takes over its part of what it wrote, so write the same on all. Without `writeback` it is
         discarded. The module may run meanwhile, without gradients: in the shards' dtype and without communication.
         """
         self._whole_weights = WholeWeights(self._units(), writeback=writeback)

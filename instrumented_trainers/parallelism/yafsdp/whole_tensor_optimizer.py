@@ -52,8 +52,8 @@ class WholeTensorOptimizer(Optimizer):
         self._flats = list(dict.fromkeys((unit, flat) for unit, flat, _ in self._places))
         self._owners = self._chosen_owners()
         self._whole = [
-            nn.Parameter(torch.empty(parameter.shape, dtype=flat.dtype, device=flat.device)) if mine else None
-            for (_, flat, parameter), mine in zip(self._places, self._is_mine(), strict=True)
+            nn.Parameter(torch.empty(parameter.shape, dtype=flat.dtype, device=flat.device)) if is_own else None
+            for (_, flat, parameter), is_own in zip(self._places, self._is_own(), strict=True)
         ]
         self._inner = kind(self._owned_groups(groups), **options)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -72,7 +72,7 @@ class WholeTensorOptimizer(Optimizer):
             of_group[owners[-1]] += parameter.shape.numel()
         return owners
 
-    def _is_mine(self) -> list[bool]:
+    def _is_own(self) -> list[bool]:
         return [owner == unit.rank for owner, (unit, _, _) in zip(self._owners, self._places, strict=True)]
 
     def _owned_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,10 +146,10 @@ class WholeTensorOptimizer(Optimizer):
     # State -----------------------------------------------------------------------------------------------------------
 
     def _describe(self) -> None:
-        """Tell all ranks, once, which state there is of each parameter: its owner alone has it."""
+        """Send all ranks, once, which state there is of each parameter: its owner alone has it."""
         if self._described is not None:
             return
-        mine = {
+        own_state = {
             number: {key: _describe_value(value) for key, value in self._inner.state[whole].items()}
             for number, whole in enumerate(self._whole)
             if whole is not None and whole in self._inner.state
@@ -157,7 +157,7 @@ class WholeTensorOptimizer(Optimizer):
         described: list[dict[str, Any]] = [{} for _ in self._parameters]
         for group in dict.fromkeys(unit.ranks.shards for unit in self._units):
             answers: list[Any] = [None] * group.size()
-            dist.all_gather_object(answers, mine, group=group)
+            dist.all_gather_object(answers, own_state, group=group)
             for answer in answers:
                 for number, values in answer.items():
                     described[number] = values

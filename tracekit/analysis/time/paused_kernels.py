@@ -15,7 +15,7 @@ from tracekit.model.trace import Fact, Trace
 DURATION_COLUMNS = schema.columns("device kernel nth low_ns middle_ns", kernel=pl.UInt64)
 KERNEL_COLUMNS = schema.columns("device activity_id name step lane kernel nth start_ns dur_ns", kernel=pl.UInt64)
 _LEAST_NS = 100_000
-"""The usual duration of shorter kernels matters little beside a time slice."""
+"""The usual duration of shorter kernels matters little next to a time slice."""
 _OTHER_RANKS = 2
 _WINDOW, _PLACE = ["window", "rank"], ["kernel", "nth"]
 

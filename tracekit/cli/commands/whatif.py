@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeOptions:
-    """What to change in the replay besides removing causes."""
+    """What to change in the replay in addition to removing causes."""
 
     strategy: Annotated[
         str | None, typer.Option(metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")

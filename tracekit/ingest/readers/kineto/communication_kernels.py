@@ -137,7 +137,7 @@ _COMPUTE = re.compile(
 )
 _HINT = re.compile(r"(?i)[a-z]{0,4}ccl|comms?|communicat\w*|dispatch\w*|combine\w*|\w*shmem\w*|p2p|a2a\w*|alltoall\w*")
 _COLLECTIVE = re.compile(r"(?i)(all_?(?:reduce|gather|to_?all)|reduce_?scatter)(?:v|_v|_base)?")
-# What a name may say besides the collective: where and how it runs, not what it computes.
+# What a name may say in addition to the collective: where and how it runs, not what it computes.
 _PLAIN_WORDS = re.compile(
     r"(?i)kernels?|impl|triton|jit|device|on|off|ragged|v\d?|vdev|ll\d*|ht|ring|tree|nvls|nodes?|intra(node)?|inter(node)?|small"
     r"|medium|large|push|pull|packet|pipeline|block|warp|full|mesh|fullmesh|inplace|out|oop|bf\d+|fp\d+|f\d+|half|float|rocm"
