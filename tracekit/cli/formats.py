@@ -51,7 +51,7 @@ class ReportOptions(OutputOptions):
             output.require_output_file(self.out, "an HTML report")
 
     def facts(self) -> "tuple[Fact, ...]":
-        """Return what the reports contain in addition to findings, to be measured in one pass with the facts of the rules."""
+        """Return what the reports contain in addition to findings, measured in one pass with the facts of the rules."""
         from tracekit.analysis.time import breakdown
         from tracekit.regression.samples import samples
 
