@@ -1,6 +1,7 @@
 """Optimizers that need whole tensors step a sharded model as one process would; plain ones of them are refused."""
 
 import functools
+import importlib.util
 from typing import Any
 
 import pytest
@@ -10,69 +11,26 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from instrumented_trainers.parallelism.yafsdp import WholeTensorOptimizer
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import refuse_whole_tensor_optimizer
+from tests.integration.matrix_optimizers import Lamb, Shampoo, Soap
 from tests.integration.yafsdp_attacks import Model, _largest, batch, shard_layers
 from tests.support import process_group
 
-WORLD_SIZES, STEPS, TOLERANCE = (2, 3), 5, 1e-10
-
-
-class Lamb(Optimizer):
-    """LAMB (arXiv 1904.00962, algorithm 2), without bias correction: Adam's step scaled by norms of whole tensors."""
-
-    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p] or self.state.setdefault(p, {})
-                m = state.setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 1 - group["betas"][0])
-                v = state.setdefault("v", torch.zeros_like(p)).lerp_(p.grad.square(), 1 - group["betas"][1])
-                update = m / (v.sqrt() + 1e-6)
-                p.sub_(update * (group["lr"] * p.norm() / update.norm().clamp(min=1e-6)))
-
-
-class Shampoo(Optimizer):
-    """Shampoo (arXiv 1802.09568, algorithm 1): matrices are preconditioned from both sides, others as by Adagrad."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * self._direction(p, self.state[p]))
-
-    def _direction(self, p: Tensor, state: dict[str, Tensor]) -> Tensor:
-        if p.dim() != 2:
-            squares = state.setdefault("squares", torch.full_like(p, 1e-3)).add_(p.grad.square())  # type: ignore[union-attr]
-            return p.grad / squares.sqrt()  # type: ignore[operator]
-        left = state.setdefault("left", 1e-3 * torch.eye(p.shape[0], dtype=p.dtype)).add_(p.grad @ p.grad.T)  # type: ignore[operator, union-attr]
-        right = state.setdefault("right", 1e-3 * torch.eye(p.shape[1], dtype=p.dtype)).add_(p.grad.T @ p.grad)  # type: ignore[operator, union-attr]
-        return _power(left, -0.25) @ p.grad @ _power(right, -0.25)
-
-
-def _power(matrix: Tensor, exponent: float) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(values.pow(exponent)) @ vectors.T
+WORLD_SIZES, STEPS, TOLERANCE, FP32_TOLERANCE = (2, 3), 5, 1e-10, 1e-3
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon": (torch.optim.Muon, {"lr": 0.02}),
     "LAMB": (Lamb, {"lr": 0.01}),
     "Shampoo": (Shampoo, {"lr": 0.02}),
+    "SOAP": (Soap, {"lr": 0.01}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
 }
 
-RESUMED = ("LAMB", "Shampoo", "Adafactor")  # those that step all parameters
+RESUMED = ("LAMB", "Shampoo", "SOAP", "Adafactor")  # those that step all parameters
 
 
 def made(name: str, seed: int = 0) -> tuple[nn.Module, list[Any], nn.Module, list[Any]]:
@@ -106,13 +64,39 @@ def parity(name: str) -> float:
     return train(*made(name), range(STEPS))
 
 
+def parity_of_heavyball() -> float:
+    """As `parity`, with SOAP of the package heavyball, which computes in fp32.
+
+    Adam divides what lies in directions of little gradient by little more than `eps`: with a small one, rounding of
+    gradients moves weights by some percent on one process, too.
+    """
+    import heavyball
+
+    heavyball.utils.compile_mode = None
+    models = []
+    for shard in (shard_layers, lambda model: model):
+        torch.manual_seed(0)
+        models.append(shard(Model()))
+    kinds = [functools.partial(WholeTensorOptimizer, kind=heavyball.SOAP), heavyball.SOAP]
+    optimizers = [kind(model.parameters(), lr=0.01, eps=0.1) for kind, model in zip(kinds, models, strict=True)]
+    sharded, reference = models
+    for step in range(STEPS):
+        sharded(batch(step, 0, dist.get_rank()).float()).square().mean().backward()
+        for rank in range(dist.get_world_size()):
+            (reference(batch(step, 0, rank).float()).square().mean() / dist.get_world_size()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return _largest(sharded, reference, gradients=False)
+
+
 def owned_state(name: str) -> tuple[int, int]:
     """Return how many elements of state this rank keeps, and one process."""
     sharded, optimizers, reference, others = made(name)
     train(sharded, optimizers, reference, others, range(1))
 
     def numel(optimizer: Optimizer) -> int:
-        return sum(v.numel() for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor))
+        return sum(v.numel() for state in optimizer.state.values() for v in tree_leaves(state) if isinstance(v, Tensor))
 
     return numel(optimizers[0]._inner), numel(others[0])
 
@@ -141,11 +125,8 @@ def full_state(name: str) -> float:
     found = get_optimizer_state_dict(sharded, optimizers[0], options=options)["state"]
     expected = get_optimizer_state_dict(reference, others[0])["state"]
     assert found.keys() == expected.keys()
-    return max(
-        float((torch.as_tensor(found[of][key]) - torch.as_tensor(value)).abs().max())
-        for of, values in expected.items()
-        for key, value in values.items()
-    )
+    pairs = zip(tree_leaves([found[of] for of in expected]), tree_leaves(list(expected.values())), strict=True)
+    return max(float((torch.as_tensor(own) - torch.as_tensor(value)).abs().max()) for own, value in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +149,13 @@ def test_steps_as_one_process_does(outcomes: Any, world_size: int, name: str) ->
     assert max(outcomes[world_size][f"full {name}"].results()) < TOLERANCE
 
 
+@pytest.mark.skipif(importlib.util.find_spec("heavyball") is None, reason="heavyball is not installed")
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_soap_of_heavyball_steps_as_on_one_process(world_size: int) -> None:
+    found = process_group.run(world_size, parity_of_heavyball)
+    assert max(found) < FP32_TOLERANCE
+
+
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_loaded_optimizer_goes_on(outcomes: Any, world_size: int, name: str) -> None:
@@ -186,7 +174,10 @@ class Renamed(Lamb):
     """LAMB under another name, which no list of names has."""
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, Lamb, Shampoo, Renamed])
+WHOLE_TENSOR = (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, Lamb, Shampoo, Soap, Renamed)
+
+
+@pytest.mark.parametrize("kind", WHOLE_TENSOR)
 def test_is_recognised_by_what_it_does(kind: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"{kind.__name__} needs whole tensors.*WholeTensorOptimizer"):
         refuse_whole_tensor_optimizer(kind([nn.Parameter(torch.ones(3, 3))]))

@@ -5,6 +5,7 @@ gradients unit by unit, the owners step their whole parameters, and the result i
 of a step, are divided among the ranks as the weights are.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, PendingCollective, lane_for
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters
@@ -100,6 +102,8 @@ class WholeTensorOptimizer(Optimizer):
                 whole.copy_(weights[span].view(whole.shape))
                 whole.grad = gradients[span].view(whole.shape).clone() if has_gradient else None
         self._inner.step()
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({name: value for name, value in inner.items() if name != "params"})  # some count steps there
         self._scatter()
         for whole in self._whole:
             if whole is not None:
@@ -150,7 +154,7 @@ class WholeTensorOptimizer(Optimizer):
         if self._described is not None:
             return
         own_state = {
-            number: {key: _describe_value(value) for key, value in self._inner.state[whole].items()}
+            number: tree_map(_describe_value, dict(self._inner.state[whole]))
             for number, whole in enumerate(self._whole)
             if whole is not None and whole in self._inner.state
         }
@@ -167,7 +171,7 @@ class WholeTensorOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters: tensors of which the owner has all elements and the others none."""
         state = {
-            number: {key: self._state_of(number, key, of) for key, of in described.items()}
+            number: self._state_of(number, described)
             for number, described in enumerate(self._described or [])
             if described
         }
@@ -175,14 +179,21 @@ class WholeTensorOptimizer(Optimizer):
         groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
         return {"state": state, "param_groups": groups}
 
-    def _state_of(self, number: int, key: str, described: Any) -> Any:
-        if not isinstance(described, _Value):
-            return described
+    def _state_of(self, number: int, described: dict[str, Any]) -> Any:
+        """Return the state of a parameter: any nesting of tensors, of which the owner has the elements."""
         (unit, _, _), whole = self._places[number], self._whole[number]
-        place = Owned(described.shape, self._owners[number], unit.ranks.shards, unit.device)
-        if whole is None:
-            return FlatShard(torch.empty(0, dtype=described.dtype, device=described.device), place)
-        return FlatShard(torch.as_tensor(self._inner.state[whole][key]).contiguous().view(-1), place)
+        leaves, tree = tree_flatten(described)
+        own = leaves if whole is None else tree_leaves(dict(self._inner.state[whole]))
+
+        def shard(described: Any, value: Any) -> Any:
+            if not isinstance(described, _Value):
+                return described
+            place = Owned(described.shape, self._owners[number], unit.ranks.shards, unit.device)
+            if whole is None:
+                return FlatShard(torch.empty(0, dtype=described.dtype, device=described.device), place)
+            return FlatShard(torch.as_tensor(value).contiguous().view(-1), place)
+
+        return tree_unflatten([shard(*pair) for pair in zip(leaves, own, strict=True)], tree)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, on any number of ranks, or state with whole tensors.
@@ -198,9 +209,8 @@ class WholeTensorOptimizer(Optimizer):
         numbers = [number for group in saved for number in group["params"]]
         for number, whole, described in zip(numbers, self._whole, self._described or [], strict=True):
             if whole is not None and number in state_dict["state"]:
-                self._inner.state[whole] = {
-                    key: _loaded(value, described.get(key), whole) for key, value in state_dict["state"][number].items()
-                }
+                loaded = functools.partial(_loaded, parameter=whole)
+                self._inner.state[whole] = _mapped(loaded, dict(state_dict["state"][number]), described)
         self._described = None
         self._describe()
 
@@ -223,6 +233,17 @@ class _Value:
 
 def _describe_value(value: Any) -> Any:
     return _Value(value) if isinstance(value, Tensor | int | float) else value
+
+
+def _mapped(function: Callable[[Any, Any], Any], values: Any, described: Any) -> Any:
+    """Return the values, any nesting, mapped with what is known of each: None of what is new."""
+    if isinstance(values, dict):
+        of = described if isinstance(described, dict) else {}
+        return {key: _mapped(function, value, of.get(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        each = described if isinstance(described, list | tuple) else [None] * len(values)
+        return type(values)(_mapped(function, *pair) for pair in zip(values, each, strict=True))
+    return function(values, described)
 
 
 def _loaded(value: Any, described: Any, parameter: nn.Parameter) -> Any:
