@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import stage
+from torch.nn.utils import get_total_norm as imported_by_name
 
 from instrumented_trainers.parallelism.yafsdp import (
     MixedPrecisionPolicy,
@@ -257,6 +258,15 @@ def l2(model: Any, x: Tensor, _: int) -> Tensor:
 
 def clip_by_torch(norm_type: float, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+    optimizer.step()
+
+
+def clip_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Clip by a function imported by name before anything was sharded; one gradient is set anew."""
+    head = model.head.weight
+    head.grad = head.grad.clone()
+    norm = imported_by_name([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
     optimizer.step()
 
 
@@ -517,6 +527,7 @@ ATTACKS: dict[str, Attack] = {
     "clip_grad_norm_ of torch": Attack(step=functools.partial(clip_by_torch, 2.0)),
     "clip_grad_norm_ of torch, largest": Attack(step=functools.partial(clip_by_torch, torch.inf)),
     "clip_grad_norm_ of torch, sum": Attack(step=functools.partial(clip_by_torch, 1.0)),
+    "get_total_norm imported before": Attack(step=clip_by_name),
     "a gradient hook before sharding": Attack(hook_before),
     "a gradient hook after sharding": Attack(shard=hook_after),
     "a post-accumulate hook before sharding": Attack(post_accumulate_before),

@@ -309,7 +309,7 @@ class FlatParameters:
                 local.zero_()
             elif not is_same_memory(published, local):
                 local.copy_(published)
-                parameter.shard.grad = local
+                self._show(parameter, local)
         return False
 
     def publish_gradients(self, unused: Collection[UnitParameter]) -> None:
@@ -323,10 +323,14 @@ class FlatParameters:
             published = parameter.shard.grad
             if published is None:
                 if parameter.shard.requires_grad and parameter not in unused:
-                    parameter.shard.grad = local
+                    self._show(parameter, local)
             elif not is_same_memory(published, local):
                 local.add_(published)
-                parameter.shard.grad = local
+                self._show(parameter, local)
+
+    def _show(self, parameter: UnitParameter, gradient: Tensor) -> None:
+        mark(gradient, self)
+        parameter.shard.grad = gradient
 
     def _gradient_parts(self) -> Iterator[tuple[UnitParameter, Tensor]]:
         """Yield each parameter with its part of the gradient shard."""

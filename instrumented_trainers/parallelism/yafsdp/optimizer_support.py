@@ -5,6 +5,8 @@ optimizer (SGD, Adam and their kin) makes the same of both.
 """
 
 import inspect
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +22,33 @@ _MARK = "_yafsdp_shard"  # on a shard
 _STEPS, _ROWS, _COLUMNS = 3, 6, 4
 
 
-def mark(shard: nn.Parameter) -> None:
-    """Mark a parameter as a shard."""
-    setattr(shard, _MARK, True)
+class _Mark:
+    """Says of a tensor that it is a shard, and whose. It is not saved with the tensor."""
+
+    def __init__(self, owner: object | None) -> None:
+        self.owner: Callable[[], Any] = weakref.ref(owner) if owner is not None else lambda: None
+
+    def __reduce__(self) -> Any:
+        return bool, (True,)
+
+    def __deepcopy__(self, memo: Any) -> "_Mark":
+        return self
 
 
-def is_shard(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter is a unit's shard."""
-    return hasattr(parameter, _MARK)
+def mark(shard: Tensor, owner: object | None = None) -> None:
+    """Mark a tensor as a shard of the owner's, a unit's for parameters."""
+    setattr(shard, _MARK, _Mark(owner))
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether the tensor is marked as a shard."""
+    return hasattr(tensor, _MARK)
+
+
+def owner_of(shard: Tensor) -> Any:
+    """Return whose shard a tensor is, None if it is not marked or its owner has been deleted."""
+    found = getattr(shard, _MARK, None)
+    return found.owner() if isinstance(found, _Mark) else None
 
 
 def refuse_whole_tensor_optimizer(optimizer: Optimizer) -> None:

@@ -1,5 +1,8 @@
 """Refuse what would train on wrong weights or lose gradients: each by name, with what to do instead."""
 
+import re
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -83,6 +86,38 @@ def refuse_gradient_hooks(unit: Unit) -> None:
                 "register_hook, which would see no gradient: autograd computes those of the whole weights; use "
                 "register_post_accumulate_grad_hook, which is called with the shard when its gradient is complete"
             )
+
+
+_OF_AUTOGRAD = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)", re.DOTALL)
+
+
+def name_missing_weight(words: str, units: Iterable[Unit]) -> str | None:
+    """Return what to say instead of autograd's words on a tensor's version, None if it is no weight of these units.
+
+    A weight is recognised by its shape and by the versions that `FlatParameters.set_weights_present` gives.
+    """
+    if (found := _OF_AUTOGRAD.search(words)) is None:
+        return None
+    shape = sorted(int(size) for size in found[1].split(",") if size.strip())
+    version, expected = int(found[2]), int(found[3])
+    if expected % 2 or version <= expected:
+        return None
+    labels = [unit_label(unit) for unit in units if _has_weight(unit, shape, version)]
+    if not labels:
+        return None
+    return (
+        f"YaFSDP: backward needs a weight of {' or '.join(sorted(labels))} as it was in forward, but it is not there: "
+        "backward came by a tensor that the unit's forward did not return, such as one that a hook captured inside it, "
+        "or after an optimizer step. Return what the loss needs, or keep it as an attribute of a module in the unit, or "
+        "shard the unit with reshard_after_forward=False; run all backward passes before the step"
+    )
+
+
+def _has_weight(unit: Unit, shape: list[int], version: int) -> bool:
+    return any(
+        version // 2 == flat.master._version and any(sorted(p.shape) == shape for p in flat.parameters)
+        for flat in unit.flats
+    )
 
 
 def unit_label(unit: Unit) -> str:

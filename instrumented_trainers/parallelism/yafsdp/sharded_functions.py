@@ -19,6 +19,8 @@ from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_map_only
 
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard, owner_of
+from instrumented_trainers.parallelism.yafsdp.refusals import name_missing_weight
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 _units: WeakSet[Unit] = WeakSet()
@@ -32,27 +34,44 @@ def see_all_ranks(unit: Unit) -> None:
 
 @functools.cache
 def _replace_functions() -> None:
-    over_ranks = _norm_over_ranks(clip_grad._get_total_norm)
-    clip_grad._get_total_norm = over_ranks  # type: ignore[assignment]
-    nn.utils.get_total_norm = over_ranks  # type: ignore[assignment]
+    _replace_total_norm()
     scaler = torch.amp.grad_scaler.GradScaler
     scaler._unscale_grads_ = _infinities_over_ranks(scaler._unscale_grads_)  # type: ignore[method-assign]
     stage.stage_backward_input = _refusing_shards(stage.stage_backward_input)
+    torch.autograd._engine_run_backward = _naming_units(torch.autograd._engine_run_backward)
     state_dict._gather_state_dict = _gathering_shards(state_dict._gather_state_dict)
+
+
+def _replace_total_norm() -> None:
+    """Replace the function inside torch's own, which others may have imported by name before."""
+    wrapper: Any = clip_grad._get_total_norm
+    cells = [cell for cell in wrapper.__closure__ or () if callable(cell.cell_contents)]
+    if len(cells) == 1:
+        cells[0].cell_contents = _norm_over_ranks(cells[0].cell_contents)
+    else:
+        clip_grad._get_total_norm = nn.utils.get_total_norm = _norm_over_ranks(wrapper)
 
 
 _Others: TypeAlias = tuple[dist.ProcessGroup, torch.device]
 """The ranks that have the other shards, and the device of their collectives: shards may lie in host memory."""
 
 
-def _shard_groups() -> dict[int, _Others]:
-    """Return, by the id of each gradient that is a shard, who has the others."""
-    return {
-        id(parameter.shard.grad): (unit.ranks.shards, unit.device)
-        for unit in _units
-        for parameter in unit.parameters
-        if parameter.shard.grad is not None
-    }
+def _shard_groups(gradients: Iterable[Tensor]) -> dict[int, _Others]:
+    """Return, by the id of each of the gradients that is a shard, who has the others."""
+    groups, unmarked = {}, set()
+    for gradient in gradients:
+        if (owner := owner_of(gradient)) is not None:
+            groups[id(gradient)] = owner.ranks.shards, owner.device
+        else:
+            unmarked.add(id(gradient))
+    if unmarked:  # set by somebody else, or not those of shards
+        groups |= {
+            id(parameter.shard.grad): (unit.ranks.shards, unit.device)
+            for unit in _units
+            for parameter in unit.parameters
+            if parameter.shard.grad is not None and id(parameter.shard.grad) in unmarked
+        }
+    return groups
 
 
 # The norm of gradients -----------------------------------------------------------------------------------------------
@@ -68,7 +87,7 @@ def _norm_over_ranks(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        groups = _shard_groups()
+        groups = _shard_groups(gradients)
         by_group: dict[_Others, list[Tensor]] = {}
         for gradient in gradients:
             if (group := groups.get(id(gradient))) is not None:
@@ -125,9 +144,8 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[_Others]:
 
 def units_of(optimizer: torch.optim.Optimizer) -> list[Unit]:
     """Return the units whose shards the optimizer steps, in the order of its parameters."""
-    by_shard = {id(parameter.shard): unit for unit in _units for parameter in unit.parameters}
-    units = (by_shard.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
-    return list(dict.fromkeys(unit for unit in units if unit is not None))
+    owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Unit)))
 
 
 # Split backward passes ------------------------------------------------------------------------------------------------
@@ -139,8 +157,7 @@ def _refusing_shards(backward_input: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward_input)
     def refuse(outputs: Any, output_gradients: Any, inputs: Any, weights: Iterable[nn.Parameter]) -> Any:
         weights = list(weights)
-        shards = {id(parameter.shard) for unit in _units for parameter in unit.parameters}
-        if any(id(weight) in shards for weight in weights):
+        if any(is_shard(weight) for weight in weights):
             raise NotImplementedError(
                 "YaFSDP: a schedule that splits backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) computes "
                 "the gradients of weights in a second pass, without the weights' units; use GPipe, 1F1B, "
@@ -149,6 +166,24 @@ def _refusing_shards(backward_input: Callable[..., Any]) -> Callable[..., Any]:
         return backward_input(outputs, output_gradients, inputs, iter(weights))
 
     return refuse
+
+
+# Weights that backward needs and that are not there ------------------------------------------------------------------
+
+
+def _naming_units(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs backward passes, with an error of autograd on versions of weights explained."""
+
+    @functools.wraps(run_backward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run_backward(*args, **kwargs)
+        except RuntimeError as error:
+            if (words := name_missing_weight(str(error), _units)) is not None:
+                raise RuntimeError(words) from error
+            raise
+
+    return run
 
 
 # Full state dicts ----------------------------------------------------------------------------------------------------

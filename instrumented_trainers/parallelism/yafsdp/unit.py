@@ -14,6 +14,7 @@ from instrumented_trainers.parallelism.yafsdp.buffers import Slots, regions
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import FlatParameters, ShardMemory, Sites, UnitParameter
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import mark
 
 
 class UnitEngine(Protocol):
@@ -70,6 +71,8 @@ class Unit:
         """Begin with flat tensors that no engine runs."""
         self.flats = tuple(flats)
         self.parameters = [parameter for flat in self.flats for parameter in flat.parameters]
+        for parameter in self.parameters:
+            mark(parameter.shard, self)
         self._flat_of = {parameter: flat for flat in self.flats for parameter in flat.parameters}
         self._gradient_regions = regions([flat.gradient_bytes for flat in self.flats])
         self.outer_unit: Unit | None = None
