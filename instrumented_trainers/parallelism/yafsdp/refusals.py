@@ -108,7 +108,7 @@ def name_missing_weight(words: str, units: Iterable[Unit]) -> str | None:
     return (
         f"YaFSDP: backward needs a weight of {' or '.join(sorted(labels))} as it was in forward, but it is not there: "
         "backward came by a tensor that the unit's forward did not return, such as one that a hook captured inside it, "
-        "or after an optimizer step. Return what the loss needs, or keep it as an attribute of a module in the unit, or "
+        "or after an optimizer step. Return what the loss needs, or keep it as an attribute of one of its modules, or "
         "shard the unit with reshard_after_forward=False; run all backward passes before the step"
     )
 
