@@ -156,10 +156,18 @@ LIGHTNING = REPOSITORY / "tests" / "integration" / "scripts" / "lightning_traine
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch-lightning is not installed")
-def test_lightning_trains_as_one_process_does(tmp_path: Path) -> None:
+def test_lightning_trains_and_resumes_as_one_process_does(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder, ranks in ((one, "1"), (two, "2")):
         start(1, str(folder), ranks, script=LIGHTNING)  # Lightning starts the other ranks itself
     assert losses(one).shape == (20,)
     assert torch.allclose(losses(one), losses(two), rtol=1e-4, atol=0)
-    assert len(list(two.glob("*.ckpt"))) == 2
+    for kind in ("file", "folder"):
+        saved = two if kind == "file" else tmp_path / kind
+        if kind == "folder":
+            start(1, str(saved), "2", kind, script=LIGHTNING)
+        (first,) = saved.glob("*step=10.ckpt")
+        assert first.is_dir() == (kind == "folder")
+        resumed = tmp_path / f"resumed from a {kind}"
+        start(1, str(resumed), "2", kind, str(first), script=LIGHTNING)
+        assert torch.allclose(losses(resumed), losses(two)[-10:], rtol=1e-6, atol=0)

@@ -1,8 +1,9 @@
 """Train a small model with Lightning's Trainer for 20 steps, under YaFSDP if there are several ranks.
 
-    python lightning_trainer.py FOLDER RANKS
+    python lightning_trainer.py FOLDER RANKS [file|folder [CHECKPOINT]]
 
-Writes losses to FOLDER/losses.json. Global batches are the same on any number of ranks.
+Writes losses to FOLDER/losses.json, and a checkpoint of the kind after each of the two epochs. Resumes from CHECKPOINT.
+Global batches are the same on any number of ranks.
 """
 
 import json
@@ -12,14 +13,14 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from instrumented_trainers.parallelism.yafsdp import fully_shard
+from instrumented_trainers.parallelism.yafsdp.lightning import YaFSDPStrategy
 
-BATCH, STEPS, WIDTH = 8, 20, 32
+BATCH, STEPS, EPOCHS, WIDTH = 8, 20, 2, 32
 
 
 class Regression(pl.LightningModule):
@@ -42,7 +43,7 @@ class Regression(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         ranks, rank = self.trainer.world_size, self.trainer.global_rank
-        x = torch.randn(BATCH * STEPS, 8, generator=torch.Generator().manual_seed(1))[rank::ranks]
+        x = torch.randn(BATCH * STEPS // EPOCHS, 8, generator=torch.Generator().manual_seed(1))[rank::ranks]
         return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=BATCH // ranks)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -59,15 +60,17 @@ class Regression(pl.LightningModule):
 
 
 def main() -> None:
-    folder, ranks = sys.argv[1:]
+    folder, ranks, *rest = sys.argv[1:]
+    kind, checkpoint = [*rest, "file", None][0], rest[1] if len(rest) > 1 else None
     model = Regression()
-    several = {"strategy": ModelParallelStrategy(data_parallel_size=int(ranks), tensor_parallel_size=1)}
+    sizes = {"data_parallel_size": int(ranks), "tensor_parallel_size": 1}
+    several = {"strategy": YaFSDPStrategy(save_distributed_checkpoint=kind == "folder", **sizes)}
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(ranks),
         max_steps=STEPS,
         gradient_clip_val=0.5,
-        callbacks=[ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=-1)],
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=STEPS // EPOCHS, save_top_k=-1)],
         default_root_dir=folder,
         use_distributed_sampler=False,
         logger=False,
@@ -75,7 +78,7 @@ def main() -> None:
         enable_model_summary=False,
         **(several if int(ranks) > 1 else {}),
     )
-    trainer.fit(model)
+    trainer.fit(model, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         (Path(folder) / "losses.json").write_text(json.dumps(model.losses), encoding="utf-8")
 
