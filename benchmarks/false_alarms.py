@@ -33,13 +33,13 @@ from benchmarks import perturbation_graph
 from benchmarks.documents import put_between
 from benchmarks.perturbation_events import Kernel, Pause
 from benchmarks.perturbation_graph import Job, Rank
-from tracekit.plan import models
+from tracekit.plan import hardware, models
 from tracekit.regression import baseline as baselines
 from tracekit.regression import gate
 from tracekit.regression.baseline import Baseline
 from tracekit.rules import engine
 from tracekit.rules.rule import Report, Severity
-from tracekit.simulate import faults, hardware, run
+from tracekit.simulate import faults, run
 from tracekit.simulate import job as jobs
 
 Document = dict[str, Any]

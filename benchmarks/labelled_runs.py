@@ -22,10 +22,10 @@ from pathlib import Path
 import tracekit
 from benchmarks import labelled_pairs, labelled_report
 from tracekit.errors import InputError
-from tracekit.plan import models
+from tracekit.plan import hardware, models
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Finding, Severity
-from tracekit.simulate import faults, hardware, memory, run
+from tracekit.simulate import faults, memory, run
 from tracekit.simulate.faults import Fault, FaultRequest
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.simulate.truth import KnownFault

@@ -22,9 +22,9 @@ from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Trace
-from tracekit.plan import models
+from tracekit.plan import hardware, models
 from tracekit.replay.graph import savings
-from tracekit.simulate import faults, hardware, memory, run
+from tracekit.simulate import faults, memory, run
 from tracekit.simulate.faults import Fault, FaultRequest
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.sync import alignment

@@ -15,12 +15,12 @@ from itertools import product
 from pathlib import Path
 
 import tracekit
-from tracekit.plan import models
+from tracekit.plan import hardware, models
+from tracekit.plan.hardware import Hardware
 from tracekit.replay.graph import strategies
 from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.strategies import Prediction
-from tracekit.simulate import hardware, run
-from tracekit.simulate.hardware import Hardware
+from tracekit.simulate import run
 from tracekit.simulate.job import FSDP1, FSDP2, HSDP, YAFSDP, Job
 
 _PAIRS = ((FSDP1, FSDP2), (FSDP1, YAFSDP), (FSDP2, YAFSDP), (FSDP1, HSDP), (FSDP2, HSDP))

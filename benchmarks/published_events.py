@@ -8,10 +8,11 @@ from statistics import median
 import numpy as np
 
 from benchmarks.published_fit import Row
-from tracekit.simulate import engine, hardware
+from tracekit.plan import hardware
+from tracekit.plan.hardware import Hardware
+from tracekit.simulate import engine
 from tracekit.simulate.closed_form import Setting
 from tracekit.simulate.costs import Rates
-from tracekit.simulate.hardware import Hardware
 from tracekit.simulate.job import Job
 from tracekit.simulate.recording import RankRecord
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from benchmarks.published_baselines import INDICATORS, ROOFLINE
 from benchmarks.published_fit import Row
+from tracekit.plan.hardware import GIB, find
 from tracekit.simulate import memory
 from tracekit.simulate.costs import Rates
-from tracekit.simulate.hardware import GIB, find
 from tracekit.simulate.job import FSDP1, YAFSDP_V1, Job
 
 _FAR_POINTS = 4.0

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import tracekit
 from tracekit.model.run import Run
-from tracekit.plan import models
+from tracekit.plan import hardware, models
 from tracekit.rules.engine import check
-from tracekit.simulate import faults, hardware, run
+from tracekit.simulate import faults, run
 from tracekit.simulate.job import FSDP2, Job
 
 _RANKS, _STEPS = 8, 6

@@ -13,12 +13,12 @@ from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
-from tracekit.plan import models
+from tracekit.plan import hardware, models
 from tracekit.replay.graph import savings, strategies, trace_graph
 from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.nodes import HOST
 from tracekit.rules.engine import check
-from tracekit.simulate import faults, hardware, run
+from tracekit.simulate import faults, run
 from tracekit.simulate.job import Job
 from tracekit.sync import alignment
 

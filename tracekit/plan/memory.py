@@ -123,7 +123,7 @@ def _offloaded_copy_bytes(own: float, strategy: Strategy, ranks: int) -> float:
 def _yafsdp_buffer_bytes(params: float, layout: Layout, model: Model | None, largest_layer: float | None) -> float:
     largest = largest_layer
     if largest is None and model is not None:
-        largest = max(model.layer_parameters, model.outer_parameters)
+        largest = max(model.largest_layer_parameters, model.outer_parameters)
     if largest is None:
         raise ConfigError("YaFSDP's buffers are as large as the largest layer: give --largest-layer or --model")
     if not 0 < largest <= params:
@@ -147,10 +147,19 @@ def llama_factor(model: Model, *, tp: int = 1, work: Workload) -> float:
     """Return the bytes per s·b·h of a layer with flash attention, RMSNorm and SwiGLU; 40.5 for Llama 2 70B.
 
     2 each of both norms' inputs and outputs, the queries and the attention's output; 4 k/a of keys and values; 8 f/h of
-    gate, up, their activation and product. Tensor parallelism divides all but the norms', sequence parallelism these
-    too. Flash attention keeps no scores, so selective recomputation saves nothing more.
+    gate, up, their activation and product, without a gate 4 f/h; with experts as many for each that a token goes
+    through, and 4 of what it is sent and gets back. Tensor parallelism divides all but the norms', sequence parallelism
+    these too. Flash attention stores no scores. Selective recomputation repeats norms, activations and their products;
+    what stays is the input, the outputs of the projections that backward reads, and that of attention.
     """
     if work.recomputation == FULL:
         return FULL_RECOMPUTATION_FACTOR / (tp if work.sequence_parallel else 1)
-    divided = 4 + 4 * model.key_value_heads / model.heads + 8 * model.hidden_width / model.width
-    return (8 / tp if work.sequence_parallel else 8) + divided / tp
+    is_selective = work.recomputation == SELECTIVE
+    hidden, sent = float(model.hidden_width), 0.0
+    if model.experts:
+        through = model.experts.active + model.experts.shared
+        hidden, sent = through * model.experts.width, 4.0 * model.experts.active
+    products = (4 if model.gated else 2) * (1 if is_selective else 2) * hidden / model.width
+    divided = 4 + 4 * model.key_value_heads / model.heads + products + sent
+    around = 4 if is_selective else 8
+    return (around / tp if work.sequence_parallel else around) + divided / tp

@@ -1,4 +1,8 @@
-"""Sizes of models by name, to plan for and to simulate: the trainers' presets, and Llama's own names for them."""
+"""Sizes of models by name, to plan for and to simulate: the trainers' presets, and others' own names for them.
+
+Sources: GPT-3: arXiv 2005.14165, table 2.1, and a step of 768 sequences: 2402.15627, table 2. Llama 2: 2307.09288.
+Llama 3: 2407.21783, table 3. Mixtral: 2401.04088, table 1. DeepSeek-V3: 2412.19437, section 4.2.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,8 +11,23 @@ from tracekit.errors import InputError
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of a layer's feed-forward part."""
+
+    count: int
+    active: int
+    """How many of them a token goes through."""
+    width: int
+    """The hidden width of one."""
+    shared: int = 0
+    """How many more of that width all tokens go through."""
+    dense_layers: int = 0
+    """How many of the model's layers have none."""
+
+
+@dataclass(frozen=True)
 class Model:
-    """Sizes of a Llama-style decoder; a layer is what the strategies shard and gather as one unit."""
+    """Sizes of a decoder; a layer is what the strategies shard and gather as one unit."""
 
     name: str
     width: int
@@ -17,6 +36,22 @@ class Model:
     key_value_heads: int
     hidden_width: int
     vocabulary: int
+    gated: bool = True
+    """Whether the feed-forward part has a gate (SwiGLU)."""
+    tied: bool = False
+    """Whether head and embedding share one weight."""
+    experts: Experts | None = None
+    attention_weights: int | None = None
+    """Weights of a layer's attention; None: as many as its heads need without compression."""
+    sequence: int = 4096
+    """Tokens per sequence in its training, the default of plans."""
+    batch_tokens: int = 1 << 22
+    """Tokens per step in its training, the default of plans."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it is a Llama-style decoder without experts, as the simulator runs."""
+        return self.gated and self.experts is None and self.attention_weights is None
 
     @property
     def attention_parameters(self) -> tuple[int, int]:
@@ -26,13 +61,37 @@ class Model:
 
     @property
     def feed_forward_parameters(self) -> tuple[int, int]:
-        """Return the weights of the two projections up (gate and up, as one), and of the one down."""
-        return 2 * self.width * self.hidden_width, self.width * self.hidden_width
+        """Return the weights of the projections up (gate and up, as one), and of the one down, in a dense layer."""
+        return (2 if self.gated else 1) * self.width * self.hidden_width, self.width * self.hidden_width
 
     @property
     def layer_parameters(self) -> int:
-        """Return the weights of one layer's matrices; its two norms are left out, they are too small to matter."""
-        return sum(self.attention_parameters) + sum(self.feed_forward_parameters)
+        """Return the weights of a dense layer's matrices; its two norms are left out, they are too small to matter."""
+        return self._attention + sum(self.feed_forward_parameters)
+
+    @property
+    def expert_layers(self) -> int:
+        """Return how many layers have experts."""
+        return 0 if self.experts is None else self.layers - self.experts.dense_layers
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the weights of one expert."""
+        return 0 if self.experts is None else 3 * self.width * self.experts.width
+
+    @property
+    def largest_layer_parameters(self) -> int:
+        """Return the weights of the largest layer."""
+        return max(self.layer_parameters, self._expert_layer(self.experts.count) if self.experts else 0)
+
+    @property
+    def _attention(self) -> int:
+        return sum(self.attention_parameters) if self.attention_weights is None else self.attention_weights
+
+    def _expert_layer(self, experts: int) -> int:
+        assert self.experts is not None
+        router = self.width * self.experts.count
+        return self._attention + router + (experts + self.experts.shared) * self.expert_parameters
 
     @property
     def outer_parameters(self) -> int:
@@ -42,22 +101,45 @@ class Model:
     @property
     def parameters(self) -> int:
         """Return the weights of all layers, embedding and head."""
-        return self.layers * self.layer_parameters + 2 * self.outer_parameters
+        return self._all_layers(self.experts.count if self.experts else 0) + self._outer
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the weights that a token is multiplied by: of the experts the active ones, and not the embedding."""
+        return self._all_layers(self.experts.active if self.experts else 0) + self.outer_parameters
+
+    @property
+    def _outer(self) -> int:
+        return (1 if self.tied else 2) * self.outer_parameters
+
+    def _all_layers(self, experts: int) -> int:
+        dense = (self.layers - self.expert_layers) * self.layer_parameters
+        return dense + (self.expert_layers * self._expert_layer(experts) if self.experts else 0)
 
 
 _SIZES = (
     Model("tiny", 256, 4, 8, 2, 704, 512),
     Model("small", 512, 8, 8, 4, 1408, 512),
     Model("125m", 768, 12, 12, 12, 2048, 32_000),
-    Model("1b", 2048, 16, 32, 8, 8192, 128_256),
-    Model("3b", 3072, 28, 24, 8, 8192, 128_256),
+    Model("1b", 2048, 16, 32, 8, 8192, 128_256, tied=True, sequence=8192),
+    Model("1.3b", 2048, 24, 16, 16, 5504, 32_000),
+    Model("3b", 3072, 28, 24, 8, 8192, 128_256, tied=True, sequence=8192),
     Model("7b", 4096, 32, 32, 32, 11_008, 32_000),
-    Model("8b", 4096, 32, 32, 8, 14_336, 128_256),
+    Model("8b", 4096, 32, 32, 8, 14_336, 128_256, sequence=8192, batch_tokens=1 << 24),
+    Model("8x7b", 4096, 32, 32, 8, 14_336, 32_000, experts=Experts(8, 2, 14_336), sequence=8192),
     Model("13b", 5120, 40, 40, 40, 13_824, 32_000),
     Model("34b", 8192, 48, 64, 8, 22_016, 32_000),
     Model("70b", 8192, 80, 64, 8, 28_672, 32_000),
-    Model("70b-llama3", 8192, 80, 64, 8, 28_672, 128_256),
-    Model("405b", 16_384, 126, 128, 8, 53_248, 128_256),
+    Model("70b-llama3", 8192, 80, 64, 8, 28_672, 128_256, sequence=8192, batch_tokens=1 << 24),
+    Model("gpt3-175b", 12_288, 96, 96, 96, 49_152, 51_200, gated=False, tied=True, sequence=2048, batch_tokens=3 << 19),
+    Model("405b", 16_384, 126, 128, 8, 53_248, 128_256, sequence=8192, batch_tokens=1 << 24),
+    Model(
+        *("deepseek-v3", 7168, 61, 128, 128, 18_432, 129_280),
+        experts=Experts(256, 8, 2048, shared=1, dense_layers=3),
+        # Queries through 1,536 numbers, keys and values through 512, 128 + 64 and 128 numbers a head.
+        attention_weights=7168 * (1536 + 512 + 64) + 128 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * 7168),
+        batch_tokens=15_360 * 4096,
+    ),
 )
 _ALIASES = {
     "llama3-1b": "1b",
@@ -69,6 +151,8 @@ _ALIASES = {
     "llama2-70b": "70b",
     "llama3-70b": "70b-llama3",
     "llama3-405b": "405b",
+    "gpt3": "gpt3-175b",
+    "mixtral-8x7b": "8x7b",
 }
 MODELS: Mapping[str, Model] = {model.name: model for model in _SIZES}
 NAMES = (*MODELS, *_ALIASES)
@@ -78,7 +162,8 @@ def find(name: str, *, layers: int | None = None) -> Model:
     """Return the model of this name, with so many of its layers. Raises InputError where there is none."""
     model = MODELS.get(_ALIASES.get(name, name))
     if model is None:
-        raise InputError(f"{name!r} is not a known model; known: {', '.join(NAMES)}")
+        known = f"known: {', '.join(NAMES)}; or give a Hugging Face config.json"
+        raise InputError(f"{name!r} is not a known model; {known}")
     if layers is not None and not 1 <= layers <= model.layers:
         raise InputError(f"--layers is {layers}; {name} has {model.layers}")
     return model if layers is None else replace(model, layers=layers)

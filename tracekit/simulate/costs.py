@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tracekit.conventions.strategies import ALL_GATHER, GATHERED_BYTES, REDUCED_BYTES, ring_hops
+from tracekit.plan.hardware import Hardware
 from tracekit.plan.models import Model
-from tracekit.simulate.hardware import Hardware
 from tracekit.simulate.job import Job
 
 Quantity: TypeAlias = Any

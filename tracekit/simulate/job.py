@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from tracekit.conventions import strategies
 from tracekit.errors import InputError
+from tracekit.plan.hardware import Hardware
 from tracekit.plan.models import Model
-from tracekit.simulate.hardware import Hardware
 
 STRATEGIES: Mapping[str, str] = {
     strategy.name: strategy.label for strategy in strategies.STRATEGIES.values() if strategy.simulated
@@ -77,6 +77,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise InputError(f"{self.strategy!r} is not a strategy; known: {', '.join(STRATEGIES)}")
+        if not self.model.is_plain:
+            raise InputError(f"{self.model.name} cannot be simulated: only Llama-style models without experts can")
         for name in ("gpus", "seq", "batch", "micro_batches", "steps", "ranks_written"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be 1 or more")

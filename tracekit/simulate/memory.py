@@ -2,7 +2,7 @@
 
 from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES, STRATEGIES
 from tracekit.errors import InputError
-from tracekit.simulate.hardware import GIB
+from tracekit.plan.hardware import GIB
 from tracekit.simulate.job import Job
 from tracekit.simulate.recording import Allocation, RankRecord
 

@@ -25,10 +25,10 @@ from tracekit.conventions.strategies import (
     ring_hops,
 )
 from tracekit.plan import memory
+from tracekit.plan.hardware import HARDWARE
 from tracekit.plan.models import MODELS
 from tracekit.replay.graph import strategies as what_if
 from tracekit.simulate.engine import SCHEDULES
-from tracekit.simulate.hardware import HARDWARE
 from tracekit.simulate.job import STRATEGIES as JOB_STRATEGIES
 from tracekit.simulate.job import Job
 

@@ -11,8 +11,8 @@ import pytest
 from tests.browser import recorded
 from tests.support import cli_runner, dashboard_pages
 from tracekit.model import units
-from tracekit.plan import models
-from tracekit.simulate import faults, hardware, run
+from tracekit.plan import hardware, models
+from tracekit.simulate import faults, run
 from tracekit.simulate.job import Job
 
 _keep_main = dashboard_pages.keep_main

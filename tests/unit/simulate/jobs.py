@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tracekit.plan import models
-from tracekit.simulate import faults, hardware, run
+from tracekit.plan import hardware, models
+from tracekit.simulate import faults, run
 from tracekit.simulate.job import Job
 from tracekit.simulate.run import Simulated
 

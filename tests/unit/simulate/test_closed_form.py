@@ -8,7 +8,8 @@ import pytest
 from benchmarks import published_events, published_table
 from benchmarks.published_baselines import INDICATORS, ROOFLINE, predictions
 from benchmarks.published_fit import GIVE_WAY, fit, predict
-from tracekit.simulate import closed_form, costs, hardware
+from tracekit.plan import hardware
+from tracekit.simulate import closed_form, costs
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
 
 ROWS = published_table.ROWS

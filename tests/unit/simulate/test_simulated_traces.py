@@ -13,10 +13,10 @@ from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model.run import Run
+from tracekit.plan.hardware import HARDWARE
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
-from tracekit.simulate.hardware import HARDWARE
 from tracekit.simulate.job import STRATEGIES
 from tracekit.simulate.kineto_writer import BASE_NS
 from tracekit.simulate.run import Simulated

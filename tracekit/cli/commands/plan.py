@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -175,6 +176,37 @@ def memory(
     _emit(dataclasses.asdict(result), table)
 
 
+@plan.command(short_help="Layouts over GPUs that fit, the fastest first.")
+@expand_options
+def layout(
+    *,
+    model: Annotated[str, typer.Option(metavar="M", help="A model by name, or a Hugging Face config.json.")],
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs in all.")],
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs per node.")] = 8,
+    device: Annotated[str, typer.Option(metavar="NAME", help="a100-80, h100-80 or v100-32.")] = "a100-80",
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.  [default: the model's]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step.  [default: the model's]")] = None,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to show.")] = 10,
+    table: TableOptions,
+) -> None:
+    """Compare layouts over pipeline, data, tensor, context and expert parallelism by predicted MFU.
+
+    Each is the best of its micro-batches, interleaved schedules and ways of recomputation that fit into memory.
+    """
+    from tracekit.plan import hardware, layouts
+    from tracekit.report import layouts as layout_report
+
+    job = layouts.Job.of(
+        _found(model),
+        hardware.find(device),
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        sequence=sequence,
+        batch=batch,
+    )
+    table.write(layout_report, (job, layouts.plan(job, count=count)))
+
+
 @plan.command(short_help="Bubble and communication of a pipeline.")
 @expand_options
 def pipeline(
@@ -210,9 +242,16 @@ def pipeline(
 
 
 def _model(name: str | None) -> "Model | None":
-    from tracekit.plan import models
+    return None if name is None else _found(name)
 
-    return None if name is None else models.find(name)
+
+def _found(name: str) -> "Model":
+    """Return the model of this name, or that a path to a config.json describes."""
+    from tracekit.plan import model_configs, models
+
+    path = Path(name)
+    is_path = name.endswith(".json") or (name not in models.NAMES and path.is_dir())
+    return model_configs.read(path) if is_path else models.find(name)
 
 
 def _first_known(*values: Any) -> Any:

@@ -45,8 +45,7 @@ class JobOptions:
 
     def job(self) -> "Job":
         """Return the job. Raises ConfigError if the model or the hardware is not known."""
-        from tracekit.plan import models
-        from tracekit.simulate import hardware
+        from tracekit.plan import hardware, models
         from tracekit.simulate.job import Job
 
         return Job(
