@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
+from instrumented_trainers.optimization.gathered_muon import GatheredMuon
 from instrumented_trainers.optimization.lion import Lion
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles, named_parameters
 from instrumented_trainers.parallelism import CombinedOptimizer, make_optimizer
@@ -51,11 +53,10 @@ def _muon(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> Co
     named = named_parameters(model)
     matrices = {name: parameter for name, parameter in named.items() if name in roles.hidden_matrices}
     others = {name: parameter for name, parameter in named.items() if name not in roles.hidden_matrices}
-    kind = functools.partial(WholeTensorOptimizer, kind=torch.optim.Muon)
     return CombinedOptimizer(
         make_optimizer(
             model,
-            kind if isinstance(model, YaFSDPModule) else torch.optim.Muon,
+            _muon_for(model),
             _groups(config, matrices, roles),
             lr=config.learning_rate,
             momentum=config.momentum,
@@ -63,6 +64,13 @@ def _muon(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> Co
         ),
         _made(config, "adamw", model, _groups(config, others, roles)),
     )
+
+
+def _muon_for(model: nn.Module) -> Callable[..., Optimizer]:
+    """Return Muon for the matrices of a model as it is sharded."""
+    if isinstance(model, YaFSDPModule):
+        return functools.partial(WholeTensorOptimizer, kind=torch.optim.Muon)
+    return GatheredMuon if isinstance(model, FSDPModule) else torch.optim.Muon
 
 
 def _made(config: TrainingConfig, name: str, model: nn.Module, groups: list[dict[str, Any]]) -> Optimizer:

@@ -1,10 +1,12 @@
 """The text of a training run: its tokenizer, its batches, and where a resumed training continues in it."""
 
+import ctypes
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,16 +67,29 @@ def sources(config: TrainingConfig) -> list[Path]:
 
 def on_first_rank(function: Callable[[], Result]) -> Result:
     """Return on every rank what `function` returns on the first, or raise the InvalidConfigError that it raises."""
-    outcome: list[Result | InvalidConfigError | None] = [None]
+    outcome: Result | InvalidConfigError | None = None
     if dist.get_rank() == 0:
         try:
-            outcome = [function()]
+            outcome = function()
         except InvalidConfigError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], InvalidConfigError):
-        raise outcome[0]
-    return outcome[0]  # type: ignore[return-value]
+            outcome = error
+    outcome = _broadcast(outcome)
+    if isinstance(outcome, InvalidConfigError):
+        raise outcome
+    return outcome
+
+
+def _broadcast(value: Any) -> Any:
+    """Return the first rank's value, without NumPy, which `broadcast_object_list` needs."""
+    first = dist.get_rank() == 0
+    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if first else torch.empty(0)
+    size = torch.tensor([len(packed)])
+    dist.broadcast(size, src=0)
+    if not first:
+        packed = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(packed, src=0)
+    # S301: it is this program's own first rank that wrote it
+    return value if first else pickle.loads(ctypes.string_at(packed.data_ptr(), len(packed)))  # noqa: S301
 
 
 def _read(config: TrainingConfig, paths: list[Path], words: Tokenizer) -> Tensor:

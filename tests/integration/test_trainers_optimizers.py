@@ -32,6 +32,11 @@ PAIRS = [
     if (strategy, optimizer) != ("fsdp1", "muon")
 ]
 
+# AdamW is resumed in test_trainers_resume.py.
+RESUMED = [
+    pair for pair in PAIRS if pair[1] == "muon" or pair in (("fsdp1", "sgd"), ("zero1", "lion"), ("fsdp2", "lion"))
+]
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, process_group.Outcome]:
@@ -43,7 +48,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, process_g
         saved = {**settings, "checkpoint_every": 3}
         cases[run.name] = case(micro(strategy, run, **saved))
         resumed = {**settings, "resume": str(run / "checkpoints" / "step-000003")}
-        cases[again.name] = case(micro(strategy, again, **resumed))
+        if (strategy, optimizer) in RESUMED:
+            cases[again.name] = case(micro(strategy, again, **resumed))
     return process_group.run_cases(2, cases, timeout_s=480)
 
 
@@ -61,7 +67,7 @@ def test_losses_are_those_of_ddp(strategy: str, optimizer: str, outcomes: Mappin
         assert of_rank == pytest.approx(expected, rel=TOLERANCE.get(optimizer, 1e-12))
 
 
-@pytest.mark.parametrize(("strategy", "optimizer"), PAIRS)
+@pytest.mark.parametrize(("strategy", "optimizer"), RESUMED)
 def test_a_resumed_training_is_the_uninterrupted_one(
     strategy: str, optimizer: str, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
