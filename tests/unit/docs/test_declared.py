@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"hta": "traceinsight"}
+DISTRIBUTIONS = {"hta": "traceinsight", "pytorch_lightning": "pytorch-lightning"}
 OUR_OWN = {"tracekit", "dashboard", "instrumented_trainers", "tests"}
 OF_THE_INTERPRETER = {"sitecustomize"}
 
@@ -40,7 +40,7 @@ def declared(*extras: str) -> set[str]:
     [
         ("tracekit", ("train", "hta", "pandas", "huggingface", "pytest")),
         ("dashboard", ("dashboard",)),
-        ("instrumented_trainers", ("train", "tokenizers", "datasets", "wandb", "huggingface")),
+        ("instrumented_trainers", ("train", "tokenizers", "datasets", "wandb", "huggingface", "lightning")),
     ],
 )
 def test_what_a_package_imports_is_declared(folder: str, extras: tuple[str, ...]) -> None:
