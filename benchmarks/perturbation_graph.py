@@ -74,6 +74,7 @@ class Rank:
             threads[event["pid"], event["tid"]] += 1
         self.main_thread = max(threads, key=lambda thread: threads[thread])
         self.pauses: list[Pause] = [*recorded_waits(self.kernels, self.calls)]
+        self._collectives = [kernel for kernel in self.kernels if kernel.is_collective]
         self._link()
         self._shifts: list[tuple[float, float]] = []
         self._resolved = 0
@@ -112,6 +113,16 @@ class Rank:
         in_steps = (each for each in self.kernels if each.launch is not None and each.launch >= self.steps_start)
         return next(in_steps, self.kernels[0]) if self.steps else self.kernels[0]
 
+    def without_changes_in_steps(self) -> None:
+        """Undo the changes to the host and to the work that is launched from the first step on."""
+        first = self.first_of_steps
+        begin = first.start if first.new_start is None else first.new_start
+        self.pauses = [each for each in self.pauses if each.call is not None or each.at < self.steps_start]
+        self.taken = [each for each in self.taken if each[0] < begin]
+        for kernel in self.kernels:
+            if not self.steps or (kernel.launch is not None and kernel.launch >= self.steps_start):
+                kernel.stretch = 1.0
+
     def _link(self) -> None:
         waits = [float(call["ts"]) for call in self.calls if _WAIT_CALL.match(call["name"])]
         by_launch = sorted((k for k in self.kernels if k.launch is not None), key=lambda k: k.launch or 0.0)
@@ -132,11 +143,31 @@ class Rank:
             # What has no launch was launched before the recording began, and what it waits for is not recorded.
             queued = kernel.launch is None or (not waits and kernel.start - kernel.launch > _QUEUED_US)
             idle = before is None or kernel.start - before.end > 2
-            if id(kernel) in follows_wait or kernel.is_collective or (queued and idle):
+            collective = self._awaited_collective(kernel, before) if id(kernel) in follows_wait else None
+            if collective is not None:
+                kernel.after.append(collective)
+            elif id(kernel) in follows_wait or kernel.is_collective or (queued and idle):
                 kernel.after.extend(self._awaited(kernel, ends, near=_NEAR_US if not kernel.is_collective else 1e12))
             last[kernel.stream] = kernel
             bisect.insort(ends, (kernel.end, index))
         self._link_room()
+
+    def _awaited_collective(self, kernel: Kernel, before: Kernel | None) -> Kernel | None:
+        """Return the last collective that ended while a kernel waited, though launched and next on its stream.
+
+        After a call for such a wait the kernel need not start at once: other kernels may leave it no room yet.
+        """
+        if kernel.is_collective:
+            return None
+        ready = max(kernel.submitted + LATENCY_US, before.end if before is not None else kernel.submitted)
+        ended = (
+            other
+            for other in self._collectives
+            if ready < other.end <= kernel.start + 1
+            and other.stream != kernel.stream
+            and (other.launch is None or (kernel.launch is not None and other.launch <= kernel.launch))
+        )
+        return max(ended, key=lambda other: other.end, default=None)
 
     def _link_room(self) -> None:
         """Find which kernels waited for room on the device: without them, they would have been less late."""
@@ -298,23 +329,26 @@ class Job:
         return max(rank.new_end for rank in self.ranks) - max(rank.end for rank in self.ranks)
 
     def lost_in_steps_us(self) -> float:
-        """Replay, and return how much longer the steps are than recorded: of the rank on which they take longest.
+        """Replay, and return how much longer the steps are for the changes in them: of the rank with the longest.
 
-        They begin with the first work that is launched in them. What is lost before it, such as by slow kernels that
-        were queued when the recording began, is in no step; a pause of the host before it is, if it is in the step.
+        Steps begin with the first work that is launched in them. What changes before it, such as slow kernels that were
+        queued when the recording began, is in both replays: with the changes in the steps, and without them.
         """
-        first = [rank.first_of_steps for rank in self.ranks]
-        pauses = [rank.pauses for rank in self.ranks]
+        changes = [(r, r.pauses, r.taken, [(kernel, kernel.stretch) for kernel in r.kernels]) for r in self.ranks]
         for rank in self.ranks:
-            rank.pauses = [each for each in rank.pauses if each.call is not None or each.at < rank.steps_start]
+            rank.without_changes_in_steps()
         self.replay()
-        begins = [kernel.new_start or kernel.start for kernel in first]
-        for rank, own in zip(self.ranks, pauses, strict=True):
-            rank.pauses = own
+        begins = [rank.first_of_steps.new_start or 0.0 for rank in self.ranks]
+        before = [rank.new_end for rank in self.ranks]
+        for rank, pauses, taken, stretches in changes:
+            rank.pauses, rank.taken = pauses, taken
+            for kernel, stretch in stretches:
+                kernel.stretch = stretch
         self.replay()
-        ends = [rank.new_end for rank in self.ranks]
-        recorded = (rank.end - kernel.start for rank, kernel in zip(self.ranks, first, strict=True))
-        return max(end - begin for end, begin in zip(ends, begins, strict=True)) - max(recorded)
+        after = [rank.new_end for rank in self.ranks]
+        return max(end - begin for end, begin in zip(after, begins, strict=True)) - max(
+            end - begin for end, begin in zip(before, begins, strict=True)
+        )
 
 
 def resolve(kernel: Kernel, rank: Rank) -> float:

@@ -137,16 +137,32 @@ def _matching(
 ) -> tuple[str | None, float | None]:
     """Return code and severity of the finding that reports the change, and its cost: warnings first, then by `codes`.
 
-    The first code is that of the cause itself. The others cost more where the control has a trouble of its own.
+    The first code is that of the cause itself. A finding reports the change if it names the rank at fault, and costs a
+    quarter of the change or more beyond the control. The costs of several that report it add up where one is priced by
+    what it costs besides the other.
     """
-    fitting = [finding for finding in findings if finding.code in codes]
-    for finding in sorted(fitting, key=lambda f: (f.severity < Severity.WARNING, codes.index(f.code), -f.cost_ns)):
-        if culprit is not None and finding.ranks and culprit not in finding.ranks:
-            continue
-        cost_ns = finding.cost_ns - control.cost_ns(finding)
-        if cost_ns >= truth_ns / 4:
-            return f"{finding.code} {finding.severity.name.lower()}", cost_ns
-    return None, None
+    fitting = [
+        (finding, finding.cost_ns - control.cost_ns(finding))
+        for finding in sorted(findings, key=lambda f: (f.severity < Severity.WARNING, -f.cost_ns))
+        if finding.code in codes and (culprit is None or not finding.ranks or culprit in finding.ranks)
+    ]
+    parts = [(finding, cost_ns) for finding, cost_ns in fitting if cost_ns >= truth_ns / 4]
+    if not parts:
+        return None, None
+    first, cost_ns = min(parts, key=lambda part: (part[0].severity < Severity.WARNING, codes.index(part[0].code)))
+    more_ns = sum(more_ns for other, more_ns in parts if _are_added(first, other))
+    return f"{first.code} {first.severity.name.lower()}", cost_ns + more_ns
+
+
+def _are_added(first: Finding, second: Finding) -> bool:
+    """Return whether two warnings are parts of one cost: one is priced by what it costs besides the other's cause."""
+    if first is second or min(first.severity, second.severity) < Severity.WARNING:
+        return False
+    pairs = ((first, second), (second, first))
+    return any(
+        bool(one.removals) and one.removals[-1].cause in {each.cause for each in other.removals[:-1]}
+        for one, other in pairs
+    )
 
 
 def table(results: Sequence[Result]) -> list[str]:

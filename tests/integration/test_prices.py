@@ -101,6 +101,14 @@ def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others
     assert found.cost_ns - before.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
 
 
+def test_a_blocking_call_in_a_stall_of_the_allocator_is_no_part_of_the_stall(tmp_path):
+    # In step 4 all hosts allocate anew for 166 ms, once; rank 1 synchronizes and pauses in that time, as in each step.
+    job = perturbation_graph.load(FOLDER.glob("*.json.gz"))
+    troubles.blocking_pause(job, 0.05, random.Random("torchrec_v100_4ranks blocking pause of one rank 0.05 310"))
+    (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
+    assert found.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
+
+
 def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
     run = tracekit.load(FOLDER.parent / "merged_ddp_mi300_4ranks")
     assert steps.worst_error_ratio(savings.replayed_steps(run)) < 0.01

@@ -37,6 +37,8 @@ _CAUSE_OF_STALL = {
     host_stalls.SAVE: "checkpoint",
 }
 """The cause that removes a stall, by what the host does in it (`host_stalls.CAUSES`); late launches for the rest."""
+_APART = ("allocator", _DATA, "checkpoint")
+"""Causes of stalls in which the host is in a state of its own, neither synchronizing nor pausing after it."""
 _IDLE_PART = {
     _DATA: late_ranks.DATA,
     "blocking-sync": late_ranks.SYNCHRONIZE,
@@ -72,11 +74,10 @@ def attribute_costs(report: Report) -> Report:
     run = report.run
     replayable = any(finding.what_if for finding in report.findings) and _can_be_replayed(run)
     stalls = _stalls(report) if replayable else pl.DataFrame()
-    staying = tuple(_host_spans(run, stalls)) if replayable else ()
     findings: list[Finding] = []
     removed: list[Removal] = []
     for finding in sorted(report.findings, key=_order):
-        own = _removal(finding, staying)
+        own = _removal(run, finding, stalls)
         repriced = list(_with_replayed_cost(run, finding, own, removed)) if replayable else _measured(finding)
         findings += repriced
         if own and _is_confirmed(finding, repriced):
@@ -93,8 +94,8 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     These are the `removals` of a finding, also of one on another recording of the same job: the single stalls that the
     report states stay. 0 without a replay.
     """
-    staying = tuple(_host_spans(report.run, _stalls(report)))
-    *first, own = (replace(each, stalls=staying) for each in removals)
+    stalls = _stalls(report)
+    *first, own = (replace(each, stalls=_staying(report.run, stalls, each.cause)) for each in removals)
     alone, after = _savings(report.run, own, tuple(first))
     return max(0, min(each.saved_ns for each in (alone, after) if each)) if alone else 0
 
@@ -114,12 +115,23 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
     )
 
 
-def _removal(finding: Finding, staying: tuple[HostSpan, ...]) -> Removal | None:
+def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None:
     """Return the removal of a finding's cause, in which single stalls stay; None for a finding without a cause."""
     if finding.what_if is None:
         return None
     cause = finding.what_if.cause
-    return Removal(cause, finding.ranks if cause == _STRAGGLER else (), staying)
+    return Removal(cause, finding.ranks if cause == _STRAGGLER else (), _staying(run, stalls, cause))
+
+
+def _staying(run: Run, stalls: pl.DataFrame, cause: str) -> tuple[HostSpan, ...]:
+    """Return when the hosts are in single stalls that stay where a cause is removed.
+
+    A blocking call in a stall of the allocator, say, is no part of it: the host is in another state then.
+    """
+    if stalls.is_empty():
+        return ()
+    is_apart = pl.col("cause").is_in(_APART) & pl.lit(cause == "blocking-sync")
+    return tuple(_host_spans(run, stalls.filter(~is_apart)))
 
 
 def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:

@@ -179,6 +179,17 @@ def test_a_kernel_waits_for_another_stream_only_after_a_call_that_says_so(waits,
     assert slow.lost_us == pytest.approx(lost_us, abs=2)
 
 
+def test_a_kernel_that_waits_for_a_collective_does_so_though_it_starts_later_for_want_of_room():
+    # The second mm was ready at 80, waits for the collective until 185, and starts 160 µs after it.
+    document = recording()
+    document["traceEvents"][-2].update(ts=345)
+    document["traceEvents"].pop()  # the host's wait, which would return before
+    late = Job([Rank(document, 0)])
+    late.ranks[0].pauses.append(Pause(25, 300))  # launches the collective 300 µs later
+    late.replay()
+    assert [kernel.new_start - kernel.start for kernel in late.ranks[0].kernels] == [0, 254, 254]
+
+
 def test_work_queued_before_a_recording_does_not_wait_for_what_is_launched_in_it():
     # time µs   0      100      200
     # host      l......

@@ -177,6 +177,9 @@ def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
 _NEAR_NS = 20_000
 _LONG = 10
 _LONG_NS = 100_000
+_MIN_QUEUED = 100
+"""With less work queued, the queue is not full: a call that takes long then does something else, such as to load code.
+"""
 
 
 def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
@@ -258,7 +261,8 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     """Return the work whose end unblocked a blocking call, or a launch that took as long as with a full queue."""
     usual = int(np.median(calls.end_ns[calls.launches] - calls.start_ns[calls.launches])) if calls.launches.any() else 0
     took = calls.end_ns - calls.start_ns
-    queue_full = calls.launches & ~calls.waits_itself & (took > max(_LONG * usual, _LONG_NS))
+    is_long = calls.launches & ~calls.waits_itself & (took > max(_LONG * usual, _LONG_NS))
+    queue_full = is_long & (_queued(items, calls.start_ns) >= _MIN_QUEUED)
     which = np.flatnonzero((calls.blocks & unknown & ~calls.drains & ~calls.waits_itself) | queue_full)
     work = items.filter(~pl.col("is_wait")).sort("end_ns")
     if work.is_empty() or not len(which):
@@ -272,6 +276,13 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     how = np.where(queue_full[which][good], "queue", "sync")
     found = edge_table(which[good], work["item"].to_numpy()[row[good]] + first_item, "sync", inferred=True)
     return found.with_columns(pl.Series("kind", how, pl.String))
+
+
+def _queued(items: pl.DataFrame, at_ns: Ints) -> Ints:
+    """Return how many pieces of work have been launched and not ended, at some times."""
+    work = items.filter(~pl.col("is_wait"))
+    launched, ended = (np.sort(work[name].drop_nulls().to_numpy()) for name in ("launched_ns", "end_ns"))
+    return np.asarray(np.searchsorted(launched, at_ns, side="right") - np.searchsorted(ended, at_ns, side="right"))
 
 
 def _own(calls: Calls, waits: pl.DataFrame, items: pl.DataFrame, first_item: int) -> Ints:

@@ -174,6 +174,22 @@ def test_a_call_directly_after_the_launch_of_a_copy_waits_for_it_though_its_cloc
     assert list(zip(waits.waiting.tolist(), waits.awaited.tolist(), strict=True)) == [(nodes[HOST, 3], nodes[WORK, 2])]
 
 
+def test_a_launch_that_takes_long_while_little_is_queued_does_not_wait_for_the_queue():
+    # host     lLLLLLL.l      the second launch loads code for six ms; a happens to end shortly before it returns
+    loading = run(
+        """
+        step     .0000000000
+        compute  .aaaaa..bbb
+        """,
+        ("cudaLaunchKernel", 0, 0.5),
+        ("cudaLaunchKernel", 1, 6.5),
+        *(("cudaLaunchKernel", 8 + at / 10, 0.01) for at in range(10)),
+    )
+    graph = savings.graphs_of(loading)[0]
+    assert not len(graph.edges.select(graph.edges.kind == "queue").waiting)
+    assert without_ms(savings.saving(loading, "late-launch")) == 8.0
+
+
 def test_a_wait_after_which_the_device_goes_on_stays():
     # host     lLss.l.ss...l    the first wait is for the copy m, while a runs; the second drains the device
     read = run(
