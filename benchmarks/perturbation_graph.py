@@ -29,6 +29,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import perturbation_output
 from benchmarks.perturbation_events import DEVICE, LATENCY_US, RUNTIME, Event, Kernel, Pause, kernel_of, recorded_waits
 
 _WAIT_CALL = re.compile(r"(cuda|hip)StreamWaitEvent")
@@ -39,6 +40,8 @@ _DRAIN_US = 50.0
 """A kernel that ends this soon runs to its end before the device switches to another process."""
 _ROOM_US = 50.0
 """A kernel that starts so long after it could have, while kernels of another stream run, waited for room."""
+_HELD_UP_US = 1000.0
+"""A kernel that holds another stream's up for so long fills the device."""
 _FULL_RATIO = 0.9
 """They run for this share of the time."""
 _QUEUED_US = 30.0
@@ -74,6 +77,7 @@ class Rank:
             threads[event["pid"], event["tid"]] += 1
         self.main_thread = max(threads, key=lambda thread: threads[thread])
         self.pauses: list[Pause] = [*recorded_waits(self.kernels, self.calls)]
+        self._fill: list[tuple[Kernel, float]] = []
         self._collectives = [kernel for kernel in self.kernels if kernel.is_collective]
         self._link()
         self._shifts: list[tuple[float, float]] = []
@@ -186,6 +190,30 @@ class Rank:
                 busy = sum(min(other.end, kernel.start) - max(other.start, ready) for other in own)
                 kernel.room = own if busy > _FULL_RATIO * (kernel.start - ready) else []
             done.append(kernel)
+        self._fill = self._filling()
+
+    def _filling(self) -> list[tuple[Kernel, float]]:
+        """Return the kernels that left another stream no room for a ms or more, with the time of their last blocks."""
+        early: dict[int, tuple[Kernel, float]] = {}
+        for kernel in self.kernels:
+            if kernel.room and kernel.start - self._ready(kernel) >= _HELD_UP_US:
+                last = kernel.room[-1]
+                least = early.get(id(last), (last, last.end - last.start))[1]
+                early[id(last)] = last, min(least, max(last.end - kernel.start, 0.0))
+        return list(early.values())
+
+    def _after_filling(self, kernel: Kernel, new_start: float) -> float:
+        """Return when a kernel finds room that would start while one runs that fills the device, launched before it."""
+        if kernel.is_collective or kernel.launch is None:
+            return new_start
+        for other, early in self._fill:
+            both = other.start < kernel.start < other.end - early  # they ran together in the recording
+            if other.stream == kernel.stream or both or other.launch is None or other.launch > kernel.launch:
+                continue
+            end = resolve(other, self) - early
+            if self.starts_at(other) <= new_start < end:
+                new_start = end
+        return new_start
 
     def _ready(self, kernel: Kernel) -> float:
         """Return when a kernel could have started in the recording, by its launch and what it depends on."""
@@ -268,6 +296,8 @@ class Rank:
             if kernel.room:
                 ready, new_ready = min(kernel.room[-1].end, kernel.start), self._has_room(kernel, new_ready)
             kernel.new_start = kernel.start if ready == -1e300 else new_ready + max(kernel.start - ready, 0.0)
+            if self._fill:
+                kernel.new_start = self._after_filling(kernel, kernel.new_start)
             kernel.new_start = self._free_from(kernel.new_start)
         return kernel.new_start
 
@@ -321,7 +351,7 @@ class Job:
 
     def documents(self) -> list[dict[str, Any]]:
         """Return the replayed recordings, as Kineto would have written them."""
-        return [_document(rank) for rank in self.ranks]
+        return [perturbation_output.document(rank) for rank in self.ranks]
 
     @property
     def lost_us(self) -> float:
@@ -422,55 +452,3 @@ def _instances(ranks: list[Rank]) -> list[list[tuple[Rank, Kernel]]]:
             raise ValueError(f"the ranks' collectives differ: {sorted(names)}")
         found.append(members)
     return found
-
-
-def _document(rank: Rank) -> dict[str, Any]:
-    moved = {id(kernel.event): kernel for kernel in rank.kernels}
-    starts = {(k.event["pid"], k.event["tid"], k.event["ts"]): k for k in rank.kernels}
-    events = []
-    for event in rank.events:
-        copy = dict(event)
-        kernel = moved.get(id(event)) or (
-            starts.get((event.get("pid"), event.get("tid"), event.get("ts"))) if event.get("ph") == "f" else None
-        )
-        if kernel is not None and kernel.new_start is not None and kernel.new_end is not None:
-            copy["ts"] = round(kernel.new_start, 3)
-            if "dur" in copy:
-                copy["dur"] = round(kernel.new_end - kernel.new_start, 3)
-        elif event.get("cat") == "gpu_user_annotation":
-            _around_kernels(copy, event, rank)
-        elif isinstance(event.get("ts"), int | float):
-            copy["ts"] = round(rank.host(event["ts"]), 3)
-            if isinstance(event.get("dur"), int | float):
-                copy["dur"] = round(rank.host(event["ts"] + event["dur"]) - copy["ts"], 3)
-        events.append(copy)
-    events.extend(_slices_of_pauses(rank))
-    for event in events:
-        if rank.clock_us and isinstance(event.get("ts"), int | float):
-            event["ts"] = round(event["ts"] + rank.clock_us, 3)
-    return {**rank.document, "traceEvents": events}
-
-
-def _around_kernels(copy: Event, event: Event, rank: Rank) -> None:
-    low = bisect.bisect_left(rank.kernels, event["ts"] - 1, key=lambda kernel: kernel.start)
-    high = bisect.bisect_right(rank.kernels, event["ts"] + event["dur"] + 1, key=lambda kernel: kernel.start)
-    inside = [k for k in rank.kernels[low:high] if k.stream[1] == event["tid"] and k.new_end is not None]
-    if inside:
-        copy["ts"] = round(min(k.new_start or k.start for k in inside), 3)
-        copy["dur"] = round(max(k.new_end or k.end for k in inside) - copy["ts"], 3)
-
-
-def _slices_of_pauses(rank: Rank) -> Iterable[Event]:
-    pid, tid = rank.main_thread
-    for pause, start, end in rank.placed:
-        waited = max(end - start - pause.dur, 0.0) if pause.drains else 0.0
-        for number, piece in enumerate(pause.slices):
-            dur = piece["dur"]
-            if dur is None:
-                dur = max(end - start - piece["ts"], 1.0)
-            elif number == 0:  # the first call, such as cudaFree, waits for the device
-                dur += waited
-            else:
-                piece = {**piece, "ts": piece["ts"] + waited}
-            at = round(start + piece["ts"], 3)
-            yield {"ph": "X", "pid": pid, "tid": tid, **piece, "ts": at, "dur": round(dur, 3)}

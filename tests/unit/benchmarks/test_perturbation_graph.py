@@ -147,6 +147,28 @@ def test_a_kernel_that_waited_for_room_starts_at_once_where_the_device_is_idle()
     assert spans(drained.documents()[0])["b"] == (229, 279)  # 4 µs after its launch at 225
 
 
+def filled():
+    # time ms   0 1 2 3 4 5 6 7
+    # stream 7  aaaa      bbdd     b could start at 2, but c fills the device
+    # stream 8  ppcccccccc         all five were launched before 0
+    rows = ("p", 8, 0, 1000), ("a", 7, 0, 2000), ("c", 8, 1000, 4000), ("b", 7, 4950, 1000), ("d", 7, 5950, 1000)
+    return {
+        "traceEvents": [
+            *(event("cuda_runtime", "cudaLaunchKernel", -90 + 10 * at, 5, correlation=at) for at in range(5)),
+            *(event("kernel", name, at, dur, tid=tid, correlation=i) for i, (name, tid, at, dur) in enumerate(rows)),
+        ]
+    }
+
+
+def test_a_kernel_that_left_no_room_leaves_none_when_it_runs_at_another_time():
+    slow = Job([Rank(filled(), 0)])
+    (first,) = (kernel for kernel in slow.ranks[0].kernels if kernel.event["name"] == "p")
+    first.stretch = 3.0  # b runs before c then, from 2 to 3, and d has to wait for the end of c at 7
+    slow.replay()
+    starts = {kernel.event["name"]: kernel.new_start for kernel in slow.ranks[0].kernels}
+    assert starts == {"p": 0, "a": 0, "b": 2000, "c": 3000, "d": 6950}
+
+
 def two_streams(*, waits):
     # time µs   0       100      200      300
     # host      l  lcw l
