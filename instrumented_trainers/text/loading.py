@@ -155,7 +155,7 @@ def _sample(config: TrainingConfig) -> Iterator[bytes]:
 def _streamed(config: TrainingConfig, words: Tokenizer, rank: int, origin: ResumePoint | None) -> StreamedBatches:
     if origin is not None and origin.seal.world_size != config.world_size:
         raise InvalidConfigError(
-            f"--stream: the documents were divided over {origin.seal.world_size} ranks, and cannot be divided over "
+            f"--stream: the documents were divided among {origin.seal.world_size} ranks and cannot be redistributed to "
             f"{config.world_size}; resume with --world-size {origin.seal.world_size}"
         )
     return StreamedBatches(
