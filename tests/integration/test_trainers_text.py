@@ -71,7 +71,7 @@ def test_a_stream_resumes_on_the_same_number_of_ranks_only(
     outcomes: dict[int, dict[str, process_group.Outcome]],
 ) -> None:
     ((_, said),) = outcomes[1]["stream, one rank"].results()
-    assert "divided over 2 ranks, and cannot be divided over 1; resume with --world-size 2" in said
+    assert "divided among 2 ranks and cannot be redistributed to 1; resume with --world-size 2" in said
     assert len(losses(outcomes[1]["memory, one rank"])[0]) == 3
 
 
