@@ -203,11 +203,14 @@ class Rank:
         return list(early.values())
 
     def _after_filling(self, kernel: Kernel, new_start: float) -> float:
-        """Return when a kernel finds room that would start while one runs that fills the device, launched before it."""
+        """Return when a kernel finds room that would start while one runs that fills the device, and started before it.
+
+        What started before it in the recording does not depend on it, whatever changes.
+        """
         if kernel.is_collective or kernel.launch is None:
             return new_start
         for other, early in self._fill:
-            both = other.start < kernel.start < other.end - early  # they ran together in the recording
+            both = kernel.start < other.end - early  # they ran together in the recording, or in the other order
             if other.stream == kernel.stream or both or other.launch is None or other.launch > kernel.launch:
                 continue
             end = resolve(other, self) - early
