@@ -6,17 +6,16 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from tracekit.analysis.host import host_stalls
-from tracekit.analysis.parallelism import late_ranks, outlier_steps
+from tracekit.analysis.parallelism import late_ranks
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.replay.graph import savings, steps
+from tracekit.replay.graph import causes, savings, steps
 from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.replay.graph.savings import Removal
 from tracekit.replay.graph.transforms import HostSpan
-from tracekit.rules.outlier_steps import is_warm_up
+from tracekit.rules import single_stalls
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings
 
 _MIN_LAUNCHED_RATIO = 0.9
@@ -29,16 +28,6 @@ _CONSEQUENCES = (_STRAGGLER, _LATE_LAUNCH)
 """Causes that also contain the time of the causes before them: late ranks and late launches have reasons themselves."""
 _MIN_PART_RATIO = 0.25
 """Share of what a late rank costs from which the time that its host takes longer for a cause is a reason."""
-_CAUSE_OF_STALL = {
-    host_stalls.RETRY: "allocator",
-    host_stalls.ALLOCATION: "allocator",
-    host_stalls.DATA: _DATA,
-    host_stalls.SYNC: "blocking-sync",
-    host_stalls.SAVE: "checkpoint",
-}
-"""The cause that removes a stall, by what the host does in it (`host_stalls.CAUSES`); late launches for the rest."""
-_APART = ("allocator", _DATA, "checkpoint")
-"""Causes of stalls in which the host is in a state of its own, neither synchronizing nor pausing after it."""
 _IDLE_PART = {
     _DATA: late_ranks.DATA,
     "blocking-sync": late_ranks.SYNCHRONIZE,
@@ -46,7 +35,7 @@ _IDLE_PART = {
     "device-stall": late_ranks.STALL,
 }
 """As which part of the time of late ranks (`late_ranks.PARTS`) a cause leaves their devices idle."""
-_OUTLIERS, _COLD, _UNEVEN = "STEP001", "STEP002", "RANK003"
+_UNEVEN = "RANK003"
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
 trouble of its own."""
@@ -61,11 +50,12 @@ def attribute_costs(report: Report) -> Report:
     what the mean step of the window is shorter without the cause, as `tracekit whatif` says, and the impact its share;
     the message states them.
 
-    One trouble has one price. Single stalls that STEP001 warns of, and the first uses of STEP002, are left out of other
-    prices: they stay in the replays. In a window of one step, STEP001 is information where the rule of the cause warns.
-    Data loading, blocking calls, allocator calls, saves, device stalls and clock drops of a late rank are what makes it
-    late: a straggler is priced by what it costs without those that have a warning, and is information if that is less
-    than half of it. Late launches are priced by what remains without all these and without stragglers.
+    One trouble has one price. The single stalls of a finding of STEP001 are removed where they are. That comes first,
+    for those that STEP001 still warns of, and the first uses of STEP002, stay in the replays of other causes. In a
+    window of one step, STEP001 is information where the rule of the cause warns. Data loading, blocking calls,
+    allocator calls, saves, device stalls and clock drops of a late rank are what makes it late: a straggler is priced
+    by what it costs without those that have a warning, and is information if that is less than half of it. Late
+    launches are priced by what remains without all these and without stragglers.
 
     A finding whose replay saves less than its `min_saved_ratio` becomes information, since the step has another
     bottleneck behind this one; it is left out if it was information before, or if the rule did not measure more either.
@@ -73,10 +63,11 @@ def attribute_costs(report: Report) -> Report:
     """
     run = report.run
     replayable = any(finding.what_if for finding in report.findings) and _can_be_replayed(run)
-    stalls = _stalls(report) if replayable else pl.DataFrame()
+    priced = [each for finding in report.findings for each in _priced_stalls(run, finding, replayable)]
+    stalls = single_stalls.reported(run, priced) if replayable else pl.DataFrame()
     findings: list[Finding] = []
     removed: list[Removal] = []
-    for finding in sorted(report.findings, key=_order):
+    for finding in sorted(priced, key=_order):
         own = _removal(run, finding, stalls)
         repriced = list(_with_replayed_cost(run, finding, own, removed)) if replayable else _measured(finding)
         findings += repriced
@@ -84,7 +75,7 @@ def attribute_costs(report: Report) -> Report:
             removed.append(own)
     if removed:
         findings = [_beyond(run, each, removed) if each.code == _UNEVEN else each for each in findings]
-        findings = [_once(each, findings, stalls) for each in findings]
+        findings = [single_stalls.once(each, findings, stalls) for each in findings]
     return replace(report, findings=sort_findings(findings))
 
 
@@ -94,10 +85,18 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     These are the `removals` of a finding, also of one on another recording of the same job: the single stalls that the
     report states stay. 0 without a replay.
     """
-    stalls = _stalls(report)
-    *first, own = (replace(each, stalls=_staying(report.run, stalls, each.cause)) for each in removals)
+    stalls = single_stalls.reported(report.run, report.findings)
+    *first, own = (replace(each, stalls=single_stalls.staying(report.run, stalls, each.cause)) for each in removals)
     alone, after = _savings(report.run, own, tuple(first))
     return max(0, min(each.saved_ns for each in (alone, after) if each)) if alone else 0
+
+
+def _priced_stalls(run: Run, finding: Finding, replayable: bool) -> Iterable[Finding]:
+    """Return a finding on single stalls with its cost from a replay, if there is one; others as they are."""
+    if finding.code != single_stalls.CODE or not replayable:
+        return (finding,)
+    own = Removal(causes.SINGLE_STALL.name, (), tuple(single_stalls.of_finding(run, finding)))
+    return _with_replayed_cost(run, finding, own, [])
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
@@ -117,21 +116,10 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
 
 def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None:
     """Return the removal of a finding's cause, in which single stalls stay; None for a finding without a cause."""
-    if finding.what_if is None:
+    if finding.what_if is None or finding.code == single_stalls.CODE:
         return None
     cause = finding.what_if.cause
-    return Removal(cause, finding.ranks if cause == _STRAGGLER else (), _staying(run, stalls, cause))
-
-
-def _staying(run: Run, stalls: pl.DataFrame, cause: str) -> tuple[HostSpan, ...]:
-    """Return when the hosts are in single stalls that stay where a cause is removed.
-
-    A blocking call in a stall of the allocator, say, is no part of it: the host is in another state then.
-    """
-    if stalls.is_empty():
-        return ()
-    is_apart = pl.col("cause").is_in(_APART) & pl.lit(cause == "blocking-sync")
-    return tuple(_host_spans(run, stalls.filter(~is_apart)))
+    return Removal(cause, finding.ranks if cause == _STRAGGLER else (), single_stalls.staying(run, stalls, cause))
 
 
 def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
@@ -158,55 +146,6 @@ def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
     largest = late_ranks.extra_time(run, finding.ranks).head(1).filter(pl.col("part") == _IDLE_PART.get(cause, ""))
     is_exposed = bool((largest["extra_ns"] >= _MIN_OWN_RATIO * max(finding.cost_ns, 1)).any())
     return is_exposed or bool(longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1))
-
-
-def _stalls(report: Report) -> pl.DataFrame:
-    """Return the single stalls that are reported: rows of `outlier_steps.outlier_steps`, with the replay's cause.
-
-    Those have a warning of STEP001, or are first uses.
-    """
-    stalls = report.run.run_table(outlier_steps.outlier_steps)
-    is_reported = is_warm_up() & pl.lit(any(finding.code == _COLD for finding in report.findings))
-    for finding in (each for each in _warnings(report.findings) if each.code == _OUTLIERS):
-        is_reported |= _is_of(finding)
-    cause = pl.col("cause").replace_strict(_CAUSE_OF_STALL, default=_LATE_LAUNCH, return_dtype=pl.String)
-    return stalls.filter(is_reported).with_columns(cause.alias("cause"))
-
-
-def _host_spans(run: Run, stalls: pl.DataFrame) -> Iterator[HostSpan]:
-    """Yield when the hosts are in these stalls; not in a window of one step, whose stalls may be steady or single.
-
-    A rank whose device still has work while all others stall has no stall of its own: its host pauses as theirs do.
-    """
-    pieces = run.run_table(outlier_steps.outlier_stalls).with_columns(end_ns=pl.col("run_start_ns") + pl.col("dur_ns"))
-    for stall in stalls.filter(pl.col("steps") > 1).iter_rows(named=True):
-        events = pieces.filter(pl.col("event").is_in(stall["events"]), pl.col("window") == stall["window"])
-        ranks = run.ranks if stall["is_everyone"] else stall["ranks"]
-        of_ranks = {rank: events.filter(pl.col("rank") == rank) for rank in ranks}
-        for rank, own in of_ranks.items():
-            for start_ns, end_ns in (own if own.height else events).select("run_start_ns", "end_ns").iter_rows():
-                yield HostSpan(stall["window"], rank, start_ns, end_ns)
-
-
-def _is_of(outliers: Finding) -> pl.Expr:
-    """Return whether a row of `outlier_steps.outlier_steps` belongs to a finding on outlier steps."""
-    others = pl.col("ranks").list.set_symmetric_difference(list(outliers.ranks)).list.len()
-    of = (others == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")
-    return pl.col("step").is_in(outliers.steps) & of
-
-
-def _once(finding: Finding, findings: Iterable[Finding], stalls: pl.DataFrame) -> Finding:
-    """Return a finding on outlier steps as information if the rule of its cause warns of the same stall.
-
-    That is so in a window of one step, whose stalls may be steady or single. Other findings are returned as they are.
-    """
-    if finding.code != _OUTLIERS or finding.severity <= Severity.INFO:
-        return finding
-    own = stalls.filter(_is_of(finding))
-    codes = {CAUSES[cause].code for cause in own["cause"].unique()}
-    is_only_step = bool((own["steps"] <= 1).all()) and own.height > 0
-    is_reported = codes <= {each.code for each in _warnings(findings)}
-    return replace(finding, severity=Severity.INFO) if is_only_step and is_reported else finding
 
 
 def _warnings(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -339,7 +278,8 @@ def _saving_per_step(run: Run, own: Removal, *, first: tuple[Removal, ...] = ())
 
     None if there is no replay.
     """
-    without = savings.saving_of(run, (*first, own))
+    is_stall = own.cause == causes.SINGLE_STALL.name
+    without = savings.stall_saving(run, own.stalls) if is_stall else savings.saving_of(run, (*first, own))
     if without.steps.is_empty():
         return None
     count = without.steps.select("window", "step").n_unique()

@@ -13,7 +13,8 @@ from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
+from tracekit.replay.graph import causes
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
 
 _FACTS: tuple[Fact, ...] = (
@@ -91,8 +92,9 @@ class OutlierStep(Rule):
     without such a stall; in a window of one step it must be four times as long as the others of that step; unless calls
     in it prove the cause, it is then information, and left out above `max_alone_ratio` of the window. Stalls that
     overlap in time on several ranks are one event: of all ranks if three quarters stall as long. The job loses at most
-    the stall, and at most what the step takes longer than the median of the steps without stalls. It is a warning from
-    `min_lost_ratio` of the window; from `min_step_ratio` of a step it is information. On a CPU run, whose ops run on
+    what the steps are shorter in a replay without the stall; where there is no replay, the stall, and at most what the
+    step takes longer than the median of the steps without stalls. It is a warning from `min_lost_ratio` of the window;
+    from `min_step_ratio` of a step it is information. On a CPU run, whose ops run on
     the host and whose threads are often interrupted, only pauses in Python of `min_cpu_step_ratio` of a step count.
     Saves that have a span belong to CKPT001.
 
@@ -115,16 +117,19 @@ class OutlierStep(Rule):
         events = run.run_table(outlier_steps.outlier_steps).filter(~is_cold())
         of = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
         for _, own in largest_first(events, "lost_ns", "start_ns").group_by("cause", of, maintain_order=True):
-            lost_ns, window_ns = int(own["lost_ns"].sum()), int(own.unique("window")["window_ns"].sum())
+            on_device = self._on_device(run)
+            # A replay shows what a stall costs beside others in the same step; the step's length shows only the sum.
+            cost = "stall_ns" if on_device else "lost_ns"
+            cost_ns, window_ns = int(own[cost].sum()), int(own.unique("window")["window_ns"].sum())
             longest = own.row(0, named=True)
             if not self._is_clear(run, longest):
                 continue
             step_ns = longest["reference_ns"] or window_ns
-            least_ns = step_ns * (self.min_step_ratio if self._on_device(run) else self.min_cpu_step_ratio)
-            if lost_ns >= self.min_lost_ratio * window_ns and longest["lost_ns"] >= least_ns / 2:
-                yield self._finding(run, own, self._severity(longest))
-            elif longest["lost_ns"] >= least_ns:
-                yield self._finding(run, own, Severity.INFO)
+            least_ns = step_ns * (self.min_step_ratio if on_device else self.min_cpu_step_ratio)
+            if cost_ns >= self.min_lost_ratio * window_ns and longest[cost] >= least_ns / 2:
+                yield self._finding(run, own, self._severity(longest), self.min_lost_ratio)
+            elif longest[cost] >= least_ns:
+                yield self._finding(run, own, Severity.INFO, least_ns / window_ns)
 
     def _is_clear(self, run: Run, event: dict[str, Any]) -> bool:
         """Return whether a stall stands out: on a CPU ops are work, and one step has no other to compare with."""
@@ -142,7 +147,7 @@ class OutlierStep(Rule):
         is_proven = event["reference_ns"] is not None or event["cause"] != host_stalls.OTHER
         return Severity.WARNING if is_proven and event["cause"] != host_stalls.PROFILER else Severity.INFO
 
-    def _finding(self, run: Run, own: pl.DataFrame, severity: Severity) -> Finding:
+    def _finding(self, run: Run, own: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
         event, windows = own.row(0, named=True), own.unique("window")
         lost_ns, window_ns, steps = (
             int(own["lost_ns"].sum()),
@@ -155,7 +160,7 @@ class OutlierStep(Rule):
             self.code,
             severity,
             f"{_where(event)}{_who(event)} for {units.duration(event['stall_ns'])}, while it {_what(event)}"
-            f"{_waits(event, run)}. {_how_often(own, lost_ns, window_ns, steps)}",
+            f"{_waits(event, run)}. {_how_often(own, window_ns, steps)}",
             _fix(event, run),
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
@@ -163,6 +168,7 @@ class OutlierStep(Rule):
             ranks=() if everyone else tuple(event["ranks"]),
             steps=distinct(own, "step"),
             evidence=_evidence(run, own),
+            what_if=WhatIf(causes.SINGLE_STALL.name, min_saved_ratio) if self._on_device(run) else None,
             subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
         )
 
@@ -265,14 +271,15 @@ def _waits(event: dict[str, Any], run: Run) -> str:
     return "; the other ranks wait for it" if len(run.ranks) > 1 else ""
 
 
-def _how_often(own: pl.DataFrame, lost_ns: int, window_ns: int, steps: int) -> str:
+def _how_often(own: pl.DataFrame, window_ns: int, steps: int) -> str:
+    stall_ns = int(own["stall_ns"].sum())
     if steps < 2:
-        return f"It costs {units.duration(lost_ns)} ({units.share(lost_ns / max(window_ns, 1))}) of the window."
+        return f"It takes {units.duration(stall_ns)} ({units.share(stall_ns / max(window_ns, 1))}) of the window."
     count = own.select(pl.struct("window", "step").n_unique()).item()
     often = "once" if count == 1 else f"in {count} steps"
     return (
-        f"It happens {often} in {steps} profiled steps, so it may be rare; there it costs "
-        f"{units.duration(lost_ns)} in total ({units.share(lost_ns / max(window_ns, 1))} of the time)."
+        f"It happens {often} in {steps} profiled steps, so it may be rare; it takes "
+        f"{units.duration(stall_ns)} in total ({units.share(stall_ns / max(window_ns, 1))} of the time)."
     )
 
 

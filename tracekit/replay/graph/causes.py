@@ -140,12 +140,22 @@ _LISTED = (
     ),
 )
 CAUSES: Mapping[str, Cause] = {cause.name: cause for cause in _LISTED}
+SINGLE_STALL = Cause(
+    "single-stall",
+    "STEP001",
+    "no host stalls once for longer than in the other steps",
+    "host time in the stalls of one finding",
+    0.8,
+)
+"""Not one of CAUSES, for it needs the stalls of a finding."""
 
 
 def find(name: str) -> Cause:
     """Return the cause with this name. Raises InputError with the nearest name for any other."""
     if name in CAUSES:
         return CAUSES[name]
+    if name == SINGLE_STALL.name:
+        return SINGLE_STALL
     near = difflib.get_close_matches(name, CAUSES, n=1)
     guess = f"did you mean {near[0]}? " if near else ""
     raise InputError(f"{name!r} is not a known cause; {guess}known causes: {', '.join(CAUSES)}")

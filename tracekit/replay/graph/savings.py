@@ -22,6 +22,7 @@ from tracekit.replay.graph.transforms import (
     in_order,
     on_ranks,
     outside_stalls,
+    without_stalls,
 )
 
 STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns without_ns saved_ns")
@@ -107,6 +108,11 @@ def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
     if wanted not in known:
         known[wanted] = _saving(run, wanted)
     return known[wanted]
+
+
+def stall_saving(run: Run, stalls: tuple[HostSpan, ...]) -> Saving:
+    """Return the potential saving without the time of hosts in some stalls."""
+    return _saving(run, (Removal(causes.SINGLE_STALL.name, stalls=stalls),))
 
 
 @memoize
@@ -245,6 +251,8 @@ def _without(whole: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay
 
 
 def _removed(graph: Graph, removal: Removal) -> Graph:
+    if removal.cause == causes.SINGLE_STALL.name:
+        return without_stalls(graph, removal.stalls)
     transform = TRANSFORMS[removal.cause]
     if removal.ranks and removal.cause == _STRAGGLER:
         graph = replace(graph, late_ranks=removal.ranks)

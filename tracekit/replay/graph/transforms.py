@@ -21,6 +21,7 @@ from tracekit.replay.graph.dependency_graph import RELEASE, START_ORDER, Graph, 
 from tracekit.replay.graph.nodes import HOST, WORK
 
 _SHORT_RATIO = 0.1
+_USUAL_QUANTILE = 0.75
 _PAUSE_NS = 2_000_000
 """On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
 
@@ -177,6 +178,16 @@ def outside_stalls(graph: Graph, stalls: tuple[HostSpan, ...], transform: Transf
     return replace(changed, own_ns=own_ns, chain_ns=chain_ns, frame=graph.frame)
 
 
+def without_stalls(graph: Graph, stalls: tuple[HostSpan, ...]) -> Graph:
+    """Return the graph without the host time in some stalls: pauses, calls, and the waits of these calls.
+
+    What a pause takes at the same place of other steps remains.
+    """
+    in_stall, stalled_ns = _stalled(graph, stalls)
+    beyond_ns = np.maximum(stalled_ns - _usual_ns(graph, stalled_ns > 0), 0)
+    return _without_waits(_with_shorter_gaps(graph, beyond_ns), in_stall)
+
+
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of transforms in the order in which they are applied, each once."""
     rest = [name for name in TRANSFORMS if name not in (*_FIRST, *_LAST)]
@@ -224,6 +235,27 @@ def _stalled(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints]:
         own_ns = np.where(is_pause, gap_ns, before_ns)
         stalled_ns += np.where(of_rank & (before_ns > 0), own_ns, 0)
     return in_stall, np.minimum(stalled_ns, gap_ns)
+
+
+def _usual_ns(graph: Graph, which: Flags) -> Ints:
+    """Return the host time before some launches that other steps of the rank have there, too; 0 for other nodes.
+
+    The same place is the same kernel with the same number in its step.
+    """
+    place = ["rank", "name", "nth"]
+    launch = graph.launch[: graph.count]
+    launched = graph.frame.select("rank", "step", "name", call=pl.Series(launch)).filter(pl.col("call") >= 0)
+    calls = launched.sort("call").unique("call", keep="first", maintain_order=True)
+    gap_ns = _all_gaps(graph).sum(axis=1)[calls["call"].to_numpy()]
+    at_place = calls.with_columns(
+        pl.int_range(pl.len()).over("rank", "step", "name").alias("nth"), pl.Series("gap_ns", gap_ns, pl.Int64)
+    )
+    own = at_place.filter(pl.Series(which[calls["call"].to_numpy()]))
+    others = own.join(at_place, on=place, suffix="_other").filter(pl.col("step") != pl.col("step_other"))
+    usual = others.group_by("call").agg(pl.col("gap_ns_other").quantile(_USUAL_QUANTILE, "higher").cast(pl.Int64))
+    usual_ns = np.zeros(graph.count, np.int64)
+    usual_ns[usual["call"].to_numpy()] = usual["gap_ns_other"].to_numpy()
+    return usual_ns
 
 
 def _host_time(graph: Graph, which: Flags, gap_ns: Ints) -> Iterator[pl.Series]:
