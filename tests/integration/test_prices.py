@@ -109,6 +109,28 @@ def test_a_blocking_call_in_a_stall_of_the_allocator_is_no_part_of_the_stall(tmp
     assert found.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "error"),
+    [("save without a name", 0.3, 0.01), ("save without a name", 0.12, 0.05), ("one pause of one rank", 0.12, 0.1)],
+)
+def test_a_single_stall_costs_what_a_replay_saves_also_in_a_step_of_usual_length(name, size, error, tmp_path):
+    # The other ranks hide a part of one rank's pause; the stall before a step's first launch is in the step before.
+    folder = FOLDER.parent / "merged_ddp_mi300_4ranks"
+    job = perturbation_graph.load(folder.glob("*.json.gz"))
+    kind = next(each for each in troubles.KINDS if each.name == name)
+    kind.apply(job, size, random.Random(f"{folder.name} {name} {size} 310"))
+    found = costs(perturbed.checked(job, tmp_path).findings)
+    assert found["STEP001"] == pytest.approx(1000 * job.lost_us / 3, rel=error)
+
+
+def test_retries_in_each_step_are_no_part_of_a_single_one_beside_them(control, tmp_path):
+    # The recording has a retry of its own in its first step. Those put in are hidden behind queued work in one step.
+    job = perturbation_graph.load(FOLDER.glob("*.json.gz"))
+    troubles.allocation_retries(job, 0.12, random.Random(f"{FOLDER.name} allocation retries 0.12 310"))
+    found = costs(perturbed.checked(job, tmp_path).findings)
+    assert found["MEM001"] - control["MEM001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
+
+
 def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
     run = tracekit.load(FOLDER.parent / "merged_ddp_mi300_4ranks")
     assert steps.worst_error_ratio(savings.replayed_steps(run)) < 0.01

@@ -181,7 +181,12 @@ def _measured(run: Run) -> pl.DataFrame:
     stalls = run.run_table(outlier_steps.outlier_steps).filter("is_first", ~is_cold())
     steps = stalls.group_by("window", "step").agg(pl.col("step_ns", "reference_ns").max(), pl.col("lost_ns").sum())
     rest_ns = pl.col("step_ns") - pl.col("lost_ns")
-    explained = steps.filter(rest_ns <= trace_quality.WARM_UP_RATIO * pl.col("reference_ns"))["window"]
+    lengths = run.table(breakdown.by_step).drop_nulls("step")
+    others = lengths.filter(pl.col("step") > pl.col("step").min().over("window"))
+    medians = others.group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
+    usual_ns = pl.max_horizontal("reference_ns", "median_ns")
+    judged = steps.join(medians, on="window", how="left")
+    explained = judged.filter(rest_ns <= trace_quality.WARM_UP_RATIO * usual_ns)["window"]
     is_explained = (pl.col("kind") == "warm_up_inside") & pl.col("window").is_in(explained.implode())
     return run.table(trace_quality.data_quality).filter(~is_explained)
 

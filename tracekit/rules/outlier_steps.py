@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.host import host_stalls
+from tracekit.analysis.memory import steady_state
 from tracekit.analysis.parallelism import outlier_steps, workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import units
@@ -24,6 +25,7 @@ _FACTS: tuple[Fact, ...] = (
     save_stages.save_spans,
     collective_matching.calls,
     workload.marks,
+    steady_state.device_calls,
 )
 _EVIDENCE_ROWS = 40
 _PAIR = 2

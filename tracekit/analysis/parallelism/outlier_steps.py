@@ -4,6 +4,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.host import host_stalls
+from tracekit.analysis.memory import steady_state
 from tracekit.analysis.time import breakdown
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -24,12 +25,18 @@ _PLACE = [*_DEVICE, "place", "nth"]
 _FEW = 3
 """With as many other steps or fewer, all of them must contradict a stall."""
 _USUAL_QUANTILE = 0.75
+_ALLOCATOR = (host_stalls.RETRY, host_stalls.ALLOCATION)
+_PAUSE_NS = 1_000_000
+"""Allocator calls with longer pauses between them belong to different allocations."""
+_FREES = 2
 _RECURRING_RATIO = 0.5
 _ALONE_RATIO = 4.0
 """In a window of one step: how much longer than the step's third longest a stall must be."""
 _MIN_STEP_RATIO = 0.02
 _SAME_RATIO = 0.5
 _EVERYONE_RATIO = 0.75
+_TOGETHER_RATIO = 0.75
+"""Share of the longer one of two stalls for which both last at the same time."""
 _UNCERTAIN_RATIO = 0.05
 _SHOWN_RATIO = 0.3
 """Share of a stall by which the step must be longer: otherwise the device had work, or other steps lose as much."""
@@ -55,33 +62,51 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     joined = stalls.join(counted, on=_DEVICE, nulls_equal=True, maintain_order="left")
     # A step that saves is not judged, but shows which stalls recur at their place besides the save.
     at_place = every.select("id").with_columns(_usual(every, steps, _PLACE))
-    with_usual = joined.with_columns(_usual(joined, steps, [*_DEVICE, "cause"])).join(
-        at_place, on="id", how="left", maintain_order="left"
+    with_usual = (
+        joined.with_columns(_usual(joined, steps, [*_DEVICE, "cause"]))
+        .join(at_place, on="id", how="left", maintain_order="left")
+        .with_columns(_usual_calls(run, joined, steps))
     )
-    recurs = pl.when(pl.col("usual_cause") >= _RECURRING_RATIO * pl.col("dur_ns")).then("usual_cause").otherwise(0)
+    # What the allocator does may be hidden behind queued work in other steps.
+    is_allocator = pl.col("cause").is_in(_ALLOCATOR)
+    usual_ns = pl.when(is_allocator).then("usual_calls").otherwise("usual_cause")
+    recurs = pl.when(usual_ns >= _RECURRING_RATIO * pl.col("dur_ns")).then(usual_ns).otherwise(0)
     third_ns = pl.col("dur_ns").sort(descending=True).get(2, null_on_oob=True).over(_DEVICE).fill_null(0)
     alone_ns = pl.when(pl.col("dur_ns") >= _ALONE_RATIO * third_ns).then(0).otherwise("dur_ns")
-    expected_ns = pl.when(pl.col("steps") > 1).then(pl.max_horizontal(recurs, "usual_place")).otherwise(alone_ns)
+    with_calls_ns = pl.col("usual_calls") + pl.col("dur_ns") - pl.col("evidence_ns")
+    place_ns = pl.when(is_allocator).then(pl.min_horizontal("usual_place", with_calls_ns)).otherwise("usual_place")
+    expected_ns = pl.when(pl.col("steps") > 1).then(pl.max_horizontal(recurs, place_ns)).otherwise(alone_ns)
     is_first = (pl.col("steps") > 1) & (pl.col("step") <= pl.col("first"))
     # The next step's batch is loaded at the end of a step, so the last step of a window shows no loading.
     is_judged = (pl.col("cause") != host_stalls.DATA) | (pl.col("steps") > _FEW)
-    outliers = (
-        with_usual.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"))
-        .with_columns((pl.col("dur_ns") - pl.col("expected_ns")).alias("excess_ns"))
-        .filter(
-            is_judged,
-            pl.col("excess_ns")
-            >= pl.max_horizontal(_MIN_STEP_RATIO * pl.col("duration_ns"), _SAME_RATIO * pl.col("dur_ns")),
-        )
+    judged = with_usual.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"))
+    at_run = alignment.on_run_clock(
+        judged.filter(is_judged).with_columns(pl.col("start_ns").alias("run_start_ns")), run.offsets, ("run_start_ns",)
     )
-    at_run = outliers.with_columns(pl.col("start_ns").alias("run_start_ns"))
-    aligned = alignment.on_run_clock(at_run, run.offsets, ("run_start_ns",)).sort(
-        "window", "cause", "run_start_ns", "rank"
-    )
+    least_ns = pl.max_horizontal(_MIN_STEP_RATIO * pl.col("duration_ns"), _SAME_RATIO * pl.col("dur_ns"))
+    excess_ns = pl.col("dur_ns") - pl.col("expected_ns")
+    compared = _with_retries_of_others(at_run, at_run.filter(excess_ns >= least_ns))
+    outliers = compared.with_columns(excess_ns.alias("excess_ns")).filter(pl.col("excess_ns") >= least_ns)
+    aligned = outliers.sort("window", "cause", "run_start_ns", "rank")
     reach_ns = (pl.col("run_start_ns") + pl.col("dur_ns")).cum_max().shift(1).over("window", "cause")
     starts_event = (pl.col("run_start_ns") > reach_ns).fill_null(value=True)
     events = aligned.with_columns(starts_event.cum_sum().cast(pl.Int64).alias("event"))
     return events.sort("window", "run_start_ns", "rank").pipe(schema.select, STALL_COLUMNS)
+
+
+def _with_retries_of_others(stalls: pl.DataFrame, outliers: pl.DataFrame) -> pl.DataFrame:
+    """Return the stalls, with nothing expected of a rank's retry while another one's is an outlier.
+
+    Ranks that free their caches at once lose as much. In other steps a retry may also wait for other ranks.
+    """
+    retries = outliers.filter(pl.col("cause") == host_stalls.RETRY)
+    key = ["window", "cause"]
+    pairs = stalls.join(retries.select(*key, "run_start_ns", "dur_ns"), on=key, suffix="_of")
+    end_ns, end_of_ns = (pl.col(f"run_start_ns{of}") + pl.col(f"dur_ns{of}") for of in ("", "_of"))
+    both_ns = pl.min_horizontal(end_ns, end_of_ns) - pl.max_horizontal("run_start_ns", "run_start_ns_of")
+    together = pairs.filter(both_ns >= _TOGETHER_RATIO * pl.max_horizontal("dur_ns", "dur_ns_of"))["id"]
+    expected_ns = pl.when(pl.col("id").is_in(together.implode())).then(0).otherwise("expected_ns")
+    return stalls.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"))
 
 
 def outlier_steps(run: Run) -> pl.DataFrame:
@@ -126,12 +151,46 @@ def _usual(stalls: pl.DataFrame, steps: pl.DataFrame, key: list[str]) -> pl.Seri
         .filter(pl.col("_other").ne_missing(pl.col("gap_step")))
         .join(longest, left_on=[*key, "_other"], right_on=[*key, "gap_step"], how="left", nulls_equal=True)
     )
-    taken_ns = pl.col("_other_ns").fill_null(0)
-    usual_ns = pl.when(pl.len() <= _FEW).then(taken_ns.max()).otherwise(taken_ns.quantile(_USUAL_QUANTILE, "higher"))
-    by_stall = others.group_by("id").agg(usual_ns.cast(pl.Int64).alias("usual"))
+    by_stall = others.group_by("id").agg(_usual_of(pl.col("_other_ns").fill_null(0)).cast(pl.Int64).alias("usual"))
     name = f"usual_{'cause' if 'cause' in key else 'place'}"
     joined = stalls.select("id").join(by_stall, on="id", how="left", maintain_order="left")
     return joined["usual"].fill_null(0).alias(name)
+
+
+def _usual_calls(run: Run, stalls: pl.DataFrame, steps: pl.DataFrame) -> pl.Series:
+    """Return how long the longest sequence of allocator calls takes in other steps, for each stall.
+
+    For an allocation retry it is the longest sequence that frees memory, as a retry does, else the longest other one.
+    """
+    trace = ["window", "rank"]
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    calls = run.table(steady_state.device_calls).sort(*trace, "start_ns")
+    pause_ns = pl.col("start_ns") - end_ns.cum_max().shift(1).over(trace)
+    begins = (pause_ns > _PAUSE_NS).fill_null(value=True) | (pl.col("step") != pl.col("step").shift(1)).fill_null(True)
+    number = calls.with_columns(begins.cum_sum().alias("sequence"))
+    sequences = number.group_by(*trace, "step", "sequence").agg(
+        pl.col("dur_ns").sum(), frees=pl.col("name").str.contains("Free").sum() >= _FREES
+    )
+    longest = sequences.group_by(*trace, "step").agg(
+        pl.col("dur_ns").filter("frees").max().alias("retry_ns"),
+        pl.col("dur_ns").filter(~pl.col("frees")).max().alias("filling_ns"),
+    )
+    of_step = steps.select(*_DEVICE, pl.col("step").alias("_other")).unique()
+    others = (
+        stalls.select("id", *_DEVICE, "step", "cause")
+        .join(of_step, on=_DEVICE, nulls_equal=True)
+        .filter(pl.col("_other").ne_missing(pl.col("step")))
+        .join(longest, left_on=[*trace, "_other"], right_on=[*trace, "step"], how="left", nulls_equal=True)
+    )
+    taken_ns = pl.when(pl.col("cause") == host_stalls.RETRY).then("retry_ns").otherwise("filling_ns").fill_null(0)
+    by_stall = others.group_by("id").agg(_usual_of(taken_ns).cast(pl.Int64).alias("usual"))
+    joined = stalls.select("id").join(by_stall, on="id", how="left", maintain_order="left")
+    return joined["usual"].fill_null(0).alias("usual_calls")
+
+
+def _usual_of(taken_ns: pl.Expr) -> pl.Expr:
+    """Return what is usual in other steps: the longest of few, the third quartile of many."""
+    return pl.when(pl.len() <= _FEW).then(taken_ns.max()).otherwise(taken_ns.quantile(_USUAL_QUANTILE, "higher"))
 
 
 def _events(run: Run) -> pl.DataFrame:

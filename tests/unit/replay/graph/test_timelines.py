@@ -232,6 +232,37 @@ def test_a_single_stall_stays_where_a_steady_cause_is_removed(stalls, left_ms):
     assert without_ms(found) == left_ms
 
 
+def test_a_single_stall_is_removed_where_it_is_and_not_the_pauses_of_other_places():
+    # host     l....l.......l      b and c are launched late; only c's pause is the stall
+    late = run(
+        """
+        step     .0000000000000000
+        compute  .aa...bb......ccc
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 5, 1),
+        ("cudaLaunchKernel", 13, 1),
+    )
+    found = savings.stall_saving(late, (transforms.HostSpan(0, 0, 8 * MS, 13 * MS),))
+    assert without_ms(found) == 10.0
+
+
+def test_without_a_single_stall_the_host_still_pauses_as_at_the_same_place_of_other_steps():
+    # host     l..l......l.......l     c comes 2 ms after a's launch in step 0, and 7 ms after it in step 1
+    late = run(
+        """
+        step     .00000000001111111111
+        compute  .aa.cc.....aa......cc
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 3, 1),
+        ("cudaLaunchKernel", 10, 1),
+        ("cudaLaunchKernel", 18, 1),
+    )
+    found = savings.stall_saving(late, (transforms.HostSpan(0, 0, 13 * MS, 18 * MS),))
+    assert found.saved_ns == 5 * MS // 2
+
+
 def test_a_launch_does_not_wait_for_its_own_short_kernel():
     # a is done before the call that launches it returns: without the wait before it, b is queued in time
     short = run(
