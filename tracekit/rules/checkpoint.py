@@ -12,7 +12,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 60
 _FIXES = {
@@ -121,7 +121,7 @@ class BlockingCheckpoint(Rule):
         share = min(1.0, lost_ns / window_ns) if window_ns else 0.0
         one = own.height == 1
         counted = "1 save" if one else f"{own.height} saves"
-        of_steps = f" and cost{'s' * one} {units.share(share)} of the {steps} profiled steps" if share else ""
+        of_steps = f" and take{'s' * one} {units.share(share)} of the {steps} profiled steps" if share else ""
         # One save does not show how often the run saves: the window may have been placed around it.
         often = own["step"].count() > 1
         return Finding(
@@ -138,6 +138,7 @@ class BlockingCheckpoint(Rule):
             ranks=distinct(spans, "rank"),
             steps=distinct(spans, "step"),
             evidence=pl.concat([own, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
+            what_if=WhatIf("checkpoint", 0.0) if own["idle_ns"].is_not_null().any() else None,
         )
 
 

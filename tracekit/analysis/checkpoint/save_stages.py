@@ -7,6 +7,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis.time import save_names
 from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.trace import Trace
@@ -19,26 +20,6 @@ SPAN_COLUMNS = schema.columns(
     "step name start_ns dur_ns copied_ns pageable_bytes collective_ns idle_ns write_ns fsync_ns"
 )
 
-_OURS = "^" + conventions.span_name(conventions.CHECKPOINT) + r"(\.|$)"
-# Save annotations of other tools: names given to record_function, and those of Lightning's profiler, which records
-# "[pl][profile]" and the action (lightning/pytorch/profilers/pytorch.py), such as save_checkpoint (Trainer).
-_SAVE_SPAN = (
-    _OURS
-    + r"|(?i)(\b|_)(save|saving|write|dump)[-_. ](a[-_. ])?(model[-_. ])?(checkpoint|ckpt)"
-    + r"|(?i)(checkpoint(er|ing|manager)?|\bckpt|_ckpt)[-_. ](async_)?(save|saving|write|writing|dump)\b"
-    + r"|(?i)^(#+ ?)?checkpoint(ing)?\b( ##)?$|(?i)^#+ ?checkpoint\b"
-    + r"|(?i)\b(dcp|torch|distributed\.checkpoint)\.(async_)?save\b|(\b|_)save_(\w+_)?state_dict\b"
-    + r"|\bsave_pretrained\b|\bSnapshot\.(async_)?take\b"  # Hugging Face, torchsnapshot
-)
-# In traces with stacks, the functions of PyTorch and trainers that save: DeepSpeed (engine.py) and Megatron-LM
-# (checkpointing.py) save_checkpoint, Hugging Face Trainer _save_checkpoint and save_model, Accelerate save_state.
-_SAVE_FUNCTION = (
-    r"torch/serialization\.py\(\d+\): save$"
-    r"|torch/distributed/checkpoint/state_dict_saver\.py\(\d+\): (save|async_save|_?save_state_dict)$"
-    r"|: _?save_(checkpoint|state_dict)$"
-    r"|transformers/.*: (save_pretrained|save_model)$|accelerate/accelerator\.py\(\d+\): (save_state|save_model)$"
-    r"|safetensors/torch\.py\(\d+\): save_file$|torchsnapshot/.*: (async_)?take$"
-)
 _WRITE_FUNCTION = r"built-in method write of _?io\.|<built-in method write\b|BufferedWriter.*\bwrite\b"
 _FSYNC_FUNCTION = r"\bfsync\b"
 
@@ -70,12 +51,9 @@ def save_spans(trace: Trace) -> pl.DataFrame:
     and `pageable_bytes` of those into pageable memory) and idle time of the device, both null on a CPU run;
     collectives; and Python's write and fsync calls, null in traces without stacks. It never shows serialization.
     """
-    name, kind = pl.col("name"), pl.col("kind")
-    found = trace.ops.filter(
-        ((kind == "annotation") & name.str.contains(_SAVE_SPAN))
-        | ((kind == "python") & name.str.contains(_SAVE_FUNCTION)),
-        pl.col("dur_ns") > 0,
-    ).sort("start_ns", "dur_ns", descending=[False, True])
+    found = trace.ops.filter(save_names.is_save(), pl.col("dur_ns") > 0).sort(
+        "start_ns", "dur_ns", descending=[False, True]
+    )
     merged = intervals.union(intervals.from_table(found))
     if not len(merged):
         return pl.DataFrame(schema=SPAN_COLUMNS)

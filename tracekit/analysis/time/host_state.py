@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis.time import save_names
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -77,7 +78,7 @@ def _spans(trace: Trace) -> list[Spans]:
     name, kind, phase = pl.col("name"), pl.col("kind"), pl.col("phase")
     is_call = kind == "runtime"
     names = (
-        ops.select("name")
+        ops.select("name", "kind")
         .unique()
         .with_columns(  # unique names are far fewer than ops
             name.str.contains("rate_limiter", literal=True).alias(RATE_LIMITER),
@@ -85,14 +86,15 @@ def _spans(trace: Trace) -> list[Spans]:
             name.str.contains(_ALLOCATOR).alias(ALLOCATOR),
             name.str.contains(_LOCK).alias(LOCK),
             name.str.contains(SYNCHRONIZING).alias(SYNCHRONIZE),
+            save_names.is_save().alias(CHECKPOINT),
         )
     )
     flags = (
         ops.select("name", "kind", "phase")
-        .join(names, on="name", how="left", maintain_order="left")
+        .join(names, on=["name", "kind"], how="left", maintain_order="left")
         .select(
             RATE_LIMITER,
-            (phase == conventions.CHECKPOINT).fill_null(value=False).alias(CHECKPOINT),
+            ((phase == conventions.CHECKPOINT).fill_null(value=False) | pl.col(CHECKPOINT)).alias(CHECKPOINT),
             ((phase == conventions.DATA).fill_null(value=False) | pl.col(DATA)).alias(DATA),
             (is_call & pl.col(ALLOCATOR)).alias(ALLOCATOR),
             LOCK,
@@ -103,4 +105,24 @@ def _spans(trace: Trace) -> list[Spans]:
         .fill_null(value=False)
     )
     spans = intervals.from_table(ops)
-    return [intervals.union(spans[flags[each].to_numpy()]) for each in HOST_STATES[:-1]]
+    found = [intervals.union(spans[flags[each].to_numpy()]) for each in HOST_STATES[:-1]]
+    allocator = HOST_STATES.index(ALLOCATOR)
+    others = spans[~flags[ALLOCATOR].to_numpy()]
+    found[allocator] = _with_pauses(found[allocator], others)
+    return found
+
+
+def _with_pauses(calls: Spans, others: Spans) -> Spans:
+    """Return the spans of calls joined across the pauses in which nothing else begins or ends.
+
+    The allocator frees its cache block by block: a pause between two of these calls that is shorter than both is its
+    own.
+    """
+    if len(calls) < 2:
+        return calls
+    edges = np.sort(others, axis=None)
+    before, after = np.searchsorted(edges, calls[:-1, 1]), np.searchsorted(edges, calls[1:, 0], side="right")
+    pause = calls[1:, 0] - calls[:-1, 1]
+    lengths = calls[:, 1] - calls[:, 0]
+    joined = (before == after) & (pause <= np.minimum(lengths[:-1], lengths[1:]))
+    return intervals.union(np.concatenate((calls, np.stack((calls[:-1, 1], calls[1:, 0]), axis=1)[joined])))
