@@ -110,7 +110,7 @@ def test_two_spans_of_saves_cost_the_time_in_which_the_device_is_idle():
     # The device works for 1 of the 2 of the first save, and 1 of the 3 of the second.
     (found,) = judge(other_recorder(("## checkpoint", 8, 10), ("## checkpoint", 17, 20))).findings
     assert (found.severity, found.impact, found.cost_ns) == (Severity.WARNING, 0.15, 1)
-    assert "2 saves in the trace of rank 0 block training for 5 ns and cost 15.0% of the 2 profiled" in found.message
+    assert "2 saves in the trace of rank 0 block training for 5 ns and take 15.0% of the 2 profiled" in found.message
     assert found.evidence.select("start_ns", "dur_ns").rows() == [(8, 2), (17, 3)]
 
 
