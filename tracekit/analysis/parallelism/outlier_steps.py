@@ -68,14 +68,12 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
         .with_columns(_usual_calls(run, joined, steps))
     )
     # What the allocator does may be hidden behind queued work in other steps.
-    is_allocator = pl.col("cause").is_in(_ALLOCATOR)
-    usual_ns = pl.when(is_allocator).then("usual_calls").otherwise("usual_cause")
+    usual_calls = pl.when(pl.col("cause").is_in(_ALLOCATOR)).then("usual_calls").otherwise(0)
+    usual_ns = pl.max_horizontal("usual_cause", usual_calls)
     recurs = pl.when(usual_ns >= _RECURRING_RATIO * pl.col("dur_ns")).then(usual_ns).otherwise(0)
     third_ns = pl.col("dur_ns").sort(descending=True).get(2, null_on_oob=True).over(_DEVICE).fill_null(0)
     alone_ns = pl.when(pl.col("dur_ns") >= _ALONE_RATIO * third_ns).then(0).otherwise("dur_ns")
-    with_calls_ns = pl.col("usual_calls") + pl.col("dur_ns") - pl.col("evidence_ns")
-    place_ns = pl.when(is_allocator).then(pl.min_horizontal("usual_place", with_calls_ns)).otherwise("usual_place")
-    expected_ns = pl.when(pl.col("steps") > 1).then(pl.max_horizontal(recurs, place_ns)).otherwise(alone_ns)
+    expected_ns = pl.when(pl.col("steps") > 1).then(pl.max_horizontal(recurs, "usual_place")).otherwise(alone_ns)
     is_first = (pl.col("steps") > 1) & (pl.col("step") <= pl.col("first"))
     # The next step's batch is loaded at the end of a step, so the last step of a window shows no loading.
     is_judged = (pl.col("cause") != host_stalls.DATA) | (pl.col("steps") > _FEW)

@@ -41,8 +41,9 @@ def blocking_sync(graph: Graph) -> Graph:
     """Remove the host's waits that leave the device idle, and its pauses after them.
 
     Those of saves, allocator and rate limiter stay. While the host pauses after a wait, nothing is queued: that pause
-    would be hidden without the wait. A wait after which the device goes on costs nothing, and stays: one for a copy on
-    another stream, or directly before a launch.
+    would be hidden without the wait. The pause after a call that found the device idle is for what the host reads, too.
+    A wait after which the device goes on costs nothing, and stays: one for a copy on another stream, or directly before
+    a launch.
     """
     if not graph.on_device:
         raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")
@@ -306,29 +307,43 @@ def _blocking_calls(graph: Graph) -> Flags:
 
 def _idle_after(graph: Graph) -> Ints:
     """Return for each host call how long compute is idle from its start until the first compute launched after it."""
+    busy_ns, next_ns = _compute_around(graph)
+    known = (busy_ns >= 0) & (next_ns >= 0)
+    return np.where(known, np.maximum(next_ns - np.maximum(busy_ns, graph.column("start_ns")), 0), 0)
+
+
+def _compute_around(graph: Graph) -> tuple[Ints, Ints]:
+    """Return for each host call when the compute launched before it ends, and when that launched after it starts.
+
+    -1 where there is none, and for nodes that are no host calls.
+    """
     start, end, rank = (graph.column(name) for name in ("start_ns", "end_ns", "rank"))
     launch = graph.launch[: graph.count]
     computes = graph.matches("kind", "compute") & (graph.column("what") == WORK) & (launch >= 0)
-    idle_ns = np.zeros(graph.count, np.int64)
+    busy_ns, next_ns = np.full(graph.count, -1, np.int64), np.full(graph.count, -1, np.int64)
     for each in np.unique(rank[computes]):
         work = np.flatnonzero(computes & (rank == each))
         work = work[np.argsort(launch[work], kind="stable")]
-        busy_ns = np.maximum.accumulate(end[work])
-        next_ns = np.minimum.accumulate(start[work][::-1])[::-1]
+        reach_ns = np.maximum.accumulate(end[work])
+        first_ns = np.minimum.accumulate(start[work][::-1])[::-1]
         calls = np.flatnonzero((graph.column("what") == HOST) & (rank == each))
-        following = np.searchsorted(launch[work], calls, side="right")
-        known = (following > 0) & (following < len(work))
-        at, calls = following[known], calls[known]
-        idle_ns[calls] = np.maximum(next_ns[at] - np.maximum(busy_ns[at - 1], start[calls]), 0)
-    return idle_ns
+        at = np.searchsorted(launch[work], calls, side="right")
+        busy_ns[calls[at > 0]] = reach_ns[at[at > 0] - 1]
+        next_ns[calls[at < len(work)]] = first_ns[at[at < len(work)]]
+    return busy_ns, next_ns
 
 
 def _is_drained(graph: Graph, calls: Flags) -> Flags:
-    """Return the host nodes after which nothing is queued: calls that waited, and what follows without a launch."""
+    """Return the host nodes after which nothing is queued: some synchronizing calls, and what follows without a launch.
+
+    Those waited for the device, or found it idle.
+    """
     launches = np.zeros(len(graph.own_ns), bool)
     launches[graph.launch[graph.launch >= 0]] = True
     waited = graph.column("end_ns") - graph.column("start_ns") > graph.own_ns[: graph.count]
-    drained = np.asarray(waited & calls)
+    busy_ns, _ = _compute_around(graph)
+    finds_idle = (busy_ns >= 0) & (busy_ns <= graph.column("end_ns"))
+    drained = np.asarray((waited | finds_idle) & calls)
     keeps = ~launches[: graph.count] & (graph.column("what") == HOST)
     previous = graph.chain[: graph.count]
     before = np.clip(previous, 0, graph.count - 1)
