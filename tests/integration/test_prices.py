@@ -128,7 +128,7 @@ def test_retries_in_each_step_are_no_part_of_a_single_one_beside_them(control, t
     job = perturbation_graph.load(FOLDER.glob("*.json.gz"))
     troubles.allocation_retries(job, 0.12, random.Random(f"{FOLDER.name} allocation retries 0.12 310"))
     found = costs(perturbed.checked(job, tmp_path).findings)
-    assert found["MEM001"] - control["MEM001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
+    assert found["MEM001"] - control["MEM001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.1)
 
 
 def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():

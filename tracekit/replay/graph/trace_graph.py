@@ -271,7 +271,7 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     at = np.searchsorted(ends, calls.end_ns[which] + _NEAR_NS // 10, side="right") - 1
     near = np.where(queue_full[which], took[which] // 4, _NEAR_NS)
     row = np.maximum(at, 0)
-    launched = work["launched_ns"].to_numpy()[row] <= calls.start_ns[which]
+    launched = work["launched_ns"].to_numpy()[row] < calls.start_ns[which]  # not by the call itself
     good = (at >= 0) & (ends[row] >= calls.start_ns[which]) & (calls.end_ns[which] - ends[row] <= near) & launched
     how = np.where(queue_full[which][good], "queue", "sync")
     found = edge_table(which[good], work["item"].to_numpy()[row[good]] + first_item, "sync", inferred=True)

@@ -41,7 +41,7 @@ def blocking_sync(graph: Graph) -> Graph:
     """Remove the host's waits that leave the device idle, and its pauses after them.
 
     Those of saves, allocator and rate limiter stay. While the host pauses after a wait, nothing is queued: that pause
-    would be hidden without the wait. The pause after a call that found the device idle is for what the host reads, too.
+    would be hidden without the wait. A pause after a call that found the device idle is for what the host reads, too.
     A wait after which the device goes on costs nothing, and stays: one for a copy on another stream, or directly before
     a launch.
     """
@@ -280,14 +280,25 @@ def _all_gaps(graph: Graph) -> Ints:
 def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     """Return the host's pauses between one of the calls that waited and the next launch, beyond the usual time.
 
-    Time inside ops is not a pause: they launch what is needed.
+    Time inside ops is not a pause: they launch what is needed. After a call that found the device idle, a pause counts
+    for as long as those after waits take, for such a call alone delays nothing.
     """
     on_host = np.asarray(graph.column("what") == HOST)
-    previous = graph.chain[: graph.count]
-    follows = on_host & (previous >= 0) & _is_drained(graph, calls)[np.clip(previous, 0, graph.count - 1)]
+    previous = np.clip(graph.chain[: graph.count], 0, graph.count - 1)
+    is_next = on_host & (graph.chain[: graph.count] >= 0)
     gap_ns = _gap_ns(graph, host_state.PYTHON, host_state.LOCK)
     usual_ns = int(np.median(gap_ns[on_host])) if on_host.any() else 0
-    return np.where(follows, np.maximum(gap_ns - usual_ns, 0), 0)
+    beyond_ns = np.maximum(gap_ns - usual_ns, 0)
+    pauses_ns = np.where(is_next & _is_drained(graph, calls)[previous], beyond_ns, 0)
+    typical_ns = _mean_by_time(pauses_ns)
+    idle_ns = np.where(is_next & _finds_idle(graph, calls)[previous], np.minimum(beyond_ns, typical_ns), 0)
+    return np.maximum(pauses_ns, idle_ns)
+
+
+def _mean_by_time(times_ns: Ints) -> int:
+    """Return the mean of durations, each weighted by itself: how long what most of the time is due to takes."""
+    exact = times_ns.astype(np.float64)
+    return int((exact**2).sum() / max(exact.sum(), 1.0))
 
 
 def _blocking_calls(graph: Graph) -> Flags:
@@ -300,9 +311,8 @@ def _blocking_calls(graph: Graph) -> Flags:
     following = np.flatnonzero(pauses_ns)
     late_ns = graph.column("end_ns") - graph.column("start_ns") - graph.own_ns[: graph.count]
     np.add.at(late_ns, graph.chain[following], pauses_ns[following])
-    idle_ns = np.where(synchronizes, np.minimum(_idle_after(graph), late_ns), 0).astype(np.float64)
-    mean_ns = (idle_ns**2).sum() / max(idle_ns.sum(), 1.0)
-    return np.asarray(synchronizes & (idle_ns > 0) & (idle_ns >= _SHORT_RATIO * mean_ns))
+    idle_ns = np.where(synchronizes, np.minimum(_idle_after(graph), late_ns), 0)
+    return np.asarray(synchronizes & (idle_ns > 0) & (idle_ns >= _SHORT_RATIO * _mean_by_time(idle_ns)))
 
 
 def _idle_after(graph: Graph) -> Ints:
@@ -334,16 +344,11 @@ def _compute_around(graph: Graph) -> tuple[Ints, Ints]:
 
 
 def _is_drained(graph: Graph, calls: Flags) -> Flags:
-    """Return the host nodes after which nothing is queued: some synchronizing calls, and what follows without a launch.
-
-    Those waited for the device, or found it idle.
-    """
+    """Return the host nodes after which nothing is queued: calls that waited, and what follows without a launch."""
     launches = np.zeros(len(graph.own_ns), bool)
     launches[graph.launch[graph.launch >= 0]] = True
     waited = graph.column("end_ns") - graph.column("start_ns") > graph.own_ns[: graph.count]
-    busy_ns, _ = _compute_around(graph)
-    finds_idle = (busy_ns >= 0) & (busy_ns <= graph.column("end_ns"))
-    drained = np.asarray((waited | finds_idle) & calls)
+    drained = np.asarray(waited & calls)
     keeps = ~launches[: graph.count] & (graph.column("what") == HOST)
     previous = graph.chain[: graph.count]
     before = np.clip(previous, 0, graph.count - 1)
@@ -352,6 +357,12 @@ def _is_drained(graph: Graph, calls: Flags) -> Flags:
         if not more.any():
             return drained
         drained = drained | more
+
+
+def _finds_idle(graph: Graph, calls: Flags) -> Flags:
+    """Return which of the calls begin when all compute that was launched before has ended."""
+    busy_ns, _ = _compute_around(graph)
+    return np.asarray(calls & (busy_ns >= 0) & (busy_ns <= graph.column("end_ns")))
 
 
 def _in_state(graph: Graph, what: str) -> Flags:

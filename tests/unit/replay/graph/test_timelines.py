@@ -278,6 +278,20 @@ def test_a_launch_does_not_wait_for_its_own_short_kernel():
     assert not (graph.edges.kind == "sync").any()
 
 
+def test_a_long_launch_does_not_wait_for_the_kernel_that_it_launches_itself():
+    # host     ll..LLLLL       the last call loads code; its kernel d is done when it returns
+    slow = run(
+        """
+        step     .000000000
+        compute  .aabb...d
+        """,
+        ("cudaLaunchKernel", 0, 0),
+        ("cudaLaunchKernel", 1, 0),
+        ("cudaLaunchKernel", 4, 5),
+    )
+    assert not (savings.graphs_of(slow)[0].edges.kind == "queue").any()
+
+
 @pytest.mark.parametrize(
     ("size_bytes", "later_bytes", "waits"),
     [
