@@ -96,7 +96,8 @@ def _priced_stalls(run: Run, finding: Finding, replayable: bool) -> Iterable[Fin
     if finding.code != single_stalls.CODE or not replayable:
         return (finding,)
     own = Removal(causes.SINGLE_STALL.name, (), tuple(single_stalls.of_finding(run, finding)))
-    return _with_replayed_cost(run, finding, own, [])
+    # The spans of stalls are those of this run alone, so no other run can be replayed without them.
+    return [replace(each, removals=()) for each in _with_replayed_cost(run, finding, own, [])]
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
