@@ -166,8 +166,10 @@ def _usual_calls(run: Run, stalls: pl.DataFrame, steps: pl.DataFrame) -> pl.Seri
     pause_ns = pl.col("start_ns") - end_ns.cum_max().shift(1).over(trace)
     begins = (pause_ns > _PAUSE_NS).fill_null(value=True) | (pl.col("step") != pl.col("step").shift(1)).fill_null(True)
     number = calls.with_columns(begins.cum_sum().alias("sequence"))
+    # The first call of a retry also waits for the device.
     sequences = number.group_by(*trace, "step", "sequence").agg(
-        pl.col("dur_ns").sum(), frees=pl.col("name").str.contains("Free").sum() >= _FREES
+        (pl.col("dur_ns").median() * pl.len()).cast(pl.Int64).alias("dur_ns"),
+        frees=pl.col("name").str.contains("Free").sum() >= _FREES,
     )
     longest = sequences.group_by(*trace, "step").agg(
         pl.col("dur_ns").filter("frees").max().alias("retry_ns"),
