@@ -14,7 +14,6 @@ from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.replay.graph.savings import Removal
-from tracekit.replay.graph.transforms import HostSpan
 from tracekit.rules import single_stalls
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings
 
