@@ -42,7 +42,7 @@ def priced(name, scratch, folder=FOLDER):
         ("data stall", "HOST003", 0.15),
         ("data stall of one rank", "HOST003", 0.15),
         ("allocation retries", "MEM001", 0.15),
-        ("reading scalars", "HOST002", 0.15),
+        ("reading scalars", "HOST002", 0.2),  # a pause in Python directly after a read is priced with it
         ("late launches of two ranks", "RANK001", 0.15),
         ("save without a name", "STEP001", 0.15),
     ],
