@@ -7,7 +7,7 @@ from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.memory import Footprint, predicted
 from instrumented_trainers.memory.footprint import KINDS
 from instrumented_trainers.memory.predicted import COMPUTE_BYTES, WEIGHT_BYTES
-from instrumented_trainers.optimization.optimizers import STATE_NUMBERS
+from instrumented_trainers.optimization.optimizers import state_numbers
 from instrumented_trainers.sizes import model_config
 from tracekit.conventions import strategies
 from tracekit.conventions.strategies import GRADIENTS, STRATEGIES, Collective
@@ -70,7 +70,7 @@ def sent_bytes_per_step(config: TrainingConfig) -> float:
 
 def checkpoint_bytes(config: TrainingConfig) -> int:
     """Return the bytes of a checkpoint: weights, and what the optimizer keeps of each."""
-    numbers = 1 + STATE_NUMBERS[config.optimizer]
+    numbers = 1 + state_numbers(config)
     return model_config(config).parameters * numbers * WEIGHT_BYTES[config.precision]
 
 

@@ -21,6 +21,8 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
     """Return why a run cannot start, or None. A dry run needs no GPUs and no folder."""
     if not is_dry_run and (reason := _place_problem(config)):
         return reason
+    if (is_dry_run or config.memory_report) and config.optimizer == "muon":
+        return f"{'--dry-run' if is_dry_run else '--memory-report'}: has no formula for --optimizer muon"
     if config.init_from is None and config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
     experts = PRESETS[config.model].experts if config.experts is None else config.experts
@@ -122,8 +124,6 @@ def _optimization_problem(config: TrainingConfig) -> str | None:
     """Return why the optimizer or the schedule is impossible, or None."""
     if config.optimizer == "muon" and config.strategy == "fsdp1":
         return "--optimizer muon: needs matrices, and FSDP1 shards to flat vectors; use another --strategy"
-    if config.memory_report and (config.optimizer == "muon" or (config.optimizer == "sgd" and not config.momentum)):
-        return f"--memory-report: has no formula for --optimizer {config.optimizer} with these settings"
     if config.decay_steps is not None and config.schedule != "wsd":
         return f"--decay-steps: {config.schedule} falls over all steps; only wsd takes it"
     return None

@@ -28,7 +28,7 @@ from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.config.settings import SELECTIVE
 from instrumented_trainers.memory.footprint import Footprint
 from instrumented_trainers.model import Llama, ModelConfig
-from instrumented_trainers.optimization.optimizers import STATE_NUMBERS
+from instrumented_trainers.optimization.optimizers import state_numbers
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.parallelism import ShardOptions, yafsdp
 from instrumented_trainers.parallelism.yafsdp.layout import Layout
@@ -57,7 +57,7 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
         assigned = _assigned(_group_sizes(model), config.world_size)[rank]
         own, tensors = sum(assigned), len(assigned)
     counters = tensors if "adam" in config.optimizer else 0
-    optimizer = STATE_NUMBERS[config.optimizer] * own * weight + counters * _STEP_BYTES
+    optimizer = state_numbers(config) * own * weight + counters * _STEP_BYTES
     offloaded = 0
     if options.offload:  # the optimizer, and what it steps: the shards themselves, or copies of whole tensors
         offloaded = optimizer + 2 * (own * weight if by_tensor else stored)

@@ -21,6 +21,11 @@ STATE_NUMBERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "sgd
 """How many numbers an optimizer keeps for each weight, sgd with momentum."""
 
 
+def state_numbers(config: TrainingConfig) -> int:
+    """Return how many numbers the optimizer keeps for each weight. Muon has no one number."""
+    return 0 if config.optimizer == "sgd" and not config.momentum else STATE_NUMBERS[config.optimizer]
+
+
 def make(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> Optimizer | CombinedOptimizer:
     """Return the optimizer that the configuration names for a sharded model; `roles` are those of the model before.
 

@@ -1,14 +1,15 @@
 """What ``--dry-run`` says, compared with what trainings sent, saved and would be refused for."""
 
+import contextlib
 import dataclasses
+import io
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from instrumented_trainers import dry_run
+from instrumented_trainers import config, dry_run
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.model import PRESETS
 from tests.support.cli_runner import tracekit
@@ -16,7 +17,7 @@ from tests.support.cli_runner import tracekit
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 
 
-def config_of(run: Path) -> TrainingConfig:
+def settings_of(run: Path) -> TrainingConfig:
     manifest = json.loads((run / "run.json").read_text())["arguments"]
     names = {field.name for field in dataclasses.fields(TrainingConfig)} & set(manifest)
     return TrainingConfig(**{name: manifest[name] for name in names})
@@ -25,13 +26,13 @@ def config_of(run: Path) -> TrainingConfig:
 @pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
 def test_a_rank_sends_what_the_formula_says(name: str) -> None:
     run = SAMPLES / name
-    config = config_of(run)
+    settings = settings_of(run)
     done = tracekit("summary", run, "--by", "collective", "--format", "json")
     rows = [
         row for row in json.loads(done.stdout) if row["rank"] == 0 and row["op"] in ("all_gather", "reduce_scatter")
     ]
-    messages = sum(row["bytes"] for row in rows) / config.profile_active
-    assert dry_run.sent_bytes_per_step(config) == pytest.approx(messages / 2, rel=0.01)
+    messages = sum(row["bytes"] for row in rows) / settings.profile_active
+    assert dry_run.sent_bytes_per_step(settings) == pytest.approx(messages / 2, rel=0.01)
 
 
 def test_it_needs_no_gpus_and_no_folder() -> None:
@@ -56,7 +57,34 @@ def test_what_a_training_would_be_refused_for_is_refused() -> None:
     assert said.stderr.startswith("instrumented_trainers: --replicate 2: ddp replicates over all ranks")
 
 
-def command(*options: str) -> "subprocess.CompletedProcess[str]":
-    """Run the trainers' command with ``--dry-run``."""
-    words = [sys.executable, "-m", "instrumented_trainers", "--dry-run", *options]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+@pytest.mark.parametrize(
+    ("optimizer", "state"), [(["sgd", "--momentum", "0"], "0.00"), (["sgd"], "2.51"), (["adam"], "5.01")]
+)
+def test_state_is_that_of_the_optimizer(optimizer: list[str], state: str) -> None:
+    said = command("--strategy", "yafsdp", "--model", "1.3b", "--optimizer", *optimizer)
+    (line,) = [line for line in said.stdout.splitlines() if line.startswith("  optimizer")]
+    assert line.split()[-1] == state
+
+
+def test_an_optimizer_without_a_formula_is_refused() -> None:
+    said = command("--strategy", "yafsdp", "--optimizer", "muon")
+    assert (said.returncode, said.stderr.split(" (")[0]) == (
+        2,
+        "instrumented_trainers: --dry-run: has no formula for --optimizer muon",
+    )
+
+
+class Said(NamedTuple):
+    """What the command printed, and its exit code."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+
+
+def command(*options: str) -> Said:
+    """Run the trainers' command with ``--dry-run`` in this process."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
+        config.parse(["--dry-run", *options], dry_run=dry_run.report)
+    return Said(stdout.getvalue(), stderr.getvalue(), int(ended.value.code or 0))
