@@ -42,7 +42,10 @@ def priced(name, scratch, folder=FOLDER):
         ("data stall", "HOST003", 0.15),
         ("data stall of one rank", "HOST003", 0.15),
         ("allocation retries", "MEM001", 0.15),
-        ("reading scalars", "HOST002", 0.2),  # a pause in Python directly after a read is priced with it
+        pytest.param(
+            *("reading scalars", "HOST002", 0.15),
+            marks=pytest.mark.xfail(strict=True, reason="17% too high: includes a pause in Python that follows a read"),
+        ),
         ("late launches of two ranks", "RANK001", 0.15),
         ("save without a name", "STEP001", 0.15),
     ],
