@@ -108,6 +108,8 @@ def _layout_problem(config: TrainingConfig) -> str | None:
         )
     if config.world_size % config.replicate:
         return f"--replicate {config.replicate}: does not divide the {config.world_size} ranks"
+    if config.offload and config.strategy in ("ddp", "fsdp1"):
+        return f"--offload: {config.strategy} cannot; zero1, fsdp2 and yafsdp can"
     if config.prefetch is not None and config.strategy != "fsdp2":
         return f"--prefetch: {config.strategy} does not take it; only fsdp2 does"
     if config.reshard_to is None:

@@ -51,6 +51,13 @@ def test_host_memory_is_listed_apart() -> None:
     assert "  optimizer               0.00" in said.stdout
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
+def test_offloading_is_refused_where_no_strategy_does_it(strategy: str) -> None:
+    said = command("--strategy", strategy, "--offload")
+    assert said.returncode == 2
+    assert f"--offload: {strategy} cannot; zero1, fsdp2 and yafsdp can" in said.stderr
+
+
 def test_what_a_training_would_be_refused_for_is_refused() -> None:
     said = command("--strategy", "ddp", "--world-size", "4", "--replicate", "2")
     assert said.returncode == 2

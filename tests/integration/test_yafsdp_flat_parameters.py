@@ -1,4 +1,4 @@
-"""Frozen weights beside trained ones, and weights of several dtypes, in one unit: what is sent, kept and computed."""
+"""Frozen weights beside trained ones, and weights of several dtypes, in one unit: what is sent, stored and computed."""
 
 import functools
 from collections.abc import Callable
