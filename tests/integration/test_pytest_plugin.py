@@ -272,7 +272,8 @@ def test_the_example_of_the_guide_says_what_the_guide_says(tmp_path):
     message = "trace budget broken, by steps 3–7\n      step_time: …, at most … is allowed.\n      allocations: "
     assert message in quoted
     assert message.replace("\n    ", "\n") in printed
-    assert re.search(r"::test_a_step_is_fast_and_small .* met\n", printed)
+    # A busy machine may add a finding to the line, in a column of its own.
+    assert re.search(r"::test_a_step_is_fast_and_small .* met(  .*)?\n", printed)
 
 
 def test_an_invalid_mark_is_a_collection_error_that_lists_valid_names(tmp_path):
