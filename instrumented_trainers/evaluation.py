@@ -31,8 +31,8 @@ class Evaluation:
     """Evaluates a model on the first sequences of a text, the same in each evaluation, divided among the ranks."""
 
     def __init__(self, tokens: Tensor, config: TrainingConfig, rank: int) -> None:
-        self._tokens, self._config, self._rank = tokens, config, rank
-        self._of_all_ranks = config.world_size * config.batch
+        self._tokens, self._config, self._rank = tokens, config, config.layout.data_rank(rank)
+        self._of_all_ranks = config.layout.data_ranks * config.batch
         available = (len(tokens) - 1) // config.tokens
         self._sequences = min(available, config.eval_steps * self._of_all_ranks)
         if self._sequences < 1:

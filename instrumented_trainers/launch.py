@@ -20,7 +20,6 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
@@ -176,6 +175,7 @@ def _fail(folder: Path, rank: int, *, code: int, message: str) -> NoReturn:
 def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: list[str]) -> None:
     # Imported here, where it is needed, so that --help and bad arguments answer at once.
     from instrumented_trainers.loop import StopRequest, train
+    from instrumented_trainers.parallelism import make_mesh
 
     stop = StopRequest()
     # torch warns of its own internals (deprecated storage, FSDP1's future) on every rank; none concerns the user.
@@ -192,15 +192,8 @@ def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: lis
         timeout=timedelta(seconds=config.timeout_s),
         device_id=torch.device("cuda", local_rank) if cuda else None,
     )
-    train(config, _mesh(config), command, stop)
+    train(config, make_mesh(config.layout, config.device, data_axes=config.data_axes), command, stop)
     dist.destroy_process_group()
-
-
-def _mesh(config: TrainingConfig) -> DeviceMesh:
-    if config.replicate == 1:
-        return init_device_mesh(config.device, (config.world_size,), mesh_dim_names=("dp",))
-    shape = config.layout.dp_replicate, config.layout.dp_shard
-    return init_device_mesh(config.device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _processors() -> int:

@@ -36,6 +36,7 @@ from instrumented_trainers.parallelism import (
     ShardOptions,
     accumulate,
     clip_grad_norm,
+    data_mesh,
     materialize,
 )
 from instrumented_trainers.progress import Progress
@@ -48,6 +49,7 @@ from instrumented_trainers.trackers import Scalar, Trackers
 from tracekit import conventions
 from tracekit.capture import Recorder
 from tracekit.capture.metrics import Number, PendingScalar
+from tracekit.conventions.strategies import EP
 
 _STOP_KEY = "after step"
 
@@ -91,7 +93,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     options = shard_options(config, active_faults)
     model, optimizer = _build(config, options, mesh, active_faults)
     if origin:
-        _restore(origin, model, optimizer, batches)
+        _restore(origin, config, model, optimizer, batches)
     checkpoints = CheckpointSaver(config, active_faults, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     throughput = Throughput.of(config)
@@ -241,7 +243,7 @@ def _build(
     if config.strategy not in SHARDS_ON_META:
         llama.materialize(device, initializer)
     try:
-        model = STRATEGIES[config.strategy](llama, mesh, options)
+        model = STRATEGIES[config.strategy](llama, data_mesh(mesh), options)
     except NotImplementedError as error:
         raise InvalidConfigError(str(error)) from error
     if config.strategy in SHARDS_ON_META:
@@ -249,8 +251,13 @@ def _build(
     for trouble in active_faults:
         trouble.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
     optimizer = optimizers.make(config, model, roles)
-    torch.manual_seed(config.seed * 1_000_003 + mesh.get_rank() + 1)
+    torch.manual_seed(_random_seed(config, mesh.get_rank()))
     return model, optimizer
+
+
+def _random_seed(config: TrainingConfig, rank: int) -> int:
+    """Return the seed of a rank's random numbers: a tensor-parallel group has one, and drops the same values."""
+    return config.seed * 1_000_003 + rank // config.layout.tp + 1
 
 
 def _initializer(config: TrainingConfig, model: Llama) -> WeightInitializer:
@@ -269,10 +276,16 @@ def _sharded(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _restore(origin: ResumePoint, model: nn.Module, optimizer: Optimizer, batches: Batches | StreamedBatches) -> None:
+def _restore(
+    origin: ResumePoint,
+    config: TrainingConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Batches | StreamedBatches,
+) -> None:
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     position = batches.state
-    storage.load(origin.path, model, optimizer, world_size=origin.seal.world_size, text=position)
+    storage.load(origin.path, model, optimizer, has_random_state=origin.seal.has_places_of(config), text=position)
     if isinstance(batches, StreamedBatches):
         batches.restore(position)
     for group, own in zip(optimizer.param_groups, options, strict=True):
@@ -299,11 +312,16 @@ def _manifest(
         "strategy": config.strategy,
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
         "layout": dataclasses.asdict(config.layout),
+        "groups": {axis: config.layout.groups(axis) for axis in (*(mesh.mesh_dim_names or ()), *_expert_axis(config))},
         "model": {"name": config.model_name, "parameters": sizes.parameters, **dataclasses.asdict(sizes)},
         "arguments": arguments,
         "faults": [faults.truth(trouble) for trouble in active_faults],
         "lineage": list(origin.lineage(config)) if origin else [],
     }
+
+
+def _expert_axis(config: TrainingConfig) -> tuple[str, ...]:
+    return (EP,) if config.ep > 1 else ()
 
 
 def introduction(config: TrainingConfig, origin: ResumePoint | None = None) -> str:
@@ -320,7 +338,7 @@ def introduction(config: TrainingConfig, origin: ResumePoint | None = None) -> s
 def _optimizer_line(config: TrainingConfig) -> str:
     with torch.device("meta"):
         roles = ParameterRoles.of(Llama(model_config(config)))
-    return f"{config.optimizer}, {config.schedule}: {roles.describe(config.weight_decay)}"
+    return f"{config.optimizer}, {config.lr_schedule}: {roles.describe(config.weight_decay)}"
 
 
 def _lines_after(step: int, evaluated: EvaluationResult | None, saved: Path | None, *, blocking: bool) -> Iterator[str]:

@@ -81,4 +81,5 @@ class CheckpointSaver:
     def _seal(self, step: int, sequences: int) -> Seal:
         config = self._config
         arguments = resume.training_arguments(config)
-        return Seal(step, sequences, config.strategy, config.world_size, arguments, self._lineage)
+        layout = dataclasses.asdict(config.layout)
+        return Seal(step, sequences, config.strategy, config.world_size, arguments, self._lineage, layout=layout)

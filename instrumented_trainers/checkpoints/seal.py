@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from instrumented_trainers.config import TrainingConfig
+from tracekit.conventions.strategies import CP, PP, TP, Layout
+
 SEAL_FILE = "seal.json"
 _PARTIAL = SEAL_FILE + ".partial"
 
@@ -33,6 +36,19 @@ class Seal:
     """The checkpoints that the training itself resumed from, oldest first."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By name: bytes and sha256."""
+    layout: Mapping[str, int] = field(default_factory=dict)
+    """How the ranks were laid out, by axis; empty: in data-parallel ranks only."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Return among how many ranks the text was divided."""
+        return Layout(**self.layout).data_ranks if self.layout else self.world_size
+
+    def has_places_of(self, config: TrainingConfig) -> bool:
+        """Return whether each rank of a training has the place in the mesh, and so the data, of a rank that saved."""
+        now = asdict(config.layout)
+        same = all(self.layout.get(axis, 1) == now[axis] for axis in (PP, CP, TP))
+        return same and self.world_size == config.world_size
 
 
 class InvalidSealError(ValueError):

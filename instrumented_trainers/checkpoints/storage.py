@@ -107,15 +107,19 @@ def state_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load(
-    path: Path, model: nn.Module, optimizer: Optimizer, *, world_size: int, text: Mapping[str, Tensor] | None = None
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    has_random_state: bool,
+    text: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Give model, optimizer and random generators the state saved at `path` by `world_size` ranks.
+    """Give model and optimizer the state saved at `path`, and the random generators if that has this rank's.
 
-    Random states are restored only on the same number of ranks. The tensors of `text` are filled with what was saved
-    under their names.
+    The tensors of `text` are filled with what was saved under their names.
     """
     state: dict[str, Any] = {**checkpoint_state(model, optimizer), **({"text": dict(text)} if text else {})}
-    if world_size == dist.get_world_size():
+    if has_random_state:
         state["random"] = random_state()
     dcp.load(state, checkpoint_id=path)
     restore_state(model, optimizer, state)

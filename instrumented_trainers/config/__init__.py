@@ -2,6 +2,7 @@
 
 from instrumented_trainers.config.command_line import parse
 from instrumented_trainers.config.settings import (
+    LR_SCHEDULES,
     MEMORY_STEP,
     NEWEST,
     OPTIMIZERS,
@@ -14,6 +15,7 @@ from instrumented_trainers.config.settings import (
 )
 
 __all__ = [
+    "LR_SCHEDULES",
     "MEMORY_STEP",
     "NEWEST",
     "OPTIMIZERS",

@@ -128,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for title, add in (
         ("ranks", options.add_ranks),
+        ("parallelism", options.add_parallelism),
         ("model and data", options.add_model),
         ("optimization", options.add_optimization),
         ("evaluation", options.add_evaluation),

@@ -3,7 +3,14 @@
 import argparse
 from pathlib import Path
 
-from instrumented_trainers.config.settings import NEWEST, OPTIMIZERS, PRECISIONS, RECOMPUTATIONS, SCHEDULES
+from instrumented_trainers.config.settings import (
+    LR_SCHEDULES,
+    NEWEST,
+    OPTIMIZERS,
+    PRECISIONS,
+    RECOMPUTATIONS,
+    SCHEDULES,
+)
 from instrumented_trainers.model import PRESETS
 
 
@@ -25,6 +32,27 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
         help="keep optimizer state, and shards of weights and gradients, in host memory (zero1, fsdp2, yafsdp)",
     )
     group.add_argument("--timeout-s", type=float, metavar="SECONDS", help="how long a rank waits for another")
+
+
+def add_parallelism(group: argparse._ArgumentGroup) -> None:
+    """Add the options on the axes of the mesh other than data parallelism, which has the ranks that they leave."""
+    group.add_argument("--pp", type=positive, metavar="P", help="ranks that the layers are divided among, as stages")
+    group.add_argument(
+        "--schedule", type=_pipeline_schedule, choices=SCHEDULES, help="the order of a pipeline's forward and backward"
+    )
+    group.add_argument(
+        "--virtual-stages",
+        type=positive,
+        metavar="V",
+        help="stages on each rank; by default 2 under interleaved, zbv and dualpipev, else 1",
+    )
+    group.add_argument("--tp", type=positive, metavar="T", help="ranks that each matrix is divided among")
+    group.add_argument("--sequence-parallel", action="store_true", help="divide what is between the matrices, too")
+    group.add_argument("--loss-parallel", action="store_true", help="divide the logits by vocabulary, up to the loss")
+    group.add_argument("--cp", type=positive, metavar="C", help="ranks that each sequence is divided among")
+    group.add_argument(
+        "--ep", type=positive, metavar="E", help="ranks that the experts are divided among, of those that shard"
+    )
 
 
 def add_model(group: argparse._ArgumentGroup) -> None:
@@ -112,7 +140,7 @@ def add_optimization(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--learning-rate", type=float, metavar="X", help="highest learning rate")
     group.add_argument(
-        "--schedule", choices=SCHEDULES, help="how the rate falls after the warm-up; wsd: only in the last steps"
+        "--lr-schedule", choices=LR_SCHEDULES, help="how the rate falls after the warm-up; wsd: only in the last steps"
     )
     group.add_argument("--warmup-steps", type=natural, metavar="N", help="steps in which it rises")
     group.add_argument(
@@ -202,6 +230,13 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
     """Return the whole number of 0 or more in an option's text. Raises ArgumentTypeError."""
     return _whole_number(text, at_least=0)
+
+
+def _pipeline_schedule(text: str) -> str:
+    """Return the name of a pipeline's schedule. Raises ArgumentTypeError for one of the learning rate."""
+    if text in LR_SCHEDULES:
+        raise argparse.ArgumentTypeError(f"{text} is a schedule of the learning rate: --lr-schedule {text}")
+    return text
 
 
 def _whole_number(text: str, *, at_least: int) -> int:

@@ -4,12 +4,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit.conventions import strategies
-from tracekit.conventions.strategies import Layout
+from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, Layout
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 RECOMPUTATIONS = FULL, SELECTIVE = ("full", "selective")
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon")
-SCHEDULES = ("constant", "cosine", "linear", "wsd")
+LR_SCHEDULES = ("constant", "cosine", "linear", "wsd")
+SCHEDULES = ONE_FORWARD_ONE_BACKWARD, INTERLEAVED, GPIPE, ZB_H1, ZBV, DUALPIPEV = (
+    "1f1b",
+    "interleaved",
+    "gpipe",
+    "zb-h1",
+    "zbv",
+    "dualpipev",
+)
+"""Of a pipeline. In the last two, a rank's two stages lie on the way down and on the way up of a V."""
 MOST_HELD_OUT_RATIO = 0.5
 NEWEST = "newest"
 SMALLEST_VOCABULARY = 257
@@ -22,7 +31,7 @@ OVERRIDABLE = (
     "steps",
     "learning_rate",
     "warmup_steps",
-    "schedule",
+    "lr_schedule",
     "decay_steps",
     "final_learning_rate_ratio",
     "weight_decay",
@@ -69,10 +78,18 @@ class TrainingConfig:
     reshard_to: int | None = None
     prefetch: int | None = None
     replicate: int = 1
+    pp: int = 1
+    schedule: str = ONE_FORWARD_ONE_BACKWARD
+    virtual_stages: int | None = None
+    tp: int = 1
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    cp: int = 1
+    ep: int = 1
     offload: bool = False
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
-    schedule: str = "cosine"
+    lr_schedule: str = "cosine"
     warmup_steps: int = 5
     decay_steps: int | None = None
     final_learning_rate_ratio: float = 0.1
@@ -117,15 +134,29 @@ class TrainingConfig:
 
     @property
     def layout(self) -> Layout:
-        """Return how the ranks are laid out: replicas times shards, and without shards replicas only."""
-        if strategies.STRATEGIES[self.strategy].shards_parameters:
-            return Layout(dp_replicate=self.replicate, dp_shard=self.world_size // self.replicate)
-        return Layout(dp_replicate=self.world_size)
+        """Return how the ranks are laid out. What pp, cp and tp leave is replicas times shards, or replicas only."""
+        data_ranks = self.world_size // (self.pp * self.cp * self.tp)
+        shards = data_ranks // self.replicate if strategies.STRATEGIES[self.strategy].shards_parameters else 1
+        return Layout(
+            pp=self.pp, dp_replicate=data_ranks // shards, dp_shard=shards, cp=self.cp, ep=self.ep, tp=self.tp
+        )
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Return the axes of the mesh that the data strategy needs, also where there is one rank along them."""
+        if self.replicate > 1:
+            return DP_REPLICATE, DP_SHARD
+        return (DP_SHARD if strategies.STRATEGIES[self.strategy].shards_parameters else DP_REPLICATE,)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Return how many stages of the pipeline a rank has."""
+        return self.virtual_stages or (2 if self.schedule in (INTERLEAVED, ZBV, DUALPIPEV) and self.pp > 1 else 1)
 
     @property
     def tokens_per_step(self) -> int:
         """Return how many tokens all ranks together train on in one optimizer step."""
-        return self.world_size * self.batch * self.tokens * self.micro_batches
+        return self.layout.data_ranks * self.batch * self.tokens * self.micro_batches
 
 
 class InvalidConfigError(ValueError):

@@ -70,7 +70,7 @@ def _converted(value: Any, action: argparse.Action, parser: argparse.ArgumentPar
 
 
 def _scalar(value: Any, action: argparse.Action, parser: argparse.ArgumentParser) -> Any:
-    if action.type in (None, Path):
+    if action.type in (None, Path) or action.choices is not None:
         _checked(value, str, action, "text in quotes")
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise argparse.ArgumentError(action, "it must be a number")

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from instrumented_trainers import faults
+from instrumented_trainers.config import parallelism
 from instrumented_trainers.config.settings import (
     MEMORY_STEP,
     MOST_HELD_OUT_RATIO,
@@ -14,15 +15,14 @@ from instrumented_trainers.config.settings import (
     TrainingConfig,
 )
 from instrumented_trainers.model import PRESETS
-from tracekit.conventions import strategies
 
 
 def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
     """Return why a run cannot start, or None. A dry run needs no GPUs and no folder."""
     if not is_dry_run and (reason := _place_problem(config)):
         return reason
-    if (is_dry_run or config.memory_report) and config.optimizer == "muon":
-        return f"{'--dry-run' if is_dry_run else '--memory-report'}: has no formula for --optimizer muon"
+    if (is_dry_run or config.memory_report) and (reason := _formula_problem(config)):
+        return f"{'--dry-run' if is_dry_run else '--memory-report'}: has no formula for {reason}"
     if config.init_from is None and config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
     experts = PRESETS[config.model].experts if config.experts is None else config.experts
@@ -36,15 +36,21 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
         return f"--peak-flops {config.peak_flops:g}: FLOP/s of one device, such as 989e12"
     if config.memory_report and config.profile_wait <= MEMORY_STEP:
         return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
-    if (
-        reason := _text_problem(config)
+    return (
+        _text_problem(config)
         or _evaluation_problem(config)
         or _layout_problem(config)
         or _optimization_problem(config)
         or _fault_problem(config)
-    ):
-        return reason
-    return None
+    )
+
+
+def _formula_problem(config: TrainingConfig) -> str | None:
+    """Return the option that the formulas of memory and traffic do not know, or None."""
+    if config.optimizer == "muon":
+        return "--optimizer muon"
+    sizes = {"pp": config.pp, "tp": config.tp, "cp": config.cp, "ep": config.ep}
+    return next((f"--{option} {size}" for option, size in sizes.items() if size > 1), None)
 
 
 def _place_problem(config: TrainingConfig) -> str | None:
@@ -102,12 +108,8 @@ def _evaluation_problem(config: TrainingConfig) -> str | None:
 
 def _layout_problem(config: TrainingConfig) -> str | None:
     """Return why the parallel layout is impossible, or None."""
-    if config.replicate > 1 and not strategies.STRATEGIES[config.strategy].shards_parameters:
-        return (
-            f"--replicate {config.replicate}: {config.strategy} replicates over all ranks; only fsdp* and yafsdp shard"
-        )
-    if config.world_size % config.replicate:
-        return f"--replicate {config.replicate}: does not divide the {config.world_size} ranks"
+    if reason := parallelism.layout_problem(config):
+        return reason
     if config.offload and config.strategy in ("ddp", "fsdp1"):
         return f"--offload: {config.strategy} cannot; zero1, fsdp2 and yafsdp can"
     if config.prefetch is not None and config.strategy != "fsdp2":
@@ -126,8 +128,8 @@ def _optimization_problem(config: TrainingConfig) -> str | None:
     """Return why the optimizer or the schedule is impossible, or None."""
     if config.optimizer == "muon" and config.strategy == "fsdp1":
         return "--optimizer muon: needs matrices, and FSDP1 shards to flat vectors; use another --strategy"
-    if config.decay_steps is not None and config.schedule != "wsd":
-        return f"--decay-steps: {config.schedule} falls over all steps; only wsd takes it"
+    if config.decay_steps is not None and config.lr_schedule != "wsd":
+        return f"--decay-steps: {config.lr_schedule} falls over all steps; only wsd takes it"
     return None
 
 

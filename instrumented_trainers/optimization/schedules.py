@@ -15,7 +15,7 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
     """Return the learning rate of a step, counted from 0."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    height_ratio = _HEIGHTS[config.schedule](step, config)
+    height_ratio = _HEIGHTS[config.lr_schedule](step, config)
     floor_ratio = config.final_learning_rate_ratio
     return config.learning_rate * (floor_ratio + (1 - floor_ratio) * height_ratio)
 

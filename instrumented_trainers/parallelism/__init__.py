@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from instrumented_trainers.parallelism import ddp, fsdp1, fsdp2, yafsdp, zero1
 from instrumented_trainers.parallelism.combined_optimizer import CombinedOptimizer
 from instrumented_trainers.parallelism.gradient_sync import accumulate, clip_grad_norm
+from instrumented_trainers.parallelism.mesh import axis_mesh, data_mesh, make_mesh
 from instrumented_trainers.parallelism.meta_init import SHARDS_ON_META, materialize
 from instrumented_trainers.parallelism.options import ShardOptions
 from instrumented_trainers.parallelism.state import checkpoint_state, make_optimizer, restore_state
@@ -23,8 +24,11 @@ __all__ = [
     "CombinedOptimizer",
     "ShardOptions",
     "accumulate",
+    "axis_mesh",
     "checkpoint_state",
     "clip_grad_norm",
+    "data_mesh",
+    "make_mesh",
     "make_optimizer",
     "materialize",
     "restore_state",

@@ -47,7 +47,9 @@ def load(config: TrainingConfig, rank: int, origin: ResumePoint | None) -> Text:
     if config.eval_split:
         tokens, evaluation = tokens.tensor_split([round(len(tokens) * (1 - config.eval_split))])
     taken, first = (origin.seal.sequences, origin.seal.step * config.micro_batches) if origin else (0, 0)
-    batches = Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed, taken, first)
+    layout = config.layout
+    place, ranks = layout.data_rank(rank), layout.data_ranks
+    batches = Batches(tokens, config.tokens, config.batch, place, ranks, config.seed, taken, first)
     return Text(batches, evaluation)
 
 
@@ -106,7 +108,7 @@ def _held_out_every(config: TrainingConfig) -> int:
 
 def _held_out(config: TrainingConfig, words: Tokenizer) -> Tensor:
     """Return the tokens of held-out documents, as many as are evaluated."""
-    wanted = config.eval_steps * config.world_size * config.batch * config.tokens + 1
+    wanted = config.eval_steps * config.layout.data_ranks * config.batch * config.tokens + 1
     parts, every = [torch.empty(0, dtype=torch.int32)], _held_out_every(config)
     for piece, place in numbered(sources(config), config.text_field, Position()):
         if wanted > 0 and is_held_out(place.piece, every):
@@ -153,10 +155,10 @@ def _sample(config: TrainingConfig) -> Iterator[bytes]:
 
 
 def _streamed(config: TrainingConfig, words: Tokenizer, rank: int, origin: ResumePoint | None) -> StreamedBatches:
-    if origin is not None and origin.seal.world_size != config.world_size:
+    if origin is not None and origin.seal.data_ranks != config.layout.data_ranks:
         raise InvalidConfigError(
-            f"--stream: the documents were divided among {origin.seal.world_size} ranks and cannot be redistributed to "
-            f"{config.world_size}; resume with --world-size {origin.seal.world_size}"
+            f"--stream: the documents were divided among {origin.seal.data_ranks} ranks and cannot be redistributed to "
+            f"{config.layout.data_ranks}; resume with --world-size {origin.seal.world_size}"
         )
     return StreamedBatches(
         sources(config),
@@ -164,7 +166,7 @@ def _streamed(config: TrainingConfig, words: Tokenizer, rank: int, origin: Resum
         field=config.text_field,
         length=config.tokens,
         batch=config.batch,
-        rank=rank,
-        world_size=config.world_size,
+        rank=config.layout.data_rank(rank),
+        world_size=config.layout.data_ranks,
         held_out_every=_held_out_every(config),
     )

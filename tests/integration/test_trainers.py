@@ -59,7 +59,8 @@ def test_a_run_holds_these_files_and_no_half_ones(fsdp2: tuple[Path, str, str]) 
 def test_the_manifest_describes_the_run(fsdp2: tuple[Path, str, str]) -> None:
     manifest = json.loads((fsdp2[0] / conventions.MANIFEST_FILE).read_text())
     assert (manifest["strategy"], manifest["world_size"], manifest["device"]) == ("fsdp2", 2, "cpu")
-    assert manifest["mesh"] == {"axes": ["dp"], "shape": [2]}
+    assert manifest["mesh"] == {"axes": ["dp_shard"], "shape": [2]}
+    assert manifest["groups"] == {"dp_shard": [[0, 1]]}
     assert manifest["model"]["name"] == "tiny"
     assert manifest["model"]["parameters"] == 3_082_496
     assert manifest["arguments"]["steps"] == 12

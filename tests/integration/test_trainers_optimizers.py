@@ -16,7 +16,7 @@ SETTINGS = {
     "precision": "fp64",
     "max_norm": 0.0,
     "steps": STEPS,
-    "schedule": "wsd",
+    "lr_schedule": "wsd",
     "decay_steps": 2,
     "warmup_steps": 2,
     "learning_rate": 3e-3,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from instrumented_trainers import loop
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
 from instrumented_trainers.loop import StopRequest
+from instrumented_trainers.parallelism import make_mesh
 from tracekit import conventions
 
 
@@ -32,7 +32,7 @@ def case(config: TrainingConfig) -> Callable[[], tuple[list[float], str]]:
 def train(config: TrainingConfig) -> tuple[list[float], str]:
     """Train on this rank; a training that is refused or fails has no losses, and its words are the second value."""
     said = io.StringIO()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = make_mesh(config.layout, "cpu", data_axes=config.data_axes)
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             loop.train(config, mesh, ["train"], StopRequest())

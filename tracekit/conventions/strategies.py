@@ -17,6 +17,8 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST = "all_gather", "reduce_scatte
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 FORWARD, BACKWARD, AFTER_OPTIMIZER = "forward", "backward", "after the optimizer's step"
 PP, DP_REPLICATE, DP_SHARD, CP, EP, TP = "pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"
+AXES = (PP, DP_REPLICATE, DP_SHARD, CP, TP)
+"""The axes of the mesh, outermost first: consecutive ranks differ in tp. ep is none: it divides dp_shard × cp."""
 
 GATHERED_BYTES, REDUCED_BYTES = 2, 4
 """Per parameter of mixed precision: weights are gathered in 16 bits, gradients reduced in 32."""
@@ -27,7 +29,11 @@ RING_PASSES: Mapping[str, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh: how many ranks lie along each of its axes. The product is the world size."""
+    """The mesh: how many ranks lie along each of its axes. The product is the world size.
+
+    `ep` is no axis of it: the ranks of dp_shard × cp (with the same pp, dp_replicate and tp) are divided into groups of
+    `ep` that share the experts.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -40,11 +46,59 @@ class Layout:
         wrong = [f"{axis} = {size}" for axis, size in asdict(self).items() if size < 1]
         if wrong:
             raise ValueError(f"every mesh axis needs 1 rank or more, not {', '.join(wrong)}")
+        if self.dp_shard * self.cp % self.ep:
+            raise ValueError(f"ep = {self.ep} does not divide dp_shard × cp = {self.dp_shard * self.cp}")
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Return the ranks along each axis of the mesh, outermost first; without ep, which is no axis of it."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return math.prod(asdict(self).values())
+        return math.prod(self.sizes.values())
+
+    @property
+    def data_ranks(self) -> int:
+        """Return how many batches the ranks train on at a time: pp, cp and tp divide the work on one."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinate(self, rank: int) -> Mapping[str, int]:
+        """Return the place of a rank along each axis of the mesh.
+
+        >>> Layout(pp=2, dp_shard=2, tp=2).coordinate(5)
+        {'pp': 1, 'dp_replicate': 0, 'dp_shard': 0, 'cp': 0, 'tp': 1}
+        """
+        places = {}
+        for axis in reversed(AXES):
+            rank, places[axis] = divmod(rank, self.sizes[axis])
+        return {axis: places[axis] for axis in AXES}
+
+    def data_rank(self, rank: int) -> int:
+        """Return which of the `data_ranks` batches a rank trains on.
+
+        >>> [Layout(pp=2, dp_shard=2, tp=2).data_rank(rank) for rank in range(8)]
+        [0, 0, 1, 1, 0, 0, 1, 1]
+        """
+        place = self.coordinate(rank)
+        return place[DP_REPLICATE] * self.dp_shard + place[DP_SHARD]
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Return the ranks of each group along an axis, or of each group that shares the experts.
+
+        >>> Layout(pp=2, dp_shard=2).groups("pp"), Layout(dp_shard=4, tp=2, ep=2).groups("ep")
+        ([[0, 2], [1, 3]], [[0, 2], [1, 3], [4, 6], [5, 7]])
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = dict(self.coordinate(rank))
+            if axis == EP:
+                place[EP] = (place.pop(DP_SHARD) * self.cp + place.pop(CP)) // self.ep
+            else:
+                place.pop(axis)
+            groups.setdefault(tuple(place.values()), []).append(rank)
+        return sorted(groups.values())
 
 
 @dataclass(frozen=True)

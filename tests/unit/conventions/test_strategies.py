@@ -88,6 +88,9 @@ def test_an_all_reduce_passes_a_ring_twice() -> None:
 
 def test_the_world_is_as_large_as_its_axes_together() -> None:
     assert Layout(pp=2, dp_replicate=3, dp_shard=4, cp=5, tp=6).world_size == 720
+    assert Layout(dp_shard=4, ep=2).world_size == 4
+    with pytest.raises(ValueError, match="ep = 3 does not divide"):
+        Layout(dp_shard=4, ep=3)
     with pytest.raises(ValueError, match="tp = 0"):
         Layout(tp=0)
 
@@ -95,3 +98,23 @@ def test_the_world_is_as_large_as_its_axes_together() -> None:
 def test_zero1_of_torch_stores_whole_weights_and_sends_half_as_much_again_as_the_paper_says() -> None:
     assert not ZERO1.shards_parameters
     assert (ZERO1.traffic_factor, ZERO_STAGES[1].traffic_factor) == (3, 2)
+
+
+def test_ranks_are_numbered_with_tensor_parallel_ranks_next_to_each_other() -> None:
+    layout = Layout(pp=2, dp_shard=2, tp=2)
+    assert layout.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups("dp_shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [dict(layout.coordinate(rank))["dp_shard"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_ranks_that_differ_in_pp_cp_or_tp_train_on_the_same_batch() -> None:
+    layout = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    assert layout.data_ranks == 4
+    assert {layout.data_rank(rank) for rank in layout.groups("pp")[5]} == {layout.data_rank(5)}
+    assert sorted(layout.data_rank(rank) for rank in range(32)) == sorted(list(range(4)) * 8)
+
+
+def test_experts_are_divided_among_ranks_that_shard() -> None:
+    assert Layout(pp=2, dp_shard=4, ep=2).groups("ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert Layout(dp_shard=2, cp=2, tp=2, ep=4).groups("ep") == [[0, 2, 4, 6], [1, 3, 5, 7]]

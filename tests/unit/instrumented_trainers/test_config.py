@@ -65,7 +65,7 @@ def test_the_launchers_world_size_has_priority(monkeypatch: pytest.MonkeyPatch) 
         ([*REQUIRED, "--separator", "</s>"], "--separator: only with --tokenizer"),
         ([*REQUIRED, "--decay-steps", "3"], "--decay-steps: cosine falls over all steps; only wsd takes it"),
         (["--strategy", "fsdp1", "--out", "x", "--optimizer", "muon"], "FSDP1 shards to flat vectors"),
-        ([*REQUIRED, "--resume", "--override", "schedule=up"], "--override schedule=up: invalid choice"),
+        ([*REQUIRED, "--resume", "--override", "lr_schedule=up"], "--override lr_schedule=up: invalid choice"),
         ([*REQUIRED, "--checkpoint-layers", "9"], "--checkpoint-layers 9: tiny has 4"),
         ([*REQUIRED, "--stepz", "9"], "--stepz"),
         (["--strategy", "fsdp1", "--out", "x", "--precision", "fp64"], "add --max-norm 0"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from instrumented_trainers.config import SCHEDULES, TrainingConfig
+from instrumented_trainers.config import LR_SCHEDULES, TrainingConfig
 from instrumented_trainers.model import PRESETS, Llama
 from instrumented_trainers.optimization.lion import Lion
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
@@ -17,11 +17,11 @@ BASE = TrainingConfig("ddp", Path("x"), steps=101, warmup_steps=10, learning_rat
 
 
 def rates(schedule: str, **settings: int) -> list[float]:
-    config = dataclasses.replace(BASE, schedule=schedule, **settings)
+    config = dataclasses.replace(BASE, lr_schedule=schedule, **settings)
     return [learning_rate(step, config) for step in range(config.steps)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", LR_SCHEDULES)
 def test_every_schedule_rises_in_a_line_to_the_highest_rate(schedule: str) -> None:
     assert rates(schedule)[:11] == pytest.approx([0.1 * (step + 1) for step in range(10)] + [1.0])
 

@@ -1,0 +1,99 @@
+"""Why a run cannot be parallelized as configured."""
+
+from instrumented_trainers.config.settings import (
+    DUALPIPEV,
+    GPIPE,
+    INTERLEAVED,
+    ONE_FORWARD_ONE_BACKWARD,
+    ZB_H1,
+    ZBV,
+    TrainingConfig,
+)
+from instrumented_trainers.model import PRESETS
+from tracekit.conventions import strategies
+
+_SPLIT_BACKWARD = (ZB_H1, ZBV, DUALPIPEV)
+_TWO_STAGES = (ZBV, DUALPIPEV)
+
+
+def layout_problem(config: TrainingConfig) -> str | None:
+    """Return why the layout of the ranks is impossible, or None."""
+    for option, size in (("pp", config.pp), ("tp", config.tp), ("cp", config.cp), ("ep", config.ep)):
+        if size > 1:
+            return f"--{option} {size}: not available yet"
+    if config.sequence_parallel and config.tp == 1:
+        return "--sequence-parallel: needs --tp 2 or more"
+    if config.loss_parallel and config.tp == 1:
+        return "--loss-parallel: needs --tp 2 or more"
+    ranks = config.pp * config.cp * config.tp
+    if config.world_size % ranks:
+        return f"--world-size {config.world_size}: not divisible by pp × cp × tp = {ranks}"
+    if config.replicate > 1 and not strategies.STRATEGIES[config.strategy].shards_parameters:
+        return (
+            f"--replicate {config.replicate}: {config.strategy} replicates over all ranks; only fsdp* and yafsdp shard"
+        )
+    data_ranks = config.world_size // ranks
+    if data_ranks % config.replicate:
+        return f"--replicate {config.replicate}: does not divide the {data_ranks} ranks"
+    shards = data_ranks // config.replicate * config.cp
+    if shards % config.ep:
+        return f"--ep {config.ep}: does not divide the {shards} ranks that share a model"
+    return _pipeline_problem(config) if config.pp > 1 else _unused_pipeline_option(config)
+
+
+def _unused_pipeline_option(config: TrainingConfig) -> str | None:
+    if config.schedule != ONE_FORWARD_ONE_BACKWARD:
+        return f"--schedule {config.schedule}: there is no pipeline; add --pp 2 or more"
+    if config.virtual_stages is not None:
+        return "--virtual-stages: there is no pipeline; add --pp 2 or more"
+    return None
+
+
+def _pipeline_problem(config: TrainingConfig) -> str | None:
+    """Return why there cannot be such a pipeline, or None."""
+    return _stages_problem(config) or _micro_batches_problem(config) or _strategy_problem(config)
+
+
+def _stages_problem(config: TrainingConfig) -> str | None:
+    own = config.stages_per_rank
+    if config.schedule in _TWO_STAGES and own != 2:
+        return f"--virtual-stages {own}: {config.schedule} has 2 stages on each rank"
+    if config.schedule in (ONE_FORWARD_ONE_BACKWARD, GPIPE, ZB_H1) and own != 1:
+        return f"--virtual-stages {own}: {config.schedule} has 1 stage on each rank; --schedule interleaved has more"
+    if config.init_from is not None:
+        return None
+    preset = PRESETS[config.model]
+    if preset.layers < config.pp * own:
+        return f"--pp {config.pp}: {config.model} has {preset.layers} layers, too few for {config.pp * own} stages"
+    if preset.tied:
+        return f"--pp {config.pp}: the embedding of {config.model} is its head, too: the first stage and the last"
+    return None
+
+
+def _micro_batches_problem(config: TrainingConfig) -> str | None:
+    """Return why the schedule cannot run so many micro-batches: torch's schedules need them in whole rounds."""
+    number, rounds = config.micro_batches, max(1, config.micro_batches // config.pp)
+    if config.schedule in (INTERLEAVED, ZB_H1) and number % rounds:
+        return f"--micro-batches {number}: {config.schedule} needs a multiple of --pp {config.pp}, or fewer than twice"
+    if config.schedule == ZBV and number < 2 * config.pp - 1:
+        return f"--micro-batches {number}: zbv on {config.pp} ranks needs {2 * config.pp - 1} or more"
+    if config.schedule == DUALPIPEV and number < 2 * config.pp:
+        return f"--micro-batches {number}: dualpipev on {config.pp} ranks needs {2 * config.pp} or more"
+    return None
+
+
+def _strategy_problem(config: TrainingConfig) -> str | None:
+    if config.strategy == "fsdp1":
+        return "--pp: not with fsdp1, whose flat parameters belong to one model; use zero1, fsdp2 or yafsdp"
+    if config.schedule in _SPLIT_BACKWARD and strategies.STRATEGIES[config.strategy].shards_parameters:
+        return (
+            f"--schedule {config.schedule}: not with {config.strategy}, which would reduce gradients before the "
+            "weights' backward has run; use zero1"
+        )
+    if config.schedule in _SPLIT_BACKWARD and config.checkpoint_layers:
+        return f"--checkpoint-layers: not with {config.schedule}, whose split backward would recompute twice"
+    if config.reentrant:
+        return "--reentrant: not with --pp, whose stages call autograd for their inputs"
+    if config.offload:
+        return "--offload: not with --pp"
+    return None
