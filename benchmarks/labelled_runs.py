@@ -132,11 +132,12 @@ def _without_evidence(found: Finding) -> Finding:
     return replace(found, evidence=found.evidence.clear())
 
 
-FAULT_OF: dict[str, Fault | None] = {"healthy": None, **faults.FAULTS}
+_PLAIN = {name: fault for name, fault in faults.FAULTS.items() if fault.plain}
+FAULT_OF: dict[str, Fault | None] = {"healthy": None, **_PLAIN}
 
 
 def _kinds(draw: random.Random, count: int) -> list[Fault | None]:
-    listed = list(faults.FAULTS.values())
+    listed = list(_PLAIN.values())
     faulty = count - round(_HEALTHY * count)
     kinds: list[Fault | None] = [None] * (count - faulty)
     while len(kinds) < count:

@@ -51,7 +51,12 @@ class Model:
     @property
     def is_plain(self) -> bool:
         """Return whether it is a Llama-style decoder without experts, as the simulator runs."""
-        return self.gated and self.experts is None and self.attention_weights is None
+        return self.experts is None and self.has_simulated_layers
+
+    @property
+    def has_simulated_layers(self) -> bool:
+        """Return whether its attention and feed-forward parts are those of a Llama-style decoder, or experts of it."""
+        return self.gated and self.attention_weights is None
 
     @property
     def attention_parameters(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ Quantity: TypeAlias = Any
 CAST_BYTES = GATHERED_BYTES + REDUCED_BYTES
 DIVIDE_BYTES = 2 * REDUCED_BYTES
 COPY_BYTES = 2 * GATHERED_BYTES
-_OPTIMIZER_BYTES = 60  # per parameter: clip, then Adam on an fp32 weight and two moments, and a 16-bit weight written
+OPTIMIZER_BYTES = 60  # per parameter: clip, then Adam on an fp32 weight and two moments, and a 16-bit weight written
 _LOSS_BYTES = 14  # per logit: softmax and cross-entropy, and the same backward
 _ATTENTION_BACKWARD = 2.5  # times forward: flash attention recomputes its products
 _INDEXABLE_BYTES = 1 << 31
@@ -106,7 +106,7 @@ def parts(model: Model, of: Rates, *, batch: int, seq: int, shards: int) -> Part
         elementwise_s=of.elementwise_bytes * tokens * model.width / of.memory_bytes_per_s,
         head_s=2 * model.outer_parameters * tokens / of.flops_per_s,
         loss_s=_LOSS_BYTES * tokens * model.vocabulary / of.memory_bytes_per_s,
-        optimizer_s=of.overhead_s + _OPTIMIZER_BYTES * model.parameters / shards / of.memory_bytes_per_s,
+        optimizer_s=of.overhead_s + OPTIMIZER_BYTES * model.parameters / shards / of.memory_bytes_per_s,
     )
 
 

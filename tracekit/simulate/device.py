@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from tracekit.simulate.pipelines import Action
 from tracekit.simulate.program import COMMUNICATION, COMPUTE, COPY, MAIN_STREAM, Collective, Kernel
 from tracekit.simulate.recording import RankRecord
 from tracekit.simulate.topology import Group
@@ -50,6 +51,7 @@ class Work(Progress):
     owner: int
     transfer: "Transfer | None" = None
     start_ns: int = 0
+    action: Action | None = None
 
 
 class EventWait(NamedTuple):

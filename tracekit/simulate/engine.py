@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tracekit.conventions.strategies import STRATEGIES
+from tracekit.simulate import groups, hybrid_program
 from tracekit.simulate.device import Device, Event, Item, Stream, Transfer, Work
 from tracekit.simulate.fsdp1 import Ddp, Fsdp1
 from tracekit.simulate.fsdp2 import Fsdp2, Hsdp
@@ -16,7 +17,6 @@ from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Jo
 from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel
 from tracekit.simulate.recording import Activity, RankRecord, Recording
 from tracekit.simulate.schedule import Schedule
-from tracekit.simulate.topology import World
 from tracekit.simulate.yafsdp import Yafsdp, YafsdpV1
 
 SCHEDULES: Mapping[str, type[Schedule]] = {
@@ -34,6 +34,8 @@ _Handler: TypeAlias = Callable[..., None]
 
 def simulate(job: Job) -> Recording:
     """Run all steps of a job and return what its simulated ranks did."""
+    if job.hybrid is not None:
+        return Engine(job, hybrid_program.programs(job)).run()
     schedule = SCHEDULES[job.strategy](job)
     for number in range(job.steps):
         schedule.step(number)
@@ -41,11 +43,12 @@ def simulate(job: Job) -> Recording:
 
 
 class Engine:
-    """Runs one program on all simulated ranks of a job."""
+    """Runs one program on all simulated ranks of a job, or one for each rank."""
 
-    def __init__(self, job: Job, program: list[Instruction]) -> None:
+    def __init__(self, job: Job, program: list[Instruction] | Mapping[int, list[Instruction]]) -> None:
         self.job = job
-        self.world = World(job)
+        self.world = groups.world(job)
+        programs = program if isinstance(program, Mapping) else dict.fromkeys(job.simulated_ranks, program)
         self._heap: list[tuple[int, int, _Handler, tuple[Any, ...]]] = []
         self._count = 0
         self._jitter = _jitter(job)
@@ -58,7 +61,7 @@ class Engine:
             rank: Device(RankRecord(rank), give_way, hardware.collective_slows_compute, impairments.shares_queue)
             for rank in job.simulated_ranks
         }
-        self.hosts = {rank: HostState(self, device, program) for rank, device in self.devices.items()}
+        self.hosts = {rank: HostState(self, device, programs[rank]) for rank, device in self.devices.items()}
 
     def run(self) -> Recording:
         """Simulate to the end."""
@@ -185,6 +188,8 @@ class Engine:
         device.record.activities.append(
             Activity(work.kernel, work.start_ns, now_ns, work.correlation, work.owner, group, number)
         )
+        if work.action is not None:
+            device.record.act(work.step, work.action, work.start_ns, now_ns)
         # An event right after the kernel completes with it; the next kernel must be started first.
         while stream.queue and isinstance(event := stream.queue[0][0], Event) and stream.queue[0][1] <= now_ns:
             stream.queue.popleft()

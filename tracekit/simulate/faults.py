@@ -1,50 +1,20 @@
 """The faults that can be injected into a job, each with the rule that should find it."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 from tracekit.errors import InputError
-from tracekit.simulate import engine, memory
-from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, STRATEGIES, YAFSDP, YAFSDP_V1, Impairments, Job
+from tracekit.simulate import engine, fault_arguments, hybrid_faults, memory
+from tracekit.simulate.fault_registry import Fault, FaultRequest, impaired, on_hardware, register, switch
+from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Impairments, Job
 
 _STALL = 1.3  # times a step: the host runs ahead, so only a longer delay makes the device wait
 _LEAST_SAVE_NS = 500_000_000  # shorter ones do no harm
 
-_Inject: TypeAlias = Callable[[Job, Sequence[str]], Job]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault: its name, the code of the rule that should find it, and how it is injected into a job.
-
-    `usage` shows its arguments. `inject` raises ValueError for invalid arguments. `prepare` returns a job in which the
-    fault is possible but absent, `inject` adds it. Where a machine has some of it by itself, `remove` removes all of
-    it; else the prepared job is the one without.
-    """
-
-    name: str
-    code: str
-    usage: str
-    summary: str
-    inject: _Inject
-    strategies: tuple[str, ...] = tuple(STRATEGIES)
-    prepare: Callable[[Job], Job] = lambda job: job
-    steps: Callable[[Job], tuple[int, ...]] = lambda job: tuple(range(job.steps))
-    ranks: Callable[[Job], tuple[int, ...]] = lambda job: job.simulated_ranks
-    remove: Callable[[Job], Job] | None = None
-
-
 FAULTS: dict[str, Fault] = {}
-
-
-@dataclass(frozen=True)
-class FaultRequest:
-    """A requested fault with its arguments."""
-
-    fault: Fault
-    arguments: tuple[str, ...]
+_fault = partial(register, FAULTS)
 
 
 def parse(text: str) -> FaultRequest:
@@ -60,7 +30,8 @@ def parse(text: str) -> FaultRequest:
 def inject(job: Job, requests: Sequence[FaultRequest]) -> Job:
     """Return the job with these faults. Raises InputError where one is impossible or its arguments are invalid."""
     for request in requests:
-        if job.strategy not in request.fault.strategies:
+        _require_layout(job, request.fault)
+        if job.hybrid is None and job.strategy not in request.fault.strategies:
             raise InputError(
                 f"{request.fault.name} is not possible under {job.strategy}; use one of: "
                 f"{', '.join(request.fault.strategies)}"
@@ -74,6 +45,14 @@ def inject(job: Job, requests: Sequence[FaultRequest]) -> Job:
     return job
 
 
+def _require_layout(job: Job, fault: Fault) -> None:
+    if job.hybrid is None and not fault.plain:
+        raise InputError(f"{fault.name} needs a layout: --pp, --tp or --ep; usage: {fault.usage}")
+    if job.hybrid is not None and not fault.hybrid:
+        possible = ", ".join(each.name for each in FAULTS.values() if each.hybrid)
+        raise InputError(f"{fault.name} is not simulated with --pp, --tp or --ep; use one of: {possible}")
+
+
 def without(job: Job, requests: Sequence[FaultRequest], removed: FaultRequest) -> Job:
     """Return the job with all `requests` but one: `job` has none of them yet."""
     for each in requests:
@@ -85,7 +64,7 @@ def without(job: Job, requests: Sequence[FaultRequest], removed: FaultRequest) -
 
 def without_give_way(job: Job) -> Job:
     """Return the job on a machine without the give-way effect."""
-    return _on_hardware(job, give_way=0.0, give_way_high_priority=0.0)
+    return on_hardware(job, give_way=0.0, give_way_high_priority=0.0)
 
 
 def listing() -> str:
@@ -95,35 +74,6 @@ def listing() -> str:
 
 
 # The faults ----------------------------------------------------------------------------------------------------------
-
-
-def _fault(name: str, code: str, arguments: str, summary: str, **fields: Any) -> Callable[[_Inject], _Inject]:
-    """Register the decorated function as what injects a fault; `fields` are further fields of `Fault`."""
-
-    def register(inject: _Inject) -> _Inject:
-        FAULTS[name] = Fault(name, code, name + arguments, summary, inject, **fields)
-        return inject
-
-    return register
-
-
-def _switch(**changes: bool) -> _Inject:
-    """Return what injects a fault without arguments: it sets these fields of `Impairments`."""
-
-    def inject(job: Job, given: Sequence[str]) -> Job:
-        if given:
-            raise ValueError("it takes no arguments")
-        return _impaired(job, **changes)
-
-    return inject
-
-
-def _impaired(job: Job, **changes: object) -> Job:
-    return replace(job, impairments=replace(job.impairments, **changes))  # type: ignore[arg-type]
-
-
-def _on_hardware(job: Job, **changes: float) -> Job:
-    return replace(job, hardware=replace(job.hardware, **changes))  # type: ignore[arg-type]
 
 
 def _steps_since(job: Job, slow: Mapping[int, tuple[float, int]]) -> tuple[int, ...]:
@@ -142,10 +92,11 @@ def _step_ns(job: Job) -> int:
     "[:RANK[:FACTOR]]",
     "one rank's kernels take FACTOR times as long (1.3)",
     ranks=lambda job: tuple(job.impairments.slow_ranks),
+    hybrid=True,
 )
 def _slow_rank(job: Job, given: Sequence[str]) -> Job:
-    rank, factor = _rank(job, given, 0), _factor(given, 1, 1.3)
-    return _impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, 0)})
+    rank, factor = fault_arguments.rank(job, given, 0), fault_arguments.factor(given, 1, 1.3)
+    return impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, 0)})
 
 
 @_fault(
@@ -157,9 +108,9 @@ def _slow_rank(job: Job, given: Sequence[str]) -> Job:
     ranks=lambda job: tuple(job.impairments.slow_ranks),
 )
 def _straggler_from_step(job: Job, given: Sequence[str]) -> Job:
-    since = _step(job, given, 0, job.steps // 2)
-    rank, factor = _rank(job, given, 1), _factor(given, 2, 1.3)
-    return _impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, since)})
+    since = fault_arguments.step(job, given, 0, job.steps // 2)
+    rank, factor = fault_arguments.rank(job, given, 1), fault_arguments.factor(given, 2, 1.3)
+    return impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, since)})
 
 
 @_fault(
@@ -173,8 +124,12 @@ def _straggler_from_step(job: Job, given: Sequence[str]) -> Job:
 )
 def _slow_link(job: Job, given: Sequence[str]) -> Job:
     usual = 0 if job.strategy == HSDP else job.steps // 2
-    rank, factor, since = _rank(job, given, 0), _factor(given, 1, 2.5), _step(job, given, 2, usual)
-    return _impaired(job, slow_links={**job.impairments.slow_links, rank: (factor, since)})
+    rank, factor, since = (
+        fault_arguments.rank(job, given, 0),
+        fault_arguments.factor(given, 1, 2.5),
+        fault_arguments.step(job, given, 2, usual),
+    )
+    return impaired(job, slow_links={**job.impairments.slow_links, rank: (factor, since)})
 
 
 @_fault(
@@ -182,10 +137,13 @@ def _slow_link(job: Job, given: Sequence[str]) -> Job:
     "HOST001",
     "[:DURATION]",
     "the host loses DURATION in Python before each layer's forward pass (1.3 steps over all layers)",
+    hybrid=True,
 )
 def _late_launch(job: Job, given: Sequence[str]) -> Job:
     passes = job.model.layers * job.micro_batches
-    return _impaired(job, launch_delay_ns=_duration(given, lambda: round(_STALL * _step_ns(job) / passes)))
+    return impaired(
+        job, launch_delay_ns=fault_arguments.duration(given, lambda: round(_STALL * _step_ns(job) / passes))
+    )
 
 
 @_fault(
@@ -197,7 +155,7 @@ def _late_launch(job: Job, given: Sequence[str]) -> Job:
 )
 def _host_sync(job: Job, given: Sequence[str]) -> Job:
     passes = job.model.layers * job.micro_batches
-    return _impaired(job, host_read_ns=_duration(given, lambda: _step_ns(job) // (10 * passes)))
+    return impaired(job, host_read_ns=fault_arguments.duration(given, lambda: _step_ns(job) // (10 * passes)))
 
 
 @_fault(
@@ -206,9 +164,10 @@ def _host_sync(job: Job, given: Sequence[str]) -> Job:
     "[:DURATION]",
     "each batch arrives after DURATION (1.3 steps)",
     steps=lambda job: tuple(range(min(1, job.steps - 1), job.steps)),
+    hybrid=True,
 )
 def _dataloader_stall(job: Job, given: Sequence[str]) -> Job:
-    return _impaired(job, data_stall_ns=_duration(given, lambda: round(_STALL * _step_ns(job))))
+    return impaired(job, data_stall_ns=fault_arguments.duration(given, lambda: round(_STALL * _step_ns(job))))
 
 
 @_fault(
@@ -221,8 +180,8 @@ def _dataloader_stall(job: Job, given: Sequence[str]) -> Job:
 def _checkpoint_stall(job: Job, given: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: a save lies between two steps")
-    took_ns = _duration(given, lambda: max(_LEAST_SAVE_NS, _step_ns(job)))
-    return _impaired(job, save_ns=took_ns, save_step=_step(job, given, 1, (job.steps - 1) // 2))
+    took_ns = fault_arguments.duration(given, lambda: max(_LEAST_SAVE_NS, _step_ns(job)))
+    return impaired(job, save_ns=took_ns, save_step=fault_arguments.step(job, given, 1, (job.steps - 1) // 2))
 
 
 @_fault(
@@ -236,8 +195,8 @@ def _checkpoint_stall(job: Job, given: Sequence[str]) -> Job:
 def _allocator_retry(job: Job, given: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: allocation retries happen in steady state")
-    calls = _count(given, lambda: max(8, _step_ns(job) // 10_000_000))
-    return _impaired(job, retry_steps=tuple(range(1, job.steps)), retry_cuda_calls=calls)
+    calls = fault_arguments.count(given, lambda: max(8, _step_ns(job) // 10_000_000))
+    return impaired(job, retry_steps=tuple(range(1, job.steps)), retry_cuda_calls=calls)
 
 
 _fault(
@@ -247,7 +206,7 @@ _fault(
     "gradients are cast and divided on the communication stream during the main compute (under fsdp1 always)",
     strategies=(FSDP2, HSDP, YAFSDP),
     remove=without_give_way,
-)(_switch(prepares_on_communication=True))
+)(switch(prepares_on_communication=True))
 
 _fault(
     "serialized-communicators",
@@ -255,7 +214,7 @@ _fault(
     "",
     "one queue feeds all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so collectives and compute are serialized",
     strategies=(FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1),
-)(_switch(shares_queue=True))
+)(switch(shares_queue=True))
 
 
 @_fault(
@@ -263,15 +222,15 @@ _fault(
     "STREAM003",
     "[:FACTOR]",
     "compute takes FACTOR times as long (1.6) while a collective is resident",
-    remove=lambda job: _on_hardware(job, collective_slows_compute=0.0),
+    remove=lambda job: on_hardware(job, collective_slows_compute=0.0),
 )
 def _sm_contention(job: Job, given: Sequence[str]) -> Job:
-    return _on_hardware(job, collective_slows_compute=_factor(given, 0, 1.6) - 1)
+    return on_hardware(job, collective_slows_compute=fault_arguments.factor(given, 0, 1.6) - 1)
 
 
 @_fault("starved-collectives", "STREAM004", "[:FACTOR]", "collectives take FACTOR times as long (2) while compute runs")
 def _starved_collectives(job: Job, given: Sequence[str]) -> Job:
-    return _on_hardware(job, compute_slows_collective=_factor(given, 0, 2.0) - 1)
+    return on_hardware(job, compute_slows_collective=fault_arguments.factor(given, 0, 2.0) - 1)
 
 
 _fault(
@@ -280,19 +239,19 @@ _fault(
     "",
     "each layer is gathered only when it is about to run",
     strategies=(FSDP1, FSDP2, HSDP, YAFSDP),
-)(_switch(prefetches=False))
+)(switch(prefetches=False))
 
 
 @_fault("slow-network", "COMM001", "[:FACTOR]", "all links have 1/FACTOR of their bandwidth (4)")
 def _slow_network(job: Job, given: Sequence[str]) -> Job:
-    factor, hardware = _factor(given, 0, 4.0), job.hardware
+    factor, hardware = fault_arguments.factor(given, 0, 4.0), job.hardware
     node, network = hardware.node_bytes_per_s / factor, hardware.network_bytes_per_s / factor
-    return _on_hardware(job, node_bytes_per_s=node, network_bytes_per_s=network)
+    return on_hardware(job, node_bytes_per_s=node, network_bytes_per_s=network)
 
 
 @_fault("small-collectives", "COMM002", "[:COUNT]", "each unit is gathered and reduced in COUNT collectives (32)")
 def _small_collectives(job: Job, given: Sequence[str]) -> Job:
-    return _impaired(job, collectives_per_unit=_count(given, lambda: 32))
+    return impaired(job, collectives_per_unit=fault_arguments.count(given, lambda: 32))
 
 
 _fault(
@@ -302,7 +261,7 @@ _fault(
     "gradients are reduced at every micro-batch (of 2, if --micro-batches is 1)",
     strategies=(DDP, FSDP1, FSDP2, HSDP),
     prepare=lambda job: replace(job, micro_batches=max(job.micro_batches, 2)),
-)(_switch(reduces_every_micro_batch=True))
+)(switch(reduces_every_micro_batch=True))
 
 
 @_fault(
@@ -317,51 +276,7 @@ def _needless_recomputation(job: Job, given: Sequence[str]) -> Job:
         raise ValueError("all layers recompute already (--checkpoint-layers)")
     if memory.peak_bytes(job) > job.hardware.memory_bytes:
         raise ValueError("the activations do not fit into memory, so recomputation would not be needless")
-    return _impaired(job, extra_checkpointed_layers=min(most, _count(given, lambda: most)))
+    return impaired(job, extra_checkpointed_layers=min(most, fault_arguments.count(given, lambda: most)))
 
 
-# Arguments -----------------------------------------------------------------------------------------------------------
-
-
-def _argument(arguments: Sequence[str], index: int, default: object) -> str:
-    return arguments[index] if len(arguments) > index and arguments[index] else str(default)
-
-
-def _rank(job: Job, arguments: Sequence[str], index: int) -> int:
-    # Not rank 0 by default: the others are compared with it.
-    text = _argument(arguments, index, 1 + job.seed % (min(job.ranks_written, job.gpus) - 1 or 1))
-    if not text.isdecimal() or int(text) >= job.gpus:
-        raise ValueError(f"{text!r} is not a rank of {job.gpus}")
-    return int(text)
-
-
-def _factor(arguments: Sequence[str], index: int, default: float) -> float:
-    text = _argument(arguments, index, default)
-    if not 1 < float(text) < 1000:
-        raise ValueError(f"{text} is not a factor above 1")
-    return float(text)
-
-
-def _step(job: Job, arguments: Sequence[str], index: int, default: int) -> int:
-    text = _argument(arguments, index, default)
-    if not text.isdecimal() or int(text) >= job.steps:
-        raise ValueError(f"{text!r} is not a step of {job.steps}")
-    return int(text)
-
-
-def _count(arguments: Sequence[str], default: Callable[[], int]) -> int:
-    if not arguments:
-        return default()
-    if not arguments[0].isdecimal() or int(arguments[0]) < 1:
-        raise ValueError(f"{arguments[0]!r} is not a positive integer")
-    return int(arguments[0])
-
-
-def _duration(arguments: Sequence[str], default: Callable[[], int]) -> int:
-    if not arguments or not arguments[0]:
-        return default()
-    for unit, ns in (("us", 1e3), ("ms", 1e6), ("s", 1e9)):
-        number = arguments[0].removesuffix(unit)
-        if number != arguments[0] and number.replace(".", "", 1).isdecimal():
-            return round(float(number) * ns)
-    raise ValueError(f"{arguments[0]!r} is not a duration such as 20ms")
+FAULTS |= hybrid_faults.FAULTS

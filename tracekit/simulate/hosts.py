@@ -7,6 +7,7 @@ from tracekit.simulate import program
 from tracekit.simulate.device import Device, Event, EventWait, Item, Stream, Transfer, Work
 from tracekit.simulate.job import Job
 from tracekit.simulate.memory import Memory
+from tracekit.simulate.pipelines import Action
 from tracekit.simulate.recording import HostSlice, HostWait, StreamWait
 
 _LAUNCH_LATENCY_NS = 2_000
@@ -47,6 +48,7 @@ class HostState:
         self._waiting = self._running = False
         self._queue_was_full = False
         self._step = 0
+        self._action: Action | None = None
         self._thread = program.MAIN_THREAD
         self._open: dict[int, list[HostSlice]] = {program.MAIN_THREAD: []}
         self._ids = self._correlations = 0
@@ -72,6 +74,7 @@ class HostState:
             program.Free: self._free,
             program.Flush: self._flush,
             program.Step: self._begin_step,
+            program.Act: self._act,
         }
 
     @property
@@ -132,6 +135,9 @@ class HostState:
     def _begin_step(self, what: program.Step) -> None:
         self._step = what.number
 
+    def _act(self, what: program.Act) -> None:
+        self._action = what.action
+
     def _runtime(self, name: str, start_ns: int, end_ns: int) -> int:
         """Note a runtime call, and return its correlation."""
         self._correlations += 1
@@ -158,7 +164,7 @@ class HostState:
         call = _LAUNCH_CALLS.get(kernel.kind, "cudaLaunchKernelExC" if kernel.collective else "cudaLaunchKernel")
         correlation = self._runtime(call, self._clock_ns, start_ns + took_ns)  # a full queue blocks the call itself
         remaining_ns = self._engine.duration_ns(device, kernel, what.key, self._step)
-        work = Work(kernel, self._step, correlation, self._owner, remaining_ns=remaining_ns)
+        work = Work(kernel, self._step, correlation, self._owner, action=self._action, remaining_ns=remaining_ns)
         if kernel.collective is not None:
             work.transfer = self._engine.issue(device, kernel, what.key, self._step)
         device.launched += 1

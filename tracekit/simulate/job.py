@@ -7,6 +7,8 @@ from tracekit.conventions import strategies
 from tracekit.errors import InputError
 from tracekit.plan.hardware import Hardware
 from tracekit.plan.models import Model
+from tracekit.simulate import hybrid
+from tracekit.simulate.hybrid import Hybrid
 
 STRATEGIES: Mapping[str, str] = {
     strategy.name: strategy.label for strategy in strategies.STRATEGIES.values() if strategy.simulated
@@ -50,6 +52,12 @@ class Impairments:
     """Whether the host takes no time: to find what launching late costs."""
     extra_checkpointed_layers: int = 0
     """Layers that recompute although their activations fit into memory."""
+    slow_boundaries: Mapping[int, float] = field(default_factory=dict)
+    """By stage: how many times as long the transfers between it and the next one take."""
+    slow_axes: Mapping[str, float] = field(default_factory=dict)
+    """By mesh axis: how many times as long its collectives take."""
+    hot_expert: tuple[int, float] | None = None
+    """An expert, and how many times as many tokens as the others it gets."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +81,13 @@ class Job:
     step_overhead_ns: int = 0
     """Additional device time of every step: logging, clipping, optimizer launches."""
     impairments: Impairments = field(default_factory=Impairments)
+    hybrid: Hybrid | None = None
+    """How pipeline, tensor and expert parallelism are laid out; None: data parallelism only."""
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
+        if self.hybrid is None and self.strategy not in STRATEGIES:
             raise InputError(f"{self.strategy!r} is not a strategy; known: {', '.join(STRATEGIES)}")
-        if not self.model.is_plain:
+        if not self.model.is_plain and (self.hybrid is None or not self.model.has_simulated_layers):
             raise InputError(f"{self.model.name} cannot be simulated: only Llama-style models without experts can")
         for name in ("gpus", "seq", "batch", "micro_batches", "steps", "ranks_written"):
             if getattr(self, name) < 1:
@@ -90,11 +100,26 @@ class Job:
             raise InputError(
                 f"--strategy hsdp needs several full nodes of {self.hardware.gpus_per_node} GPUs; --gpus is {self.gpus}"
             )
+        if self.hybrid is not None:
+            hybrid.require_possible(
+                self.hybrid,
+                model=self.model,
+                strategy=self.strategy,
+                gpus=self.gpus,
+                micro_batches=self.micro_batches,
+                checkpoint_layers=self.checkpoint_layers,
+            )
 
     @property
     def tokens(self) -> int:
         """Return the tokens of one micro-batch on one GPU."""
         return self.batch * self.seq
+
+    @property
+    def step_tokens(self) -> float:
+        """Return the tokens of one step per GPU: those of a pipeline are shared by its GPUs."""
+        sharing = 1 if self.hybrid is None else self.gpus // self.hybrid.data_ranks
+        return self.tokens * self.micro_batches if sharing == 1 else self.tokens * self.micro_batches / sharing
 
     @property
     def node(self) -> int:
@@ -118,7 +143,15 @@ class Job:
     def simulated_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are simulated one by one: those written, and those with impairments.
 
-        The others are assumed to be as fast as the fastest of these: no rank waits for them.
+        The others are assumed to be as fast as the fastest of these: no rank waits for them. With a layout, all are
+        simulated.
         """
+        if self.hybrid is not None:
+            return tuple(range(self.gpus))
         impaired = {*self.impairments.slow_ranks, *self.impairments.slow_links}
         return tuple(sorted({*range(min(self.ranks_written, self.gpus)), *impaired}))
+
+    @property
+    def written_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose traces are written."""
+        return tuple(range(min(self.ranks_written, self.gpus))) if self.hybrid is not None else self.simulated_ranks

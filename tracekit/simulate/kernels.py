@@ -9,10 +9,10 @@ from tracekit.simulate.costs import Parts
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import COMMUNICATION, COMPUTE, MAIN_STREAM, Collective, Kernel
 
-_ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::{}, std::array<char*, 3ul> >(int)"
-_NORM = "void at::native::(anonymous namespace)::{}<c10::BFloat16, float>(int, float)"
-_FLASH = "void pytorch_flash::flash_{}_kernel<Flash_kernel_traits<128, 128, 64, 4> >(pytorch_flash::Flash_params)"
-_GEMM_TILE = (128, 256)
+ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::{}, std::array<char*, 3ul> >(int)"
+NORM = "void at::native::(anonymous namespace)::{}<c10::BFloat16, float>(int, float)"
+FLASH = "void pytorch_flash::flash_{}_kernel<Flash_kernel_traits<128, 128, 64, 4> >(pytorch_flash::Flash_params)"
+GEMM_TILE = (128, 256)
 
 
 class Op(NamedTuple):
@@ -37,14 +37,14 @@ def layer_forward(job: Job, parts: Parts) -> Iterator[Op]:
     def product(parameters: int, narrow: int) -> Op:
         return _product(job, parts.matrices_s * parameters / whole, "", (tokens, narrow, parameters // narrow))
 
-    yield Op("aten::_fused_rms_norm", "", _elementwise(parts, 0.25, _NORM.format("rms_norm_kernel")), inputs)
+    yield Op("aten::_fused_rms_norm", "", _elementwise(parts, 0.25, NORM.format("rms_norm_kernel")), inputs)
     yield product(qkv, width)
     yield Op("aten::_flash_attention_forward", "", _attention(job, parts.attention_s, "fwd"), inputs * 3)
     yield product(out, width)
-    norm = _elementwise(parts, 0.35, _NORM.format("rms_norm_kernel"))
+    norm = _elementwise(parts, 0.35, NORM.format("rms_norm_kernel"))
     yield Op("aten::_fused_rms_norm", "", norm, inputs * 2)  # with the residual
     yield product(up, width)
-    yield Op("aten::mul", "", _elementwise(parts, 0.4, _ELEMENTWISE.format("SiluMulFunctor<c10::BFloat16>")), wide)
+    yield Op("aten::mul", "", _elementwise(parts, 0.4, ELEMENTWISE.format("SiluMulFunctor<c10::BFloat16>")), wide)
     yield product(down, hidden)
 
 
@@ -57,8 +57,8 @@ def layer_backward(job: Job, parts: Parts) -> Iterator[Op]:
     def products(parameters: int, narrow: int) -> list[Op]:
         return _gradients(job, parts.matrices_s * parameters / whole, narrow, parameters // narrow)
 
-    silu = _ELEMENTWISE.format("SiluMulBackwardFunctor<c10::BFloat16>")
-    back = _elementwise(parts, 0.6, _NORM.format("back"))
+    silu = ELEMENTWISE.format("SiluMulBackwardFunctor<c10::BFloat16>")
+    back = _elementwise(parts, 0.6, NORM.format("back"))
     norm = Op("aten::_fused_rms_norm_backward", "FusedRmsNormBackward0", back, inputs * 2)
     yield from products(down, model.hidden_width)
     yield Op("aten::mul", "MulBackward0", _elementwise(parts, 0.8, silu), wide * 2)
@@ -75,7 +75,7 @@ def head(job: Job, parts: Parts, *, backward: bool) -> list[Op]:
     """Return the ops of head and loss."""
     loss = "SoftMaxBackward" if backward else "SoftMaxForward"
     name = f"void at::native::(anonymous namespace)::cunn_{loss}<4, float>(int)"
-    softmax = _compute(name, parts.loss_s, blocks=job.tokens)
+    softmax = compute(name, parts.loss_s, blocks=job.tokens)
     width, vocabulary = job.model.width, job.model.vocabulary
     logits = ((job.tokens, vocabulary),)
     if not backward:
@@ -89,7 +89,7 @@ def embedding(job: Job, *, backward: bool) -> Op:
     """Return the look-up of the tokens' embeddings, or the sum of their gradients."""
     moved = GATHERED_BYTES * 2 * job.tokens * job.model.width / job.hardware.memory_bytes_per_s
     name = "embedding_backward_kernel" if backward else "indexSelectLargeIndex"
-    kernel = _compute(f"void at::native::(anonymous namespace)::{name}<float, long>(int)", moved)
+    kernel = compute(f"void at::native::(anonymous namespace)::{name}<float, long>(int)", moved)
     tokens, width = job.tokens, job.model.width
     if backward:
         return Op("aten::embedding_dense_backward", "EmbeddingBackward0", kernel, ((tokens, width), (tokens,)))
@@ -101,7 +101,7 @@ def moving(job: Job, what: str, bytes_per_parameter: float, parameters: int, str
     count = costs.pieces(parameters)
     seconds = bytes_per_parameter * parameters / job.hardware.memory_bytes_per_s / count
     blocks = max(1, parameters // count // 2048)
-    kernel = _compute(_ELEMENTWISE.format(what), seconds, blocks=blocks)
+    kernel = compute(ELEMENTWISE.format(what), seconds, blocks=blocks)
     return [kernel._replace(stream=stream, pieces=count)] * count
 
 
@@ -109,16 +109,20 @@ def optimizer(parts: Parts) -> list[Op]:
     """Return the ops of clipping and of the optimizer's step."""
     adam = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >(int)"
     count = 8
-    return [Op("aten::_fused_adamw_", "", _compute(adam, parts.optimizer_s / count, blocks=640))] * count
+    return [Op("aten::_fused_adamw_", "", compute(adam, parts.optimizer_s / count, blocks=640))] * count
 
 
 def collective(op: str, group: str, stream: int, *, whole: int, ranks: int, dtype: str) -> Kernel:
-    """Return a collective on `whole` elements over `ranks`; op is all_gather, reduce_scatter or all_reduce."""
+    """Return a collective on `whole` elements over `ranks`.
+
+    op is all_gather, reduce_scatter, all_reduce or broadcast.
+    """
     short = "f32" if dtype == "Float" else "bf16"
     name = {
         "all_gather": "ncclDevKernel_AllGather_RING_LL",
         "reduce_scatter": f"ncclDevKernel_ReduceScatter_Sum_{short}_RING_LL",
         "all_reduce": f"ncclDevKernel_AllReduce_Sum_{short}_RING_LL",
+        "broadcast": "ncclDevKernel_Broadcast_RING_LL",
     }[op]
     part = -(-whole // ranks)
     sent, received = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(op, (whole, whole))
@@ -131,6 +135,12 @@ def collective(op: str, group: str, stream: int, *, whole: int, ranks: int, dtyp
     )
 
 
+def send_receive(message: Collective, stream: int) -> Kernel:
+    """Return the kernel of a send, a receive or an all-to-all: NCCL runs all of them as sends and receives."""
+    name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+    return Kernel(name, COMMUNICATION, stream, blocks=8, collective=message)
+
+
 def _gradients(job: Job, seconds: float, narrow: int, wide: int) -> list[Op]:
     """Return the two products that give the gradients of a product's input and of its weight."""
     sizes = ((job.tokens, wide, narrow), (wide, job.tokens, narrow))
@@ -140,19 +150,20 @@ def _gradients(job: Job, seconds: float, narrow: int, wide: int) -> list[Op]:
 def _product(job: Job, seconds: float, node: str, size: tuple[int, int, int]) -> Op:
     """Return the product of matrices of m times k and k times n elements."""
     m, k, n = size
-    rows, columns = _GEMM_TILE
-    kernel = _compute(job.hardware.gemm_name, seconds, blocks=-(-m // rows) * -(-n // columns))
+    rows, columns = GEMM_TILE
+    kernel = compute(job.hardware.gemm_name, seconds, blocks=-(-m // rows) * -(-n // columns))
     return Op("aten::mm", node, kernel, ((m, k), (k, n)))
 
 
 def _attention(job: Job, seconds: float, direction: str) -> Kernel:
     blocks = max(1, job.tokens // 128) * job.model.heads
-    return _compute(_FLASH.format(direction), seconds, blocks=blocks)
+    return compute(FLASH.format(direction), seconds, blocks=blocks)
 
 
 def _elementwise(parts: Parts, ratio: float, name: str) -> Kernel:
-    return _compute(name, parts.elementwise_s * ratio, blocks=4096)
+    return compute(name, parts.elementwise_s * ratio, blocks=4096)
 
 
-def _compute(name: str, seconds: float, *, blocks: int = 1) -> Kernel:
+def compute(name: str, seconds: float, *, blocks: int = 1) -> Kernel:
+    """Return a kernel of the main compute that takes so many seconds alone."""
     return Kernel(name, COMPUTE, MAIN_STREAM, max(1_000, round(seconds * 1e9)), blocks=blocks)

@@ -8,10 +8,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tracekit import conventions
+from tracekit.simulate import groups
+from tracekit.simulate.groups import Groups
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import AUTOGRAD_THREAD, COPY, MAIN_THREAD, Collective
 from tracekit.simulate.recording import Activity, HostSlice, RankRecord
-from tracekit.simulate.topology import Group, World
+from tracekit.simulate.topology import Group
 
 BASE_NS = 1_790_000_000_000_000_000
 """The Unix time at which every simulation starts."""
@@ -19,7 +21,11 @@ TRACE_SUFFIX = ".simulated" + conventions.TRACE_SUFFIX
 
 _Event: TypeAlias = dict[str, Any]
 _NAMED_RANKS = 30  # NCCL's arguments cut longer lists
-_NCCL_NAMES = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base", "all_reduce": "allreduce"}
+_NCCL_NAMES = {
+    "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base", "all_reduce": "allreduce",
+    "broadcast": "broadcast", "all_to_all": "all_to_allv", "send": "send", "recv": "recv",
+}  # fmt: skip
+_PEERS = {"send": "Dst Rank", "recv": "Src Rank"}
 _CUDA = 1
 _NO_STREAM = -1
 _SYNCS = {
@@ -36,7 +42,7 @@ _CBIDS = {
 
 def write(path: Path, job: Job, record: RankRecord) -> None:
     """Write one rank's trace, gzipped; the same job gives the same bytes."""
-    world = World(job)
+    world = groups.world(job)
     events = b",\n".join(map(msgspec.json.encode, _events(job, world, record)))
     head = msgspec.json.encode(_header(job, world, record.rank))
     data = head[:-1] + b',\n"traceEvents": [\n' + events + b'\n],\n"traceName": "simulated"}\n'
@@ -50,7 +56,7 @@ def replace_file(path: Path, data: bytes) -> None:
     partial.rename(path)
 
 
-def _header(job: Job, world: World, rank: int) -> Mapping[str, Any]:
+def _header(job: Job, world: Groups, rank: int) -> Mapping[str, Any]:
     hardware = job.hardware
     device = {
         "id": rank % job.node,
@@ -86,7 +92,7 @@ def _header(job: Job, world: World, rank: int) -> Mapping[str, Any]:
     }
 
 
-def _events(job: Job, world: World, record: RankRecord) -> Iterator[_Event]:
+def _events(job: Job, world: Groups, record: RankRecord) -> Iterator[_Event]:
     process, device = 1000 + record.rank, record.rank % job.node
     launches = {activity.correlation for activity in record.activities}
     for slice_ in sorted(record.slices, key=lambda s: (s.start_ns, -s.end_ns)):
@@ -101,7 +107,7 @@ def _events(job: Job, world: World, record: RankRecord) -> Iterator[_Event]:
     yield from _names(record, process, device)
 
 
-def _host(slice_: HostSlice, process: int, world: World, rank: int) -> _Event:
+def _host(slice_: HostSlice, process: int, world: Groups, rank: int) -> _Event:
     args: dict[str, Any] = {"External id": slice_.id}
     if slice_.correlation:
         args |= {"cbid": _CBIDS[slice_.name], "correlation": slice_.correlation}
@@ -131,15 +137,18 @@ def _device(activity: Activity, job: Job, device: int) -> Iterator[_Event]:
 
 
 def _collective_args(collective: Collective, group: Group, number: int) -> dict[str, Any]:
+    sent, received = collective.splits or ((), ())
+    peer = {} if collective.peer is None else {_PEERS[collective.op]: collective.peer}
     return {
         "Collective name": _NCCL_NAMES[collective.op],
         "dtype": collective.dtype,
         "In msg nelems": collective.sent,
         "Out msg nelems": collective.received,
-        "In split size": "[]",
-        "Out split size": "[]",
+        "In split size": str(list(sent)),
+        "Out split size": str(list(received)),
         "Seq": number,
-        **_group_args(group),
+        **peer,
+        **_group_args(group.parent or group),
     }
 
 

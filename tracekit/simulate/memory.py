@@ -3,6 +3,7 @@
 from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES, STRATEGIES
 from tracekit.errors import InputError
 from tracekit.plan.hardware import GIB
+from tracekit.simulate import hybrid_memory
 from tracekit.simulate.job import Job
 from tracekit.simulate.recording import Allocation, RankRecord
 
@@ -18,8 +19,8 @@ class Memory:
 
     def __init__(self, job: Job, record: RankRecord) -> None:
         self._record = record
-        self._allocated = static_bytes(job)
-        self._full = self._reserved = rounded(peak_bytes(job))
+        self._allocated = static_bytes(job, record.rank)
+        self._full = self._reserved = rounded(peak_bytes(job, record.rank))
         self._buffers: dict[str, tuple[int, int]] = {}
         self._addresses = 0x7F00_0000_0000
 
@@ -49,8 +50,10 @@ class Memory:
         )
 
 
-def static_bytes(job: Job) -> int:
+def static_bytes(job: Job, rank: int = 0) -> int:
     """Return the bytes that a rank always uses: its shard of the training state, and persistent buffers."""
+    if job.hybrid is not None:
+        return rounded(hybrid_memory.static_bytes(job, rank))
     model = job.model
     state_bytes = _STATE_BYTES * model.parameters // job.shards
     if buffer_bytes := STRATEGIES[job.strategy].buffer_bytes:  # the root has one buffer of each kind to itself
@@ -59,8 +62,14 @@ def static_bytes(job: Job) -> int:
     return rounded(state_bytes)
 
 
-def peak_bytes(job: Job) -> int:
-    """Return the peak bytes of a step: static memory, activations, logits, and buffers for two units."""
+def peak_bytes(job: Job, rank: int | None = None) -> int:
+    """Return a rank's peak bytes of a step: static memory, activations, logits, and buffers for two units.
+
+    Without a rank, of the one that needs most.
+    """
+    if job.hybrid is not None:
+        of = hybrid_memory.fullest_rank(job) if rank is None else rank
+        return static_bytes(job, of) + hybrid_memory.peak_activation_bytes(job, of)
     model, width_tokens = job.model, job.model.width * job.tokens
     stored_layers = job.model.layers - job.recomputed_layers
     activations = (ACTIVATION_BYTES * stored_layers + INPUT_BYTES * job.recomputed_layers) * width_tokens

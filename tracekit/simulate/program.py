@@ -1,4 +1,4 @@
-"""What a rank's host does, as a list of instructions, and the kernels it launches. All ranks run the same program."""
+"""What a rank's host does, as a list of instructions, and the kernels it launches."""
 
 import zlib
 from collections.abc import Iterator
@@ -6,8 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from tracekit.simulate.pipelines import Action
+
 COMPUTE, COMMUNICATION, COPY = "compute", "communication", "copy"
 MAIN_STREAM, GATHER_STREAM, REDUCE_STREAM, COPY_IN_STREAM, ALL_REDUCE_STREAM = 7, 20, 24, 28, 32
+EXPERT_STREAM, TENSOR_STREAM, WORLD_STREAM = 36, 40, 44
+SEND_STREAMS, RECEIVE_STREAMS = {"F": 48, "B": 52}, {"F": 56, "B": 60}
+"""Of activations (F) and of gradients (B)."""
 MAIN_THREAD, AUTOGRAD_THREAD = 4242, 4243
 
 SHARD, REPLICATE = "shard", "replicate"
@@ -22,6 +27,12 @@ class Collective(NamedTuple):
     dtype: str
     sent: int
     received: int
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of an all-to-all: the rows sent to and received from each rank of the group."""
+    slowest: int = 0
+    """Of an all-to-all: the elements that its busiest rank sends or receives."""
+    peer: int | None = None
+    """Of a send or receive: the other rank's place in the group."""
 
 
 class Kernel(NamedTuple):
@@ -126,6 +137,12 @@ class Step(NamedTuple):
     number: int
 
 
+class Act(NamedTuple):
+    """A pipeline action begins: what is launched from here on belongs to it; None ends it."""
+
+    action: Action | None
+
+
 Instruction: TypeAlias = (
     OpenSlice
     | CloseSlice
@@ -140,6 +157,7 @@ Instruction: TypeAlias = (
     | Free
     | Flush
     | Step
+    | Act
 )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tracekit.simulate.pipelines import Action
 from tracekit.simulate.program import Kernel
 from tracekit.simulate.topology import Group
 
@@ -125,6 +126,13 @@ class RankRecord:
     account: Account = field(default_factory=Account)
     host_steps: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By step: when it began and ended on the host."""
+    actions: dict[tuple[int, Action], tuple[int, int]] = field(default_factory=dict)
+    """By step and pipeline action: when its first kernel began and its last one ended."""
+
+    def act(self, step: int, action: Action, start_ns: int, end_ns: int) -> None:
+        """Add a kernel to a pipeline action."""
+        first, last = self.actions.get((step, action), (start_ns, end_ns))
+        self.actions[step, action] = min(first, start_ns), max(last, end_ns)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from tracekit import conventions
 from tracekit.errors import InputError
 from tracekit.plan.checkpoint import ADAM_BYTES_PER_PARAM
-from tracekit.simulate import engine, faults, kineto_writer, memory, truth
-from tracekit.simulate.faults import FaultRequest
+from tracekit.simulate import bubbles, engine, faults, hybrid, kineto_writer, memory, truth
+from tracekit.simulate.fault_registry import FaultRequest
 from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
 from tracekit.simulate.recording import Recording
 from tracekit.simulate.truth import KnownFault
@@ -50,7 +50,7 @@ def simulate(
     _make_room(out, force=force)
     recording = engine.simulate(job)
     known = truth.known_faults(healthy, requests, job, recording)
-    written = [rank for rank in job.simulated_ranks if rank in recording.ranks]
+    written = [rank for rank in job.written_ranks if rank in recording.ranks]
     for done, rank in enumerate(written, 1):
         record = recording.ranks[rank]
         kineto_writer.write(out / conventions.rank_file(rank, kineto_writer.TRACE_SUFFIX), job, record)
@@ -60,7 +60,10 @@ def simulate(
             _write_lines(log, _saves(job, recording, rank))
         if on_progress:
             on_progress(done, len(written))
-    ground_truth = {"simulated": True, "arguments": dict(arguments), "faults": [vars(each) for each in known]}
+    ground_truth: dict[str, Any] = {"simulated": True, "arguments": dict(arguments)}
+    ground_truth["faults"] = [truth.document(each, job, requests) for each in known]
+    if job.hybrid is not None:
+        ground_truth["bubbles"] = [asdict(each) for each in bubbles.bubbles(job, recording)]
     for name, content in (
         (conventions.MANIFEST_FILE, _manifest(job, arguments)),
         (conventions.TRUTH_FILE, ground_truth),
@@ -93,6 +96,7 @@ def _manifest(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
         "device": "cuda",
         "device_name": f"{job.hardware.device_name} (simulated)",
         "hardware": asdict(job.hardware),
+        **(hybrid.manifest(job.hybrid, job.micro_batches) if job.hybrid is not None else {}),
     }
 
 
@@ -102,8 +106,8 @@ def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
             "simulated": True,
             "step": step,
             conventions.STEP_TIME_METRIC: end_ns - start_ns,
-            conventions.TOKENS_METRIC: 1e9 * job.tokens * job.micro_batches / max(1, end_ns - start_ns),
-            conventions.RESERVED_METRIC: memory.rounded(memory.peak_bytes(job)),
+            conventions.TOKENS_METRIC: 1e9 * job.step_tokens / max(1, end_ns - start_ns),
+            conventions.RESERVED_METRIC: memory.rounded(memory.peak_bytes(job, rank)),
             conventions.ALLOC_RETRIES_METRIC: sum(retry <= step for retry in job.impairments.retry_steps),
         }
         for step, (start_ns, end_ns) in sorted(recording.ranks[rank].account.windows.items())

@@ -8,7 +8,7 @@ from tracekit.simulate.job import HSDP, Job
 from tracekit.simulate.program import REPLICATE, SHARD, Collective
 
 NODE, NETWORK = "node", "network"
-_ITEM_BYTES = {"BFloat16": 2, "Float": 4}
+ITEM_BYTES = {"BFloat16": 2, "Float": 4}
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Group:
     description: str
     ranks: tuple[int, ...]
     link: str
+    parent: "Group | None" = None
+    """Of a channel between two ranks: the group in which they send and receive."""
 
 
 class World:
@@ -50,7 +52,7 @@ class World:
         if self._job.impairments.ideal_links:
             return 1
         elements = max(collective.sent, collective.received)
-        size_bytes = elements * _ITEM_BYTES[collective.dtype]
+        size_bytes = elements * ITEM_BYTES[collective.dtype]
         took_s = RING_PASSES[collective.op] * float(ring_s(size_bytes, self._rates[group.link], len(group.ranks)))
         return max(1, round(1e9 * took_s))
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tracekit.simulate import engine, faults
-from tracekit.simulate.faults import FaultRequest
+from tracekit.simulate.fault_registry import FaultRequest
 from tracekit.simulate.job import FSDP1, Job
 from tracekit.simulate.kineto_writer import BASE_NS
 from tracekit.simulate.recording import Recording
@@ -28,12 +28,14 @@ class KnownFault:
 def known_faults(healthy: Job, requests: Sequence[FaultRequest], job: Job, recording: Recording) -> list[KnownFault]:
     """Return the faults of `job`, which is `healthy` with the requested faults; `recording` is its simulation.
 
-    Inherent costs of the setting follow: give-way under fsdp1, communication that no compute hides
+    Without a layout, inherent costs of the setting follow: give-way under fsdp1, communication that no compute hides
     (`slow-network`: found by links that take no time) and a host that is too slow (`late-launch`: by one that takes
     none), where that is at least 1% of the run. The cost is the time the run takes longer, over the fault's steps.
     """
     known = [_known(each, job, recording, faults.without(healthy, requests, each)) for each in requests]
     codes = {each.fault.code for each in requests}
+    if job.hybrid is not None:  # its layout decides what communication costs
+        return known
     for name, without in _inherent_faults(job):
         fault = faults.FAULTS[name]
         if fault.code not in codes:
@@ -41,6 +43,15 @@ def known_faults(healthy: Job, requests: Sequence[FaultRequest], job: Job, recor
             if found.cost_ns * job.steps >= _LEAST_RATIO * recording.total_ns:
                 known.append(found)
     return known
+
+
+def document(known: KnownFault, job: Job, requests: Sequence[FaultRequest]) -> dict[str, object]:
+    """Return what truth.json states about a fault: in a job with a layout its axis and stages, too."""
+    stated = dict(vars(known))
+    if job.hybrid is not None:
+        fault = next(each.fault for each in requests if each.fault.name == known.fault)
+        stated |= {"axis": fault.axis, "stages": fault.stages(job)}
+    return stated
 
 
 def _known(request: FaultRequest, job: Job, recording: Recording, without: Job) -> KnownFault:

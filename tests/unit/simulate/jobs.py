@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tracekit.plan import hardware, models
 from tracekit.simulate import faults, run
+from tracekit.simulate.hybrid import laid_out
 from tracekit.simulate.job import Job
 from tracekit.simulate.run import Simulated
 
@@ -16,6 +17,27 @@ def job(
     machine_of = replace(hardware.find(machine), jitter_ratio=0.0)
     given = {"gpus": 16, "seq": 2048, "steps": 3, "ranks_written": 2, **changes}
     return Job(strategy, models.find(model, layers=layers), machine_of, **given)  # type: ignore[arg-type]
+
+
+def pipelined(
+    gpus: int,
+    *,
+    pp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    layers: int = 4,
+    schedule: str = "1f1b",
+    stages: int = 1,
+    micro_batches: int = 4,
+    steps: int = 2,
+    strategy: str = "ddp",
+) -> Job:
+    """Return a healthy job with a layout, without jitter."""
+    machine = replace(hardware.find("a100-80"), jitter_ratio=0.0)
+    model = models.find("llama2-7b", layers=layers)
+    layout = laid_out(gpus=gpus, model=model, pp=pp, tp=tp, ep=ep, schedule=schedule, virtual_stages=stages)
+    given = {"micro_batches": micro_batches, "steps": steps, "ranks_written": gpus}
+    return Job(strategy, model, machine, gpus, 2048, hybrid=layout, **given)  # type: ignore[arg-type]
 
 
 def written(of: Job, out: Path, *requests: str, force: bool = False) -> Simulated:

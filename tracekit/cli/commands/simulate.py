@@ -12,17 +12,27 @@ from tracekit.cli.options import expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
+    from tracekit.plan.models import Model
+    from tracekit.simulate.hybrid import Hybrid
     from tracekit.simulate.job import Job
     from tracekit.simulate.run import Simulated
+
+_STRATEGY, _PIPELINED_STRATEGY, _RANKS_WRITTEN = "fsdp2", "zero1", 8
+_LAYOUT = ("pp", "tp", "ep", "schedule", "virtual_stages", "sequence_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """The training to simulate; run.json lists them as its arguments."""
 
-    strategy: Annotated[str, typer.Option(metavar="NAME", help="ddp, fsdp1, fsdp2, hsdp, yafsdp or yafsdp-v1.")] = (
-        "fsdp2"
-    )
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="ddp, fsdp1, fsdp2, hsdp, yafsdp or yafsdp-v1; with a layout ddp or zero1.  "
+            "[default: fsdp2; with a layout zero1]",
+        ),
+    ] = None
     model: Annotated[str, typer.Option(metavar="NAME", help="Such as llama2-7b, llama3-70b, 125m.")] = "llama2-7b"
     layers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Simulate only N of the model's layers.")] = (
         None
@@ -33,7 +43,10 @@ class JobOptions:
     micro_batches: Annotated[int, typer.Option(metavar="N", help="Micro-batches per step.")] = 1
     checkpoint_layers: Annotated[int, typer.Option(metavar="N", help="Layers that recompute their activations.")] = 0
     hardware: Annotated[str, typer.Option(metavar="NAME", help="a100-80, h100-80 or v100-32.")] = "a100-80"
-    ranks_written: Annotated[int, typer.Option(metavar="N", help="Write traces of the first N ranks.")] = 8
+    ranks_written: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Write traces of the first N ranks.  [default: 8; with a layout all]"),
+    ] = None
     fault: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[:ARG…]", help="Add this fault; --list-faults shows all. Repeatable."),
@@ -43,14 +56,42 @@ class JobOptions:
         int, typer.Option(metavar="N", help="Random seed of the jitter; the same seed gives the same bytes.")
     ] = 0
 
+    pp: Annotated[int, typer.Option(metavar="N", help="Ranks along the pipeline axis.")] = 1
+    tp: Annotated[int, typer.Option(metavar="N", help="Ranks of tensor parallelism.")] = 1
+    ep: Annotated[int, typer.Option(metavar="N", help="Ranks that share a layer's experts.")] = 1
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved or zb-h1.  [default: 1f1b]")
+    ] = None
+    virtual_stages: Annotated[int, typer.Option(metavar="N", help="Stages per rank, if interleaved.")] = 1
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Divide norms along the sequence, among the ranks of --tp.")
+    ] = False
+
+    def has_layout(self) -> bool:
+        """Return whether there is more than data parallelism."""
+        return max(self.pp, self.tp, self.ep, self.virtual_stages) > 1 or self.schedule is not None
+
+    def arguments(self, job: "Job") -> dict[str, object]:
+        """Return what run.json states as the arguments."""
+        stated = dataclasses.asdict(self)
+        if not self.has_layout():
+            stated = {name: value for name, value in stated.items() if name not in _LAYOUT}
+        return stated | {
+            "layers": job.model.layers,
+            "fault": self.fault or [],
+            "ranks_written": job.ranks_written,
+            "strategy": job.strategy,
+        }
+
     def job(self) -> "Job":
-        """Return the job. Raises ConfigError if the model or the hardware is not known."""
+        """Return the job. Raises InputError if it is not possible."""
         from tracekit.plan import hardware, models
         from tracekit.simulate.job import Job
 
+        model = models.find(self.model, layers=self.layers)
         return Job(
-            self.strategy,
-            models.find(self.model, layers=self.layers),
+            self.strategy or (_PIPELINED_STRATEGY if self.has_layout() else _STRATEGY),
+            model,
             hardware.find(self.hardware),
             self.gpus,
             self.seq,
@@ -59,7 +100,22 @@ class JobOptions:
             checkpoint_layers=self.checkpoint_layers,
             steps=self.steps,
             seed=self.seed,
-            ranks_written=self.ranks_written,
+            ranks_written=self.ranks_written or (self.gpus if self.has_layout() else _RANKS_WRITTEN),
+            hybrid=self._layout(model) if self.has_layout() else None,
+        )
+
+    def _layout(self, model: "Model") -> "Hybrid":
+        from tracekit.simulate import hybrid, pipelines
+
+        return hybrid.laid_out(
+            gpus=self.gpus,
+            model=model,
+            pp=self.pp,
+            tp=self.tp,
+            ep=self.ep,
+            schedule=self.schedule or pipelines.ONE_F_ONE_B,
+            virtual_stages=self.virtual_stages,
+            sequence_parallel=self.sequence_parallel,
         )
 
 
@@ -87,17 +143,17 @@ def simulate(
         raise InputError("no output folder given: tracekit simulate … --out RUN")
     parsed = [faults.parse(text) for text in options.fault or []]
     job = options.job()
-    arguments = dataclasses.asdict(options) | {"layers": job.model.layers, "fault": options.fault or []}
-    output.emit(_as_text(simulation.simulate(job, parsed, out, arguments=arguments, force=force), out))
+    output.emit(_as_text(simulation.simulate(job, parsed, out, arguments=options.arguments(job), force=force), out))
 
 
 def _as_text(simulated: "Simulated", out: Path) -> str:
     from tracekit.model import units
 
     job, recording = simulated.job, simulated.recording
-    what = f"{job.strategy}, {job.model.name} with {job.model.layers} layers on {job.gpus} {job.hardware.name}"
+    trained = f"{job.model.name} with {job.model.layers} layers on {job.gpus} {job.hardware.name}"
+    what = f"{_layout_text(job)}{job.strategy}, {trained}"
     step = units.duration(recording.total_ns // job.steps)
-    lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(recording.ranks)} traces in {out}"]
+    lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(job.written_ranks)} traces in {out}"]
     for known in simulated.known:
         ranks, steps = (
             f"{what}{'s' * (len(of) > 1)} {units.ranges(of)}"
@@ -105,3 +161,11 @@ def _as_text(simulated: "Simulated", out: Path) -> str:
         )
         lines.append(f"  {known.code:<9}  {known.fault}: {units.duration(known.cost_ns)} per step, {ranks}, {steps}")
     return "\n".join(lines) + "\n"
+
+
+def _layout_text(job: "Job") -> str:
+    if job.hybrid is None:
+        return ""
+    sizes = [f"{axis} {size}" for axis, size in dataclasses.asdict(job.hybrid.layout).items() if size > 1]
+    schedule = [f"{job.hybrid.schedule} with {job.micro_batches} micro-batches"] if job.hybrid.layout.pp > 1 else []
+    return ", ".join([" × ".join(sizes), *schedule, ""])

@@ -1,0 +1,199 @@
+"""The layout of a hybrid job: its mesh, its pipeline's stages, and what is refused."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tracekit.conventions import strategies
+from tracekit.conventions.strategies import AXES, DP_REPLICATE, DP_SHARD, EP, PP, TP, Layout
+from tracekit.errors import InputError
+from tracekit.plan.models import Model
+from tracekit.simulate import pipelines
+
+STRATEGIES = tuple(each.name for each in (strategies.DDP, strategies.ZERO1))
+"""Data parallelism of each stage."""
+EXPERT_DATA = "dp_shard_of_experts"
+"""The axis of the ranks that hold the same experts."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """How a job is laid out on its ranks.
+
+    `stage_layers` are the numbers of layers of each stage; stage s runs on the ranks at place s % pp of the pp axis.
+    """
+
+    layout: Layout
+    schedule: str = pipelines.ONE_F_ONE_B
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
+    sequence_parallel: bool = False
+
+    @cached_property
+    def data_axis(self) -> str:
+        """Return the mesh axis of data parallelism."""
+        return DP_SHARD if self.layout.dp_shard > 1 else DP_REPLICATE
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the ranks along the axis of data parallelism."""
+        return self.layout.dp_shard * self.layout.dp_replicate
+
+    @property
+    def stages(self) -> int:
+        """Return the stages of the pipeline."""
+        return self.layout.pp * self.virtual_stages
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank runs."""
+        place = self.layout.coordinate(rank)[PP]
+        return tuple(range(place, self.stages, self.layout.pp))
+
+    def layers_of(self, stage: int) -> range:
+        """Return the layers of a stage."""
+        first = sum(self.stage_layers[:stage])
+        return range(first, first + self.stage_layers[stage])
+
+    def ranks_of(self, stage: int) -> list[int]:
+        """Return the ranks that run a stage."""
+        place = stage % self.layout.pp
+        return [rank for rank in range(self.layout.world_size) if self.layout.coordinate(rank)[PP] == place]
+
+    def peer(self, rank: int, stage: int) -> int:
+        """Return the rank that runs another stage of the same micro-batches: it is at the same place otherwise."""
+        inner = self.layout.world_size // self.layout.pp
+        return stage % self.layout.pp * inner + rank % inner
+
+    def shape(self, micro_batches: int) -> pipelines.Shape:
+        """Return the size of the pipeline."""
+        return pipelines.Shape(self.layout.pp, self.virtual_stages, micro_batches)
+
+
+def equal_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage gets: the first stages one more where they cannot be equal.
+
+    >>> equal_stages(10, 4)
+    (3, 3, 2, 2)
+    """
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def laid_out(
+    *,
+    gpus: int,
+    model: Model,
+    pp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    shards_data: bool = False,
+    schedule: str = pipelines.ONE_F_ONE_B,
+    virtual_stages: int = 1,
+    sequence_parallel: bool = False,
+) -> Hybrid:
+    """Return the layout of so many GPUs, with equal stages; what pp and tp leave is data parallelism.
+
+    Raises InputError where the sizes do not divide.
+    """
+    if gpus % (pp * tp) or min(pp, tp, ep) < 1:
+        raise InputError(f"--pp {pp} × --tp {tp} does not divide --gpus {gpus}")
+    data = gpus // (pp * tp)
+    if data % ep:
+        raise InputError(f"--ep {ep} does not divide the {data} ranks of data parallelism (--gpus / (--pp × --tp))")
+    on_shards = shards_data or ep > 1
+    layout = Layout(pp=pp, tp=tp, ep=ep, dp_shard=data if on_shards else 1, dp_replicate=1 if on_shards else data)
+    layers = equal_stages(model.layers, max(1, pp * virtual_stages))
+    return Hybrid(layout, schedule, virtual_stages, layers, sequence_parallel)
+
+
+def require_possible(
+    hybrid: Hybrid, *, model: Model, strategy: str, gpus: int, micro_batches: int, checkpoint_layers: int
+) -> None:
+    """Raise InputError where a layout is not possible, or is not simulated."""
+    layout, experts = hybrid.layout, model.experts
+    interleaves = hybrid.schedule == pipelines.INTERLEAVED
+    checks: Sequence[tuple[bool, str]] = (
+        (strategy not in STRATEGIES, f"--strategy {strategy} with a layout; use one of: {', '.join(STRATEGIES)}"),
+        (layout.world_size != gpus, f"the layout has {layout.world_size} ranks; --gpus is {gpus}"),
+        (layout.cp > 1, "context parallelism is not simulated"),
+        (checkpoint_layers > 0, "--checkpoint-layers is not simulated with --pp, --tp or --ep"),
+        (
+            hybrid.schedule not in pipelines.SCHEDULES,
+            f"--schedule is {hybrid.schedule!r}; simulated are {', '.join(pipelines.SCHEDULES)}",
+        ),
+        (interleaves != (hybrid.virtual_stages > 1), "--virtual-stages above 1 and --schedule interleaved go together"),
+        (interleaves and layout.pp == 1, "--schedule interleaved needs --pp 2 or more"),
+        (
+            interleaves and micro_batches % layout.pp > 0,
+            f"--micro-batches is {micro_batches}; the interleaved schedule needs a multiple of --pp {layout.pp}",
+        ),
+        (
+            len(hybrid.stage_layers) != hybrid.stages or min(hybrid.stage_layers, default=0) < 1,
+            f"{hybrid.stages} stages need a layer each; there are {model.layers} layers",
+        ),
+        (model.heads % layout.tp > 0, f"--tp is {layout.tp}; {model.name} has {model.heads} heads"),
+        (layout.ep > 1 and experts is None, f"--ep is {layout.ep}; {model.name} has no experts"),
+        (
+            experts is not None and experts.count % layout.ep > 0,
+            f"--ep {layout.ep} does not divide the experts of {model.name}",
+        ),
+        (hybrid.sequence_parallel and layout.tp == 1, "--sequence-parallel needs --tp 2 or more"),
+    )
+    for is_wrong, message in checks:
+        if is_wrong:
+            raise InputError(message)
+
+
+def groups_of(hybrid: Hybrid) -> dict[str, list[list[int]]]:
+    """Return the ranks of each group with more than one rank, by axis, those that share experts included."""
+    layout = hybrid.layout
+    found = {axis: layout.groups(axis) for axis in (*AXES, EP)}
+    if layout.ep > 1:
+        found[EXPERT_DATA] = _same_experts(layout)
+    return {axis: groups for axis, groups in found.items() if len(groups[0]) > 1}
+
+
+def _same_experts(layout: Layout) -> list[list[int]]:
+    """Return the ranks that hold the same experts: at the same place of their groups of experts."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for members in layout.groups(EP):
+        for index, rank in enumerate(members):
+            place = layout.coordinate(rank)
+            found.setdefault((place[PP], place[DP_REPLICATE], place[TP], index), []).append(rank)
+    return list(found.values())
+
+
+def manifest(hybrid: Hybrid, micro_batches: int) -> dict[str, Any]:
+    """Return what run.json states about a layout, as the trainers write it."""
+    layout = hybrid.layout
+    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1} or {DP_REPLICATE: 1}
+    stated: dict[str, Any] = {
+        "mesh": {"axes": list(sizes), "shape": list(sizes.values())},
+        "layout": asdict(layout),
+        "groups": {axis: groups for axis, groups in groups_of(hybrid).items() if axis != EXPERT_DATA},
+    }
+    if layout.pp > 1:
+        stated["pipeline"] = {
+            "schedule": hybrid.schedule,
+            "stages": hybrid.stages,
+            "virtual_stages": hybrid.virtual_stages,
+            "micro_batches": micro_batches,
+            "stage_ranks": [hybrid.ranks_of(stage) for stage in range(hybrid.stages)],
+            "stage_layers": [list(hybrid.layers_of(stage)) for stage in range(hybrid.stages)],
+        }
+    return stated
+
+
+def moved(hybrid: Hybrid, *, stage: int, layers: int) -> Hybrid:
+    """Return the layout with `layers` more layers in a stage, one from each of the others in turn, the last first.
+
+    Raises ValueError where the others have not as many to give.
+    """
+    counts = list(hybrid.stage_layers)
+    for _ in range(layers):
+        giver = max((each for each in range(len(counts)) if each != stage), key=lambda each: (counts[each], each))
+        if counts[giver] < 2:
+            raise ValueError(f"no stage has a layer to give to stage {stage}")
+        counts[giver] -= 1
+        counts[stage] += 1
+    return replace(hybrid, stage_layers=tuple(counts))

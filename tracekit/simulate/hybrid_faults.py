@@ -1,0 +1,205 @@
+"""The faults of hybrid jobs: along an axis of the mesh, in a stage, in the experts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from tracekit.conventions.strategies import DP_REPLICATE, EP, PP, TP
+from tracekit.simulate import fault_arguments, hybrid
+from tracekit.simulate.fault_registry import Fault, impaired, on_hardware, register
+from tracekit.simulate.hybrid import Hybrid
+from tracekit.simulate.job import Job
+
+FAULTS: dict[str, Fault] = {}
+_fault = partial(register, FAULTS, plain=False, hybrid=True)
+
+
+def _slow_ranks(job: Job) -> tuple[int, ...]:
+    return tuple(sorted(job.impairments.slow_ranks))
+
+
+def _slow_stages(job: Job) -> tuple[int, ...]:
+    return _layout(job).stages_of(_slow_ranks(job)[0])
+
+
+def _largest_stage(job: Job) -> tuple[int, ...]:
+    layers = _layout(job).stage_layers
+    return (max(range(len(layers)), key=lambda stage: layers[stage]),)
+
+
+@_fault(
+    "slow-stage",
+    "PIPE002",
+    "[:STAGE[:FACTOR]]",
+    "kernels of the ranks that run a stage (the second) take FACTOR times as long (1.5)",
+    axis=PP,
+    ranks=_slow_ranks,
+    stages=_slow_stages,
+)
+def _slow_stage(job: Job, given: Sequence[str]) -> Job:
+    ranks = _layout(job).ranks_of(_stage(job, given, 1))
+    return _slowed(job, ranks, fault_arguments.factor(given, 1, 1.5))
+
+
+@_fault(
+    "unbalanced-stages",
+    "PIPE002",
+    "[:STAGE[:LAYERS]]",
+    "a stage (the second) has LAYERS more layers (1), taken from the others",
+    axis=PP,
+    ranks=lambda job: tuple(_layout(job).ranks_of(_largest_stage(job)[0])),
+    stages=_largest_stage,
+)
+def _unbalanced_stages(job: Job, given: Sequence[str]) -> Job:
+    layers = int(fault_arguments.argument(given, 1, 1))
+    return replace(job, hybrid=hybrid.moved(_layout(job), stage=_stage(job, given, 1), layers=layers))
+
+
+@_fault(
+    "few-micro-batches",
+    "PIPE003",
+    "[:COUNT]",
+    "the tokens of a step are divided into COUNT micro-batches (as many as --pp)",
+    axis=PP,
+)
+def _few_micro_batches(job: Job, given: Sequence[str]) -> Job:
+    count = fault_arguments.count(given, lambda: _layout(job).layout.pp)
+    _require_pipeline(job)
+    if count >= job.micro_batches or job.micro_batches % count:
+        raise ValueError(f"{count} is not a smaller number that divides --micro-batches {job.micro_batches}")
+    return replace(job, micro_batches=count, batch=job.batch * job.micro_batches // count)
+
+
+@_fault(
+    "slow-pipeline-link",
+    "PIPE005",
+    "[:STAGE[:FACTOR]]",
+    "transfers between a stage (the first) and the next one take FACTOR times as long (20)",
+    axis=PP,
+    ranks=lambda job: tuple(_ranks_at_boundary(job)),
+    stages=lambda job: _boundary(job),
+)
+def _slow_pipeline_link(job: Job, given: Sequence[str]) -> Job:
+    stage = _stage(job, given, 0)
+    if stage >= _layout(job).layout.pp - 1:
+        raise ValueError(f"{stage} is not a stage with a next one on other ranks")
+    return impaired(job, slow_boundaries={stage: fault_arguments.factor(given, 1, 20.0)})
+
+
+@_fault(
+    "slow-tensor-link",
+    "TP002",
+    "[:FACTOR]",
+    "collectives of tensor parallelism take FACTOR times as long (6)",
+    axis=TP,
+)
+def _slow_tensor_link(job: Job, given: Sequence[str]) -> Job:
+    _require_ranks(_layout(job).layout.tp, "--tp")
+    return impaired(job, slow_axes={TP: fault_arguments.factor(given, 0, 6.0)})
+
+
+@_fault("tp-across-nodes", "TP001", "", "nodes have half as many GPUs as --tp, so its groups span two nodes", axis=TP)
+def _tp_across_nodes(job: Job, given: Sequence[str]) -> Job:
+    if given:
+        raise ValueError("it takes no arguments")
+    ranks = _layout(job).layout.tp
+    _require_ranks(ranks, "--tp")
+    if ranks > job.hardware.gpus_per_node:
+        raise ValueError("--tp spans nodes already")
+    # Each GPU keeps its share of its node's network.
+    share = job.hardware.network_bytes_per_s / job.hardware.gpus_per_node
+    return on_hardware(job, gpus_per_node=ranks // 2, network_bytes_per_s=share * (ranks // 2))
+
+
+@_fault(
+    "hot-expert",
+    "EP001",
+    "[:EXPERT[:FACTOR]]",
+    "an expert (the first) gets FACTOR times as many tokens as each other one (4)",
+    axis=EP,
+    ranks=lambda job: _ranks_of_hot_expert(job),
+)
+def _hot_expert(job: Job, given: Sequence[str]) -> Job:
+    _require_ranks(_layout(job).layout.ep, "--ep")
+    assert job.model.experts is not None
+    expert = int(fault_arguments.argument(given, 0, 0))
+    if not 0 <= expert < job.model.experts.count:
+        raise ValueError(f"{expert} is not one of {job.model.experts.count} experts")
+    return impaired(job, hot_expert=(expert, fault_arguments.factor(given, 1, 4.0)))
+
+
+@_fault(
+    "late-node",
+    "RANK004",
+    "[:NODE[:FACTOR]]",
+    "kernels of all ranks of a node (the second) take FACTOR times as long (1.3)",
+    ranks=_slow_ranks,
+)
+def _late_node(job: Job, given: Sequence[str]) -> Job:
+    nodes = job.gpus // job.node
+    _require_ranks(nodes, "nodes")
+    node = _numbered(given, 1, nodes, "node")
+    return _slowed(job, range(node * job.node, (node + 1) * job.node), fault_arguments.factor(given, 1, 1.3))
+
+
+@_fault(
+    "late-replica",
+    "RANK004",
+    "[:REPLICA[:FACTOR]]",
+    "kernels of all ranks of a replica of the model (the second) take FACTOR times as long (1.3)",
+    axis=DP_REPLICATE,
+    ranks=_slow_ranks,
+)
+def _late_replica(job: Job, given: Sequence[str]) -> Job:
+    layout = _layout(job).layout
+    _require_ranks(layout.data_ranks, "data parallelism")
+    replica = _numbered(given, 1, layout.data_ranks, "replica")
+    ranks = [rank for rank in range(job.gpus) if layout.data_rank(rank) == replica]
+    return _slowed(job, ranks, fault_arguments.factor(given, 1, 1.3))
+
+
+def _slowed(job: Job, ranks: Sequence[int], factor: float) -> Job:
+    return impaired(job, slow_ranks={**job.impairments.slow_ranks, **dict.fromkeys(ranks, (factor, 0))})
+
+
+def _layout(job: Job) -> Hybrid:
+    assert job.hybrid is not None
+    return job.hybrid
+
+
+def _stage(job: Job, given: Sequence[str], default: int) -> int:
+    _require_pipeline(job)
+    return _numbered(given, default, _layout(job).stages, "stage")
+
+
+def _numbered(given: Sequence[str], default: int, count: int, what: str) -> int:
+    text = fault_arguments.argument(given, 0, default)
+    if not text.isdecimal() or int(text) >= count:
+        raise ValueError(f"{text!r} is not a {what} of {count}")
+    return int(text)
+
+
+def _require_pipeline(job: Job) -> None:
+    _require_ranks(_layout(job).layout.pp, "--pp")
+
+
+def _require_ranks(count: int, what: str) -> None:
+    if count < 2:
+        raise ValueError(f"it needs {what} of 2 or more")
+
+
+def _boundary(job: Job) -> tuple[int, ...]:
+    stage = next(iter(job.impairments.slow_boundaries))
+    return stage, stage + 1
+
+
+def _ranks_at_boundary(job: Job) -> list[int]:
+    return sorted(rank for stage in _boundary(job) for rank in _layout(job).ranks_of(stage))
+
+
+def _ranks_of_hot_expert(job: Job) -> tuple[int, ...]:
+    assert job.model.experts is not None
+    assert job.impairments.hot_expert is not None
+    layout = _layout(job).layout
+    index = job.impairments.hot_expert[0] // (job.model.experts.count // layout.ep)
+    return tuple(sorted(ranks[index] for ranks in layout.groups(EP)))

@@ -1,0 +1,302 @@
+"""The program of one rank of a hybrid job: its stages' actions in order, the reduction of gradients, the optimizer."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from tracekit import conventions
+from tracekit.conventions.strategies import PP
+from tracekit.simulate import hybrid_memory, hybrid_reduction, kernels, pipelines, program
+from tracekit.simulate.experts import Router
+from tracekit.simulate.hybrid_layers import (
+    Item,
+    Layers,
+    Message,
+    WeightGradient,
+    parts_of,
+    transferred_elements,
+)
+from tracekit.simulate.hybrid_topology import WORLD, HybridWorld, channel
+from tracekit.simulate.job import Job
+from tracekit.simulate.kernels import Op
+from tracekit.simulate.pipelines import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction
+
+_PCIE_BYTES_PER_S = 20e9
+_STREAMS = {"tp": program.TENSOR_STREAM, "ep": program.EXPERT_STREAM, WORLD: program.WORLD_STREAM}
+
+
+def programs(job: Job) -> dict[int, list[Instruction]]:
+    """Return the program of each rank. Ranks differ in the data that they send, in their stages and their experts."""
+    world = HybridWorld(job)
+    router = Router(job)
+    return {rank: RankProgram(job, rank, world, router).written() for rank in job.simulated_ranks}
+
+
+class RankProgram:
+    """Writes one rank's program."""
+
+    def __init__(self, job: Job, rank: int, world: HybridWorld, router: Router) -> None:
+        assert job.hybrid is not None
+        self.job, self.rank, self.hybrid = job, rank, job.hybrid
+        self.host = program.Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
+        self._world, self._router = world, router
+        self._layers = Layers(job, parts_of(job))
+        self._received: dict[Action, int] = {}
+        self._gradients: dict[tuple[int, int | None], int] = {}
+        self._sends: dict[int, int] = {}
+        place = self.hybrid.layout.coordinate(rank)[PP]
+        self._actions = pipelines.order(self.hybrid.schedule, self.hybrid.shape(job.micro_batches), place)
+
+    def written(self) -> list[Instruction]:
+        """Return the program of all steps."""
+        for number in range(self.job.steps):
+            self._step(number)
+        return self.host.program
+
+    # A step ----------------------------------------------------------------------------------------------------------
+    def _step(self, number: int) -> None:
+        host = self.host
+        with host.span(f"ProfilerStep#{number}"):
+            host.add(program.Step(number))
+            host.begin(f"{number} data")
+            self._load_batch()
+            for index, action in enumerate(self._actions):
+                if not index:
+                    self._receive(number, action)
+                if index + 1 < len(self._actions):  # posted one action ahead, so that a transfer can be overlapped
+                    self._receive(number, self._actions[index + 1])
+                self._run_action(number, action)
+                self._send(number, action)
+                if self._completes_gradients(action):
+                    self._reduce(number, action.stage)
+            self._finish(number)
+
+    def _completes_gradients(self, action: Action) -> bool:
+        last = WEIGHT_GRADIENT if self.hybrid.schedule == pipelines.ZB_H1 else BACKWARD
+        return action.kind == last and action.micro_batch == self.job.micro_batches - 1
+
+    def _load_batch(self) -> None:
+        size_bytes = 8 * 2 * self.job.tokens * self.job.micro_batches
+        took_ns = max(1_000, round(size_bytes / _PCIE_BYTES_PER_S * 1e9))
+        name = "Memcpy HtoD (Pinned -> Device)"
+        copy = program.Kernel(name, program.COPY, MAIN_STREAM, took_ns, bytes=size_bytes)
+        with self.host.span(conventions.span_name(conventions.DATA)):
+            with self.host.span("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", cost_ns=50_000):
+                self.host.add(program.PassTime(self.job.impairments.data_stall_ns))
+            with self.host.op("aten::to"), self.host.op("aten::_to_copy"), self.host.op("aten::copy_"):
+                self.host.launch(copy)
+
+    def _finish(self, number: int) -> None:
+        """Wait for reductions and sends, add the norms of all ranks' gradients up, and let the optimizer step."""
+        host = self.host
+        host.begin(f"{number} optimizer")
+        for event in self._sends.values():
+            host.wait(MAIN_STREAM, event)
+        self._sends = {}
+        host.follow(MAIN_STREAM, program.REDUCE_STREAM)
+        with host.span(conventions.span_name(conventions.CLIP)):
+            norm = kernels.collective(
+                "all_reduce", WORLD, program.WORLD_STREAM, whole=1, ranks=self.job.gpus, dtype="Float"
+            )
+            self._collective(norm)
+        with (
+            host.span(conventions.span_name(conventions.OPTIMIZER)),
+            host.span("Optimizer.step#AdamW.step", "cpu_op"),
+        ):
+            self._run(hybrid_reduction.optimizer(self.job, self.rank))
+        for kernel in hybrid_reduction.after_optimizer(self.job, self.rank):
+            self._collective(kernel)
+
+    # Actions ---------------------------------------------------------------------------------------------------------
+    def _run_action(self, number: int, action: Action) -> None:
+        host = self.host
+        if action in self._received:
+            host.wait(MAIN_STREAM, self._received.pop(action))
+        host.add(program.Act(action))
+        with self._span(action.name):
+            if action.kind == FORWARD:
+                with host.span(conventions.span_name(conventions.FORWARD)):
+                    self._forward(number, action)
+            else:
+                with host.span(conventions.span_name(conventions.BACKWARD)), host.on(program.AUTOGRAD_THREAD):
+                    self._backward(number, action)
+        host.add(program.Act(None))
+
+    def _forward(self, number: int, action: Action) -> None:
+        stage, place = action.stage, f"{number} {action.micro_batch} {action.stage} F"
+        self.host.add(program.Allocate(_activations(action), hybrid_memory.activation_bytes(self.job, stage)))
+        if stage == 0:
+            self._begin(f"{place} root")
+            self._run(self._layers.embedding(backward=False))
+        for layer in self.hybrid.layers_of(stage):
+            self._begin(f"{place} {layer}")
+            self.host.add(program.PassTime(self.job.impairments.launch_delay_ns))
+            self._run(self._layers.forward(self._router.routing(number, action.micro_batch, layer, self.rank)))
+        if stage == self.hybrid.stages - 1:
+            self._begin(f"{place} head")
+            self._run(self._layers.head(backward=False))
+
+    def _backward(self, number: int, action: Action) -> None:
+        stage, place = action.stage, f"{number} {action.micro_batch} {action.stage} {action.kind}"
+        if stage == self.hybrid.stages - 1:
+            self._begin(f"{place} head")
+            self._run_part(self._layers.head(backward=True), action)
+            self._note(action, None)
+        for layer in reversed(self.hybrid.layers_of(stage)):
+            self._begin(f"{place} {layer}")
+            routing = self._router.routing(number, action.micro_batch, layer, self.rank)
+            self._run_part(self._layers.backward(routing), action)
+            self._note(action, layer)
+        if stage == 0:
+            self._begin(f"{place} root")
+            self._run_part(self._layers.embedding(backward=True), action)
+            self._note(action, None)
+        if action.kind != INPUT_GRADIENT:
+            self.host.add(program.Free(_activations(action)))
+
+    def _note(self, action: Action, layer: int | None) -> None:
+        """Record the event that a layer's gradients of all micro-batches are added up; None: embedding or head."""
+        if self._completes_gradients(action) and hybrid_reduction.reduces(self.job):
+            self._gradients[action.stage, layer] = self.host.record(MAIN_STREAM)
+
+    def _run_part(self, items: Iterable[Item], action: Action) -> None:
+        """Run a backward pass, or only what gives the input's gradient, or only what gives the weights'."""
+        wanted = {BACKWARD: (True, False), INPUT_GRADIENT: (False,), WEIGHT_GRADIENT: (True,)}[action.kind]
+        self._run(item for item in items if isinstance(item, WeightGradient) in wanted)
+
+    def _run(self, items: Iterable[Item]) -> None:
+        for item in items:
+            if isinstance(item, Message):
+                self._exchange(item)
+            else:
+                self._run_op(item.op if isinstance(item, WeightGradient) else item)
+
+    def _run_op(self, op: Op) -> None:
+        if not op.node:
+            with self.host.op(op.name, {"Input Dims": op.dims} if op.dims else None):
+                self.host.launch(op.kernel)
+            return
+        with (
+            self.host.op(f"autograd::engine::evaluate_function: {op.node}"),
+            self.host.span(op.node, "cpu_op"),
+            self.host.op(op.name, {"Input Dims": op.dims} if op.dims else None),
+        ):
+            self.host.launch(op.kernel)
+
+    def _begin(self, position: str) -> None:
+        self.host.begin(position)
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        """Surround what is written meanwhile by the span of an action, in a pipeline."""
+        if self.hybrid.layout.pp == 1:
+            yield
+            return
+        with self.host.span(name):
+            yield
+
+    # Communication ---------------------------------------------------------------------------------------------------
+    def _exchange(self, message: Message) -> None:
+        """Run a collective on which the main stream waits."""
+        stream = _STREAMS[message.axis]
+        if message.splits is None:
+            ranks = len(self._world.group(message.axis, self.rank).ranks)
+            kernel = kernels.collective(
+                message.op, message.axis, stream, whole=message.elements, ranks=ranks, dtype="BFloat16"
+            )
+        else:
+            sent, received = (sum(rows) * self.job.model.width for rows in message.splits)
+            of = Collective(message.op, message.axis, "BFloat16", sent, received, message.splits, message.slowest)
+            kernel = kernels.send_receive(of, stream)
+        self._collective(kernel)
+
+    def _collective(self, kernel: program.Kernel) -> None:
+        self.host.follow(kernel.stream, MAIN_STREAM)
+        self._issue(kernel)
+        self.host.follow(MAIN_STREAM, kernel.stream)
+
+    def _issue(self, kernel: program.Kernel) -> None:
+        message = kernel.collective
+        assert message is not None
+        outer, backend, name = _NAMES[message.op]
+        sent, received = message.splits or ((), ())
+        args: dict[str, object] = {
+            "Collective name": name,
+            "dtype": message.dtype,
+            "group": message.group.split(":")[0],
+        }
+        args |= {"In msg nelems": message.sent, "Out msg nelems": message.received}
+        args |= {"In split size": str(list(sent)), "Out split size": str(list(received))}
+        if message.peer is not None:
+            args["Dst Rank" if message.op == "send" else "Src Rank"] = message.peer
+            backend = backend.format(self._world.group(PP, self.rank).ranks.index(self.rank), message.peer)
+        with self.host.op(outer), self.host.op("record_param_comms", args), self.host.span(backend):
+            self.host.launch(kernel)
+
+    def _receive(self, number: int, action: Action) -> None:
+        """Post the receive of an action's input, if another rank sends it."""
+        step = {FORWARD: -1, BACKWARD: 1, INPUT_GRADIENT: 1}.get(action.kind, 0)
+        source = action.stage + step
+        if not step or not 0 <= source < self.hybrid.stages:
+            return
+        kind = FORWARD if step < 0 else BACKWARD
+        with self.host.span(f"PP:{action.stage}RECV_{kind}{action.micro_batch}"):
+            self._begin(f"{number} {action.micro_batch} {source} transfer {kind}")
+            self._transfer("recv", kind, self.hybrid.peer(self.rank, source))
+        self._received[action] = self.host.record(program.RECEIVE_STREAMS[kind])
+
+    def _send(self, number: int, action: Action) -> None:
+        """Send an action's output to the stage that needs it."""
+        step = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: -1}.get(action.kind, 0)
+        target = action.stage + step
+        if not step or not 0 <= target < self.hybrid.stages:
+            return
+        kind = FORWARD if step > 0 else BACKWARD
+        with self.host.span(f"PP:{action.stage}SEND_{kind}{action.micro_batch}"):
+            self._begin(f"{number} {action.micro_batch} {action.stage} transfer {kind}")
+            self._transfer("send", kind, self.hybrid.peer(self.rank, target))
+        stream = program.SEND_STREAMS[kind]
+        self._sends[stream] = self.host.record(stream)
+
+    def _transfer(self, op: str, kind: str, peer: int) -> None:
+        sends = op == "send"
+        stream = (program.SEND_STREAMS if sends else program.RECEIVE_STREAMS)[kind]
+        between = channel(self.rank, peer, kind) if sends else channel(peer, self.rank, kind)
+        place = self._world.group(PP, self.rank).ranks.index(peer)
+        elements = self._transferred
+        self.host.follow(stream, MAIN_STREAM)
+        message = Collective(op, between, "BFloat16", elements, elements, peer=place)
+        self._issue(kernels.send_receive(message, stream))
+
+    @cached_property
+    def _transferred(self) -> int:
+        return transferred_elements(self.job)
+
+    def _reduce(self, number: int, stage: int) -> None:
+        """Reduce a stage's gradients, each layer's once they are whole."""
+        if not hybrid_reduction.reduces(self.job):
+            return
+        with self._span(f"PP:{stage}REDUCE_GRAD"):
+            for layer in (*reversed(self.hybrid.layers_of(stage)), None):
+                self._begin(f"{number} reduce {stage} {layer}")
+                if (event := self._gradients.pop((stage, layer), None)) is None:
+                    continue
+                self.host.wait(program.REDUCE_STREAM, event)
+                for kernel in hybrid_reduction.of_layer(self.job, layer):
+                    self._issue(kernel)
+
+
+_NAMES = {
+    "all_gather": ("c10d::_allgather_base_", "nccl:_all_gather_base", "_allgather_base"),
+    "reduce_scatter": ("c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base", "_reduce_scatter_base"),
+    "all_reduce": ("c10d::allreduce_", "nccl:all_reduce", "allreduce"),
+    "broadcast": ("c10d::broadcast_", "nccl:broadcast", "broadcast"),
+    "all_to_all": ("c10d::alltoall_base_", "nccl:all_to_all", "all_to_allv"),
+    "send": ("c10d::send", "nccl:send {0}->{1}", "send"),
+    "recv": ("c10d::recv_", "nccl:recv {0}<-{1}", "recv"),
+}
+
+
+def _activations(action: Action) -> str:
+    return f"activations {action.stage} {action.micro_batch}"

@@ -1,0 +1,95 @@
+"""What follows a hybrid job's backward passes: the reduction of each stage's gradients, and the optimizer."""
+
+from tracekit.conventions import strategies
+from tracekit.conventions.strategies import (
+    AFTER_OPTIMIZER,
+    BACKWARD,
+    BROADCAST,
+    GATHERED_BYTES,
+    GRADIENTS,
+    OPTIMIZER,
+    STRATEGIES,
+)
+from tracekit.simulate import costs, kernels, program
+from tracekit.simulate.hybrid import EXPERT_DATA
+from tracekit.simulate.hybrid_layers import layer_parameters
+from tracekit.simulate.job import Job
+from tracekit.simulate.kernels import Op
+from tracekit.simulate.program import Kernel
+
+_OPS = 8
+_OPTIMIZER_NAME = (
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >(int)"
+)
+
+
+def reduces(job: Job) -> bool:
+    """Whether gradients are reduced: data parallelism has more than one rank."""
+    assert job.hybrid is not None
+    return job.hybrid.data_ranks > 1
+
+
+def of_layer(job: Job, layer: int | None) -> list[Kernel]:
+    """Return the reductions of a layer's gradients, its experts' among the ranks that share them; None: the root's."""
+    assert job.hybrid is not None
+    ops = [
+        each.op for each in STRATEGIES[job.strategy].collectives if each.when == BACKWARD and each.tensor == GRADIENTS
+    ]
+    dense, experts = _root_parameters(job) if layer is None else layer_parameters(job)
+    found = [_reduction(job, op, job.hybrid.data_axis, dense, job.hybrid.data_ranks) for op in ops]
+    sharing = job.hybrid.data_ranks // job.hybrid.layout.ep
+    if experts and sharing > 1:
+        kind = EXPERT_DATA if job.hybrid.layout.ep > 1 else job.hybrid.data_axis
+        found += [_reduction(job, op, kind, experts, sharing) for op in ops]
+    return found
+
+
+def optimizer(job: Job, rank: int) -> list[Op]:
+    """Return the ops of the optimizer's step on what the rank keeps of its stages."""
+    assert job.hybrid is not None
+    ranks = job.hybrid.data_ranks if OPTIMIZER in STRATEGIES[job.strategy].sharded else 1
+    rates = costs.rates(job.hardware, spans_nodes=False, overhead_s=job.step_overhead_ns / 1e9)
+    seconds = rates.overhead_s + costs.OPTIMIZER_BYTES * parameters(job, rank) / ranks / rates.memory_bytes_per_s
+    kernel = kernels.compute(_OPTIMIZER_NAME, seconds / _OPS, blocks=640)
+    return [Op("aten::_fused_adamw_", "", kernel)] * _OPS
+
+
+def after_optimizer(job: Job, rank: int) -> list[Kernel]:
+    """Return what hands the stepped weights to the ranks that need them: under zero1 each rank broadcasts its part."""
+    assert job.hybrid is not None
+    listed = STRATEGIES[job.strategy].collectives
+    ranks, total = job.hybrid.data_ranks, parameters(job, rank)
+    if ranks == 1 or not any(each.when == AFTER_OPTIMIZER and each.op == BROADCAST for each in listed):
+        return []
+    part = kernels.collective(
+        BROADCAST, job.hybrid.data_axis, program.REDUCE_STREAM, whole=total // ranks, ranks=ranks, dtype="BFloat16"
+    )
+    return [part] * ranks
+
+
+def parameters(job: Job, rank: int) -> int:
+    """Return the weights of a rank's stages on it."""
+    assert job.hybrid is not None
+    stages = job.hybrid.stages_of(rank)
+    layers = sum(job.hybrid.stage_layers[stage] for stage in stages)
+    roots = (0 in stages) + (job.hybrid.stages - 1 in stages)
+    return layers * sum(layer_parameters(job)) + roots * _root_parameters(job)[0]
+
+
+def state_bytes(job: Job, rank: int) -> int:
+    """Return the bytes of weights, gradients and optimizer state that a rank keeps."""
+    assert job.hybrid is not None
+    each, count = strategies.MIXED_ADAM, parameters(job, rank)
+    shared = job.hybrid.data_ranks if OPTIMIZER in STRATEGIES[job.strategy].sharded else 1
+    return count * (each.parameters + 2 * GATHERED_BYTES) + count * each.optimizer // shared
+
+
+def _root_parameters(job: Job) -> tuple[int, int]:
+    """Return the weights of embedding or head on one rank."""
+    assert job.hybrid is not None
+    return job.model.outer_parameters // job.hybrid.layout.tp, 0
+
+
+def _reduction(job: Job, op: str, axis: str, count: int, ranks: int) -> Kernel:
+    del job
+    return kernels.collective(op, axis, program.REDUCE_STREAM, whole=max(1, count), ranks=ranks, dtype="Float")

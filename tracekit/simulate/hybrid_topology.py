@@ -1,0 +1,106 @@
+"""The process groups of a hybrid job, one for each place on an axis of its mesh, and their links."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from tracekit.conventions.strategies import PP, RING_PASSES
+from tracekit.simulate.costs import Rates, rates, ring_s
+from tracekit.simulate.hybrid import Hybrid, groups_of
+from tracekit.simulate.job import Job
+from tracekit.simulate.program import Collective
+from tracekit.simulate.topology import ITEM_BYTES, NETWORK, NODE, Group
+
+WORLD = "world"
+"""The group of all ranks."""
+
+
+def channel(sender: int, receiver: int, kind: str) -> str:
+    """Return the kind of the group in which one rank sends to another: activations (F) or gradients (B)."""
+    return f"{PP}:{sender}>{receiver}:{kind}"
+
+
+class HybridWorld:
+    """The process groups of a hybrid job."""
+
+    def __init__(self, job: Job) -> None:
+        assert job.hybrid is not None
+        self._job, self._hybrid = job, job.hybrid
+        self._groups = _all_groups(job.hybrid, job.node)
+        self._of = lru_cache(maxsize=None)(self._find)
+
+    def group(self, kind: str, rank: int) -> Group:
+        """Return the group of an axis, of all ranks, or of a channel between two, that a rank belongs to."""
+        return self._of(kind, rank)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of groups that have more than one rank."""
+        return tuple(self._groups)
+
+    def transfer_ns(self, collective: Collective, group: Group) -> int:
+        """Return how long a collective takes once all its ranks have arrived, if nothing else uses the link.
+
+        A ring carries most; ranks of an all-to-all send to all others at once, so its busiest rank decides.
+        """
+        if self._job.impairments.ideal_links:
+            return 1
+        size_bytes = ITEM_BYTES[collective.dtype] * max(collective.sent, collective.received)
+        of, ranks = self._rates_of(group), len(group.ranks)
+        if group.parent is not None:
+            took_s = float(size_bytes / of.bus_bytes_per_s + of.hop_s)
+        elif collective.splits is not None:
+            slowest_bytes = ITEM_BYTES[collective.dtype] * collective.slowest
+            took_s = float(slowest_bytes / of.bus_bytes_per_s + of.hop_s * (ranks - 1))
+        else:
+            took_s = RING_PASSES[collective.op] * float(ring_s(size_bytes, of, ranks))
+        return max(1, round(1e9 * took_s))
+
+    def slowed(self, group: Group, step: int) -> float:
+        """Return how many times as long the group's transfers take because of a slow link."""
+        impairments = self._job.impairments
+        if group.parent is not None:
+            return impairments.slow_boundaries.get(self._boundary(group), 1.0)
+        links = impairments.slow_links.items()
+        hit = [factor for rank, (factor, since) in links if rank in group.ranks and step >= since]
+        return max([impairments.slow_axes.get(group.description.removeprefix("mesh_"), 1.0), *hit])
+
+    def _boundary(self, group: Group) -> int:
+        """Return the stage on the side of the first of the two ranks' places that a channel crosses."""
+        places = sorted(self._hybrid.layout.coordinate(rank)[PP] for rank in group.ranks)
+        return places[0] if places[1] - places[0] == 1 else places[1]
+
+    def _find(self, kind: str, rank: int) -> Group:
+        if kind.startswith(f"{PP}:"):
+            return self._channel(kind, rank)
+        return next(group for group in self._groups[kind] if rank in group.ranks)
+
+    def _channel(self, kind: str, rank: int) -> Group:
+        sender, receiver = (int(text) for text in kind.split(":")[1].split(">"))
+        parent = self.group(PP, rank)
+        same = sender // self._job.node == receiver // self._job.node
+        link = f"{NODE if same else NETWORK} {sender}>{receiver}"  # links between two ranks are shared by nobody
+        return Group(kind, parent.description, (sender, receiver), link, parent)
+
+    def _rates_of(self, group: Group) -> Rates:
+        if group.link.startswith(NODE):
+            return rates(self._job.hardware, spans_nodes=False)
+        of = rates(self._job.hardware, spans_nodes=True)
+        # A node's network is shared evenly by its GPUs, a ring has the shares of its ranks there.
+        most = max(
+            sum(other // self._job.node == rank // self._job.node for other in group.ranks) for rank in group.ranks
+        )
+        mine = 1 if group.parent is not None else most
+        return replace(of, bus_bytes_per_s=of.bus_bytes_per_s * mine / self._job.node)
+
+
+def _all_groups(hybrid: Hybrid, node: int) -> dict[str, list[Group]]:
+    world = [list(range(hybrid.layout.world_size))]
+    found: dict[str, list[Group]] = {}
+    number = 0
+    for kind, listed in {WORLD: world, **groups_of(hybrid)}.items():
+        description = "default_pg" if kind == WORLD else f"mesh_{kind}"
+        found[kind] = []
+        for ranks in listed:
+            link = NODE if len({rank // node for rank in ranks}) == 1 else NETWORK
+            found[kind].append(Group(str(number), description, tuple(ranks), link))
+            number += 1
+    return found
