@@ -47,15 +47,20 @@ class MixtureOfExperts(nn.Module):
 
     def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs of rows that are sorted by expert, (S * K, D)."""
+        gates, ups, downs = self._weights()
         if rows.is_cuda and rows.dtype is torch.bfloat16 and _grouped_mm is not None:
             ends = counts.cumsum(0).to(torch.int32)  # stays on the device: the host need not wait for the counts
-            gate, up = (_grouped_mm(rows, each.mT, offs=ends) for each in (self.gate, self.up))
-            return _grouped_mm(functional.silu(gate) * up, self.down.mT, offs=ends)
+            gate, up = (_grouped_mm(rows, each.mT, offs=ends) for each in (gates, ups))
+            return _grouped_mm(functional.silu(gate) * up, downs.mT, offs=ends)
         parts = [
             (functional.silu(part @ gate.mT) * (part @ up.mT)) @ down.mT
-            for part, gate, up, down in zip(rows.split(counts.tolist()), self.gate, self.up, self.down, strict=True)
+            for part, gate, up, down in zip(rows.split(counts.tolist()), gates, ups, downs, strict=True)
         ]
         return torch.cat(parts)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        """Return the experts' weights: `gate`, `up` and `down`."""
+        return self.gate, self.up, self.down
 
 
 def balancing_loss(chances: Tensor, shares: Tensor) -> Tensor:

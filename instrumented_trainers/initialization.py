@@ -5,6 +5,8 @@ import zlib
 import torch
 from torch import Tensor, nn
 
+from instrumented_trainers import regions
+
 _DEVIATION = 0.02
 
 
@@ -29,10 +31,23 @@ class WeightInitializer:
         }
 
     def __call__(self, module: nn.Module) -> None:
-        """Fill the weights that are the module's own, not those of modules inside it."""
+        """Fill the weights that are the module's own, not those of modules inside it.
+
+        Of a weight that is divided over ranks this rank's part is filled; to draw that, the whole is drawn.
+        """
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is None:
+                continue
+            if (region := regions.region_of(module, name)) is None:
                 self.fill(module, name, parameter)
+            else:
+                self._fill_part(module, name, parameter, region)
+
+    @torch.no_grad()
+    def _fill_part(self, module: nn.Module, name: str, part: Tensor, region: regions.Region) -> None:
+        whole = torch.empty(region.shape, dtype=part.dtype, device=part.device)
+        self.fill(module, name, whole)
+        part.copy_(region.part_of(whole))
 
     @torch.no_grad()
     def fill(self, module: nn.Module, own_name: str, whole: Tensor) -> None:

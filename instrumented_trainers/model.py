@@ -8,6 +8,7 @@ Letters in shapes:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -105,12 +106,22 @@ PRESETS: Mapping[str, ModelConfig] = {
 }
 
 
+class SequencePositions(Protocol):
+    """Knows where the tokens that a model is called with lie in their sequences."""
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the positions of that many tokens, in their order, shape (T)."""
+
+
 class Llama(nn.Module):
     """Embedding, `layers`, norm, head. Called with tokens (B, T), it returns logits (B, T, V).
 
     Weights are drawn by a seed from torch's generator (seed that for the same weights on every rank). A model built on
     the meta device has none until it gets them, whole by `materialize` or in parts by its `initializer`.
     """
+
+    token_split: SequencePositions | None = None
+    """Which tokens the model sees of each sequence, if not all."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -140,11 +151,17 @@ class Llama(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rotation = rotations(tokens.shape[1], self.config, tokens.device)
+        rotation = rotations(self._positions(tokens), self.config)
         stream = self.embedding(tokens)
         for layer in self.layers:
             stream = layer(stream, rotation)
         return self.head(self.norm(stream))
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        """Return the positions of the tokens (B, T) in their sequences, shape (T)."""
+        if self.token_split is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        return self.token_split.positions(tokens.shape[1], tokens.device)
 
 
 class Layer(nn.Module):
@@ -192,8 +209,10 @@ class Attention(nn.Module):
         query = rotate(self._heads(self.query(stream)), rotation)
         key = rotate(self._heads(self.key(stream)), rotation)
         value = self._heads(self.value(stream))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(self._mixed(query, key, value).transpose(1, 2).flatten(2))
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     def _heads(self, projected: Tensor) -> Tensor:
         # (B, T, H * E) to (B, H, T, E)
@@ -225,14 +244,13 @@ class FeedForward(nn.Module):
         return self.down(functional.silu(self.gate(stream)) * self.up(stream))
 
 
-def rotations(tokens: int, config: ModelConfig, device: torch.device) -> Tensor:
-    """Return cosine and sine of each position's angles, shape (2, T, E / 2), in fp64.
+def rotations(positions: Tensor, config: ModelConfig) -> Tensor:
+    """Return cosine and sine of the angles of positions (T), shape (2, T, E / 2), in fp64.
 
     Computed in each forward pass: a buffer would need care under every strategy and on the meta device.
     """
-    exponents = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float64) / config.head_width
-    positions = torch.arange(tokens, device=device, dtype=torch.float64)
-    angles = torch.outer(positions, config.rotary_base**-exponents)
+    exponents = torch.arange(0, config.head_width, 2, device=positions.device, dtype=torch.float64) / config.head_width
+    angles = torch.outer(positions.double(), config.rotary_base**-exponents)
     return torch.stack((angles.cos(), angles.sin()))
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from instrumented_trainers.parallelism import expert
 from instrumented_trainers.parallelism.options import ShardOptions, device_of
 
 
@@ -31,6 +32,9 @@ def replicated(
         raise NotImplementedError(f"ddp reduces gradients in the weights' own dtype, not in {options.reduce_dtype}")
     if mesh.ndim != 1:
         raise NotImplementedError("ddp replicates over all ranks: it has no groups to shard in")
+    # Experts that are divided over ranks have other replicas: `accumulate` averages their gradients.
+    if ignored := list(expert.expert_parameters(model)):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     return model.to(device_of(mesh)), mesh, options.param_dtype
 
 

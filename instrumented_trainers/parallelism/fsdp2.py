@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from instrumented_trainers.parallelism import expert
 from instrumented_trainers.parallelism.options import ShardOptions
 
 
@@ -24,6 +25,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Modul
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload else OffloadPolicy()
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for layer in model.layers:
+        for _, experts in expert.divided_experts(layer):
+            unit(experts.router, reshard_after_forward=options.reshard_after_forward)
+            unit(experts, mesh=experts.replicas, reshard_after_forward=True)
         unit(layer, reshard_after_forward=options.reshard_after_forward)
     unit(model)
     if options.prefetch is not None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from instrumented_trainers.parallelism import zero1
+from instrumented_trainers.parallelism import region_state, zero1
 from instrumented_trainers.parallelism.combined_optimizer import CombinedOptimizer, parts_of
 from instrumented_trainers.parallelism.optimizer import begin_missing_state
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
@@ -51,14 +51,15 @@ def checkpoint_state(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Any
         for part in parts:
             begin_missing_state(part)  # so that what is saved does not depend on what was stepped
     if isinstance(model, zero1.Zero1DataParallel):
-        return {"model": get_model_state_dict(model), "optimizer": zero1.optimizer_state(model, parts)}
-    model_state, optimizer_state = get_state_dict(model, parts)
-    return {"model": model_state, "optimizer": optimizer_state}
+        model_state, optimizer_state = get_model_state_dict(model), zero1.optimizer_state(model, parts)
+    else:
+        model_state, optimizer_state = get_state_dict(model, parts)
+    return region_state.with_whole_shapes(model, {"model": model_state, "optimizer": optimizer_state})
 
 
 def restore_state(model: nn.Module, optimizer: AnyOptimizer, state: dict[str, Any]) -> None:
     """Give model and optimizer what was loaded into `state`, which `checkpoint_state` made for them."""
-    parts = parts_of(optimizer)
+    parts, state = parts_of(optimizer), region_state.with_own_shapes(state)
     if isinstance(model, zero1.Zero1DataParallel):
         set_model_state_dict(model, state["model"])
         zero1.restore_optimizer(model, parts, state["optimizer"])

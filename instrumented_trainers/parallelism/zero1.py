@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from instrumented_trainers.parallelism import ddp
+from instrumented_trainers.parallelism import ddp, expert
+from instrumented_trainers.parallelism.combined_optimizer import CombinedOptimizer
 from instrumented_trainers.parallelism.host_optimizer import HostOptimizer
 from instrumented_trainers.parallelism.optimizer import begin_missing_state
 from instrumented_trainers.parallelism.options import ShardOptions
@@ -34,13 +36,37 @@ class Zero1DataParallel(ddp.AutocastDataParallel):
 
     def make_optimizer(
         self, kind: Callable[..., Optimizer], parameters: Iterable[Any], **options: Any
-    ) -> ZeroRedundancyOptimizer:
+    ) -> ZeroRedundancyOptimizer | CombinedOptimizer:
         """Return this rank's part of an optimizer of that kind over `parameters`, or groups of them.
 
-        It is in host memory if the model's options ask for it.
+        It is in host memory if the model's options ask for it. Experts that are divided over ranks are stepped by a
+        part of their own, as their replicas are other ranks.
         """
         make = functools.partial(HostOptimizer, kind=kind) if self._offload else kind
-        return ZeroRedundancyOptimizer(parameters, make, process_group=self.process_group, **options)
+        experts, divided = _divided_experts(self)
+        dense, of_experts = _partitioned(parameters, experts)
+        groups = ((dense, self.process_group), (of_experts, divided))
+        parts = [ZeroRedundancyOptimizer(each, make, process_group=group, **options) for each, group in groups if each]
+        return parts[0] if len(parts) == 1 else CombinedOptimizer(*parts)
+
+
+def _divided_experts(model: nn.Module) -> tuple[set[int], dist.ProcessGroup | None]:
+    """Return the ids of the parameters of experts that are divided over ranks, and the ranks with the same ones."""
+    ids = {id(parameter) for parameter in expert.expert_parameters(model).values()}
+    layer = next(expert.divided_experts(model), None)
+    return ids, layer[1].replicas.get_group() if layer is not None else None
+
+
+def _partitioned(parameters: Iterable[Any], chosen: set[int]) -> tuple[list[Any], list[Any]]:
+    """Return the parameters, or groups of them, that are not in `chosen`, and those that are."""
+    listed = list(parameters)
+    if listed and not isinstance(listed[0], dict):
+        return [each for each in listed if id(each) not in chosen], [each for each in listed if id(each) in chosen]
+    parts = []
+    for wanted in (False, True):
+        groups = [{**g, "params": [p for p in g["params"] if (id(p) in chosen) is wanted]} for g in listed]
+        parts.append([group for group in groups if group["params"]])
+    return parts[0], parts[1]
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimizer]) -> dict[str, Any]:
@@ -53,16 +79,17 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimiz
         begin_missing_state(optimizer.optim)
         state |= {name: dict(optimizer.optim.state[p]) for name, p in _own_parameters(names, optimizer)}
     groups = [_group(group, names) for optimizer in optimizers for group in optimizer.param_groups]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": _merged(groups)}
 
 
 def restore_optimizer(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimizer], state: dict[str, Any]) -> None:
     """Give this rank's part of the optimizers what was loaded into `state`."""
+    names = _names(model)
     for optimizer in optimizers:
-        for name, parameter in _own_parameters(_names(model), optimizer):
+        for name, parameter in _own_parameters(names, optimizer):
             optimizer.optim.state[parameter] = state["state"][name]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, saved in zip(groups, state["param_groups"], strict=True):
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        saved = next(each for each in state["param_groups"] if names[group["params"][0]] in each["params"])
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
@@ -80,3 +107,15 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def _group(group: dict[str, Any], names: dict[nn.Parameter, str]) -> dict[str, Any]:
     return {**group, "params": [names[parameter] for parameter in group["params"]]}
+
+
+def _merged(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups of names with those of equal settings joined: divided experts are groups of their own here only."""
+    merged: list[dict[str, Any]] = []
+    for group in groups:
+        same = next((each for each in merged if {**each, "params": None} == {**group, "params": None}), None)
+        if same is None:
+            merged.append(group)
+        else:
+            same["params"] = [*same["params"], *group["params"]]
+    return merged

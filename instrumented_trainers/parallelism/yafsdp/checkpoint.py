@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from instrumented_trainers import regions
 from instrumented_trainers.parallelism.yafsdp.flat_parameters import UnitParameter
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard, Place
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule, units_in
@@ -29,7 +30,14 @@ def places(units: Iterable[Unit]) -> Places:
     return {
         id(parameter.shard): (
             parameter,
-            Place(parameter.layout, parameter.index, parameter.part.origin, unit.ranks.shards, unit.device),
+            Place(
+                parameter.layout,
+                parameter.index,
+                parameter.part.origin,
+                unit.ranks.shards,
+                unit.device,
+                regions.region_of(*parameter.sites[0]),
+            ),
         )
         for unit in units
         for parameter in unit.parameters

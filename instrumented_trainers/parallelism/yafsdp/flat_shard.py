@@ -5,8 +5,9 @@ boxes a range is, through the three methods that the checkpoint's planner asks a
 """
 
 import dataclasses
+import operator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from instrumented_trainers.parallelism.yafsdp.layout import Layout, boxes
+from instrumented_trainers.regions import Region
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Place:
     ranks: dist.ProcessGroup
     device: torch.device
     """Where the ranks' collectives run."""
+    region: Region | None = None
+    """Which part of the whole parameter the flattened one is, where tensor parallelism divides it."""
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # process groups are not copied when asynchronous saving copies a shard to the host
@@ -35,7 +39,17 @@ class Place:
     @property
     def shape(self) -> torch.Size:
         """Return the shape of the whole parameter."""
+        return self.part_shape if self.region is None else self.region.shape
+
+    @property
+    def part_shape(self) -> torch.Size:
+        """Return the shape of the part that is flattened."""
         return self.layout.shapes[self.index]
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Return where that part begins in the whole parameter."""
+        return torch.Size([0] * len(self.part_shape)) if self.region is None else self.region.offsets
 
     @torch.no_grad()
     def gather(self, local: Tensor) -> Tensor:
@@ -50,11 +64,14 @@ class Place:
         for part, values in zip(parts, received, strict=True):
             length = part.stop - part.start
             whole[part.origin : part.origin + length] = values[:length]
-        return whole.view(self.shape)
+        whole = whole.view(self.part_shape)
+        return whole if self.region is None else self.region.gather(whole)
 
     @torch.no_grad()
     def part_of(self, whole: Tensor, numel: int) -> Tensor:
         """Return the `numel` elements of a whole tensor that lie here."""
+        if self.region is not None:
+            whole = self.region.part_of(whole)
         return whole.reshape(-1)[self.origin : self.origin + numel]
 
 
@@ -72,6 +89,16 @@ class Owned:
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
+    @property
+    def part_shape(self) -> torch.Size:
+        """Return the shape of what is flattened: the whole."""
+        return self.shape
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Return where that begins."""
+        return torch.Size([0] * len(self.shape))
+
     @torch.no_grad()
     def gather(self, local: Tensor) -> Tensor:
         """Return the whole tensor, on every rank, on the device of `local`."""
@@ -82,6 +109,29 @@ class Owned:
         return sent.to(local.device)
 
 
+class ShardPlace(Protocol):
+    """Where a range of elements lies in a whole tensor: in a part of it, flattened, from `origin` on."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
+
+    @property
+    def part_shape(self) -> torch.Size:
+        """Return the shape of the part."""
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Return where the part begins in the whole."""
+
+    @property
+    def origin(self) -> int:
+        """Return the number of the range's first element in the flattened part."""
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the whole tensor of which each rank has its range in `local`. All ranks call it."""
+
+
 class FlatShard(Tensor):
     """A tensor of which this rank has a range of elements, in row-major order. It can be saved and loaded.
 
@@ -90,18 +140,18 @@ class FlatShard(Tensor):
 
     local: Tensor
     """The elements that this rank has: one dim."""
-    place: Place | Owned
+    place: ShardPlace
     pieces: list[tuple[torch.Size, Tensor]]
     """The boxes that this rank has: each one's offsets and its elements, a view of `local`."""
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: Place | Owned) -> Self:
+    def __new__(cls, local: Tensor, place: ShardPlace) -> Self:
         shard = Tensor._make_wrapper_subclass(cls, place.shape, dtype=local.dtype, device=local.device)
         shard.local, shard.place, shard.pieces = local, place, []
         offset = 0
-        for offsets, sizes in boxes(place.shape, place.origin, place.origin + local.numel()):
-            size = torch.Size(sizes)
-            shard.pieces.append((torch.Size(offsets), local[offset : offset + size.numel()].view(size)))
+        for offsets, sizes in boxes(place.part_shape, place.origin, place.origin + local.numel()):
+            size, begin = torch.Size(sizes), torch.Size(map(operator.add, offsets, place.offsets))
+            shard.pieces.append((begin, local[offset : offset + size.numel()].view(size)))
             offset += size.numel()
         return shard
 
@@ -138,7 +188,7 @@ class FlatShard(Tensor):
         if function is torch.ops.aten.new_empty.default:
             # How asynchronous saving copies: it makes an empty one on the host, then copies the attributes into it.
             empty = torch.empty(0, dtype=shard.dtype, device=(kwargs or {}).get("device"))
-            return cls(empty, dataclasses.replace(shard.place, origin=0))
+            return cls(empty, dataclasses.replace(shard.place, origin=0))  # type: ignore[type-var]
         raise NotImplementedError(
             f"YaFSDP: this rank has a part of the tensor only, which can be saved and loaded, not computed with "
             f"({function}); call full_tensor() on all ranks to get it whole"

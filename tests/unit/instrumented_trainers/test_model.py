@@ -65,7 +65,7 @@ def test_attention_is_causal() -> None:
 
 def test_attention_depends_on_distance_not_on_position() -> None:
     query, key = torch.randn(2, 1, 1, 1, SMALL.head_width, dtype=torch.float64).unbind()
-    turned = rotations(64, SMALL, torch.device("cpu"))
+    turned = rotations(torch.arange(64), SMALL)
 
     def score(query_position: int, key_position: int) -> float:
         at_query, at_key = turned[:, [query_position]], turned[:, [key_position]]

@@ -1,0 +1,86 @@
+"""Tensor, sequence, context and expert parallelism train as one process does: fp64, 5 steps of SGD, 1e-10 relative."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from instrumented_trainers.parallelism import ShardOptions
+from tests.integration import hybrid
+from tests.integration.hybrid import CONFIG, Hybrid
+from tests.support import process_group
+
+TOLERANCE = 1e-10
+TIED = dataclasses.replace(CONFIG, tied=True)
+RECOMPUTED = dataclasses.replace(CONFIG, checkpointed_layers=1)
+SELECTIVE = dataclasses.replace(CONFIG, checkpointed_layers=1, selective=True)
+EXPERTS = dataclasses.replace(CONFIG, experts=4)
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
+
+# ZeRO-1 reduces gradients as DDP does.
+LEFT_OUT = {(name, "zero1") for name in ("tp, sequence and loss", "tp x cp", "ep x tp", "ep x cp")}
+
+ON_TWO = {
+    "tp": Hybrid(tp=2),
+    "tp, sequence": Hybrid(**SEQUENCE),
+    "tp, sequence and loss": Hybrid(**SEQUENCE, loss_parallel=True),
+    "tp, loss, tied": Hybrid(tp=2, loss_parallel=True, config=TIED),
+    "tp, sequence, tied": Hybrid(**SEQUENCE, config=TIED),
+    "tp, sequence, recomputed": Hybrid(**SEQUENCE, config=RECOMPUTED),
+    "tp, sequence, selectively recomputed": Hybrid(**SEQUENCE, config=SELECTIVE),
+    "tp, experts": Hybrid(tp=2, config=EXPERTS),
+    "tp, sequence, experts": Hybrid(**SEQUENCE, config=EXPERTS),
+    "tp, clipped": Hybrid(tp=2, max_norm=0.1),
+    "cp": Hybrid(cp=2),
+    "cp, recomputed": Hybrid(cp=2, config=RECOMPUTED),
+    "cp, selectively recomputed": Hybrid(cp=2, config=SELECTIVE),
+    "ep": Hybrid(ep=2, config=EXPERTS),
+    "ep, clipped": Hybrid(ep=2, config=EXPERTS, max_norm=0.1),
+}
+ON_FOUR = {
+    f"{name} x {strategy}": dataclasses.replace(case, strategy=strategy)
+    for strategy in ("ddp", "zero1", "fsdp2", "yafsdp")
+    for name, case in {
+        "tp": Hybrid(tp=2, micro_batches=2, max_norm=0.1),
+        "tp, sequence and loss": Hybrid(**SEQUENCE, loss_parallel=True, max_norm=0.1),
+        "cp": Hybrid(cp=2, micro_batches=2, max_norm=0.1),
+        "tp x cp": Hybrid(**SEQUENCE, cp=2),
+        "ep": Hybrid(ep=2, config=EXPERTS, micro_batches=2, max_norm=0.1),
+        "ep x tp": Hybrid(**SEQUENCE, ep=2, config=EXPERTS, max_norm=0.1),
+        "ep x cp": Hybrid(ep=2, cp=2, config=EXPERTS),
+        "all experts once": Hybrid(ep=4, config=EXPERTS, max_norm=0.1),
+    }.items()
+    if (name, strategy) not in LEFT_OUT and not (case.ep > 1 and strategy == "yafsdp")
+} | {
+    "tp, from meta x fsdp2": Hybrid(tp=2, strategy="fsdp2", meta=True),
+    "tp, from meta x yafsdp": Hybrid(tp=2, strategy="yafsdp", meta=True, config=TIED),
+    "tp, offloaded x yafsdp": Hybrid(tp=2, strategy="yafsdp", options=ShardOptions(offload=True), max_norm=0.1),
+    "tp, recomputed x yafsdp": Hybrid(**SEQUENCE, strategy="yafsdp", config=RECOMPUTED),
+    "tp of four": Hybrid(tp=4, sequence_parallel=True, config=dataclasses.replace(CONFIG, key_value_heads=4)),
+}
+WRONG = Hybrid(**SEQUENCE, strategy="fsdp2", divisor_error=1.0001)
+
+
+@functools.cache
+def outcomes() -> dict[int, dict[str, process_group.Outcome]]:
+    cases = {2: ON_TWO, 4: {**ON_FOUR, "wrong": WRONG}}
+    return process_group.run_worlds(
+        {
+            size: {name: functools.partial(hybrid.difference, case) for name, case in of_size.items()}
+            for size, of_size in cases.items()
+        }
+    )
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_ranks_train_as_one_process(name: str) -> None:
+    assert max(outcomes()[2][name].results()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_train_as_one_process(name: str) -> None:
+    assert max(outcomes()[4][name].results()) < TOLERANCE
+
+
+def test_a_wrong_scale_of_gradients_shows() -> None:
+    assert max(outcomes()[4]["wrong"].results()) > 1000 * TOLERANCE
