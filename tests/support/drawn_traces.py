@@ -48,7 +48,7 @@ def trace(
         kind = KINDS[name.rstrip("0123456789")]
         lane = len(lanes)
         lanes.append({"lane": lane, "device": 0 if on_device else None, "stream": lane, "name": name, "role": kind})
-        for letter, first, past in _runs(cells):
+        for letter, first, past in letter_runs(cells):
             step = steps[first] if steps and steps[first] != "." else None
             number = len(activities)
             activity = {"id": number, "launch_id": number, "lane": lane, "name": letter, "kind": kind}
@@ -87,7 +87,8 @@ def run(*traces: Trace, path: str = "drawn", **manifest: object) -> Run:
     return Run(path, sources, manifest=manifest, align=alignment.offsets)
 
 
-def _runs(cells: str) -> list[tuple[str, int, int]]:
+def letter_runs(cells: str) -> list[tuple[str, int, int]]:
+    """Return each run of one letter: the letter, where it begins and where it ends."""
     edges = [i for i in range(1, len(cells)) if cells[i] != cells[i - 1]]
     starts, ends = [0, *edges], [*edges, len(cells)]
     if not cells:
@@ -97,7 +98,7 @@ def _runs(cells: str) -> list[tuple[str, int, int]]:
 
 def _steps(cells: str, start_ns: int, scale_ns: int, device: int | None) -> pl.DataFrame:
     rows = []
-    for letter, first, past in _runs(cells):
+    for letter, first, past in letter_runs(cells):
         start, end = start_ns + first * scale_ns, start_ns + past * scale_ns
         row = {"step": int(letter), "host_start_ns": start, "host_end_ns": end, "start_ns": start, "end_ns": end}
         rows.append(row | {"device": device})

@@ -13,6 +13,12 @@ _HEADINGS = {
     "bus_bytes_per_s": "bus\nbandwidth",
     "pairs": "shared\ncollectives",
     "matched_by": "matched by",
+    "bubble_ratio": "bubble\nshare",
+    "bubble_ns": "bubble",
+    "ideal_bubble_ratio": "ideal\nshare",
+    "formula_bubble_ratio": "formula\nshare",
+    "warmup_ns": "warm-up",
+    "cooldown_ns": "cool-down",
 }
 
 
@@ -25,11 +31,13 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
     """Return the rows as a table in readable units; a column without any value is left out."""
     from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
 
-    shown = text_layout.without_empty_columns(_without_only_window(rows))
+    shown = _fitted(text_layout.without_empty_columns(_without_only_window(rows)), width)
     if shown.is_empty():
         subjects = {
             "came_last": "collectives that ranks share",
             "concurrent_kind": "work of two kinds that run concurrently on a device",
+            "bubble_ns": "pipeline: no spans of a schedule, and no sends and receives from which to infer one",
+            "axis": "collectives in steps",
         }
         missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")
         return f"The traces contain no {missing}.\n"
@@ -40,3 +48,21 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
 def _without_only_window(rows: pl.DataFrame) -> pl.DataFrame:
     """Leave out the column `window` where all rows are of one window."""
     return rows.drop("window") if "window" in rows.columns and rows["window"].n_unique() < 2 else rows
+
+
+_DROP_ORDER = (
+    "uneven_ns", "schedule_ns", "host_ns", "imbalance_ns", "steady_ns", "cooldown_ns", "warmup_ns",
+    "formula_bubble_ratio",
+)  # fmt: skip
+"""The columns on pipelines that are dropped on a narrow terminal, in this order."""
+
+
+def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
+    from tracekit.report import text_layout, totals  # load rich
+
+    shown = rows
+    for name in _DROP_ORDER if "bubble_ns" in rows.columns else ():
+        if totals.least_width(shown, text_layout.gap(width), _HEADINGS) <= max(width, text_layout.MIN_WIDTH):
+            break
+        shown = shown.drop([name, *(["communication_ns"] if name == "host_ns" else [])], strict=False)
+    return shown

@@ -1,5 +1,7 @@
 """Tables of kernels or ops -> text for a terminal: as many columns as fit, numbers are never cut."""
 
+from collections.abc import Mapping
+
 import polars as pl
 from rich.console import RenderableType
 
@@ -36,17 +38,17 @@ def as_text(rows: pl.DataFrame, *, top: int, width: int, color: bool = False) ->
 def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
     shown = text_layout.without_empty_columns(rows)
     for name in _DROP_ORDER:
-        if _least_width(shown, text_layout.gap(width)) <= max(width, text_layout.MIN_WIDTH):
+        if least_width(shown, text_layout.gap(width), _HEADINGS) <= max(width, text_layout.MIN_WIDTH):
             break
         shown = shown.drop(name, strict=False)
     return shown
 
 
-def _least_width(rows: pl.DataFrame, gap: int) -> int:
+def least_width(rows: pl.DataFrame, gap: int, headings: Mapping[str, str]) -> int:
     """Return the least width of the table: full numbers, text cut to _MIN_TEXT."""
     widths = []
     for name, dtype in rows.schema.items():
         longest = max((len(escaping.cell(name, value)) for value in rows[name]), default=0)
-        heading = max(map(len, _HEADINGS.get(name, escaping.heading(name)).split("\n")))
+        heading = max(map(len, headings.get(name, escaping.heading(name)).split("\n")))
         widths.append(max(heading, longest if dtype.is_numeric() else min(longest, _MIN_TEXT)))
     return sum(widths) + gap * (len(widths) - 1)

@@ -19,6 +19,8 @@ import polars as pl
 import pyarrow as pa
 
 from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.parallelism import axis_communication, group_axes, pipeline_bubbles
+from tracekit.analysis.parallelism.pipeline_actions import ACTIONS, pipeline_actions
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
@@ -68,6 +70,8 @@ _SNAPSHOT_NAMES = {name: f"snapshot_{name}" for name in schema.SNAPSHOT_TABLES}
 TABLES: Mapping[str, Table] = {
     **{t.name: replace(t, columns=(*_RANK_COLUMNS, *t.columns)) for t in (*schema.TABLES.values(), BREAKDOWN)},
     **{t.name: t for t in (OFFSETS, collective_instances.INSTANCES, collective_instances.WAITS, RUN_DATA_QUALITY)},
+    ACTIONS.name: replace(ACTIONS, columns=(*_RANK_COLUMNS, *ACTIONS.columns)),
+    **{t.name: t for t in (pipeline_bubbles.BUBBLES, group_axes.AXES, axis_communication.AXIS_COMMUNICATION)},
     **{
         name: replace(t, name=name, columns=(*_RANK_COLUMNS, *t.columns))
         for name, t in zip(_SNAPSHOT_NAMES.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
@@ -81,6 +85,10 @@ _DERIVED: dict[str, RunFact] = {
     OFFSETS.name: lambda run: run.offsets,
     collective_instances.INSTANCES.name: lambda run: run.run_table(collective_instances.instances),
     collective_instances.WAITS.name: lambda run: run.run_table(collective_instances.waits),
+    ACTIONS.name: lambda run: run.table(pipeline_actions),
+    pipeline_bubbles.BUBBLES.name: lambda run: run.run_table(pipeline_bubbles.pipeline_bubbles),
+    group_axes.AXES.name: lambda run: run.run_table(group_axes.group_axes),
+    axis_communication.AXIS_COMMUNICATION.name: lambda run: run.run_table(axis_communication.axis_communication),
     RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),
     **{table_name: run_snapshots.table(name) for name, table_name in _SNAPSHOT_NAMES.items()},
 }

@@ -16,14 +16,14 @@ class By(StrEnum):
     COLLECTIVE = "collective"
     CLOCK = "clock"
     CONTENTION = "contention"
+    STAGE = "stage"
+    AXIS = "axis"
 
 
 @expand_options
 def summary(
     *,
-    by: Annotated[
-        By, typer.Option(help="One row per rank; rank and step; collective and rank; clock; or pair of kinds.")
-    ] = By.RANK,
+    by: Annotated[By, typer.Option(help="What a row stands for: see above.")] = By.RANK,
     source: RunOptions,
     table: TableOptions,
 ) -> None:
@@ -33,10 +33,13 @@ def summary(
     window from first to last activity; by step, that of each step. By collective: how long each rank waited for the
     last arrival, how often it arrived last, and the transfer rate after that. By clock: the offset of each rank's clock
     and its residual error; smaller differences between ranks are not significant. By contention: the slowdown of each
-    kind of work while another kind runs, relative to running alone, with a 95% confidence interval.
+    kind of work while another kind runs, relative to running alone, with a 95% confidence interval. By stage: the
+    bubble of each rank, stage and step of a pipeline, beside that of the schedule without communication, and its
+    causes. By axis: the communication of each rank along each axis of the mesh (pp, dp, tp, …), and its exposed part.
     """
     from tracekit.analysis.communication import collective_instances
     from tracekit.analysis.compute import collective_contention, contention
+    from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles
     from tracekit.analysis.time import breakdown
     from tracekit.analysis.time import summary as analysis
     from tracekit.model.trace import Fact
@@ -47,6 +50,8 @@ def summary(
         By.COLLECTIVE: [collective_matching.calls],
         By.CLOCK: [collective_matching.calls],
         By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
+        By.STAGE: [*pipeline_bubbles.FACTS],
+        By.AXIS: [*axis_communication.FACTS],
     }
     tables = {
         By.RANK: analysis.by_rank,
@@ -54,6 +59,8 @@ def summary(
         By.COLLECTIVE: collective_instances.by_collective,
         By.CLOCK: analysis.by_clock,
         By.CONTENTION: collective_contention.all_pairs,
+        By.STAGE: pipeline_bubbles.by_stage,
+        By.AXIS: axis_communication.by_axis,
     }
     run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]))
     table.write(summary_tables, tables[by](run))

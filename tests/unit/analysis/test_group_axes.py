@@ -1,0 +1,132 @@
+"""The axis of process groups: described, stated by the manifest, or inferred; and the communication of each axis."""
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_traces
+from tracekit.analysis.parallelism import axis_communication, group_axes, mesh
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
+
+PICTURE = """
+    step     0000000000
+    compute  aaaa..bb..
+    comm     ..xx.xx.yy
+"""
+
+
+def trace(rank: int = 0, groups: list[dict[str, object]] | None = None, **of: dict[str, object]) -> Trace:
+    """Return PICTURE as a rank's trace, with the collectives of its letters."""
+    drawn = drawn_traces.trace(PICTURE, rank=rank, columns={"x": {"phase": "forward"}})
+    rows = [
+        {"activity_id": row["id"], **of.get(row["name"], {})}
+        for row in drawn.activities.filter(pl.col("kind") == "communication").iter_rows(named=True)
+    ]
+    described = schema.GROUPS.conform(pl.DataFrame(groups)) if groups else schema.GROUPS.empty()
+    return drawn.replaced(collectives=schema.COLLECTIVES.conform(pl.DataFrame(rows)), groups=described)
+
+
+def axes(run: Run) -> dict[str | None, tuple[str | None, str]]:
+    rows = run.run_table(group_axes.group_axes)
+    return {row["group"]: (row["axis"], row["source"]) for row in rows.iter_rows(named=True)}
+
+
+REDUCE = {"op": "all_reduce", "group": "1", "sent_bytes": 8 << 20}
+SCATTER = {"op": "reduce_scatter", "group": "2", "sent_bytes": 4096}
+
+
+@pytest.mark.parametrize(
+    ("description", "axis"),
+    [
+        ("mesh_pp", "pp"),
+        ("mesh_tp", "tp"),
+        ("mesh_dp_shard", "dp_shard"),
+        ("mesh_dp_shard_cp", "dp_shard_cp"),
+        ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+        ("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
+        ("DATA_PARALLEL_GROUP_WITH_CP", "dp"),
+        ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
+        ("EXPERT_DATA_PARALLEL_GROUP", "dp_expert"),
+        ("CONTEXT_PARALLEL_GROUP", "cp"),
+        ("default_pg", None),
+        ("undefined", None),
+        (None, None),
+    ],
+)
+def test_a_description_names_the_axis(description, axis):
+    assert group_axes.axis_of_description(description) == axis
+
+
+def test_a_description_counts_before_the_manifest():
+    groups = [
+        {"group": "1", "description": "mesh_tp", "ranks": [0, 1]},
+        {"group": "2", "description": "default_pg", "ranks": [0, 2]},
+    ]
+    run = drawn_traces.run(trace(groups=groups, x=REDUCE, y=SCATTER), groups={"pp": [[0, 1]], "dp_shard": [[0, 2]]})
+    assert axes(run) == {"1": ("tp", "description"), "2": ("dp_shard", "manifest")}
+
+
+def test_the_mesh_gives_the_groups_of_each_axis():
+    run = drawn_traces.run(
+        trace(groups=[{"group": "1", "description": None, "ranks": [0, 4]}], x=REDUCE, y=REDUCE),
+        mesh={"axes": ["pp", "dp_shard", "tp"], "shape": [2, 2, 2]},
+    )
+    assert axes(run) == {"1": ("pp", "manifest")}
+
+
+def test_an_invalid_mesh_states_nothing():
+    for document in ({"mesh": {"axes": ["pp"], "shape": [2, 2]}}, {"mesh": 3}, {"groups": {"pp": "0,1"}}, {}):
+        assert mesh.groups_of(document) == {}
+
+
+def usage(**counts: int) -> dict[str, object]:
+    names = (
+        "sends all_to_alls all_reduces all_gathers reduce_scatters reduce_scatters_in_forward all_reduces_in_forward "
+        "all_reduces_of_unknown_phase all_reduces_alike"
+    )
+    kinds = ("sends", "all_to_alls", "all_reduces", "all_gathers", "reduce_scatters")
+    row = dict.fromkeys(names.split(), 0) | counts
+    return {"calls": sum(row[kind] for kind in kinds), "places": 1, "usual_bytes": 8 << 20, "ranks": [0, 1]} | row
+
+
+@pytest.mark.parametrize(
+    ("found", "axis"),
+    [
+        (usage(sends=16), "pp"),
+        (usage(all_to_alls=8, all_reduces=2), "ep"),
+        (usage(all_gathers=8, reduce_scatters=8, reduce_scatters_in_forward=4), "tp"),
+        (usage(all_gathers=8, reduce_scatters=4), "dp_shard"),
+        (usage(all_reduces=16, all_reduces_in_forward=8, all_reduces_alike=16), "tp"),
+        (usage(all_reduces=6, all_reduces_alike=4), "dp"),
+        (usage(all_reduces=6, all_reduces_in_forward=6, all_reduces_alike=6) | {"usual_bytes": 1024}, "dp"),
+    ],
+    ids=["sends", "all-to-all", "sequence parallel", "fsdp", "tensor parallel", "ddp", "synchronized batch norm"],
+)
+def test_an_axis_is_inferred_from_the_collectives(found, axis):
+    inferred, confidence = group_axes._inferred(found, 8, has_mesh=False)
+    assert inferred == axis
+    assert 0 < confidence < 1
+
+
+def test_communication_of_an_axis_is_a_union_and_what_compute_does_not_hide_is_exposed():
+    groups = [
+        {"group": "1", "description": "mesh_tp", "ranks": [0, 1]},
+        {"group": "2", "description": "mesh_dp", "ranks": [0, 2]},
+    ]
+    run = drawn_traces.run(trace(groups=groups, x=REDUCE, y=SCATTER))
+    rows = axis_communication.by_axis(run).select("axis", "communication_ns", "exposed_communication_ns", "calls")
+    assert rows.rows() == [("dp", 2, 2, 1), ("tp", 4, 1, 2)]
+
+
+def test_collectives_without_a_group_are_of_the_axis_that_the_mesh_leaves():
+    send = {"op": "send", "peer": 2}
+    run = drawn_traces.run(trace(x=send, y={"op": "all_reduce"}), mesh={"axes": ["pp", "dp_shard"], "shape": [2, 2]})
+    assert set(axis_communication.by_axis(run)["axis"]) == {"pp", "dp_shard"}
+
+
+def test_where_several_axes_are_left_the_axis_is_unknown():
+    run = drawn_traces.run(
+        trace(x={"op": "all_reduce"}, y={"op": "all_reduce"}), mesh={"axes": ["dp_shard", "tp"], "shape": [2, 2]}
+    )
+    assert axis_communication.by_axis(run)["axis"].to_list() == [None]

@@ -1,0 +1,98 @@
+"""Communication of each mesh axis: how long, and how long without compute."""
+
+import polars as pl
+
+from tracekit.analysis.parallelism import group_axes, mesh
+from tracekit.analysis.time import breakdown
+from tracekit.conventions.strategies import EP, PP
+from tracekit.model import intervals, schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.sync.collective_matching import EXPERT, PAIRED
+
+AXIS_COMMUNICATION = schema.table(
+    "axis_communication",
+    "rank, step, mesh axis and op",
+    schema.column("window", "Profiled window of the run, from 0."),
+    schema.column("rank", "Global rank of the process."),
+    schema.column("step", "Training step; null where none are marked."),
+    schema.column("axis", "Mesh axis of the process group, as group_axes.axis; null: unknown.", pl.String()),
+    schema.column("op", "all_reduce, all_gather, send_recv or another.", pl.String()),
+    schema.column("calls", "Collectives."),
+    schema.column("communication_ns", "Time in which at least one of them runs."),
+    schema.column("exposed_communication_ns", "The part of it in which the rank computes nothing."),
+    schema.column("bytes", "Sum of their sizes; null where none is known."),
+)
+FACTS: tuple[Fact, ...] = (*group_axes.FACTS, breakdown.spans, breakdown.by_step)
+"""The facts that the run tables of this module read."""
+
+
+def axis_communication(run: Run) -> pl.DataFrame:
+    """Return the communication of each rank, step, axis and op; use ``run.run_table``. Columns as AXIS_COMMUNICATION.
+
+    Where steps are marked, collectives outside them are left out. Concurrent collectives of one axis and op count once.
+    """
+    return AXIS_COMMUNICATION.conform(_sums(run, ["window", "rank", "step", "axis", "op"]))
+
+
+def by_axis(run: Run) -> pl.DataFrame:
+    """Return the communication of each rank and axis over all steps, for display.
+
+    Columns rank, axis, steps, calls, communication_ns, exposed_communication_ns, bytes, source, confidence.
+    """
+    sums = _sums(run, ["window", "rank", "axis"])
+    of_rank = sums.group_by("rank", "axis").agg(
+        pl.col("steps", "calls", "communication_ns", "exposed_communication_ns", "bytes").sum()
+    )
+    surest = run.run_table(group_axes.group_axes).sort("confidence", descending=True)
+    sources = surest.unique("axis", keep="first", maintain_order=True).select("axis", "source", "confidence")
+    return of_rank.join(sources, on="axis", how="left", nulls_equal=True).sort("rank", "axis", nulls_last=True)
+
+
+def calls(run: Run) -> pl.DataFrame:
+    """Return the collectives in steps with their axis; where no steps are marked, all. Columns as `axis_of_calls`.
+
+    Where the trace does not name the group of a collective (gloo) but the run's axes are known, its op decides: sends
+    and receives are pp, all-to-all is ep, others are of the one other axis; if there are several, the axis is null.
+    """
+    every = run.run_table(group_axes.axis_of_calls)
+    marked = run.table(breakdown.by_step)["step"].is_not_null().any()
+    inside = every.drop_nulls("step") if marked else every
+    described = group_axes.described_groups(run).filter(pl.col("ranks").list.len() > 1)
+    axes = set(mesh.groups_of(run.manifest)) | set(described["axis"])
+    others = sorted(axes - {PP, EP})
+    rest = others[0] if len(others) == 1 else None
+    by_op = (
+        pl.when(pl.col("op").is_in([PAIRED, "send", "recv"]) & (PP in axes))
+        .then(pl.lit(PP))
+        .when(pl.col("op").is_in(["all_to_all", *EXPERT]) & (EP in axes))
+        .then(pl.lit(EP))
+        .otherwise(pl.lit(rest, pl.String))
+    )
+    is_unnamed = pl.col("group").is_null() if axes else pl.lit(value=False)
+    return inside.with_columns(pl.when(is_unnamed).then(by_op).otherwise("axis").alias("axis"))
+
+
+def _sums(run: Run, by: list[str]) -> pl.DataFrame:
+    found = run.run_table(calls)
+    compute = _compute(run)
+    rows = []
+    for place, own in found.partition_by(by, as_dict=True, maintain_order=True).items():
+        spans = intervals.union(own.select("start_ns", "end_ns").to_numpy())
+        hidden_ns = intervals.length(intervals.intersect(spans, compute.get(place[:2], intervals.EMPTY)))
+        total_ns = intervals.length(spans)
+        sizes = own["bytes"].drop_nulls()
+        row = dict(zip(by, place, strict=True)) | {"communication_ns": total_ns, "calls": own.height}
+        row |= {"exposed_communication_ns": total_ns - hidden_ns, "bytes": sizes.sum() if len(sizes) else None}
+        rows.append(row | {"steps": own["step"].n_unique()})
+    types = {name: found.schema[name] for name in by} | _SUMMED
+    return pl.DataFrame(rows, schema=types).sort(by, nulls_last=True)
+
+
+_SUMMED = schema.columns("communication_ns calls exposed_communication_ns bytes steps")
+
+
+def _compute(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
+    computing = run.table(breakdown.spans).filter(pl.col("part") == breakdown.COMPUTE)
+    of_rank = computing.partition_by("window", "rank", as_dict=True)
+    return {place: intervals.union(intervals.from_table(own)) for place, own in of_rank.items()}

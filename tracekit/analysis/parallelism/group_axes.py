@@ -1,0 +1,203 @@
+"""The mesh axis of each process group: by its description, the manifest, or what its collectives look like.
+
+Sources of descriptions: init_device_mesh of PyTorch ("mesh_" and the name of the dim); Megatron-LM,
+core/parallel_state.py (group_desc). DeepSpeed gives its groups none, so theirs are inferred.
+"""
+
+import re
+from typing import Any
+
+import polars as pl
+
+from tracekit.analysis.communication import group_bandwidth
+from tracekit.analysis.parallelism import mesh
+from tracekit.conventions.strategies import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.sync import collective_matching
+from tracekit.sync.collective_matching import EXPERT, PAIRED
+
+DP, WORLD = "dp", "world"
+DESCRIPTION, MANIFEST, INFERRED = SOURCES = ("description", "manifest", "inferred")
+
+AXES = schema.table(
+    "group_axes",
+    "process group in which collectives ran",
+    schema.column("group", "Name of the group; null where the trace does not name it.", pl.String()),
+    schema.column("members", "Its ranks as text, or FROM>TO of sends and receives; null where unknown.", pl.String()),
+    schema.column(
+        "ranks", "Its ranks; where the trace does not list them, those with such collectives.", pl.List(pl.Int64())
+    ),
+    schema.column(
+        "axis", "pp, dp_replicate, dp_shard, dp, cp, tp, ep, world or another name; null: unknown.", pl.String()
+    ),
+    schema.column("source", "description (of the group), manifest, or inferred (from its collectives).", pl.String()),
+    schema.Column("confidence", pl.Float64(), "ratio", "How sure the axis is: 1 where it is stated."),
+)
+
+_BY_MESH_NAME = {
+    "pp": PP, "pipe": PP, "pipeline": PP, "tp": TP, "tensor": TP, "model": TP, "cp": CP, "context": CP, "ep": EP,
+    "expert": EP, "dp": DP, "data": DP, "ddp": DP, "fsdp": DP_SHARD, "shard": DP_SHARD, "dp_shard": DP_SHARD,
+    "replicate": DP_REPLICATE, "dp_replicate": DP_REPLICATE,
+}  # fmt: skip
+_BY_MEGATRON_NAME = (
+    (r"embedding", "embedding"),
+    (r"expert_(tensor_and_model|tensor_model_pipeline)", "ep_tp"),
+    (r"expert_data|data_modulo_expert", "dp_expert"),
+    (r"expert_tensor", TP),
+    (r"expert_model", EP),
+    (r"tensor_and_data|tensor_data", "dp_tp"),
+    (r"tensor_and_context", "cp_tp"),
+    (r"pipeline_model_parallel|pipe_parallel", PP),
+    (r"tensor_model_parallel", TP),
+    (r"context_parallel", CP),
+    (r"data_parallel", DP),
+    (r"^model_parallel", "mp"),
+)
+_MIN_CALLS = 4
+_MIN_ALIKE_RATIO = 0.6
+"""Share of all-reduces of one size from which they may be activations: a micro-batch's are all of one size."""
+_MIN_ACTIVATION_BYTES = 64 << 10
+
+FACTS: tuple[Fact, ...] = (collective_matching.calls, group_bandwidth.group_axes)
+"""The facts that the run tables of this module read."""
+
+
+def axis_of_description(description: str | None) -> str | None:
+    """Return the axis that a group's description names; None if it names none.
+
+    >>> axis_of_description("mesh_dp_shard"), axis_of_description("TENSOR_MODEL_PARALLEL_GROUP")
+    ('dp_shard', 'tp')
+    """
+    text = (description or "").lower()
+    if text.startswith("mesh_"):
+        name = text.removeprefix("mesh_")
+        return _BY_MESH_NAME.get(name, name)
+    if text in _BY_MESH_NAME:
+        return _BY_MESH_NAME[text]
+    return next((axis for pattern, axis in _BY_MEGATRON_NAME if re.search(pattern, text)), None)
+
+
+def described_groups(run: Run) -> pl.DataFrame:
+    """Return the groups whose description names their axis, used or not. Columns group, ranks, axis."""
+    listed = run.table(group_bandwidth.group_axes).drop_nulls("group_ranks")
+    known = listed.select("group", ranks="group_ranks", axis=pl.col("axis")).unique(maintain_order=True)
+    axes = {text: axis for text in known["axis"].drop_nulls().unique() if (axis := axis_of_description(text))}
+    return known.with_columns(pl.col("axis").replace_strict(axes, default=None, return_dtype=pl.String)).drop_nulls(
+        "axis"
+    )
+
+
+def group_axes(run: Run) -> pl.DataFrame:
+    """Return the axis of each group in which collectives ran; use ``run.run_table``.
+
+    Columns as AXES; one row per group and members. A description that names an axis counts first, then the manifest,
+    whose mesh has a group of these ranks; otherwise the axis is inferred from the group's collectives: sends and
+    receives are pp; mostly all-to-all is ep; reduce-scatters in forward, or many all-reduces of one size that are not
+    only in backward, are tp; all-gathers with reduce-scatters are dp_shard; all-reduces in backward are dp.
+    """
+    calls = run.table(collective_matching.calls)
+    if calls.is_empty():
+        return AXES.empty()
+    described = {(group, _text(ranks)): axis for group, ranks, axis in described_groups(run).iter_rows()}
+    stated = {_text(ranks): axis for axis, groups in mesh.groups_of(run.manifest).items() for ranks in groups}
+    rows = []
+    for usage in _usage(run, calls).iter_rows(named=True):
+        group, ranks = usage["group"], usage["ranks"]
+        axis, source, confidence = described.get((group, _text(ranks))), DESCRIPTION, 1.0
+        if axis is None:
+            axis, source = stated.get(_text(ranks)), MANIFEST
+        if axis is None:
+            axis, confidence = _inferred(usage, len(run.ranks), bool(described or stated))
+            source = INFERRED
+        rows.append((group, usage["members"], ranks, axis, source, confidence))
+    return pl.DataFrame(rows, schema=AXES.schema, orient="row")
+
+
+def axis_of_calls(run: Run) -> pl.DataFrame:
+    """Return the axis of each collective. Columns window, rank, activity_id, step, op, bytes, phase, axis.
+
+    Also its group, unit, start_ns and end_ns.
+    """
+    calls = run.table(collective_matching.calls)
+    axes = run.run_table(group_axes).select("group", "members", "axis")
+    joined = calls.join(axes, on=["group", "members"], how="left", nulls_equal=True, maintain_order="left")
+    return joined.select(*_CALL, "group", "axis")
+
+
+_CALL = ("window", "rank", "activity_id", "step", "op", "bytes", "phase", "unit", "start_ns", "end_ns")
+
+
+def has_axis(run: Run, axis: str) -> bool:
+    """Return whether a run has collectives of an axis."""
+    return bool((run.run_table(group_axes)["axis"] == axis).any())
+
+
+def _text(ranks: list[int] | None) -> str:
+    return ",".join(map(str, sorted(ranks or [])))
+
+
+def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return what runs in each group: ranks, and per op how often, in which phases, and of how many sizes."""
+    listed = run.table(group_bandwidth.group_axes).select("rank", "window", "group", "group_ranks")
+    joined = calls.join(listed, on=["window", "rank", "group"], how="left", maintain_order="left")
+    op, phase = pl.col("op"), pl.col("phase")
+    pair = pl.col("members").str.extract_all(r"\d+").cast(pl.List(pl.Int64))
+    in_forward = phase == "forward"
+    reduces = op == "all_reduce"
+    usual_bytes = pl.col("bytes").filter(reduces).mode().max()
+    per = pl.struct("window", "rank", "step").n_unique()
+    return (
+        joined.with_columns(pl.when(op == PAIRED).then(pair).otherwise("group_ranks").alias("group_ranks"))
+        .group_by("group", "members", maintain_order=True)
+        .agg(
+            pl.col("group_ranks").drop_nulls().first(),
+            pl.col("rank").unique().sort().alias("callers"),
+            pl.len().alias("calls"),
+            per.alias("places"),
+            op.is_in([PAIRED, "send", "recv"]).sum().alias("sends"),
+            op.is_in(["all_to_all", *EXPERT]).sum().alias("all_to_alls"),
+            reduces.sum().alias("all_reduces"),
+            (op == "all_gather").sum().alias("all_gathers"),
+            (op == "reduce_scatter").sum().alias("reduce_scatters"),
+            ((op == "reduce_scatter") & in_forward).sum().alias("reduce_scatters_in_forward"),
+            (reduces & in_forward).sum().alias("all_reduces_in_forward"),
+            (reduces & phase.is_null()).sum().alias("all_reduces_of_unknown_phase"),
+            usual_bytes.alias("usual_bytes"),
+            (reduces & (pl.col("bytes") == usual_bytes)).sum().alias("all_reduces_alike"),
+        )
+        .with_columns(pl.coalesce("group_ranks", "callers").alias("ranks"))
+        .sort("group", "members")
+    )  # fmt: skip
+
+
+def _inferred(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple[str | None, float]:
+    """Return the axis that a group's collectives look like, and how sure that is."""
+    if usage["sends"] * 2 > usage["calls"]:
+        return PP, 0.8
+    if usage["all_to_alls"] * 2 >= usage["calls"]:
+        return EP, 0.6
+    if usage["reduce_scatters_in_forward"]:
+        return TP, 0.8
+    if _are_activations(usage):
+        return TP, 0.8 if usage["all_reduces_in_forward"] else 0.6
+    if has_mesh and len(usage["ranks"]) == world_size:
+        return WORLD, 0.6
+    if usage["all_gathers"] and usage["reduce_scatters"]:
+        return DP_SHARD, 0.6
+    if usage["all_reduces"] * 2 > usage["calls"]:
+        return DP, 0.5
+    return None, 0.0
+
+
+def _are_activations(usage: dict[str, Any]) -> bool:
+    """Return whether all-reduces are many, of one size, and not only in backward."""
+    alike, count = usage["all_reduces_alike"], usage["all_reduces"]
+    outside_backward = usage["all_reduces_in_forward"] or usage["all_reduces_of_unknown_phase"]
+    return bool(
+        alike >= _MIN_CALLS * usage["places"]
+        and alike >= _MIN_ALIKE_RATIO * count
+        and (usage["usual_bytes"] or 0) >= _MIN_ACTIVATION_BYTES
+        and outside_backward * 3 >= count
+    )

@@ -1,0 +1,181 @@
+"""The actions of all ranks of a pipeline on one clock: with the stage of each, and the pipeline that it belongs to."""
+
+import polars as pl
+
+from tracekit.analysis.parallelism import mesh
+from tracekit.analysis.parallelism.pipeline_actions import (
+    BACKWARD,
+    COMPUTE_ACTIONS,
+    FORWARD,
+    INPUT_GRADIENT,
+    pipeline_actions,
+)
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact, Trace
+from tracekit.sync import alignment
+
+_STEP = ["window", "step", "iteration"]
+PIPELINE = [*_STEP, "pipeline"]
+"""One pass of one pipeline: a replica's ranks (one of each tensor-parallel group) in a step."""
+COLUMNS = schema.columns(
+    "window rank step iteration pipeline stage micro_batch action start_ns end_ns", action=pl.String, stage=pl.Int64
+)
+
+
+def peers(trace: Trace) -> pl.DataFrame:
+    """Return the ranks that this rank sends to and receives from. Columns peer, sends (whether its first is a send)."""
+    calls = trace.collectives.filter(pl.col("op").is_in(["send", "recv"])).drop_nulls("peer")
+    at = trace.activities.select(activity_id="id", at_ns="start_ns")
+    ordered = calls.select("activity_id", "op", "peer").join(at, on="activity_id").sort("at_ns")
+    first_sends = bool(ordered["op"].head(1).eq("send").any())
+    return ordered.select("peer").unique(maintain_order=True).with_columns(is_sender=pl.lit(first_sends))
+
+
+FACTS: tuple[Fact, ...] = (pipeline_actions, peers)
+
+
+def is_pipelined(run: Run) -> bool:
+    """Return whether any rank of a run has actions of a pipeline schedule."""
+    return not run.table(pipeline_actions).is_empty()
+
+
+def staged_actions(run: Run) -> pl.DataFrame:
+    """Return the forwards and backwards of all ranks with their stage, on one clock; use ``run.run_table``.
+
+    Columns COLUMNS; one row per action. iteration counts repetitions of the same action where no steps are marked;
+    pipeline numbers the replicas: the n-th rank of each stage belongs to pipeline n. Where a span does not name its
+    stage, the manifest does, else the process groups, else who sends to whom. Where clocks contradict the order of a
+    micro-batch through the stages, they are corrected by the least shift that agrees. Ranks without a known stage are
+    left out.
+    """
+    actions = run.table(pipeline_actions).filter(pl.col("action").is_in(COMPUTE_ACTIONS)).drop_nulls("start_ns")
+    if actions.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    known = actions.with_columns(pl.coalesce("stage", _stage_of(run, actions)).alias("stage")).drop_nulls("stage")
+    if known.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    repeated = pl.int_range(pl.len()).over(
+        "window", "rank", "step", "stage", "micro_batch", "action", order_by="start_ns"
+    )
+    numbered = known.with_columns(repeated.cast(pl.Int64).alias("iteration"))
+    placed = numbered.join(_pipelines(numbered), on=["window", "rank"]).select(*COLUMNS)
+    return _on_one_clock(run, placed).sort("window", "step", "iteration", "pipeline", "rank", "start_ns")
+
+
+def _stage_of(run: Run, actions: pl.DataFrame) -> pl.Expr:
+    stages = mesh.stages_by_rank(run.manifest)
+    if actions["stage"].null_count() and not stages:
+        stages = _by_groups(run, actions) or _by_peers(run)
+    return pl.col("rank").replace_strict(stages, default=None, return_dtype=pl.Int64)
+
+
+def _by_groups(run: Run, actions: pl.DataFrame) -> dict[int, int]:
+    """Return stages by the places of ranks in the groups of axis pp, if these contain all ranks of the actions."""
+    from tracekit.analysis.parallelism import group_axes
+
+    groups = group_axes.described_groups(run).filter(pl.col("axis") == "pp")["ranks"].to_list()
+    stages = {rank: stage for ranks in groups for stage, rank in enumerate(ranks)}
+    return stages if set(actions["rank"].unique()) <= set(stages) else {}
+
+
+def _by_peers(run: Run) -> dict[int, int]:
+    """Return stages where the ranks that send to each other form chains: from the end that sends first."""
+    table = run.table(peers)
+    neighbors: dict[int, set[int]] = {}
+    for rank, peer in table.select("rank", "peer").unique().iter_rows():
+        neighbors.setdefault(rank, set()).add(peer)
+    mutual = all(rank in neighbors.get(peer, ()) for rank, others in neighbors.items() for peer in others)
+    senders = set(table.filter(pl.col("is_sender"))["rank"])
+    firsts = sorted(rank for rank, others in neighbors.items() if len(others) == 1 and rank in senders)
+    if not mutual or not firsts:
+        return {}
+    stages: dict[int, int] = {}
+    for first in firsts:
+        chain = _chain(neighbors, first)
+        stages |= {rank: stage for stage, rank in enumerate(chain)}
+    return stages if set(stages) == set(neighbors) else {}
+
+
+def _chain(neighbors: dict[int, set[int]], first: int) -> list[int]:
+    chain = [first]
+    while following := neighbors[chain[-1]] - set(chain):
+        chain.append(min(following))
+    return chain
+
+
+def _pipelines(actions: pl.DataFrame) -> pl.DataFrame:
+    """Return the pipeline of each rank: its place among the ranks of its first stage."""
+    firsts = actions.group_by("window", "rank").agg(pl.col("stage").min())
+    place = (pl.col("rank").rank("ordinal").over("window", "stage") - 1).cast(pl.Int64)
+    return firsts.select("window", "rank", place.alias("pipeline"))
+
+
+# One clock -----------------------------------------------------------------------------------------------------------
+
+
+def _on_one_clock(run: Run, actions: pl.DataFrame) -> pl.DataFrame:
+    aligned = alignment.on_run_clock(actions, run.offsets, ("start_ns", "end_ns"))
+    limits = _limits(aligned)
+    if limits.filter((pl.col("least_ns") > 0) | (pl.col("most_ns") < 0)).is_empty():
+        return aligned
+    own = _limits(actions)
+    if own.filter((pl.col("least_ns") > 0) | (pl.col("most_ns") < 0)).is_empty():
+        return actions  # the files' own clocks agree: collectives without a known group were matched wrongly
+    shifts = _shifts(limits)
+    shift_ns = pl.col("shift_ns").fill_null(0)
+    moved = aligned.join(shifts, on=["window", "pipeline", "rank"], how="left", maintain_order="left")
+    return moved.with_columns(pl.col("start_ns", "end_ns") + shift_ns).drop("shift_ns")
+
+
+def dependencies(actions: pl.DataFrame) -> pl.DataFrame:
+    """Return the actions that need the result of another rank: columns of `actions`, producer_rank, ready_ns.
+
+    ready_ns is the end of the producer: the forward of the stage before, or the backward of the next stage.
+    """
+    key = [*PIPELINE, "stage", "micro_batch"]
+    ends = actions.select(*key, "action", producer_rank="rank", ready_ns="end_ns")
+    forwards = ends.filter(pl.col("action") == FORWARD).with_columns(pl.col("stage") + 1)
+    gradients = ends.filter(pl.col("action").is_in([BACKWARD, INPUT_GRADIENT])).with_columns(pl.col("stage") - 1)
+    needs_forward = pl.col("action") == FORWARD
+    needs_gradient = pl.col("action").is_in([BACKWARD, INPUT_GRADIENT])
+    parts = [
+        actions.filter(needs).join(made.drop("action"), on=key, nulls_equal=True)
+        for needs, made in ((needs_forward, forwards), (needs_gradient, gradients))
+    ]
+    return pl.concat(parts).filter(pl.col("producer_rank") != pl.col("rank"))
+
+
+def _limits(actions: pl.DataFrame) -> pl.DataFrame:
+    """Return for neighboring ranks how much may be added to the clock of the later: window, pipeline, rank, other, ….
+
+    least_ns and most_ns are the limits, null where no action limits it; `rank` is the lower of the two.
+    """
+    needed = dependencies(actions).with_columns(
+        pl.min_horizontal("rank", "producer_rank").alias("one"),
+        pl.max_horizontal("rank", "producer_rank").alias("other"),
+    )
+    slack_ns = pl.col("start_ns") - pl.col("ready_ns")
+    is_consumer = pl.col("rank") == pl.col("other")
+    return (
+        needed.group_by("window", "pipeline", rank="one", other="other")
+        .agg(
+            (-slack_ns.filter(is_consumer)).max().alias("least_ns"),
+            slack_ns.filter(~is_consumer).min().alias("most_ns"),
+        )
+        .sort("window", "pipeline", "rank", "other")
+    )
+
+
+def _shifts(limits: pl.DataFrame) -> pl.DataFrame:
+    """Return the shift of each rank's clock: from rank to rank along the pipeline, the least within the limits."""
+    shifts: dict[tuple[int, int, int], int] = {}
+    for window, pipeline, rank, other, least_ns, most_ns in limits.iter_rows():
+        base = shifts.setdefault((window, pipeline, rank), 0)
+        if (window, pipeline, other) in shifts or (least_ns or 0) > (most_ns if most_ns is not None else 1 << 62):
+            continue
+        low = base + least_ns if least_ns is not None else -(1 << 62)
+        high = base + most_ns if most_ns is not None else 1 << 62
+        shifts[window, pipeline, other] = min(max(base, low), high)
+    rows = [(*place, shift_ns) for place, shift_ns in shifts.items()]
+    return pl.DataFrame(rows, schema=schema.columns("window pipeline rank shift_ns"), orient="row")
