@@ -13,32 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn import functional
 from torch.optim import Optimizer
 
-from instrumented_trainers import faults, huggingface
+from instrumented_trainers import faults
+from instrumented_trainers.build import build, pipeline_plan, shard_options
 from instrumented_trainers.checkpoints import resume, storage
 from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.checkpoints.saver import CheckpointSaver
-from instrumented_trainers.config import InvalidConfigError, TrainingConfig
+from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.evaluation import Evaluation, EvaluationResult
 from instrumented_trainers.faults import Fault
-from instrumented_trainers.initialization import WeightInitializer
+from instrumented_trainers.loss import next_token_loss, upcast
 from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import Llama
-from instrumented_trainers.optimization import optimizers
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.optimization.schedules import learning_rate
-from instrumented_trainers.parallelism import (
-    SHARDS_ON_META,
-    STRATEGIES,
-    ShardOptions,
-    accumulate,
-    clip_grad_norm,
-    data_mesh,
-    materialize,
-)
+from instrumented_trainers.parallelism import PipelineModel, accumulate, clip_grad_norm
 from instrumented_trainers.progress import Progress
 from instrumented_trainers.sizes import model_config
 from instrumented_trainers.text import loading
@@ -91,7 +81,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     text = loading.load(config, rank, origin)
     batches, evaluation = text.batches, Evaluation.of(text.evaluation, config, rank)
     options = shard_options(config, active_faults)
-    model, optimizer = _build(config, options, mesh, active_faults)
+    model, optimizer = build(config, options, mesh, active_faults)
     if origin:
         _restore(origin, config, model, optimizer, batches)
     checkpoints = CheckpointSaver(config, active_faults, origin)
@@ -187,22 +177,10 @@ def _step(
     active_faults: tuple[Fault, ...],
 ) -> Tensor:
     """Do one optimizer step and return its loss on this rank, the mean over micro-batches."""
-    losses = []
-    device = torch.device(config.device)
-    for index in range(config.micro_batches):
-        with recorder.span(conventions.DATA):
-            for trouble in active_faults:
-                trouble.delay_batch()
-            tokens, targets = _to(device, *batches.batch_at(step * config.micro_batches + index))
-        with accumulate(model, last=index == config.micro_batches - 1):
-            with recorder.span(conventions.FORWARD):
-                logits = model(tokens)
-                if logits.dtype in (torch.bfloat16, torch.float16):
-                    logits = logits.float()
-                loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / config.micro_batches
-            with recorder.span(conventions.BACKWARD):
-                loss.backward()
-        losses.append(loss.detach())
+    numbers = range(step * config.micro_batches, (step + 1) * config.micro_batches)
+    micro_batches = (_batch(number, config, batches, recorder, active_faults) for number in numbers)
+    run = _pipelined if isinstance(model, PipelineModel) else _accumulated
+    loss: Tensor = run(model, micro_batches, config, recorder)  # type: ignore[operator]
     if config.max_norm > 0:
         with recorder.span(conventions.CLIP):
             clip_grad_norm(model, config.max_norm)
@@ -211,69 +189,46 @@ def _step(
         optimizer.zero_grad()
     for trouble in active_faults:
         trouble.end_step(config.device)
+    return loss
+
+
+def _batch(
+    number: int,
+    config: TrainingConfig,
+    batches: Batches | StreamedBatches,
+    recorder: Recorder,
+    active_faults: tuple[Fault, ...],
+) -> tuple[Tensor, ...]:
+    with recorder.span(conventions.DATA):
+        for trouble in active_faults:
+            trouble.delay_batch()
+        return _to(torch.device(config.device), *batches.batch_at(number))
+
+
+def _accumulated(
+    model: nn.Module, micro_batches: Iterator[tuple[Tensor, ...]], config: TrainingConfig, recorder: Recorder
+) -> Tensor:
+    """Run forward and backward of one micro-batch after the other."""
+    losses = []
+    for index, (tokens, targets) in enumerate(micro_batches):
+        with accumulate(model, last=index == config.micro_batches - 1):
+            with recorder.span(conventions.FORWARD):
+                logits = upcast(model(tokens))
+                loss = next_token_loss(logits, targets) / config.micro_batches
+            with recorder.span(conventions.BACKWARD):
+                loss.backward()
+        losses.append(loss.detach())
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
-def shard_options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardOptions:
-    """Return how a training shards its model, its faults included."""
-    lower = config.precision == "bf16"
-    options = ShardOptions(
-        param_dtype=torch.bfloat16 if lower else None,
-        reduce_dtype=torch.float32 if lower else None,
-        reshard_after_forward=config.reshard_to or not config.keep_gathered,
-        prefetch=config.prefetch,
-        offload=config.offload,
-    )
-    for trouble in active_faults:
-        options = trouble.change_options(options)
-    return options
-
-
-def _build(
-    config: TrainingConfig, options: ShardOptions, mesh: DeviceMesh, active_faults: tuple[Fault, ...]
-) -> tuple[nn.Module, Optimizer]:
-    """Return the sharded model and its optimizer; all ranks draw the same weights, then numbers of their own.
-
-    Under fsdp2 and yafsdp no rank ever has all weights.
-    """
-    device = torch.device(config.device)
-    with torch.device("meta"):
-        llama = Llama(model_config(config)).to(torch.float64 if config.precision == "fp64" else torch.float32)
-    layers, roles, initializer = list(llama.layers), ParameterRoles.of(llama), _initializer(config, llama)
-    if config.strategy not in SHARDS_ON_META:
-        llama.materialize(device, initializer)
-    try:
-        model = STRATEGIES[config.strategy](llama, data_mesh(mesh), options)
-    except NotImplementedError as error:
-        raise InvalidConfigError(str(error)) from error
-    if config.strategy in SHARDS_ON_META:
-        materialize(model, initializer, device, options)
-    for trouble in active_faults:
-        trouble.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
-    optimizer = optimizers.make(config, model, roles)
-    torch.manual_seed(_random_seed(config, mesh.get_rank()))
-    return model, optimizer
-
-
-def _random_seed(config: TrainingConfig, rank: int) -> int:
-    """Return the seed of a rank's random numbers: a tensor-parallel group has one, and drops the same values."""
-    return config.seed * 1_000_003 + rank // config.layout.tp + 1
-
-
-def _initializer(config: TrainingConfig, model: Llama) -> WeightInitializer:
-    if config.init_from is None:
-        return model.initializer(config.seed)
-    return huggingface.PretrainedWeights(model, config.init_from)
-
-
-def _sharded(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return each layer as sharded: itself, or (FSDP1) its wrapper."""
-    around = {id(child): module for module in model.modules() for child in module.children()}
-    parents = [around[id(layer)] for layer in layers]
-    return [
-        outer if isinstance(outer, FullyShardedDataParallel) else layer
-        for outer, layer in zip(parents, layers, strict=True)
-    ]
+def _pipelined(
+    model: PipelineModel,
+    micro_batches: Iterator[tuple[Tensor, ...]],
+    config: TrainingConfig,  # noqa: ARG001 as the other way to run a step
+    recorder: Recorder,  # noqa: ARG001 the schedule's actions have spans of their own
+) -> Tensor:
+    tokens, targets = zip(*micro_batches, strict=True)
+    return model.step(torch.cat(tokens), torch.cat(targets))
 
 
 def _restore(
@@ -312,6 +267,7 @@ def _manifest(
         "strategy": config.strategy,
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
         "layout": dataclasses.asdict(config.layout),
+        **({"pipeline": pipeline_plan(config).as_manifest(config.layout)} if config.pp > 1 else {}),
         "groups": {axis: config.layout.groups(axis) for axis in (*(mesh.mesh_dim_names or ()), *_expert_axis(config))},
         "model": {"name": config.model_name, "parameters": sizes.parameters, **dataclasses.asdict(sizes)},
         "arguments": arguments,

@@ -126,15 +126,29 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.width)
         self.layers = nn.ModuleList(
             Layer(config, recomputed=index < config.checkpointed_layers) for index in range(config.layers)
         )
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.head: nn.Linear | None = nn.Linear(config.width, config.vocabulary, bias=False)
         self._tie()
-        if not self.head.weight.is_meta:
+        if not next(self.parameters()).is_meta:
             self.apply(self.initializer(int(torch.randint(2**31, ()))))
+
+    def part(self, layers: range, *, has_embedding: bool, has_head: bool) -> "Llama":
+        """Return a part of the model, which shares its modules: some layers, under their numbers in the whole.
+
+        Without the embedding it takes streams (B, T, D), without norm and head it returns them.
+        """
+        part = Llama.__new__(Llama)
+        nn.Module.__init__(part)
+        part.config, part.token_split = self.config, self.token_split
+        part.embedding = self.embedding if has_embedding else None
+        part.layers = NumberedLayers({number: self.layers[number] for number in layers})
+        part.norm = self.norm if has_head else None
+        part.head = self.head if has_head else None
+        return part
 
     def initializer(self, seed: int) -> WeightInitializer:
         """Return what draws the weights, the same for the same seed."""
@@ -147,21 +161,30 @@ class Llama(nn.Module):
         self.apply(initializer)
 
     def _tie(self) -> None:
-        if self.config.tied:
+        if self.config.tied and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         rotation = rotations(self._positions(tokens), self.config)
-        stream = self.embedding(tokens)
+        stream = tokens if self.embedding is None else self.embedding(tokens)
         for layer in self.layers:
             stream = layer(stream, rotation)
-        return self.head(self.norm(stream))
+        return stream if self.norm is None or self.head is None else self.head(self.norm(stream))
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """Return the positions of the tokens (B, T) in their sequences, shape (T)."""
         if self.token_split is None:
             return torch.arange(tokens.shape[1], device=tokens.device)
         return self.token_split.positions(tokens.shape[1], tokens.device)
+
+
+class NumberedLayers(nn.ModuleList):
+    """Some of a model's layers, whose names are their numbers in the whole model."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
 
 
 class Layer(nn.Module):

@@ -18,7 +18,7 @@ _TWO_STAGES = (ZBV, DUALPIPEV)
 
 def layout_problem(config: TrainingConfig) -> str | None:
     """Return why the layout of the ranks is impossible, or None."""
-    for option, size in (("pp", config.pp), ("tp", config.tp), ("cp", config.cp), ("ep", config.ep)):
+    for option, size in (("tp", config.tp), ("cp", config.cp), ("ep", config.ep)):
         if size > 1:
             return f"--{option} {size}: not available yet"
     if config.sequence_parallel and config.tp == 1:

@@ -53,6 +53,10 @@ class Fault:
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
         """Add hooks to the sharded layers."""
 
+    def during_stage(self, stage: int, device: str) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager around a forward or backward of a pipeline's stage."""
+        return contextlib.nullcontext()
+
     def delay_batch(self) -> None:
         """Called before each batch."""
 

@@ -16,12 +16,16 @@ from instrumented_trainers.parallelism.gradient_sync import accumulate, clip_gra
 from instrumented_trainers.parallelism.mesh import axis_mesh, data_mesh, make_mesh
 from instrumented_trainers.parallelism.meta_init import SHARDS_ON_META, materialize
 from instrumented_trainers.parallelism.options import ShardOptions
+from instrumented_trainers.parallelism.pipeline import PipelineModel, PipelinePlan, ReplicatedPart, Zero1Part
 from instrumented_trainers.parallelism.state import checkpoint_state, make_optimizer, restore_state
 
 __all__ = [
     "SHARDS_ON_META",
+    "STAGE_STRATEGIES",
     "STRATEGIES",
     "CombinedOptimizer",
+    "PipelineModel",
+    "PipelinePlan",
     "ShardOptions",
     "accumulate",
     "axis_mesh",
@@ -43,3 +47,7 @@ STRATEGIES: Mapping[str, Callable[[nn.Module, DeviceMesh, ShardOptions], nn.Modu
         "yafsdp": yafsdp.shard,
     }
 )
+STAGE_STRATEGIES: Mapping[str, Callable[[nn.Module, DeviceMesh, ShardOptions], nn.Module]] = MappingProxyType(
+    {"ddp": ReplicatedPart, "zero1": Zero1Part, "fsdp2": fsdp2.shard, "yafsdp": yafsdp.shard}
+)
+"""The ways to train a stage of a pipeline over ranks."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instrumented_trainers import regions
 from instrumented_trainers.parallelism import expert
+from instrumented_trainers.parallelism.pipeline import PipelineModel
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import owner_of
 
 _EPSILON = 1e-6  # as torch's clip_grad_norm_
@@ -45,7 +46,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients so that their norm over all ranks is at most `max_norm`; return the norm before."""
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm)
-    if any(True for _ in regions.parameter_regions(model)):
+    if isinstance(model, PipelineModel) or any(True for _ in regions.parameter_regions(model)):
         return _clip_divided(model, max_norm)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -53,9 +54,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def _clip_divided(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip where some parameters are divided over more ranks than others: each element counts once."""
+    """Clip where ranks have other parameters, or parts of them: each element counts once."""
     gradients = [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    norm = _squared_norm(model).sqrt()
+    squared = _squared_norm(model)
+    if isinstance(model, PipelineModel):
+        dist.all_reduce(squared, group=model.process_group)
+    norm = squared.sqrt()
     torch._foreach_mul_(gradients, (max_norm / (norm + _EPSILON)).clamp(max=1.0).to(gradients[0]))
     return norm
 

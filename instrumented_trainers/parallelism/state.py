@@ -6,9 +6,10 @@ Tensors are whole or know which part of the whole they are, so a checkpoint can 
 and, since the keys agree, by another strategy.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from instrumented_trainers.parallelism import region_state, zero1
 from instrumented_trainers.parallelism.combined_optimizer import CombinedOptimizer, parts_of
 from instrumented_trainers.parallelism.optimizer import begin_missing_state
+from instrumented_trainers.parallelism.pipeline import PipelineModel, ReplicatedPart, Zero1Part
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 
 AnyOptimizer = Optimizer | CombinedOptimizer
@@ -35,7 +37,7 @@ def make_optimizer(
     """
     if parameters is None:
         parameters = model.parameters()
-    if isinstance(model, zero1.Zero1DataParallel):
+    if isinstance(model, (zero1.Zero1DataParallel, Zero1Part)):
         return model.make_optimizer(kind, parameters, **options)
     return kind(parameters, **options)
 
@@ -46,22 +48,78 @@ def checkpoint_state(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Any
     Saving in the background (``async_save``) needs a process group of its own, or its collectives come between those
     of training.
     """
+    if isinstance(model, PipelineModel):
+        return _pipeline_state(model, optimizer)
     parts = parts_of(optimizer)
     if isinstance(model, YaFSDPModule):
         for part in parts:
             begin_missing_state(part)  # so that what is saved does not depend on what was stepped
-    if isinstance(model, zero1.Zero1DataParallel):
-        model_state, optimizer_state = get_model_state_dict(model), zero1.optimizer_state(model, parts)
+    if isinstance(model, (zero1.Zero1DataParallel, Zero1Part)):
+        model_state, optimizer_state = get_model_state_dict(_unwrapped(model)), zero1.optimizer_state(model, parts)
     else:
-        model_state, optimizer_state = get_state_dict(model, parts)
+        model_state, optimizer_state = get_state_dict(_unwrapped(model), parts)
     return region_state.with_whole_shapes(model, {"model": model_state, "optimizer": optimizer_state})
 
 
 def restore_state(model: nn.Module, optimizer: AnyOptimizer, state: dict[str, Any]) -> None:
     """Give model and optimizer what was loaded into `state`, which `checkpoint_state` made for them."""
+    if isinstance(model, PipelineModel):
+        _restore_pipeline(model, optimizer, state)
+        return
     parts, state = parts_of(optimizer), region_state.with_own_shapes(state)
-    if isinstance(model, zero1.Zero1DataParallel):
-        set_model_state_dict(model, state["model"])
+    if isinstance(model, (zero1.Zero1DataParallel, Zero1Part)):
+        set_model_state_dict(_unwrapped(model), state["model"])
         zero1.restore_optimizer(model, parts, state["optimizer"])
     else:
-        set_state_dict(model, parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(_unwrapped(model), parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module with the parameters' own names; torch's functions know only DDP's wrapper."""
+    return model.module if isinstance(model, ReplicatedPart) else model
+
+
+def _pipeline_state(model: PipelineModel, optimizer: AnyOptimizer) -> dict[str, Any]:
+    """Return the state of this rank's stages. Every rank of the pipeline calls it: all save the same groups."""
+    states = [checkpoint_state(part, own) for part, own in _optimizers(model, optimizer)]
+    own_groups = [group for state in states for group in state["optimizer"]["param_groups"]]
+    of_stages: list[Any] = [None] * dist.get_world_size(model.process_group)
+    dist.all_gather_object(of_stages, own_groups, group=model.process_group)
+    return {
+        "model": {name: value for state in states for name, value in state["model"].items()},
+        "optimizer": {
+            "state": {name: value for state in states for name, value in state["optimizer"]["state"].items()},
+            "param_groups": _merged(group for groups in of_stages for group in groups),
+        },
+    }
+
+
+def _restore_pipeline(model: PipelineModel, optimizer: AnyOptimizer, state: dict[str, Any]) -> None:
+    for part, own in _optimizers(model, optimizer):
+        wanted = checkpoint_state(part, own)
+        by_name = {name: state["optimizer"]["state"][name] for name in wanted["optimizer"]["state"]}
+        # Stages group their parameters as the training that saved may not have done; the settings are set each step.
+        optimizer_state = {"state": by_name, "param_groups": wanted["optimizer"]["param_groups"]}
+        weights = {name: state["model"][name] for name in wanted["model"]}
+        restore_state(part, own, {"model": weights, "optimizer": optimizer_state})
+
+
+def _optimizers(model: PipelineModel, optimizer: AnyOptimizer) -> Iterator[tuple[nn.Module, CombinedOptimizer]]:
+    """Yield each of the rank's stages with the optimizers of its parameters."""
+    for part in model.parts:
+        ids = {id(parameter) for parameter in part.parameters()}
+        own = [each for each in parts_of(optimizer) if id(each.param_groups[0]["params"][0]) in ids]
+        yield part, CombinedOptimizer(*own)
+
+
+def _merged(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups of parameters' names with those of equal settings joined."""
+    merged: list[dict[str, Any]] = []
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        same = next((each for each in merged if {**each, "params": None} == {**settings, "params": None}), None)
+        if same is None:
+            merged.append({**settings, "params": list(group["params"])})
+        else:
+            same["params"] += group["params"]
+    return merged

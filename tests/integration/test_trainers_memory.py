@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from instrumented_trainers import loop
+from instrumented_trainers import build
 from instrumented_trainers.memory import predicted
 from instrumented_trainers.memory.footprint import KINDS
 from instrumented_trainers.parallelism import STRATEGIES
@@ -49,8 +49,8 @@ def counted(strategy: str, folder: Path) -> tuple[dict[str, int], dict[str, int 
     """Train two steps and count, in the second, what a rank's tensors take; return that, and what formulas say."""
     config = micro(strategy, folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    options = loop.shard_options(config, ())
-    model, optimizer = loop._build(config, options, mesh, ())
+    options = build.shard_options(config, ())
+    model, optimizer = build.build(config, options, mesh, ())
     inner = optimizer.optim if strategy == "zero1" else optimizer
     tokens = torch.arange(config.batch * config.tokens).reshape(config.batch, config.tokens) % 257
     found: dict[str, int] = {}

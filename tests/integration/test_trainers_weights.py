@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from instrumented_trainers import loop
+from instrumented_trainers import build as trainer_build
 from instrumented_trainers.memory.measured import _allocations, _highest
 from instrumented_trainers.model import PRESETS, Llama
 from instrumented_trainers.parallelism import STRATEGIES
@@ -60,7 +60,7 @@ def peak_bytes(strategy: str, settings: Mapping[str, Any]) -> int:
 def build(strategy: str, settings: Mapping[str, Any]) -> Any:
     config = micro(strategy, Path("unused"), seed=SEED, **settings)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return loop._build(config, loop.shard_options(config, ()), mesh, ())
+    return trainer_build.build(config, trainer_build.shard_options(config, ()), mesh, ())
 
 
 @functools.cache

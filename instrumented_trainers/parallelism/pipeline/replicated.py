@@ -1,0 +1,83 @@
+"""A stage's part of the model that is replicated: its gradients are averaged once a step, after its last backward."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from instrumented_trainers.parallelism.options import ShardOptions, device_of
+
+_BUCKET_BYTES = 25 << 20  # as DDP's
+
+
+class ReplicatedPart(nn.Module):
+    """A part of a model whose replicas are the ranks of a mesh of one dim.
+
+    DDP averages during each backward, and does not see those that compute inputs' and weights' gradients apart. Here
+    `synchronize` averages the gradients of all micro-batches together.
+
+    Raises NotImplementedError for another `reduce_dtype` than the weights', or a mesh of more than one dim.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> None:
+        super().__init__()
+        if mesh.ndim != 1:
+            raise NotImplementedError("stages are replicated over all ranks: there are no groups to shard in")
+        self.module = module.to(device_of(mesh))
+        self.process_group = mesh.get_group()
+        self._autocast = mesh.device_type, options.param_dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device_type, dtype = self._autocast
+        if dtype is None:
+            return self.module(*args, **kwargs)
+        with torch.autocast(device_type, dtype):
+            return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Average the gradients over the replicas. All of them call it."""
+        ranks = dist.get_world_size(self.process_group)
+        if ranks == 1:
+            return
+        for bucket in _buckets(self.parameters()):
+            gradients = [_gradient(parameter) for parameter in bucket]
+            flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(ranks)
+            dist.all_reduce(flat, group=self.process_group)
+            for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+
+class Zero1Part(ReplicatedPart):
+    """A replicated part of which each rank steps some of the parameters."""
+
+    def make_optimizer(
+        self, kind: Callable[..., Optimizer], parameters: Iterable[Any], **options: Any
+    ) -> ZeroRedundancyOptimizer:
+        """Return this rank's part of an optimizer of that kind over `parameters`, or groups of them."""
+        return ZeroRedundancyOptimizer(parameters, kind, process_group=self.process_group, **options)
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters in groups of one dtype, each as large as a bucket of DDP."""
+    bucket: list[nn.Parameter] = []
+    size_bytes = 0
+    for parameter in parameters:
+        if bucket and (size_bytes > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size_bytes = [], 0
+        bucket.append(parameter)
+        size_bytes += parameter.nbytes
+    if bucket:
+        yield bucket
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
