@@ -212,7 +212,7 @@ KINDS = (
     Kind("one pause of one rank", pause_of_one, ("STEP001", "RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
     Kind("time-sliced device", time_sliced_device, ("STREAM005",), ("RANK001", "RANK003")),
     Kind("clock drop", clock_drop, ("STEP003",), ("RANK001", "RANK003", "STEP001")),
-    Kind("late launches of two ranks", late_group, ("RANK001", "HOST001", "RANK003"), needs_ranks=3),
+    Kind("late launches of two ranks", late_group, ("RANK004", "RANK001", "HOST001", "RANK003"), needs_ranks=3),
 )
 
 

@@ -462,6 +462,7 @@ EXAMPLES: dict[str, Example] = {
     "RANK002": Example(lambda: slow_link_run(3, 6), lambda: slow_link_run(3, 3)),
     "MEM002": Example(lambda: recomputation_run(10 * GIB), lambda: recomputation_run(5 * GIB)),
     "RANK003": Example(lambda: straggler_run(0, 3, turns=True), lambda: straggler_run(0, 3)),
+    "RANK004": Example(lambda: straggler_run(0, 0, 3, 3), lambda: straggler_run(0, 0, 0, 3)),
     "MEM001": Example(
         lambda: device_malloc_run(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: device_malloc_run(CHURNING)
     ),

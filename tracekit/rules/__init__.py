@@ -22,6 +22,7 @@ from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.device_stalls import DeviceStall
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
+from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
@@ -53,6 +54,7 @@ RULES: tuple[type[Rule], ...] = (
     Straggler,
     SlowLink,
     UnevenRanks,
+    LateGroup,
     LateLaunch,
     BlockingSync,
     DataStall,

@@ -34,7 +34,7 @@ _IDLE_PART = {
     "device-stall": late_ranks.STALL,
 }
 """As which part of the time of late ranks (`late_ranks.PARTS`) a cause leaves their devices idle."""
-_UNEVEN = "RANK003"
+_UNEVEN, _LATE_GROUP = "RANK003", "RANK004"
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
 trouble of its own."""
@@ -103,7 +103,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
     """Return a finding on waiting for late ranks with the waiting that remains without the causes in `removed`."""
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
-    codes = " and ".join(dict.fromkeys(CAUSES[each.cause].code for each in removed))
+    codes = " and ".join(dict.fromkeys(_code(each) for each in removed))
     is_consequence = ratio < _MIN_OWN_RATIO
     return replace(
         finding,
@@ -120,6 +120,11 @@ def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None
         return None
     cause = finding.what_if.cause
     return Removal(cause, finding.ranks if cause == _STRAGGLER else (), single_stalls.staying(run, stalls, cause))
+
+
+def _code(removal: Removal) -> str:
+    """Return the code of the rule on a removed cause: a straggler of several ranks is a late group."""
+    return _LATE_GROUP if removal.cause == _STRAGGLER and len(removal.ranks) > 1 else CAUSES[removal.cause].code
 
 
 def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
@@ -255,7 +260,7 @@ class _MeanStep:
 def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean: _MeanStep) -> Finding:
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
     share = min(1.0, saved_ns / mean.step_ns)
-    after = f" after {' and '.join(dict.fromkeys(CAUSES[each.cause].code for each in first))}" if first else ""
+    after = f" after {' and '.join(dict.fromkeys(_code(each) for each in first))}" if first else ""
     per = "in the window" if finding.is_of_window else "per step"
     saving = f"{_SAVING}{after}: {units.duration(saved_ns)} {per} ({units.share(share)})."
     return replace(

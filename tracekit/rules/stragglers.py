@@ -1,4 +1,4 @@
-"""Rules on late ranks: a straggler, and ranks that straggle in turn."""
+"""Rules on late ranks: a straggler, ranks that straggle together, and ranks that straggle in turn."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,9 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.communication import communication_gap_causes
-from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.parallelism import late_ranks, stragglers
+from tracekit.analysis.parallelism import late_ranks, rank_places, stragglers
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -25,9 +23,9 @@ _MAX_NAMED = 3
 class Straggler(Rule):
     """A straggler: a rank that arrives late at collectives in most steps, while the others are idle.
 
-    What it does: reports a rank, or ranks that arrive late together (such as those of one host), for which the others
-    lose more than `min_wait_ratio` of the step, in at least `min_steps_ratio` of the steps since the first such step,
-    and in more than one. It names what they take longer for: their kernels, or their launches.
+    What it does: reports a rank for which the others lose more than `min_wait_ratio` of the step, in at least
+    `min_steps_ratio` of the steps since the first such step, and in more than one. It names what the rank takes longer
+    for: its kernels, or its launches. Ranks that arrive late together, such as those of one node, belong to RANK004.
 
     Why it costs: a collective moves data only after the last rank arrives, so one slow rank slows all.
 
@@ -39,13 +37,13 @@ class Straggler(Rule):
     be for this rank, and the loss must not vary by more than `max_spread_ratio` (interquartile range over median)
     between steps: a slow rank is late by the same time in each. Differences below the clock error are ignored. Steps
     that save are left out. Where no steps are marked, the window's collectives are divided into four parts: the rank
-    must have most of the waiting in three of them, and no single collective more than a quarter of it. Ranks are late
-    together if the others would wait at least twice as long for all of them as for any one. The cost is the saving of a
-    replay in which nobody waits for these ranks (`tracekit whatif`): while the others wait, their hosts run ahead, so
+    must have most of the waiting in three of them, and no single collective more than a quarter of it. A rank that is
+    late because it waited for a rank of another process group passes the blame on to that one. The cost is the saving
+    of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts run ahead, so
     that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves for longer than
-    the others, or its device is idle for longer meanwhile, and that has a warning, it is what these ranks cost besides.
+    the others, or its device is idle for longer meanwhile, and that has a warning, it is what the rank costs besides.
     Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the finding is
-    information.
+    information. Waits between pipeline stages do not count: they are the pipeline's bubble.
 
     How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
     -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
@@ -65,7 +63,14 @@ class Straggler(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
-        for (_,), rank_steps in run.run_table(stragglers.straggler_costs).group_by("late_rank", maintain_order=True):
+        yield from self._findings(run, pl.col("late_ranks").list.len() == 1)
+
+    def _findings(self, run: Run, judged: pl.Expr) -> Iterator[Finding]:
+        """Yield one finding per late rank or group among the rows of `stragglers.straggler_costs` that are `judged`."""
+        costs = run.run_table(stragglers.straggler_costs).filter(judged)
+        for (_,), rank_steps in costs.group_by("late_rank", maintain_order=True):
+            if rank_places.is_of_stages(run, rank_steps["late_ranks"][0]):
+                continue
             if rank_steps["step"].is_null().all():
                 worst = self._persistent_window(run, rank_steps)
             else:
@@ -108,14 +113,15 @@ class Straggler(Rule):
         in_step = _in_step(worst)
         shown = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         several = len(ranks) > 1
-        name = f"ranks {units.ranges(ranks)}" if several else f"rank {ranks[0]}"
+        name = f"rank{'s' * several} {units.ranges(ranks)}"
+        place = rank_places.shared_place(run, ranks) if several else None
         is_latest = ranks == late_ranks.latest(run)
         cause, fix = _cause(run, ranks, worst["lost_ns"])
         return Finding(
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
-            f"{name.capitalize()} {'are stragglers' if several else 'is a straggler'}: the other ranks wait "
-            f"{describe_loss(worst)} for {'them' if several else 'it'} in {_when(worst)}. "
+            f"{_verdict(name, place)}: the other ranks wait {describe_loss(worst)} for "
+            f"{'them' if several else 'it'} in {_when(worst)}. "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
             f"collectives, with the longest waits at {_worst_collective(shown[0])}.{cause}",
             fix.format(ranks=name),
@@ -131,6 +137,18 @@ class Straggler(Rule):
             subject=name,
             is_of_window=is_of_window,
         )
+
+
+def _verdict(name: str, place: str | None) -> str:
+    """Return which ranks straggle, and what they share.
+
+    >>> _verdict("ranks 24–31", "node 3")
+    'Node 3 (ranks 24–31) straggles'
+    """
+    if place is None:
+        return f"{name.capitalize()} {'is a straggler' if name.startswith('rank ') else 'are stragglers'}"
+    verb = "straggle" if place.startswith("nodes ") else "straggles"
+    return f"{place[0].upper()}{place[1:]} ({name}) {verb}"
 
 
 def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
@@ -228,9 +246,7 @@ class UnevenRanks(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the representative step exceeds the threshold and there is no single straggler."""
-        pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
-            pl.col("cause") == communication_gap_causes.PEER
-        )
+        pieces = stragglers.waiting_pieces(run)
         steps = stragglers.steps(run)
         means = _waits(steps, pieces)
         if means.is_empty() or _is_one_straggler(run):

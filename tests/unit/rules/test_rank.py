@@ -7,12 +7,13 @@ import pytest
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.communication import group_bandwidth
-from tracekit.analysis.parallelism import late_ranks, stragglers
+from tracekit.analysis.parallelism import late_groups, stragglers
 from tracekit.model import schema
 from tracekit.rules.engine import check
+from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.rule import Severity
-from tracekit.rules.stragglers import Straggler
+from tracekit.rules.stragglers import Straggler, UnevenRanks
 
 CHARACTER_NS = drawn_hosts.UNIT_NS
 
@@ -54,7 +55,8 @@ def test_ranks_that_are_late_together_are_one_finding():
     # Ranks 0 and 3 are 3 late at each collective, rank 3 one more: the others wait for both.
     early, late, later = (("a" * n + "." * (10 - n), "." * n + "y" * (8 - n) + "..") for n in (2, 5, 6))
     run = ranks(*((c * 12, y * 12) for c, y in (late, early, early, later)), steps=STEPS)
-    (found,) = judge(run, Straggler)
+    assert judge(run, Straggler) == judge(run, UnevenRanks) == ()
+    (found,) = judge(run, LateGroup)
     assert found.ranks == (0, 3)
     assert found.message.startswith("Ranks 0, 3 are stragglers: the other ranks wait")
     assert "Kernels take 700 µs longer per step than on the other ranks." in found.message
@@ -65,8 +67,8 @@ def test_most_of_the_ranks_are_no_late_group():
     # Three of four ranks arrive late: the fourth is early, and nobody straggles.
     early, late = ("aa" + "." * 8, "." * 2 + "yyyyyy.."), ("aaaaa.....", "." * 5 + "yyy..")
     run = ranks(*((c * 12, y * 12) for c, y in (early, late, late, late)), steps=STEPS)
-    assert run.run_table(late_ranks.groups).is_empty()
-    assert judge(run, Straggler) == ()
+    assert run.run_table(late_groups.groups).is_empty()
+    assert judge(run, Straggler) == judge(run, LateGroup) == ()
 
 
 def test_a_rank_that_starts_to_straggle_is_reported_with_its_first_late_step():

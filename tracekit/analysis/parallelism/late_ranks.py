@@ -1,10 +1,11 @@
-"""Ranks that arrive late together, and what takes them longer than the other ranks."""
+"""Ranks that arrive late, and what takes them longer than the other ranks."""
 
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.parallelism import late_groups, rank_places
 from tracekit.analysis.time import breakdown, host_state, launches
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -25,14 +26,9 @@ _PART_OF_STATE = {
 }
 _KEY = ["window", "instance"]
 _STEP = ["window", "step"]
-_CANDIDATES = 5
-_MIN_CALLS = 3
-_MIN_STEPS = 2
-_TOGETHER = 2.0
-"""How many times as much waiting must end without the whole group as without its latest rank alone."""
-_NEEDED = 0.8
-"""A rank belongs to a group if without it, less than this share of the waiting would end."""
-
+_MIN_PASSED = 0.5
+"""A rank passes its delay on if it waits itself, for a rank of another group, for this share of what others wait."""
+_MAX_HOPS = 3
 
 QUEUE_COLUMNS = schema.columns("activity_id queued_ns")
 
@@ -53,41 +49,28 @@ FACTS: tuple[Fact, ...] = (
     queue_times,
     collective_matching.calls,
     compute_gap_causes.compute_gap_causes,
+    *rank_places.FACTS,
     *steps_without_saves.FACTS,
 )
 """The facts that the run tables of this module read."""
-
-
-def groups(run: Run) -> pl.DataFrame:
-    """Return the ranks that arrive late together, such as those of one host; use ``run.run_table``.
-
-    Columns rank, leader (the lowest rank of the group), late_ranks (all of them, sorted); one row per rank of the
-    group; empty where single ranks arrive late. A group is at most half of the ranks of a collective. If it were not
-    late, the others would wait less: until the last of them arrives. That time must be twice as long as for any single
-    rank, in three collectives and two steps or more.
-    """
-    arrivals = run.run_table(_arrivals)
-    found = [group for group in _candidates(arrivals) if _is_late_together(arrivals, group)]
-    members = max(found, key=lambda group: _lead_ns(arrivals, group), default=[])
-    return pl.DataFrame(
-        [(rank, members[0], members) for rank in members],
-        schema={"rank": pl.Int64, "leader": pl.Int64, "late_ranks": pl.List(pl.Int64)},
-        orient="row",
-    )
 
 
 def last_arrivals(run: Run) -> pl.DataFrame:
     """Return which rank arrived last at each collective; use ``run.run_table``.
 
     Columns window, instance, late_rank (among ranks with a trace; the leader of a group that arrived last; null within
-    clock error).
+    clock error). A rank that waited as long for a rank of another process group in the same step passes that on: then
+    late_rank is that one. Collectives of several pipeline stages have no rows: there the stages' order decides.
     """
-    members = run.run_table(groups)
-    last = run.run_table(collective_instances.instances).select(*_KEY, rank="last_known_rank")
-    of_group = last.join(members, on="rank", how="left").select(*_KEY, pl.coalesce("leader", "rank").alias("late_rank"))
+    members = run.run_table(late_groups.groups)
+    found = run.run_table(collective_instances.instances)
+    last = found.join(run.run_table(late_groups.across_stages), on=_KEY, how="anti")
+    last = last.select(*_KEY, "step", "ranks", "max_wait_ns", late_rank=_leader("last_known_rank", members))
+    of_group = _delayed_by_others(run, last, members).select(*_KEY, "late_rank")
     if members.is_empty():
         return of_group
-    leads = _lead(_all_arrivals(run), members["rank"].to_list()).select(*_KEY, leader=pl.lit(members["leader"][0]))
+    arrivals = run.run_table(late_groups.all_arrivals)
+    leads = late_groups.lead(arrivals, members["rank"].to_list()).select(*_KEY, leader=pl.lit(members["leader"][0]))
     return of_group.join(leads, on=_KEY, how="left").select(
         *_KEY, pl.coalesce("leader", "late_rank").alias("late_rank")
     )
@@ -95,11 +78,11 @@ def last_arrivals(run: Run) -> pl.DataFrame:
 
 def latest(run: Run) -> tuple[int, ...]:
     """Return the rank, or the group of ranks, without which the waiting of the others would be shortest; () if none."""
-    members = run.run_table(groups)
+    members = run.run_table(late_groups.groups)
     if not members.is_empty():
         return tuple(members["rank"].to_list())
-    arrivals = run.run_table(_arrivals)
-    leads = {rank: _lead_ns(arrivals, [rank]) for rank in arrivals["rank"].unique().sort().to_list()}
+    arrivals = run.run_table(late_groups.judged_arrivals)
+    leads = {rank: late_groups.lead_ns(arrivals, [rank]) for rank in arrivals["rank"].unique().sort().to_list()}
     best = max(leads, key=lambda rank: leads[rank], default=None)
     return (best,) if best is not None and leads[best] > 0 else ()
 
@@ -110,13 +93,13 @@ def launched_late_ratio(run: Run, members: tuple[int, ...]) -> float:
     A collective was launched late if it started sooner after its launch than half of the time for which the others
     waited: it was not queued behind other work. 0 where nobody waits.
     """
-    arrivals = run.run_table(_arrivals)
+    arrivals = run.run_table(late_groups.judged_arrivals)
     late_calls = run.run_table(collective_instances.waits).filter(pl.col("rank").is_in(list(members)))
     queued = late_calls.select("window", "instance", "rank", "activity_id").join(
         run.table(queue_times), on=["window", "rank", "activity_id"], how="left"
     )
     longest = queued.group_by(_KEY).agg(pl.col("queued_ns").max())
-    leads = _lead(arrivals, list(members)).join(longest, on=_KEY)
+    leads = late_groups.lead(arrivals, list(members)).join(longest, on=_KEY)
     late_ns = int(leads.filter(pl.col("queued_ns") < pl.col("lead_ns") / 2)["lead_ns"].sum())
     return late_ns / max(1, int(leads["lead_ns"].sum()))
 
@@ -135,57 +118,37 @@ def extra_time(run: Run, members: tuple[int, ...]) -> pl.DataFrame:
     return medians.filter(pl.col("extra_ns") > 0).sort("extra_ns", "part", descending=[True, False])
 
 
-def _arrivals(run: Run) -> pl.DataFrame:
-    """Return `_all_arrivals` in steps without saves; where no steps are marked, in the window."""
-    marked = pl.col("step").is_not_null() | pl.col("step").is_null().all()
-    return steps_without_saves.without_saves(run, _all_arrivals(run).filter(marked))
+def _leader(column: str, members: pl.DataFrame) -> pl.Expr:
+    """Return a rank as the leader of its group, if it belongs to one."""
+    leaders = dict(members.select("rank", "leader").iter_rows())
+    return pl.col(column).replace(leaders)
 
 
-def _all_arrivals(run: Run) -> pl.DataFrame:
-    """Return when each rank arrived at each collective: window, instance, step, rank, arrival_ns, residual_ns."""
-    steps = run.run_table(collective_instances.instances).select(*_KEY, "step")
-    waits = run.run_table(collective_instances.waits).select(*_KEY, "rank", "arrival_ns", "residual_ns")
-    return waits.join(steps, on=_KEY).sort(*_KEY, "arrival_ns", "rank")
+def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> pl.DataFrame:
+    """Return collectives with the late_rank that delayed the one that arrived last.
 
-
-def _candidates(arrivals: pl.DataFrame) -> list[list[int]]:
-    """Return the sets of ranks after the longest pause between arrivals, those with most time first."""
-    count, place = pl.len().over(_KEY), pl.int_range(pl.len()).over(_KEY)
-    pause = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
-    eligible = (place * 2 >= count) & (place > 0) & (pause > pl.col("residual_ns"))
-    marked = arrivals.with_columns(
-        place.alias("place"), pl.when(eligible).then(pause).fill_null(0).alias("pause_ns")
-    ).with_columns(pl.col("pause_ns").max().over(_KEY).alias("longest_ns"))
-    first = pl.col("place").filter((pl.col("pause_ns") == pl.col("longest_ns")) & (pl.col("pause_ns") > 0)).min()
-    late = marked.with_columns(first.over(_KEY).alias("first")).filter(pl.col("place") >= pl.col("first"))
-    sets = late.group_by(_KEY).agg(pl.col("rank").sort().alias("late"), pl.col("longest_ns").first())
-    totals = sets.filter(pl.col("late").list.len() > 1).group_by("late").agg(pl.col("longest_ns").sum())
-    return totals.sort("longest_ns", "late", descending=[True, False])["late"].head(_CANDIDATES).to_list()
-
-
-def _is_late_together(arrivals: pl.DataFrame, group: list[int]) -> bool:
-    """Return whether the others wait for the group, and for every rank of it."""
-    leads = _lead(arrivals, group)
-    total_ns = int(leads["lead_ns"].sum())
-    waiting = leads.filter(pl.col("lead_ns") > 0)
-    if waiting.height < _MIN_CALLS or waiting["step"].n_unique() < _MIN_STEPS:
-        return False
-    alone_ns = max(_lead_ns(arrivals, [rank]) for rank in arrivals["rank"].unique().to_list())
-    without = (_lead_ns(arrivals, [other for other in group if other != rank]) for rank in group)
-    return total_ns > _TOGETHER * alone_ns and all(part_ns < _NEEDED * total_ns for part_ns in without)
-
-
-def _lead_ns(arrivals: pl.DataFrame, group: list[int]) -> int:
-    return int(_lead(arrivals, group)["lead_ns"].sum())
-
-
-def _lead(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
-    """Return by how much some ranks arrive after the last of the others: window, instance, step, lead_ns."""
-    is_late, arrival_ns = pl.col("rank").is_in(group), pl.col("arrival_ns")
-    both = arrivals.filter(is_late.any().over(_KEY) & (~is_late).any().over(_KEY))
-    lead_ns = (arrival_ns.max() - arrival_ns.filter(~is_late).max()).alias("lead_ns")
-    leads = both.group_by(_KEY).agg(pl.col("step").first(), lead_ns, pl.col("residual_ns").max())
-    return leads.filter(pl.col("lead_ns") > pl.col("residual_ns"))
+    A rank that waits for one of another process group arrives late at the collectives of its own groups.
+    """
+    waits = run.run_table(collective_instances.waits).select(
+        *_KEY, "step", waited_ns="wait_ns", waiting=_leader("rank", members)
+    )
+    own = waits.join(last.select(*_KEY, cause="late_rank"), on=_KEY).filter(pl.col("waiting") != pl.col("cause"))
+    delays = own.group_by(*_STEP, "waiting", "cause").agg(pl.col("waited_ns").sum())
+    for _ in range(_MAX_HOPS):
+        others_ns = pl.col("max_wait_ns").sum().over(*_STEP, "late_rank", "ranks")
+        candidates = last.with_columns(others_ns.alias("others_ns")).join(
+            delays, left_on=[*_STEP, "late_rank"], right_on=[*_STEP, "waiting"], nulls_equal=True
+        )
+        is_cause = ~pl.col("ranks").list.contains(pl.col("cause")) & (
+            pl.col("waited_ns") >= _MIN_PASSED * pl.col("others_ns")
+        )
+        causes = candidates.filter(is_cause).sort("waited_ns", "cause", descending=[True, False])
+        if causes.is_empty():
+            break
+        first = causes.unique(_KEY, keep="first", maintain_order=True).select(*_KEY, "cause")
+        last = last.join(first, on=_KEY, how="left").with_columns(late_rank=pl.coalesce("cause", "late_rank"))
+        last = last.drop("cause")
+    return last
 
 
 def _own_time(run: Run) -> pl.DataFrame:

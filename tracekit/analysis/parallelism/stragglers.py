@@ -1,11 +1,13 @@
 """Stragglers: the time that other ranks lose in each step to the rank that arrives last."""
 
+import collections
+
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.parallelism import late_ranks
+from tracekit.analysis.parallelism import late_groups, late_ranks, rank_places
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 from tracekit.sync import collective_matching
@@ -26,7 +28,7 @@ def late_calls(run: Run) -> pl.DataFrame:
     last = run.run_table(late_ranks.last_arrivals).drop_nulls("late_rank")
     starts = run.table(collective_matching.calls).select(*_ACTIVITY, "start_ns").unique(_ACTIVITY)
     waits = run.run_table(collective_instances.waits).filter(pl.col("wait_ns") > 0)
-    members = run.run_table(late_ranks.groups).select("rank", own_group="leader")
+    members = run.run_table(late_groups.groups).select("rank", own_group="leader")
     late = waits.join(last, on=["window", "instance"]).join(members, on="rank", how="left", maintain_order="left")
     for_others = late.filter(pl.col("own_group").ne_missing(pl.col("late_rank")))
     return for_others.join(starts, on=_ACTIVITY, how="left", maintain_order="left").select(
@@ -38,7 +40,7 @@ def late_calls(run: Run) -> pl.DataFrame:
 def straggler_costs(run: Run) -> pl.DataFrame:
     """Return the time that other ranks lose in each step to each rank that arrived last at least once.
 
-    Ranks that arrive late together (`late_ranks.groups`) are one, under the lowest of them. Use ``run.run_table``.
+    Ranks that arrive late together (`late_groups.groups`) are one, under the lowest of them. Use ``run.run_table``.
     Columns window, step, order (number of the step among those judged), late_rank, late_ranks (all of a group, or
     that one), duration_ns (the median over ranks), waited_ns (in collectives for it, hidden or not: the median over
     the other ranks), idle_ns (the part of it without compute), lost_ns, lost_ratio, share (of all waiting in the
@@ -89,6 +91,22 @@ def steps(run: Run) -> pl.DataFrame:
     return judged.sort(_KEY).with_columns(pl.int_range(pl.len()).alias("order"))
 
 
+def waiting_pieces(run: Run) -> pl.DataFrame:
+    """Return the idle time of ranks in collectives for late ranks; columns of `compute_gap_causes_across`.
+
+    Without collectives of several pipeline stages, where the order of the stages decides who waits.
+    """
+    pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
+        pl.col("cause") == communication_gap_causes.PEER
+    )
+    across = run.run_table(late_groups.across_stages)
+    if across.is_empty():
+        return pieces
+    waits = run.run_table(collective_instances.waits).join(across, on=["window", "instance"], how="semi")
+    calls = waits.select("window", "rank", collective_id="activity_id")
+    return pieces.join(calls, on=["window", "rank", "collective_id"], how="anti")
+
+
 def late_parts(run: Run) -> pl.DataFrame:
     """Return in how many parts of a window most of the waiting in collectives is for each rank; use ``run.run_table``.
 
@@ -111,7 +129,7 @@ def late_parts(run: Run) -> pl.DataFrame:
 
 def _late_ranks(run: Run, waits: pl.DataFrame) -> pl.DataFrame:
     """Return each late_rank of a table once, with late_ranks: the ranks of its group, or itself."""
-    members = run.run_table(late_ranks.groups).select("late_ranks", late_rank="leader").unique("late_rank")
+    members = run.run_table(late_groups.groups).select("late_ranks", late_rank="leader").unique("late_rank")
     ranks = waits.select(pl.col("late_rank").unique()).join(members, on="late_rank", how="left")
     return ranks.with_columns(pl.coalesce("late_ranks", pl.concat_list("late_rank")).alias("late_ranks"))
 
@@ -119,12 +137,13 @@ def _late_ranks(run: Run, waits: pl.DataFrame) -> pl.DataFrame:
 def _of_others(run: Run, per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
     """Return for each step and late rank the median over all other ranks of wait_ns (median_ns), and its sum (all_ns).
 
-    Ranks without a row waited 0.
+    Ranks without a row waited 0. Under pipeline parallelism the others are those of the same stages.
     """
     sums = per_rank.group_by(*_KEY, "late_rank").agg(
         pl.col("wait_ns").sort(descending=True).alias("each"), pl.col("wait_ns").sum().alias("all_ns")
     )
-    others = pl.col("ranks") - pl.col("late_ranks").list.len().cast(pl.Int64)
+    late_count = pl.col("late_ranks").list.len().cast(pl.Int64)
+    others = pl.min_horizontal("ranks", _stage_size(run)) - late_count
     middle = pl.col("each").list.get(others // 2, null_on_oob=True)
     with_ranks = sums.join(judged.select(*_KEY, "ranks"), on=_KEY, nulls_equal=True).join(
         _late_ranks(run, sums), on="late_rank"
@@ -132,11 +151,20 @@ def _of_others(run: Run, per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.Dat
     return with_ranks.with_columns(middle.fill_null(0).alias("median_ns"))
 
 
+def _stage_size(run: Run) -> pl.Expr:
+    """Return how many ranks the pipeline stages of late_ranks have; null without pipeline parallelism."""
+    stage_of = rank_places.stages(run)
+    sizes = collections.Counter(stage_of[rank] for rank in run.ranks if rank in stage_of)
+    stages = pl.col("late_ranks").list.eval(
+        pl.element().replace_strict(stage_of, default=None, return_dtype=pl.Int64).unique()
+    )
+    of_stages = stages.list.eval(pl.element().replace_strict(sizes, default=None, return_dtype=pl.Int64))
+    return of_stages.list.sum() if stage_of else pl.lit(None, pl.Int64)
+
+
 def _idle(run: Run) -> pl.DataFrame:
     """Return each rank's idle time while it waited for another: columns late_rank, wait_ns, window, step, rank."""
-    pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
-        pl.col("cause") == communication_gap_causes.PEER
-    )
+    pieces = waiting_pieces(run)
     late = run.run_table(late_calls).select("window", "rank", "late_rank", collective_id="activity_id")
     named = pieces.join(late.unique(["window", "rank", "collective_id"]), on=["window", "rank", "collective_id"])
     return named.group_by(*_KEY, "late_rank", "rank").agg(pl.col("dur_ns").sum().alias("wait_ns"))
@@ -156,7 +184,7 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
         .join(waits, on=[*_KEY, "rank"], how="left", nulls_equal=True)
         .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))
     )
-    leaders = ranks.join(run.run_table(late_ranks.groups), on="rank", how="left").with_columns(
+    leaders = ranks.join(run.run_table(late_groups.groups), on="rank", how="left").with_columns(
         pl.coalesce("leader", "rank").alias("late_rank")
     )
     own = leaders.group_by(*_KEY, "late_rank").agg(

@@ -101,7 +101,7 @@ _LISTED = (
     Cause(
         "straggler",
         "RANK001",
-        "no rank waits for the rank, or the group of ranks, that arrives late",
+        "no rank waits for the rank, or the group of ranks (RANK004), that arrives late",
         "arrivals at collectives: the ranks without which the others would wait least",
     ),
     Cause(

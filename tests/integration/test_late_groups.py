@@ -1,0 +1,51 @@
+"""Simulated jobs in which the ranks of a node, or a part of it, are slow: in one process group and in a hybrid mesh."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests.unit.simulate.jobs import job
+from tracekit import conventions
+from tracekit.rules.late_groups import LateGroup
+from tracekit.rules.stragglers import Straggler, UnevenRanks
+from tracekit.simulate import engine, kineto_writer
+from tracekit.simulate.job import Impairments
+
+CASES = {
+    "8 of 32": ("fsdp2", 32, range(24, 32), "RANK004", "Node 3 (ranks 24–31) straggles"),
+    "8 of 32, hybrid": ("hsdp", 32, range(24, 32), "RANK004", "Node 3 (ranks 24–31) straggles"),
+    "4 of 16": ("fsdp2", 16, range(8, 12), "RANK004", "Ranks 8–11 are stragglers"),
+    "4 of 16, hybrid": ("hsdp", 16, range(8, 12), "RANK004", "Ranks 8–11 are stragglers"),
+    "2 of 8": ("fsdp2", 8, range(2, 4), "RANK004", "Ranks 2–3 are stragglers"),
+    "1 of 32": ("fsdp2", 32, range(5, 6), "RANK001", "Rank 5 is a straggler"),
+    "1 of 32, hybrid": ("hsdp", 32, range(5, 6), "RANK001", "Rank 5 is a straggler"),
+}
+
+
+def findings(out: Path, strategy: str, gpus: int, slow: range) -> list[tracekit.Finding]:
+    """Return the findings on late ranks of a simulated job whose `slow` ranks compute 1.3 times as long."""
+    healthy = job(strategy, model="125m", layers=2, gpus=gpus, ranks_written=gpus)
+    with_jitter = replace(healthy, hardware=replace(healthy.hardware, jitter_ratio=0.01))
+    simulated = replace(with_jitter, impairments=Impairments(slow_ranks=dict.fromkeys(slow, (1.3, 0))))
+    for rank, record in engine.simulate(simulated).ranks.items():
+        kineto_writer.write(out / conventions.rank_file(rank, kineto_writer.TRACE_SUFFIX), simulated, record)
+    rules = (Straggler(), LateGroup(), UnevenRanks())
+    return list(tracekit.check(tracekit.load(str(out), cache=False), rules).findings)
+
+
+@pytest.mark.parametrize(("strategy", "gpus", "slow", "code", "starts"), CASES.values(), ids=CASES)
+def test_slow_ranks_are_one_finding(
+    tmp_path: Path, strategy: str, gpus: int, slow: range, code: str, starts: str
+) -> None:
+    (found,) = findings(tmp_path, strategy, gpus, slow)
+    assert (found.code, found.ranks) == (code, tuple(slow))
+    assert found.severity.label == "warning"
+    assert found.message.startswith(starts)
+    assert "Potential saving by replay" in found.message
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
+def test_healthy_nodes_are_no_late_group(tmp_path: Path, strategy: str) -> None:
+    assert findings(tmp_path, strategy, 16, range(0)) == []

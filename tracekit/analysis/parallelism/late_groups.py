@@ -1,0 +1,160 @@
+"""Groups of ranks that arrive late together, such as those of one node."""
+
+import statistics
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.parallelism import rank_places
+from tracekit.model.run import Run
+
+_KEY = ["window", "instance"]
+_CANDIDATES = 5
+_MIN_CALLS = 3
+_MIN_STEPS = 2
+_TOGETHER = 2.0
+"""How many times as much waiting must end without the whole group as without its latest rank alone."""
+_NEEDED = 0.8
+"""A rank belongs to a group if without it, less than this share of the waiting would end in its own collectives."""
+_MAX_OWN_WAIT = 0.5
+"""The longest that a rank of a group may wait itself, as a share of what the median of the other ranks waits."""
+
+
+def groups(run: Run) -> pl.DataFrame:
+    """Return the ranks that arrive late together, such as those of one node; use ``run.run_table``.
+
+    Columns rank, leader (the lowest rank of the group), late_ranks (all of them, sorted); one row per rank of the
+    group; empty where single ranks arrive late. A group is at most half of the ranks of a collective. If it were not
+    late, the others would wait less: until the last of them arrives. That time must be twice as long as for any single
+    rank, in three collectives and two steps or more. Ranks may also be late each in a process group of its own, such
+    as those of a node whose collectives with other nodes have one rank per node: then none of them may wait itself.
+    All ranks of a pipeline stage are no group: how long stages take is what PIPE002 judges.
+    """
+    arrivals = run.run_table(judged_arrivals)
+    waits = _waits(arrivals)
+    found = [each for each in _candidates(run, arrivals, waits) if _is_late_together(arrivals, waits, each)]
+    members = max(found, key=lambda group: (lead_ns(arrivals, group), -len(group)), default=[])
+    if rank_places.is_of_stages(run, members):
+        members = []
+    return pl.DataFrame(
+        [(rank, members[0], members) for rank in members],
+        schema={"rank": pl.Int64, "leader": pl.Int64, "late_ranks": pl.List(pl.Int64)},
+        orient="row",
+    )
+
+
+def judged_arrivals(run: Run) -> pl.DataFrame:
+    """Return `all_arrivals` in steps without saves; where no steps are marked, in the window."""
+    marked = pl.col("step").is_not_null() | pl.col("step").is_null().all()
+    return steps_without_saves.without_saves(run, run.run_table(all_arrivals).filter(marked))
+
+
+def all_arrivals(run: Run) -> pl.DataFrame:
+    """Return when each rank arrived at each collective: window, instance, step, rank, arrival_ns, residual_ns.
+
+    Without collectives of several pipeline stages: in these the order of the stages decides who arrives last.
+    """
+    steps = run.run_table(collective_instances.instances).select(*_KEY, "step")
+    waits = run.run_table(collective_instances.waits).select(*_KEY, "rank", "arrival_ns", "residual_ns")
+    across = run.run_table(across_stages)
+    within = waits.join(across, on=_KEY, how="anti") if across.height else waits
+    return within.join(steps, on=_KEY).sort(*_KEY, "arrival_ns", "rank")
+
+
+def across_stages(run: Run) -> pl.DataFrame:
+    """Return the collectives, and sends, between ranks of several pipeline stages: columns window, instance."""
+    stage_of = rank_places.stages(run)
+    waits = run.run_table(collective_instances.waits).select(*_KEY, "rank")
+    stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64)
+    return waits.group_by(_KEY).agg(stage.n_unique().alias("stages")).filter(pl.col("stages") > 1).select(_KEY)
+
+
+def lead_ns(arrivals: pl.DataFrame, group: list[int]) -> int:
+    """Return for how long the others wait for some ranks, all collectives of `arrivals` together."""
+    return int(lead(arrivals, group)["lead_ns"].sum())
+
+
+def lead(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
+    """Return by how much some ranks arrive after the last of the others: window, instance, step, lead_ns."""
+    is_late, arrival_ns = pl.col("rank").is_in(group), pl.col("arrival_ns")
+    both = arrivals.filter(is_late.any().over(_KEY) & (~is_late).any().over(_KEY))
+    by_ns = (arrival_ns.max() - arrival_ns.filter(~is_late).max()).alias("lead_ns")
+    leads = both.group_by(_KEY).agg(pl.col("step").first(), by_ns, pl.col("residual_ns").max())
+    return leads.filter(pl.col("lead_ns") > pl.col("residual_ns"))
+
+
+def _candidates(run: Run, arrivals: pl.DataFrame, waits: dict[int, int]) -> list[list[int]]:
+    """Return the sets of ranks that may be late together, each once."""
+    of_places = (list(place.ranks) for place in rank_places.places(run))
+    sets = [*_after_pauses(arrivals), *_least_waiting(waits), *of_places]
+    present = set(waits)
+    known = dict.fromkeys(tuple(each) for each in sets if 1 < len(each) <= len(present) // 2 and present >= set(each))
+    return [list(each) for each in known]
+
+
+def _after_pauses(arrivals: pl.DataFrame) -> list[list[int]]:
+    """Return the sets of ranks after the longest pause between arrivals, those with most time first."""
+    count, place = pl.len().over(_KEY), pl.int_range(pl.len()).over(_KEY)
+    pause = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
+    eligible = (place * 2 >= count) & (place > 0) & (pause > pl.col("residual_ns"))
+    marked = arrivals.with_columns(
+        place.alias("place"), pl.when(eligible).then(pause).fill_null(0).alias("pause_ns")
+    ).with_columns(pl.col("pause_ns").max().over(_KEY).alias("longest_ns"))
+    first = pl.col("place").filter((pl.col("pause_ns") == pl.col("longest_ns")) & (pl.col("pause_ns") > 0)).min()
+    late = marked.with_columns(first.over(_KEY).alias("first")).filter(pl.col("place") >= pl.col("first"))
+    sets = late.group_by(_KEY).agg(pl.col("rank").sort().alias("late"), pl.col("longest_ns").first())
+    totals = sets.filter(pl.col("late").list.len() > 1).group_by("late").agg(pl.col("longest_ns").sum())
+    return totals.sort("longest_ns", "late", descending=[True, False])["late"].head(_CANDIDATES).to_list()
+
+
+def _least_waiting(waits: dict[int, int]) -> list[list[int]]:
+    """Return the sets of ranks that wait least, each before one of the largest differences between ranks."""
+    ranks = sorted(waits, key=lambda rank: (waits[rank], rank))
+    pauses = {size: waits[ranks[size]] - waits[ranks[size - 1]] for size in range(2, len(ranks) // 2 + 1)}
+    return [sorted(ranks[:size]) for size in sorted(pauses, key=lambda size: -pauses[size])[:_CANDIDATES]]
+
+
+def _waits(arrivals: pl.DataFrame) -> dict[int, int]:
+    """Return how long each rank waits for later ones in the collectives of `arrivals`, in ns."""
+    wait_ns = pl.col("arrival_ns").max().over(_KEY) - pl.col("arrival_ns")
+    each = arrivals.select("rank", pl.when(wait_ns > pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns"))
+    return dict(each.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
+
+
+def _is_late_together(arrivals: pl.DataFrame, waits: dict[int, int], group: list[int]) -> bool:
+    """Return whether the others wait for the group, and for every rank of it."""
+    leads = lead(arrivals, group)
+    if leads.height < _MIN_CALLS or leads["step"].n_unique() < _MIN_STEPS:
+        return False
+    members = arrivals.filter(pl.col("rank").is_in(group)).join(leads.select(*_KEY, "lead_ns"), on=_KEY)
+    if not _is_every_rank_late(members, group):
+        return False
+    together_ns = int(members.filter(pl.len().over(_KEY) > 1).unique(_KEY)["lead_ns"].sum())
+    total_ns = int(leads["lead_ns"].sum())
+    if together_ns * 2 < total_ns:
+        return _is_not_waiting(waits, group)
+    return total_ns > _TOGETHER * _longest_alone_ns(arrivals)
+
+
+def _is_every_rank_late(members: pl.DataFrame, group: list[int]) -> bool:
+    """Return whether the others wait for every rank: if all but this one came early, they would wait as long for it."""
+    left_ns = pl.min_horizontal("lead_ns", pl.col("arrival_ns").max().over(_KEY) - pl.col("arrival_ns"))
+    remaining = members.with_columns(pl.when(left_ns > pl.col("residual_ns")).then(left_ns).alias("remaining_ns"))
+    sums = remaining.group_by("rank").agg(pl.col("lead_ns", "remaining_ns").sum())
+    return sums.filter(pl.col("remaining_ns") < _NEEDED * pl.col("lead_ns")).height == len(group)
+
+
+def _is_not_waiting(waits: dict[int, int], group: list[int]) -> bool:
+    """Return whether no rank of the group waits itself, as one does that another rank delays."""
+    others_ns = statistics.median(ns for rank, ns in waits.items() if rank not in group)
+    return max(waits[rank] for rank in group) < _MAX_OWN_WAIT * others_ns
+
+
+def _longest_alone_ns(arrivals: pl.DataFrame) -> int:
+    """Return for how long the others wait for the single rank that they wait for longest."""
+    ahead_ns = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
+    is_last = pl.int_range(pl.len()).over(_KEY) == pl.len().over(_KEY) - 1
+    alone = arrivals.select("rank", "residual_ns", is_last.alias("is_last"), ahead_ns.alias("ahead_ns"))
+    sums = alone.filter("is_last", pl.col("ahead_ns") > pl.col("residual_ns")).group_by("rank").agg(pl.sum("ahead_ns"))
+    return int(sums["ahead_ns"].max() or 0)  # type: ignore[arg-type]

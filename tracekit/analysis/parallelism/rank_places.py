@@ -1,0 +1,188 @@
+"""Places of ranks: their nodes, pipeline stages and process groups, and what some ranks share."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import polars as pl
+
+from tracekit.conventions import strategies
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact, Trace
+
+_HOST = re.compile(r"(?P<host>[A-Za-z][\w.-]*?)_\d+\.\d+\.pt\.trace\.json")
+"""How torch.profiler.tensorboard_trace_handler names files: HOST_PID.TIME.pt.trace.json."""
+_AXIS = re.compile(r"^mesh_(?P<axis>\w+)$")
+_AXIS_NAMES = {
+    strategies.DP_REPLICATE: "replica",
+    strategies.DP_SHARD: "data-parallel coordinate",
+    strategies.CP: "context-parallel coordinate",
+    strategies.TP: "tensor-parallel coordinate",
+}
+_GROUP_NAMES = {
+    strategies.TP: "tensor-parallel group",
+    strategies.CP: "context-parallel group",
+    strategies.DP_SHARD: "shard group",
+    strategies.DP_REPLICATE: "replica group",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks that share something, such as a node, and how that is called."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def rank_hosts(trace: Trace) -> pl.DataFrame:
+    """Return where a rank runs. Columns host (from the file's name; null where not known), device; one row."""
+    found = _HOST.search(PurePath(trace.path).name)
+    device = trace.lanes["device"].min() if trace.lanes.height else None
+    return pl.DataFrame(
+        {"host": [found["host"] if found else None], "device": [device]},
+        schema={"host": pl.String, "device": pl.Int64},
+    )
+
+
+def rank_groups(trace: Trace) -> pl.DataFrame:
+    """Return the process groups of a rank with several ranks. Columns description, ranks; one row per group."""
+    return trace.groups.filter(pl.col("ranks").list.len() > 1).select("description", "ranks")
+
+
+FACTS: tuple[Fact, ...] = (rank_hosts, rank_groups)
+"""The facts that the functions of this module read."""
+
+
+def nodes(run: Run) -> pl.DataFrame:
+    """Return the node of each rank; use ``run.run_table``. Columns rank, node (its name); empty where not known.
+
+    By the host in the files' names; else each time the device index of consecutive ranks starts again, a node begins,
+    or after the GPUs per node that run.json states.
+    """
+    places = run.table(rank_hosts).unique("rank", keep="first", maintain_order=True).sort("rank")
+    hosts = places.select("rank", node="host")
+    if hosts["node"].null_count() == 0 and hosts["node"].n_unique() > 1:
+        return hosts
+    size = _node_size(run, places)
+    if size is None:
+        return hosts.clear()
+    return places.select("rank", node=(pl.col("rank") // size).cast(pl.String))
+
+
+def stages(run: Run) -> dict[int, int]:
+    """Return the pipeline stage of each rank, by its first one; {} without pipeline parallelism.
+
+    From `pipeline` or `mesh` in run.json, else from groups that are named after the axis.
+    """
+    pipeline = run.manifest.get("pipeline")
+    found: dict[int, int] = {}
+    for stage, ranks in enumerate(_int_lists(pipeline.get("stage_ranks") if isinstance(pipeline, dict) else None)):
+        found |= {rank: stage for rank in ranks if rank not in found}
+    if not found:
+        groups = (group for axis, group in _axis_groups(run) if axis == strategies.PP)
+        found = {rank: stage for group in groups for stage, rank in enumerate(group)}
+    return found if len(set(found.values())) > 1 else {}
+
+
+def is_of_stages(run: Run, ranks: Iterable[int]) -> bool:
+    """Return whether some ranks are all traced ranks of one or more pipeline stages."""
+    stage_of, chosen = stages(run), set(ranks)
+    of = {stage_of.get(rank) for rank in chosen}
+    return bool(stage_of) and chosen == {rank for rank in run.ranks if stage_of.get(rank) in of}
+
+
+def places(run: Run) -> list[Place]:
+    """Return the places that several ranks share, but not all: nodes, coordinates of axes, process groups."""
+    named = [*_node_places(run), *_coordinate_places(run), *_group_places(run)]
+    present = set(run.ranks)
+    kept = [Place(each.name, tuple(sorted(present & set(each.ranks)))) for each in named]
+    return [each for each in kept if 1 < len(each.ranks) < len(present)]
+
+
+def shared_place(run: Run, ranks: Sequence[int]) -> str | None:
+    """Return what some ranks and no others share, such as "node 3"; two nodes or more are named together.
+
+    None where nothing is known that they share.
+    """
+    chosen = tuple(sorted(ranks))
+    for place in places(run):
+        if place.ranks == chosen:
+            return place.name
+    within = [each for each in _node_places(run) if set(each.ranks) <= set(chosen)]
+    if len(within) > 1 and sorted(rank for each in within for rank in each.ranks) == list(chosen):
+        return "nodes " + ", ".join(each.name.removeprefix("node ") for each in within)
+    return None
+
+
+def _node_size(run: Run, places_of_ranks: pl.DataFrame) -> int | None:
+    """Return how many consecutive ranks share a node; None if not known, or if all do."""
+    hardware = run.manifest.get("hardware")
+    stated = hardware.get("gpus_per_node") if isinstance(hardware, dict) else None
+    if isinstance(stated, int) and 0 < stated < len(run.ranks):
+        return stated
+    devices = places_of_ranks.drop_nulls("device")
+    size = int(devices["device"].max() or 0) + 1  # type: ignore[arg-type]
+    restarts = devices.filter(pl.col("rank") % size != pl.col("device"))
+    is_known = devices.height == places_of_ranks.height and restarts.is_empty()
+    return size if is_known and 1 < size < devices.height else None
+
+
+def _node_places(run: Run) -> list[Place]:
+    rows = run.run_table(nodes).group_by("node", maintain_order=True).agg("rank")
+    return [Place(f"node {node}", tuple(ranks)) for node, ranks in rows.iter_rows()]
+
+
+def _coordinate_places(run: Run) -> Iterator[Place]:
+    """Yield the ranks of each coordinate of the axes that have a name."""
+    by_axis: dict[str, list[tuple[int, ...]]] = {}
+    for axis, group in _axis_groups(run):
+        by_axis.setdefault(axis, []).append(group)
+    for axis, name in _AXIS_NAMES.items():
+        groups = by_axis.get(axis, [])
+        for index in range(max(map(len, groups), default=0)):
+            yield Place(f"{name} {index}", tuple(sorted(group[index] for group in groups if index < len(group))))
+
+
+def _group_places(run: Run) -> Iterator[Place]:
+    """Yield the process groups, the known axes first."""
+    numbers: dict[str, int] = {}
+    for axis, group in _axis_groups(run):
+        number = numbers[axis] = numbers.get(axis, -1) + 1
+        if axis in _GROUP_NAMES:
+            yield Place(f"{_GROUP_NAMES[axis]} {number}", group)
+    rows = run.table(rank_groups).select("description", "ranks").unique("ranks").sort("ranks")
+    for description, ranks in rows.iter_rows():
+        yield Place(f"process group {description}" if description else "one process group", tuple(sorted(ranks)))
+
+
+def _axis_groups(run: Run) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the groups of each mesh axis: from run.json, else from the names of groups in the traces."""
+    stated = run.manifest.get("groups")
+    if isinstance(stated, dict) and stated:
+        return [(str(axis), ranks) for axis, groups in stated.items() for ranks in _int_lists(groups)]
+    recorded = run.manifest.get("mesh")
+    mesh = recorded if isinstance(recorded, dict) else {}
+    (shape,) = _int_lists([mesh.get("shape")]) or ((),)
+    if shape and min(shape) > 0 and math.prod(shape) == run.manifest.get("world_size"):
+        return list(_groups_of_mesh([str(axis) for axis in mesh.get("axes") or ()], shape))
+    rows = run.table(rank_groups).select("description", "ranks").drop_nulls("description").unique()
+    found = ((_AXIS.match(description), ranks) for description, ranks in rows.sort("description", "ranks").iter_rows())
+    return [(match["axis"], tuple(ranks)) for match, ranks in found if match]
+
+
+def _int_lists(value: object) -> list[tuple[int, ...]]:
+    """Return the lists of whole numbers in a list from run.json; others are left out."""
+    lists = [each for each in value if isinstance(each, list)] if isinstance(value, list) else []
+    return [tuple(each) for each in lists if each and all(isinstance(number, int) for number in each)]
+
+
+def _groups_of_mesh(axes: Sequence[str], shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the groups of each axis of a mesh whose ranks are numbered row-major."""
+    for number, (axis, size) in enumerate(zip(axes, shape, strict=False)):
+        stride = math.prod(shape[number + 1 :])
+        for base in range(0, math.prod(shape), stride * size):
+            for first in range(base, base + stride):
+                yield axis, tuple(range(first, first + stride * size, stride))
