@@ -9,6 +9,7 @@ import pytest
 
 import tracekit
 from tests.unit.simulate.jobs import pipelined, written
+from tracekit.analysis.parallelism import pipeline_bubbles
 from tracekit.conventions.strategies import ALL_REDUCE, RING_PASSES
 from tracekit.errors import InputError
 from tracekit.plan import hardware, models
@@ -100,6 +101,15 @@ def test_a_written_run_states_its_mesh_stages_groups_and_bubbles(tmp_path: Path)
     totals = [each.allocated_bytes for each in simulated.recording.ranks[0].allocations]
     assert totals[-1] == memory.static_bytes(of, 0)
     assert max(totals) <= memory.rounded(memory.peak_bytes(of, 0)) + (64 << 20)
+
+
+def test_measured_bubbles_are_those_of_the_timeline(tmp_path: Path) -> None:
+    of = pipelined(4, pp=2, tp=2, schedule="interleaved", stages=2, micro_batches=4, steps=1)
+    written(replace(of, hardware=hardware.find("a100-80")), tmp_path, "slow-stage:1:1.3")
+    table = tracekit.load(str(tmp_path), cache=False).run_table(pipeline_bubbles.pipeline_bubbles)
+    measured = dict(table.select("rank", "bubble_ns").iter_rows())
+    truth = json.loads((tmp_path / "truth.json").read_text())
+    assert measured == {each["rank"]: each["bubble_ns"] for each in truth["bubbles"]}
 
 
 def test_a_hot_expert_gets_more_tokens_and_its_ranks_work_longer() -> None:

@@ -7,7 +7,9 @@ the runtime executes, `Forward i` and `Backward i` of GPipe); Megatron-LM, core/
 
 import polars as pl
 
+from tracekit.analysis.parallelism.group_axes import axis_of_description
 from tracekit.analysis.time import breakdown, launches
+from tracekit.conventions.strategies import CP, EP, TP
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -50,8 +52,8 @@ ACTIONS = schema.table(
         "receive_backward.",
         pl.String(),
     ),
-    schema.column("start_ns", "Start: on a device of the first compute kernel launched in the span, else of the span."),
-    schema.column("end_ns", "End: on a device of the last compute kernel launched in the span, else of the span."),
+    schema.column("start_ns", "Start: on a device of the first kernel of its layers in the span, else of the span."),
+    schema.column("end_ns", "End: on a device of the last kernel of its layers in the span, else of the span."),
     schema.column("host_start_ns", "Start of the span on the host."),
     schema.column("host_end_ns", "End of the span on the host."),
     schema.column("source", "span (a schedule's span) or inferred (from sends, receives and phases).", pl.String()),
@@ -72,9 +74,10 @@ _MIN_SEGMENT_RATIO = 0.25
 def pipeline_actions(trace: Trace) -> pl.DataFrame:
     """Return the actions of the pipeline schedule on this rank: columns as ACTIONS, by start on the host.
 
-    Empty without a pipeline. On a device, an action lasts from its first compute kernel to its last; actions without
-    device work are left out. Where no span marks the actions of a trace that sends and receives, they are inferred:
-    compute between two sends or receives, forward or backward by its phase (source inferred).
+    Empty without a pipeline. On a device, an action lasts from its first compute kernel to its last, collectives of its
+    layers included; actions without device work are left out. Where no span marks the actions of a trace that sends and
+    receives, they are inferred: compute between two sends or receives, forward or backward by its phase (source
+    inferred).
     """
     marked = _marked(trace)
     if marked.is_empty():
@@ -219,20 +222,32 @@ def _launched(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_device_times(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
-    """Return actions with start_ns and end_ns: of the compute launched within each on a device, else of the span."""
+    """Return actions with start_ns and end_ns: of the work launched within each on a device, else of the span.
+
+    Collectives of tensor, context and expert parallelism are part of the action, also after its last compute.
+    """
     on_host = actions.with_columns(start_ns="host_start_ns", end_ns="host_end_ns")
     if not trace.on_device:
         return _without_waits(trace, on_host)
     computes = pl.col("action").is_in(COMPUTE_ACTIONS)
     spans = actions.filter(computes).sort("host_start_ns").with_row_index("number")
+    is_work = (pl.col("kind") == "compute") | pl.col("id").is_in(_within_layers(trace).implode())
     work = pl.concat(
-        launches.work(trace, device).filter(pl.col("kind") == "compute").drop_nulls("launched_ns")
+        launches.work(trace, device).filter(is_work).drop_nulls("launched_ns")
         for device in breakdown.devices(trace)
         if device is not None
     )
     times = _extent(spans, work)
     computed = spans.join(times, on="number", maintain_order="left").drop("number")
     return pl.concat([computed, on_host.filter(~computes)], how="diagonal")
+
+
+def _within_layers(trace: Trace) -> pl.Series:
+    """Return the ids of the collectives that layers need, by their groups' descriptions."""
+    listed = trace.groups.select("group", "description").rows()
+    groups = [group for group, description in listed if axis_of_description(description) in (TP, CP, EP)]
+    of = pl.col("group").is_in(groups) & ~pl.col("op").is_in(POINT_TO_POINT)
+    return trace.collectives.filter(of)["activity_id"]
 
 
 def _extent(spans: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
