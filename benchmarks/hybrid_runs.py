@@ -1,0 +1,281 @@
+"""Accuracy of the rules on hybrid layouts: simulated pipelines, tensor and expert parallelism, with a fault or none.
+
+    python -m benchmarks.hybrid_runs --runs 100 --jobs 2 --out docs/hybrid_runs.md
+
+The seed is random unless --seed is given. Layouts have up to three axes and 64 ranks; a quarter of the runs is healthy.
+A rule must report a fault with its code if it costs 3% of the run or more, and must not report a code that the truth
+does not contain. Measured bubbles are compared with those of the simulator's own timeline.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tracekit
+from tracekit.analysis.parallelism import pipeline_bubbles
+from tracekit.errors import InputError
+from tracekit.plan import hardware, models
+from tracekit.rules import all_rules
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
+from tracekit.simulate import faults, memory, pipelines, run
+from tracekit.simulate.hybrid import laid_out
+from tracekit.simulate.job import Job
+
+PREFIXES = ("PIPE", "TP", "EP", "RANK004")
+FAULTS = tuple(name for name, fault in faults.FAULTS.items() if fault.hybrid and not fault.plain)
+_HEALTHY = 0.25  # share of the runs without a fault
+_MATTERS = 0.03  # share of the run from which a fault must be found
+_MOST_DRAWS = 6  # draws of a run whose fault costs too little
+_MOST_RANKS = 64
+_NODE = 8
+_FULL = 0.9  # share of the device's memory that a run may need
+# A bubble above the schedule's own has these causes; communication across nodes is exposed.
+_EXPLAINED_BY = {"PIPE001": ("PIPE002", "PIPE005", "RANK004", "EP001", "PIPE003"), "TP002": ("TP001",)}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One run: its layout, the code of its fault and its share of the run, the codes that rules reported.
+
+    `errors` are the differences of measured bubbles from the true ones, in points.
+    """
+
+    name: str
+    fault: str
+    code: str
+    share: float
+    reported: tuple[str, ...]
+    errors: tuple[float, ...]
+    seconds: float
+
+    @property
+    def must_be_found(self) -> bool:
+        """Whether the fault costs enough."""
+        return bool(self.code) and self.share >= _MATTERS
+
+    def is_wrong(self, code: str) -> bool:
+        """Whether a rule reported what the run does not have."""
+        return code in self.reported and self.code not in (code, *_EXPLAINED_BY.get(code, ()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw and simulate runs, judge them, and print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hybrid_runs", description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=40, help="how many (default: 40)")
+    parser.add_argument("--seed", type=int, default=None, help="of the draws (default: the time)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the runs (default: 1)")
+    parser.add_argument("--fault", action="append", default=[], help="draw only this fault, or healthy; repeatable")
+    parser.add_argument("--ranks", type=int, default=_MOST_RANKS, help=f"at most (default: {_MOST_RANKS})")
+    parser.add_argument("--out", type=Path, default=None, help="also write the tables to this file")
+    options = parser.parse_args(arguments)
+    seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
+    kinds = options.fault or _kinds(random.Random(seed), options.runs)
+    runs: list[Judged] = []
+    for number, each in enumerate(_shared(options.runs, seed, kinds, options.ranks, options.jobs)):
+        runs.append(each)
+        sys.stderr.write(f"{number}: {_line(each)}\n")
+    text = document(runs, seed)
+    sys.stdout.write(text)
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _shared(count: int, seed: int, kinds: Sequence[str], ranks: int, jobs: int) -> Iterator[Judged]:
+    each_of = [(seed + number, kinds[number % len(kinds)], ranks) for number in range(count)]
+    if jobs == 1:
+        yield from (judged(*each) for each in each_of)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from (future.result() for future in [pool.submit(judged, *each) for each in each_of])
+
+
+def _kinds(draw: random.Random, count: int) -> list[str]:
+    healthy = round(_HEALTHY * count)
+    kinds = ["healthy"] * healthy
+    while len(kinds) < count:
+        kinds += draw.sample(FAULTS, min(len(FAULTS), count - len(kinds)))
+    draw.shuffle(kinds)
+    return kinds
+
+
+def judged(seed: int, kind: str, ranks: int = _MOST_RANKS) -> Judged:
+    """Draw a run with a fault, simulate it, and let all rules judge it."""
+    draw = random.Random(seed)
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        job, code, share = _simulated(draw, kind, ranks, Path(folder))
+        loaded = tracekit.load(folder, cache=False)
+        found = {each.code for each in check(loaded).findings if each.severity >= Severity.WARNING}
+        errors = tuple(_bubble_errors(Path(folder), loaded))
+    reported = tuple(sorted(each for each in found if each.startswith(PREFIXES)))
+    return Judged(_name(job), kind, code, share, reported, errors, time.perf_counter() - begun)
+
+
+def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, str, float]:
+    """Return a simulated and written job, the code of its fault, and the share of the run that it costs."""
+    requests = [] if kind == "healthy" else [faults.parse(kind)]
+    drawn = 0
+    while True:
+        try:
+            job = _drawn(draw, kind, ranks)
+            faulty = faults.inject(job, requests)
+            if max(memory.peak_bytes(each) for each in (job, faulty)) > _FULL * job.hardware.memory_bytes:
+                continue
+            done = run.simulate(job, requests, out, arguments={"seed": job.seed, "fault": kind}, force=True)
+        except InputError:
+            continue
+        drawn += 1
+        if not requests:
+            return job, "", 0.0
+        known = done.known[0]
+        share = known.cost_ns * len(known.steps) / done.recording.total_ns
+        if share >= _MATTERS or drawn == _MOST_DRAWS:
+            return job, known.code, share
+
+
+def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
+    """Return a healthy job: enough micro-batches, a head that is small beside a stage, tensor parallelism in a node."""
+    has_experts = kind == "hot-expert" or draw.random() < 0.15
+    most = 2 if has_experts else 8
+    pp, tp, data = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4))
+    pp, tp = min(pp, most), min(tp, most)
+    gpus, ep = pp * tp * data, min(data, 4) if has_experts else 1
+    if not 4 <= gpus <= ranks or max(pp, tp, ep) < 2:
+        raise InputError("drawn again")
+    if kind == "late-node" and (gpus <= _NODE or _NODE % (gpus // pp) == 0):
+        raise InputError("a node of one or more whole stages is a slow stage")
+    schedule = draw.choice(pipelines.SCHEDULES) if pp > 1 else pipelines.ONE_F_ONE_B
+    stages = 2 if schedule == pipelines.INTERLEAVED else 1
+    layers = pp * stages * (2 if kind == "unbalanced-stages" else draw.choice((1, 2)))
+    model = models.find("mixtral-8x7b" if has_experts else "llama2-70b", layers=layers)
+    model = replace(model, vocabulary=2048)
+    layout = laid_out(
+        gpus=gpus,
+        model=model,
+        pp=pp,
+        tp=tp,
+        ep=ep,
+        schedule=schedule,
+        virtual_stages=stages,
+        sequence_parallel=tp > 1 and draw.random() < 0.5,
+    )
+    machine = hardware.find(draw.choice(("a100-80", "h100-80")))
+    micro_batches = pp * draw.choice((3, 4)) if pp > 1 else draw.choice((1, 2, 4))
+    return Job(
+        draw.choice(("ddp", "zero1")),
+        model,
+        machine,
+        gpus,
+        draw.choice((2048, 4096)),
+        micro_batches=micro_batches,
+        steps=3,
+        seed=draw.randrange(1 << 20),
+        ranks_written=gpus,
+        hybrid=layout,
+    )
+
+
+def _bubble_errors(folder: Path, loaded: "tracekit.Run") -> Iterator[float]:
+    """Yield the difference of each measured bubble from the true one, in points; NaN where it was not measured."""
+    rows = loaded.run_table(pipeline_bubbles.pipeline_bubbles)
+    measured = {(rank, step): ratio for rank, step, ratio in rows.select("rank", "step", "bubble_ratio").iter_rows()}
+    for true in json.loads((folder / "truth.json").read_text())["bubbles"]:
+        yield 100 * (measured.get((true["rank"], true["step"]), math.nan) - true["bubble_ratio"])
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def document(runs: Sequence[Judged], seed: int) -> str:
+    """Return the tables as Markdown."""
+    head = f"# Accuracy of the rules on hybrid layouts\n\n{__doc__.split(chr(10), 1)[1].strip()}\n\n"
+    head += f"{len(runs)} simulated runs, seeds {seed} to {seed + len(runs) - 1}.\n\n"
+    return head + "\n\n".join([_scores(runs), _by_fault(runs), _bubbles(runs), _mistakes(runs)]) + "\n"
+
+
+def _scores(runs: Sequence[Judged]) -> str:
+    known = {rule.code for rule in all_rules()}
+    codes = sorted({each for each in known if each.startswith(PREFIXES)} | {each.code for each in runs if each.code})
+    lines = ["| rule | right | wrong | missed | precision | recall |", "|---|---|---|---|---|---|"]
+    for code in codes:
+        must = [each for each in runs if each.code == code and each.must_be_found]
+        right = sum(code in each.reported for each in must)
+        wrong, missed = sum(each.is_wrong(code) for each in runs), len(must) - right
+        shares = [f"{right / of:.0%}" if of else "" for of in (right + wrong, right + missed)]
+        note = "" if code in known else " (no such rule)"
+        lines.append(f"| {code}{note} | {right} | {wrong} | {missed} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def _by_fault(runs: Sequence[Judged]) -> str:
+    lines = ["| fault | rule | runs | costly enough | found | with other warnings |", "|---|---|---|---|---|---|"]
+    for name in ("healthy", *FAULTS):
+        own = [each for each in runs if each.fault == name]
+        must = [each for each in own if each.must_be_found]
+        found = sum(each.code in each.reported for each in must)
+        wrong = sum(any(each.is_wrong(code) for code in each.reported) for each in own)
+        code = faults.FAULTS[name].code if name in faults.FAULTS else ""
+        lines.append(f"| {name} | {code} | {len(own)} | {len(must)} | {found} | {wrong} |")
+    return "\n".join(lines)
+
+
+def _bubbles(runs: Sequence[Judged]) -> str:
+    lines = ["| layouts | runs | bubbles | not measured | median error | largest | within 1 point |", f"|{'---|' * 7}"]
+    groups = {
+        "pipeline and data parallelism": [each for each in runs if " tp" not in each.name and " ep" not in each.name],
+        "with tensor parallelism": [each for each in runs if " tp" in each.name and " ep" not in each.name],
+        "with experts": [each for each in runs if " ep" in each.name],
+        "all": list(runs),
+    }
+    for name, own in groups.items():
+        errors = [abs(error) for each in own for error in each.errors if not math.isnan(error)]
+        unknown = sum(math.isnan(error) for each in own for error in each.errors)
+        count = sum(bool(each.errors) for each in own)
+        shown = [f"{statistics.median(errors):.2f}", f"{max(errors):.2f}"] if errors else ["", ""]
+        close = f"{sum(error <= 1 for error in errors) / len(errors):.1%}" if errors else ""
+        lines.append(f"| {name} | {count} | {len(errors)} | {unknown} | {' | '.join(shown)} | {close} |")
+    return "Bubbles of ranks and steps, in points of the pipeline's duration:\n\n" + "\n".join(lines)
+
+
+def _mistakes(runs: Iterable[Judged]) -> str:
+    wrong = [each for each in runs if any(map(each.is_wrong, each.reported)) or _is_missed(each)]
+    return "Mistakes:\n\n" + ("\n".join(f"- {_line(each)}" for each in wrong) or "none.")
+
+
+def _is_missed(each: Judged) -> bool:
+    return each.must_be_found and each.code not in each.reported
+
+
+def _line(each: Judged) -> str:
+    errors = [abs(error) for error in each.errors if not math.isnan(error)]
+    bubble = f"; bubbles off by {max(errors):.2f} points at most" if errors else ""
+    fault = f"{each.fault} ({each.code}, {each.share:.1%} of the run)" if each.code else each.fault
+    return f"{each.name}: {fault}; reported {', '.join(each.reported) or 'nothing'}{bubble}; {each.seconds:.0f} s"
+
+
+def _name(job: Job) -> str:
+    assert job.hybrid is not None
+    layout = job.hybrid.layout
+    data = f" dp{job.hybrid.data_ranks}"
+    axes = "".join(
+        f" {axis}{size}" for axis, size in (("pp", layout.pp), ("tp", layout.tp), ("ep", layout.ep)) if size > 1
+    )
+    scatters = " sp" if job.hybrid.sequence_parallel else ""
+    of = f"{job.model.layers} layers, {job.micro_batches} micro-batches, {job.hardware.name}"
+    return f"{job.hybrid.schedule}{axes}{data}{scatters}, {of}, seed {job.seed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
