@@ -1,5 +1,6 @@
 """The dependency graph of one profiled window over all its ranks, and its replay."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -233,10 +234,10 @@ def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tup
 def sort_topologically(graph: Graph, key: Ints) -> Graph:
     """Return the graph in topological order, by `key` where waits leave a choice.
 
-    Edges on cycles (from rounded clocks or wrong matches) are dropped: inferred ones first, then collectives across
-    ranks, then launches.
+    Of each cycle (from rounded clocks or wrong matches) an edge is dropped: inferred edges first, those that contradict
+    the order of `key` before others; then collectives across ranks; then launches.
     """
-    while True:
+    for dropped in itertools.count():
         order = _order_by_delaying(graph, key)
         if order is not None:
             return replace(graph, order=order)
@@ -244,10 +245,8 @@ def sort_topologically(graph: Graph, key: Ints) -> Graph:
         free = _kahn_order(awaited, waiting, len(graph.chain))
         if len(free) == len(graph.chain):
             return replace(graph, order=np.array(free, np.int64))
-        tied = np.ones(len(graph.chain), bool)
-        tied[free] = False
-        tied[_kahn_order(waiting, awaited, len(graph.chain))] = False
-        graph = _without_weakest_cycle_edges(graph, tied)
+        graph = _without_weakest_cycle_edges(graph, key, 1 << dropped)
+    raise AssertionError("not reached")
 
 
 def _order_by_delaying(graph: Graph, key: Ints) -> Ints | None:
@@ -276,14 +275,48 @@ def _kahn_order(before: Ints, after: Ints, count: int) -> list[int]:
     return free
 
 
-def _without_weakest_cycle_edges(graph: Graph, tied: Flags) -> Graph:
-    """Return the graph without the least certain edges between nodes on cycles."""
-    both = tied[graph.edges.waiting] & tied[graph.edges.awaited] & (graph.edges.awaited >= 0)
-    for which in (both & graph.edges.inferred, both & (graph.edges.kind == COLLECTIVE)):
+def _without_weakest_cycle_edges(graph: Graph, key: Ints, most: int) -> Graph:
+    """Return the graph without the least certain edges of each part whose nodes all depend on each other.
+
+    Inferred edges that contradict the recorded order are dropped. Without any, `most` that are next to it are: their
+    ends are the closest in time. The others stay, since one wrong edge is enough for a cycle.
+    """
+    edges, part = graph.edges, _mutually_dependent(graph)
+    within = (edges.awaited >= 0) & (part[edges.waiting] == part[edges.awaited])
+    slack_ns = key[edges.waiting] - key[edges.awaited]
+    inferred = within & edges.inferred
+    wrong = inferred & (slack_ns < 0)
+    nearest = _nearest(np.where(inferred & ~_in_parts(part, edges, wrong), slack_ns, -_FAR), part[edges.waiting], most)
+    across = within & (edges.kind == COLLECTIVE) & ~_in_parts(part, edges, inferred)
+    for which in (wrong | nearest, across):
         if which.any():
-            return replace(graph, edges=graph.edges.select(~which))
-    launch = np.where(tied & (graph.launch >= 0) & tied[graph.launch], -1, graph.launch)
-    return replace(graph, launch=launch, edges=graph.edges.select(~both))
+            return replace(graph, edges=edges.select(~which))
+    tied = (np.bincount(part) > 1)[part]
+    launch = np.where(tied & (graph.launch >= 0) & (part[graph.launch] == part), -1, graph.launch)
+    return replace(graph, launch=launch, edges=edges.select(~within))
+
+
+def _mutually_dependent(graph: Graph) -> Ints:
+    """Return the part of each node: nodes of one part all depend on each other."""
+    from scipy import sparse  # imported here: few graphs have cycles
+
+    waiting, awaited = _pairs(graph)
+    waits = sparse.csr_matrix((np.ones(len(waiting), bool), (waiting, awaited)), shape=(len(graph.chain),) * 2)
+    return np.asarray(sparse.csgraph.connected_components(waits, connection="strong")[1], np.int64)
+
+
+def _in_parts(part: Ints, edges: Edges, which: Flags) -> Flags:
+    """Return which edges begin in a part of the graph that has one of some edges."""
+    return np.isin(part[edges.waiting], part[edges.waiting[which]])
+
+
+def _nearest(slack_ns: Ints, part: Ints, most: int) -> Flags:
+    """Return the edges with the least slack in each part, at most `most` each; not those with the largest number."""
+    order = np.lexsort((slack_ns, part))
+    first = np.searchsorted(part[order], part[order], side="left")
+    chosen = np.zeros(len(part), bool)
+    chosen[order] = np.arange(len(part)) - first < most
+    return chosen & (slack_ns < -_FAR)
 
 
 def _pairs(graph: Graph) -> tuple[Ints, Ints]:

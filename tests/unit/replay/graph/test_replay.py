@@ -89,6 +89,30 @@ def test_inferred_edges_on_cycles_are_dropped():
     assert played.end_ns.tolist() == [2, 5]
 
 
+def inferred(*waits):
+    """Return inferred edges from (waiting, awaited)."""
+    rows = np.array(waits)
+    return replace(edges(rows[:, 0], rows[:, 1], "event"), inferred=np.ones(len(rows), bool))
+
+
+def test_of_the_inferred_edges_on_a_cycle_only_those_against_the_recorded_order_are_dropped():
+    # lane a   0 0 1 1 .
+    # lane b   . . 2 2 3    2 waits for 0; that 0 waits for 3 cannot be: 3 started after it
+    whole = graph([-1, 0, -1, 2], [-1] * 4, [2, 2, 2, 1])
+    sorted_ = sort_topologically(replace(whole, edges=inferred((2, 0), (0, 3))), np.array([2, 4, 4, 5]))
+    assert list(zip(sorted_.edges.waiting, sorted_.edges.awaited, strict=True)) == [(2, 0)]
+    assert replay(sorted_).start_ns.tolist() == [0, 2, 2, 4]
+
+
+def test_of_inferred_edges_in_recorded_order_those_of_the_shortest_time_are_dropped_first():
+    # 1 waits for 0 and 3 for 1, both inferred; a recorded wait of 0 for 3 contradicts them: one must be wrong.
+    whole = graph([-1] * 4, [-1] * 4, [1] * 4, waits=[(0, 3, 0)])
+    both = whole.edges.concat(inferred((1, 0), (3, 1), (2, 1)))
+    sorted_ = sort_topologically(replace(whole, edges=both), np.array([1, 9, 10, 12]))
+    kept = sorted_.edges.inferred
+    assert list(zip(sorted_.edges.waiting[kept], sorted_.edges.awaited[kept], strict=True)) == [(1, 0), (2, 1)]
+
+
 def test_work_before_the_first_launched_one_of_its_stream_was_queued_before_the_window():
     # lane 0   a a . B . c      only B has a recorded launch: a was queued before, c's launch is missing
     # lane 1   d                no launch at all: not known
