@@ -5,7 +5,7 @@ activations by themselves; last comes the strategy of data parallelism, of each 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from instrumented_trainers import huggingface
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
+from instrumented_trainers.config.parallelism import model_problem
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.initialization import WeightInitializer
-from instrumented_trainers.loss import next_token_loss
 from instrumented_trainers.model import Llama
 from instrumented_trainers.optimization import optimizers
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
@@ -25,6 +25,7 @@ from instrumented_trainers.parallelism import (
     STAGE_STRATEGIES,
     STRATEGIES,
     CombinedOptimizer,
+    ModelAxes,
     ShardOptions,
     accumulate,
     axis_mesh,
@@ -35,6 +36,7 @@ from instrumented_trainers.parallelism.combined_optimizer import parts_of
 from instrumented_trainers.parallelism.pipeline import PipelineModel, PipelinePlan, StageShapes
 from instrumented_trainers.parallelism.state import AnyOptimizer
 from instrumented_trainers.sizes import model_config
+from tracekit.conventions import strategies
 from tracekit.conventions.strategies import PP
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -56,7 +58,11 @@ def shard_options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> S
 
 
 def build(
-    config: TrainingConfig, options: ShardOptions, mesh: DeviceMesh, active_faults: tuple[Fault, ...]
+    config: TrainingConfig,
+    options: ShardOptions,
+    mesh: DeviceMesh,
+    active_faults: tuple[Fault, ...],
+    axes: ModelAxes,
 ) -> tuple[nn.Module, AnyOptimizer]:
     """Return the rank's part of the model, and its optimizer. All ranks draw the same weights, then own numbers.
 
@@ -64,13 +70,19 @@ def build(
     """
     with torch.device("meta"):
         llama = Llama(model_config(config)).to(_DTYPES[config.precision])
+    if reason := model_problem(config, llama.config):
+        raise InvalidConfigError(reason)
     roles, initializer = ParameterRoles.of(llama), _initializer(config, llama)
+
+    def parallelized(part: Llama) -> nn.Module:
+        return _parallelized(axes.divide(part), config, options, mesh, initializer)
+
     try:
         if config.pp > 1:
-            model, layers = _pipeline(llama, config, options, mesh, initializer, active_faults)
+            model, layers = _pipeline(llama, config, mesh, parallelized, active_faults, axes)
         else:
             layers = list(llama.layers)
-            model = _parallelized(llama, config, options, mesh, initializer)
+            model = parallelized(llama)
     except NotImplementedError as error:
         raise InvalidConfigError(str(error)) from error
     for trouble in active_faults:
@@ -97,10 +109,10 @@ def _parallelized(
 def _pipeline(
     llama: Llama,
     config: TrainingConfig,
-    options: ShardOptions,
     mesh: DeviceMesh,
-    initializer: WeightInitializer,
+    parallelized: Callable[[Llama], nn.Module],
     active_faults: tuple[Fault, ...],
+    axes: ModelAxes,
 ) -> tuple[nn.Module, list[nn.Module]]:
     """Return this rank's stages, and their layers."""
     _refuse_unsplittable(llama, config)
@@ -114,10 +126,10 @@ def _pipeline(
     layers = [layer for part in cut.values() for layer in part.layers]
     model = PipelineModel(
         plan,
-        {number: _parallelized(part, config, options, mesh, initializer) for number, part in cut.items()},
+        {number: parallelized(part) for number, part in cut.items()},
         stage_mesh,
         _shapes(config, llama),
-        loss=lambda logits, targets: next_token_loss(logits, targets) / config.micro_batches,
+        loss=lambda logits, targets: axes.next_token_loss(logits, targets) / config.micro_batches,
         accumulate=accumulate,
         around=lambda number: _around_action(active_faults, number, config.device),
     )
@@ -143,11 +155,13 @@ def _refuse_unsplittable(llama: Llama, config: TrainingConfig) -> None:
 
 
 def _shapes(config: TrainingConfig, llama: Llama) -> StageShapes:
-    tokens, sizes = (config.batch, config.tokens), llama.config
+    sizes, tokens = llama.config, (config.batch, config.tokens // config.cp)
+    stream = config.batch, tokens[1] // (config.tp if config.sequence_parallel else 1), sizes.width
+    vocabulary = sizes.vocabulary // (config.tp if config.loss_parallel else 1)
     # What autocast computes in lower precision is added to a stream in full precision; sharded weights are cast.
     lower = config.precision == "bf16" and config.strategy in SHARDS_ON_META
     dtype = torch.bfloat16 if lower else _DTYPES[config.precision]
-    return StageShapes(tokens, (*tokens, sizes.width), (*tokens, sizes.vocabulary), dtype)
+    return StageShapes(tokens, stream, (*tokens, vocabulary), dtype)
 
 
 @contextlib.contextmanager
@@ -166,8 +180,23 @@ def _optimizer(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) 
 
 
 def _random_seed(config: TrainingConfig, rank: int) -> int:
-    """Return the seed of a rank's random numbers: a tensor-parallel group has one, and drops the same values."""
-    return config.seed * 1_000_003 + rank // config.layout.tp + 1
+    """Return the seed of a rank's random numbers.
+
+    A tensor-parallel group has one, and drops the same values, unless each of its ranks has tokens of its own.
+    """
+    place = rank if config.sequence_parallel else rank // config.layout.tp
+    return config.seed * 1_000_003 + place + 1
+
+
+def model_axes(config: TrainingConfig, mesh: DeviceMesh) -> ModelAxes:
+    """Return the axes that a configuration divides matrices, sequences and experts over. All ranks call it."""
+    return ModelAxes(
+        config.layout,
+        mesh,
+        sequence_parallel=config.sequence_parallel,
+        loss_parallel=config.loss_parallel,
+        shards_experts=strategies.STRATEGIES[config.strategy].shards_parameters,
+    )
 
 
 def _initializer(config: TrainingConfig, model: Llama) -> WeightInitializer:

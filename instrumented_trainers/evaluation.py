@@ -6,9 +6,9 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
+from instrumented_trainers.parallelism import ModelAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class EvaluationResult:
 class Evaluation:
     """Evaluates a model on the first sequences of a text, the same in each evaluation, divided among the ranks."""
 
-    def __init__(self, tokens: Tensor, config: TrainingConfig, rank: int) -> None:
+    def __init__(self, tokens: Tensor, config: TrainingConfig, rank: int, axes: ModelAxes) -> None:
+        self._axes = axes
         self._tokens, self._config, self._rank = tokens, config, config.layout.data_rank(rank)
         self._of_all_ranks = config.layout.data_ranks * config.batch
         available = (len(tokens) - 1) // config.tokens
@@ -42,9 +43,9 @@ class Evaluation:
             )
 
     @classmethod
-    def of(cls, tokens: Tensor | None, config: TrainingConfig, rank: int) -> "Evaluation | None":
+    def of(cls, tokens: Tensor | None, config: TrainingConfig, rank: int, axes: ModelAxes) -> "Evaluation | None":
         """Return the evaluation on these tokens, or None where there are none."""
-        return None if tokens is None else cls(tokens, config, rank)
+        return None if tokens is None else cls(tokens, config, rank, axes)
 
     def due(self, step: int) -> bool:
         """Return whether the model is evaluated after a step."""
@@ -72,12 +73,7 @@ class Evaluation:
         places = [place % self._sequences * length for place in range(first, first + self._config.batch)]
         rows = torch.stack([self._tokens[place : place + length + 1] for place in places]).long()
         rows = rows.to(self._config.device)
-        losses = functional.cross_entropy(
-            _upcast(model(rows[:, :-1])).flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
-        )
-        counted = max(0, min(self._sequences - first, self._config.batch)) * length
+        tokens, targets = self._axes.own_tokens(rows[:, :-1]), self._axes.own_tokens(rows[:, 1:])
+        losses = self._axes.token_losses(model(tokens), targets)
+        counted = max(0, min(self._sequences - first, self._config.batch)) * targets.shape[1]
         return torch.stack([losses[:counted].sum(dtype=torch.float64), torch.tensor(counted).to(losses)])
-
-
-def _upcast(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -16,19 +16,19 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from instrumented_trainers import faults
-from instrumented_trainers.build import build, pipeline_plan, shard_options
+from instrumented_trainers.build import build, model_axes, pipeline_plan, shard_options
 from instrumented_trainers.checkpoints import resume, storage
 from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.checkpoints.saver import CheckpointSaver
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.evaluation import Evaluation, EvaluationResult
 from instrumented_trainers.faults import Fault
-from instrumented_trainers.loss import next_token_loss, upcast
+from instrumented_trainers.loss import upcast
 from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import Llama
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.optimization.schedules import learning_rate
-from instrumented_trainers.parallelism import PipelineModel, accumulate, clip_grad_norm
+from instrumented_trainers.parallelism import ModelAxes, PipelineModel, accumulate, clip_grad_norm
 from instrumented_trainers.progress import Progress
 from instrumented_trainers.sizes import model_config
 from instrumented_trainers.text import loading
@@ -79,9 +79,9 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         return
     active_faults = tuple(faults.parse(text) for text in config.fault)
     text = loading.load(config, rank, origin)
-    batches, evaluation = text.batches, Evaluation.of(text.evaluation, config, rank)
-    options = shard_options(config, active_faults)
-    model, optimizer = build(config, options, mesh, active_faults)
+    batches, options, axes = text.batches, shard_options(config, active_faults), model_axes(config, mesh)
+    evaluation = Evaluation.of(text.evaluation, config, rank, axes)
+    model, optimizer = build(config, options, mesh, active_faults, axes)
     if origin:
         _restore(origin, config, model, optimizer, batches)
     checkpoints = CheckpointSaver(config, active_faults, origin)
@@ -108,7 +108,14 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             _set_rate(optimizer, learning_rate(step, config))
             with watch.step(step):
                 number = _step(
-                    step, config, model, optimizer, batches=batches, recorder=recorder, active_faults=active_faults
+                    step,
+                    config,
+                    model,
+                    optimizer,
+                    batches=batches,
+                    recorder=recorder,
+                    active_faults=active_faults,
+                    axes=axes,
                 )
             loss = PendingScalar(number)
             stopped = stop.due(step, device=config.device)
@@ -175,12 +182,13 @@ def _step(
     batches: Batches | StreamedBatches,
     recorder: Recorder,
     active_faults: tuple[Fault, ...],
+    axes: ModelAxes,
 ) -> Tensor:
     """Do one optimizer step and return its loss on this rank, the mean over micro-batches."""
     numbers = range(step * config.micro_batches, (step + 1) * config.micro_batches)
-    micro_batches = (_batch(number, config, batches, recorder, active_faults) for number in numbers)
+    micro_batches = (_batch(number, config, batches, recorder, active_faults, axes) for number in numbers)
     run = _pipelined if isinstance(model, PipelineModel) else _accumulated
-    loss: Tensor = run(model, micro_batches, config, recorder)  # type: ignore[operator]
+    loss: Tensor = run(model, micro_batches, config, recorder, axes)  # type: ignore[operator]
     if config.max_norm > 0:
         with recorder.span(conventions.CLIP):
             clip_grad_norm(model, config.max_norm)
@@ -198,15 +206,21 @@ def _batch(
     batches: Batches | StreamedBatches,
     recorder: Recorder,
     active_faults: tuple[Fault, ...],
+    axes: ModelAxes,
 ) -> tuple[Tensor, ...]:
     with recorder.span(conventions.DATA):
         for trouble in active_faults:
             trouble.delay_batch()
-        return _to(torch.device(config.device), *batches.batch_at(number))
+        own = [axes.own_tokens(tokens) for tokens in batches.batch_at(number)]
+        return _to(torch.device(config.device), *own)
 
 
 def _accumulated(
-    model: nn.Module, micro_batches: Iterator[tuple[Tensor, ...]], config: TrainingConfig, recorder: Recorder
+    model: nn.Module,
+    micro_batches: Iterator[tuple[Tensor, ...]],
+    config: TrainingConfig,
+    recorder: Recorder,
+    axes: ModelAxes,
 ) -> Tensor:
     """Run forward and backward of one micro-batch after the other."""
     losses = []
@@ -214,7 +228,7 @@ def _accumulated(
         with accumulate(model, last=index == config.micro_batches - 1):
             with recorder.span(conventions.FORWARD):
                 logits = upcast(model(tokens))
-                loss = next_token_loss(logits, targets) / config.micro_batches
+                loss = axes.next_token_loss(logits, targets) / config.micro_batches
             with recorder.span(conventions.BACKWARD):
                 loss.backward()
         losses.append(loss.detach())
@@ -226,6 +240,7 @@ def _pipelined(
     micro_batches: Iterator[tuple[Tensor, ...]],
     config: TrainingConfig,  # noqa: ARG001 as the other way to run a step
     recorder: Recorder,  # noqa: ARG001 the schedule's actions have spans of their own
+    axes: ModelAxes,  # noqa: ARG001 the schedule knows the loss
 ) -> Tensor:
     tokens, targets = zip(*micro_batches, strict=True)
     return model.step(torch.cat(tokens), torch.cat(targets))

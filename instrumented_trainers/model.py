@@ -122,6 +122,8 @@ class Llama(nn.Module):
 
     token_split: SequencePositions | None = None
     """Which tokens the model sees of each sequence, if not all."""
+    stream_parts: int = 1
+    """Over how many ranks the tokens of the stream are divided that a part without embedding is called with."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -172,10 +174,11 @@ class Llama(nn.Module):
         return stream if self.norm is None or self.head is None else self.head(self.norm(stream))
 
     def _positions(self, tokens: Tensor) -> Tensor:
-        """Return the positions of the tokens (B, T) in their sequences, shape (T)."""
+        """Return the positions of the tokens (B, T), or of those of a stream, in their sequences, shape (T)."""
+        count = tokens.shape[1] * (self.stream_parts if self.embedding is None else 1)
         if self.token_split is None:
-            return torch.arange(tokens.shape[1], device=tokens.device)
-        return self.token_split.positions(tokens.shape[1], tokens.device)
+            return torch.arange(count, device=tokens.device)
+        return self.token_split.positions(count, tokens.device)
 
 
 class NumberedLayers(nn.ModuleList):

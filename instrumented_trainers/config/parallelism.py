@@ -1,5 +1,7 @@
 """Why a run cannot be parallelized as configured."""
 
+import dataclasses
+
 from instrumented_trainers.config.settings import (
     DUALPIPEV,
     GPIPE,
@@ -9,7 +11,7 @@ from instrumented_trainers.config.settings import (
     ZBV,
     TrainingConfig,
 )
-from instrumented_trainers.model import PRESETS
+from instrumented_trainers.model import PRESETS, ModelConfig
 from tracekit.conventions import strategies
 
 _SPLIT_BACKWARD = (ZB_H1, ZBV, DUALPIPEV)
@@ -18,9 +20,6 @@ _TWO_STAGES = (ZBV, DUALPIPEV)
 
 def layout_problem(config: TrainingConfig) -> str | None:
     """Return why the layout of the ranks is impossible, or None."""
-    for option, size in (("tp", config.tp), ("cp", config.cp), ("ep", config.ep)):
-        if size > 1:
-            return f"--{option} {size}: not available yet"
     if config.sequence_parallel and config.tp == 1:
         return "--sequence-parallel: needs --tp 2 or more"
     if config.loss_parallel and config.tp == 1:
@@ -38,7 +37,58 @@ def layout_problem(config: TrainingConfig) -> str | None:
     shards = data_ranks // config.replicate * config.cp
     if shards % config.ep:
         return f"--ep {config.ep}: does not divide the {shards} ranks that share a model"
-    return _pipeline_problem(config) if config.pp > 1 else _unused_pipeline_option(config)
+    return _model_axes_problem(config) or (
+        _pipeline_problem(config) if config.pp > 1 else _unused_pipeline_option(config)
+    )
+
+
+def _model_axes_problem(config: TrainingConfig) -> str | None:
+    """Return why matrices, sequences or experts cannot be divided over ranks, or None."""
+    for option, size in (("tp", config.tp), ("cp", config.cp), ("ep", config.ep)):
+        if size > 1 and config.strategy == "fsdp1":
+            return f"--{option}: not with fsdp1, which flattens what is divided over several axes; use fsdp2"
+    if config.ep > 1 and config.strategy == "yafsdp":
+        return "--ep: not with yafsdp, whose units have one mesh, and experts need another; use ddp, zero1 or fsdp2"
+    if config.optimizer == "muon" and (config.tp > 1 or config.ep > 1):
+        return "--optimizer muon: needs whole matrices; not with --tp or --ep"
+    if config.init_from is not None:
+        return None
+    experts = {} if config.experts is None else {"experts": config.experts, "active_experts": 1}
+    return model_problem(config, dataclasses.replace(PRESETS[config.model], **experts))
+
+
+def model_problem(config: TrainingConfig, sizes: ModelConfig) -> str | None:
+    """Return why a model of these sizes cannot be divided over the configuration's ranks, or None."""
+    return _tensor_problem(config, sizes) or _context_problem(config) or _expert_problem(config, sizes)
+
+
+def _tensor_problem(config: TrainingConfig, sizes: ModelConfig) -> str | None:
+    ranks, tokens = config.tp, config.tokens // config.cp
+    if sizes.key_value_heads % ranks:
+        return (
+            f"--tp {ranks}: cannot divide {sizes.key_value_heads} key and value heads; each rank needs whole ones, and "
+            "several ranks with the same one are not supported"
+        )
+    for size, name in ((sizes.heads, "heads"), (sizes.hidden_width, "hidden units"), (sizes.vocabulary, "tokens")):
+        if size % ranks:
+            return f"--tp {ranks}: cannot divide the {size} {name} of {config.model_name}"
+    if config.sequence_parallel and tokens % ranks:
+        return f"--sequence-parallel: --tp {ranks} does not divide the {tokens} tokens that a rank has of a sequence"
+    return None
+
+
+def _context_problem(config: TrainingConfig) -> str | None:
+    if config.cp > 1 and config.tokens % (2 * config.cp):
+        return f"--cp {config.cp}: cannot divide --tokens {config.tokens} into {2 * config.cp} chunks, two a rank"
+    return None
+
+
+def _expert_problem(config: TrainingConfig, sizes: ModelConfig) -> str | None:
+    if config.ep > 1 and not sizes.experts:
+        return f"--ep {config.ep}: {config.model_name} has no experts; add --experts N"
+    if sizes.experts % config.ep:
+        return f"--ep {config.ep}: cannot divide {sizes.experts} experts"
+    return None
 
 
 def _unused_pipeline_option(config: TrainingConfig) -> str | None:

@@ -136,7 +136,7 @@ class TrainingConfig:
     def layout(self) -> Layout:
         """Return how the ranks are laid out. What pp, cp and tp leave is replicas times shards, or replicas only."""
         data_ranks = self.world_size // (self.pp * self.cp * self.tp)
-        shards = data_ranks // self.replicate if strategies.STRATEGIES[self.strategy].shards_parameters else 1
+        shards = data_ranks // self.replicate if self._has_shards else 1
         return Layout(
             pp=self.pp, dp_replicate=data_ranks // shards, dp_shard=shards, cp=self.cp, ep=self.ep, tp=self.tp
         )
@@ -146,7 +146,12 @@ class TrainingConfig:
         """Return the axes of the mesh that the data strategy needs, also where there is one rank along them."""
         if self.replicate > 1:
             return DP_REPLICATE, DP_SHARD
-        return (DP_SHARD if strategies.STRATEGIES[self.strategy].shards_parameters else DP_REPLICATE,)
+        return (DP_SHARD if self._has_shards else DP_REPLICATE,)
+
+    @property
+    def _has_shards(self) -> bool:
+        """Return whether data-parallel ranks have shards of weights; under ddp and zero1 those of experts at most."""
+        return strategies.STRATEGIES[self.strategy].shards_parameters or self.ep > 1
 
     @property
     def stages_per_rank(self) -> int:

@@ -15,6 +15,7 @@ from instrumented_trainers.parallelism.combined_optimizer import CombinedOptimiz
 from instrumented_trainers.parallelism.gradient_sync import accumulate, clip_grad_norm
 from instrumented_trainers.parallelism.mesh import axis_mesh, data_mesh, make_mesh
 from instrumented_trainers.parallelism.meta_init import SHARDS_ON_META, materialize
+from instrumented_trainers.parallelism.model_axes import ModelAxes
 from instrumented_trainers.parallelism.options import ShardOptions
 from instrumented_trainers.parallelism.pipeline import PipelineModel, PipelinePlan, ReplicatedPart, Zero1Part
 from instrumented_trainers.parallelism.state import checkpoint_state, make_optimizer, restore_state
@@ -24,6 +25,7 @@ __all__ = [
     "STAGE_STRATEGIES",
     "STRATEGIES",
     "CombinedOptimizer",
+    "ModelAxes",
     "PipelineModel",
     "PipelinePlan",
     "ShardOptions",

@@ -16,13 +16,6 @@ from instrumented_trainers.regions import Axis
 _TOKENS = 2  # dim of queries, keys and values (B, H, T, E)
 
 
-def problem(ranks: int, tokens: int) -> str | None:
-    """Return why sequences of so many tokens cannot be divided over so many ranks, or None."""
-    if tokens % (2 * ranks):
-        return f"{tokens} tokens of a sequence cannot be divided into {2 * ranks} chunks, two for each of {ranks} ranks"
-    return None
-
-
 class TokenSplit:
     """Which tokens of a sequence each rank of the axis has."""
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from instrumented_trainers import regions
 from instrumented_trainers.experts import MixtureOfExperts
-from instrumented_trainers.model import ModelConfig
 from instrumented_trainers.parallelism.collective_functions import exchanged, scaled_gradient
 from instrumented_trainers.parallelism.tensor import TensorParallelExperts
 from instrumented_trainers.regions import Axis
@@ -22,19 +21,6 @@ DISPATCH, COMBINE = "EP::dispatch", "EP::combine"
 """Spans around the exchange of tokens; `backward` is added to their names where gradients go the other way."""
 _WEIGHTS = ("gate", "up", "down")
 _EXPERTS = 0  # dim of their weights
-
-
-def problem(config: ModelConfig, ranks: int, *, strategy: str) -> str | None:
-    """Return why the experts of a model cannot be divided over so many ranks, or None."""
-    if not config.experts:
-        return "the model has no experts; add --experts N"
-    if config.experts % ranks:
-        return f"{config.experts} experts cannot be divided over {ranks} ranks"
-    if strategy == "yafsdp":
-        return "yafsdp has one mesh for all units, and experts need another one; use ddp, zero1 or fsdp2"
-    if strategy == "fsdp1":
-        return "fsdp1 flattens experts and router into one tensor over one mesh; use ddp, zero1 or fsdp2"
-    return None
 
 
 class ExpertParallelExperts(MixtureOfExperts):

@@ -2,7 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, Layout
+from tracekit.conventions.strategies import CP, DP_REPLICATE, DP_SHARD, Layout
 
 _DATA_AXES = (DP_REPLICATE, DP_SHARD)
 
@@ -17,9 +17,16 @@ def make_mesh(layout: Layout, device: str, *, data_axes: tuple[str, ...]) -> Dev
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of the mesh that a data strategy works on: replicas, shards, or replicas by shards."""
+    """Return the part of the mesh that a data strategy works on: replicas, shards, or replicas by shards.
+
+    Ranks of one context-parallel group have other tokens each, so they are replicas or shards, too.
+    """
     names = mesh.mesh_dim_names or ()
     axes = tuple(axis for axis in _DATA_AXES if axis in names)
+    if CP in names:
+        both = f"{axes[-1]}_{CP}"
+        flat = mesh[axes[-1], CP]._flatten(both)
+        return mesh[(*axes[:-1], both)] if axes[:-1] else flat
     return mesh[axes] if axes and axes != names else mesh
 
 

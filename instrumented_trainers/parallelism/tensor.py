@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from instrumented_trainers import regions
 from instrumented_trainers.experts import MixtureOfExperts
-from instrumented_trainers.model import Attention, FeedForward, ModelConfig
+from instrumented_trainers.model import Attention, FeedForward
 from instrumented_trainers.parallelism.collective_functions import (
     copied,
     gathered,
@@ -33,21 +33,6 @@ _TOKENS, _VOCABULARY = 1, 2  # dims of the stream (B, T, D) and of logits (B, T,
 _COLUMNS, _ROWS = 0, 1  # dims of a linear layer's weight (out, in) that are divided
 
 
-def problem(config: ModelConfig, ranks: int, tokens: int, *, sequence_parallel: bool) -> str | None:
-    """Return why a model cannot be divided over so many ranks, or None. `tokens`: of a sequence, on one rank."""
-    if config.key_value_heads % ranks:
-        return (
-            f"{config.key_value_heads} key and value heads cannot be divided over {ranks} ranks: each rank needs whole "
-            "heads, and copies of shared ones are not supported"
-        )
-    for size, name in ((config.heads, "heads"), (config.hidden_width, "hidden units"), (config.vocabulary, "tokens")):
-        if size % ranks:
-            return f"{size} {name} cannot be divided over {ranks} ranks"
-    if sequence_parallel and tokens % ranks:
-        return f"--sequence-parallel: {tokens} tokens of a sequence cannot be divided over {ranks} ranks"
-    return None
-
-
 def parallelize(model: nn.Module, axis: Axis, *, sequence_parallel: bool, gather_logits: bool = True) -> nn.Module:
     """Divide a Llama, or a pipeline stage of one, over the ranks of the axis, in place; return it.
 
@@ -55,6 +40,7 @@ def parallelize(model: nn.Module, axis: Axis, *, sequence_parallel: bool, gather
     model returns this rank's part of the vocabulary, for `vocabulary_loss`. Raises ValueError where sizes do not fit.
     """
     stream = _TokenStream(axis) if sequence_parallel else _WholeStream(axis)
+    model.stream_parts = axis.size if sequence_parallel else 1  # type: ignore[assignment]
     tied = _weight(model, "head") is not None and _weight(model, "head") is _weight(model, "embedding")
     if (embedding := getattr(model, "embedding", None)) is not None:
         _divide_embedding(embedding, axis, stream)
@@ -211,9 +197,8 @@ def _surround(module: nn.Module, enter: Callable[[Tensor], Tensor], leave: Calla
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    layers = model.layers
-    assert isinstance(layers, nn.ModuleList | nn.ModuleDict)
-    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)
+    assert isinstance(model.layers, nn.ModuleList)
+    return list(model.layers)
 
 
 def _weight(model: nn.Module, name: str) -> torch.nn.Parameter | None:

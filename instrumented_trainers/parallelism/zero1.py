@@ -43,11 +43,25 @@ class Zero1DataParallel(ddp.AutocastDataParallel):
         part of their own, as their replicas are other ranks.
         """
         make = functools.partial(HostOptimizer, kind=kind) if self._offload else kind
-        experts, divided = _divided_experts(self)
-        dense, of_experts = _partitioned(parameters, experts)
-        groups = ((dense, self.process_group), (of_experts, divided))
-        parts = [ZeroRedundancyOptimizer(each, make, process_group=group, **options) for each, group in groups if each]
-        return parts[0] if len(parts) == 1 else CombinedOptimizer(*parts)
+        return divided_optimizer(self, self.process_group, make, parameters, **options)
+
+
+def divided_optimizer(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    kind: Callable[..., Optimizer],
+    parameters: Iterable[Any],
+    **options: Any,
+) -> ZeroRedundancyOptimizer | CombinedOptimizer:
+    """Return this rank's part of an optimizer over the replicas in `group`; that of divided experts has their own."""
+    experts, replicas = _divided_experts(model)
+    dense, of_experts = _partitioned(parameters, experts)
+    parts = [
+        ZeroRedundancyOptimizer(each, kind, process_group=ranks, **options)
+        for each, ranks in ((dense, group), (of_experts, replicas))
+        if each
+    ]
+    return parts[0] if len(parts) == 1 else CombinedOptimizer(*parts)
 
 
 def _divided_experts(model: nn.Module) -> tuple[set[int], dist.ProcessGroup | None]:
@@ -78,8 +92,11 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimiz
     for optimizer in optimizers:
         begin_missing_state(optimizer.optim)
         state |= {name: dict(optimizer.optim.state[p]) for name, p in _own_parameters(names, optimizer)}
-    groups = [_group(group, names) for optimizer in optimizers for group in optimizer.param_groups]
-    return {"state": state, "param_groups": _merged(groups)}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        own = [_group(group, names) for group in optimizer.param_groups]
+        groups = _joined(groups, own) if _steps_experts(model, optimizer) else [*groups, *own]
+    return {"state": state, "param_groups": groups}
 
 
 def restore_optimizer(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimizer], state: dict[str, Any]) -> None:
@@ -109,13 +126,18 @@ def _group(group: dict[str, Any], names: dict[nn.Parameter, str]) -> dict[str, A
     return {**group, "params": [names[parameter] for parameter in group["params"]]}
 
 
-def _merged(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups of names with those of equal settings joined: divided experts are groups of their own here only."""
-    merged: list[dict[str, Any]] = []
-    for group in groups:
-        same = next((each for each in merged if {**each, "params": None} == {**group, "params": None}), None)
+def _steps_experts(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> bool:
+    experts = expert.expert_parameters(model).values()
+    return any(optimizer.param_groups[0]["params"][0] is parameter for parameter in experts)
+
+
+def _joined(groups: list[dict[str, Any]], of_experts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups of names with divided experts in those of equal settings, where other strategies have them."""
+    joined = [dict(group) for group in groups]
+    for group in of_experts:
+        same = next((each for each in reversed(joined) if {**each, "params": None} == {**group, "params": None}), None)
         if same is None:
-            merged.append(group)
+            joined.append(group)
         else:
             same["params"] = [*same["params"], *group["params"]]
-    return merged
+    return joined

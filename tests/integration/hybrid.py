@@ -151,7 +151,7 @@ def difference(case: Hybrid) -> float:
     state = parallelism.checkpoint_state(trainer.model, trainer.optimizer)["model"]
     assert state.keys() == whole.keys()
     for name, value in state.items():
-        largest = max(largest, _weight_difference(value, whole[name]))
+        largest = max(largest, weight_difference(value, whole[name]))
     return largest
 
 
@@ -168,7 +168,8 @@ def _reference_step(
     return loss.item(), norm.item()
 
 
-def _weight_difference(value: Any, whole: Tensor) -> float:
+def weight_difference(value: Any, whole: Tensor) -> float:
+    """Return the largest difference of this rank's part of a tensor, relative to the largest of the whole."""
     assert value.shape == whole.shape
     differences = [0.0]
     for offsets, piece in pieces(value):

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from instrumented_trainers.parallelism import ShardOptions
-from tests.integration import hybrid
+from tests.integration import configured, hybrid
 from tests.integration.hybrid import CONFIG, Hybrid
 from tests.support import process_group
 
@@ -58,18 +60,32 @@ ON_FOUR = {
     "tp, recomputed x yafsdp": Hybrid(**SEQUENCE, strategy="yafsdp", config=RECOMPUTED),
     "tp of four": Hybrid(tp=4, sequence_parallel=True, config=dataclasses.replace(CONFIG, key_value_heads=4)),
 }
+# As the trainers' options say, pipelines among them.
+_DIVIDED = {"tp": 2, "sequence_parallel": True, "loss_parallel": True}
+_STAGES = {"pp": 2, "micro_batches": 4}
+_EXPERTS = {"ep": 2, "experts": 4, "balance_loss": 0.0}
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "replicas x cp": {"strategy": "fsdp2", "replicate": 2, "cp": 2, "micro_batches": 2},
+    "pp x tp": {"strategy": "zero1", **_STAGES, **_DIVIDED},
+    "pp x tp, zero bubble": {"strategy": "zero1", "schedule": "zb-h1", **_STAGES, **_DIVIDED},
+    "pp x tp x yafsdp": {"strategy": "yafsdp", **_STAGES, **_DIVIDED},
+    "pp x cp": {"strategy": "zero1", "cp": 2, **_STAGES},
+    "pp x ep": {"strategy": "zero1", **_EXPERTS, **_STAGES},
+    "pp x ep x fsdp2": {"strategy": "fsdp2", **_EXPERTS, **_STAGES},
+}
+EIGHT = {"strategy": "zero1", "pp": 2, "micro_batches": 4, **_DIVIDED}
 WRONG = Hybrid(**SEQUENCE, strategy="fsdp2", divisor_error=1.0001)
 
 
 @functools.cache
 def outcomes() -> dict[int, dict[str, process_group.Outcome]]:
     cases = {2: ON_TWO, 4: {**ON_FOUR, "wrong": WRONG}}
-    return process_group.run_worlds(
-        {
-            size: {name: functools.partial(hybrid.difference, case) for name, case in of_size.items()}
-            for size, of_size in cases.items()
-        }
-    )
+    functions: dict[int, dict[str, Callable[[], float]]] = {
+        size: {name: functools.partial(hybrid.difference, case) for name, case in of_size.items()}
+        for size, of_size in cases.items()
+    }
+    functions[4] |= {name: functools.partial(configured.difference, case) for name, case in CONFIGURED.items()}
+    return process_group.run_worlds(functions, timeout_s=480)
 
 
 @pytest.mark.parametrize("name", ON_TWO)
@@ -79,6 +95,11 @@ def test_two_ranks_train_as_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_train_as_one_process(name: str) -> None:
+    assert max(outcomes()[4][name].results()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_trainings_by_options_are_as_one_process(name: str) -> None:
     assert max(outcomes()[4][name].results()) < TOLERANCE
 
 

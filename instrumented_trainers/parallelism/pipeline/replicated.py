@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from instrumented_trainers.parallelism import expert, zero1
+from instrumented_trainers.parallelism.combined_optimizer import CombinedOptimizer
 from instrumented_trainers.parallelism.options import ShardOptions, device_of
 
 _BUCKET_BYTES = 25 << 20  # as DDP's
@@ -42,10 +44,15 @@ class ReplicatedPart(nn.Module):
     @torch.no_grad()
     def synchronize(self) -> None:
         """Average the gradients over the replicas. All of them call it."""
-        ranks = dist.get_world_size(self.process_group)
+        experts = expert.expert_parameters(self).values()
+        for parameter in experts:  # whose replicas are other ranks
+            _gradient(parameter)
+        if (average := expert.gradient_mean(self)) is not None:
+            average()
+        ranks, divided = dist.get_world_size(self.process_group), {id(parameter) for parameter in experts}
         if ranks == 1:
             return
-        for bucket in _buckets(self.parameters()):
+        for bucket in _buckets(parameter for parameter in self.parameters() if id(parameter) not in divided):
             gradients = [_gradient(parameter) for parameter in bucket]
             flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(ranks)
             dist.all_reduce(flat, group=self.process_group)
@@ -58,9 +65,9 @@ class Zero1Part(ReplicatedPart):
 
     def make_optimizer(
         self, kind: Callable[..., Optimizer], parameters: Iterable[Any], **options: Any
-    ) -> ZeroRedundancyOptimizer:
+    ) -> ZeroRedundancyOptimizer | CombinedOptimizer:
         """Return this rank's part of an optimizer of that kind over `parameters`, or groups of them."""
-        return ZeroRedundancyOptimizer(parameters, kind, process_group=self.process_group, **options)
+        return zero1.divided_optimizer(self, self.process_group, kind, parameters, **options)
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -150,8 +150,8 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
             )
         if isinstance(parameter, DTensor):
             raise NotImplementedError(
-                f"YaFSDP: {name} is a DTensor, as tensor parallelism makes them; YaFSDP shards plain tensors only, so "
-                "combine tensor parallelism with FSDP2"
+                f"YaFSDP: {name} is a DTensor, as torch's tensor parallelism makes them; YaFSDP shards plain tensors "
+                "only, such as those of instrumented_trainers.parallelism.tensor"
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise NotImplementedError(

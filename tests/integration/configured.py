@@ -1,0 +1,90 @@
+"""Train as the trainers' options say, on every rank of a process group and alone; compare. Not a test."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from instrumented_trainers import parallelism
+from instrumented_trainers.build import build, model_axes, shard_options
+from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.config.parallelism import layout_problem
+from instrumented_trainers.loss import next_token_loss
+from instrumented_trainers.model import Llama
+from instrumented_trainers.parallelism import ModelAxes, PipelineModel
+from instrumented_trainers.sizes import model_config
+from tests.integration.hybrid import STEPS, weight_difference
+
+_FIXED = {"model": "micro", "precision": "fp64", "batch": 2, "tokens": 8, "optimizer": "sgd", "momentum": 0.0}
+_RATE = 0.5
+
+
+def difference(options: dict[str, Any]) -> float:
+    """Return the largest relative difference of losses, and of this rank's part of the weights after the last step."""
+    _clear_sharding_prop_cache()
+    config = TrainingConfig(out=Path("none"), world_size=dist.get_world_size(), weight_decay=0.0, **_FIXED, **options)
+    assert (reason := layout_problem(config)) is None, reason
+    mesh = parallelism.make_mesh(config.layout, "cpu", data_axes=config.data_axes)
+    axes = model_axes(config, mesh)
+    model, optimizer = build(config, shard_options(config, ()), mesh, (), axes)
+    reference = _whole(config)
+    alone, largest = torch.optim.SGD(reference.parameters(), lr=_RATE), 0.0
+    for group in optimizer.param_groups:
+        group["lr"] = _RATE
+    for number in range(STEPS):
+        found = _step(config, model, optimizer, axes, number)
+        expected = _reference_step(config, reference, alone, number)
+        largest = max(largest, abs(found - expected) / expected)
+    whole, state = reference.state_dict(), parallelism.checkpoint_state(model, optimizer)["model"]
+    return max(largest, *(weight_difference(value, whole[name]) for name, value in state.items()))
+
+
+def _whole(config: TrainingConfig) -> Llama:
+    model = Llama(model_config(config)).double()
+    model.apply(model.initializer(config.seed))
+    return model
+
+
+def _batches(config: TrainingConfig, number: int) -> Tensor:
+    """Return the tokens of a step, (data ranks, micro-batches, B, T + 1)."""
+    shape = config.layout.data_ranks, config.micro_batches, config.batch, config.tokens + 1
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(number))
+
+
+def _step(config: TrainingConfig, model: nn.Module, optimizer: Any, axes: ModelAxes, number: int) -> float:
+    rows = _batches(config, number)[config.layout.data_rank(dist.get_rank())]
+    tokens, targets = axes.own_tokens(rows.flatten(0, 1)[:, :-1]), axes.own_tokens(rows.flatten(0, 1)[:, 1:])
+    if isinstance(model, PipelineModel):
+        loss = model.step(tokens, targets)
+    else:
+        loss = _accumulated(config, model, tokens, targets, axes)
+    parallelism.clip_grad_norm(model, config.max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = loss.double()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def _accumulated(config: TrainingConfig, model: nn.Module, tokens: Tensor, targets: Tensor, axes: ModelAxes) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    pairs = zip(tokens.split(config.batch), targets.split(config.batch), strict=True)
+    for index, (own, wanted) in enumerate(pairs):
+        with parallelism.accumulate(model, index == config.micro_batches - 1):
+            loss = axes.next_token_loss(model(own), wanted) / config.micro_batches
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _reference_step(config: TrainingConfig, model: Llama, optimizer: torch.optim.Optimizer, number: int) -> float:
+    rows = _batches(config, number).flatten(0, 1)
+    loss = torch.stack([next_token_loss(model(each[:, :-1]), each[:, 1:]) for each in rows]).mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), config.max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()

@@ -1,0 +1,67 @@
+"""A checkpoint has whole names and shapes: another layout of the ranks, or one process, trains on from it."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.integration import hybrid
+from tests.integration.hybrid import CONFIG, Hybrid
+from tests.support import process_group
+
+TOLERANCE = 1e-10
+EXPERTS = dataclasses.replace(CONFIG, experts=4)
+PLAIN = Hybrid(optimizer="adamw")
+# Each trains on the same sequences per step: micro-batches make up for data-parallel ranks.
+LAYOUTS = {
+    "alone": dataclasses.replace(PLAIN, micro_batches=4),
+    "fsdp2": dataclasses.replace(PLAIN, strategy="fsdp2"),
+    "tp x zero1": dataclasses.replace(PLAIN, tp=2, micro_batches=2, strategy="zero1"),
+    "tp x fsdp2": dataclasses.replace(PLAIN, tp=2, sequence_parallel=True, micro_batches=2, strategy="fsdp2"),
+    "tp x yafsdp": dataclasses.replace(PLAIN, tp=2, loss_parallel=True, micro_batches=2, strategy="yafsdp"),
+    "cp x yafsdp": dataclasses.replace(PLAIN, cp=2, micro_batches=2, strategy="yafsdp"),
+}
+WITH_EXPERTS = {
+    "experts, alone": dataclasses.replace(PLAIN, config=EXPERTS, micro_batches=4),
+    "experts, ep x zero1": dataclasses.replace(PLAIN, config=EXPERTS, ep=2, strategy="zero1"),
+    "experts, ep x tp x fsdp2": dataclasses.replace(
+        PLAIN, config=EXPERTS, ep=2, tp=2, sequence_parallel=True, micro_batches=2, strategy="fsdp2"
+    ),
+}
+ALL = {**LAYOUTS, **WITH_EXPERTS}
+DIVIDED = ("tp x zero1", "tp x fsdp2", "tp x yafsdp")
+MOVES = [
+    *((name, other) for name in DIVIDED for other in ("fsdp2", "alone")),
+    *((other, name) for name in DIVIDED for other in ("fsdp2", "alone")),
+    ("tp x zero1", "cp x yafsdp"),
+    ("experts, ep x zero1", "experts, ep x tp x fsdp2"),
+    ("experts, ep x tp x fsdp2", "experts, alone"),
+    ("experts, alone", "experts, ep x zero1"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, process_group.Outcome]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    saves = {
+        name: functools.partial(hybrid.save_alone if name.endswith("alone") else hybrid.save, ALL[name], folder / name)
+        for name in dict.fromkeys(origin for origin, _ in MOVES)
+    }
+    loads = {
+        f"{origin} to {name}": functools.partial(
+            hybrid.load_alone if name.endswith("alone") else hybrid.load, ALL[name], folder / origin
+        )
+        for origin, name in MOVES
+    }
+    return process_group.run_cases(4, {**saves, **loads})
+
+
+@pytest.mark.parametrize(("origin", "name"), MOVES)
+def test_the_next_losses_are_those_of_the_training_that_saved(
+    outcomes: dict[str, process_group.Outcome], origin: str, name: str
+) -> None:
+    expected = outcomes[origin].results()[0]
+    for losses in outcomes[f"{origin} to {name}"].results():
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3), "a step must change the loss, or it says little"
