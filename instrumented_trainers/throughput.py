@@ -7,22 +7,8 @@ import torch
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.model import ModelConfig
 from instrumented_trainers.sizes import model_config
+from tracekit.conventions import devices
 
-# Dense peaks of the vendors' data sheets, in FLOP/s: bf16 on tensor cores; fp32 without them, as torch does by default.
-# The first name that is a part of the device's counts.
-_PEAKS: tuple[tuple[str, float, float], ...] = (
-    ("B200", 2250e12, 75e12),
-    ("H200", 989e12, 67e12),
-    ("H100 PCIe", 756e12, 51e12),
-    ("H100 NVL", 835e12, 60e12),
-    ("H100", 989e12, 67e12),
-    ("A100", 312e12, 19.5e12),
-    ("A10G", 70e12, 35e12),
-    ("L40S", 362e12, 91.6e12),
-    ("L4", 121e12, 30.3e12),
-    ("MI300X", 1307e12, 163.4e12),
-    ("MI250X", 191.5e12, 23.95e12),  # of one of its two devices
-)
 _SCALES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6))
 
 
@@ -42,10 +28,8 @@ def peak_flops(device: str, precision: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989000000000000.0
     """
-    for name, in_bf16, in_fp32 in _PEAKS:
-        if name in device and precision != "fp64":
-            return in_bf16 if precision == "bf16" else in_fp32
-    return None
+    found = devices.find(device)
+    return None if found is None else found.peak(precision)
 
 
 @dataclass(frozen=True)

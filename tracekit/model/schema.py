@@ -143,6 +143,8 @@ OPS = table(
     _SPAN,
     column("forward_id", "ops.id of the forward op whose gradient a backward op computes; null if not known."),
     column("shapes", "Shapes of the inputs as a JSON array; null where the profiler didn't record them.", _TEXT),
+    column("dtypes", "Element types of the inputs as a JSON array, as the profiler names them; null likewise.", _TEXT),
+    column("arguments", "Values of inputs that are no tensors, as a JSON array of texts; null likewise.", _TEXT),
 )
 
 ACTIVITIES = table(

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.communication import collective_instances, exposed_communication
-from tracekit.analysis.compute import flops
+from tracekit.analysis.compute import efficiency, flops
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown, step_parts
 from tracekit.model.run import Run
@@ -52,8 +52,14 @@ def breakdown_samples(trace: Trace) -> pl.DataFrame:
 
 
 def flop_samples(trace: Trace) -> pl.DataFrame:
-    """Return the floating-point operations of each step, from recorded shapes."""
-    sums = flops.flops(trace).group_by("step").agg(pl.col("flops").sum().alias("value")).sort("step")
+    """Return the floating-point operations of each step, from recorded shapes.
+
+    Without steps for much of whose compute they are not known: what is left out may differ from run to run.
+    """
+    ratio = pl.col("known_ns") / pl.col("compute_ns")
+    uncovered = flops.coverage(trace).filter(ratio < efficiency.MIN_COVERAGE_RATIO).select("step")
+    each = flops.flops(trace).join(uncovered, on="step", how="anti")
+    sums = each.group_by("step").agg(pl.col("flops").sum().alias("value")).sort("step")
     return sums.with_columns(pl.lit("flops").alias("metric"))
 
 

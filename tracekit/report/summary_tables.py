@@ -10,6 +10,8 @@ _HEADINGS = {
     "exposed_communication_ns": "exposed\ncomm",
     "exposed_copy_ns": "exposed\ncopy",
     "came_last": "came\nlast",
+    "flops_coverage_ratio": "FLOPs\nknown",
+    "mfu_ratio": "MFU",
     "bus_bytes_per_s": "bus\nbandwidth",
     "pairs": "shared\ncollectives",
     "matched_by": "matched by",
@@ -20,6 +22,12 @@ _HEADINGS = {
     "warmup_ns": "warm-up",
     "cooldown_ns": "cool-down",
 }
+# The columns that are dropped on a narrow terminal, in this order: those on pipelines, or those after the breakdown.
+_PIPELINE_DROP_ORDER = (
+    "uneven_ns", "schedule_ns", "host_ns", "communication_ns", "imbalance_ns", "steady_ns", "cooldown_ns", "warmup_ns",
+    "formula_bubble_ratio",
+)  # fmt: skip
+_DROP_ORDER = ("flops_coverage_ratio", "flops", "mfu_ratio")
 
 
 def as_json(rows: pl.DataFrame) -> str:
@@ -31,7 +39,8 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
     """Return the rows as a table in readable units; a column without any value is left out."""
     from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
 
-    shown = _fitted(text_layout.without_empty_columns(_without_only_window(rows)), width)
+    drop_order = _PIPELINE_DROP_ORDER if "bubble_ns" in rows.columns else _DROP_ORDER
+    shown = text_layout.fitted(_without_only_window(rows), _HEADINGS, drop_order, width=width)
     if shown.is_empty():
         subjects = {
             "came_last": "collectives that ranks share",
@@ -48,21 +57,3 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
 def _without_only_window(rows: pl.DataFrame) -> pl.DataFrame:
     """Leave out the column `window` where all rows are of one window."""
     return rows.drop("window") if "window" in rows.columns and rows["window"].n_unique() < 2 else rows
-
-
-_DROP_ORDER = (
-    "uneven_ns", "schedule_ns", "host_ns", "imbalance_ns", "steady_ns", "cooldown_ns", "warmup_ns",
-    "formula_bubble_ratio",
-)  # fmt: skip
-"""The columns on pipelines that are dropped on a narrow terminal, in this order."""
-
-
-def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
-    from tracekit.report import text_layout, totals  # load rich
-
-    shown = rows
-    for name in _DROP_ORDER if "bubble_ns" in rows.columns else ():
-        if totals.least_width(shown, text_layout.gap(width), _HEADINGS) <= max(width, text_layout.MIN_WIDTH):
-            break
-        shown = shown.drop([name, *(["communication_ns"] if name == "host_ns" else [])], strict=False)
-    return shown

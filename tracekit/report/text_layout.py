@@ -19,6 +19,7 @@ DIM, BOLD, GOOD = "dim", "bold", "green"
 SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 MIN_WIDTH = 60
 _MAX_CELL = 60
+_MIN_TEXT = 22
 _NARROW = 100
 
 
@@ -164,6 +165,28 @@ def gap(width: int) -> int:
 def natural_width(part: RenderableType) -> int:
     """Return the width of a part without any limit."""
     return Console(file=io.StringIO(), width=10_000, markup=False, emoji=False).measure(part).maximum
+
+
+def fitted(rows: pl.DataFrame, headings: Mapping[str, str], drop_order: Sequence[str], *, width: int) -> pl.DataFrame:
+    """Return the columns that fit: without empty ones, and, on a narrow terminal, some of `drop_order`, first to last.
+
+    Numbers need their full width, text _MIN_TEXT characters.
+    """
+    shown = without_empty_columns(rows)
+    for name in drop_order:
+        if _least_width(shown, headings, gap(width)) <= max(width, MIN_WIDTH):
+            break
+        shown = shown.drop(name, strict=False)
+    return shown
+
+
+def _least_width(rows: pl.DataFrame, headings: Mapping[str, str], between: int) -> int:
+    widths = []
+    for name, dtype in rows.schema.items():
+        longest = max((len(escaping.cell(name, value)) for value in rows[name]), default=0)
+        heading = max(map(len, headings.get(name, escaping.heading(name)).split("\n")))
+        widths.append(max(heading, longest if dtype.is_numeric() else min(longest, _MIN_TEXT)))
+    return sum(widths) + between * (len(widths) - 1)
 
 
 def without_empty_columns(rows: pl.DataFrame) -> pl.DataFrame:

@@ -107,8 +107,8 @@ def test_bytes_sent_and_allocated_are_separate_by_step_and_save() -> None:
             "[[2, 4, 8, 16], [2, 4, 8, 16], [2, 2, 8, 16], [2, 2, 8, 16]]",
             81920.0,
         ),
-        ("aten::mm", "[[], []]", 0.0),
-        ("aten::mm", "not shapes", 0.0),
+        ("aten::mm", "[[], []]", None),
+        ("aten::mm", "not shapes", None),
         ("aten::add", "[[2, 3], [2, 3]]", None),
     ],
 )

@@ -37,4 +37,4 @@ def test_an_unknown_device_has_no_mfu() -> None:
     assert peak_flops("Some Future GPU", "bf16") is None
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA H200", "fp32") == 67e12
-    assert peak_flops("NVIDIA H200", "fp64") is None
+    assert peak_flops("NVIDIA H200", "fp64") == 67e12

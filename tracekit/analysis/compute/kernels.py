@@ -112,4 +112,5 @@ def innermost_op(trace: Trace) -> nesting.Ints:
         return np.full(len(launch), -1, np.int64)
     parent = trace.ops["parent_id"].fill_null(-1).to_numpy()
     of_slice = nesting.nearest(parent, (trace.ops["kind"] == "cpu_op").to_numpy())
-    return np.where(launch >= 0, of_slice[np.maximum(launch, 0)], -1)
+    is_known = (launch >= 0) & (launch < len(of_slice))
+    return np.where(is_known, of_slice[np.where(is_known, launch, 0)], -1)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import kernels, totals
+from tracekit.analysis.compute import efficiency, kernels, totals
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "shapes", "unit", "phase", "span", "step", "thread", "rank")
 KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
-_SUMS = ("self_ns", "device_ns")
+_SUMS = ("self_ns", "device_ns", "flops", "bytes", "work_ns", "ideal_ns", "rated_ns")
 
 
 def ops(
@@ -24,10 +24,13 @@ def ops(
 ) -> pl.DataFrame:
     """Return the host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 
-    Columns by, kind, `totals.MEASURES`, self_ns, device_ns, self_ratio. self_ns excludes nested slices of any kind, so
-    that self times add up to the time spent; total_ns counts a slice nested in another of its name twice. device_ns is
-    the time of the activities that the op itself launched; null where none of the run's traces has a device. self_ratio
-    is self_ns over that of all recorded slices. Raises ConfigError on an unknown key or kind.
+    Columns by, kind, `totals.MEASURES`, self_ns, device_ns, self_ratio, flops, bytes, tflops_per_s, roofline_ratio.
+    self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns counts a slice
+    nested in another of its name twice. device_ns is the time of the activities that the op itself launched; null where
+    none of the run's traces has a device. self_ratio is self_ns over that of all recorded slices. flops and bytes are
+    those of calls with a formula (see `op_flops`), tflops_per_s their rate in 10^12/s while kernels of the calls ran
+    (on a CPU run: the calls), roofline_ratio the time that they need at least over the time that they took; null where
+    not known. Raises ConfigError on an unknown key or kind.
     """
     totals.require_known("--by", by, KEYS)
     totals.require_known("--kind", kinds, KINDS)
@@ -36,10 +39,19 @@ def ops(
     run.measure((fact, _whole), on_progress)
     whole = run.table(_whole)
     found = totals.merge_durations(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
-    return found.with_columns(
-        pl.when(whole["on_device"].any()).then("device_ns").alias("device_ns"),
-        (pl.col("self_ns") / (whole["self_ns"].sum() or None)).cast(pl.Float64).alias("self_ratio"),
-    ).sort("self_ns", *keys, descending=[True, *(False for _ in keys)])
+    took_ns = pl.when(pl.col("work_ns") > 0).then("work_ns")
+    return (
+        found.with_columns(
+            pl.when(whole["on_device"].any()).then("device_ns").alias("device_ns"),
+            (pl.col("self_ns") / (whole["self_ns"].sum() or None)).cast(pl.Float64).alias("self_ratio"),
+            pl.when(pl.col("flops") > 0).then("flops").alias("flops"),
+            pl.when(pl.col("bytes") > 0).then("bytes").alias("bytes"),
+            pl.when(pl.col("flops") > 0).then(pl.col("flops") / took_ns / 1000).alias("tflops_per_s"),
+            pl.when(pl.col("rated_ns") > 0).then(pl.col("ideal_ns") / pl.col("rated_ns")).alias("roofline_ratio"),
+        )
+        .drop("work_ns", "ideal_ns", "rated_ns")
+        .sort("self_ns", *keys, descending=[True, *(False for _ in keys)])
+    )
 
 
 def self_times(slices: pl.DataFrame) -> pl.Series:
@@ -79,7 +91,9 @@ def device_times(trace: Trace) -> pl.Series:
 @functools.cache
 def _collected(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
-        slices = trace.ops.with_columns(self_times(trace.ops), device_times(trace))
+        slices = trace.ops.with_columns(self_times(trace.ops), device_times(trace)).join(
+            efficiency.of_ops(trace), on="id", how="left", maintain_order="left"
+        )
         slices = slices.filter(pl.col("kind").is_in(kinds))
         if "thread" in keys:
             slices = slices.join(trace.lanes.select("lane", pl.col("name").alias("thread")), on="lane", how="left")

@@ -30,15 +30,17 @@ def summary(
     """Show where the time goes: compute, communication, copies, their overlap and exposed parts, idle time.
 
     compute + exposed communication + exposed copy + idle = duration, exactly. By rank, a row is the rank's device
-    window from first to last activity; by step, that of each step. By collective: how long each rank waited for the
-    last arrival, how often it arrived last, and the transfer rate after that. By clock: the offset of each rank's clock
-    and its residual error; smaller differences between ranks are not significant. By contention: the slowdown of each
-    kind of work while another kind runs, relative to running alone, with a 95% confidence interval. By stage: the
-    bubble of each rank, stage and step of a pipeline, beside that of the schedule without communication, and its
-    causes. By axis: the communication of each rank along each axis of the mesh (pp, dp, tp, …), and its exposed part.
+    window from first to last activity; by step, that of each step, with its floating-point operations, the share of the
+    compute time for which they are known, and their share of the device's peak (MFU, recomputation left out). By
+    collective: how long each rank waited for the last arrival, how often it arrived last, and the transfer rate after
+    that. By clock: the offset of each rank's clock and its residual error; smaller differences between ranks are not
+    significant. By contention: the slowdown of each kind of work while another kind runs, relative to running alone,
+    with a 95% confidence interval. By stage: the bubble of each rank, stage and step of a pipeline, beside that of the
+    schedule without communication, and its causes. By axis: the communication of each rank along each axis of the mesh
+    (pp, dp, tp, …), and its exposed part.
     """
     from tracekit.analysis.communication import collective_instances
-    from tracekit.analysis.compute import collective_contention, contention
+    from tracekit.analysis.compute import collective_contention, contention, efficiency
     from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles
     from tracekit.analysis.time import breakdown
     from tracekit.analysis.time import summary as analysis
@@ -49,13 +51,14 @@ def summary(
     facts: dict[By, list[Fact]] = {
         By.COLLECTIVE: [collective_matching.calls],
         By.CLOCK: [collective_matching.calls],
+        By.STEP: [breakdown.by_step, efficiency.by_step],
         By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
         By.STAGE: [*pipeline_bubbles.FACTS],
         By.AXIS: [*axis_communication.FACTS],
     }
     tables = {
         By.RANK: analysis.by_rank,
-        By.STEP: analysis.by_step,
+        By.STEP: efficiency.breakdown_by_step,
         By.COLLECTIVE: collective_instances.by_collective,
         By.CLOCK: analysis.by_clock,
         By.CONTENTION: collective_contention.all_pairs,

@@ -43,6 +43,9 @@ class CollectiveArgs:
 
 
 _Thread = tuple[str | None, str | None]
+OpInputs = tuple[bytes, bytes, bytes]
+"""Shapes, element types and values of an op's inputs, each a JSON array as the file writes it."""
+_NO_INPUTS: OpInputs = (b"", b"", b"")
 
 
 def states_ranks(batch: list[Event]) -> bool:
@@ -100,7 +103,7 @@ class ColumnBuilder:
     _categories: _Codes = field(default_factory=_Codes)
     _kind_of_category: list[int] = field(default_factory=list)
     """The place of each category, every spelling that the file uses by itself."""
-    _shapes: _Codes = field(default_factory=lambda: _Codes({b"": 0}))
+    _inputs: _Codes = field(default_factory=lambda: _Codes({_NO_INPUTS: 0}))
     _grids: _Codes = field(default_factory=lambda: _Codes({(b"", b""): 0}))
     _describes_collective: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     _tables: tuple[list[dict[str, Any]], ...] = field(default_factory=lambda: ([], [], [], []))
@@ -190,7 +193,7 @@ class ColumnBuilder:
             "external_id": _scattered(len(found), ops, _external_ids(op_args)),
             "sequence": _scattered(len(found), ops, numbers.ids([a.sequence or 0 for a in op_args])),
             "forward_thread": _scattered(len(found), ops, numbers.ids([a.forward_thread or 0 for a in op_args])),
-            "shapes": self._shape_codes(len(found), ops, op_args),
+            "inputs": self._input_codes(len(found), ops, op_args),
             "correlation": _scattered(len(found), calls, numbers.ids(called)),
         }
         candidates = self._may_describe_collective(part["name"])
@@ -205,11 +208,11 @@ class ColumnBuilder:
             self._describes_collective = np.concatenate((self._describes_collective, np.array(latest[::-1], np.bool_)))
         return np.flatnonzero(self._describes_collective[named])
 
-    def _shape_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
+    def _input_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
         codes = np.zeros(length, np.int32)
         if args:
-            raw = [bytes(a.input_dims) for a in args]
-            codes[at] = np.fromiter(map(self._shapes.__getitem__, raw), np.int32, len(raw))
+            raw = [(bytes(a.input_dims), bytes(a.input_type), bytes(a.inputs)) for a in args]
+            codes[at] = np.fromiter(map(self._inputs.__getitem__, raw), np.int32, len(raw))
         return codes
 
     def _device_part(self, found: list[Any], place: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
@@ -297,9 +300,9 @@ class ColumnBuilder:
         """Return the distinct names by the index that the frames' `name` holds."""
         return pl.Series("name", ["?" if name is None else str(name) for name in self._names], dtype=pl.String)
 
-    def shapes(self) -> list[bytes]:
-        """Return the distinct shapes of ops' inputs, as the file writes them, by index in the host frame's `shapes`."""
-        return list(self._shapes)
+    def inputs(self) -> list[OpInputs]:
+        """Return the distinct inputs of ops by index in the host frame's `inputs`."""
+        return list(self._inputs)
 
     def grids(self) -> list[tuple[bytes, bytes]]:
         """Return the distinct grids and blocks, as the file writes them, by index in the device frame's `grid`."""

@@ -1,5 +1,6 @@
 """Host slices: which encloses which, and the step, phase and FSDP unit that each belongs to."""
 
+import functools
 import json
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.ingest.readers.kineto import columns, name_patterns, steps
+from tracekit.ingest.readers.kineto.columns import OpInputs
 from tracekit.ingest.readers.kineto.name_patterns import HostNames
 from tracekit.ingest.readers.kineto.steps import Steps
 from tracekit.model import nesting
@@ -23,13 +25,13 @@ _PHASE = {phase: index for index, phase in enumerate(conventions.PHASES)}
 class Host:
     """All host slices of a trace as arrays, sorted by lane, start and falling end; a slice's id is its index.
 
-    `row` is a slice's place in the file, `named` its name's place in `names`, `shaped` its inputs' in `shapes`,
+    `row` is a slice's place in the file, `named` its name's place in `names`, `called_with` its inputs' in `inputs`,
     `parent` the slice around it (-1: none).
     `step` is an index into `steps`, `phase` into conventions.PHASES, `span` the FSDP span around it, by id; -1: none.
     """
 
     names: HostNames
-    shapes: list[bytes]
+    inputs: list[OpInputs]
     steps: Steps
     row: Ints
     named: Ints
@@ -41,7 +43,7 @@ class Host:
     correlation: Ints
     sequence: Ints
     forward_thread: Ints
-    shaped: Ints
+    called_with: Ints
     parent: Ints
     step: Ints
     phase: Ints
@@ -68,7 +70,7 @@ class Host:
                 "start_ns": self.start_ns,
                 "dur_ns": self.end_ns - self.start_ns,
                 "forward_id": nulled(_forward(self)),
-                "shapes": pl.Series([_plain(raw) for raw in self.shapes], dtype=pl.String).gather(self.shaped),
+                **self._inputs(),
             }
         ).with_columns(self.context(np.arange(len(self.row), dtype=np.int64)))
 
@@ -93,6 +95,15 @@ class Host:
         at = first_of(getattr(self, field)[ids], sought)
         return np.where(at >= 0, ids[np.maximum(at, 0)], -1) if len(ids) else np.full(len(at), -1, np.int64)
 
+    def _inputs(self) -> dict[str, pl.Series]:
+        """Return the columns that describe the inputs of each slice, as JSON."""
+        texts = functools.cache(_plain)
+        parts = zip(("shapes", "dtypes", "arguments"), zip(*self.inputs, strict=True), strict=True)
+        return {
+            name: pl.Series([texts(raw) for raw in raws], dtype=pl.String).gather(self.called_with)
+            for name, raws in parts
+        }
+
     def _at(self, which: Ints, ids: Ints, otherwise: Ints | None) -> Ints:
         if not len(which):
             return np.full(len(ids), -1, np.int64)
@@ -100,7 +111,7 @@ class Host:
         return found if otherwise is None else np.where(found >= 0, found, self._at(which, otherwise, None))
 
 
-def build(frame: pl.DataFrame, distinct: pl.Series, shapes: list[bytes], lanes: Ints) -> Host:
+def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lanes: Ints) -> Host:
     """Build the slices of `frame` (columns of `stream.Events.host`, and row); `lanes` numbers the threads in use."""
     names_info = name_patterns.host_names(distinct)
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
@@ -115,7 +126,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, shapes: list[bytes], lanes: 
     is_span = names_info.span.is_not_null().to_numpy()[named] & (kind == _KIND["annotation"])
     return Host(
         names=names_info,
-        shapes=shapes,
+        inputs=inputs,
         steps=found,
         row=frame["row"].to_numpy()[order],
         named=named,
@@ -126,7 +137,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, shapes: list[bytes], lanes: 
         **{
             name: frame[name].to_numpy()[order] for name in ("external_id", "correlation", "sequence", "forward_thread")
         },
-        shaped=frame["shapes"].to_numpy()[order].astype(np.int64),
+        called_with=frame["inputs"].to_numpy()[order].astype(np.int64),
         parent=parent,
         step=found.at(start),
         phase=_phase(names_info, named, parent, start, start + dur),

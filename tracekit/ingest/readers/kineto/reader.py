@@ -153,7 +153,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
     base_ns = _base_ns(events.header)
     slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
     threads, lanes = _lanes(events, slices)
-    built = host_slices.build(slices, events.names, events.shapes, threads)
+    built = host_slices.build(slices, events.names, events.inputs, threads)
     ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
     slice_args = {int(at): s.args for at, s in zip(ids, events.host_collectives, strict=True) if at >= 0}
     undecided = pl.DataFrame(schema={"name": pl.String, "dur_ns": pl.Int64})

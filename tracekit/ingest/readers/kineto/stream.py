@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from tracekit.ingest.readers.kineto import numbers
-from tracekit.ingest.readers.kineto.columns import CollectiveArgs, ColumnBuilder
+from tracekit.ingest.readers.kineto.columns import CollectiveArgs, ColumnBuilder, OpInputs
 from tracekit.ingest.readers.kineto.scan import Damage, Scan
 
 
@@ -16,7 +16,7 @@ class Events:
     """The content of a trace file. Times are in ns from the file's own zero; frames are in file order.
 
     `host`: kind (index into `columns.HOST_KINDS`), name (into `names`), lane (into `threads`), start_ns, dur_ns,
-    external_id, correlation, sequence, forward_thread (0 where absent), shapes (into `shapes`). `device`: kind (index
+    external_id, correlation, sequence, forward_thread (0 where absent), inputs (into `inputs`). `device`: kind (index
     into `columns.DEVICE_KINDS`), name, lane, device, stream (null if unknown), start_ns, dur_ns, correlation,
     external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
     allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
@@ -30,7 +30,7 @@ class Events:
     memory: pl.DataFrame
     syncs: pl.DataFrame
     names: pl.Series
-    shapes: list[bytes]
+    inputs: list[OpInputs]
     grids: list[tuple[bytes, bytes]]
     threads: list[tuple[str | None, str | None]]
     thread_names: dict[tuple[str | None, str | None], str]
@@ -65,7 +65,7 @@ def read_events(path: str) -> Events:
         memory=memory,
         syncs=syncs,
         names=builder.names(),
-        shapes=builder.shapes(),
+        inputs=builder.inputs(),
         grids=builder.grids(),
         threads=builder.threads(),
         thread_names=builder.thread_names,

@@ -1,0 +1,118 @@
+"""How far compute is from the device's peak: model FLOPs utilization of steps, rates and roofline of operators.
+
+The roofline bounds a call by the longer of its operations over the peak rate of their element type and its bytes over
+the memory bandwidth (Williams, Waterman, Patterson, https://doi.org/10.1145/1498765.1498785). MFU leaves out what
+activation checkpointing repeats (arXiv 2204.02311, appendix B).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import flops
+from tracekit.analysis.time import breakdown, summary
+from tracekit.conventions import devices
+from tracekit.conventions.devices import Device
+from tracekit.model import environment, schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
+
+COLUMNS = {
+    "step": pl.Int64, "flops": pl.Float64, "flops_coverage_ratio": pl.Float64, "mfu_ratio": pl.Float64,
+}  # fmt: skip
+OP_COLUMNS = {
+    "id": pl.Int64, "flops": pl.Float64, "bytes": pl.Float64, "work_ns": pl.Int64, "ideal_ns": pl.Float64,
+    "rated_ns": pl.Int64,
+}  # fmt: skip
+MIN_COVERAGE_RATIO = 0.9
+"""Operations of steps are judged and compared only where at least this share of the compute time is known."""
+_NS = 1e9
+
+
+def by_step(trace: Trace) -> pl.DataFrame:
+    """Return the operations of each step, and how much of the device's peak they are.
+
+    Columns step, flops (counted, see `flops`; null without recorded shapes), flops_coverage_ratio (share of the compute
+    time for which they are known), mfu_ratio (time that the operations need at the peak of their element types, over
+    the step's device window; null where the device is unknown or coverage is below MIN_COVERAGE_RATIO); one row per
+    step.
+    """
+    steps = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
+    each = _timed(flops.counted(trace), device_of(trace.header))
+    sums = (
+        each.join(trace.ops.select("id", "step"), on="id")
+        .group_by("step")
+        .agg(
+            pl.col("flops").sum(),
+            pl.when(pl.col("compute_bound_ns").is_not_null().all())
+            .then(pl.col("compute_bound_ns").filter(~pl.col("is_recomputed")).sum())
+            .alias("needed_ns"),
+        )
+    )
+    compute_ns = pl.when(pl.col("compute_ns") > 0).then("compute_ns")
+    known = flops.coverage(trace).select("step", (pl.col("known_ns") / compute_ns).alias("flops_coverage_ratio"))
+    is_covered = pl.col("flops_coverage_ratio") >= MIN_COVERAGE_RATIO
+    return (
+        steps.join(sums, on="step", how="left")
+        .join(known, on="step", how="left")
+        .with_columns(pl.when(is_covered).then(pl.col("needed_ns") / pl.col("duration_ns")).alias("mfu_ratio"))
+        .pipe(schema.select, COLUMNS)
+        .sort("step")
+    )
+
+
+def of_ops(trace: Trace) -> pl.DataFrame:
+    """Return the operations of each call that has a formula, the time they took, and the time that they need at least.
+
+    Columns OP_COLUMNS: id (of ops), work_ns (the kernels that the call and the ops in it launched; on a CPU run its own
+    duration), ideal_ns (by the roofline; null where device, element type or bytes are unknown), rated_ns (work_ns where
+    ideal_ns is known); one row per call.
+    """
+    counted = flops.counted(trace)
+    if counted.is_empty():
+        return pl.DataFrame(schema=OP_COLUMNS)
+    timed = _timed(counted, device_of(trace.header))
+    ideal_ns = pl.when(pl.col("compute_bound_ns").is_not_null()).then(
+        pl.max_horizontal("compute_bound_ns", "memory_bound_ns")
+    )
+    return (
+        timed.with_columns(_work_times(trace, counted["id"]), ideal_ns.alias("ideal_ns"))
+        .with_columns(pl.when(pl.col("ideal_ns").is_not_null()).then("work_ns").alias("rated_ns"))
+        .pipe(schema.select, OP_COLUMNS)
+    )
+
+
+def device_of(header: Mapping[str, Any]) -> Device | None:
+    """Return the kind of device that a header lists; None for none, several kinds, or one that is not in the table."""
+    names = environment.device_names(header)
+    found = [devices.find(name) for name in names.split(", ")] if names else []
+    return found[0] if found and all(each is found[0] for each in found) else None
+
+
+def breakdown_by_step(run: Run) -> pl.DataFrame:
+    """Return the breakdown of each rank's steps (`summary.by_step`) with the columns of `by_step` after it."""
+    own = run.table(by_step).drop_nulls("step")
+    return summary.by_step(run).join(own, on=["window", "rank", "step"], how="left", maintain_order="left")
+
+
+def _timed(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:
+    """Return the calls with the least time that operations and bytes need on the device, null where unknown."""
+    peaks = dict(device.peaks) if device else {}
+    peak = pl.col("dtype").replace_strict(peaks, default=None, return_dtype=pl.Float64)
+    bandwidth = pl.lit(device.memory_bytes_per_s if device else None, pl.Float64)
+    return counted.with_columns(
+        (pl.col("flops") * _NS / peak).alias("compute_bound_ns"),
+        (pl.col("bytes") * _NS / bandwidth).alias("memory_bound_ns"),
+    )
+
+
+def _work_times(trace: Trace, ids: pl.Series) -> pl.Series:
+    is_counted = trace.ops["id"].is_in(ids.implode()).to_numpy()
+    if not trace.on_device:
+        return trace.ops["dur_ns"].filter(is_counted).alias("work_ns")
+    owner = flops.counted_op_of_activities(trace, ids)
+    total_ns = np.zeros(trace.ops.height, np.int64)
+    np.add.at(total_ns, owner[owner >= 0], trace.activities["dur_ns"].to_numpy()[owner >= 0])
+    return pl.Series("work_ns", total_ns[is_counted])

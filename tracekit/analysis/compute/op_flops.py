@@ -1,0 +1,313 @@
+"""Floating-point operations of one operator call, from the shapes and values of its inputs.
+
+Counted are matrix products, convolutions and attention, as by ``torch.utils.flop_counter``: a multiplication and an
+addition are two operations, and a causal mask halves nothing. Operators outside these do work that memory bandwidth
+limits; `has_no_products` says which are known to be such.
+
+Formulas: torch/utils/flop_counter.py of PyTorch 2.13, but the gradient of a grouped convolution's weights counts each
+group once, as its forward pass does. Attention's backward pass multiplies five times where forward does twice
+(arXiv 2307.08691, section 3.2). Names of Inductor's kernels: torch/_inductor/codegen/triton.py.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from tracekit.conventions import devices
+
+Shape: TypeAlias = Sequence[int]
+Shapes: TypeAlias = Sequence[Any]
+_Formula: TypeAlias = Callable[[Shapes, Sequence[str]], "Work | None"]
+
+
+class Work(NamedTuple):
+    """The operations of a call, and the elements of its outputs."""
+
+    flops: float
+    output_elements: float
+
+
+OutputShapes: TypeAlias = Mapping[tuple[str, str], Shape]
+"""The output of a convolution by the shapes of its input and weight, as JSON."""
+
+
+def work(name: str, shapes: str | None, arguments: str | None, outputs: OutputShapes | None = None) -> Work | None:
+    """Return the work of a call of an operator that has a formula; None where inputs don't determine it.
+
+    `shapes` and `arguments` are the columns of the ops table. Where a convolution's stride was not recorded, its output
+    is taken from `outputs` (see `convolution_outputs`).
+    """
+    formula = _formula(name)
+    if formula is None or shapes is None:
+        return None
+    try:
+        dims, values = json.loads(shapes), json.loads(arguments) if arguments else []
+        counted = formula(dims, values)
+        if counted is None and outputs and name in _CONVOLUTIONS:
+            counted = _convolution_to(outputs.get((json.dumps(dims[0]), json.dumps(dims[1]))), dims)
+        return counted
+    except (ValueError, TypeError, IndexError, AttributeError):
+        return None  # not the inputs of this operator
+
+
+def has_formula(name: str) -> bool:
+    """Return whether the operations of an operator can be computed from its inputs."""
+    return _formula(name) is not None
+
+
+def has_no_products(name: str) -> bool:
+    """Return whether an operator, or a kernel that Inductor made, is known to multiply no matrices."""
+    if _INDUCTOR.match(name):
+        return True
+    if has_formula(name) or not _MEMORY_BOUND.match(name):
+        return False
+    return not name.startswith("aten::") or not _OPAQUE.search(name)
+
+
+def is_memory_bound_kernel(name: str) -> bool:
+    """Return whether a kernel is known by its name to multiply no matrices, whatever launched it."""
+    return bool(_INDUCTOR.match(name)) or (bool(_MEMORY_BOUND_KERNEL.search(name)) and not _PRODUCT_KERNEL.search(name))
+
+
+def convolution_outputs(backward_calls: Sequence[tuple[str, str]]) -> OutputShapes:
+    """Return the outputs of convolutions as their backward passes state them, from pairs of name and shapes.
+
+    Of an input and a weight that have outputs of several shapes (by stride), none is returned.
+    """
+    found: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    for name, shapes in backward_calls:
+        try:
+            dims = json.loads(shapes)
+            gradient, given = dims[_GRADIENT_AT[name]], dims[1 - _GRADIENT_AT[name]]
+            found.setdefault((json.dumps(given), json.dumps(dims[2])), set()).add(tuple(gradient))
+        except (ValueError, TypeError, IndexError, KeyError):
+            continue
+    return {inputs: next(iter(each)) for inputs, each in found.items() if len(each) == 1}
+
+
+class InputBytes(NamedTuple):
+    """The bytes of all input tensors, and the element type of the first one; None where types were not recorded."""
+
+    total: float | None
+    dtype: str | None
+
+
+def input_bytes(shapes: str, dtypes: str | None) -> InputBytes:
+    """Return the size of the inputs, from the columns of the ops table. Lists of tensors are not sized."""
+    try:
+        pairs = list(zip(json.loads(shapes), json.loads(dtypes or "[]"), strict=False))
+        tensors = [(devices.element_type(dtype), shape) for shape, dtype in pairs if shape]
+        sizes = [devices.ELEMENT_BYTES[dtype] * math.prod(shape) for dtype, shape in tensors if dtype]
+    except (ValueError, TypeError):
+        return InputBytes(None, None)
+    dtype = next((dtype for dtype, _ in tensors if dtype), None)
+    return InputBytes(None if dtype is None else float(sum(sizes)), dtype)
+
+
+def moved_bytes(done: Work, given: InputBytes) -> float | None:
+    """Return the bytes that a call reads and writes at least: inputs and outputs once, in the inputs' element type."""
+    if given.total is None or given.dtype is None:
+        return None
+    element_bytes = max(devices.ELEMENT_BYTES[given.dtype], _LEAST_OUTPUT_BYTES)
+    return given.total + element_bytes * done.output_elements
+
+
+_LEAST_OUTPUT_BYTES = 2
+"""Per element: products of 8-bit elements are written in 16."""
+
+# Matrix products -----------------------------------------------------------------------------------------------------
+
+
+def _product(left_at: int) -> _Formula:
+    """Return the formula of an operator whose factors are inputs `left_at` and the next one."""
+
+    def formula(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001 the signature of a formula
+        left, right = dims[left_at : left_at + 2]
+        if left[-1] != right[-2]:
+            raise ValueError(f"no matrix product: {left} by {right}")
+        return Work(2.0 * math.prod(left) * right[-1], math.prod(left[:-1]) * right[-1])
+
+    return formula
+
+
+def _vector_product(left_at: int) -> _Formula:
+    """Return the formula of a product whose left factor, a matrix or vector, is multiplied by a vector."""
+    return lambda dims, values: Work(2.0 * math.prod(dims[left_at]), math.prod(dims[left_at][:-1]))  # noqa: ARG005
+
+
+def _linear(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
+    given, weight = dims[:2]
+    return Work(2.0 * math.prod(given) * weight[0], math.prod(given[:-1]) * weight[0])
+
+
+def _grouped_product(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
+    """Count products whose rows, columns (left of 3 dimensions) or inner dimension (both of 2) are in groups.
+
+    A row, column or inner element is in one group. How many groups divide the inner dimension, shapes don't tell.
+    """
+    left, right = dims[:2]
+    groups_columns = len(left) == 3 and len(right) == 2
+    left = left[1:] if groups_columns else left
+    return Work(2.0 * math.prod(left) * right[-1], math.prod(left[:-1]) * right[-1])
+
+
+# Convolutions --------------------------------------------------------------------------------------------------------
+
+
+def _convolution(stride: int, padding: int, dilation: int, transposed: int | None) -> _Formula:
+    """Return the formula of a convolution, from the places of its arguments."""
+
+    def formula(dims: Shapes, values: Sequence[str]) -> Work | None:
+        given, weight = dims[:2]
+        if transposed is not None and values and values[transposed] == "True":
+            return _convolved(given, weight, given)
+        if not values or not values[stride]:
+            return None
+        kernel = weight[2:]
+        steps, pads, gaps = (_spread(values[at], len(kernel)) for at in (stride, padding, dilation))
+        sizes = zip(given[-len(kernel) :], kernel, steps, pads, gaps, strict=True)
+        spatial = [(size + 2 * pad - gap * (width - 1) - 1) // step + 1 for size, width, step, pad, gap in sizes]
+        return _convolved(given, weight, [*given[: -len(kernel)], *spatial])
+
+    return formula
+
+
+def _spread(text: str, length: int) -> list[int]:
+    numbers = [int(number) for number in json.loads(text)]
+    return numbers * length if len(numbers) == 1 else numbers
+
+
+def _convolution_to(output: Shape | None, dims: Shapes) -> Work | None:
+    return None if output is None else _convolved(dims[0], dims[1], output)
+
+
+def _convolved(given: Shape, weight: Shape, convolved: Shape) -> Work:
+    """Return the work; `convolved` are the points that the kernel is applied to: outputs, inputs if transposed.
+
+    The weight is (outputs, inputs / groups, kernel…), transposed (inputs, outputs / groups, kernel…).
+    """
+    kernel = len(weight) - 2
+    points = math.prod(given[: -kernel - 1]) * math.prod(convolved[-kernel:])
+    return Work(2.0 * points * math.prod(weight), points * weight[0])
+
+
+def _convolution_gradients(dims: Shapes, values: Sequence[str]) -> Work:
+    """Count aten::convolution_backward: each of the input's and the weight's gradient costs what forward does."""
+    gradient, given, weight = dims[:3]
+    is_transposed = len(values) > 7 and values[7] == "True"
+    mask = json.loads(values[10].lower()) if len(values) > 10 and values[10] else [True, True]
+    forward = _convolved(given, weight, given if is_transposed else gradient)
+    outputs = zip(mask, (given, weight), strict=False)
+    return Work(sum(mask[:2]) * forward.flops, sum(math.prod(shape) for wanted, shape in outputs if wanted))
+
+
+def _library_gradients(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
+    """Count the backward operators of torch before 1.11: input, gradient, weight; both gradients."""
+    given, gradient, weight = dims[:3]
+    return Work(2.0 * _convolved(given, weight, gradient).flops, math.prod(given) + math.prod(weight))
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    first: int, *, backward: bool = False, tokens_first: bool = False, varying: int | None = None
+) -> _Formula:
+    """Return the formula of an attention whose query is input `first`, followed by key and value.
+
+    Shapes are batch, heads, tokens, width; with `tokens_first` batch, tokens, heads, width. `varying` is the place of
+    the sequences' bounds: with them, shapes don't tell the lengths that are multiplied.
+    """
+
+    def formula(dims: Shapes, values: Sequence[str]) -> Work | None:  # noqa: ARG001
+        query, key, value = dims[first : first + 3]
+        if len(query) != 4 or (varying is not None and len(dims) > varying and dims[varying]):
+            return None
+        if tokens_first:
+            query, key, value = ([each[0], each[2], each[1], each[3]] for each in (query, key, value))
+        scores = 2.0 * math.prod(query[:3]) * key[2]
+        width, value_width = query[3], value[3]
+        if backward:
+            return Work(scores * (3 * width + 2 * value_width), sum(map(math.prod, (query, key, value))))
+        return Work(scores * (width + value_width), math.prod(query[:3]) * value_width)
+
+    return formula
+
+
+_TOKENS_FIRST_ATTENTION = {
+    "aten::_flash_attention_forward": _attention(0, tokens_first=True, varying=3),
+    "aten::_efficient_attention_forward": _attention(0, tokens_first=True, varying=4),
+    "aten::_flash_attention_backward": _attention(1, backward=True, tokens_first=True, varying=6),
+    "aten::_efficient_attention_backward": _attention(1, backward=True, tokens_first=True, varying=6),
+    "flash_attn::_flash_attn_forward": _attention(0, tokens_first=True),
+    "flash_attn::_flash_attn_backward": _attention(1, backward=True, tokens_first=True),
+    "flash_attn_3::fwd": _attention(0, tokens_first=True),
+    "flash_attn_3::bwd": _attention(1, backward=True, tokens_first=True),
+}
+_ATTENTION = re.compile(r"^aten::_scaled_dot_product_(?!attention_math)\w*attention(_for_cpu|_overrideable|_for_mps)?$")
+_ATTENTION_BACKWARD = re.compile(r"^aten::_scaled_dot_product_\w*attention\w*_backward$")
+
+_CONVOLUTIONS: Mapping[str, _Formula] = {
+    "aten::convolution": _convolution(3, 4, 5, 6),
+    "aten::_convolution": _convolution(3, 4, 5, 6),
+    "aten::convolution_overrideable": _convolution(3, 4, 5, 6),
+    "aten::cudnn_convolution": _convolution(3, 2, 4, None),
+    "aten::miopen_convolution": _convolution(4, 3, 5, None),
+    "aten::mkldnn_convolution": _convolution(4, 3, 5, None),
+}
+_GRADIENT_AT = {
+    "aten::convolution_backward": 0,
+    "aten::cudnn_convolution_backward": 1,
+    "aten::miopen_convolution_backward": 1,
+    "aten::mkldnn_convolution_backward": 1,
+}
+"""Backward operators of convolutions, and the place of the output's gradient; the input is the other of the two."""
+CONVOLUTION_BACKWARDS = tuple(_GRADIENT_AT)
+
+_FORMULAS: Mapping[str, _Formula] = {
+    **{f"aten::{name}": _product(0) for name in ("mm", "bmm", "_scaled_mm", "_int_mm")},
+    **{
+        f"aten::{name}": _product(1)
+        for name in ("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_", "addbmm")
+    },
+    "aten::mv": _vector_product(0),
+    "aten::dot": _vector_product(0),
+    "aten::addmv": _vector_product(1),
+    "aten::vdot": _vector_product(0),
+    "mkldnn::_linear_pointwise": _linear,
+    **{f"aten::{name}": _grouped_product for name in ("_grouped_mm", "_scaled_grouped_mm")},
+    **_CONVOLUTIONS,
+    **dict.fromkeys(CONVOLUTION_BACKWARDS[1:], _library_gradients),
+    "aten::convolution_backward": _convolution_gradients,
+    **_TOKENS_FIRST_ATTENTION,
+}
+
+
+def _formula(name: str) -> _Formula | None:
+    if name in _FORMULAS:
+        return _FORMULAS[name]
+    if _ATTENTION_BACKWARD.match(name):
+        return _attention(1, backward=True)
+    return _attention(0) if _ATTENTION.match(name) else None
+
+
+# Work without products -----------------------------------------------------------------------------------------------
+
+# Inductor's pointwise, reduction, persistent reduction, scan and foreach kernels; its templates (tem) multiply.
+_INDUCTOR = re.compile(r"^triton_(poi|red|per|split_scan|for)_")
+_MEMORY_BOUND = re.compile(
+    r"^(aten::|fsdp::|c10d::|record_param_comms|nccl:|fbgemm::(?!\w*(gemm|bmm|matmul|conv))|"
+    r"torch::autograd::CppNode<\w*(Lookup|fbgemm_gpu::Permute))"
+)
+_OPAQUE = re.compile(
+    r"(^|_|:)(rnn|lstm|gru|fft|linalg_(?!vector_norm|norm)|cholesky|svd|qr|lu|triangular_solve|cdist|trilinear|bilinear|"
+    r"linear|matmul|einsum|grouped|sparse|addr|ger|ctc_loss)|attention|convolution|conv_|conv\d|_mm(_|$)|packed_mm"
+)
+"""Operators that may multiply in a way that has no formula here."""
+_MEMORY_BOUND_KERNEL = re.compile(
+    r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|multi_tensor_apply|CatArrayBatchedCopy|embedding|dropout",
+    re.IGNORECASE,
+)
+_PRODUCT_KERNEL = re.compile(r"gemm|mma|conv|attn|attention|flash|cutlass|bmm|matmul|nvjet", re.IGNORECASE)

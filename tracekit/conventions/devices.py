@@ -1,0 +1,95 @@
+"""Accelerators: peak rates by element type, and memory bandwidth, by the name that the driver gives a device.
+
+Peaks are the vendors', dense (without structured sparsity), of one device as PyTorch sees it, at boost clocks. This
+table is the only place that states them: the trainers and the analysis ask it. It imports the standard library only.
+
+Sources: the datasheets of NVIDIA V100, A100, A10, A30, L4, L40S, H100, H200, H20, B200 and GeForce RTX 4090 (Ada
+whitepaper), and of AMD Instinct MI100, MI210, MI250X, MI300X, MI325X, MI350X and MI355X.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+FP64, FP32, TF32, FP16, BF16, FP8, INT8 = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({FP64: 8, FP32: 4, TF32: 4, FP16: 2, BF16: 2, FP8: 1, INT8: 1})
+
+_KINETO_DTYPES = MappingProxyType(
+    {
+        "double": FP64,
+        "float": FP32,
+        "c10::Half": FP16,
+        "c10::BFloat16": BF16,
+        "signed char": INT8,
+        "unsigned char": INT8,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device: its peak in operations per second by element type, and its memory bandwidth in bytes/s."""
+
+    name: str
+    pattern: str
+    """A regular expression that finds the device's name as the driver writes it."""
+    peaks: Mapping[str, float]
+    memory_bytes_per_s: float
+
+    def peak(self, dtype: str) -> float | None:
+        """Return the peak of matrix products of an element type (FP64 … INT8); None where the device has none."""
+        return self.peaks.get(dtype)
+
+
+def _device(name: str, pattern: str, gigabytes_per_s: float, **teraflops: float) -> Device:
+    peaks = {dtype: rate * 1e12 for dtype, rate in teraflops.items()}
+    if BF16 in peaks:
+        peaks.setdefault(FP16, peaks[BF16])
+    return Device(name, pattern, MappingProxyType(peaks), gigabytes_per_s * 1e9)
+
+
+DEVICES = (
+    _device("v100-sxm", r"V100-SXM", 900, fp64=7.8, fp32=15.7, fp16=125),
+    _device("v100-pcie", r"V100", 900, fp64=7, fp32=14, fp16=112),
+    _device("a100-80-sxm", r"A100-SXM\d?-80GB", 2039, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
+    _device("a100-80-pcie", r"A100(-PCIE| )?-?80GB", 1935, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
+    _device("a100-40", r"A100", 1555, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
+    _device("a30", r"A30\b", 933, fp64=10.3, fp32=10.3, tf32=82, bf16=165, int8=330),
+    _device("a10g", r"A10G", 600, fp32=35, tf32=35, bf16=70, int8=140),
+    _device("a10", r"A10\b", 600, fp32=31.2, tf32=62.5, bf16=125, int8=250),
+    _device("l40s", r"L40S", 864, fp32=91.6, tf32=183, bf16=362, fp8=733, int8=733),
+    _device("l4", r"\bL4\b", 300, fp32=30.3, tf32=60, bf16=121, fp8=242, int8=242),
+    _device("rtx-4090", r"RTX 4090", 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp8=330.3, int8=660.6),
+    _device("h100-pcie", r"H100 PCIe", 2000, fp64=51, fp32=51, tf32=378, bf16=756, fp8=1513, int8=1513),
+    _device("h100-nvl", r"H100 NVL", 3900, fp64=60, fp32=60, tf32=418, bf16=835, fp8=1671, int8=1671),
+    _device("h100-sxm", r"H100", 3350, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
+    _device("h200", r"H200", 4800, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
+    _device("h20", r"H20\b", 4000, fp64=1, fp32=44, tf32=74, bf16=148, fp8=296, int8=296),
+    _device("gb200", r"GB200", 8000, fp64=40, fp32=80, tf32=1250, bf16=2500, fp8=5000, int8=5000),
+    _device("b200", r"B200", 8000, fp64=37, fp32=75, tf32=1125, bf16=2250, fp8=4500, int8=4500),
+    _device("mi100", r"MI100", 1229, fp64=11.5, fp32=46.1, fp16=184.6, bf16=92.3, int8=184.6),
+    _device("mi210", r"MI210", 1638, fp64=45.3, fp32=45.3, bf16=181, int8=181),
+    _device("mi250x", r"MI250X", 1638, fp64=47.9, fp32=47.9, bf16=191.5, int8=191.5),  # one of its two devices
+    _device("mi325x", r"MI325X", 6000, fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp8=2614.9, int8=2614.9),
+    _device("mi300x", r"MI300X", 5325, fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp8=2614.9, int8=2614.9),
+    _device("mi355x", r"MI355X", 8000, fp64=78.6, fp32=157.3, bf16=2500, fp8=5000, int8=5000),
+    _device("mi350x", r"MI350X", 8000, fp64=72, fp32=144.2, bf16=2300, fp8=4600, int8=4600),
+)
+
+
+def find(name: str) -> Device | None:
+    """Return the device of a driver's name, such as ``NVIDIA H100 80GB HBM3``; None for one that is not listed.
+
+    >>> find("NVIDIA A100-SXM4-80GB").peaks["bf16"]
+    312000000000000.0
+    """
+    return next((device for device in DEVICES if re.search(device.pattern, name)), None)
+
+
+def element_type(dtype: str | None) -> str | None:
+    """Return the element type of what a profiler calls ``c10::BFloat16`` or ``c10::Float8_e4m3fn``; None for others."""
+    if dtype is None:
+        return None
+    return FP8 if dtype.startswith("c10::Float8") else _KINETO_DTYPES.get(dtype)
