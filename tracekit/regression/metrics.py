@@ -133,7 +133,8 @@ METRICS = (
         if_missing="no log records the CPU time (tracekit.capture records it)",
     ),
     Metric(
-        "flops", "FLOPs per step", FLOP, "Floating-point operations of products, convolutions and attention, from recorded shapes.",
+        "flops", "FLOPs per step", FLOP,
+        "Floating-point operations of products, convolutions and attention, from recorded shapes.",
         of_trace=sources.flop_samples, fails_check=True, cause="compute", phrase="a step computes",
     ),
     _of_steps(
