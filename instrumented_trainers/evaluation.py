@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
-from instrumented_trainers.parallelism import ModelAxes
+from instrumented_trainers.parallelism import ModelAxes, PipelineModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +58,32 @@ class Evaluation:
         model.eval()
         # The ranks run as many batches each, as sharded models require; sequences beyond the last count for nothing.
         batches = -(-self._sequences // self._of_all_ranks)
+        at_a_time = self._config.micro_batches if isinstance(model, PipelineModel) else 1
         total = torch.zeros(2, dtype=torch.float64, device=self._config.device)
-        for number in range(batches):
-            total += self._loss_and_tokens(model, number)
+        for number in range(0, batches, at_a_time):
+            total += self._loss_and_tokens(model, range(number, number + at_a_time))
         model.train(was_training)
         dist.all_reduce(total)
         loss, tokens = total.tolist()
         return EvaluationResult(loss / tokens, self._sequences)
 
-    def _loss_and_tokens(self, model: nn.Module, number: int) -> Tensor:
-        """Return the sum of the losses in this rank's batch of that number, and of how many tokens; shape (2,)."""
-        first = number * self._of_all_ranks + self._rank * self._config.batch
-        length = self._config.tokens
-        places = [place % self._sequences * length for place in range(first, first + self._config.batch)]
-        rows = torch.stack([self._tokens[place : place + length + 1] for place in places]).long()
-        rows = rows.to(self._config.device)
-        tokens, targets = self._axes.own_tokens(rows[:, :-1]), self._axes.own_tokens(rows[:, 1:])
-        losses = self._axes.token_losses(model(tokens), targets)
-        counted = max(0, min(self._sequences - first, self._config.batch)) * targets.shape[1]
-        return torch.stack([losses[:counted].sum(dtype=torch.float64), torch.tensor(counted).to(losses)])
+    def _loss_and_tokens(self, model: nn.Module, numbers: range) -> Tensor:
+        """Return the sum of the losses in this rank's batches of those numbers, and of how many tokens; shape (2,).
+
+        Of a pipeline only the rank of the last stage has them; the others return 0.
+        """
+        length, batch = self._config.tokens, self._config.batch
+        rows = [
+            number * self._of_all_ranks + self._rank * batch + index for number in numbers for index in range(batch)
+        ]
+        places = [row % self._sequences * length for row in rows]
+        texts = torch.stack([self._tokens[place : place + length + 1] for place in places]).long()
+        texts = texts.to(self._config.device)
+        tokens, targets = self._axes.own_tokens(texts[:, :-1]), self._axes.own_tokens(texts[:, 1:])
+        logits = model.logits(tokens) if isinstance(model, PipelineModel) else model(tokens)
+        if logits is None:
+            return torch.zeros(2, dtype=torch.float64, device=self._config.device)
+        losses = self._axes.token_losses(logits, targets).view_as(targets)
+        counted = torch.tensor([row < self._sequences for row in rows], device=losses.device)
+        summed = losses[counted].sum(dtype=torch.float64)
+        return torch.stack([summed, (counted.sum() * targets.shape[1]).to(summed)])

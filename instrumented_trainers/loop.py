@@ -36,10 +36,11 @@ from instrumented_trainers.text.batches import Batches
 from instrumented_trainers.text.stream import StreamedBatches
 from instrumented_trainers.throughput import Throughput
 from instrumented_trainers.trackers import Scalar, Trackers
+from instrumented_trainers.traffic import repeated_bytes
 from tracekit import conventions
 from tracekit.capture import Recorder
 from tracekit.capture.metrics import Number, PendingScalar
-from tracekit.conventions.strategies import EP
+from tracekit.conventions.strategies import EP, STRATEGIES
 
 _STOP_KEY = "after step"
 
@@ -89,8 +90,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     throughput = Throughput.of(config)
     progress = Progress(throughput, rank=rank, steps=config.steps, every=config.log_every)
     trackers = Trackers(config, rank, first_step=first_step)
-    progress.print(introduction(config, origin))
-    progress.print(_optimizer_line(config))
+    _introduce(config, origin, progress)
     with Recorder(
         config.out,
         device=config.device,
@@ -304,6 +304,21 @@ def introduction(config: TrainingConfig, origin: ResumePoint | None = None) -> s
         f"{config.strategy}: {config.model_name} ({parameters / 1e6:,.1f} M parameters) in {config.precision} "
         f"on {where}, {config.tokens_per_step:,} tokens a step{since}"
     )
+
+
+def _introduce(config: TrainingConfig, origin: ResumePoint | None, progress: Progress) -> None:
+    for line in (introduction(config, origin), _optimizer_line(config), *_warnings(config)):
+        progress.print(line)
+
+
+def _warnings(config: TrainingConfig) -> Iterator[str]:
+    if config.pp > 1 and STRATEGIES[config.strategy].shards_parameters:
+        repeated = repeated_bytes(config)
+        yield (
+            f"warning: in a pipeline {config.strategy} communicates for every micro-batch: a rank sends "
+            f"{repeated / 1e6:,.1f} MB for each, {repeated * config.micro_batches / 1e6:,.1f} MB per step; zero1 sends "
+            "gradients and weights once"
+        )
 
 
 def _optimizer_line(config: TrainingConfig) -> str:

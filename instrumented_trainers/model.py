@@ -85,11 +85,13 @@ class ModelConfig:
         return attention + router + max(1, experts) * 3 * self.width * self.hidden_width + 2 * self.width
 
 
-# `micro` is for tests and small samples. A unit (layer; embedding, norm and head together) of `tiny` holds at least
-# 1 MiB in fp32, so that its buffers stand out of the allocator's events in a trace. The sizes from 1b up are those of
-# Llama 2, Code Llama (34b) and Llama 3; 1.3b has GPT-3 XL's layers and width, 8x7b is Mixtral's.
+# `micro` is for tests and small samples, `micro-deep` for those of pipelines. A unit (layer; embedding, norm and head
+# together) of `tiny` holds at least 1 MiB in fp32, so that its buffers stand out of the allocator's events in a trace.
+# The sizes from 1b up are those of Llama 2, Code Llama (34b) and Llama 3; 1.3b has GPT-3 XL's layers and width, 8x7b is
+# Mixtral's.
 PRESETS: Mapping[str, ModelConfig] = {
     "micro": ModelConfig(64, 2, 4, 2, 176, 512),
+    "micro-deep": ModelConfig(64, 4, 4, 2, 176, 512),
     "tiny": ModelConfig(256, 4, 8, 2, 704, 512),
     "small": ModelConfig(512, 8, 8, 4, 1408, 512),
     "125m": ModelConfig(768, 12, 12, 12, 2048, 32_000),

@@ -159,6 +159,11 @@ class TrainingConfig:
         return self.virtual_stages or (2 if self.schedule in (INTERLEAVED, ZBV, DUALPIPEV) and self.pp > 1 else 1)
 
     @property
+    def stages(self) -> int:
+        """Return how many stages the model is divided into; 1 without a pipeline."""
+        return self.pp * self.stages_per_rank
+
+    @property
     def tokens_per_step(self) -> int:
         """Return how many tokens all ranks together train on in one optimizer step."""
         return self.layout.data_ranks * self.batch * self.tokens * self.micro_batches

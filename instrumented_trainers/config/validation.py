@@ -140,7 +140,7 @@ def _fault_problem(config: TrainingConfig) -> str | None:
             fault = faults.parse(text)
         except ValueError as error:
             return f"--fault: {error}"
-        if reason := fault.problem(config.strategy, config.world_size):
+        if reason := fault.problem(config.strategy, config.world_size) or fault.stage_problem(config.stages):
             return f"--fault {text}: {reason}"
         if fault.needs_saves and not config.checkpoint_every:
             return f"--fault {text}: a checkpoint fault, but no checkpoint is saved; add --checkpoint-every N"

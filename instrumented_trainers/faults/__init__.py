@@ -13,9 +13,10 @@ from typing import Any
 from instrumented_trainers.faults.fault import Fault
 from instrumented_trainers.faults.regressions import MoreCommunication, MoreCompute, MoreMemory
 from instrumented_trainers.faults.save import GilSave, SlowDisk, SlowFsync, SmallTensors
+from instrumented_trainers.faults.stage import SlowStage
 from instrumented_trainers.faults.step import Churn, HostSync, LateLaunch, NoPrefetch, SlowData, SlowRank
 
-__all__ = ["FAULTS", "REGRESSIONS", "Fault", "explained", "parse", "truth"]
+__all__ = ["FAULTS", "OF_PIPELINES", "REGRESSIONS", "Fault", "explained", "parse", "truth"]
 
 FAULTS: Mapping[str, type[Fault]] = MappingProxyType(
     {
@@ -40,7 +41,10 @@ REGRESSIONS: Mapping[str, type[Fault]] = MappingProxyType(
 )
 """Found only by comparison with an earlier recording."""
 
-_ALL = {**FAULTS, **REGRESSIONS}
+OF_PIPELINES: Mapping[str, type[Fault]] = MappingProxyType({fault.name: fault for fault in (SlowStage,)})
+"""Possible only where there are stages."""
+
+_ALL = {**FAULTS, **OF_PIPELINES, **REGRESSIONS}
 
 
 def parse(text: str) -> Fault:

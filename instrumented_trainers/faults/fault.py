@@ -46,6 +46,10 @@ class Fault:
         """Return why it is impossible in such a training, or None."""
         return None
 
+    def stage_problem(self, stages: int) -> str | None:
+        """Return why it is impossible in a pipeline of so many stages (1: no pipeline), or None."""
+        return None
+
     def change_options(self, options: ShardOptions) -> ShardOptions:
         """Return the changed sharding options."""
         return options

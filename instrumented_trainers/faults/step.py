@@ -40,7 +40,7 @@ class SlowRank(Fault):
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
         if rank == self.rank:
-            layers[0].register_forward_hook(lambda *_: _compute(self.delay_ns, device))
+            layers[0].register_forward_hook(lambda *_: compute(self.delay_ns, device))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class SlowData(Fault):
         _spin(self.delay_ns)
 
 
-def _compute(time_ns: int, device: str) -> None:
+def compute(time_ns: int, device: str) -> None:
     """Keep the device computing for `time_ns`."""
     if device == "cuda":
         torch.cuda._sleep(int(time_ns * torch.cuda.get_device_properties().clock_rate / 1e6))
