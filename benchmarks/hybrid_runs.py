@@ -23,12 +23,13 @@ from pathlib import Path
 
 import tracekit
 from tracekit.analysis.parallelism import pipeline_bubbles
+from tracekit.conventions import pipeline_schedules
 from tracekit.errors import InputError
 from tracekit.plan import hardware, models
 from tracekit.rules import all_rules
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
-from tracekit.simulate import faults, memory, pipelines, run
+from tracekit.simulate import faults, memory, run
 from tracekit.simulate.hybrid import laid_out
 from tracekit.simulate.job import Job
 
@@ -156,8 +157,8 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
         raise InputError("drawn again")
     if kind == "late-node" and (gpus <= _NODE or _NODE % (gpus // pp) == 0):
         raise InputError("a node of one or more whole stages is a slow stage")
-    schedule = draw.choice(pipelines.SCHEDULES) if pp > 1 else pipelines.ONE_F_ONE_B
-    stages = 2 if schedule == pipelines.INTERLEAVED else 1
+    schedule = draw.choice(pipeline_schedules.SCHEDULES) if pp > 1 else pipeline_schedules.ONE_F_ONE_B
+    stages = 2 if schedule == pipeline_schedules.INTERLEAVED else 1
     layers = pp * stages * (2 if kind == "unbalanced-stages" else draw.choice((1, 2)))
     model = models.find("mixtral-8x7b" if has_experts else "llama2-70b", layers=layers)
     model = replace(model, vocabulary=2048)

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from tracekit.conventions.pipeline_schedules import Action
 from tracekit.conventions.strategies import PP
 from tracekit.simulate.job import Job
-from tracekit.simulate.pipelines import Action
 from tracekit.simulate.recording import Recording
 
 

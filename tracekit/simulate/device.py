@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from tracekit.simulate.pipelines import Action
+from tracekit.conventions.pipeline_schedules import Action
 from tracekit.simulate.program import COMMUNICATION, COMPUTE, COPY, MAIN_STREAM, Collective, Kernel
 from tracekit.simulate.recording import RankRecord
 from tracekit.simulate.topology import Group

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tracekit.conventions.pipeline_schedules import Action
 from tracekit.simulate import program
 from tracekit.simulate.device import Device, Event, EventWait, Item, Stream, Transfer, Work
 from tracekit.simulate.job import Job
 from tracekit.simulate.memory import Memory
-from tracekit.simulate.pipelines import Action
 from tracekit.simulate.recording import HostSlice, HostWait, StreamWait
 
 _LAUNCH_LATENCY_NS = 2_000

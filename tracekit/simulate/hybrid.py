@@ -5,11 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tracekit.conventions import strategies
+from tracekit.conventions import pipeline_schedules, strategies
 from tracekit.conventions.strategies import AXES, DP_REPLICATE, DP_SHARD, EP, PP, TP, Layout
 from tracekit.errors import InputError
 from tracekit.plan.models import Model
-from tracekit.simulate import pipelines
 
 STRATEGIES = tuple(each.name for each in (strategies.DDP, strategies.ZERO1))
 """Data parallelism of each stage."""
@@ -25,7 +24,7 @@ class Hybrid:
     """
 
     layout: Layout
-    schedule: str = pipelines.ONE_F_ONE_B
+    schedule: str = pipeline_schedules.ONE_F_ONE_B
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] = ()
     sequence_parallel: bool = False
@@ -65,9 +64,9 @@ class Hybrid:
         inner = self.layout.world_size // self.layout.pp
         return stage % self.layout.pp * inner + rank % inner
 
-    def shape(self, micro_batches: int) -> pipelines.Shape:
+    def shape(self, micro_batches: int) -> pipeline_schedules.Shape:
         """Return the size of the pipeline."""
-        return pipelines.Shape(self.layout.pp, self.virtual_stages, micro_batches)
+        return pipeline_schedules.Shape(self.layout.pp, self.virtual_stages, micro_batches)
 
 
 def equal_stages(layers: int, stages: int) -> tuple[int, ...]:
@@ -87,7 +86,7 @@ def laid_out(
     tp: int = 1,
     ep: int = 1,
     shards_data: bool = False,
-    schedule: str = pipelines.ONE_F_ONE_B,
+    schedule: str = pipeline_schedules.ONE_F_ONE_B,
     virtual_stages: int = 1,
     sequence_parallel: bool = False,
 ) -> Hybrid:
@@ -111,15 +110,15 @@ def require_possible(
 ) -> None:
     """Raise InputError where a layout is not possible, or is not simulated."""
     layout, experts = hybrid.layout, model.experts
-    interleaves = hybrid.schedule == pipelines.INTERLEAVED
+    interleaves = hybrid.schedule == pipeline_schedules.INTERLEAVED
     checks: Sequence[tuple[bool, str]] = (
         (strategy not in STRATEGIES, f"--strategy {strategy} with a layout; use one of: {', '.join(STRATEGIES)}"),
         (layout.world_size != gpus, f"the layout has {layout.world_size} ranks; --gpus is {gpus}"),
         (layout.cp > 1, "context parallelism is not simulated"),
         (checkpoint_layers > 0, "--checkpoint-layers is not simulated with --pp, --tp or --ep"),
         (
-            hybrid.schedule not in pipelines.SCHEDULES,
-            f"--schedule is {hybrid.schedule!r}; simulated are {', '.join(pipelines.SCHEDULES)}",
+            hybrid.schedule not in pipeline_schedules.SCHEDULES,
+            f"--schedule is {hybrid.schedule!r}; simulated are {', '.join(pipeline_schedules.SCHEDULES)}",
         ),
         (interleaves != (hybrid.virtual_stages > 1), "--virtual-stages above 1 and --schedule interleaved go together"),
         (interleaves and layout.pp == 1, "--schedule interleaved needs --pp 2 or more"),

@@ -146,18 +146,18 @@ class Layers:
 
     def _experts(self, routing: Routing) -> Iterator[Item]:
         yield self._router()
-        yield self._exchange(routing, back=False)
+        yield from self._exchange(routing, back=False)
         yield from self._grouped(routing, "", "SiluMulFunctor<c10::BFloat16>")
-        yield self._exchange(routing, back=True)
+        yield from self._exchange(routing, back=True)
 
     def _experts_backward(self, routing: Routing) -> Iterator[Item]:
-        yield self._exchange(routing, back=False)
+        yield from self._exchange(routing, back=False)
         products = list(self._grouped(routing, "MmBackward0", "SiluMulBackwardFunctor<c10::BFloat16>"))
         for op in reversed(products):
             yield op
             if op.name == "aten::_grouped_mm":
                 yield WeightGradient(op)
-        yield self._exchange(routing, back=True)
+        yield from self._exchange(routing, back=True)
         yield self._router("MmBackward0")
 
     def _grouped(self, routing: Routing, node: str, gate: str) -> Iterator[Op]:
@@ -182,10 +182,12 @@ class Layers:
         kernel = kernels.compute(self.job.hardware.gemm_name, seconds, blocks=16)
         return Op("aten::mm", node, kernel, ((tokens, width), (width, experts.count)))
 
-    def _exchange(self, routing: Routing, *, back: bool) -> Message:
+    def _exchange(self, routing: Routing, *, back: bool) -> Iterator[Message]:
+        if len(routing.sent) == 1:  # the rank has all experts
+            return
         width = self.job.model.width
         splits = (routing.received, routing.sent) if back else (routing.sent, routing.received)
-        return Message(EP, ALL_TO_ALL, sum(splits[0]) * width, splits, routing.slowest * width)
+        yield Message(EP, ALL_TO_ALL, sum(splits[0]) * width, splits, routing.slowest * width)
 
     def _norm(self, ratio: float, kernel: str, node: str) -> Op:
         ranks = self._ranks if self._scatters else 1

@@ -1,9 +1,10 @@
 """Memory of one rank of a hybrid job: its stages' training state, and activations of the micro-batches in flight."""
 
+from tracekit.conventions import pipeline_schedules
+from tracekit.conventions.pipeline_schedules import FORWARD, INPUT_GRADIENT
 from tracekit.conventions.strategies import PP
-from tracekit.simulate import hybrid_reduction, pipelines
+from tracekit.simulate import hybrid_reduction
 from tracekit.simulate.job import Job
-from tracekit.simulate.pipelines import FORWARD, INPUT_GRADIENT
 
 _LOGIT_BYTES = 6
 # Per token and unit of width of a stored layer, as in `memory`: what tensor parallelism divides only with sequence
@@ -27,7 +28,7 @@ def peak_activation_bytes(job: Job, rank: int) -> int:
     assert job.hybrid is not None
     place = job.hybrid.layout.coordinate(rank)[PP]
     taken = most = 0
-    for action in pipelines.order(job.hybrid.schedule, job.hybrid.shape(job.micro_batches), place):
+    for action in pipeline_schedules.order(job.hybrid.schedule, job.hybrid.shape(job.micro_batches), place):
         size = activation_bytes(job, action.stage)
         taken += size if action.kind == FORWARD else 0 if action.kind == INPUT_GRADIENT else -size
         most = max(most, taken)

@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from tracekit import conventions
+from tracekit.conventions import pipeline_schedules
+from tracekit.conventions.pipeline_schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from tracekit.conventions.strategies import PP
-from tracekit.simulate import hybrid_memory, hybrid_reduction, kernels, pipelines, program
+from tracekit.simulate import hybrid_memory, hybrid_reduction, kernels, program
 from tracekit.simulate.experts import Router
 from tracekit.simulate.hybrid_layers import (
     Item,
@@ -19,7 +21,6 @@ from tracekit.simulate.hybrid_layers import (
 from tracekit.simulate.hybrid_topology import WORLD, HybridWorld, channel
 from tracekit.simulate.job import Job
 from tracekit.simulate.kernels import Op
-from tracekit.simulate.pipelines import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction
 
 _PCIE_BYTES_PER_S = 20e9
@@ -46,7 +47,7 @@ class RankProgram:
         self._gradients: dict[tuple[int, int | None], int] = {}
         self._sends: dict[int, int] = {}
         place = self.hybrid.layout.coordinate(rank)[PP]
-        self._actions = pipelines.order(self.hybrid.schedule, self.hybrid.shape(job.micro_batches), place)
+        self._actions = pipeline_schedules.order(self.hybrid.schedule, self.hybrid.shape(job.micro_batches), place)
 
     def written(self) -> list[Instruction]:
         """Return the program of all steps."""
@@ -73,7 +74,7 @@ class RankProgram:
             self._finish(number)
 
     def _completes_gradients(self, action: Action) -> bool:
-        last = WEIGHT_GRADIENT if self.hybrid.schedule == pipelines.ZB_H1 else BACKWARD
+        last = WEIGHT_GRADIENT if self.hybrid.schedule == pipeline_schedules.ZB_H1 else BACKWARD
         return action.kind == last and action.micro_batch == self.job.micro_batches - 1
 
     def _load_batch(self) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from tracekit.simulate.pipelines import Action
+from tracekit.conventions.pipeline_schedules import Action
 
 COMPUTE, COMMUNICATION, COPY = "compute", "communication", "copy"
 MAIN_STREAM, GATHER_STREAM, REDUCE_STREAM, COPY_IN_STREAM, ALL_REDUCE_STREAM = 7, 20, 24, 28, 32

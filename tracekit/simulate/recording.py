@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tracekit.simulate.pipelines import Action
+from tracekit.conventions.pipeline_schedules import Action
 from tracekit.simulate.program import Kernel
 from tracekit.simulate.topology import Group
 

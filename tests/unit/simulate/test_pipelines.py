@@ -6,10 +6,11 @@ from itertools import pairwise
 import pytest
 
 from tests.unit.simulate.jobs import pipelined
-from tracekit.simulate import engine, pipelines
+from tracekit.conventions import pipeline_schedules
+from tracekit.conventions.pipeline_schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1, Action, Shape, order
+from tracekit.simulate import engine
 from tracekit.simulate.bubbles import bubbles
 from tracekit.simulate.job import Impairments, Job
-from tracekit.simulate.pipelines import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1, Action, Shape, order
 
 EQUAL = 0.004  # embedding and head take a microsecond a kernel
 
@@ -67,7 +68,7 @@ def test_the_bubble_of_zb_h1_is_a_third_of_that_of_1f1b() -> None:
         assert each.bubble_ns / ideal_ns == pytest.approx(3 / (3 * 8), abs=0.05)
 
 
-@pytest.mark.parametrize("schedule", pipelines.SCHEDULES)
+@pytest.mark.parametrize("schedule", pipeline_schedules.SCHEDULES)
 @pytest.mark.parametrize("shape", [Shape(2, 2, 4), Shape(4, 2, 8), Shape(4, 3, 4)], ids=str)
 def test_every_stage_runs_every_micro_batch_once_forward_first(schedule: str, shape: Shape) -> None:
     shape = shape if schedule == INTERLEAVED else shape._replace(virtual_stages=1)

@@ -105,7 +105,8 @@ class JobOptions:
         )
 
     def _layout(self, model: "Model") -> "Hybrid":
-        from tracekit.simulate import hybrid, pipelines
+        from tracekit.conventions import pipeline_schedules
+        from tracekit.simulate import hybrid
 
         return hybrid.laid_out(
             gpus=self.gpus,
@@ -113,7 +114,7 @@ class JobOptions:
             pp=self.pp,
             tp=self.tp,
             ep=self.ep,
-            schedule=self.schedule or pipelines.ONE_F_ONE_B,
+            schedule=self.schedule or pipeline_schedules.ONE_F_ONE_B,
             virtual_stages=self.virtual_stages,
             sequence_parallel=self.sequence_parallel,
         )

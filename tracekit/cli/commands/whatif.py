@@ -32,11 +32,29 @@ class ChangeOptions:
         float | None, typer.Option(metavar="X", help="Predict links with X times the bandwidth.")
     ] = None
 
+    micro_batches: Annotated[
+        int | None, typer.Option(metavar="N", help="Predict N micro-batches per step, of as many tokens in all.")
+    ] = None
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Predict a pipeline's gpipe, 1f1b, interleaved or zb-h1.")
+    ] = None
+    virtual_stages: Annotated[
+        int, typer.Option(metavar="N", help="Stages per rank of the predicted interleaved schedule.")
+    ] = 0
+    stage_layers: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="Predict these layers per stage, or balanced ones.")
+    ] = None
+
     def predict(self, run: "Run") -> "list[Prediction]":
         """Return the step time with each change. Raises InputError if one cannot be predicted."""
-        from tracekit.replay.graph import strategies
+        from tracekit.replay.graph import pipeline_changes, strategies
 
         predictions = []
+        change = pipeline_changes.PipelineChange(
+            self.micro_batches, self.schedule, self.virtual_stages, self.stage_layers
+        )
+        if not change.is_none:
+            predictions.append(pipeline_changes.predict(run, change))
         if self.strategy is not None:
             predictions.append(strategies.predict_strategy(run, self.strategy, self._node()))
         if self.recompute_fewer is not None:

@@ -1,0 +1,95 @@
+"""Predictions of other pipelines against a simulation of each: what whatif says of a run, and what happens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests.unit.simulate.jobs import pipelined, written
+from tracekit.errors import InputError
+from tracekit.model.run import Run
+from tracekit.plan import models
+from tracekit.replay.graph import pipeline_changes, pipeline_timing
+from tracekit.replay.graph.pipeline_changes import PipelineChange
+from tracekit.simulate import engine
+from tracekit.simulate.hybrid import equal_stages
+from tracekit.simulate.job import Job
+
+CLOSE = 0.03  # of the step
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """Return four stages of unequal size under 1f1b, two sequences in each micro-batch."""
+    of = pipelined(4, pp=4, layers=9, micro_batches=8, steps=2)
+    assert of.hybrid is not None
+    return replace(of, seq=1024, batch=2, hybrid=replace(of.hybrid, stage_layers=(2, 4, 2, 1)))
+
+
+@pytest.fixture(scope="module")
+def run(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("pipeline")
+    written(job, folder)
+    return tracekit.load(str(folder), cache=False)
+
+
+def _simulated_ns(job: Job, **changes: object) -> float:
+    assert job.hybrid is not None
+    return engine.simulate(replace(job, hybrid=replace(job.hybrid, **changes))).total_ns / job.steps  # type: ignore[arg-type]
+
+
+def test_more_micro_batches_of_fewer_tokens_are_predicted(job: Job, run: Run) -> None:
+    found = pipeline_changes.predict(run, PipelineChange(micro_batches=16))
+    true_ns = _simulated_ns(replace(job, micro_batches=16, batch=1))
+    assert found.predicted_ns == pytest.approx(true_ns, rel=CLOSE)
+    assert found.saved_ratio > 0.03
+    assert found.name == "16 micro-batches"
+    assert any("same tokens per step" in each for each in found.assumptions)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_another_schedule_is_predicted(job: Job, run: Run, schedule: str, stages: int) -> None:
+    found = pipeline_changes.predict(run, PipelineChange(schedule=schedule))
+    assert job.hybrid is not None
+    layers = job.hybrid.stage_layers if stages == 1 else equal_stages(9, 8)
+    true_ns = _simulated_ns(job, schedule=schedule, virtual_stages=stages, stage_layers=layers)
+    assert found.predicted_ns == pytest.approx(true_ns, rel=CLOSE)
+
+
+def test_moving_layers_between_stages_is_predicted(job: Job, run: Run) -> None:
+    found = pipeline_changes.predict(run, PipelineChange(stage_layers="3,3,2,1"))
+    assert found.name == "stages of 3, 3, 2, 1 layers"
+    assert found.predicted_ns == pytest.approx(_simulated_ns(job, stage_layers=(3, 3, 2, 1)), rel=CLOSE)
+
+
+def test_balanced_stages_have_equal_numbers_of_equal_layers(job: Job, run: Run) -> None:
+    layers = pipeline_timing.recorded(run).balanced_layers()
+    assert sorted(layers) == [2, 2, 2, 3]
+    found = pipeline_changes.predict(run, PipelineChange(stage_layers="balanced"))
+    assert found.predicted_ns == pytest.approx(_simulated_ns(job, stage_layers=layers), rel=CLOSE)
+    assert found.saved_ratio > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (PipelineChange(schedule="dualpipev"), "'dualpipev'; one of gpipe, 1f1b"),
+        (PipelineChange(virtual_stages=2), "--virtual-stages above 1 and --schedule interleaved go together"),
+        (PipelineChange(schedule="interleaved", virtual_stages=3), "12 stages need a layer each; there are 9 layers"),
+        (PipelineChange(schedule="interleaved", micro_batches=6), "needs a multiple of 4 micro-batches"),
+        (PipelineChange(micro_batches=0), "--micro-batches is 0"),
+        (PipelineChange(stage_layers="3,3,3"), "the run has 4 stages with 9 layers in all"),
+        (PipelineChange(stage_layers="many"), "numbers such as 3,3,2, or balanced"),
+    ],
+)
+def test_an_impossible_pipeline_is_refused(run: Run, change: PipelineChange, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pipeline_changes.predict(run, change)
+
+
+def test_a_run_without_a_pipeline_is_refused(tmp_path: Path) -> None:
+    of = pipelined(2, tp=2, layers=1, micro_batches=1, steps=1)
+    written(replace(of, model=models.find("llama2-7b", layers=1)), tmp_path)
+    with pytest.raises(InputError, match="no actions of a pipeline schedule"):
+        pipeline_changes.predict(tracekit.load(str(tmp_path), cache=False), PipelineChange(schedule="gpipe"))

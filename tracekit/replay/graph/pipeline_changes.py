@@ -1,0 +1,103 @@
+"""Predictions of other pipelines: more micro-batches, another schedule, layers moved between stages."""
+
+from dataclasses import dataclass, replace
+
+from tracekit.conventions import pipeline_schedules
+from tracekit.errors import InputError
+from tracekit.model.run import Run
+from tracekit.replay.graph import pipeline_timing, savings, steps
+from tracekit.replay.graph.pipeline_timing import PipelineTiming
+from tracekit.replay.graph.strategies import Prediction
+
+_ASSUMED = "mean time of each stage's actions; time outside the pipeline unchanged (reduction of gradients, optimizer)"
+
+
+@dataclass(frozen=True)
+class PipelineChange:
+    """What to change in the pipeline of a run; None and 0: nothing."""
+
+    micro_batches: int | None = None
+    schedule: str | None = None
+    virtual_stages: int = 0
+    stage_layers: str | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Return whether nothing changes."""
+        return self == PipelineChange()
+
+
+def predict(run: Run, change: PipelineChange) -> Prediction:
+    """Return the predicted step time with another pipeline: the recorded one, and what the schedule's time changes by.
+
+    Raises InputError for a run without a pipeline, or a change that is not possible.
+    """
+    before = pipeline_timing.recorded(run)
+    after = _changed(before, change)
+    replayed = savings.replayed_steps(run)
+    if replayed.is_empty():
+        raise InputError(f"{run.path}: no step can be replayed")
+    step_ns = steps.total_ns(replayed, "duration_ns") // replayed.select("window", "step").n_unique()
+    predicted_ns = step_ns + round(after.duration_ns() - before.duration_ns())
+    return Prediction(_name(before, after), step_ns, predicted_ns, _assumptions(before, after))
+
+
+def _changed(before: PipelineTiming, change: PipelineChange) -> PipelineTiming:
+    after = _with_schedule(before, change.schedule or before.schedule, change.virtual_stages)
+    if change.micro_batches is not None:
+        if change.micro_batches < 1:
+            raise InputError(f"--micro-batches is {change.micro_batches}; it must be 1 or more")
+        after = after.with_micro_batches(change.micro_batches)
+    if change.stage_layers is not None:
+        after = after.with_layers(pipeline_timing.parsed_layers(change.stage_layers, after))
+    interleaves = after.schedule == pipeline_schedules.INTERLEAVED
+    if interleaves and after.shape.micro_batches % after.shape.ranks:
+        raise InputError(
+            f"the interleaved schedule needs a multiple of {after.shape.ranks} micro-batches; there are "
+            f"{after.shape.micro_batches}"
+        )
+    return after
+
+
+def _with_schedule(before: PipelineTiming, schedule: str, virtual_stages: int) -> PipelineTiming:
+    if schedule not in pipeline_schedules.SCHEDULES:
+        raise InputError(
+            f"--schedule is {schedule!r}; one of {', '.join(pipeline_schedules.SCHEDULES)} can be predicted"
+        )
+    interleaves = schedule == pipeline_schedules.INTERLEAVED
+    usual = max(2, before.shape.virtual_stages) if interleaves else 1
+    stages = virtual_stages or usual
+    if interleaves != (stages > 1):
+        raise InputError("--virtual-stages above 1 and --schedule interleaved go together")
+    total, count = sum(before.layers), stages * before.shape.ranks
+    if stages == before.shape.virtual_stages:
+        return replace(before, schedule=schedule)
+    if count > total:
+        raise InputError(f"{count} stages need a layer each; there are {total} layers")
+    layers = tuple(pipeline_timing.equal_layers(total, count))
+    return replace(before.with_layers(layers, virtual_stages=stages), schedule=schedule)
+
+
+def _name(before: PipelineTiming, after: PipelineTiming) -> str:
+    parts = []
+    if (before.schedule, before.stages) != (after.schedule, after.stages):
+        stages = f" with {after.shape.virtual_stages} stages per rank" if after.shape.virtual_stages > 1 else ""
+        parts.append(f"schedule {after.schedule}{stages}")
+    if before.shape.micro_batches != after.shape.micro_batches:
+        parts.append(f"{after.shape.micro_batches} micro-batches")
+    if before.stages == after.stages and before.layers != after.layers:
+        parts.append(f"stages of {', '.join(map(str, after.layers))} layers")
+    return ", ".join(parts) or "the same pipeline"
+
+
+def _assumptions(before: PipelineTiming, after: PipelineTiming) -> tuple[str, ...]:
+    found = [_ASSUMED]
+    if before.shape.micro_batches != after.shape.micro_batches:
+        found.append("the same tokens per step: the time of an action proportional to the tokens of a micro-batch")
+    if before.layers != after.layers:
+        found.append("layers take equally long on a rank; the head as many layers as its weights are")
+    if after.schedule == pipeline_schedules.ZB_H1 and before.schedule != after.schedule:
+        found.append("weight gradients take as long as forward without attention")
+    if after.shape.micro_batches > before.shape.micro_batches:
+        found.append("kernels as efficient on smaller micro-batches")
+    return tuple(found)

@@ -1,0 +1,223 @@
+"""The actions of a recorded pipeline run again in any order: with other times, micro-batches, stages or links."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import polars as pl
+
+from tracekit.analysis.parallelism import mesh, pipeline_actions, pipeline_bubbles, pipeline_stages
+from tracekit.conventions import pipeline_schedules
+from tracekit.conventions.pipeline_schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Shape,
+)
+from tracekit.errors import InputError
+from tracekit.model.run import Run
+
+_KINDS = {
+    pipeline_actions.FORWARD: FORWARD,
+    pipeline_actions.BACKWARD: BACKWARD,
+    pipeline_actions.INPUT_GRADIENT: INPUT_GRADIENT,
+    pipeline_actions.WEIGHT_GRADIENT: WEIGHT_GRADIENT,
+}
+_ATTENTION_BACKWARD = 0.5
+"""Flash attention takes 2.5 times as long backward as forward, everything else twice."""
+
+
+@dataclass(frozen=True)
+class PipelineTiming:
+    """What decides how long a step of a pipeline takes.
+
+    `forward_ns`, `input_ns` and `weight_ns` are times of an action by stage: a whole backward pass is the sum of the
+    latter two. `transfer_ns` is what a transfer between a stage and the next takes.
+    """
+
+    schedule: str
+    shape: Shape
+    layers: tuple[int, ...]
+    forward_ns: tuple[float, ...]
+    input_ns: tuple[float, ...]
+    weight_ns: tuple[float, ...]
+    transfer_ns: float
+    head_layers: float = 0.0
+    """How many layers the last stage's head takes as long as."""
+
+    @property
+    def stages(self) -> int:
+        """Return the stages of the pipeline."""
+        return self.shape.ranks * self.shape.virtual_stages
+
+    def duration_ns(self) -> float:
+        """Return the time from the first action to the last, if each starts as soon as it can."""
+        done: dict[Action, float] = {}
+        orders = [pipeline_schedules.order(self.schedule, self.shape, rank) for rank in range(self.shape.ranks)]
+        at, free_ns = [0] * len(orders), [0.0] * len(orders)
+        while any(index < len(order) for index, order in zip(at, orders, strict=True)):
+            before = sum(at)
+            for rank, order in enumerate(orders):
+                while at[rank] < len(order) and (start := self._start_ns(order[at[rank]], done)) is not None:
+                    action = order[at[rank]]
+                    free_ns[rank] = done[action] = max(free_ns[rank], start) + self._takes_ns(action)
+                    at[rank] += 1
+            assert sum(at) > before, "a schedule whose actions wait for each other"
+        return max(free_ns)
+
+    def with_micro_batches(self, count: int) -> "PipelineTiming":
+        """Return the timing with the tokens of a step divided into another number of micro-batches."""
+        ratio = self.shape.micro_batches / count
+        scaled = {name: tuple(ratio * ns for ns in getattr(self, name)) for name in _TIMES}
+        shape = self.shape._replace(micro_batches=count)
+        return replace(self, shape=shape, transfer_ns=ratio * self.transfer_ns, **scaled)  # type: ignore[arg-type]
+
+    def with_layers(self, layers: Sequence[int], *, virtual_stages: int | None = None) -> "PipelineTiming":
+        """Return the timing with so many layers per stage; the head stays in the last stage."""
+        shape = self.shape._replace(virtual_stages=virtual_stages or self.shape.virtual_stages)
+        divided = replace(self, shape=shape, layers=tuple(layers))
+        weights = [divided._weight(stage, count) for stage, count in enumerate(layers)]
+        scaled = {}
+        for name in _TIMES:
+            layer_ns = self._layer_ns(getattr(self, name))
+            scaled[name] = tuple(weight * layer_ns[at % shape.ranks] for at, weight in enumerate(weights))
+        return replace(divided, **scaled)  # type: ignore[arg-type]
+
+    def balanced_layers(self) -> tuple[int, ...]:
+        """Return the layers per stage with which the busiest rank has least to do: one at a time to the least busy."""
+        total = [sum(ns) for ns in zip(self.forward_ns, self.input_ns, self.weight_ns, strict=True)]
+        layer_ns = self._layer_ns(total)
+        counts = [1] * self.stages
+
+        def load_ns(stage: int) -> float:
+            rank = stage % self.shape.ranks
+            own = range(rank, self.stages, self.shape.ranks)
+            return layer_ns[rank] * (1 + sum(self._weight(each, counts[each]) for each in own))
+
+        for _ in range(sum(self.layers) - self.stages):
+            counts[min(range(self.stages), key=lambda stage: (load_ns(stage), counts[stage], stage))] += 1
+        return tuple(counts)
+
+    def _weight(self, stage: int, layers: int) -> float:
+        return layers + (self.head_layers if stage == self.stages - 1 else 0.0)
+
+    def _layer_ns(self, times: Sequence[float]) -> list[float]:
+        """Return the time of a layer on each rank."""
+        places = [range(rank, self.stages, self.shape.ranks) for rank in range(self.shape.ranks)]
+        return [
+            sum(times[stage] for stage in own) / sum(self._weight(stage, self.layers[stage]) for stage in own)
+            for own in places
+        ]
+
+    def _start_ns(self, action: Action, done: Mapping[Action, float]) -> float | None:
+        """Return when an action's input is there; None while what makes it has not run."""
+        if action.kind == WEIGHT_GRADIENT:
+            return 0.0
+        source = action.stage + (-1 if action.kind == FORWARD else 1)
+        if not 0 <= source < self.stages:
+            return 0.0
+        made = done.get(Action(source, action.kind, action.micro_batch))
+        return None if made is None else made + self.transfer_ns
+
+    def _takes_ns(self, action: Action) -> float:
+        stage = action.stage
+        parts = {
+            FORWARD: self.forward_ns[stage],
+            INPUT_GRADIENT: self.input_ns[stage],
+            WEIGHT_GRADIENT: self.weight_ns[stage],
+        }
+        return parts.get(action.kind, self.input_ns[stage] + self.weight_ns[stage])
+
+
+_TIMES = ("forward_ns", "input_ns", "weight_ns")
+
+
+def recorded(run: Run) -> PipelineTiming:
+    """Return the timing of a run's pipeline: means over steps, replicas and micro-batches.
+
+    Raises InputError for a run without a pipeline, of an unknown schedule, or without numbers of layers.
+    """
+    stated = mesh.pipeline_of(run.manifest)
+    actions = run.run_table(pipeline_stages.staged_actions)
+    if actions.is_empty():
+        raise InputError(f"{run.path}: the traces have no actions of a pipeline schedule")
+    if stated.schedule not in pipeline_schedules.SCHEDULES or not stated.stage_layers:
+        known = ", ".join(pipeline_schedules.SCHEDULES)
+        raise InputError(f"{run.path}: run.json does not state the layers of stages and a schedule out of {known}")
+    ranks = actions.filter(pl.col("pipeline") == actions["pipeline"].min())["rank"].n_unique()
+    stages = len(stated.stage_layers)
+    mean = actions.group_by("stage", "action").agg((pl.col("end_ns") - pl.col("start_ns")).mean().alias("ns"))
+    times = {(stage, _KINDS[action]): ns for stage, action, ns in mean.iter_rows()}
+    forward = tuple(times[stage, FORWARD] for stage in range(stages))
+    inputs, weights = zip(*(_backward(times, stage) for stage in range(stages)), strict=True)
+    return PipelineTiming(
+        stated.schedule,
+        Shape(ranks, stages // ranks, int(actions["micro_batch"].n_unique())),
+        tuple(len(layers) for layers in stated.stage_layers),
+        forward,
+        inputs,
+        weights,
+        _transfer_ns(run),
+        _head_layers(run.manifest),
+    )
+
+
+def _head_layers(manifest: Mapping[str, Any]) -> float:
+    """Return the weights of the head over those of a layer, as far as run.json states the model; else 0."""
+    model = manifest.get("model")
+    stated = model if isinstance(model, dict) else {}
+    numbers = [stated.get(name) for name in ("vocabulary", "width", "layers", "parameters")]
+    if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
+        return 0.0
+    vocabulary, width, layers, parameters = (float(number or 0) for number in numbers)
+    head = vocabulary * width
+    layer = (parameters - head * (1 if stated.get("tied") else 2)) / layers
+    return head / layer if layer > 0 else 0.0
+
+
+def _backward(times: Mapping[tuple[int, str], float], stage: int) -> tuple[float, float]:
+    """Return the times of a stage's input and weight gradients; of a whole backward pass by what its products take."""
+    if (stage, WEIGHT_GRADIENT) in times:
+        return times[stage, INPUT_GRADIENT], times[stage, WEIGHT_GRADIENT]
+    forward, both = times[stage, FORWARD], times[stage, BACKWARD]
+    attention = max(0.0, both - 2 * forward) / _ATTENTION_BACKWARD
+    weight = min(max(forward - attention, 0.2 * both), 0.5 * both)
+    return both - weight, weight
+
+
+def _transfer_ns(run: Run) -> float:
+    """Return the median time of a transfer between stages: the shorter of a send and its receive, which waits."""
+    spans = run.table(pipeline_bubbles.transfer_spans)
+    sends, receives = (
+        spans.filter(pl.col("op") == op).with_columns(
+            number=pl.int_range(pl.len()).over("window", "rank", "peer", "step", order_by="start_ns")
+        )
+        for op in ("send", "recv")
+    )
+    pairs = sends.join(
+        receives.select("window", "step", "number", rank="peer", peer="rank", other_ns="dur_ns"),
+        on=["window", "step", "number", "rank", "peer"],
+    )
+    return float(pairs.select(pl.min_horizontal("dur_ns", "other_ns").median()).item() or 0.0)
+
+
+def parsed_layers(text: str, timing: PipelineTiming) -> tuple[int, ...]:
+    """Return the layers per stage that a text such as "3,3,2" or "balanced" gives. Raises InputError for others."""
+    if text == "balanced":
+        return timing.balanced_layers()
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise InputError(f"--stage-layers is {text!r}; it must be numbers such as 3,3,2, or balanced")
+    found = tuple(map(int, parts))
+    if len(found) != timing.stages or sum(found) != sum(timing.layers):
+        raise InputError(
+            f"--stage-layers {text}: the run has {timing.stages} stages with {sum(timing.layers)} layers in all"
+        )
+    return found
+
+
+def equal_layers(total: int, stages: int) -> Iterator[int]:
+    """Yield layers per stage, the first stages one more where they cannot be equal."""
+    yield from (total // stages + (stage < total % stages) for stage in range(stages))
