@@ -82,14 +82,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _pipeline_state(model: PipelineModel, optimizer: AnyOptimizer) -> dict[str, Any]:
     """Return the state of this rank's stages. Every rank of the pipeline calls it: all save the same groups."""
     states = [checkpoint_state(part, own) for part, own in _optimizers(model, optimizer)]
-    own_groups = [group for state in states for group in state["optimizer"]["param_groups"]]
+    own_groups = [state["optimizer"]["param_groups"] for state in states]
     of_stages: list[Any] = [None] * dist.get_world_size(model.process_group)
     dist.all_gather_object(of_stages, own_groups, group=model.process_group)
     return {
         "model": {name: value for state in states for name, value in state["model"].items()},
         "optimizer": {
             "state": {name: value for state in states for name, value in state["optimizer"]["state"].items()},
-            "param_groups": _merged(group for groups in of_stages for group in groups),
+            "param_groups": _merged(groups for of_rank in of_stages for groups in of_rank),
         },
     }
 
@@ -112,14 +112,19 @@ def _optimizers(model: PipelineModel, optimizer: AnyOptimizer) -> Iterator[tuple
         yield part, CombinedOptimizer(*own)
 
 
-def _merged(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups of parameters' names with those of equal settings joined."""
+def _merged(of_stages: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the stages' groups of parameters' names, with those of different stages and equal settings joined.
+
+    Groups of one stage stay apart, also where their settings are equal, as they do without a pipeline.
+    """
     merged: list[dict[str, Any]] = []
-    for group in groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        same = next((each for each in merged if {**each, "params": None} == {**settings, "params": None}), None)
-        if same is None:
-            merged.append({**settings, "params": list(group["params"])})
-        else:
-            same["params"] += group["params"]
+    for groups in of_stages:
+        free = list(merged)
+        for group in groups:
+            same = next((each for each in free if {**each, "params": None} == {**group, "params": None}), None)
+            if same is None:
+                merged.append({**group, "params": list(group["params"])})
+            else:
+                same["params"] += group["params"]
+                free.remove(same)
     return merged

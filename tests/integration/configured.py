@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -18,28 +19,65 @@ from instrumented_trainers.parallelism import ModelAxes, PipelineModel
 from instrumented_trainers.sizes import model_config
 from tests.integration.hybrid import STEPS, weight_difference
 
-_FIXED = {"model": "micro", "precision": "fp64", "batch": 2, "tokens": 8, "optimizer": "sgd", "momentum": 0.0}
+_FIXED = {
+    "model": "micro",
+    "precision": "fp64",
+    "batch": 2,
+    "tokens": 8,
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+}
 _RATE = 0.5
+
+
+class Trainer:
+    """One rank's part of a training by options; weights differ by `seed`."""
+
+    def __init__(self, options: dict[str, Any], *, seed: int = 0) -> None:
+        _clear_sharding_prop_cache()
+        ranks = dist.get_world_size()
+        config = TrainingConfig(out=Path("none"), world_size=ranks, seed=seed, **{**_FIXED, **options})
+        assert (reason := layout_problem(config)) is None, reason
+        mesh = parallelism.make_mesh(config.layout, "cpu", data_axes=config.data_axes)
+        self.config, self.axes = config, model_axes(config, mesh)
+        self.model, self.optimizer = build(config, shard_options(config, ()), mesh, (), self.axes)
+        for group in self.optimizer.param_groups:
+            group["lr"] = _RATE
+
+    def step(self, number: int) -> float:
+        """Train one step and return the mean loss over all ranks."""
+        return _step(self.config, self.model, self.optimizer, self.axes, number)
 
 
 def difference(options: dict[str, Any]) -> float:
     """Return the largest relative difference of losses, and of this rank's part of the weights after the last step."""
-    _clear_sharding_prop_cache()
-    config = TrainingConfig(out=Path("none"), world_size=dist.get_world_size(), weight_decay=0.0, **_FIXED, **options)
-    assert (reason := layout_problem(config)) is None, reason
-    mesh = parallelism.make_mesh(config.layout, "cpu", data_axes=config.data_axes)
-    axes = model_axes(config, mesh)
-    model, optimizer = build(config, shard_options(config, ()), mesh, (), axes)
-    reference = _whole(config)
+    trainer = Trainer(options)
+    config, reference = trainer.config, _whole(trainer.config)
     alone, largest = torch.optim.SGD(reference.parameters(), lr=_RATE), 0.0
-    for group in optimizer.param_groups:
-        group["lr"] = _RATE
     for number in range(STEPS):
-        found = _step(config, model, optimizer, axes, number)
         expected = _reference_step(config, reference, alone, number)
-        largest = max(largest, abs(found - expected) / expected)
-    whole, state = reference.state_dict(), parallelism.checkpoint_state(model, optimizer)["model"]
+        largest = max(largest, abs(trainer.step(number) - expected) / expected)
+    whole, state = reference.state_dict(), parallelism.checkpoint_state(trainer.model, trainer.optimizer)["model"]
     return max(largest, *(weight_difference(value, whole[name]) for name, value in state.items()))
+
+
+def save(options: dict[str, Any], path: Path) -> list[float]:
+    """Train, save a checkpoint, and return the losses of two more steps."""
+    trainer = Trainer(options)
+    for number in range(2):
+        trainer.step(number)
+    checkpoint.save(parallelism.checkpoint_state(trainer.model, trainer.optimizer), checkpoint_id=path)
+    return [trainer.step(number) for number in (2, 3)]
+
+
+def load(options: dict[str, Any], path: Path) -> list[float]:
+    """Load into a model of other weights and return the losses of two more steps."""
+    trainer = Trainer(options, seed=1)
+    state = parallelism.checkpoint_state(trainer.model, trainer.optimizer)
+    checkpoint.load(state, checkpoint_id=path)
+    parallelism.restore_state(trainer.model, trainer.optimizer, state)
+    return [trainer.step(number) for number in (2, 3)]
 
 
 def _whole(config: TrainingConfig) -> Llama:

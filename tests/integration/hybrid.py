@@ -91,6 +91,7 @@ class Trainer:
     def step(self, number: int) -> tuple[float, float]:
         """Train one step; return the mean loss over all ranks and the norm of the gradients."""
         case, total, norm = self.case, torch.zeros((), dtype=torch.float64), torch.zeros(())
+        torch.manual_seed(number)
         for index, rows in enumerate(batches(case, case.data, number)[self.data_rank]):
             with parallelism.accumulate(self.model, index == case.micro_batches - 1):
                 loss = self._loss(rows) / case.micro_batches
@@ -159,6 +160,7 @@ def _reference_step(
     case: Hybrid, ranks: int, model: nn.Module, optimizer: torch.optim.Optimizer, number: int
 ) -> tuple[float, float]:
     rows = batches(case, ranks, number).flatten(0, 1)
+    torch.manual_seed(number)
     losses = [functional.cross_entropy(model(each[:, :-1]).flatten(0, 1), each[:, 1:].flatten()) for each in rows]
     loss = torch.stack(losses).mean()
     loss.backward()

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration import hybrid
+from tests.integration import configured, hybrid
 from tests.integration.hybrid import CONFIG, Hybrid
 from tests.support import process_group
 
@@ -64,4 +65,27 @@ def test_the_next_losses_are_those_of_the_training_that_saved(
     expected = outcomes[origin].results()[0]
     for losses in outcomes[f"{origin} to {name}"].results():
         assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3), "a step must change the loss, or it says little"
+
+
+# By the trainers' options, on 4 ranks or 1. All train on the same 16 sequences a step.
+_ADAM = {"optimizer": "adamw", "learning_rate": 0.01}
+PIPELINE = {"strategy": "zero1", "pp": 2, "micro_batches": 4, **_ADAM}
+RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp": (4, {"strategy": "zero1", "tp": 2, "sequence_parallel": True, "micro_batches": 4, **_ADAM}),
+    "fsdp2": (4, {"strategy": "fsdp2", "micro_batches": 2, **_ADAM}),
+    "one process": (1, {"strategy": "ddp", "micro_batches": 8, **_ADAM}),
+}
+
+
+def test_a_checkpoint_of_a_pipeline_resumes_under_tensor_parallelism_fsdp2_and_alone(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline"
+    expected = process_group.run(4, functools.partial(configured.save, PIPELINE, path))[0]
+    worlds: dict[int, dict[str, Any]] = {4: {}, 1: {}}
+    for name, (ranks, options) in RESUMED.items():
+        worlds[ranks][name] = functools.partial(configured.load, options, path)
+    outcomes = process_group.run_worlds(worlds)
+    for name, (ranks, _) in RESUMED.items():
+        for losses in outcomes[ranks][name].results():
+            assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert expected[0] != pytest.approx(expected[1], rel=1e-3), "a step must change the loss, or it says little"

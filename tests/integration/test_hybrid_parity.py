@@ -15,6 +15,8 @@ from tests.support import process_group
 TOLERANCE = 1e-10
 TIED = dataclasses.replace(CONFIG, tied=True)
 RECOMPUTED = dataclasses.replace(CONFIG, checkpointed_layers=1)
+REENTRANT = dataclasses.replace(RECOMPUTED, reentrant=True)
+DROPPED = dataclasses.replace(RECOMPUTED, dropout=0.3)
 SELECTIVE = dataclasses.replace(CONFIG, checkpointed_layers=1, selective=True)
 EXPERTS = dataclasses.replace(CONFIG, experts=4)
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
@@ -30,6 +32,8 @@ ON_TWO = {
     "tp, sequence, tied": Hybrid(**SEQUENCE, config=TIED),
     "tp, sequence, recomputed": Hybrid(**SEQUENCE, config=RECOMPUTED),
     "tp, sequence, selectively recomputed": Hybrid(**SEQUENCE, config=SELECTIVE),
+    "tp, sequence, recomputed reentrantly": Hybrid(**SEQUENCE, config=REENTRANT),
+    "tp, dropout": Hybrid(tp=2, config=DROPPED),
     "tp, experts": Hybrid(tp=2, config=EXPERTS),
     "tp, sequence, experts": Hybrid(**SEQUENCE, config=EXPERTS),
     "tp, clipped": Hybrid(tp=2, max_norm=0.1),
@@ -101,6 +105,11 @@ def test_four_ranks_train_as_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_trainings_by_options_are_as_one_process(name: str) -> None:
     assert max(outcomes()[4][name].results()) < TOLERANCE
+
+
+def test_eight_ranks_of_three_axes_train_as_one_process() -> None:
+    outcome = process_group.run_cases(8, {"pp x dp x tp": functools.partial(configured.difference, EIGHT)})
+    assert max(outcome["pp x dp x tp"].results()) < TOLERANCE
 
 
 def test_a_wrong_scale_of_gradients_shows() -> None:
