@@ -16,6 +16,7 @@ WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = None; from instrumented_trainers.__main__ import main; sys.exit(main())"
 )
 REQUIRED = ["--strategy", "ddp", "--out", "runs/x"]
+PIPELINE = [*REQUIRED, "--world-size", "2", "--pp", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +91,26 @@ def test_the_launchers_world_size_has_priority(monkeypatch: pytest.MonkeyPatch) 
         ([*REQUIRED, "--fault", "slow-fsync"], "no checkpoint is saved; add --checkpoint-every N"),
         ([*REQUIRED, "--tp", "4", "--world-size", "4"], "--tp 4: cannot divide 2 key and value heads"),
         ([*REQUIRED, "--tp", "2", "--sequence-parallel", "--tokens", "9"], "does not divide the 9 tokens"),
+        ([*REQUIRED, "--schedule", "cosine"], "cosine is a schedule of the learning rate: --lr-schedule cosine"),
+        ([*REQUIRED, "--schedule", "zbv"], "--schedule zbv: there is no pipeline; add --pp 2 or more"),
+        ([*REQUIRED, "--virtual-stages", "2"], "--virtual-stages: there is no pipeline"),
+        ([*REQUIRED, "--pp", "3"], "--world-size 2: not divisible by pp × cp × tp = 3"),
+        ([*PIPELINE, "--virtual-stages", "2"], "1f1b has 1 stage on each rank; --schedule interleaved has more"),
+        ([*PIPELINE, "--schedule", "zbv", "--virtual-stages", "3"], "zbv has 2 stages on each rank"),
+        ([*PIPELINE, "--schedule", "zbv", "--micro-batches", "2"], "zbv on 2 ranks needs 3 or more"),
+        ([*PIPELINE, "--schedule", "dualpipev"], "dualpipev on 2 ranks needs 4 or more"),
+        ([*PIPELINE, "--schedule", "zb-h1", "--micro-batches", "5"], "zb-h1 needs a multiple of --pp 2"),
+        ([*PIPELINE, "--model", "micro", "--schedule", "interleaved"], "micro has 2 layers, too few for 4 stages"),
+        ([*PIPELINE, "--model", "1b"], "--pp 2: the embedding of 1b is its head, too"),
+        ([*PIPELINE, "--strategy", "fsdp1"], "--pp: not with fsdp1"),
+        ([*PIPELINE, "--strategy", "fsdp2", "--schedule", "zbv", "--micro-batches", "4"], "zbv: not with fsdp2"),
+        ([*PIPELINE, "--checkpoint-layers", "1", "--reentrant"], "--reentrant: not with --pp"),
+        ([*PIPELINE, "--strategy", "zero1", "--offload"], "--offload: not with --pp"),
+        ([*PIPELINE, "--memory-report"], "--memory-report: has no formula for --pp 2"),
+        ([*PIPELINE, "--dry-run"], "--dry-run: has no formula for --pp 2"),
+        ([*PIPELINE, "--fault", "slow-stage=2:1.5"], "stage 2 does not exist: there are 2 stages"),
+        ([*REQUIRED, "--fault", "slow-stage=0:1.5"], "there is no pipeline; add --pp 2 or more"),
+        ([*PIPELINE, "--fault", "slow-stage=0:0.5"], "'0.5' is not a factor above 1"),
         ([*REQUIRED, "--sequence-parallel"], "--sequence-parallel: needs --tp 2 or more"),
         ([*REQUIRED, "--cp", "2", "--tokens", "6"], "--cp 2: cannot divide --tokens 6 into 4 chunks"),
         ([*REQUIRED, "--ep", "2"], "--ep 2: tiny has no experts; add --experts N"),
