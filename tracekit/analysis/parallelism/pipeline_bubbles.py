@@ -111,7 +111,7 @@ def pipeline_bubbles(run: Run) -> pl.DataFrame:
     ranks = (
         whole.join(parts, on=_RANK, how="left", nulls_equal=True)
         .join(shares, on=PIPELINE, how="left", nulls_equal=True)
-        .join(_ideal(actions), on=_RANK, how="left", nulls_equal=True)
+        .join(_ideal(run), on=_RANK, how="left", nulls_equal=True)
         .with_columns(pl.col("bubble_ns", *PHASES, "late_ns", "sent_ns").fill_null(0))
         .with_columns(_formula_ratio(), (pl.col("bubble_ns") / pl.col("duration_ns")).alias("bubble_ratio"))
         .with_columns(_rest_by_cause())
@@ -239,30 +239,39 @@ def _with_transfers(run: Run, gaps: pl.DataFrame) -> pl.DataFrame:
 # The schedule without links ------------------------------------------------------------------------------------------
 
 
-def _ideal(actions: pl.DataFrame) -> pl.DataFrame:
-    """Return the ideal bubble of each rank, and what the bubble changes by with each cause."""
-    parts = [pl.DataFrame(schema=_IDEAL)]
+def schedule_cases(run: Run) -> pl.DataFrame:
+    """Return what the schedule without links takes, in three cases; use ``run.run_table``.
+
+    Columns window, step, iteration, pipeline, rank, and bubbles (even_ns, stages_ns, ideal_bubble_ns) and durations
+    (even_duration_ns, stages_duration_ns, ideal_duration_ns) with equal times, each stage's mean, and their own times.
+    """
+    actions = run.run_table(pipeline_stages.staged_actions)
+    parts = [pl.DataFrame(schema=_CASES)]
     for places, ranks, bubbles, durations in _scheduled(actions):
         rows = [
-            (*place, rank, *(round(value) for value in bubbles[at, case]), round(durations[case, -1]))
+            (*place, rank, *map(round, bubbles[at, case]), *map(round, durations[case]))
             for case, place in enumerate(places)
             for at, rank in enumerate(ranks[case])
         ]
-        parts.append(pl.DataFrame(rows, schema=_IDEAL, orient="row"))
+        parts.append(pl.DataFrame(rows, schema=_CASES, orient="row"))
+    return pl.concat(parts)
+
+
+def _ideal(run: Run) -> pl.DataFrame:
+    """Return the ideal bubble of each rank, and what the bubble changes by with each cause."""
     even, stages, own = "even_ns", "stages_ns", "ideal_bubble_ns"
-    return (
-        pl.concat(parts)
-        .with_columns(
-            pl.col(even).alias(SCHEDULE),
-            (pl.col(stages) - pl.col(even)).alias(IMBALANCE),
-            (pl.col(own) - pl.col(stages)).alias(UNEVEN),
-            (pl.col(own) / pl.col("ideal_duration_ns")).alias("ideal_bubble_ratio"),
-        )
-        .drop(even, stages)
+    return run.run_table(schedule_cases).with_columns(
+        pl.col(even).alias(SCHEDULE),
+        (pl.col(stages) - pl.col(even)).alias(IMBALANCE),
+        (pl.col(own) - pl.col(stages)).alias(UNEVEN),
+        (pl.col(own) / pl.col("ideal_duration_ns")).alias("ideal_bubble_ratio"),
     )
 
 
-_IDEAL = schema.columns("window step iteration pipeline rank even_ns stages_ns ideal_bubble_ns ideal_duration_ns")
+_CASES = schema.columns(
+    "window step iteration pipeline rank even_ns stages_ns ideal_bubble_ns even_duration_ns stages_duration_ns "
+    "ideal_duration_ns"
+)
 
 
 def _scheduled(actions: pl.DataFrame) -> Iterator[tuple[list[Any], list[list[int]], Floats, Floats]]:

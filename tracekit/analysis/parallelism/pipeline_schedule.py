@@ -22,6 +22,8 @@ class ScheduleGraph:
 
     order: tuple[int, ...]
     waits_for: tuple[tuple[int, ...], ...]
+    sender: tuple[int | None, ...]
+    """The action of another rank that each action gets its input from; None for those without."""
 
 
 @lru_cache(maxsize=64)
@@ -34,13 +36,14 @@ def graph(actions: tuple[Action, ...]) -> ScheduleGraph | None:
     """
     number = {action[1:]: at for at, action in enumerate(actions)}
     last_of: dict[int, int] = {}
-    waits_for = []
+    waits_for, sender = [], []
     for at, action in enumerate(actions):
         needed = [number[key] for key in producers(*action[1:]) if key in number]
+        sender.append(next((other for other in needed if actions[other][0] != action[0]), None))
         waits_for.append(tuple({*needed, *([last_of[action[0]]] if action[0] in last_of else [])}))
         last_of[action[0]] = at
     order = _topological(waits_for)
-    return None if order is None else ScheduleGraph(order, tuple(waits_for))
+    return None if order is None else ScheduleGraph(order, tuple(waits_for), tuple(sender))
 
 
 def producers(stage: int, micro_batch: int, action: str) -> list[tuple[int, int, str]]:
@@ -56,12 +59,17 @@ def producers(stage: int, micro_batch: int, action: str) -> list[tuple[int, int,
     return [(stage, micro_batch, FORWARD), *((stage + 1, micro_batch, gradient) for gradient in _GRADIENTS)]
 
 
-def end_times(schedule: ScheduleGraph, durations: Floats) -> Floats:
-    """Return when each action ends if it starts as soon as it can, from 0; shape (actions, cases) like `durations`."""
+def end_times(schedule: ScheduleGraph, durations: Floats, delays: Floats | None = None) -> Floats:
+    """Return when each action ends if it starts as soon as it can, from 0; shape (actions, cases) like `durations`.
+
+    `delays` has the same shape: how long after the end of its sender the input of an action arrives; by default 0.
+    """
     ends = np.zeros_like(durations)
     for at in schedule.order:
-        needed = schedule.waits_for[at]
-        start = ends[list(needed)].max(axis=0) if needed else 0.0
+        needed, sender = schedule.waits_for[at], schedule.sender[at]
+        start = ends[list(needed)].max(axis=0) if needed else np.zeros(durations.shape[1:])
+        if delays is not None and sender is not None:
+            start = np.maximum(start, ends[sender] + delays[at])
         ends[at] = start + durations[at]
     return ends
 

@@ -1,0 +1,145 @@
+"""The balance of pipeline stages: how long each takes, and how layers could be divided among them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.parallelism import mesh, pipeline_bubbles, pipeline_schedule, pipeline_stages
+from tracekit.analysis.parallelism.pipeline_schedule import Floats
+from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.model.run import Run
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The stages of a pipeline: median times, layers now and in a better division, and what that saves per step.
+
+    `layer_ns` is the time of a layer on each stage; `layers` and `better_layers` are empty where the manifest states
+    none. `saved_ns` is what the step is shorter with the better division, `equal_saved_ns` with stages of equal times;
+    both by the schedule, without links, on a step of `duration_ns`.
+    """
+
+    stage_ns: tuple[int, ...]
+    layer_ns: tuple[float, ...]
+    layers: tuple[int, ...]
+    better_layers: tuple[int, ...]
+    saved_ns: int
+    equal_saved_ns: int
+    duration_ns: int
+
+
+def stage_times(run: Run) -> pl.DataFrame:
+    """Return the time of each stage in each step: columns window, step, stage, stage_ns; use ``run.run_table``.
+
+    It is the median over replicas of its forwards and backwards: a replica that is slow alone is a straggler.
+    """
+    rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
+    taken_ns = (pl.col("forward_ns") + pl.col("backward_ns")).alias("stage_ns")
+    medians = rows.select(*PIPELINE, "stage", taken_ns).group_by("window", "step", "iteration", "stage")
+    return medians.agg(pl.col("stage_ns").median().round().cast(pl.Int64)).sort("window", "step", "iteration", "stage")
+
+
+def balance(run: Run) -> Balance | None:
+    """Return the balance of the stages over all steps; None without a pipeline of two stages or more."""
+    times = run.run_table(stage_times).group_by("stage").agg(pl.col("stage_ns").median()).sort("stage")
+    cases = run.run_table(pipeline_bubbles.schedule_cases)
+    stages = times.height
+    if stages < 2 or cases.is_empty() or times["stage"].to_list() != list(range(stages)):
+        return None
+    stage_ns = times["stage_ns"].to_list()
+    counts = [len(layers) for layers in mesh.pipeline_of(run.manifest).stage_layers]
+    counts = counts if len(counts) == stages and all(counts) else []
+    extra = _head_layers(run.manifest)
+    layer_ns = _layer_times(stage_ns, counts or [1] * stages, extra)
+    example = _representative_actions(run)
+    rank_of = dict(example.select("stage", "rank").unique().iter_rows())
+    better = _divided(counts, layer_ns, extra, [rank_of[stage] for stage in range(stages)])
+    scale = [
+        _stage_ns(n, at, layer_ns, extra) / _stage_ns(m, at, layer_ns, extra)
+        for at, (n, m) in enumerate(zip(better, counts, strict=True))
+    ]
+    duration_ns = int(cases["stages_duration_ns"].median() or 0)  # type: ignore[arg-type]
+    equal_ns = int((cases["stages_duration_ns"] - cases["even_duration_ns"]).median() or 0)  # type: ignore[arg-type]
+    saved_ns = _saved_ns(example, scale) if better != counts else 0
+    return Balance(
+        tuple(map(round, stage_ns)), tuple(layer_ns), tuple(counts), tuple(better), saved_ns, equal_ns, duration_ns
+    )
+
+
+def _layer_times(stage_ns: Sequence[float], counts: Sequence[int], extra: float | None) -> list[float]:
+    """Return the time of a layer on each stage. Without a known size of the output layer, the last is as the others."""
+    times = [ns / count for ns, count in zip(stage_ns, counts, strict=True)]
+    if extra is None:
+        return [*times[:-1], min(times[-1], float(np.median(times[:-1])))]
+    return [*times[:-1], stage_ns[-1] / (counts[-1] + extra)]
+
+
+def _stage_ns(count: int, at: int, layer_ns: Sequence[float], extra: float | None) -> float:
+    return layer_ns[at] * (count + (extra or 0.0) * (at == len(layer_ns) - 1))
+
+
+def _head_layers(manifest: Mapping[str, Any]) -> float | None:
+    """Return the output layer's parameters over those of a layer, as far as the manifest states the model."""
+    model = manifest.get("model")
+    model = model if isinstance(model, dict) else {}
+    numbers = [model.get(name) for name in ("vocabulary", "width", "layers", "parameters")]
+    if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
+        return None
+    vocabulary, width, layers, parameters = (float(number or 0) for number in numbers)
+    head = vocabulary * width
+    layer = (parameters - head * (1 if model.get("tied") else 2)) / layers
+    return head / layer if layer > 0 else None
+
+
+def _divided(
+    counts: Sequence[int], layer_ns: Sequence[float], extra: float | None, rank_of: Sequence[int]
+) -> list[int]:
+    """Return layers per stage such that the slowest rank takes least: from where they are, one layer at a time."""
+    better = list(counts)
+
+    def slowest(of: Sequence[int]) -> tuple[float, float]:
+        loads: dict[int, float] = {}
+        for at, rank in enumerate(rank_of):
+            loads[rank] = loads.get(rank, 0.0) + _stage_ns(of[at], at, layer_ns, extra)
+        return max(loads.values()), sum(load * load for load in loads.values())
+
+    while better:
+        moves = [
+            [n - (at == source) + (at == target) for at, n in enumerate(better)]
+            for source in range(len(better))
+            for target in range(len(better))
+            if source != target and better[source] > 1
+        ]
+        best = min(moves, key=slowest, default=better)
+        if slowest(best) >= slowest(better):
+            break
+        better = best
+    return better if better and slowest(better)[0] < slowest(counts)[0] else list(counts)
+
+
+def _representative_actions(run: Run) -> pl.DataFrame:
+    """Return the actions of the pass whose schedule takes the median time."""
+    cases = run.run_table(pipeline_bubbles.schedule_cases).unique(PIPELINE).sort("stages_duration_ns", *PIPELINE)
+    row = cases.row((cases.height - 1) // 2, named=True)
+    is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in PIPELINE)
+    return run.run_table(pipeline_stages.staged_actions).filter(is_own).sort("rank", "start_ns")
+
+
+def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:
+    """Return what a pass is shorter if the actions of each stage take `scale` times as long."""
+    order = tuple(actions.select(_place(), "stage", "micro_batch", "action").iter_rows())
+    schedule = pipeline_schedule.graph(order)
+    if schedule is None:
+        return 0
+    dur_ns = (pl.col("end_ns") - pl.col("start_ns")).mean().over("stage", "action")
+    means: Floats = actions.select(dur_ns).to_series().to_numpy()
+    factors = np.array([scale[stage] for _, stage, _, _ in order])
+    ends = pipeline_schedule.end_times(schedule, np.stack([means, means * factors], axis=1)).max(axis=0)
+    return max(0, round(float(ends[0] - ends[1])))
+
+
+def _place() -> pl.Expr:
+    return (pl.col("rank").rank("dense") - 1).cast(pl.Int64)

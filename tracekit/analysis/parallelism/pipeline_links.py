@@ -1,0 +1,90 @@
+"""Links between the stages of a pipeline: how long results take from one rank to the next, and what slow links cost."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_schedule, pipeline_stages
+from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.model import schema
+from tracekit.model.run import Run
+
+LINKS = schema.columns("window pipeline source_rank rank calls delay_ns usual_ns saved_ns duration_ns")
+_LINK = ["window", "pipeline", "source_rank", "rank"]
+_ACTION = ["stage", "micro_batch", "action"]
+
+
+def arrivals(run: Run) -> pl.DataFrame:
+    """Return the actions for whose input a rank was waiting when it was complete; use ``run.run_table``.
+
+    Columns of `pipeline_bubbles.GAPS`, source_rank (which computed the input) and delay_ns: from then to the start of
+    the action, the time of the transfer. Where a rank was busy, or the input was there before, the time is not known.
+    """
+    gaps = run.run_table(pipeline_bubbles.idle_gaps).drop_nulls(["action", "ready_ns"])
+    sources = pipeline_stages.dependencies(run.run_table(pipeline_stages.staged_actions))
+    key = [*PIPELINE, "rank", *_ACTION]
+    named = gaps.join(sources.select(*key, source_rank="producer_rank").unique(key), on=key, nulls_equal=True)
+    waited = named.filter(pl.col("start_ns") < pl.col("ready_ns"), pl.col("ready_ns") <= pl.col("end_ns"))
+    return waited.with_columns((pl.col("end_ns") - pl.col("ready_ns")).alias("delay_ns"))
+
+
+def links(run: Run) -> pl.DataFrame:
+    """Return the transfer time of each link between ranks of a pipeline, and what it costs; use ``run.run_table``.
+
+    Columns LINKS; one row per link and direction: delay_ns (median), usual_ns (the median of the other links of all
+    pipelines), saved_ns (what the representative step is shorter if this link, in both directions, takes the usual
+    time) and duration_ns (of that step).
+    """
+    waited = run.run_table(arrivals)
+    if waited.is_empty():
+        return pl.DataFrame(schema=LINKS)
+    median = pl.col("delay_ns").median().round().cast(pl.Int64)
+    table = waited.group_by(_LINK).agg(median, pl.len().cast(pl.Int64).alias("calls")).sort(_LINK)
+    delays = table["delay_ns"].to_numpy()
+    pairs = [frozenset(row) for row in table.select("source_rank", "rank").iter_rows()]
+    others = [np.array([d for d, other in zip(delays, pairs, strict=True) if other != pair]) for pair in pairs]
+    usual = [round(float(np.median(rest))) if len(rest) else None for rest in others]
+    return schema.conform(_with_savings(run, table.with_columns(pl.Series("usual_ns", usual, pl.Int64))), LINKS)
+
+
+def _with_savings(run: Run, table: pl.DataFrame) -> pl.DataFrame:
+    rows = []
+    examples = _representative_passes(run)
+    for row in table.iter_rows(named=True):
+        actions = examples.get((row["window"], row["pipeline"]))
+        saved = (0, 0)
+        if actions is not None and row["usual_ns"] is not None and row["delay_ns"] > row["usual_ns"]:
+            own = table.filter(pl.col("window") == row["window"], pl.col("pipeline") == row["pipeline"])
+            saved = _saved_ns(actions, own, {row["source_rank"], row["rank"]})
+        rows.append(row | {"saved_ns": saved[0], "duration_ns": saved[1]})
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def _representative_passes(run: Run) -> dict[tuple[int, int], pl.DataFrame]:
+    """Return the actions of the pass of median duration of each pipeline."""
+    actions = run.run_table(pipeline_stages.staged_actions)
+    passes = actions.group_by(PIPELINE).agg((pl.col("end_ns").max() - pl.col("start_ns").min()).alias("duration_ns"))
+    ordered = passes.sort("duration_ns", *PIPELINE).group_by("window", "pipeline", maintain_order=True)
+    medians = ordered.agg(pl.all().get((pl.len() - 1) // 2))
+    own = actions.join(medians.select(PIPELINE), on=PIPELINE, how="semi", nulls_equal=True).sort("rank", "start_ns")
+    return {(place[0], place[1]): rows for place, rows in own.partition_by("window", "pipeline", as_dict=True).items()}
+
+
+def _saved_ns(actions: pl.DataFrame, links_of: pl.DataFrame, pair: set[int]) -> tuple[int, int]:
+    """Return what a pass is shorter if a link takes the usual time, and the pass with all links as measured."""
+    place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
+    order = tuple(actions.select(place, *_ACTION).iter_rows())
+    schedule = pipeline_schedule.graph(order)
+    if schedule is None:
+        return 0, 0
+    ranks = actions["rank"].to_list()
+    known = {(row["source_rank"], row["rank"]): row for row in links_of.iter_rows(named=True)}
+    delays = np.zeros((len(order), 2))
+    for at, sender in enumerate(schedule.sender):
+        link = known.get((ranks[sender], ranks[at])) if sender is not None else None
+        if link is not None:
+            is_slow = {link["source_rank"], link["rank"]} == pair
+            usual_ns = min(link["delay_ns"], link["usual_ns"] or link["delay_ns"])
+            delays[at] = link["delay_ns"], usual_ns if is_slow else link["delay_ns"]
+    dur_ns = actions.select(pl.col("end_ns") - pl.col("start_ns")).to_series().to_numpy().astype(np.float64)
+    ends = pipeline_schedule.end_times(schedule, np.stack([dur_ns, dur_ns], axis=1), delays).max(axis=0)
+    return max(0, round(ends[0] - ends[1])), round(ends[0])
