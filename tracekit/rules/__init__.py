@@ -20,12 +20,15 @@ from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.copies import ExposedCopy
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.device_stalls import DeviceStall
+from tracekit.rules.expert_parallel import OverloadedExperts
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
+from tracekit.rules.pipeline import FewMicroBatches, PipelineBubble, UnbalancedStages
+from tracekit.rules.pipeline_communication import ShardedMicroBatches, SlowPipelineLink
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.rule import Rule
 from tracekit.rules.save_stalls import (
@@ -40,6 +43,7 @@ from tracekit.rules.save_stalls import (
 )
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.rules.streams import GiveWay, NeedlessOrder
+from tracekit.rules.tensor_parallel import ExposedTensorParallel, TensorParallelAcrossNodes
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication,
@@ -55,6 +59,14 @@ RULES: tuple[type[Rule], ...] = (
     SlowLink,
     UnevenRanks,
     LateGroup,
+    PipelineBubble,
+    UnbalancedStages,
+    FewMicroBatches,
+    ShardedMicroBatches,
+    SlowPipelineLink,
+    TensorParallelAcrossNodes,
+    ExposedTensorParallel,
+    OverloadedExperts,
     LateLaunch,
     BlockingSync,
     DataStall,

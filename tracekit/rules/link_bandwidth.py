@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import group_bandwidth
+from tracekit.analysis.parallelism import pipeline_actions
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -47,11 +48,13 @@ class SlowLink(Rule):
     Blind spots: all members of a ring see its slowest link, so one group does not identify the rank. A link that was
     always slow shows only in comparison with another group, so not in a run whose ranks all share one group. Late ranks
     without a trace look like a slow link. A send and its receive are judged as a group of two if the trace contains
-    both ends; several in one kernel (batch_isend_irecv) cannot be separated.
+    both ends; several in one kernel (batch_isend_irecv) cannot be separated. Those of a pipeline belong to PIPE005.
     """
 
     code: ClassVar[str] = "RANK002"
-    facts: ClassVar[tuple[Fact, ...]] = (*group_bandwidth.FACTS, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        *group_bandwidth.FACTS, *steps_without_saves.FACTS, pipeline_actions.pipeline_actions,
+    )  # fmt: skip
     min_slowdown: float = 1.5
     min_steps_ratio: float = 0.75
     min_lost_ratio: float = 0.01
@@ -62,10 +65,10 @@ class SlowLink(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
         durations = self._durations(run)
-        to_peers = _by_group(run.run_table(group_bandwidth.group_comparison), durations)
+        to_peers = _by_group(_judged_groups(run, run.run_table(group_bandwidth.group_comparison)), durations)
         slow = [row for group in to_peers if (row := self._slower_than_peers(group))]
         if not slow:
-            to_steps = _by_group(run.run_table(group_bandwidth.step_comparison), durations)
+            to_steps = _by_group(_judged_groups(run, run.run_table(group_bandwidth.step_comparison)), durations)
             slow = [row for group in to_steps if (row := self._slower_than_before(group))]
             slow = [max(slow, key=lambda row: row["extra_ns"])] if slow else []
         for row in slow:
@@ -159,6 +162,13 @@ class SlowLink(Rule):
         if worst["bus_bytes"] * 1_000_000_000 < self.min_bandwidth_bytes_per_s * worst["usual_ns"]:
             return " The messages are too small to measure bandwidth, so this is a suspicion."
         return ""
+
+
+def _judged_groups(run: Run, groups: pl.DataFrame) -> pl.DataFrame:
+    """Return the groups without the sends and receives of a pipeline, whose links are of different kinds."""
+    if run.table(pipeline_actions.pipeline_actions).is_empty():
+        return groups
+    return groups.filter(~pl.col("members").str.contains(">", literal=True).fill_null(value=False))
 
 
 def _by_group(table: pl.DataFrame, durations: pl.DataFrame) -> list[pl.DataFrame]:

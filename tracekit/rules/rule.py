@@ -106,8 +106,8 @@ def is_data_quality(code: str) -> bool:
     return code.rstrip("0123456789") == "DATA"
 
 
-TIMED_FAMILIES = ("COMM", "HOST", "RANK", "STREAM")
-"""The families of rules on the time of steps: communication, host, ranks, streams."""
+TIMED_FAMILIES = ("COMM", "HOST", "RANK", "STREAM", "PIPE", "TP", "EP")
+"""The families of rules on the time of steps: communication, host, ranks, streams, and axes of the mesh."""
 
 
 def family(code: str) -> str:

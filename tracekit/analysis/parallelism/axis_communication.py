@@ -75,7 +75,7 @@ def calls(run: Run) -> pl.DataFrame:
 
 def _sums(run: Run, by: list[str]) -> pl.DataFrame:
     found = run.run_table(calls)
-    compute = _compute(run)
+    compute = compute_spans(run)
     rows = []
     for place, own in found.partition_by(by, as_dict=True, maintain_order=True).items():
         spans = intervals.union(own.select("start_ns", "end_ns").to_numpy())
@@ -92,7 +92,8 @@ def _sums(run: Run, by: list[str]) -> pl.DataFrame:
 _SUMMED = schema.columns("communication_ns calls exposed_communication_ns bytes steps")
 
 
-def _compute(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
+def compute_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
+    """Return when each rank computes, on any of its devices: by window and rank."""
     computing = run.table(breakdown.spans).filter(pl.col("part") == breakdown.COMPUTE)
     of_rank = computing.partition_by("window", "rank", as_dict=True)
     return {place: intervals.union(intervals.from_table(own)) for place, own in of_rank.items()}

@@ -118,12 +118,12 @@ def group_axes(run: Run) -> pl.DataFrame:
 def axis_of_calls(run: Run) -> pl.DataFrame:
     """Return the axis of each collective. Columns window, rank, activity_id, step, op, bytes, phase, axis.
 
-    Also its group, unit, start_ns and end_ns.
+    Also its group and members, unit, start_ns and end_ns.
     """
     calls = run.table(collective_matching.calls)
     axes = run.run_table(group_axes).select("group", "members", "axis")
     joined = calls.join(axes, on=["group", "members"], how="left", nulls_equal=True, maintain_order="left")
-    return joined.select(*_CALL, "group", "axis")
+    return joined.select(*_CALL, "group", "members", "axis")
 
 
 _CALL = ("window", "rank", "activity_id", "step", "op", "bytes", "phase", "unit", "start_ns", "end_ns")

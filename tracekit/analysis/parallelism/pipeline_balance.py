@@ -1,7 +1,7 @@
 """The balance of pipeline stages: how long each takes, and how layers could be divided among them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ class Balance:
     """The stages of a pipeline: median times, layers now and in a better division, and what that saves per step.
 
     `layer_ns` is the time of a layer on each stage; `layers` and `better_layers` are empty where the manifest states
-    none. `saved_ns` is what the step is shorter with the better division, `equal_saved_ns` with stages of equal times;
-    both by the schedule, without links, on a step of `duration_ns`.
+    none. `saved_ns` is what the step is shorter with the better division, `slow_saved_ns` if the layers of the slowest
+    stage took as long as those of the others; both by the schedule, without links, on a step of `duration_ns`.
     """
 
     stage_ns: tuple[int, ...]
@@ -27,8 +27,24 @@ class Balance:
     layers: tuple[int, ...]
     better_layers: tuple[int, ...]
     saved_ns: int
-    equal_saved_ns: int
+    slow_saved_ns: int
     duration_ns: int
+
+    @property
+    def slowest(self) -> int:
+        """Return the stage to look at: the longest that gives layers away, else that with the slowest layers."""
+        gives = [at for at, (n, m) in enumerate(zip(self.better_layers, self.layers, strict=True)) if n < m]
+        if gives:
+            return max(gives, key=lambda at: self.stage_ns[at])
+        return max(range(len(self.layer_ns)), key=lambda at: self.layer_ns[at])
+
+    def ratio(self, stage: int) -> float:
+        """Return the time of a stage over the median of the others."""
+        return self.stage_ns[stage] / max(1.0, float(np.median(_without(self.stage_ns, stage))))
+
+    def slowdown(self, stage: int) -> float:
+        """Return the time of a layer of a stage over the median of the others."""
+        return self.layer_ns[stage] / max(1.0, float(np.median(_without(self.layer_ns, stage))))
 
 
 def stage_times(run: Run) -> pl.DataFrame:
@@ -61,12 +77,23 @@ def balance(run: Run) -> Balance | None:
         _stage_ns(n, at, layer_ns, extra) / _stage_ns(m, at, layer_ns, extra)
         for at, (n, m) in enumerate(zip(better, counts, strict=True))
     ]
-    duration_ns = int(cases["stages_duration_ns"].median() or 0)  # type: ignore[arg-type]
-    equal_ns = int((cases["stages_duration_ns"] - cases["even_duration_ns"]).median() or 0)  # type: ignore[arg-type]
     saved_ns = _saved_ns(example, scale) if better != counts else 0
-    return Balance(
-        tuple(map(round, stage_ns)), tuple(layer_ns), tuple(counts), tuple(better), saved_ns, equal_ns, duration_ns
+    found = Balance(
+        tuple(map(round, stage_ns)),
+        tuple(layer_ns),
+        tuple(counts),
+        tuple(better),
+        saved_ns=saved_ns,
+        slow_saved_ns=0,
+        duration_ns=round(cases["stages_duration_ns"].median() or 0),  # type: ignore[arg-type]
     )
+    slow = found.slowest
+    usual = [1 / max(1.0, found.slowdown(slow)) if at == slow else 1.0 for at in range(stages)]
+    return replace(found, slow_saved_ns=_saved_ns(example, usual))
+
+
+def _without(values: Sequence[float], at: int) -> list[float]:
+    return [value for other, value in enumerate(values) if other != at]
 
 
 def _layer_times(stage_ns: Sequence[float], counts: Sequence[int], extra: float | None) -> list[float]:

@@ -3,12 +3,14 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_schedule, pipeline_stages
+from tracekit.analysis.parallelism import nodes, pipeline_bubbles, pipeline_schedule, pipeline_stages
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import schema
 from tracekit.model.run import Run
 
-LINKS = schema.columns("window pipeline source_rank rank calls delay_ns usual_ns saved_ns duration_ns")
+LINKS = schema.columns(
+    "window pipeline source_rank rank source_stage rank_stage calls low_ns delay_ns usual_ns saved_ns duration_ns"
+)
 _LINK = ["window", "pipeline", "source_rank", "rank"]
 _ACTION = ["stage", "micro_batch", "action"]
 
@@ -30,20 +32,49 @@ def arrivals(run: Run) -> pl.DataFrame:
 def links(run: Run) -> pl.DataFrame:
     """Return the transfer time of each link between ranks of a pipeline, and what it costs; use ``run.run_table``.
 
-    Columns LINKS; one row per link and direction: delay_ns (median), usual_ns (the median of the other links of all
-    pipelines), saved_ns (what the representative step is shorter if this link, in both directions, takes the usual
-    time) and duration_ns (of that step).
+    Columns LINKS; one row per link and direction: source_stage and rank_stage (their first stages), low_ns and delay_ns
+    (lower quartile and median), usual_ns, saved_ns (what the representative step is shorter if this link, in both
+    directions, takes the usual time) and duration_ns (of that step). usual_ns is the least of two medians: of other
+    links of the same kind (inside a node, or between nodes), and of the same link of other replicas; null where there
+    is neither.
     """
     waited = run.run_table(arrivals)
     if waited.is_empty():
         return pl.DataFrame(schema=LINKS)
-    median = pl.col("delay_ns").median().round().cast(pl.Int64)
-    table = waited.group_by(_LINK).agg(median, pl.len().cast(pl.Int64).alias("calls")).sort(_LINK)
-    delays = table["delay_ns"].to_numpy()
-    pairs = [frozenset(row) for row in table.select("source_rank", "rank").iter_rows()]
-    others = [np.array([d for d, other in zip(delays, pairs, strict=True) if other != pair]) for pair in pairs]
-    usual = [round(float(np.median(rest))) if len(rest) else None for rest in others]
-    return schema.conform(_with_savings(run, table.with_columns(pl.Series("usual_ns", usual, pl.Int64))), LINKS)
+    delay_ns = pl.col("delay_ns")
+    table = waited.group_by(_LINK).agg(
+        delay_ns.quantile(0.25).round().cast(pl.Int64).alias("low_ns"),
+        delay_ns.median().round().cast(pl.Int64),
+        pl.len().cast(pl.Int64).alias("calls"),
+    )
+    return schema.conform(_with_savings(run, _with_usual(run, table.sort(_LINK))), LINKS)
+
+
+def _with_usual(run: Run, table: pl.DataFrame) -> pl.DataFrame:
+    node_of = nodes.node_of_rank(run)
+    stage_of = dict(
+        run.run_table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min()).iter_rows()
+    )
+    rows = table.to_dicts()
+    for row in rows:
+        ends = row["source_rank"], row["rank"]
+        row["kind"] = node_of.get(ends[0]) == node_of.get(ends[1])
+        row["between"] = frozenset(stage_of[rank] for rank in ends)
+        row["ranks"] = frozenset(ends)
+    usual = []
+    for row in rows:
+        peers = [r["delay_ns"] for r in rows if r["kind"] == row["kind"] and r["between"] != row["between"]]
+        replicas = [r["delay_ns"] for r in rows if r["between"] == row["between"] and r["ranks"] != row["ranks"]]
+        medians = [int(np.median(delays)) for delays in (peers, replicas) if delays]
+        usual.append(min(medians, default=None))
+    rank_columns = {"source_stage": "source_rank", "rank_stage": "rank"}
+    return table.with_columns(
+        pl.Series("usual_ns", usual, pl.Int64),
+        *(
+            pl.col(rank).replace_strict(stage_of, return_dtype=pl.Int64).alias(name)
+            for name, rank in rank_columns.items()
+        ),
+    )
 
 
 def _with_savings(run: Run, table: pl.DataFrame) -> pl.DataFrame:

@@ -1,0 +1,84 @@
+"""Load of experts: how many bytes of tokens each rank's experts get, and how long they compute."""
+
+import polars as pl
+
+from tracekit.analysis.parallelism import axis_communication, group_axes
+from tracekit.conventions.strategies import EP
+from tracekit.model import intervals, schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact, Trace
+from tracekit.sync.collective_matching import EXPERT
+
+COLUMNS = schema.columns(
+    "window step rank group members layer load_bytes mean_bytes load_ratio expert_ns start_ns dur_ns",
+    group=pl.String, members=pl.String,
+)  # fmt: skip
+_PLACE = ["window", "rank", "step", "group", "members"]
+
+
+def message_sizes(trace: Trace) -> pl.DataFrame:
+    """Return what each all-to-all sends and receives. Columns activity_id, sent_bytes, received_bytes."""
+    calls = trace.collectives.filter(pl.col("op").is_in(["all_to_all", *EXPERT]))
+    return calls.select("activity_id", "sent_bytes", "received_bytes")
+
+
+FACTS: tuple[Fact, ...] = (*axis_communication.FACTS, message_sizes)
+"""The facts that the run tables of this module read."""
+
+
+def expert_load(run: Run) -> pl.DataFrame:
+    """Return the load of each rank's experts, per pass through a layer of experts; use ``run.run_table``.
+
+    Columns COLUMNS; one row per rank and pair of all-to-alls: the first brings tokens to the experts, the second
+    returns as many. load_bytes is what the first brings, mean_bytes its mean over the ranks of the group, load_ratio
+    their quotient, expert_ns the compute between the two. Empty where sizes of messages are unknown, or all-to-alls do
+    not come in such pairs.
+    """
+    if not group_axes.has_axis(run, EP):
+        return pl.DataFrame(schema=COLUMNS)
+    sizes = run.table(message_sizes)
+    named = run.run_table(axis_communication.calls).filter(pl.col("axis") == EP)
+    calls = named.join(sizes, on=["window", "rank", "activity_id"]).drop_nulls(["sent_bytes", "received_bytes"])
+    pairs = _pairs(calls)
+    if pairs.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    of_layer = ["window", "step", "group", "members", "layer"]
+    mean = pl.col("load_bytes").mean().over(of_layer)
+    table = _with_compute(run, pairs).with_columns(
+        mean.round().cast(pl.Int64).alias("mean_bytes"), (pl.col("load_bytes") / mean).alias("load_ratio")
+    )
+    complete = table.filter(pl.len().over(of_layer) > 1)
+    return schema.conform(complete, COLUMNS).sort("window", "step", "group", "layer", "rank")
+
+
+def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the pairs of consecutive all-to-alls of a rank of which the second returns what the first brought."""
+    ordered = calls.sort(*_PLACE, "start_ns")
+    place = pl.int_range(pl.len()).over(_PLACE)
+    following = {
+        name: pl.col(name).shift(-1).over(_PLACE) for name in ("sent_bytes", "received_bytes", "start_ns", "end_ns")
+    }
+    pairs = ordered.with_columns(
+        (place // 2).cast(pl.Int64).alias("layer"),
+        (place % 2 == 0).alias("is_first"),
+        *(value.alias(f"next_{name}") for name, value in following.items()),
+    ).filter(pl.col("is_first"))
+    returns = (pl.col("next_sent_bytes") == pl.col("received_bytes")) & (
+        pl.col("next_received_bytes") == pl.col("sent_bytes")
+    )
+    if pairs.is_empty() or not pairs.select(returns.fill_null(value=False).all()).item():
+        return pairs.clear()
+    return pairs.select(
+        *_PLACE, "layer", "start_ns", load_bytes="received_bytes", from_ns="end_ns", to_ns="next_start_ns",
+        dur_ns=pl.col("next_end_ns") - pl.col("start_ns"),
+    )  # fmt: skip
+
+
+def _with_compute(run: Run, pairs: pl.DataFrame) -> pl.DataFrame:
+    compute = axis_communication.compute_spans(run)
+    parts = []
+    for place, own in pairs.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
+        between = own.select("from_ns", pl.max_horizontal("from_ns", "to_ns").alias("to_ns")).to_numpy()
+        busy_ns = intervals.coverage(between, compute.get(place, intervals.EMPTY))
+        parts.append(own.with_columns(pl.Series("expert_ns", busy_ns, pl.Int64)))
+    return pl.concat(parts)

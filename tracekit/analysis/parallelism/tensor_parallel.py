@@ -1,0 +1,89 @@
+"""Communication of tensor parallelism: how long it is exposed, per step and per collective of a layer."""
+
+import polars as pl
+
+from tracekit.analysis.communication import collective_instances, exposed_communication
+from tracekit.analysis.parallelism import axis_communication, group_axes, nodes
+from tracekit.analysis.time import breakdown
+from tracekit.conventions.strategies import TP
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+
+COLUMNS = schema.columns(
+    "window rank step calls layers exposed_ns transfer_ns waited_ns per_layer_ns start_ns duration_ns exposed_ratio"
+)
+FACTS: tuple[Fact, ...] = (
+    *axis_communication.FACTS,
+    exposed_communication.exposed,
+    exposed_communication.save_collectives,
+    nodes.device_index,
+)
+_ACTIVITY = ["window", "rank", "activity_id"]
+_LARGE_BYTES = 1 << 20
+_CALLS_PER_LAYER = 2
+"""All-reduces of a transformer layer in one direction: after attention and after the feed-forward part."""
+
+
+def exposed_calls(run: Run) -> pl.DataFrame:
+    """Return the collectives of axis tp in steps with their exposed time; use ``run.run_table``.
+
+    Columns of `axis_communication.calls`, all_exposed_ns (no compute runs), exposed_ns (of that, with all ranks
+    present: the transfer).
+    """
+    named = run.run_table(axis_communication.calls).filter(pl.col("axis") == TP)
+    whole = run.table(exposed_communication.exposed).select(*_ACTIVITY, all_exposed_ns="exposed_ns")
+    moving = run.run_table(exposed_communication.exposed_transfers).select(*_ACTIVITY, "exposed_ns")
+    joined = named.join(whole, on=_ACTIVITY, how="left").join(moving, on=_ACTIVITY, how="left")
+    return joined.with_columns(pl.col("all_exposed_ns", "exposed_ns").fill_null(0)).sort("window", "rank", "start_ns")
+
+
+def exposed_by_step(run: Run) -> pl.DataFrame:
+    """Return the exposed communication of tensor parallelism per rank and step; use ``run.run_table``.
+
+    Columns COLUMNS: layers (half of the large collectives in forward, where phases are known; of all otherwise),
+    exposed_ns = transfer_ns + waited_ns, per_layer_ns (exposed_ns over layers), exposed_ratio (of the step's duration).
+    Empty without tensor parallelism.
+    """
+    if not group_axes.has_axis(run, TP):
+        return pl.DataFrame(schema=COLUMNS)
+    calls = run.run_table(exposed_calls)
+    is_large = pl.col("bytes") >= _LARGE_BYTES
+    in_forward = (is_large & (pl.col("phase") == "forward")).sum()
+    layers = pl.when(in_forward > 0).then(in_forward).otherwise(is_large.sum()) // _CALLS_PER_LAYER
+    sums = calls.group_by("window", "rank", "step").agg(
+        pl.len().alias("calls"),
+        layers.alias("layers"),
+        pl.col("all_exposed_ns").sum(),
+        pl.col("exposed_ns").sum().alias("transfer_ns"),
+        pl.col("start_ns").min(),
+    )
+    steps = run.table(breakdown.by_step).group_by("window", "rank", "step").agg(pl.col("duration_ns").max())
+    joined = sums.join(steps, on=["window", "rank", "step"], nulls_equal=True).filter(pl.col("duration_ns") > 0)
+    table = joined.rename({"all_exposed_ns": "exposed_ns"}).with_columns(
+        (pl.col("exposed_ns") - pl.col("transfer_ns")).alias("waited_ns"),
+        (pl.col("exposed_ns") // pl.col("layers").clip(1)).alias("per_layer_ns"),
+        (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio"),
+    )
+    return schema.conform(table, COLUMNS).sort("window", "rank", "step")
+
+
+def groups_across_nodes(run: Run) -> list[list[int]]:
+    """Return the tensor-parallel groups whose ranks are on several nodes; [] where nodes are not known."""
+    node_of = nodes.node_of_rank(run)
+    groups = run.run_table(group_axes.group_axes).filter(pl.col("axis") == TP)["ranks"].to_list()
+    return [ranks for ranks in groups if len({node_of.get(rank) for rank in ranks} - {None}) > 1]
+
+
+def bus_bandwidth(run: Run, groups: list[list[int]], *, inside: bool) -> float | None:
+    """Return the median bus bandwidth of large collectives of groups, or of all others (inside), in bytes per s."""
+    chosen = {tuple(sorted(ranks)) for ranks in groups}
+    found = run.run_table(collective_instances.instances).drop_nulls("bus_bytes_per_s")
+    node_of = nodes.node_of_rank(run)
+    large = found.filter(pl.col("bytes") >= _LARGE_BYTES).select("ranks", "bus_bytes_per_s")
+    rates = [
+        rate
+        for ranks, rate in large.iter_rows()
+        if (len({node_of.get(rank) for rank in ranks}) == 1 if inside else tuple(ranks) in chosen)
+    ]
+    return float(pl.Series(rates).median() or 0) if rates else None  # type: ignore[arg-type]

@@ -1,0 +1,316 @@
+"""Rules on pipeline bubbles: more than the schedule's, unequal stages, and a schedule that makes large ones."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.parallelism import mesh, nodes, pipeline_balance, pipeline_bubbles, pipeline_links
+from tracekit.analysis.parallelism.pipeline_balance import Balance
+from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
+
+_EVIDENCE_ROWS = 40
+FACTS: tuple[Fact, ...] = (*pipeline_bubbles.FACTS, nodes.device_index)
+
+
+@dataclass(frozen=True)
+class PipelineBubble(Rule):
+    """Pipeline bubbles above what the schedule and its micro-batches allow.
+
+    What it does: reports pipelines that take `min_lost_ratio` of their time longer than the same forwards and backwards
+    would in the same order, if each started as soon as its input is complete. It says how much of that is sends and
+    receives, and how much the host.
+
+    Why it costs: while a rank waits for activations or gradients that another rank has computed already, its device is
+    idle, and the delay travels from stage to stage.
+
+    How it is measured: the recorded actions of all ranks are scheduled again with their own durations on links without
+    cost; the cost is the difference to the recorded time from the first action to the last. The message quotes the
+    representative step. What a slow link costs is subtracted (PIPE005). Delays between the completion of an input and
+    the action that needs it are communication where the rank sends or receives meanwhile, otherwise the host.
+
+    How to fix: communication: post receives one micro-batch ahead and sends without waiting (batch_isend_irecv, an
+    interleaved schedule with overlap_p2p_comm), keep neighboring stages inside a node, or send less (bf16, scatter-
+    gather over the tensor-parallel ranks). Host: launch ahead (fewer synchronizations between micro-batches, CUDA
+    graphs), load data before the first micro-batch.
+
+    Blind spots: needs the traces of all ranks of a pipeline. On a CPU run a stage's threads compete for cores, which
+    counts as longer actions.
+    """
+
+    code: ClassVar[str] = "PIPE001"
+    facts: ClassVar[tuple[Fact, ...]] = FACTS
+    min_lost_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the representative step loses enough."""
+        if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
+            return
+        links_ns = int(run.run_table(pipeline_links.links)["saved_ns"].max() or 0)  # type: ignore[arg-type]
+        worst = median_row(_passes(run), "lost_ratio", "duration_ns")
+        lost_ns = max(0, worst["lost_ns"] - links_ns)
+        if lost_ns < self.min_lost_ratio * worst["duration_ns"]:
+            return
+        is_communication = worst["communication_ns"] >= worst["host_ns"]
+        parts = f"{units.share(worst['communication_share'])} of it while ranks send or receive"
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"The pipeline takes {units.duration(lost_ns)} of {units.duration(worst['duration_ns'])} "
+            f"({units.share(lost_ns / worst['duration_ns'])}) longer than its schedule allows in {_step(worst)}, "
+            f"{parts}. Ranks are idle for {units.share(worst['bubble_ratio'])} of it; the same actions without delay "
+            f"between ranks leave {units.share(worst['ideal_bubble_ratio'])}.",
+            _OVERLAP if is_communication else _LAUNCH,
+            impact=min(1.0, lost_ns / worst["duration_ns"]),
+            cost_ns=lost_ns,
+            confidence=0.7,
+            ranks=distinct(_rows_of(run, worst), "rank"),
+            steps=distinct(_passes(run), "step"),
+            evidence=_evidence(run, worst),
+            is_of_window=worst["step"] is None,
+        )
+
+
+@dataclass(frozen=True)
+class UnbalancedStages(Rule):
+    """Unbalanced stages: one stage of the pipeline takes longer, and all others wait for it.
+
+    What it does: reports the stage that takes longest, by how much, and how layers should be divided instead, if that
+    shortens the pipeline by `min_lost_ratio`. A stage whose layers take `min_slowdown` times as long as those of other
+    stages is reported with what it costs, whether or not layers can be moved. Below `warning_lost_ratio` it is
+    information.
+
+    Why it costs: in the steady state every micro-batch passes through every stage, so the pipeline is as fast as its
+    slowest one. All other ranks are idle for the difference, once per micro-batch.
+
+    How it is measured: the time of a stage is that of its forwards and backwards in a step, the median over replicas
+    and steps. With the layers of each stage from run.json, the time of a layer is known; the output layer counts as
+    many layers as it has parameters. Layers are moved one at a time while that shortens the slowest rank. The cost is
+    the difference between two schedules of the recorded actions without delay between ranks: with the times as
+    measured, and with the new ones. Without layers in run.json, the other schedule has stages of equal times, and the
+    stage must take `min_slowdown` times as long as the others.
+
+    How to fix: move the named layers (split points of pipeline_module, --decoder-first-pipeline-num-layers and
+    --decoder-last-pipeline-num-layers of Megatron-LM, partition_method of DeepSpeed). Give the first and last stage
+    fewer layers if embedding or output layer are large. If the layers themselves are slower, check that stage's
+    devices and hosts.
+
+    Blind spots: layers are taken as equal; experts and attention over different lengths are not. A rank that is slow in
+    one replica only is a straggler (RANK001). Without layers in run.json, an output layer looks like a slow stage.
+    """
+
+    code: ClassVar[str] = "PIPE002"
+    facts: ClassVar[tuple[Fact, ...]] = FACTS
+    min_lost_ratio: float = 0.005
+    warning_lost_ratio: float = 0.03
+    min_slowdown: float = 1.15
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding on the slowest stage."""
+        if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
+            return
+        balance = pipeline_balance.balance(run)
+        if balance is None:
+            return
+        stage = balance.slowest
+        is_slow = balance.slowdown(stage) >= self.min_slowdown
+        saved_ns = max(balance.saved_ns, balance.slow_saved_ns) if is_slow else balance.saved_ns
+        lost_ratio = saved_ns / max(1, balance.duration_ns)
+        if lost_ratio < self.min_lost_ratio:
+            return
+        rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
+        ranks = distinct(rows.filter(pl.col("stage") == stage), "rank")
+        yield Finding(
+            self.code,
+            Severity.WARNING if lost_ratio >= self.warning_lost_ratio else Severity.INFO,
+            f"Stage {stage} (ranks {units.ranges(ranks)}) takes {balance.ratio(stage):.2f} times as long as the other "
+            f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
+            f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for it."
+            f"{_why(balance, stage, is_slow)}",
+            _move(run, balance, stage, is_slow),
+            impact=min(1.0, lost_ratio),
+            cost_ns=saved_ns,
+            confidence=0.8 if balance.layers else 0.6,
+            ranks=ranks,
+            steps=distinct(rows, "step"),
+            evidence=rows.filter(pl.col("stage") == stage)
+            .select(
+                "window",
+                "rank",
+                "step",
+                "stage",
+                "start_ns",
+                "forward_ns",
+                "backward_ns",
+                "imbalance_ns",
+                dur_ns="duration_ns",
+            )
+            .head(_EVIDENCE_ROWS),
+            subject=f"stage {stage}",
+            is_of_window=rows["step"].is_null().all(),
+        )
+
+
+@dataclass(frozen=True)
+class FewMicroBatches(Rule):
+    """Too few micro-batches for the length of the pipeline.
+
+    What it does: reports pipelines whose schedule itself leaves ranks idle for more than `max_bubble_ratio` of the
+    time, even with equal stages and no delay between ranks. It says what twice the micro-batches, or two stages a rank,
+    would leave, and the memory that costs.
+
+    Why it costs: a pipeline of p ranks fills and drains once per step: p − 1 of m + p − 1 parts of the time are idle.
+
+    How it is measured: the recorded actions of all ranks are scheduled with the mean time of all forwards and all
+    backwards, on links without cost. Twice the micro-batches, each half as large, or twice the stages per rank halve
+    that bubble: the cost is the half.
+
+    How to fix: divide the batch into more micro-batches (n_microbatches, --micro-batch-size), raise the batch
+    (gradient accumulation), use an interleaved schedule (ScheduleInterleaved1F1B,
+    --num-layers-per-virtual-pipeline-stage) or a zero-bubble one, or fewer pipeline stages.
+
+    Blind spots: smaller micro-batches can make kernels less efficient, which is not priced.
+    """
+
+    code: ClassVar[str] = "PIPE003"
+    facts: ClassVar[tuple[Fact, ...]] = FACTS
+    max_bubble_ratio: float = 0.33
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the schedule's own bubble is above the threshold."""
+        if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
+            return
+        worst = median_row(_passes(run), "even_ratio", "duration_ns")
+        if worst["even_ratio"] <= self.max_bubble_ratio:
+            return
+        p, v, m = worst["pipeline_ranks"], worst["stages_per_rank"], worst["micro_batches"]
+        cost_ns = worst["even_ns"] // 2
+        after = worst["even_ratio"] / (2 - worst["even_ratio"])
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"{m} micro-batches are few for {p} pipeline ranks: the schedule itself leaves ranks idle for "
+            f"{units.share(worst['even_ratio'])} of the time in {_step(worst)}. {2 * m} micro-batches of half the "
+            f"size, or {2 * v} stages a rank, would leave {units.share(after)} and save {units.duration(cost_ns)} of "
+            f"{units.duration(worst['duration_ns'])}.",
+            f"Divide the batch into {2 * m} micro-batches (n_microbatches, --micro-batch-size): under 1F1B activations "
+            f"take half the memory. Or {2 * v} stages a rank (ScheduleInterleaved1F1B, "
+            f"--num-layers-per-virtual-pipeline-stage): activations take {_memory(p, 2 * v) / _memory(p, v):.2f} times "
+            "the memory, and twice as many messages are sent. A larger batch of more micro-batches needs no more "
+            "memory under 1F1B.",
+            impact=min(1.0, cost_ns / worst["duration_ns"]),
+            cost_ns=cost_ns,
+            confidence=0.8,
+            ranks=distinct(_rows_of(run, worst), "rank"),
+            steps=distinct(_passes(run), "step"),
+            evidence=_evidence(run, worst),
+            is_of_window=worst["step"] is None,
+        )
+
+
+_OVERLAP = (
+    "Overlap sends and receives with compute: post receives one micro-batch ahead, do not wait for sends "
+    "(batch_isend_irecv; overlap_p2p_comm of an interleaved schedule), keep neighboring stages inside a node, or send "
+    "less: bf16 activations, scatter-gather over the tensor-parallel ranks."
+)
+_LAUNCH = (
+    "Let the host launch ahead: no synchronization (.item(), printing a loss) between micro-batches, data loaded "
+    "before the first one, CUDA graphs or larger micro-batches if kernels are short."
+)
+
+
+def _memory(ranks: int, stages: int) -> float:
+    """Return the first stage's activations relative to 1F1B (arXiv 2205.05198, section 4.2.3)."""
+    return 1 + (ranks - 1) / (ranks * stages) if stages > 1 else 1.0
+
+
+def _passes(run: Run) -> pl.DataFrame:
+    """Return one row per pass of a pipeline: its time, means over ranks of the bubble, and what the schedule allows."""
+    rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
+    cases = (
+        run.run_table(pipeline_bubbles.schedule_cases)
+        .group_by(PIPELINE)
+        .agg(pl.col("even_duration_ns", "stages_duration_ns").first(), pl.col("even_ns").mean().round().cast(pl.Int64))
+    )
+    lost_ns = (pl.col("duration_ns") - pl.col("ideal_duration_ns")).clip(0)
+    means = rows.unique([*PIPELINE, "rank"]).group_by(PIPELINE).agg(
+        pl.col("start_ns", "duration_ns", "ideal_duration_ns").first(),
+        pl.col("pipeline_ranks", "stages_per_rank", "micro_batches").first(),
+        pl.col("bubble_ratio", "ideal_bubble_ratio").mean(),
+        pl.col("communication_ns", "host_ns").sum(),
+    )  # fmt: skip
+    both = pl.col("communication_ns").clip(0) + pl.col("host_ns").clip(0)
+    return (
+        means.drop_nulls("ideal_duration_ns")
+        .join(cases, on=PIPELINE, nulls_equal=True)
+        .with_columns(
+            lost_ns.alias("lost_ns"),
+            (lost_ns / pl.col("duration_ns")).alias("lost_ratio"),
+            (pl.col("even_ns") / pl.col("even_duration_ns")).alias("even_ratio"),
+            pl.when(both > 0)
+            .then(pl.col("communication_ns").clip(0) / both)
+            .otherwise(0.0)
+            .alias("communication_share"),
+        )
+        .sort(PIPELINE)
+    )
+
+
+def _rows_of(run: Run, row: dict[str, Any]) -> pl.DataFrame:
+    is_own = (pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in PIPELINE)
+    return run.run_table(pipeline_bubbles.pipeline_bubbles).filter(pl.all_horizontal(is_own))
+
+
+def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
+    shown = _rows_of(run, row).rename({"duration_ns": "dur_ns"})
+    ordered = largest_first(shown, "bubble_ns", "rank", "stage").head(_EVIDENCE_ROWS)
+    return ordered.select(
+        "window", "rank", "step", "stage", "start_ns", "dur_ns", "bubble_ns", "ideal_bubble_ns", "warmup_ns",
+        "steady_ns", "cooldown_ns", "communication_ns", "host_ns",
+    )  # fmt: skip
+
+
+def _step(row: dict[str, Any]) -> str:
+    return "the window" if row["step"] is None else f"the representative step ({row['step']})"
+
+
+def _why(balance: Balance, stage: int, is_slow: bool) -> str:
+    if is_slow and balance.layers:
+        return f" Its layers take {balance.slowdown(stage):.2f} times as long as those of other stages."
+    return f" It has {balance.layers[stage]} of {sum(balance.layers)} layers." if balance.layers else ""
+
+
+def _move(run: Run, balance: Balance, stage: int, is_slow: bool) -> str:
+    check = (
+        f"Check the devices and hosts of stage {stage} (clocks, nvidia-smi -q -d PERFORMANCE; other jobs): its layers "
+        "are slower. " if is_slow and balance.layers else ""
+    )  # fmt: skip
+    if not balance.layers or balance.better_layers == balance.layers:
+        share = units.share(1 - 1 / balance.ratio(stage))
+        rest = (
+            f"Move about {share} of its work to other stages." if not balance.layers else "No whole layer can be moved."
+        )
+        return f"{check}{rest}"
+    moved = [b - n for b, n in zip(balance.better_layers, balance.layers, strict=True)]
+    to = [at for at, count in enumerate(moved) if count > 0]
+    listed = mesh.pipeline_of(run.manifest).stage_layers
+    last = [
+        layers[count:] if at < max(to) else layers[:-count]
+        for at, layers in enumerate(listed)
+        if (count := moved[at]) < 0
+    ]
+    names = units.ranges(layer for layers in last for layer in layers)
+    return (
+        f"{check}Move layer{'s' * (len(last) > 1 or sum(map(len, last)) > 1)} {names} to stage "
+        f"{', '.join(map(str, to))}: layers per stage {_list(balance.better_layers)} instead of "
+        f"{_list(balance.layers)}."
+    )
+
+
+def _list(counts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, counts))

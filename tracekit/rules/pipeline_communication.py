@@ -1,0 +1,156 @@
+"""Rules on communication in pipelines: sharding that communicates for every micro-batch, and slow links."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit.analysis.communication import exposed_communication
+from tracekit.analysis.parallelism import (
+    axis_communication,
+    nodes,
+    pipeline_bubbles,
+    pipeline_links,
+    sharded_micro_batches,
+)
+from tracekit.analysis.time import breakdown
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
+
+_EVIDENCE_ROWS = 40
+
+
+@dataclass(frozen=True)
+class ShardedMicroBatches(Rule):
+    """ZeRO stage 2 or 3 under pipeline parallelism: gradients or weights communicated for every micro-batch.
+
+    What it does: reports data-parallel reduce-scatters or all-gathers that run for `min_micro_batches` or more
+    micro-batches of a step, at least half of them. It is a warning if their exposed part beyond the first micro-batch
+    is `min_lost_ratio` of the step, else information.
+
+    Why it costs: a pipeline runs many micro-batches per step. ZeRO stage 1 reduces gradients once per step; stage 2
+    reduces them, and stage 3 (FSDP with resharding) also gathers weights, for each micro-batch. Pipeline stages already
+    divide gradients and weights, so sharding them further saves little memory. DeepSpeed refuses stages 2 and 3 here.
+
+    How it is measured: each all-gather and reduce-scatter of a data-parallel axis belongs to the last action of the
+    pipeline that started before it on its rank. The cost is the exposed time, without waits, of those of all but one
+    micro-batch.
+
+    How to fix: shard the optimizer only: ZeRO stage 1 (ZeroRedundancyOptimizer, zero_optimization.stage 1,
+    --use-distributed-optimizer). With FSDP keep weights (reshard_after_forward=False) and reduce gradients at the last
+    micro-batch only (set_requires_gradient_sync).
+
+    Blind spots: needs the axis of the groups. Collectives of the first micro-batches that run ahead are counted to
+    those.
+    """
+
+    code: ClassVar[str] = "PIPE004"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        *pipeline_bubbles.FACTS, *axis_communication.FACTS, exposed_communication.exposed, breakdown.by_step,
+    )  # fmt: skip
+    min_micro_batches: int = 3
+    min_lost_ratio: float = 0.01
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if collectives recur with the micro-batches."""
+        rows = run.run_table(sharded_micro_batches.sharded_micro_batches)
+        often = rows.filter(
+            pl.col("with_calls") >= self.min_micro_batches, pl.col("with_calls") * 2 >= pl.col("micro_batches")
+        )
+        if often.is_empty():
+            return
+        worst = median_row(often, "lost_ns", "rank", "step")
+        ratio = worst["lost_ns"] / max(1, worst["duration_ns"])
+        op = worst["op"].replace("_", "-")
+        stage = 3 if "all_gather" in often["op"].to_list() else 2
+        yield Finding(
+            self.code,
+            Severity.WARNING if ratio >= self.min_lost_ratio else Severity.INFO,
+            f"{op.capitalize()}s of {worst['axis']} run for {worst['with_calls']} of {worst['micro_batches']} "
+            f"micro-batches, as with ZeRO stage {stage}: {units.size(worst['bytes'])} per step, "
+            f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} ({units.share(ratio)}) more "
+            f"exposed communication on rank {worst['rank']} than for one.",
+            "Shard the optimizer only (ZeRO stage 1: ZeroRedundancyOptimizer, zero_optimization.stage 1, "
+            "--use-distributed-optimizer): gradients are then reduced once per step. With FSDP: "
+            "fully_shard(reshard_after_forward=False) and set_requires_gradient_sync(False) but for the last "
+            "micro-batch.",
+            impact=min(1.0, ratio),
+            cost_ns=worst["lost_ns"],
+            confidence=0.8,
+            ranks=distinct(often, "rank"),
+            steps=distinct(often, "step"),
+            evidence=largest_first(often, "lost_ns", "rank", "step").head(_EVIDENCE_ROWS),
+            is_of_window=worst["step"] is None,
+        )
+
+
+@dataclass(frozen=True)
+class SlowPipelineLink(Rule):
+    """A slow link between two stages of a pipeline.
+
+    What it does: reports two neighboring stages between which results take `min_slowdown` times as long as over other
+    links of the same kind, if that costs `min_lost_ratio` of the pipeline's time; it is a warning from
+    `warning_lost_ratio`.
+
+    Why it costs: each micro-batch passes the link twice; the stage behind it waits, and all stages after that one.
+
+    How it is measured: where a rank was waiting already when its input was complete on the neighboring rank, the time
+    until its action starts is that of the transfer: waiting for the neighbor is not in it. Links inside a node are
+    compared with each other, and links between nodes; also with the same link of other replicas. A quarter of the
+    transfers at most may be faster than that factor says. The cost is the difference between two schedules of the
+    recorded actions, with the link's median time and with the usual one.
+
+    How to fix: check the link: nvidia-smi topo -m and nvlink -s inside a node; ibstat, link errors and NCCL_IB_HCA
+    between nodes; NCCL_DEBUG=INFO shows the transport of each peer. Move the node out of the pipeline meanwhile.
+
+    Blind spots: a pipeline with one link of its kind has nothing to compare with. Nodes are known by GPUs per node in
+    run.json or by device indices. The time includes the launch of the action.
+    """
+
+    code: ClassVar[str] = "PIPE005"
+    facts: ClassVar[tuple[Fact, ...]] = (*pipeline_bubbles.FACTS, nodes.device_index)
+    min_slowdown: float = 3.0
+    min_lost_ratio: float = 0.002
+    warning_lost_ratio: float = 0.01
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding per pair of stages with a slow link."""
+        if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
+            return
+        links = run.run_table(pipeline_links.links).drop_nulls("usual_ns")
+        slow = links.filter(
+            pl.col("low_ns") >= self.min_slowdown * pl.col("usual_ns"),
+            pl.col("saved_ns") >= self.min_lost_ratio * pl.col("duration_ns"),
+        )
+        pair = pl.concat_list(
+            pl.min_horizontal("source_stage", "rank_stage"), pl.max_horizontal("source_stage", "rank_stage")
+        )
+        for (stages,), rows in slow.with_columns(pair.alias("pair")).group_by("pair", maintain_order=True):
+            yield self._finding(rows, stages, distinct(run.run_table(pipeline_bubbles.pipeline_bubbles), "step"))
+
+    def _finding(self, rows: pl.DataFrame, stages: object, steps: tuple[int, ...]) -> Finding:
+        worst = largest_first(rows, "saved_ns", "rank").row(0, named=True)
+        first, second = list(stages) if isinstance(stages, (list, pl.Series)) else (0, 0)
+        ratio = worst["saved_ns"] / max(1, worst["duration_ns"])
+        ranks = tuple(sorted({*distinct(rows, "rank"), *distinct(rows, "source_rank")}))
+        return Finding(
+            self.code,
+            Severity.WARNING if ratio >= self.warning_lost_ratio else Severity.INFO,
+            f"The link between stages {first} and {second} (ranks {units.ranges(ranks)}) is slow: a result takes "
+            f"{units.duration(worst['delay_ns'])} from rank {worst['source_rank']} to rank {worst['rank']}, "
+            f"{units.duration(worst['usual_ns'])} over similar links. That costs {units.duration(worst['saved_ns'])} "
+            f"of {units.duration(worst['duration_ns'])} ({units.share(ratio)}).",
+            f"Check the link between ranks {worst['source_rank']} and {worst['rank']}: NCCL_DEBUG=INFO (transport), "
+            "nvidia-smi topo -m and nvlink -s inside a node, ibstat and NCCL_IB_HCA between nodes; nccl-tests "
+            "(sendrecv_perf) measures it.",
+            impact=min(1.0, ratio),
+            cost_ns=worst["saved_ns"],
+            confidence=0.7,
+            ranks=ranks,
+            steps=steps,
+            evidence=rows.drop("pair").head(_EVIDENCE_ROWS),
+            subject=f"stages {first} and {second}",
+        )

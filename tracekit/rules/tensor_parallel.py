@@ -1,0 +1,176 @@
+"""Rules on tensor parallelism: groups across nodes, and exposed communication of layers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.parallelism import group_axes, tensor_parallel
+from tracekit.conventions.strategies import TP
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
+
+_EVIDENCE_ROWS = 40
+_NODE_SPEEDUP = 5.0
+"""How many times as fast links inside a node are at least, where no group inside a node shows it."""
+
+
+@dataclass(frozen=True)
+class TensorParallelAcrossNodes(Rule):
+    """Tensor parallelism across nodes.
+
+    What it does: reports tensor-parallel groups whose ranks are on several nodes, if their exposed communication costs
+    `min_lost_ratio` of the step.
+
+    Why it costs: tensor parallelism communicates several times per layer, and the next kernel waits for each result.
+    Links between nodes are several times slower than NVLink inside a node.
+
+    How it is measured: ranks are on the nodes that run.json states (GPUs per node), else a node begins where device
+    indices start again. The cost is the exposed transfer time of these collectives, without waits, times the share that
+    links inside a node would save: by the bus bandwidth of groups inside a node, where there are any, else a factor
+    of 5.
+
+    How to fix: make tp at most the GPUs of a node, with tp the innermost axis of the mesh (ranks of a group
+    consecutive); use pipeline or data parallelism between nodes.
+
+    Blind spots: nodes must be known. On nodes with NVLink between them (NVL72) this is no trouble.
+    """
+
+    code: ClassVar[str] = "TP001"
+    facts: ClassVar[tuple[Fact, ...]] = tensor_parallel.FACTS
+    min_lost_ratio: float = 0.02
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all groups across nodes."""
+        if not group_axes.has_axis(run, TP) or not (groups := tensor_parallel.groups_across_nodes(run)):
+            return
+        members = sorted({rank for ranks in groups for rank in ranks})
+        steps = run.run_table(tensor_parallel.exposed_by_step).filter(pl.col("rank").is_in(members))
+        if steps.is_empty():
+            return
+        speed = tensor_parallel.bus_bandwidth(run, groups, inside=False)
+        inside = tensor_parallel.bus_bandwidth(run, groups, inside=True)
+        saved = 1 - min(1.0, speed / inside) if speed and inside and inside > speed else 1 - 1 / _NODE_SPEEDUP
+        worst = median_row(steps, "transfer_ns", "rank", "step")
+        cost_ns = int(saved * worst["transfer_ns"])
+        ratio = cost_ns / worst["duration_ns"]
+        if ratio < self.min_lost_ratio:
+            return
+        at = f" Their bus bandwidth is {units.rate(speed)}." if speed else ""
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"{len(groups)} tensor-parallel groups, such as ranks {units.ranges(groups[0])}, are on several nodes: "
+            f"{units.duration(worst['transfer_ns'])} of {units.duration(worst['duration_ns'])} "
+            f"({units.share(worst['transfer_ns'] / worst['duration_ns'])}) of {_step(worst)} is their exposed "
+            f"transfer time; links inside a node would save about {units.duration(cost_ns)}.{at}",
+            "Keep each tensor-parallel group inside one node: tp at most the GPUs of a node and the innermost axis of "
+            "the mesh; use pipeline or data parallelism between nodes.",
+            impact=min(1.0, ratio),
+            cost_ns=cost_ns,
+            confidence=0.8,
+            ranks=tuple(members),
+            steps=distinct(steps, "step"),
+            evidence=_evidence(run, worst),
+            is_of_window=worst["step"] is None,
+        )
+
+
+@dataclass(frozen=True)
+class ExposedTensorParallel(Rule):
+    """Exposed communication of tensor parallelism.
+
+    What it does: reports runs in which tensor-parallel collectives run without compute for more than
+    `max_exposed_ratio` of the step: how much of it is transfer, how much waiting for late ranks, and how long per
+    layer. It is a warning if the transfer alone is that much, or if it is `min_slow_ratio` of the step at a bus
+    bandwidth below `slow_bytes_per_ns` GB/s; else information. Groups across nodes belong to TP001.
+
+    Why it costs: the result of an all-reduce of activations is needed at once, so nothing hides it: two all-reduces per
+    layer in forward and two in backward.
+
+    How it is measured: the axis of each group comes from its description, the manifest, or its collectives (see
+    docs/parallelism.md). Exposed is the time of its collectives in which the device computes nothing, per rank and
+    step; transfer is what remains after all ranks have arrived. The message quotes the representative step. Layers are
+    counted by two large collectives each in forward, or in all if phases are not known. The cost is the transfer.
+
+    How to fix: overlap each collective with its matrix product (async tensor parallelism: torch.compile with
+    torch._inductor.config._micro_pipeline_tp, --tp-comm-overlap of Megatron-LM) together with sequence parallelism;
+    a smaller tensor-parallel group; larger micro-batches. Check slow links with nccl-tests. For waiting see RANK001 and
+    HOST001.
+
+    Blind spots: an inferred axis can be wrong: its confidence is in the message.
+    """
+
+    code: ClassVar[str] = "TP002"
+    facts: ClassVar[tuple[Fact, ...]] = tensor_parallel.FACTS
+    max_exposed_ratio: float = 0.2
+    min_slow_ratio: float = 0.05
+    slow_bytes_per_ns: float = 50.0
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the representative step is above the threshold."""
+        steps = run.run_table(tensor_parallel.exposed_by_step)
+        if steps.is_empty() or tensor_parallel.groups_across_nodes(run):
+            return
+        worst = median_row(steps, "exposed_ratio", "rank", "step")
+        transfer_ratio = worst["transfer_ns"] / worst["duration_ns"]
+        groups = run.run_table(group_axes.group_axes).filter(pl.col("axis") == TP)
+        speed = tensor_parallel.bus_bandwidth(run, groups["ranks"].to_list(), inside=False)
+        is_slow = bool(speed) and (speed or 0) < self.slow_bytes_per_ns * 1e9 and transfer_ratio >= self.min_slow_ratio
+        if worst["exposed_ratio"] <= self.max_exposed_ratio and not is_slow:
+            return
+        is_warning = is_slow or transfer_ratio > self.max_exposed_ratio
+        yield Finding(
+            self.code,
+            Severity.WARNING if is_warning else Severity.INFO,
+            f"Tensor-parallel collectives (axis tp, {_source(groups)}) are exposed for "
+            f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} "
+            f"({units.share(worst['exposed_ratio'])}) in {_step(worst)} of rank {worst['rank']}: "
+            f"{units.duration(worst['transfer_ns'])} transfer and {units.duration(worst['waited_ns'])} waiting for "
+            f"late ranks, {units.duration(worst['per_layer_ns'])} for each of {worst['layers']} layers."
+            + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
+            _SLOW if is_slow else _OVERLAP if is_warning else _WAITING,
+            impact=min(1.0, transfer_ratio),
+            cost_ns=worst["transfer_ns"],
+            confidence=min(0.9, float(groups["confidence"].min() or 0)),  # type: ignore[arg-type]
+            ranks=distinct(steps, "rank"),
+            steps=distinct(steps, "step"),
+            evidence=_evidence(run, worst),
+            is_of_window=worst["step"] is None,
+        )
+
+
+_OVERLAP = (
+    "Overlap each collective with its matrix product: sequence parallelism with async tensor parallelism "
+    "(torch.compile and torch._inductor.config._micro_pipeline_tp, --tp-comm-overlap of Megatron-LM). Or use a smaller "
+    "tensor-parallel group and more pipeline or data parallelism."
+)
+_SLOW = (
+    "Find out why the links are slow: NCCL_DEBUG=INFO shows the transport (SHM or NET instead of P2P), nvidia-smi "
+    "topo -m the links, nccl-tests (all_reduce_perf) their speed. On machines without NVLink use pipeline or data "
+    "parallelism instead of tensor parallelism."
+)
+_WAITING = "Most of it is waiting for late ranks: see RANK001, RANK003 and HOST001. The transfer itself is short."
+
+
+def _source(groups: pl.DataFrame) -> str:
+    row = groups.sort("confidence").row(0, named=True)
+    if row["source"] == group_axes.INFERRED:
+        return f"inferred, confidence {row['confidence']:.1f}"
+    return f"by the {'group description' if row['source'] == group_axes.DESCRIPTION else 'manifest'}"
+
+
+def _step(row: dict[str, Any]) -> str:
+    return "the window" if row["step"] is None else f"the representative step ({row['step']})"
+
+
+def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
+    calls = run.run_table(tensor_parallel.exposed_calls).filter(pl.col("rank") == worst["rank"])
+    shown = calls.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns"))
+    ordered = largest_first(shown, "all_exposed_ns", "start_ns").head(_EVIDENCE_ROWS)
+    return ordered.select(
+        "window", "rank", "step", "phase", "op", "bytes", "start_ns", "dur_ns", "all_exposed_ns", "exposed_ns"
+    )
