@@ -44,7 +44,8 @@ def _trace(rank: int, lines: list[tuple[int, str]], scale_ns: int, on_device: bo
         # On a device the host runs ahead: its spans say nothing about when the kernels run.
         host_ns, host_dur_ns = (at * 10, 5) if on_device else (start_ns, dur_ns)
         span = {"id": 2 * at, "lane": 0, "name": name, "kind": "annotation", "start_ns": host_ns, "dur_ns": host_dur_ns}
-        launch = {"id": 2 * at + 1, "lane": 0, "name": "cudaLaunchKernel", "kind": "runtime"}
+        issued = ("cudaLaunchKernel", "runtime") if on_device else ("aten::mm", "cpu_op")
+        launch = {"id": 2 * at + 1, "lane": 0, "name": issued[0], "kind": issued[1]}
         ops += [span | {"step": 0}, launch | {"start_ns": host_ns + 1, "dur_ns": 1, "step": 0}]
         activity = {"id": at, "launch_id": 2 * at + 1, "lane": 1 if on_device else 0, "name": "gemm", "kind": "compute"}
         activities.append(activity | {"start_ns": start_ns, "dur_ns": dur_ns, "step": 0})

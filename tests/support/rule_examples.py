@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from tests.support import drawn_hosts, drawn_traces
+from tests.support import drawn_hosts, drawn_traces, pipeline_examples
 from tests.support.sample_snapshots import MIB, Simulation, write
 from tracekit.model import schema
 from tracekit.model.run import RUN_DATA_QUALITY, Run
@@ -550,4 +550,5 @@ EXAMPLES: dict[str, Example] = {
         lambda: save_run({"total": 5}, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
     ),
     "DATA001": Example(lambda: data_quality_issues(("truncated", 0.3)), data_quality_issues),
+    **{code: Example(fires, silent) for code, (fires, silent) in pipeline_examples.EXAMPLES.items()},
 }

@@ -10,8 +10,9 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
 from tracekit.analysis.compute import compute_gap_causes, contention
-from tracekit.analysis.parallelism import strategy, workload
+from tracekit.analysis.parallelism import group_axes, strategy, workload
 from tracekit.analysis.time import breakdown
+from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -46,6 +47,8 @@ class ExposedCommunication(Rule):
     How to fix: start all-gathers earlier (explicit prefetch), use larger units, or send fewer bytes. The fix in the
     finding depends on the strategy (from the manifest, else from the spans in the trace) and on the most exposed
     collective.
+
+    If most of it is tensor parallelism, the finding is information (see TP001 and TP002).
 
     Blind spots: waits for a rank without a trace, and waits shorter than the clock error, count as communication. On a
     CPU run, compute is the union of dispatcher ops.
@@ -87,12 +90,15 @@ class ExposedCommunication(Rule):
         worst = over.row(0, named=True)
         collectives = _collectives(run).join(over.select("rank"), on="rank", how="semi")
         severity = self._severity(worst["exposed_ratio"])
+        axis = _most_exposed_axis(run, worst)
+        if axis == TP:
+            severity = Severity.INFO
         slow = _slow_transfers(run, self.slow_bytes_per_ns)
         yield Finding(
             self.code,
             severity,
-            _message(worst) + slow,
-            _fix(run, worst, representative_step.rows_of(collectives, worst)) + (_SLOW_FIX if slow else ""),
+            _message(worst) + (_OF_TENSOR_PARALLEL if axis == TP else "") + slow,
+            _fix(run, worst, representative_step.rows_of(collectives, worst), axis) + (_SLOW_FIX if slow else ""),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
@@ -259,18 +265,47 @@ def _overlapped_ratio(worst: dict[str, Any]) -> float:
     return float(worst["overlapped_ns"] / worst["communication_ns"]) if worst["communication_ns"] else 0.0
 
 
-def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame) -> str:
+_OF_TENSOR_PARALLEL = " Most of it is tensor parallelism: see TP001 and TP002."
+
+
+def _most_exposed_axis(run: Run, worst: dict[str, Any]) -> str | None:
+    """Return the axis with more than half of the exposed transfers of a step; None where it is not stated or unclear.
+
+    An inferred axis does not change what this rule says.
+    """
+    stated = run.run_table(group_axes.group_axes).filter(pl.col("source") != group_axes.INFERRED)
+    if not stated["axis"].is_in([TP, *_DATA_AXES]).any():
+        return None
+    key = ["window", "rank", "activity_id"]
+    named = run.run_table(group_axes.axis_of_calls).join(stated.select("group", "members"), on=["group", "members"])
+    own = representative_step.rows_of(run.run_table(exposed_communication.exposed_transfers), worst)
+    sums = own.join(named.select(*key, "axis"), on=key).group_by("axis").agg(pl.col("exposed_ns").sum())
+    most = sums.filter(pl.col("exposed_ns") * 2 > own["exposed_ns"].sum())
+    return None if most.is_empty() else str(most["axis"][0])
+
+
+def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame, axis: str | None) -> str:
     time = largest_first(own.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
     op = time["op"][0] if time.height else None
     gloo = bool(own["name"].str.starts_with("gloo:").any())
     costliest = own.filter(pl.col("op").eq_missing(pl.lit(op)))
     backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
     return communication_fixes.fix_for(
-        strategy=strategy.of_run(run),
+        strategy=strategy.of_run(run) or (strategy.DDP if axis in _DATA_AXES and op == "all_reduce" else None),
         op=op,
         gloo=gloo,
         overlapped_ratio=_overlapped_ratio(worst),
         is_short=bool(costliest["dtype"].drop_nulls().str.contains(_SHORT_TYPES).all() and costliest["dtype"].count()),
-        in_backward=backward_ns * 2 > costliest["exposed_ns"].sum() if costliest["phase"].count() else None,
+        in_backward=_in_backward(costliest, int(backward_ns), axis),
         infers=workload.is_inference(run),
     )
+
+
+_DATA_AXES = (group_axes.DP, DP_REPLICATE, DP_SHARD)
+
+
+def _in_backward(costliest: pl.DataFrame, backward_ns: int, axis: str | None) -> bool | None:
+    """Return whether collectives are of gradients; None where neither axis nor phase is known."""
+    if axis in _DATA_AXES:
+        return True
+    return backward_ns * 2 > int(costliest["exposed_ns"].sum()) if costliest["phase"].count() else None

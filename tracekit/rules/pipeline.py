@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.parallelism import mesh, nodes, pipeline_balance, pipeline_bubbles, pipeline_links
+from tracekit.analysis.parallelism import mesh, pipeline_balance, pipeline_bubbles, pipeline_links, rank_places
 from tracekit.analysis.parallelism.pipeline_balance import Balance
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import units
@@ -15,7 +15,7 @@ from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
-FACTS: tuple[Fact, ...] = (*pipeline_bubbles.FACTS, nodes.device_index)
+FACTS: tuple[Fact, ...] = (*pipeline_bubbles.FACTS, *rank_places.FACTS)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import polars as pl
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.parallelism import (
     axis_communication,
-    nodes,
     pipeline_bubbles,
     pipeline_links,
+    rank_places,
     sharded_micro_batches,
 )
 from tracekit.analysis.time import breakdown
@@ -111,7 +111,7 @@ class SlowPipelineLink(Rule):
     """
 
     code: ClassVar[str] = "PIPE005"
-    facts: ClassVar[tuple[Fact, ...]] = (*pipeline_bubbles.FACTS, nodes.device_index)
+    facts: ClassVar[tuple[Fact, ...]] = (*pipeline_bubbles.FACTS, *rank_places.FACTS)
     min_slowdown: float = 3.0
     min_lost_ratio: float = 0.002
     warning_lost_ratio: float = 0.01

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.parallelism import nodes, pipeline_bubbles, pipeline_schedule, pipeline_stages
+from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_schedule, pipeline_stages, rank_places
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -51,7 +51,7 @@ def links(run: Run) -> pl.DataFrame:
 
 
 def _with_usual(run: Run, table: pl.DataFrame) -> pl.DataFrame:
-    node_of = nodes.node_of_rank(run)
+    node_of = rank_places.node_of_rank(run)
     stage_of = dict(
         run.run_table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min()).iter_rows()
     )

@@ -72,6 +72,12 @@ def nodes(run: Run) -> pl.DataFrame:
     return places.select("rank", node=(pl.col("rank") // size).cast(pl.String))
 
 
+def node_of_rank(run: Run) -> dict[int, str]:
+    """Return the node of each rank; {} where nodes are not known, or all ranks share one."""
+    found = dict(run.run_table(nodes).select("rank", "node").iter_rows())
+    return found if len(set(found.values())) > 1 else {}
+
+
 def stages(run: Run) -> dict[int, int]:
     """Return the pipeline stage of each rank, by its first one; {} without pipeline parallelism.
 

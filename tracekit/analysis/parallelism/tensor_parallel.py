@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, exposed_communication
-from tracekit.analysis.parallelism import axis_communication, group_axes, nodes
+from tracekit.analysis.parallelism import axis_communication, group_axes, rank_places
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.strategies import TP
 from tracekit.model import schema
@@ -17,7 +17,7 @@ FACTS: tuple[Fact, ...] = (
     *axis_communication.FACTS,
     exposed_communication.exposed,
     exposed_communication.save_collectives,
-    nodes.device_index,
+    rank_places.rank_hosts,
 )
 _ACTIVITY = ["window", "rank", "activity_id"]
 _LARGE_BYTES = 1 << 20
@@ -70,7 +70,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
 
 def groups_across_nodes(run: Run) -> list[list[int]]:
     """Return the tensor-parallel groups whose ranks are on several nodes; [] where nodes are not known."""
-    node_of = nodes.node_of_rank(run)
+    node_of = rank_places.node_of_rank(run)
     groups = run.run_table(group_axes.group_axes).filter(pl.col("axis") == TP)["ranks"].to_list()
     return [ranks for ranks in groups if len({node_of.get(rank) for rank in ranks} - {None}) > 1]
 
@@ -79,7 +79,7 @@ def bus_bandwidth(run: Run, groups: list[list[int]], *, inside: bool) -> float |
     """Return the median bus bandwidth of large collectives of groups, or of all others (inside), in bytes per s."""
     chosen = {tuple(sorted(ranks)) for ranks in groups}
     found = run.run_table(collective_instances.instances).drop_nulls("bus_bytes_per_s")
-    node_of = nodes.node_of_rank(run)
+    node_of = rank_places.node_of_rank(run)
     large = found.filter(pl.col("bytes") >= _LARGE_BYTES).select("ranks", "bus_bytes_per_s")
     rates = [
         rate

@@ -1,0 +1,99 @@
+"""Rules on pipelines, tensor and expert parallelism: what they name and what they cost, on drawn runs."""
+
+import pytest
+
+from tests.support import drawn_pipelines, drawn_traces, pipeline_examples
+from tracekit.analysis.parallelism import pipeline_bubbles
+from tracekit.model.run import Run
+from tracekit.rules import RULES
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Finding, Severity
+
+CODES = ("PIPE001", "PIPE002", "PIPE003", "PIPE004", "PIPE005", "TP001", "TP002", "EP001")
+
+
+def judge(run: Run, *codes: str) -> tuple[Finding, ...]:
+    return check(run, [rule() for rule in RULES if rule.code in (codes or CODES)]).findings
+
+
+def test_a_delay_costs_what_the_pipeline_takes_longer_than_its_schedule():
+    (found,) = judge(pipeline_examples.delayed(), "PIPE001")
+    assert found.cost_ns == 4000
+    assert "25.0%" in found.message
+
+
+def test_the_slow_stage_is_named_with_the_layers_to_move():
+    (found,) = judge(pipeline_examples.uneven(), "PIPE002")
+    assert found.ranks == (1,)
+    assert found.fix == "Move layer 2 to stage 0: layers per stage 3, 3 instead of 2, 4."
+    # With 3 ns per forward and 3 layers a stage the pipeline takes 18 instead of 21.
+    assert found.cost_ns == 3000
+
+
+def test_slow_layers_are_reported_where_no_layer_can_be_moved():
+    small_head = {"vocabulary": 1, "width": 1, "layers": 2, "parameters": 2002}
+    one_each = drawn_pipelines.run(pipeline_examples.UNEVEN, pipeline={"stage_layers": [[0], [1]]}, model=small_head)
+    (found,) = judge(one_each, "PIPE002")
+    assert "2.00 times as long" in found.message
+    assert "No whole layer can be moved" in found.fix
+
+
+def test_twice_the_micro_batches_save_half_of_the_bubble_of_the_schedule():
+    (found,) = judge(pipeline_examples.few(), "PIPE003")
+    assert found.cost_ns == 3000  # of a bubble of 6 in 12
+    assert "4 micro-batches" in found.message
+
+
+def test_a_gradient_reduction_per_micro_batch_is_no_zero_1():
+    (found,) = judge(pipeline_examples.sharded(per_micro_batch=True), "PIPE004")
+    assert "3 of 3 micro-batches" in found.message
+    assert "ZeRO stage 2" in found.message
+
+
+def test_a_slow_link_costs_both_its_directions():
+    (found,) = judge(pipeline_examples.linked(pipeline_examples.SLOW_LINK), "PIPE005")
+    assert found.ranks == (1, 2)
+    assert found.cost_ns == 6000
+
+
+def test_a_tensor_parallel_group_across_nodes_is_one_finding():
+    (found,) = judge(pipeline_examples.tensor_parallel(pipeline_examples.EXPOSED_TP, gpus_per_node=1))
+    assert (found.code, found.cost_ns) == ("TP001", 6400)
+
+
+def test_exposed_tensor_parallel_time_is_stated_per_layer():
+    (found,) = judge(pipeline_examples.tensor_parallel(pipeline_examples.EXPOSED_TP))
+    assert (found.code, found.cost_ns) == ("TP002", 8000)
+    assert "8 µs for each of 1 layers" in found.message
+
+
+def test_exposed_communication_points_to_the_rule_on_tensor_parallelism():
+    run = pipeline_examples.tensor_parallel(pipeline_examples.EXPOSED_TP)
+    (found,) = judge(run, "COMM001")
+    assert found.severity == Severity.INFO
+    assert "TP002" in found.message
+
+
+def test_waiting_for_a_hot_expert_costs_its_time_above_the_mean():
+    (found,) = judge(pipeline_examples.experts(18, 6, 6, 6), "EP001")
+    assert (found.ranks, found.cost_ns) == ((0,), 9000)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pipeline_examples.even(),
+        pipeline_examples.experts(9, 9),
+        drawn_traces.run(drawn_traces.trace("step 00\ncompute aa")),
+    ],
+    ids=["pipeline", "experts", "one rank"],
+)
+def test_healthy_runs_are_silent(run):
+    assert judge(run) == ()
+
+
+@pytest.mark.parametrize("code", ["PIPE001", "PIPE002", "PIPE003", "PIPE005"])
+def test_no_pipeline_costs_more_than_its_ranks_are_idle(code):
+    run = pipeline_examples.EXAMPLES[code][0]()
+    (found,) = judge(run, code)
+    assert found.cost_ns <= run.run_table(pipeline_bubbles.pipeline_bubbles)["bubble_ns"].max()
