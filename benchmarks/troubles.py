@@ -194,14 +194,17 @@ def clock_drop(job: Job, size: float, rng: random.Random) -> int:
     return rank.number
 
 
+_LATE = ("RANK001", "RANK004")
+"""Rules on late ranks: the rank at fault may straggle alone, or together with another one."""
+
 KINDS = (
-    Kind("slow rank", slow_rank, ("RANK001",), ("RANK003",), needs_ranks=2),
-    Kind("late host of one rank", late_host, ("RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
+    Kind("slow rank", slow_rank, _LATE, ("RANK003",), needs_ranks=2),
+    Kind("late host of one rank", late_host, (*_LATE, "HOST001"), ("RANK003",), needs_ranks=2),
     # A pause after a wait that found the device almost idle is a late launch.
-    Kind("blocking pause of one rank", blocking_pause, ("HOST002", "RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
+    Kind("blocking pause of one rank", blocking_pause, ("HOST002", *_LATE, "HOST001"), ("RANK003",), needs_ranks=2),
     Kind("reading scalars", item_calls, ("HOST002",), ("HOST001",)),
     Kind("data stall", data_stall, ("HOST003",)),
-    Kind("data stall of one rank", data_stall_of_one, ("HOST003", "RANK001"), ("RANK003",), needs_ranks=2),
+    Kind("data stall of one rank", data_stall_of_one, ("HOST003", *_LATE), ("RANK003",), needs_ranks=2),
     Kind("slow collectives", slow_collectives, ("RANK002", "COMM001"), ("STREAM004",)),
     Kind("contention", contention, ("STREAM003",), ("COMM001",)),
     Kind("allocation retries", allocation_retries, ("MEM001", "MEM007")),
@@ -209,9 +212,9 @@ KINDS = (
     Kind("save without a name", nameless_save, ("STEP001", "HOST001", "HOST002")),
     Kind("clock skew", clock_skew, ()),
     Kind("missing rank", missing_rank, (), ("DATA001",), needs_ranks=3),
-    Kind("one pause of one rank", pause_of_one, ("STEP001", "RANK001", "HOST001"), ("RANK003",), needs_ranks=2),
-    Kind("time-sliced device", time_sliced_device, ("STREAM005",), ("RANK001", "RANK003")),
-    Kind("clock drop", clock_drop, ("STEP003",), ("RANK001", "RANK003", "STEP001")),
+    Kind("one pause of one rank", pause_of_one, ("STEP001", *_LATE, "HOST001"), ("RANK003",), needs_ranks=2),
+    Kind("time-sliced device", time_sliced_device, ("STREAM005",), (*_LATE, "RANK003")),
+    Kind("clock drop", clock_drop, ("STEP003",), (*_LATE, "RANK003", "STEP001")),
     Kind("late launches of two ranks", late_group, ("RANK004", "RANK001", "HOST001", "RANK003"), needs_ranks=3),
 )
 

@@ -42,10 +42,7 @@ def priced(name, scratch, folder=FOLDER):
         ("data stall", "HOST003", 0.15),
         ("data stall of one rank", "HOST003", 0.15),
         ("allocation retries", "MEM001", 0.15),
-        pytest.param(
-            *("reading scalars", "HOST002", 0.15),
-            marks=pytest.mark.xfail(strict=True, reason="17% too high: includes a pause in Python that follows a read"),
-        ),
+        ("reading scalars", "HOST002", 0.15),
         ("late launches of two ranks", "RANK004", 0.15),
         ("save without a name", "STEP001", 0.15),
     ],

@@ -22,6 +22,8 @@ from tracekit.replay.graph.nodes import HOST, WORK
 
 _SHORT_RATIO = 0.1
 _USUAL_QUANTILE = 0.75
+_SPLIT_RATIO = 0.5
+"""A call is in the middle of a pause if the host pauses before it for this share of the usual pause after a call."""
 _PAUSE_NS = 2_000_000
 """On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
 
@@ -281,7 +283,8 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     """Return the host's pauses between one of the calls that waited and the next launch, beyond the usual time.
 
     Time inside ops is not a pause: they launch what is needed. After a call that found the device idle, a pause counts
-    for as long as those after waits take, for such a call alone delays nothing.
+    for as long as those after waits take, for such a call alone delays nothing. So does one after a call in the middle
+    of a pause: Python that runs for long before the call, too, runs for other reasons than the call.
     """
     on_host = np.asarray(graph.column("what") == HOST)
     previous = np.clip(graph.chain[: graph.count], 0, graph.count - 1)
@@ -289,10 +292,38 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     gap_ns = _gap_ns(graph, host_state.PYTHON, host_state.LOCK)
     usual_ns = int(np.median(gap_ns[on_host])) if on_host.any() else 0
     beyond_ns = np.maximum(gap_ns - usual_ns, 0)
-    pauses_ns = np.where(is_next & _is_drained(graph, calls)[previous], beyond_ns, 0)
+    drained = _is_drained(graph, calls)
+    pauses_ns = np.where(is_next & drained[previous], beyond_ns, 0)
+    pauses_ns = _without_other_python(pauses_ns, beyond_ns, drained, previous)
     typical_ns = _mean_by_time(pauses_ns)
     idle_ns = np.where(is_next & _finds_idle(graph, calls)[previous], np.minimum(beyond_ns, typical_ns), 0)
     return np.maximum(pauses_ns, idle_ns)
+
+
+def _without_other_python(pauses_ns: Ints, before_ns: Ints, drained: Flags, previous: Ints) -> Ints:
+    """Return the pauses after calls, those in the middle of a longer pause no longer than after other calls.
+
+    `before_ns` is the pause before each node, `drained` says which follow a wait without a launch, `previous` what
+    precedes them.
+    """
+    ordinary = np.sort(pauses_ns[pauses_ns > 0])
+    while True:  # until no more sequences of calls turn out to begin in a pause
+        usual_ns = _median_by_time(ordinary)
+        within = drained & ~drained[previous] & (before_ns >= max(_SPLIT_RATIO * usual_ns, 1))
+        while (more := drained & within[previous] & ~within).any():
+            within = within | more
+        outside = np.sort(pauses_ns[(pauses_ns > 0) & ~within[previous]])
+        if len(outside) >= len(ordinary) or not len(outside):
+            break
+        ordinary = outside
+    is_other = within[previous] & (usual_ns >= _SHORT_RATIO * pauses_ns)
+    return np.where(is_other, np.minimum(pauses_ns, usual_ns), pauses_ns)
+
+
+def _median_by_time(times_ns: Ints) -> int:
+    """Return the duration up to which half of the time is in shorter ones; `times_ns` are sorted. 0 for none."""
+    reach_ns = np.cumsum(times_ns)
+    return int(times_ns[np.searchsorted(reach_ns, reach_ns[-1] / 2)]) if len(times_ns) else 0
 
 
 def _mean_by_time(times_ns: Ints) -> int:
