@@ -11,6 +11,7 @@ from dashboard.pages import (
     kernels,
     memory,
     overview,
+    parallelism,
     plan,
     quality,
     ranks,
@@ -23,8 +24,8 @@ from dashboard.pages.page import Page
 
 # In the order of the sidebar.
 _MODULES = (
-    runs, overview, timeline, ranks, communication, contention, kernels, memory, checkpoints, whatif, sql, quality,
-    compare, plan, history,
+    runs, overview, timeline, ranks, parallelism, communication, contention, kernels, memory, checkpoints, whatif, sql,
+    quality, compare, plan, history,
 )  # fmt: skip
 PAGES: tuple[Page, ...] = tuple(module.PAGE for module in _MODULES)
 DEFAULT = overview.PAGE

@@ -18,7 +18,13 @@ from tracekit.analysis.compute import (
 )
 from tracekit.analysis.compute import kernels as kernel_totals
 from tracekit.analysis.host import ops
-from tracekit.analysis.parallelism import rank_timelines
+from tracekit.analysis.parallelism import (
+    axis_communication,
+    group_axes,
+    pipeline_bubbles,
+    pipeline_stages,
+    rank_timelines,
+)
 from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown, summary
 from tracekit.model.intervals import Window
@@ -63,6 +69,12 @@ COLLECTIVE_SPEEDS = _across(traffic.speeds)
 EXPOSED_BY_RANK = _across(exposed_communication.by_rank)
 GAPS_BY_RANK, GAPS_BY_CAUSE = _across(stall_attribution.by_rank), _across(stall_attribution.by_cause)
 COMMUNICATION_GAPS, COMPUTE_GAPS = stall_attribution.COMMUNICATION, stall_attribution.COMPUTE
+
+GROUP_AXES = _across(group_axes.group_axes, *group_axes.FACTS)
+COMMUNICATION_BY_AXIS = _across(axis_communication.by_axis, *axis_communication.FACTS)
+PIPELINE_BUBBLES = _across(pipeline_bubbles.pipeline_bubbles, *pipeline_bubbles.FACTS)
+PIPELINE_ACTIONS = _across(pipeline_stages.staged_actions, *pipeline_stages.FACTS)
+PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)
 
 DEVICES = _per_trace(contention.device_count)
 CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *contention_totals.FACTS)

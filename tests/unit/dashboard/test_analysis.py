@@ -9,6 +9,7 @@ import pytest
 from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tests.support import dashboard_pages
+from tests.support.cli_runner import tracekit
 from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
 
 runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main
@@ -174,3 +175,21 @@ def test_a_query_does_not_lock_the_run_while_it_executes(runs):
     assert not shown.exception
     assert shown.text[0].value == "[42]"
     assert lock.is_asking
+
+
+def test_the_page_of_parallelism_shows_mesh_pipeline_and_axes(tmp_path):
+    folder = tmp_path / "run"
+    layout = ["--model", "125m", "--gpus", "4", "--pp", "2", "--tp", "2", "--micro-batches", "4", "--layers", "4"]
+    assert tracekit("simulate", *layout, "--seq", "512", "--steps", "2", "--out", folder).returncode == 0
+    shown = page("parallelism", folder)
+    assert not shown.exception
+    assert "Pipeline, one step" in _said(shown)
+    assert "Communication by axis" in _said(shown)
+    assert "The run has no pipeline" not in _said(shown)
+
+
+def test_a_run_without_a_pipeline_has_its_axes(tmp_path):
+    recorded.write_run(tmp_path / "run", kernel="gemm")
+    shown = page("parallelism", tmp_path / "run")
+    assert not shown.exception
+    assert "The run has no pipeline" in _said(shown)

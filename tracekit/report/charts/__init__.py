@@ -17,6 +17,7 @@ from tracekit.report.charts.communication import (
 )
 from tracekit.report.charts.contention import concurrent_time, delayed_preparation, slowdowns
 from tracekit.report.charts.memory import block_lifetimes, memory_over_time, reserved_memory, segment_map
+from tracekit.report.charts.parallelism import axis_communication, mesh_map, pipeline_step, stage_balance
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.ranks import MEASURES, rank_activity, step_heatmap
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
@@ -37,6 +38,7 @@ __all__ = [
     "PARTS",
     "REPEATED",
     "SAVING",
+    "axis_communication",
     "bandwidth",
     "block_lifetimes",
     "breakdown",
@@ -48,6 +50,8 @@ __all__ = [
     "lost_time",
     "memory_by_strategy",
     "memory_over_time",
+    "mesh_map",
+    "pipeline_step",
     "potential_savings",
     "rank_activity",
     "reserved_memory",
@@ -57,6 +61,7 @@ __all__ = [
     "savings_by_rank",
     "segment_map",
     "slowdowns",
+    "stage_balance",
     "stall_causes",
     "step_heatmap",
     "step_times",

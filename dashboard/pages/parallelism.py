@@ -1,0 +1,106 @@
+"""Parallelism: the mesh, a pipeline's schedule with its bubbles, the balance of its stages, communication by axis."""
+
+import polars as pl
+import streamlit as st
+
+from dashboard import widgets
+from dashboard.pages.page import Needs, Page
+from dashboard.run_store import OpenRun, tables
+from dashboard.url_state import bind
+from tracekit.model import units
+from tracekit.report import charts
+
+NO_GROUPS = "The traces contain no collectives or sends of process groups, so there is no parallelism to show."
+
+
+def show(run: OpenRun) -> None:
+    """Draw the mesh, one step of the pipeline, its stages, and the communication of each axis."""
+    with st.spinner("Measuring"):
+        groups, by_axis = run.table(tables.GROUP_AXES), run.table(tables.COMMUNICATION_BY_AXIS)
+        bubbles = run.table(tables.PIPELINE_BUBBLES)
+    if groups.is_empty() and bubbles.is_empty():
+        st.info(NO_GROUPS)
+        return
+    _mesh(groups)
+    if bubbles.is_empty():
+        st.caption("The run has no pipeline: no spans of a schedule, and no sends and receives between stages.")
+    else:
+        _pipeline(run, bubbles)
+    _axes(by_axis)
+
+
+def _mesh(groups: pl.DataFrame) -> None:
+    st.subheader("Mesh")
+    widgets.chart(charts.mesh_map(groups), key="parallelism-mesh")
+    named = groups.drop_nulls("axis")
+    sources = ", ".join(sorted(named["source"].unique().drop_nulls().to_list()))
+    unknown = groups.height - named.height
+    st.caption(
+        "Each row is an axis, each column a rank; ranks with the same number form one process group. "
+        + (f"Axes are known from: {sources}. " if sources else "")
+        + (f"Groups without a known axis: {unknown}." if unknown else "")
+    )
+
+
+def _pipeline(run: OpenRun, bubbles: pl.DataFrame) -> None:
+    st.subheader("Pipeline, one step")
+    place = _choose(bubbles)
+    shown = bubbles.filter(**place)
+    actions, gaps = (run.table(table).filter(**place) for table in (tables.PIPELINE_ACTIONS, tables.PIPELINE_GAPS))
+    _numbers(shown)
+    clicked = widgets.clickable(charts.pipeline_step(actions, gaps), key=f"parallelism-step-{run.entry.name}")
+    if clicked is None:
+        st.caption(
+            "Numbers are micro-batches; hatched is bubble: the rank runs no action of its stages. Drag to zoom, "
+            "click a bar to show it in the timeline."
+        )
+    elif st.button(f"Show rank {clicked[0]} in the timeline", key="parallelism-show"):
+        moment = {"rank": clicked[0], "start_ns": clicked[1], "dur_ns": clicked[2], "window": place["window"]}
+        widgets.show_moment(run.entry, moment)
+    st.subheader("Stages, mean of all steps")
+    widgets.chart(charts.stage_balance(bubbles), key="parallelism-stages")
+    st.caption("A stage with more forward and backward time than the others makes all of them wait.")
+    columns = [name for name in shown.columns if name not in _HIDDEN]
+    widgets.frame(widgets.drop_empty(shown.select(columns)), key="parallelism-bubbles")
+
+
+_HIDDEN = ("window", "iteration", "pipeline", "start_ns", "stages", "pipeline_ranks", "ideal_duration_ns", "step")
+
+
+def _choose(bubbles: pl.DataFrame) -> dict[str, int]:
+    """Let a person pick window, step and replica; return those that the run has, as filters."""
+    choices = st.container(horizontal=True)
+    window = widgets.choose_window(bubbles["window"].unique().sort().to_list(), choices)
+    place = {"window": window}
+    for name, label in (("step", "Step"), ("iteration", "Repetition"), ("pipeline", "Pipeline")):
+        values = bubbles.filter(**place)[name].drop_nulls().unique().sort().to_list()
+        if len(values) > 1:
+            default = values[len(values) // 2] if name == "step" else values[0]
+            place[name] = choices.selectbox(label, values, key=bind(name, values, default), width=160)
+        elif values:
+            place[name] = values[0]
+    return place
+
+
+def _numbers(shown: pl.DataFrame) -> None:
+    ranks = shown.unique("rank")
+    formula = ranks["formula_bubble_ratio"].drop_nulls()
+    widgets.numbers(
+        {
+            "Bubble, mean of ranks": units.share(float(ranks["bubble_ratio"].mean() or 0)),  # type: ignore[arg-type]
+            "Schedule's own, with these stages": units.share(float(ranks["ideal_bubble_ratio"].mean() or 0)),  # type: ignore[arg-type]
+            "Formula, equal stages": units.share(float(formula[0])) if len(formula) else "—",
+            "Micro-batches": str(ranks["micro_batches"].max()),
+            "Duration": units.duration(int(ranks["duration_ns"].max() or 0)),  # type: ignore[arg-type]  # whole ns
+        }
+    )
+
+
+def _axes(by_axis: pl.DataFrame) -> None:
+    st.subheader("Communication by axis, a step")
+    widgets.chart(charts.axis_communication(by_axis), key="parallelism-axes")
+    st.caption("Means over ranks. Exposed: the rank computes nothing while it communicates.")
+    widgets.frame(widgets.drop_empty(by_axis), key="parallelism-axis-table")
+
+
+PAGE = Page.described_by(__doc__, "parallelism", show, Needs.WORK)

@@ -1,0 +1,77 @@
+"""Figures of hybrid parallelism."""
+
+import polars as pl
+
+from tests.support import drawn_pipelines
+from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_stages
+from tracekit.report import charts
+
+PIPELINE = """
+    0 0  01..aabb
+    1 1  .0aa1bb.
+"""
+
+
+def bars(figure, name):
+    (trace,) = [trace for trace in figure.data if trace.name == name]
+    return list(zip(trace.y, trace.base, trace.x, strict=True))
+
+
+def test_a_step_shows_each_action_with_its_micro_batch_and_the_bubbles_between():
+    run = drawn_pipelines.run(PIPELINE, scale_ns=1_000_000)
+    figure = charts.pipeline_step(
+        run.run_table(pipeline_stages.staged_actions), run.run_table(pipeline_bubbles.idle_gaps)
+    )
+    assert figure.layout.yaxis.ticktext == ("stage 0 · rank 0", "stage 1 · rank 1")
+    assert sorted(bars(figure, "forward")) == [(0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 4, 1)]
+    assert sorted(bars(figure, "backward")) == [(0, 4, 2), (0, 6, 2), (1, 2, 2), (1, 5, 2)]
+    assert sorted(bars(figure, "bubble")) == [(0, 2, 2), (1, 0, 1), (1, 7, 1)]
+    forward = next(trace for trace in figure.data if trace.name == "forward")
+    assert sorted(forward.text) == ["0", "0", "1", "1"]
+    assert next(trace for trace in figure.data if trace.name == "bubble").marker.pattern.shape == "/"
+
+
+def test_stages_are_compared_by_their_forwards_backwards_and_bubbles():
+    run = drawn_pipelines.run(PIPELINE, scale_ns=1_000_000)
+    figure = charts.stage_balance(run.run_table(pipeline_bubbles.pipeline_bubbles))
+    assert {trace.name: trace.x for trace in figure.data} == {
+        "forward": (2, 2), "backward": (4, 4), "bubble": (2, 2),
+    }  # fmt: skip
+    assert figure.layout.yaxis.ticktext == ("stage 0", "stage 1")
+
+
+def test_the_mesh_has_a_row_for_each_axis_and_one_colour_for_each_group():
+    """Pairs that send and receive join to the pipeline that they are part of."""
+    rows = [("tp", [0, 1]), ("tp", [2, 3]), ("pp", [0, 2]), ("pp", [2, 4]), ("pp", [1, 3]), ("world", [0, 1, 2, 3])]
+    groups = pl.DataFrame(rows, {"axis": pl.String, "ranks": pl.List(pl.Int64)}, orient="row")
+    figure = charts.mesh_map(groups)
+    assert figure.layout.yaxis.ticktext == ("pp", "tp")
+    cells = {(trace.y[0], tuple(round(base + 0.47) for base in trace.base)) for trace in figure.data}
+    assert cells == {(0, (0, 2, 4)), (0, (1, 3)), (1, (0, 1)), (1, (2, 3))}
+    assert len({trace.marker.color for trace in figure.data if trace.y[0] == 0}) == 2
+
+
+def test_communication_of_an_axis_is_divided_into_exposed_and_hidden_time_of_a_step():
+    rows = pl.DataFrame(
+        {
+            "rank": [0, 1],
+            "axis": ["tp", "tp"],
+            "steps": [2, 2],
+            "communication_ns": [8_000_000, 4_000_000],
+            "exposed_communication_ns": [4_000_000, 0],
+        }
+    )
+    figure = charts.axis_communication(rows)
+    assert {trace.name: trace.x for trace in figure.data} == {"exposed": (1.0,), "hidden behind compute": (2.0,)}
+
+
+def test_without_groups_and_actions_there_are_empty_figures():
+    run = drawn_pipelines.run(PIPELINE)
+    actions, gaps, bubbles = (
+        run.run_table(fact).clear()
+        for fact in (pipeline_stages.staged_actions, pipeline_bubbles.idle_gaps, pipeline_bubbles.pipeline_bubbles)
+    )
+    groups = pl.DataFrame(schema={"axis": pl.String, "ranks": pl.List(pl.Int64)})
+    assert not charts.pipeline_step(actions, gaps).data
+    assert not charts.stage_balance(bubbles).data
+    assert not charts.mesh_map(groups).data

@@ -1,0 +1,186 @@
+"""Hybrid parallelism: the mesh as a map, a pipeline's schedule in one step, its stages, communication by axis."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+from plotly.colors import sample_colorscale
+
+from tracekit.model import escaping, units
+from tracekit.report.charts import style
+
+BUBBLE = "bubble"
+ACTIONS: Mapping[str, tuple[str, str]] = {
+    "forward": ("forward", style.COLOURS["compute"]),
+    "backward": ("backward", style.COLOURS["memcpy"]),
+    "input_gradient": ("input gradient", style.COLOURS["memcpy"]),
+    "weight_gradient": ("weight gradient", style.COLOURS["evidence"]),
+}
+"""The actions of a schedule, each with its label and colour."""
+_HATCHED = {"shape": "/", "size": 5, "solidity": 0.25, "fgcolor": "rgba(128, 138, 150, 0.9)"}
+_AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+_WORLD = "world"
+_MOST_NUMBERED = 1200
+"""With more actions, the micro-batches are not written into the bars."""
+_STAGE_PARTS = {
+    "forward_ns": ("forward", style.COLOURS["compute"]),
+    "backward_ns": ("backward", style.COLOURS["memcpy"]),
+    "bubble_ns": (BUBBLE, style.COLOURS["idle"]),
+}
+
+
+def pipeline_step(actions: pl.DataFrame, gaps: pl.DataFrame) -> go.Figure:
+    """Return one step of a pipeline: ranks down, in the order of their stages, time across, micro-batches numbered.
+
+    `actions` are those of `pipeline_stages.staged_actions` and `gaps` the idle times between them
+    (`pipeline_bubbles.idle_gaps`), of one step and pipeline. The customdata of a bar starts with rank, start and
+    duration in ns.
+    """
+    if actions.is_empty():
+        return style.empty()
+    rows, origin_ns = _rows(actions), int(actions["start_ns"].min())  # type: ignore[arg-type]  # not empty
+    figure = go.Figure()
+    for action, (label, colour) in ACTIONS.items():
+        drawn = actions.filter(action=action).with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns"))
+        if drawn.height:
+            numbers = drawn["micro_batch"].to_list() if actions.height <= _MOST_NUMBERED else None
+            options = (
+                {} if numbers is None else {"text": numbers, "textposition": "inside", "insidetextanchor": "middle"}
+            )
+            _add(figure, drawn.join(rows, on="rank"), origin_ns, label, colour, **options)
+    idle = gaps.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")).filter(pl.col("dur_ns") > 0)
+    if idle.height:
+        _add(figure, idle.join(rows, on="rank"), origin_ns, BUBBLE, style.COLOURS["idle"])
+        figure.data[-1].marker.pattern = _HATCHED
+    figure.update_layout(barmode="overlay", dragmode="zoom", clickmode="event+select", uniformtext={"minsize": 8})
+    figure.update_layout(uniformtext_mode="hide")
+    figure.update_xaxes(ticksuffix=" ms")
+    style.label_all_rows(figure, rows.sort("y")["label"].to_list())
+    return style.with_style(figure, height_px=130 + 34 * rows.height)
+
+
+def stage_balance(bubbles: pl.DataFrame) -> go.Figure:
+    """Return forward, backward and bubble of each stage as stacked bars: means over the ranks and steps of a table.
+
+    `bubbles` is `pipeline_bubbles.pipeline_bubbles`. A rank with several stages has its bubble in each of their bars.
+    """
+    if bubbles.is_empty():
+        return style.empty()
+    means = bubbles.group_by("stage").agg(pl.col(*_STAGE_PARTS).mean()).sort("stage")
+    return _stacked(means, _STAGE_PARTS, [f"stage {stage}" for stage in means["stage"]])
+
+
+def axis_communication(rows: pl.DataFrame) -> go.Figure:
+    """Return the communication of each mesh axis, exposed and hidden, as stacked bars: means over ranks, a step.
+
+    `rows` is `axis_communication.by_axis`.
+    """
+    if rows.is_empty():
+        return style.empty()
+    per_step = pl.when(pl.col("steps") > 0).then("steps").otherwise(1)
+    exposed_ns = pl.col("exposed_communication_ns")
+    means = (
+        rows.group_by("axis")
+        .agg(
+            (exposed_ns / per_step).mean().alias("exposed_ns"),
+            ((pl.col("communication_ns") - exposed_ns) / per_step).mean().alias("hidden_ns"),
+        )
+        .sort("exposed_ns", "axis", descending=[True, False])
+    )
+    parts = {
+        "exposed_ns": ("exposed", style.COLOURS["communication"]),
+        "hidden_ns": ("hidden behind compute", style.COLOURS["compute"]),
+    }
+    return _stacked(means, parts, [axis or "unknown" for axis in means["axis"]])
+
+
+def mesh_map(groups: pl.DataFrame) -> go.Figure:
+    """Return the mesh as a map: axes down, ranks across; cells of one colour are one process group.
+
+    `groups` is `group_axes.group_axes`; groups of all ranks, and those whose axis is unknown, are left out. The hover
+    names the group's ranks.
+    """
+    merged = _merged_groups(groups)
+    axes = sorted(merged, key=lambda axis: (_AXES.index(axis) if axis in _AXES else len(_AXES), axis))
+    if not axes:
+        return style.empty()
+    figure = go.Figure()
+    for y, axis in enumerate(axes):
+        of_axis = merged[axis]
+        colours = sample_colorscale("Viridis", [0.15 + 0.8 * i / max(len(of_axis) - 1, 1) for i in range(len(of_axis))])
+        for number, ranks in enumerate(of_axis):
+            hover = f"<b>{escaping.escape(axis)} group {number}</b><br>ranks {units.ranges(ranks)}"
+            figure.add_bar(
+                orientation="h", y=[y] * len(ranks), x=[0.94] * len(ranks), width=0.86,
+                base=[rank - 0.47 for rank in ranks],
+                marker={"color": colours[number], "line": {"width": 0}}, hovertemplate=f"{hover}<extra></extra>",
+                text=[str(number)] * len(ranks), textposition="inside", insidetextanchor="middle", showlegend=False,
+            )  # fmt: skip
+    figure.update_layout(barmode="overlay", dragmode=False)
+    figure.update_xaxes(title="rank", showgrid=False, fixedrange=True)
+    style.label_all_rows(figure, axes)
+    return style.with_style(figure, height_px=130 + 34 * len(axes))
+
+
+def _merged_groups(groups: pl.DataFrame) -> dict[str, list[list[int]]]:
+    """Return the ranks of each group by axis: groups that share ranks, such as pairs that send and receive, are one."""
+    merged: dict[str, list[set[int]]] = {}
+    for axis, ranks in groups.select("axis", "ranks").drop_nulls().rows():
+        if axis != _WORLD and len(ranks) > 1:
+            of_axis = merged.setdefault(axis, [])
+            touched = [group for group in of_axis if group & set(ranks)]
+            merged[axis] = [group for group in of_axis if group not in touched] + [set(ranks).union(*touched)]
+    return {axis: sorted(map(sorted, of_axis)) for axis, of_axis in merged.items()}
+
+
+def _rows(actions: pl.DataFrame) -> pl.DataFrame:
+    """Return the row and label of each rank, ranks with the first stage on top."""
+    stages = actions.group_by("rank").agg(pl.col("stage").unique().sort())
+    ordered = stages.sort(pl.col("stage").list.first(), "rank").with_row_index("y")
+    labels = [
+        f"stage{'s' * (len(of) > 1)} {units.ranges(of)} · rank {rank}"
+        for rank, of in ordered.select("rank", "stage").rows()
+    ]
+    return ordered.select("rank", "y", pl.Series("label", labels, pl.String))
+
+
+def _add(figure: go.Figure, drawn: pl.DataFrame, origin_ns: int, label: str, colour: str, **options: Any) -> None:
+    style.add_bars(
+        figure,
+        drawn["y"],
+        (drawn["dur_ns"] / 1e6).round(6),
+        base=((drawn["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
+        width=0.8,
+        name=label,
+        colour=colour,
+        customdata=[
+            [row["rank"], row["start_ns"], row["dur_ns"], _hover(row, label)] for row in drawn.iter_rows(named=True)
+        ],
+        hover="%{customdata[3]}",
+        **options,
+    )
+
+
+def _hover(row: Mapping[str, Any], label: str) -> str:
+    if label == BUBBLE:
+        return f"<b>{label}</b> {units.duration(row['dur_ns'])}<br>rank {row['rank']}, {row['phase']}"
+    return (
+        f"<b>{label} of micro-batch {row['micro_batch']}</b> {units.duration(row['dur_ns'])}<br>"
+        f"stage {row['stage']}, rank {row['rank']}"
+    )
+
+
+def _stacked(means: pl.DataFrame, parts: Mapping[str, tuple[str, str]], names: list[str]) -> go.Figure:
+    figure = go.Figure()
+    for column, (label, colour) in parts.items():
+        style.add_bars(
+            figure,
+            range(means.height),
+            (means[column] / 1e6).round(6),
+            name=label,
+            colour=colour,
+            customdata=[[units.duration(round(value))] for value in means[column]],
+            hover=f"{label} %{{customdata[0]}}",
+        )
+    return style.with_labelled_rows(figure, names)
