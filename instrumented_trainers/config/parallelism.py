@@ -141,7 +141,7 @@ def _strategy_problem(config: TrainingConfig) -> str | None:
             "weights' backward has run; use zero1"
         )
     if config.schedule in _SPLIT_BACKWARD and config.checkpoint_layers:
-        return f"--checkpoint-layers: not with {config.schedule}, whose split backward would recompute twice"
+        return f"--checkpoint-layers: not with {config.schedule}, whose split backward would recompute several times"
     if config.reentrant:
         return "--reentrant: not with --pp, whose stages call autograd for their inputs"
     if config.offload:
