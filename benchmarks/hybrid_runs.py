@@ -159,7 +159,8 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
         raise InputError("a node of one or more whole stages is a slow stage")
     schedule = draw.choice(pipeline_schedules.SCHEDULES) if pp > 1 else pipeline_schedules.ONE_F_ONE_B
     stages = 2 if schedule == pipeline_schedules.INTERLEAVED else 1
-    layers = pp * stages * (2 if kind == "unbalanced-stages" else draw.choice((1, 2)))
+    is_large = gpus > 16  # simulated and judged in minutes
+    layers = pp * stages * (2 if kind == "unbalanced-stages" else draw.choice((1, 1 if is_large else 2)))
     model = models.find("mixtral-8x7b" if has_experts else "llama2-70b", layers=layers)
     model = replace(model, vocabulary=2048)
     layout = laid_out(
@@ -173,7 +174,7 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
         sequence_parallel=tp > 1 and draw.random() < 0.5,
     )
     machine = hardware.find(draw.choice(("a100-80", "h100-80")))
-    micro_batches = pp * draw.choice((3, 4)) if pp > 1 else draw.choice((1, 2, 4))
+    micro_batches = pp * draw.choice((3, 3 if is_large else 4)) if pp > 1 else draw.choice((1, 2, 4))
     return Job(
         draw.choice(("ddp", "zero1")),
         model,

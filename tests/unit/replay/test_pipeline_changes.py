@@ -14,7 +14,7 @@ from tracekit.replay.graph import pipeline_changes, pipeline_timing
 from tracekit.replay.graph.pipeline_changes import PipelineChange
 from tracekit.simulate import engine
 from tracekit.simulate.hybrid import equal_stages
-from tracekit.simulate.job import Job
+from tracekit.simulate.job import Impairments, Job
 
 CLOSE = 0.03  # of the step
 
@@ -69,6 +69,28 @@ def test_balanced_stages_have_equal_numbers_of_equal_layers(job: Job, run: Run) 
     found = pipeline_changes.predict(run, PipelineChange(stage_layers="balanced"))
     assert found.predicted_ns == pytest.approx(_simulated_ns(job, stage_layers=layers), rel=CLOSE)
     assert found.saved_ratio > 0.1
+
+
+@pytest.mark.parametrize(
+    ("axis", "times", "slow"),
+    [
+        ("tp", 4, Impairments(slow_axes={"tp": 4.0})),
+        ("pp", 60, Impairments(slow_boundaries={0: 60.0})),
+        ("dp", 10, Impairments(slow_axes={"dp_replicate": 10.0})),
+    ],
+    ids=["tp", "pp", "dp"],
+)
+def test_faster_links_of_an_axis_are_predicted(axis: str, times: int, slow: Impairments, tmp_path: Path) -> None:
+    healthy = pipelined(4, pp=2 if axis != "dp" else 1, tp=2)
+    written(replace(healthy, impairments=slow), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    found = pipeline_changes.predict_axis(run, axis, times)
+    assert found.predicted_ns == pytest.approx(engine.simulate(healthy).total_ns / healthy.steps, rel=CLOSE)
+    assert found.saved_ratio > 0.05
+    with pytest.raises(InputError, match="no collective of this axis"):
+        pipeline_changes.predict_axis(run, "cp", 2)
+    with pytest.raises(InputError, match="--axis-times is 0"):
+        pipeline_changes.predict_axis(run, axis, 0)
 
 
 @pytest.mark.parametrize(

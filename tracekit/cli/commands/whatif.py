@@ -32,6 +32,9 @@ class ChangeOptions:
         float | None, typer.Option(metavar="X", help="Predict links with X times the bandwidth.")
     ] = None
 
+    axis_times: Annotated[
+        str | None, typer.Option(metavar="AXIS=X", help="Predict links of one mesh axis with X times the bandwidth.")
+    ] = None
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", help="Predict N micro-batches per step, of as many tokens in all.")
     ] = None
@@ -61,6 +64,9 @@ class ChangeOptions:
             predictions.append(strategies.predict_less_recomputation(run, self.recompute_fewer))
         if self.network_times is not None:
             predictions.append(strategies.predict_network(run, self.network_times))
+        if self.axis_times is not None:
+            axis, _, times = self.axis_times.partition("=")
+            predictions.append(pipeline_changes.predict_axis(run, axis, _number(times)))
         return predictions
 
     def _node(self) -> "NodeSpec | None":
@@ -73,6 +79,13 @@ class ChangeOptions:
         if not 0 < self.node_bandwidth < float("inf"):
             raise InputError(f"--node-bandwidth is {self.node_bandwidth}; it must be above 0")
         return NodeSpec(self.gpus_per_node, self.node_bandwidth)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--axis-times is AXIS=X, such as tp=2; {text!r} is not a number") from None
 
 
 @expand_options

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from tracekit.analysis.parallelism import pipeline_stages
 from tracekit.conventions import pipeline_schedules
+from tracekit.conventions.strategies import CP, EP, PP, TP
 from tracekit.errors import InputError
 from tracekit.model.run import Run
-from tracekit.replay.graph import pipeline_timing, savings, steps
+from tracekit.replay.graph import pipeline_timing, savings, steps, strategies
+from tracekit.replay.graph.pipeline_axes import with_faster_axis
 from tracekit.replay.graph.pipeline_timing import PipelineTiming
 from tracekit.replay.graph.strategies import Prediction
 
@@ -20,6 +23,9 @@ class PipelineChange:
     schedule: str | None = None
     virtual_stages: int = 0
     stage_layers: str | None = None
+    axis: str | None = None
+    """A mesh axis whose links are `axis_times` as fast."""
+    axis_times: float = 1.0
 
     @property
     def is_none(self) -> bool:
@@ -33,13 +39,16 @@ def predict(run: Run, change: PipelineChange) -> Prediction:
     Raises InputError for a run without a pipeline, or a change that is not possible.
     """
     before = pipeline_timing.recorded(run)
-    after = _changed(before, change)
+    timing = before if change.axis is None else with_faster_axis(run, before, change.axis, change.axis_times)
+    after = _changed(timing, change)
     replayed = savings.replayed_steps(run)
     if replayed.is_empty():
         raise InputError(f"{run.path}: no step can be replayed")
     step_ns = steps.total_ns(replayed, "duration_ns") // replayed.select("window", "step").n_unique()
     predicted_ns = step_ns + round(after.duration_ns() - before.duration_ns())
-    return Prediction(_name(before, after), step_ns, predicted_ns, _assumptions(before, after))
+    faster = [] if change.axis is None else [f"axis {change.axis} {change.axis_times:g} times as fast"]
+    name = ", ".join([*_names(before, after), *faster]) or "the same pipeline"
+    return Prediction(name, step_ns, predicted_ns, _assumptions(before, after))
 
 
 def _changed(before: PipelineTiming, change: PipelineChange) -> PipelineTiming:
@@ -78,7 +87,7 @@ def _with_schedule(before: PipelineTiming, schedule: str, virtual_stages: int) -
     return replace(before.with_layers(layers, virtual_stages=stages), schedule=schedule)
 
 
-def _name(before: PipelineTiming, after: PipelineTiming) -> str:
+def _names(before: PipelineTiming, after: PipelineTiming) -> list[str]:
     parts = []
     if (before.schedule, before.stages) != (after.schedule, after.stages):
         stages = f" with {after.shape.virtual_stages} stages per rank" if after.shape.virtual_stages > 1 else ""
@@ -87,7 +96,7 @@ def _name(before: PipelineTiming, after: PipelineTiming) -> str:
         parts.append(f"{after.shape.micro_batches} micro-batches")
     if before.stages == after.stages and before.layers != after.layers:
         parts.append(f"stages of {', '.join(map(str, after.layers))} layers")
-    return ", ".join(parts) or "the same pipeline"
+    return parts
 
 
 def _assumptions(before: PipelineTiming, after: PipelineTiming) -> tuple[str, ...]:
@@ -101,3 +110,17 @@ def _assumptions(before: PipelineTiming, after: PipelineTiming) -> tuple[str, ..
     if after.shape.micro_batches > before.shape.micro_batches:
         found.append("kernels as efficient on smaller micro-batches")
     return tuple(found)
+
+
+def predict_axis(run: Run, axis: str, times: float) -> Prediction:
+    """Return the predicted step time with the links of one mesh axis at `times` their bandwidth.
+
+    Within a pipeline (pp, tp, cp, ep) its actions are scheduled again; data parallelism is replayed on the graph.
+    Raises InputError where the run has no collective of the axis.
+    """
+    if axis in _WITHIN and pipeline_stages.is_pipelined(run):
+        return predict(run, PipelineChange(axis=axis, axis_times=strategies.checked_times(times, "--axis-times")))
+    return strategies.predict_network(run, times, axis)
+
+
+_WITHIN = (PP, TP, CP, EP)

@@ -19,12 +19,13 @@ from tracekit.conventions.pipeline_schedules import (
 from tracekit.errors import InputError
 from tracekit.model.run import Run
 
-_KINDS = {
+KINDS = {
     pipeline_actions.FORWARD: FORWARD,
     pipeline_actions.BACKWARD: BACKWARD,
     pipeline_actions.INPUT_GRADIENT: INPUT_GRADIENT,
     pipeline_actions.WEIGHT_GRADIENT: WEIGHT_GRADIENT,
 }
+"""The schedule's name of each recorded action."""
 _ATTENTION_BACKWARD = 0.5
 """Flash attention takes 2.5 times as long backward as forward, everything else twice."""
 
@@ -84,6 +85,20 @@ class PipelineTiming:
             layer_ns = self._layer_ns(getattr(self, name))
             scaled[name] = tuple(weight * layer_ns[at % shape.ranks] for at, weight in enumerate(weights))
         return replace(divided, **scaled)  # type: ignore[arg-type]
+
+    def shortened(self, saved_ns: Mapping[tuple[int, str], float]) -> "PipelineTiming":
+        """Return the timing with actions shorter by so much, by stage and kind; a whole backward counts as input's."""
+
+        def without(times: Sequence[float], *kinds: str) -> tuple[float, ...]:
+            saved = [sum(saved_ns.get((stage, kind), 0.0) for kind in kinds) for stage in range(self.stages)]
+            return tuple(max(0.0, ns - less) for ns, less in zip(times, saved, strict=True))
+
+        return replace(
+            self,
+            forward_ns=without(self.forward_ns, FORWARD),
+            input_ns=without(self.input_ns, INPUT_GRADIENT, BACKWARD),
+            weight_ns=without(self.weight_ns, WEIGHT_GRADIENT),
+        )
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Return the layers per stage with which the busiest rank has least to do: one at a time to the least busy."""
@@ -149,7 +164,7 @@ def recorded(run: Run) -> PipelineTiming:
     ranks = actions.filter(pl.col("pipeline") == actions["pipeline"].min())["rank"].n_unique()
     stages = len(stated.stage_layers)
     mean = actions.group_by("stage", "action").agg((pl.col("end_ns") - pl.col("start_ns")).mean().alias("ns"))
-    times = {(stage, _KINDS[action]): ns for stage, action, ns in mean.iter_rows()}
+    times = {(stage, KINDS[action]): ns for stage, action, ns in mean.iter_rows()}
     forward = tuple(times[stage, FORWARD] for stage in range(stages))
     inputs, weights = zip(*(_backward(times, stage) for stage in range(stages)), strict=True)
     return PipelineTiming(

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import latency
+from tracekit.analysis.parallelism import group_axes
 from tracekit.conventions import strategies as table
 from tracekit.errors import InputError
 from tracekit.model import units
@@ -102,13 +103,14 @@ def predict_less_recomputation(run: Run, layers: int) -> Prediction:
     return _predicted(run, f"{layers} recomputed layers fewer", lambda graph: _fewer(graph, layers), assumed)
 
 
-def predict_network(run: Run, times: float) -> Prediction:
-    """Return the predicted step time with every link at `times` its bandwidth.
+def predict_network(run: Run, times: float, axis: str | None = None) -> Prediction:
+    """Return the predicted step time with every link at `times` its bandwidth, or only those of a mesh axis.
 
-    Raises InputError where nothing is transferred.
+    Axis "dp" means data parallelism of any kind. Raises InputError where nothing is transferred.
     """
-    if not _SLOWEST <= times <= 1 / _SLOWEST:
-        raise InputError(f"--network-times is {times}; it must be from {_SLOWEST:g} to {1 / _SLOWEST:g}")
+    checked_times(times, "--network-times" if axis is None else "--axis-times")
+    if axis is not None:
+        return _axis_network(run, times, axis)
     lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
     known = lines["hop_ns"].is_not_null().any()
     assumed = (
@@ -119,6 +121,30 @@ def predict_network(run: Run, times: float) -> Prediction:
     )
     name = f"a network {times:g} times as fast"
     return _predicted(run, name, lambda graph: _scaled(graph, times, lines), assumed, slow_preparation=True)
+
+
+def axes_text(axes: pl.DataFrame) -> str:
+    """Return the axes of a run's groups (`group_axes`) as text."""
+    return ", ".join(sorted(axes["axis"].drop_nulls().unique())) or "no known axis"
+
+
+def checked_times(times: float, option: str) -> float:
+    """Return how many times as fast links are to be. Raises InputError for what is out of range."""
+    if not _SLOWEST <= times <= 1 / _SLOWEST:
+        raise InputError(f"{option} is {times}; it must be from {_SLOWEST:g} to {1 / _SLOWEST:g}")
+    return times
+
+
+def _axis_network(run: Run, times: float, axis: str) -> Prediction:
+    axes = run.run_table(group_axes.group_axes)
+    is_axis = (pl.col("axis") == axis) | pl.col("axis").str.starts_with(f"{axis}_")
+    chosen = axes.filter(is_axis).select("group", "members")
+    if chosen.is_empty():
+        raise InputError(f"--axis-times {axis}: no collective of this axis; the run has {axes_text(axes)}")
+    lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
+    assumed = (f"links of axis {axis} at {times:g} times their bandwidth, of other axes as recorded",)
+    name = f"axis {axis} {times:g} times as fast"
+    return _predicted(run, name, lambda graph: _scaled(graph, times, lines, chosen), assumed, slow_preparation=True)
 
 
 def _predicted(
@@ -154,11 +180,12 @@ def _yafsdp(graph: Graph) -> Graph:
     return earlier_collectives.all_gathers_first(transforms.allocator(_fsdp2(without_copies)))
 
 
-def _scaled(graph: Graph, times: float, lines: pl.DataFrame) -> Graph:
+def _scaled(graph: Graph, times: float, lines: pl.DataFrame, chosen: pl.DataFrame | None = None) -> Graph:
     """Return the graph with every link at `times` its bandwidth; the latency of hops stays.
 
     `lines` are latency and bandwidth by group (`latency.by_group`); where latency is unknown, the whole transfer
-    scales. Raises InsufficientDataError where nothing is transferred.
+    scales. `chosen` (group, members) limits the change to some groups. Raises InsufficientDataError where nothing is
+    transferred.
     """
     if not graph.matches("kind", "communication").any():
         raise InsufficientDataError("the traces contain no collective")
@@ -167,6 +194,11 @@ def _scaled(graph: Graph, times: float, lines: pl.DataFrame) -> Graph:
     latencies = calls.select((latency.hops() * pl.col("hop_ns")).fill_nan(None).fill_null(0.0)).to_series()
     fixed_ns[calls["done"].to_numpy()] = np.minimum(latencies.to_numpy(), calls["took_ns"].to_numpy())
     moves = transforms.is_transfer(graph)
+    if chosen is not None:
+        of = slow_transfers.transfers(graph).join(chosen, on=["group", "members"], how="semi", nulls_equal=True)
+        is_chosen = np.zeros(len(graph.own_ns), bool)
+        is_chosen[of["done"].to_numpy()] = True
+        moves = moves & is_chosen
     return graph.with_durations(moves, np.round(fixed_ns + (graph.own_ns - fixed_ns) / times)[moves])
 
 
