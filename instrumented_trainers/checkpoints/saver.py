@@ -5,11 +5,13 @@ import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from instrumented_trainers.checkpoints import resume, storage
 from instrumented_trainers.checkpoints.resume import ResumePoint
@@ -17,6 +19,7 @@ from instrumented_trainers.checkpoints.seal import Seal
 from instrumented_trainers.checkpoints.storage import Save, Writer
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.faults import Fault
+from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard
 from tracekit.capture import Recorder
 
 
@@ -60,7 +63,7 @@ class CheckpointSaver:
             self._run(work, recorder)
         else:
             self.wait()
-            staged = BlockingAsyncStager().stage(state)
+            staged = _staged(state)
             self._pending = self._thread.submit(self._run, dataclasses.replace(work, state=staged), recorder)
         return path
 
@@ -83,3 +86,14 @@ class CheckpointSaver:
         arguments = resume.training_arguments(config)
         layout = dataclasses.asdict(config.layout)
         return Seal(step, sequences, config.strategy, config.world_size, arguments, self._lineage, layout=layout)
+
+
+def _staged(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state in host memory. torch's stager would allocate the whole tensor for each shard of one."""
+    leaves, structure = tree_flatten(state)
+    others = [None if isinstance(leaf, FlatShard) else leaf for leaf in leaves]
+    copies = tree_leaves(BlockingAsyncStager().stage(tree_unflatten(others, structure)))
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, FlatShard):
+            copies[index] = FlatShard(leaf.local.to("cpu", copy=True), leaf.place)
+    return tree_unflatten(copies, structure)
