@@ -31,13 +31,13 @@ WITH_EXPERTS = {
     ),
 }
 ALL = {**LAYOUTS, **WITH_EXPERTS}
-DIVIDED = ("tp x zero1", "tp x fsdp2", "tp x yafsdp")
 MOVES = [
-    *((name, other) for name in DIVIDED for other in ("fsdp2", "alone")),
-    *((other, name) for name in DIVIDED for other in ("fsdp2", "alone")),
-    ("tp x zero1", "cp x yafsdp"),
+    ("tp x zero1", "fsdp2"),
+    ("tp x yafsdp", "alone"),
+    ("tp x fsdp2", "cp x yafsdp"),
+    ("fsdp2", "tp x yafsdp"),
+    ("alone", "tp x fsdp2"),
     ("experts, ep x zero1", "experts, ep x tp x fsdp2"),
-    ("experts, ep x tp x fsdp2", "experts, alone"),
     ("experts, alone", "experts, ep x zero1"),
 ]
 

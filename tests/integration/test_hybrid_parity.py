@@ -21,47 +21,43 @@ SELECTIVE = dataclasses.replace(CONFIG, checkpointed_layers=1, selective=True)
 EXPERTS = dataclasses.replace(CONFIG, experts=4)
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 
-# ZeRO-1 reduces gradients as DDP does.
-LEFT_OUT = {(name, "zero1") for name in ("tp, sequence and loss", "tp x cp", "ep x tp", "ep x cp")}
-
 ON_TWO = {
     "tp": Hybrid(tp=2),
     "tp, sequence": Hybrid(**SEQUENCE),
     "tp, sequence and loss": Hybrid(**SEQUENCE, loss_parallel=True),
     "tp, loss, tied": Hybrid(tp=2, loss_parallel=True, config=TIED),
-    "tp, sequence, tied": Hybrid(**SEQUENCE, config=TIED),
-    "tp, sequence, recomputed": Hybrid(**SEQUENCE, config=RECOMPUTED),
     "tp, sequence, selectively recomputed": Hybrid(**SEQUENCE, config=SELECTIVE),
     "tp, sequence, recomputed reentrantly": Hybrid(**SEQUENCE, config=REENTRANT),
     "tp, dropout": Hybrid(tp=2, config=DROPPED),
     "tp, experts": Hybrid(tp=2, config=EXPERTS),
     "tp, sequence, experts": Hybrid(**SEQUENCE, config=EXPERTS),
-    "tp, clipped": Hybrid(tp=2, max_norm=0.1),
     "cp": Hybrid(cp=2),
-    "cp, recomputed": Hybrid(cp=2, config=RECOMPUTED),
     "cp, selectively recomputed": Hybrid(cp=2, config=SELECTIVE),
     "ep": Hybrid(ep=2, config=EXPERTS),
-    "ep, clipped": Hybrid(ep=2, config=EXPERTS, max_norm=0.1),
+}
+_WAYS = {
+    "tp": Hybrid(tp=2, micro_batches=2, max_norm=0.1),
+    "tp, sequence and loss": Hybrid(**SEQUENCE, loss_parallel=True, max_norm=0.1),
+    "cp": Hybrid(cp=2, micro_batches=2, max_norm=0.1),
+    "tp x cp": Hybrid(**SEQUENCE, cp=2),
+    "ep": Hybrid(ep=2, config=EXPERTS, micro_batches=2, max_norm=0.1),
+    "ep x tp": Hybrid(**SEQUENCE, ep=2, config=EXPERTS, max_norm=0.1),
+    "all experts once": Hybrid(ep=4, config=EXPERTS, max_norm=0.1),
+}
+_UNDER = {
+    "ddp": ("tp", "cp", "ep"),
+    "zero1": ("tp, sequence and loss", "ep"),
+    "fsdp2": ("tp, sequence and loss", "cp", "ep", "ep x tp", "all experts once"),
+    "yafsdp": ("tp", "tp, sequence and loss", "tp x cp"),
 }
 ON_FOUR = {
-    f"{name} x {strategy}": dataclasses.replace(case, strategy=strategy)
-    for strategy in ("ddp", "zero1", "fsdp2", "yafsdp")
-    for name, case in {
-        "tp": Hybrid(tp=2, micro_batches=2, max_norm=0.1),
-        "tp, sequence and loss": Hybrid(**SEQUENCE, loss_parallel=True, max_norm=0.1),
-        "cp": Hybrid(cp=2, micro_batches=2, max_norm=0.1),
-        "tp x cp": Hybrid(**SEQUENCE, cp=2),
-        "ep": Hybrid(ep=2, config=EXPERTS, micro_batches=2, max_norm=0.1),
-        "ep x tp": Hybrid(**SEQUENCE, ep=2, config=EXPERTS, max_norm=0.1),
-        "ep x cp": Hybrid(ep=2, cp=2, config=EXPERTS),
-        "all experts once": Hybrid(ep=4, config=EXPERTS, max_norm=0.1),
-    }.items()
-    if (name, strategy) not in LEFT_OUT and not (case.ep > 1 and strategy == "yafsdp")
+    f"{name} x {strategy}": dataclasses.replace(_WAYS[name], strategy=strategy)
+    for strategy, names in _UNDER.items()
+    for name in names
 } | {
     "tp, from meta x fsdp2": Hybrid(tp=2, strategy="fsdp2", meta=True),
     "tp, from meta x yafsdp": Hybrid(tp=2, strategy="yafsdp", meta=True, config=TIED),
     "tp, offloaded x yafsdp": Hybrid(tp=2, strategy="yafsdp", options=ShardOptions(offload=True), max_norm=0.1),
-    "tp, recomputed x yafsdp": Hybrid(**SEQUENCE, strategy="yafsdp", config=RECOMPUTED),
     "tp of four": Hybrid(tp=4, sequence_parallel=True, config=dataclasses.replace(CONFIG, key_value_heads=4)),
 }
 # As the trainers' options say, pipelines among them.
@@ -70,12 +66,9 @@ _STAGES = {"pp": 2, "micro_batches": 4}
 _EXPERTS = {"ep": 2, "experts": 4, "balance_loss": 0.0}
 CONFIGURED: dict[str, dict[str, Any]] = {
     "replicas x cp": {"strategy": "fsdp2", "replicate": 2, "cp": 2, "micro_batches": 2},
-    "pp x tp": {"strategy": "zero1", **_STAGES, **_DIVIDED},
     "pp x tp, zero bubble": {"strategy": "zero1", "schedule": "zb-h1", **_STAGES, **_DIVIDED},
     "pp x tp x yafsdp": {"strategy": "yafsdp", **_STAGES, **_DIVIDED},
-    "pp x cp": {"strategy": "zero1", "cp": 2, **_STAGES},
     "pp x ep": {"strategy": "zero1", **_EXPERTS, **_STAGES},
-    "pp x ep x fsdp2": {"strategy": "fsdp2", **_EXPERTS, **_STAGES},
 }
 EIGHT = {"strategy": "zero1", "pp": 2, "micro_batches": 4, **_DIVIDED}
 WRONG = Hybrid(**SEQUENCE, strategy="fsdp2", divisor_error=1.0001)
