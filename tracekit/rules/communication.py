@@ -10,7 +10,14 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
 from tracekit.analysis.compute import compute_gap_causes, contention
-from tracekit.analysis.parallelism import group_axes, strategy, workload
+from tracekit.analysis.parallelism import (
+    group_axes,
+    pipeline_actions,
+    pipeline_stages,
+    pipeline_waits,
+    strategy,
+    workload,
+)
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
@@ -37,9 +44,10 @@ class ExposedCommunication(Rule):
 
     How it is measured: per rank and step, the union of all collectives minus the union of all compute in the step's
     device window, less the wait for late ranks: starting a collective earlier does not shorten that wait (see RANK001
-    and RANK003). Each rank is judged by its representative step, the one with the median share; the message quotes the
-    worst rank. Steps that save a checkpoint are left out (see CKPT001). The cost is the saving of a replay in which
-    transfers take no time: less than what is exposed, if the device then waits for something else.
+    and RANK003). Sends and receives of a pipeline wait for other stages (PIPE001). Each rank is judged by its
+    representative step, the one with the median share; the message quotes the worst rank. Steps that save a checkpoint
+    are left out (see CKPT001). The cost is the saving of a replay in which transfers take no time: less than what is
+    exposed, if the device then waits for something else.
 
     Bandwidth below `slow_bytes_per_ns` GB/s is stated: that of all messages of 4 MiB or more of one op, in groups of
     which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s).
@@ -62,6 +70,7 @@ class ExposedCommunication(Rule):
         exposed_communication.save_collectives,
         strategy.marks,
         workload.marks,
+        pipeline_actions.pipeline_actions,
         collective_matching.calls,
         *group_bandwidth.FACTS,
         contention.device_count,
@@ -97,7 +106,9 @@ class ExposedCommunication(Rule):
         yield Finding(
             self.code,
             severity,
-            _message(worst) + (_OF_TENSOR_PARALLEL if axis == TP else "") + slow,
+            _message(worst, of_pipeline=pipeline_stages.is_pipelined(run))
+            + (_OF_TENSOR_PARALLEL if axis == TP else "")
+            + slow,
             _fix(run, worst, representative_step.rows_of(collectives, worst), axis) + (_SLOW_FIX if slow else ""),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
@@ -187,7 +198,7 @@ def _exposed(run: Run) -> pl.DataFrame:
     """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
     return steps_without_saves.without_saves(
-        run, run.run_table(exposed_communication.exposed_by_step).filter(pl.col("duration_ns") > 0)
+        run, run.run_table(pipeline_waits.exposed_by_step).filter(pl.col("duration_ns") > 0)
     ).with_columns(ratio)
 
 
@@ -195,7 +206,7 @@ def _collectives(run: Run) -> pl.DataFrame:
     """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
     judged = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
     return (
-        run.run_table(exposed_communication.exposed_transfers)
+        run.run_table(pipeline_waits.exposed_transfers)
         .filter(pl.col("exposed_ns") > 0)
         .drop("activity_id", "waited_ns")
         .join(judged, on=judged.columns, how="semi", nulls_equal=True)
@@ -203,7 +214,7 @@ def _collectives(run: Run) -> pl.DataFrame:
     )
 
 
-def _message(worst: dict[str, Any]) -> str:
+def _message(worst: dict[str, Any], of_pipeline: bool) -> str:
     message = (
         f"{units.share(worst['exposed_ratio'])} of the {representative_step.noun(worst)} is exposed communication: "
         f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
@@ -212,7 +223,8 @@ def _message(worst: dict[str, Any]) -> str:
     )
     if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
         return message
-    return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for late ranks."
+    others = f"late ranks{' or other stages of the pipeline' if of_pipeline else ''}"
+    return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for {others}."
 
 
 _LARGE_BYTES = 4 << 20  # smaller messages measure latency

@@ -82,8 +82,8 @@ class UnbalancedStages(Rule):
 
     What it does: reports the stage that takes longest, by how much, and how layers should be divided instead, if that
     shortens the pipeline by `min_lost_ratio`. A stage whose layers take `min_slowdown` times as long as those of other
-    stages is reported with what it costs, whether or not layers can be moved. Below `warning_lost_ratio` it is
-    information.
+    stages is reported with what it costs, whether or not layers can be moved. The stage must be slow in
+    `min_steps_ratio` of the steps. Below `warning_lost_ratio` it is information.
 
     Why it costs: in the steady state every micro-batch passes through every stage, so the pipeline is as fast as its
     slowest one. All other ranks are idle for the difference, once per micro-batch.
@@ -92,8 +92,7 @@ class UnbalancedStages(Rule):
     and steps. With the layers of each stage from run.json, the time of a layer is known; the output layer counts as
     many layers as it has parameters. Layers are moved one at a time while that shortens the slowest rank. The cost is
     the difference between two schedules of the recorded actions without delay between ranks: with the times as
-    measured, and with the new ones. Without layers in run.json, the other schedule has stages of equal times, and the
-    stage must take `min_slowdown` times as long as the others.
+    measured, and with the new ones; where layers are slow or unknown, with that stage as fast as the others.
 
     How to fix: move the named layers (split points of pipeline_module, --decoder-first-pipeline-num-layers and
     --decoder-last-pipeline-num-layers of Megatron-LM, partition_method of DeepSpeed). Give the first and last stage
@@ -109,6 +108,7 @@ class UnbalancedStages(Rule):
     min_lost_ratio: float = 0.005
     warning_lost_ratio: float = 0.03
     min_slowdown: float = 1.15
+    min_steps_ratio: float = 0.75
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding on the slowest stage."""
@@ -121,7 +121,7 @@ class UnbalancedStages(Rule):
         is_slow = balance.slowdown(stage) >= self.min_slowdown
         saved_ns = max(balance.saved_ns, balance.slow_saved_ns) if is_slow else balance.saved_ns
         lost_ratio = saved_ns / max(1, balance.duration_ns)
-        if lost_ratio < self.min_lost_ratio:
+        if lost_ratio < self.min_lost_ratio or _slow_steps_ratio(run, balance, stage) < self.min_steps_ratio:
             return
         rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
         ranks = distinct(rows.filter(pl.col("stage") == stage), "rank")
@@ -277,6 +277,16 @@ def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
 
 def _step(row: dict[str, Any]) -> str:
     return "the window" if row["step"] is None else f"the representative step ({row['step']})"
+
+
+def _slow_steps_ratio(run: Run, balance: Balance, stage: int) -> float:
+    """Return the share of steps in which a stage exceeds the median of the others by half of its usual excess."""
+    place = ["window", "step", "iteration"]
+    is_own = pl.col("stage") == stage
+    ratio = pl.col("stage_ns").filter(is_own).first() / pl.col("stage_ns").filter(~is_own).median()
+    ratios = run.run_table(pipeline_balance.stage_times).group_by(place).agg(ratio.alias("ratio"))["ratio"]
+    slow = ratios >= 1 + (balance.ratio(stage) - 1) / 2
+    return int(slow.sum()) / max(1, len(slow))
 
 
 def _why(balance: Balance, stage: int, is_slow: bool) -> str:

@@ -1,0 +1,47 @@
+"""Exposed communication of runs with a pipeline: its sends and receives are waiting for other stages."""
+
+import polars as pl
+
+from tracekit.analysis.communication import exposed_communication
+from tracekit.analysis.parallelism import pipeline_stages
+from tracekit.analysis.parallelism.pipeline_actions import POINT_TO_POINT
+from tracekit.analysis.time import breakdown
+from tracekit.model import intervals
+from tracekit.model.run import Run
+
+_OF = ("window", "rank", "device")
+
+
+def exposed_by_step(run: Run) -> pl.DataFrame:
+    """Return `exposed_communication.exposed_by_step` with the sends and receives of a pipeline in waited_ns."""
+    steps = run.run_table(exposed_communication.exposed_by_step)
+    if not pipeline_stages.is_pipelined(run):
+        return steps
+    calls = run.run_table(exposed_communication.exposed_transfers)
+    sends = _spans_of(calls.filter(_is_send()))
+    others = _spans_of(calls.filter(~_is_send()))
+    alone = run.table(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION)
+    exposed = {place: intervals.from_table(rows) for place, rows in alone.partition_by(_OF, as_dict=True).items()}
+    parts = [steps.clear()]
+    for place, own in steps.partition_by(_OF, as_dict=True, maintain_order=True).items():
+        only = intervals.subtract(sends.get(place, intervals.EMPTY), others.get(place, intervals.EMPTY))
+        moved = intervals.intersect(only, exposed.get(place, intervals.EMPTY))
+        windows = intervals.from_columns(own["start_ns"], own["duration_ns"])
+        moved_ns = pl.Series(intervals.coverage(windows, moved), dtype=pl.Int64)
+        parts.append(own.with_columns(pl.col("exposed_ns") - moved_ns, pl.col("waited_ns") + moved_ns))
+    return pl.concat(parts)
+
+
+def exposed_transfers(run: Run) -> pl.DataFrame:
+    """Return `exposed_communication.exposed_transfers` without the sends and receives of a pipeline."""
+    calls = run.run_table(exposed_communication.exposed_transfers)
+    return calls.filter(~_is_send()) if pipeline_stages.is_pipelined(run) else calls
+
+
+def _is_send() -> pl.Expr:
+    return pl.col("op").is_in(POINT_TO_POINT).fill_null(value=False)
+
+
+def _spans_of(calls: pl.DataFrame) -> dict[tuple[object, ...], intervals.Spans]:
+    by_place = calls.partition_by(_OF, as_dict=True)
+    return {place: intervals.union(exposed_communication.transfer_spans(rows)) for place, rows in by_place.items()}
