@@ -33,7 +33,10 @@ def groups(run: Run) -> pl.DataFrame:
     """
     arrivals = run.run_table(judged_arrivals)
     waits = _waits(arrivals)
-    found = [each for each in _candidates(run, arrivals, waits) if _is_late_together(arrivals, waits, each)]
+    joint = _after_pauses(arrivals)
+    parallel = _in_parallel_groups(run, waits)
+    found = [each for each in joint if _is_late_together(arrivals, each)]
+    found += [each for each in [*joint, *parallel] if _is_late_in_parallel(arrivals, waits, each)]
     members = max(found, key=lambda group: (lead_ns(arrivals, group), -len(group)), default=[])
     if rank_places.is_of_stages(run, members):
         members = []
@@ -84,13 +87,15 @@ def lead(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
     return leads.filter(pl.col("lead_ns") > pl.col("residual_ns"))
 
 
-def _candidates(run: Run, arrivals: pl.DataFrame, waits: dict[int, int]) -> list[list[int]]:
-    """Return the sets of ranks that may be late together, each once."""
+def _in_parallel_groups(run: Run, waits: dict[int, int]) -> list[list[int]]:
+    """Return the sets of ranks that may each be late in process groups of their own, each once.
+
+    Those that wait least, and those that share a place: no single collective shows them together.
+    """
     of_places = (list(place.ranks) for place in rank_places.places(run))
-    sets = [*_after_pauses(arrivals), *_least_waiting(waits), *of_places]
     present = set(waits)
-    known = dict.fromkeys(tuple(each) for each in sets if 1 < len(each) <= len(present) // 2 and present >= set(each))
-    return [list(each) for each in known]
+    sets = (each for each in (*_least_waiting(waits), *of_places) if present >= set(each))
+    return [list(each) for each in dict.fromkeys(map(tuple, sets)) if 1 < len(each) <= len(present) // 2]
 
 
 def _after_pauses(arrivals: pl.DataFrame) -> list[list[int]]:
@@ -122,19 +127,36 @@ def _waits(arrivals: pl.DataFrame) -> dict[int, int]:
     return dict(each.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
 
 
-def _is_late_together(arrivals: pl.DataFrame, waits: dict[int, int], group: list[int]) -> bool:
-    """Return whether the others wait for the group, and for every rank of it."""
-    leads = lead(arrivals, group)
-    if leads.height < _MIN_CALLS or leads["step"].n_unique() < _MIN_STEPS:
-        return False
-    members = arrivals.filter(pl.col("rank").is_in(group)).join(leads.select(*_KEY, "lead_ns"), on=_KEY)
+def _is_late_together(arrivals: pl.DataFrame, group: list[int]) -> bool:
+    """Return whether the others wait for the group, and for every rank of it, in collectives that these join."""
+    members = _late_members(arrivals, group)
     if not _is_every_rank_late(members, group):
         return False
-    together_ns = int(members.filter(pl.len().over(_KEY) > 1).unique(_KEY)["lead_ns"].sum())
-    total_ns = int(leads["lead_ns"].sum())
-    if together_ns * 2 < total_ns:
-        return _is_not_waiting(waits, group)
-    return total_ns > _TOGETHER * _longest_alone_ns(arrivals)
+    return _lead_sum_ns(members) > _TOGETHER * _longest_alone_ns(arrivals)
+
+
+def _is_late_in_parallel(arrivals: pl.DataFrame, waits: dict[int, int], group: list[int]) -> bool:
+    """Return whether others wait for every rank of the group, most in collectives that no other rank of it joins."""
+    members = _late_members(arrivals, group)
+    if not (_is_every_rank_late(members, group) and _is_not_waiting(waits, group)):
+        return False
+    alone = members.filter(pl.len().over(_KEY) == 1)
+    return 2 * _lead_sum_ns(alone) > _lead_sum_ns(members)
+
+
+def _late_members(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
+    """Return the arrivals of a group at collectives in which the others wait for it, with lead_ns.
+
+    No rows if these are too few calls or steps.
+    """
+    leads = lead(arrivals, group)
+    members = arrivals.filter(pl.col("rank").is_in(group)).join(leads.select(*_KEY, "lead_ns"), on=_KEY)
+    is_enough = leads.height >= _MIN_CALLS and leads["step"].n_unique() >= _MIN_STEPS
+    return members if is_enough else members.clear()
+
+
+def _lead_sum_ns(members: pl.DataFrame) -> int:
+    return int(members.unique(_KEY)["lead_ns"].sum())
 
 
 def _is_every_rank_late(members: pl.DataFrame, group: list[int]) -> bool:
