@@ -1,119 +1,224 @@
-"""Schedules of torch.distributed.pipelining on four gloo ranks, recorded: their actions, bubbles and axes."""
+"""Pipelines train as one process does: every schedule with every data strategy, clipped, evaluated, saved and resumed.
+
+In fp64 with SGD, whose steps are as large as the gradients: Adam's would hide a wrong scale.
+"""
 
 import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-import polars as pl
 import pytest
-import torch
-from torch import distributed as dist
-from torch import nn
-from torch.distributed import pipelining
+from torch import Tensor
 
-import tracekit
+from instrumented_trainers.config import SCHEDULES, TrainingConfig
+from instrumented_trainers.parallelism.pipeline import PipelineModel, ReplicatedPart
+from tests.integration import fault_signs, trainings
+from tests.integration.trainings import case
 from tests.support import process_group
-from tracekit.analysis.parallelism import axis_communication, expert_load, pipeline_bubbles, pipeline_stages
-from tracekit.analysis.parallelism.pipeline_actions import pipeline_actions
-from tracekit.capture import Recorder
 
-RANKS, MICRO_BATCHES, WIDTH = 4, 8, 64
-# 1F1B of torch writes no spans, so its actions are inferred; GPipe's spans name no stage.
-SOURCES = {"1f1b": "inferred", "gpipe": "span", "interleaved": "span", "zbv": "span"}
+STEPS, TOLERANCE = 5, 1e-10
+ONE_STAGE = ("1f1b", "gpipe", "zb-h1")
+SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
+PARITY = [
+    (schedule, strategy)
+    for schedule in SCHEDULES
+    for strategy in ("ddp", "zero1", "fsdp2", "yafsdp")
+    if schedule not in SPLIT_BACKWARD or strategy in ("ddp", "zero1")
+]
+CLIPPED = ("zero1", "fsdp2", "yafsdp")
+BROKEN = ("skipped sync", "wrong scale")
+SAVED = {"optimizer": "adamw", "steps": 4, "checkpoint_every": 2, "max_norm": 0.5, "learning_rate": 3e-3}
+RESUMED = {
+    "itself": ("zero1", 4, {"pp": 2, "schedule": "interleaved"}),
+    "zbv, ddp": ("ddp", 4, {"pp": 2, "schedule": "zbv"}),
+    "pp × yafsdp": ("yafsdp", 4, {"pp": 2}),
+    "fsdp2": ("fsdp2", 4, {"batch": 1, "override": ("batch=1",)}),
+    "one process": ("ddp", 1, {"batch": 4, "override": ("batch=4",)}),
+}
 
 
-def layers(count: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(count)))
-
-
-def stages_of(schedule: str, rank: int) -> list[int]:
-    return {"interleaved": [rank, rank + RANKS], "zbv": [rank, 2 * RANKS - 1 - rank]}.get(schedule, [rank])
-
-
-def train_pipeline(schedule: str, out: Path) -> None:
-    """Record two steps of a pipeline of four ranks."""
-    own = stages_of(schedule, dist.get_rank())
-    parts = [layers(3) for _ in own]
-    built = [
-        pipelining.PipelineStage(part, stage, RANKS * len(own), torch.device("cpu"))
-        for part, stage in zip(parts, own, strict=True)
-    ]
-    kinds = {
-        "gpipe": pipelining.ScheduleGPipe,
-        "1f1b": pipelining.Schedule1F1B,
-        "interleaved": pipelining.ScheduleInterleaved1F1B,
-        "zbv": pipelining.ScheduleZBVZeroBubble,
+def settings(strategy: str, out: Path, ranks: int = 4, **changes: Any) -> TrainingConfig:
+    """Return a training on so many ranks, in which two ranks of data parallelism have 2 sequences each."""
+    small = {"model": "micro-deep", "tokens": 8, "batch": 2, "micro_batches": 4, "steps": STEPS, "precision": "fp64"}
+    plain = {
+        "optimizer": "sgd",
+        "learning_rate": 0.05,
+        "warmup_steps": 0,
+        "lr_schedule": "constant",
+        "max_norm": 0.0,
+        "profile_wait": 99,
     }
-    runner = kinds[schedule](built if len(own) > 1 else built[0], MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
-    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=1e-3)
-    batch = torch.randn(MICRO_BATCHES * 8, WIDTH)
-    with Recorder(out / schedule, steps="1:3", warmup=1) as recorder:
-        for _ in range(3):
-            inputs = (batch,) if 0 in own else ()
-            ends = {"target": batch, "losses": []} if max(own) == RANKS * len(own) - 1 else {}
-            runner.step(*inputs, **ends)
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.step()
+    return TrainingConfig(strategy, out, **{**small, **plain, "world_size": ranks, **changes})
 
 
-def exchange_tokens(out: Path) -> None:
-    """Record steps in which half of the ranks' experts get three times as many tokens as the others."""
-    rank = dist.get_rank()
-    counts = [3, 1, 3, 1]
-    with Recorder(out / "experts", steps="1:3", warmup=1) as recorder:
-        for _ in range(3):
-            tokens = torch.randn(sum(counts), WIDTH)
-            got = torch.empty(counts[rank] * RANKS, WIDTH)
-            dist.all_to_all_single(got, tokens, [counts[rank]] * RANKS, counts)
-            back = torch.empty_like(tokens)
-            dist.all_to_all_single(back, got @ torch.randn(WIDTH, WIDTH), counts, [counts[rank]] * RANKS)
-            recorder.step()
+def broken(config: TrainingConfig, how: str) -> Any:
+    """Train with a mistake."""
+    whole = ReplicatedPart.synchronize, PipelineModel.step
+
+    def doubled(model: PipelineModel, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = whole[1](model, tokens, targets)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 + 1e-6)
+        return loss
+
+    try:
+        if how == "skipped sync":
+            ReplicatedPart.synchronize = lambda part: None  # type: ignore[method-assign]
+        else:
+            PipelineModel.step = doubled  # type: ignore[method-assign]
+        return trainings.train(config)
+    finally:
+        ReplicatedPart.synchronize, PipelineModel.step = whole  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("pipelines")
-    cases = {schedule: functools.partial(train_pipeline, schedule, out) for schedule in SOURCES}
-    outcomes = process_group.run_cases(RANKS, cases | {"experts": functools.partial(exchange_tokens, out)})
-    for outcome in outcomes.values():
-        outcome.results()
-    return out
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pipelines")
 
 
-@pytest.mark.parametrize("schedule", SOURCES)
-def test_every_action_of_a_schedule_is_found_with_its_stage(recorded: Path, schedule: str) -> None:
-    run = tracekit.load(str(recorded / schedule), cache=False)
-    assert set(run.table(pipeline_actions)["source"]) == {SOURCES[schedule]}
-    actions = run.run_table(pipeline_stages.staged_actions)
-    forwards = actions.filter(pl.col("action") == "forward")
-    for rank in range(RANKS):
-        own = forwards.filter(pl.col("rank") == rank)
-        assert set(own["stage"]) == set(stages_of(schedule, rank))
-        assert own.group_by("step", "stage").agg(pl.col("micro_batch").sort())["micro_batch"].to_list() == [
-            list(range(MICRO_BATCHES))
-        ] * (2 * len(stages_of(schedule, rank)))
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Mapping[int, Mapping[str, process_group.Outcome]]:
+    two, four = {"pp": 2}, {"pp": 4, "micro_batches": 8, "batch": 1}
+    of_four: dict[str, Callable[[], Any]] = {
+        f"{schedule}, {strategy}": case(
+            settings(strategy, folder / f"{schedule}, {strategy}", schedule=schedule, **two)
+        )
+        for schedule, strategy in PARITY
+    }
+    of_two: dict[str, Callable[[], Any]] = {}
+    for schedule in SCHEDULES:
+        name = f"{schedule} alone"
+        of_stages = of_four if schedule in ONE_STAGE else of_two
+        changes = {**four, **({} if schedule in ONE_STAGE else {"pp": 2, "world_size": 2})}
+        of_stages[name] = case(settings("zero1", folder / name, schedule=schedule, **changes))
+    for strategy in CLIPPED:
+        of_four[f"clipped {strategy}"] = case(settings(strategy, folder / f"clipped {strategy}", max_norm=0.5, **two))
+    for how in BROKEN:
+        of_four[how] = functools.partial(broken, settings("zero1", folder / how, **two), how)
+    evaluated = {"eval_every": 2, "eval_split": 0.05, "eval_steps": 3}
+    of_four["evaluated"] = case(settings("zero1", folder / "evaluated", **evaluated, schedule="zbv", **two))
+    window = {"profile_wait": 1, "profile_warmup": 1, "profile_active": 1, "steps": 3}
+    slow = {"fault": ("slow-stage=1:3",), **window}
+    of_four["slow"] = case(settings("ddp", folder / "slow", **{**four, **slow}))
+    of_four["saved"] = case(settings("zero1", folder / "saved", schedule="interleaved", **SAVED, **two))
+    of_one = {
+        "two": case(settings("ddp", folder / "two", 1, batch=4)),
+        "one": case(settings("ddp", folder / "one", 1, micro_batches=8, batch=1)),
+        "clipped": case(settings("ddp", folder / "clipped", 1, batch=4, max_norm=0.5)),
+        "evaluated": case(settings("ddp", folder / "evaluated alone", 1, batch=4, **evaluated)),
+    }
+    for name, (strategy, ranks, changes) in RESUMED.items():
+        start = {"resume": str(folder / "saved" / "checkpoints" / "step-000002")}
+        resumed = case(settings(strategy, folder / f"from {name}", ranks, **{**SAVED, **changes, **start}))
+        (of_one if ranks == 1 else of_four)[f"from {name}"] = resumed
+    return process_group.run_worlds({4: of_four, 2: of_two, 1: of_one}, timeout_s=400)
 
 
-@pytest.mark.parametrize("schedule", SOURCES)
-def test_no_action_starts_before_its_input_is_complete(recorded: Path, schedule: str) -> None:
-    run = tracekit.load(str(recorded / schedule), cache=False)
-    needed = pipeline_stages.dependencies(run.run_table(pipeline_stages.staged_actions))
-    assert needed.height
-    assert needed.filter(pl.col("start_ns") < pl.col("ready_ns")).is_empty()
+def losses(outcomes: Mapping[int, Mapping[str, process_group.Outcome]], ranks: int, name: str) -> list[float]:
+    """Return the mean over ranks of each step's loss; the ranks of a pipeline have the same one."""
+    results = outcomes[ranks][name].results()
+    assert results[0][0], results[0][1]
+    by_step = zip(*(of_rank for of_rank, _ in results), strict=True)
+    return [sum(values) / len(values) for values in by_step]
 
 
-@pytest.mark.parametrize("schedule", SOURCES)
-def test_a_recorded_pipeline_is_never_faster_than_its_own_schedule(recorded: Path, schedule: str) -> None:
-    run = tracekit.load(str(recorded / schedule), cache=False)
-    rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
-    assert (rows["ideal_duration_ns"] <= rows["duration_ns"]).all()
-    causes = rows.select(pl.sum_horizontal(pipeline_bubbles.CAUSES)).to_series()
-    assert (causes - rows["bubble_ns"]).abs().max() <= 2
-    assert (rows.select(pl.sum_horizontal(pipeline_bubbles.PHASES)).to_series() == rows["bubble_ns"]).all()
-    assert axis_communication.by_axis(run)["axis"].to_list() == ["pp"] * RANKS
+@pytest.mark.parametrize(("schedule", "strategy"), PARITY, ids=str)
+def test_a_pipeline_trains_as_one_process_does(outcomes: Any, schedule: str, strategy: str) -> None:
+    expected = losses(outcomes, 1, "two")
+    assert len(expected) == STEPS
+    assert losses(outcomes, 4, f"{schedule}, {strategy}") == pytest.approx(expected, rel=0, abs=TOLERANCE)
 
 
-def test_the_tokens_of_experts_are_those_that_were_sent(recorded: Path) -> None:
-    run = tracekit.load(str(recorded / "experts"), cache=False)
-    loads = run.run_table(expert_load.expert_load).group_by("rank").agg(pl.col("load_ratio").mean()).sort("rank")
-    assert loads["load_ratio"].to_list() == [1.5, 0.5, 1.5, 0.5]
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_without_data_parallelism_trains_as_one_process_does(outcomes: Any, schedule: str) -> None:
+    ranks = 4 if schedule in ONE_STAGE else 2
+    assert losses(outcomes, ranks, f"{schedule} alone") == pytest.approx(
+        losses(outcomes, 1, "one"), rel=0, abs=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("strategy", CLIPPED)
+def test_gradients_are_clipped_by_their_norm_over_stages_and_shards(outcomes: Any, strategy: str) -> None:
+    expected = losses(outcomes, 1, "clipped")
+    assert expected[1:] != pytest.approx(losses(outcomes, 1, "two")[1:], rel=0, abs=1e-3)
+    assert losses(outcomes, 4, f"clipped {strategy}") == pytest.approx(expected, rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_the_comparison_sees_a_mistake(outcomes: Any, how: str) -> None:
+    assert losses(outcomes, 4, how) != pytest.approx(losses(outcomes, 1, "two"), rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_pipelines_checkpoint_is_resumed_under_another_layout(outcomes: Any, name: str) -> None:
+    expected = losses(outcomes, 4, "saved")[2:]
+    resumed = losses(outcomes, RESUMED[name][1], f"from {name}")
+    assert resumed == pytest.approx(expected, rel=0, abs=0 if name == "itself" else TOLERANCE)
+
+
+def test_every_rank_of_a_pipeline_has_its_loss(outcomes: Any) -> None:
+    results = [of_rank for of_rank, _ in outcomes[4]["zbv, zero1"].results()]
+    assert results[0] == results[2] != results[1] == results[3]  # ranks 0 and 2 are a pipeline
+
+
+def test_a_pipeline_is_evaluated_as_one_process_is(outcomes: Any, folder: Path) -> None:
+    losses(outcomes, 4, "evaluated"), losses(outcomes, 1, "evaluated")
+    expected = evaluations(folder / "evaluated alone", 0)
+    assert len(expected) == 3
+    for rank in range(4):
+        assert evaluations(folder / "evaluated", rank) == pytest.approx(expected, rel=0, abs=TOLERANCE)
+
+
+def evaluations(run: Path, rank: int) -> list[float]:
+    rows = trainings.rows(run, rank, trainings.conventions.METRICS_SUFFIX)
+    return [row["eval_loss"] for row in rows if row.get("eval_loss") is not None]
+
+
+def test_the_manifest_says_which_ranks_and_layers_a_stage_has(outcomes: Any, folder: Path) -> None:
+    losses(outcomes, 4, "interleaved, zero1")
+    manifest = trainings.manifest(folder / "interleaved, zero1")
+    assert manifest["mesh"] == {"axes": ["pp", "dp_replicate"], "shape": [2, 2]}
+    assert manifest["groups"] == {"pp": [[0, 2], [1, 3]], "dp_replicate": [[0, 1], [2, 3]]}
+    assert manifest["pipeline"] == {
+        "schedule": "interleaved",
+        "stages": 4,
+        "virtual_stages": 2,
+        "micro_batches": 4,
+        "stage_ranks": [[0, 1], [2, 3], [0, 1], [2, 3]],
+        "stage_layers": [[0], [1], [2], [3]],
+    }
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_each_action_has_a_span_and_waits_outside_of_those_that_compute(outcomes: Any, folder: Path, rank: int) -> None:
+    losses(outcomes, 4, "slow")
+    spans = [event for event in fault_signs.named(folder / "slow", rank, "PP:") if event["cat"] == "user_annotation"]
+    count = Counter(re.sub(r"\d+$", "", event["name"]) for event in spans)
+    expected = {f"PP:{rank}F": 8, f"PP:{rank}B": 8, f"PP:{rank}REDUCE_GRAD": 1}
+    if rank > 0:
+        expected |= {f"PP:{rank}RECV_F": 8, f"PP:{rank}SEND_B": 8}
+    if rank < 3:
+        expected |= {f"PP:{rank}SEND_F": 8, f"PP:{rank}RECV_B": 8}
+    assert count == expected
+    for before, after in itertools.pairwise(spans):
+        assert before["ts"] + before["dur"] <= after["ts"] + 0.002
+
+
+def test_a_slow_stage_computes_more_and_loses_nothing(outcomes: Any, folder: Path) -> None:
+    assert losses(outcomes, 4, "slow") == pytest.approx(losses(outcomes, 4, "1f1b alone")[:3], rel=0, abs=TOLERANCE)
+    for rank in range(4):
+        products = fault_signs.named(folder / "slow", rank, "aten::mm")
+        extra = [event for event in products if event["args"].get("Input Dims") == [[240, 240], [240, 240]]]
+        assert bool(extra) is (rank == 1)
+        assert all(any(fault_signs.within(event, span) for span in computing(folder / "slow", rank)) for event in extra)
+    (truth,) = trainings.manifest(folder / "slow")["faults"]
+    assert truth["args"] == {"stage": 1, "factor": 3.0}
+
+
+def computing(run: Path, rank: int) -> list[dict[str, Any]]:
+    return [event for action in "FB" for event in fault_signs.named(run, rank, f"PP:{rank}{action}")]

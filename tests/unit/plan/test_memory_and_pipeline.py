@@ -107,6 +107,7 @@ def test_bubble_of_four_stages() -> None:
 
 
 def test_interleaving_halves_the_bubble() -> None:
+    assert pipeline.bubble_to_ideal_ratio(64, 512) == pytest.approx(0.123, abs=5e-4)
     assert pipeline.bubble_to_ideal_ratio(64, 512, chunks=2) == pytest.approx(0.0615, abs=5e-5)
 
 
