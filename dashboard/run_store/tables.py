@@ -20,6 +20,7 @@ from tracekit.analysis.compute import kernels as kernel_totals
 from tracekit.analysis.host import ops
 from tracekit.analysis.parallelism import (
     axis_communication,
+    expert_load,
     group_axes,
     pipeline_bubbles,
     pipeline_stages,
@@ -72,6 +73,7 @@ COMMUNICATION_GAPS, COMPUTE_GAPS = stall_attribution.COMMUNICATION, stall_attrib
 
 GROUP_AXES = _across(group_axes.group_axes, *group_axes.FACTS)
 COMMUNICATION_BY_AXIS = _across(axis_communication.by_axis, *axis_communication.FACTS)
+EXPERT_LOAD = _across(expert_load.expert_load, *expert_load.FACTS)
 PIPELINE_BUBBLES = _across(pipeline_bubbles.pipeline_bubbles, *pipeline_bubbles.FACTS)
 PIPELINE_ACTIONS = _across(pipeline_stages.staged_actions, *pipeline_stages.FACTS)
 PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)

@@ -65,6 +65,16 @@ def test_communication_of_an_axis_is_divided_into_exposed_and_hidden_time_of_a_s
     assert {trace.name: trace.x for trace in figure.data} == {"exposed": (1.0,), "hidden behind compute": (2.0,)}
 
 
+def test_experts_that_get_more_tokens_than_the_mean_stand_out():
+    rows = [(0, 0, 1.5, 30), (1, 0, 0.5, 10), (0, 1, 1.0, 20), (1, 1, 1.0, 20)]
+    load = pl.DataFrame(rows, ["rank", "layer", "load_ratio", "load_bytes"], orient="row")
+    (heatmap,) = charts.expert_heatmap(load).data
+    assert list(zip(heatmap.x, heatmap.y, heatmap.z, strict=True)) == [
+        (0, 0, 1.5), (1, 0, 1.0), (0, 1, 0.5), (1, 1, 1.0),
+    ]  # fmt: skip
+    assert (heatmap.zmin, heatmap.zmax) == (0.5, 1.5)
+
+
 def test_without_groups_and_actions_there_are_empty_figures():
     run = drawn_pipelines.run(PIPELINE)
     actions, gaps, bubbles = (

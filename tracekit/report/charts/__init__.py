@@ -17,7 +17,13 @@ from tracekit.report.charts.communication import (
 )
 from tracekit.report.charts.contention import concurrent_time, delayed_preparation, slowdowns
 from tracekit.report.charts.memory import block_lifetimes, memory_over_time, reserved_memory, segment_map
-from tracekit.report.charts.parallelism import axis_communication, mesh_map, pipeline_step, stage_balance
+from tracekit.report.charts.parallelism import (
+    axis_communication,
+    expert_heatmap,
+    mesh_map,
+    pipeline_step,
+    stage_balance,
+)
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.ranks import MEASURES, rank_activity, step_heatmap
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
@@ -47,6 +53,7 @@ __all__ = [
     "comparison",
     "concurrent_time",
     "delayed_preparation",
+    "expert_heatmap",
     "lost_time",
     "memory_by_strategy",
     "memory_over_time",

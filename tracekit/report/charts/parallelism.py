@@ -95,6 +95,35 @@ def axis_communication(rows: pl.DataFrame) -> go.Figure:
     return _stacked(means, parts, [axis or "unknown" for axis in means["axis"]])
 
 
+def expert_heatmap(load: pl.DataFrame) -> go.Figure:
+    """Return a heatmap of ranks (rows) and passes through a layer of experts (columns): load relative to the mean.
+
+    `load` is `expert_load.expert_load`; the colour is the mean of load_ratio over steps, white where it is 1.
+    """
+    if load.is_empty():
+        return style.empty()
+    means = load.group_by("rank", "layer").agg(pl.col("load_ratio", "load_bytes").mean()).sort("rank", "layer")
+    ranks = means["rank"].unique().sort().to_list()
+    far = max(0.02, float((means["load_ratio"] - 1).abs().max()))  # type: ignore[arg-type]  # not empty
+    figure = go.Figure()
+    figure.add_heatmap(
+        x=means["layer"].to_list(),
+        y=[ranks.index(rank) for rank in means["rank"]],
+        z=means["load_ratio"].to_list(),
+        zmin=1 - far,
+        zmax=1 + far,
+        colorscale=[[0, "#0072B2"], [0.5, "rgba(160, 168, 180, 0.25)"], [1, "#D55E00"]],
+        customdata=[[rank, units.size(round(size))] for rank, size in means.select("rank", "load_bytes").rows()],
+        hovertemplate="rank %{customdata[0]}, pass %{x}<br>%{z:.2f} of the mean, %{customdata[1]}<extra></extra>",
+        colorbar={"tickformat": ".1f", "thickness": 14, "nticks": 5, "outlinewidth": 0},
+        xgap=1,
+        ygap=1,
+    )
+    figure.update_xaxes(title="pass through a layer of experts", showgrid=False, fixedrange=True)
+    style.label_all_rows(figure, [f"rank {rank}" for rank in ranks])
+    return style.with_style(figure, height_px=min(130 + 26 * len(ranks), 700))
+
+
 def mesh_map(groups: pl.DataFrame) -> go.Figure:
     """Return the mesh as a map: axes down, ranks across; cells of one colour are one process group.
 
