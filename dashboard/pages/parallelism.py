@@ -21,7 +21,7 @@ def show(run: OpenRun) -> None:
     if groups.is_empty() and bubbles.is_empty():
         st.info(NO_GROUPS)
         return
-    _mesh(groups)
+    _mesh(pl.concat([groups, run.table(tables.MESH_GROUPS)], how="diagonal"))
     if bubbles.is_empty():
         st.caption("The run has no pipeline: no spans of a schedule, and no sends and receives between stages.")
     else:
@@ -36,9 +36,7 @@ def _experts(load: pl.DataFrame) -> None:
         return
     st.subheader("Tokens of each rank's experts")
     widgets.chart(charts.expert_heatmap(load), key="parallelism-experts")
-    st.caption(
-        "Bytes that the first all-to-all of a layer brings a rank, over the mean of its group; mean of steps."
-    )
+    st.caption("Bytes that the first all-to-all of a layer brings a rank, over the mean of its group; mean of steps.")
 
 
 def _mesh(groups: pl.DataFrame) -> None:

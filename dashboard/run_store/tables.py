@@ -22,6 +22,7 @@ from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
     group_axes,
+    mesh,
     pipeline_bubbles,
     pipeline_stages,
     rank_timelines,
@@ -72,6 +73,7 @@ GAPS_BY_RANK, GAPS_BY_CAUSE = _across(stall_attribution.by_rank), _across(stall_
 COMMUNICATION_GAPS, COMPUTE_GAPS = stall_attribution.COMMUNICATION, stall_attribution.COMPUTE
 
 GROUP_AXES = _across(group_axes.group_axes, *group_axes.FACTS)
+MESH_GROUPS = _across(mesh.mesh_table)
 COMMUNICATION_BY_AXIS = _across(axis_communication.by_axis, *axis_communication.FACTS)
 EXPERT_LOAD = _across(expert_load.expert_load, *expert_load.FACTS)
 PIPELINE_BUBBLES = _across(pipeline_bubbles.pipeline_bubbles, *pipeline_bubbles.FACTS)

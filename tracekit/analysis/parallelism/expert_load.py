@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.analysis.parallelism import axis_communication, group_axes
+from tracekit.analysis.parallelism import axis_communication, group_axes, mesh
 from tracekit.conventions.strategies import EP
 from tracekit.model import intervals, schema
 from tracekit.model.run import Run
@@ -14,6 +14,8 @@ COLUMNS = schema.columns(
     group=pl.String, members=pl.String,
 )  # fmt: skip
 _PLACE = ["window", "rank", "step", "group", "members"]
+_MIN_PAIRED_RATIO = 0.9
+"""Share of the bytes that pairs must move: exchanges of counts move few."""
 
 
 def message_sizes(trace: Trace) -> pl.DataFrame:
@@ -34,11 +36,12 @@ def expert_load(run: Run) -> pl.DataFrame:
     their quotient, expert_ns the compute between the two. Empty where sizes of messages are unknown, or all-to-alls do
     not come in such pairs.
     """
-    if not group_axes.has_axis(run, EP):
+    if not group_axes.has_axis(run, EP) and EP not in mesh.groups_of(run.manifest):
         return pl.DataFrame(schema=COLUMNS)
     sizes = run.table(message_sizes)
     named = run.run_table(axis_communication.calls).filter(pl.col("axis") == EP)
-    calls = named.join(sizes, on=["window", "rank", "activity_id"]).drop_nulls(["sent_bytes", "received_bytes"])
+    sized = named.join(sizes, on=["window", "rank", "activity_id"]).drop_nulls(["sent_bytes", "received_bytes"])
+    calls = _with_members(run, sized)
     pairs = _pairs(calls)
     if pairs.is_empty():
         return pl.DataFrame(schema=COLUMNS)
@@ -51,23 +54,35 @@ def expert_load(run: Run) -> pl.DataFrame:
     return schema.conform(complete, COLUMNS).sort("window", "step", "group", "layer", "rank")
 
 
+def _with_members(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return calls with the ranks of their groups from the manifest, where the trace does not name them (gloo)."""
+    listed = mesh.groups_of(run.manifest).get(EP, [])
+    members = {rank: ",".join(map(str, ranks)) for ranks in listed for rank in ranks}
+    known = pl.col("rank").replace_strict(members, default=None, return_dtype=pl.String)
+    return calls.with_columns(pl.coalesce("members", known).alias("members"))
+
+
 def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the pairs of consecutive all-to-alls of a rank of which the second returns what the first brought."""
-    ordered = calls.sort(*_PLACE, "start_ns")
-    place = pl.int_range(pl.len()).over(_PLACE)
-    following = {
-        name: pl.col(name).shift(-1).over(_PLACE) for name in ("sent_bytes", "received_bytes", "start_ns", "end_ns")
-    }
-    pairs = ordered.with_columns(
-        (place // 2).cast(pl.Int64).alias("layer"),
-        (place % 2 == 0).alias("is_first"),
-        *(value.alias(f"next_{name}") for name, value in following.items()),
-    ).filter(pl.col("is_first"))
+    """Return the pairs of consecutive all-to-alls of a rank of which the second returns what the first brought.
+
+    Calls between pairs, which exchange the numbers of tokens, are skipped. Empty where other calls move much.
+    """
+    following = {name: pl.col(name).shift(-1) for name in ("sent_bytes", "received_bytes", "start_ns", "end_ns")}
     returns = (pl.col("next_sent_bytes") == pl.col("received_bytes")) & (
         pl.col("next_received_bytes") == pl.col("sent_bytes")
     )
-    if pairs.is_empty() or not pairs.select(returns.fill_null(value=False).all()).item():
-        return pairs.clear()
+    # Where loads are equal, each call returns what the one before brought: every other one begins a pair.
+    flagged = (
+        calls.sort(*_PLACE, "start_ns")
+        .with_columns(value.over(_PLACE).alias(f"next_{name}") for name, value in following.items())
+        .with_columns(returns.fill_null(value=False).alias("returns"))
+        .with_columns(pl.col("returns").rle_id().over(_PLACE).alias("run"))
+        .with_columns(((pl.int_range(pl.len()) % 2 == 0).over(*_PLACE, "run") & pl.col("returns")).alias("is_first"))
+    )
+    pairs = flagged.filter("is_first").with_columns(pl.int_range(pl.len()).over(_PLACE).cast(pl.Int64).alias("layer"))
+    paired_bytes = (pairs["sent_bytes"] + pairs["received_bytes"]).sum()
+    if paired_bytes < _MIN_PAIRED_RATIO * (flagged["sent_bytes"].sum() or 1):
+        pairs = pairs.clear()
     return pairs.select(
         *_PLACE, "layer", "start_ns", load_bytes="received_bytes", from_ns="end_ns", to_ns="next_start_ns",
         dur_ns=pl.col("next_end_ns") - pl.col("start_ns"),

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import polars as pl
 from msgspec import Meta
 
 from tracekit.conventions.strategies import PP
 from tracekit.model.manifest import MAX_RANKS
+from tracekit.model.run import Run
 
 _Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 _Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
@@ -43,6 +45,12 @@ def groups_of(manifest: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     mesh: Any = _converted(manifest.get("mesh"), Mesh)
     by_mesh = mesh_groups(mesh) if mesh else {}
     return by_mesh | (listed or {})
+
+
+def mesh_table(run: Run) -> pl.DataFrame:
+    """Return the groups of `groups_of` as a table. Columns axis, ranks, source; one row per axis and group."""
+    rows = [(axis, ranks, "manifest") for axis, groups in groups_of(run.manifest).items() for ranks in groups]
+    return pl.DataFrame(rows, {"axis": pl.String, "ranks": pl.List(pl.Int64), "source": pl.String}, orient="row")
 
 
 def mesh_groups(mesh: Mesh) -> dict[str, list[list[int]]]:

@@ -21,6 +21,7 @@ ACTIONS: Mapping[str, tuple[str, str]] = {
 _HATCHED = {"shape": "/", "size": 5, "solidity": 0.25, "fgcolor": "rgba(128, 138, 150, 0.9)"}
 _AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 _WORLD = "world"
+_MOST_TICKS = 32
 _MOST_NUMBERED = 1200
 """With more actions, the micro-batches are not written into the bars."""
 _STAGE_PARTS = {
@@ -119,7 +120,9 @@ def expert_heatmap(load: pl.DataFrame) -> go.Figure:
         xgap=1,
         ygap=1,
     )
-    figure.update_xaxes(title="pass through a layer of experts", showgrid=False, fixedrange=True)
+    passes = 1 + int(means["layer"].max())  # type: ignore[arg-type]  # not empty
+    title = "pass through a layer of experts"
+    figure.update_xaxes(title=title, showgrid=False, fixedrange=True, tick0=0, dtick=1 + passes // _MOST_TICKS)
     style.label_all_rows(figure, [f"rank {rank}" for rank in ranks])
     return style.with_style(figure, height_px=min(130 + 26 * len(ranks), 700))
 
@@ -147,7 +150,8 @@ def mesh_map(groups: pl.DataFrame) -> go.Figure:
                 text=[str(number)] * len(ranks), textposition="inside", insidetextanchor="middle", showlegend=False,
             )  # fmt: skip
     figure.update_layout(barmode="overlay", dragmode=False)
-    figure.update_xaxes(title="rank", showgrid=False, fixedrange=True)
+    last = max(ranks[-1] for of_axis in merged.values() for ranks in of_axis)
+    figure.update_xaxes(title="rank", showgrid=False, fixedrange=True, tick0=0, dtick=1 + last // _MOST_TICKS)
     style.label_all_rows(figure, axes)
     return style.with_style(figure, height_px=130 + 34 * len(axes))
 
