@@ -81,7 +81,7 @@ def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
     )
     pairs = flagged.filter("is_first").with_columns(pl.int_range(pl.len()).over(_PLACE).cast(pl.Int64).alias("layer"))
     paired_bytes = (pairs["sent_bytes"] + pairs["received_bytes"]).sum()
-    if paired_bytes < _MIN_PAIRED_RATIO * (flagged["sent_bytes"].sum() or 1):
+    if paired_bytes < _MIN_PAIRED_RATIO * float(flagged["sent_bytes"].sum() or 1):
         pairs = pairs.clear()
     return pairs.select(
         *_PLACE, "layer", "start_ns", load_bytes="received_bytes", from_ns="end_ns", to_ns="next_start_ns",
