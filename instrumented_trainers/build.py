@@ -143,6 +143,10 @@ def pipeline_plan(config: TrainingConfig) -> PipelinePlan:
 
 
 def _refuse_unsplittable(llama: Llama, config: TrainingConfig) -> None:
+    try:
+        from instrumented_trainers.parallelism.pipeline import schedules  # noqa: F401 needs a recent torch
+    except ImportError as error:
+        raise InvalidConfigError(f"--pp {config.pp}: torch {torch.__version__} is too old: {error}") from error
     layers, stages = len(llama.layers), config.pp * config.stages_per_rank
     if layers < stages:
         raise InvalidConfigError(
