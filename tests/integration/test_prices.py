@@ -1,6 +1,8 @@
 """One trouble, one price: public recordings into which an independent program put a trouble of known cost."""
 
+import functools
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,12 +29,14 @@ def costs(findings):
     return {code: sum(each.cost_ns for each in warned if each.code == code) for code in {each.code for each in warned}}
 
 
-def priced(name, scratch, folder=FOLDER):
+@functools.cache
+def priced(name, folder=FOLDER):
     """Return the costs of the warnings about a changed recording, and the truth per step."""
     job = perturbation_graph.load(folder.glob("*.json.gz"))
     kind = next(each for each in troubles.KINDS if each.name == name)
     kind.apply(job, SIZE, random.Random(name))
-    found = perturbed.checked(job, scratch)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = perturbed.checked(job, Path(scratch))
     return costs(found.findings), 1000 * job.lost_us / max(1, len(job.ranks[0].steps))
 
 
@@ -47,14 +51,14 @@ def priced(name, scratch, folder=FOLDER):
         ("save without a name", "STEP001", 0.15),
     ],
 )
-def test_the_cause_that_a_person_can_remove_has_the_price(name, code, error, control, tmp_path):
-    found, truth_ns = priced(name, tmp_path)
+def test_the_cause_that_a_person_can_remove_has_the_price(name, code, error, control):
+    found, truth_ns = priced(name)
     assert found[code] - control.get(code, 0) == pytest.approx(truth_ns, rel=error)
 
 
 @pytest.mark.parametrize("name", ["data stall", "data stall of one rank", "allocation retries"])
-def test_late_launches_and_late_ranks_are_consequences_that_cost_no_more_than_in_the_control(name, control, tmp_path):
-    found, truth_ns = priced(name, tmp_path)
+def test_late_launches_and_late_ranks_are_consequences_that_cost_no_more_than_in_the_control(name, control):
+    found, truth_ns = priced(name)
     # Without a warning about the allocator, its time is part of what makes launches late.
     before_ns = late_ns(control) + (0 if "MEM001" in found else control.get("MEM001", 0))
     assert late_ns(found) - before_ns < 0.25 * truth_ns
@@ -64,9 +68,9 @@ def late_ns(found):
     return sum(found.get(code, 0) for code in ("HOST001", "RANK001", "RANK004"))
 
 
-def test_reading_scalars_is_priced_as_a_blocking_call_and_only_once(control, tmp_path):
+def test_reading_scalars_is_priced_as_a_blocking_call_and_only_once(control):
     # Rank 2 pauses in Python where it did before; a read in the middle of that pause does not explain it.
-    found, truth_ns = priced("reading scalars", tmp_path)
+    found, truth_ns = priced("reading scalars")
     assert found["HOST002"] > 0.5 * truth_ns
     assert found["HOST002"] + late_ns(found) < 1.15 * (truth_ns + late_ns(control))
 
@@ -75,16 +79,16 @@ def test_no_data_stall_is_reported_where_the_host_loads_no_data(control):
     assert "HOST003" not in control
 
 
-def test_a_stall_in_a_window_of_one_step_has_one_warning(tmp_path):
+def test_a_stall_in_a_window_of_one_step_has_one_warning():
     # There a steady cause and a single stall look alike.
-    found, truth_ns = priced("allocation retries", tmp_path, FOLDER.parent / "megatron_tp8_a100_8ranks")
+    found, truth_ns = priced("allocation retries", FOLDER.parent / "megatron_tp8_a100_8ranks")
     assert found["MEM001"] == pytest.approx(truth_ns, rel=0.15)
     assert "STEP001" not in found
 
 
-def test_a_load_that_some_ranks_hide_behind_queued_work_makes_no_stragglers_of_the_others(tmp_path):
+def test_a_load_that_some_ranks_hide_behind_queued_work_makes_no_stragglers_of_the_others():
     # Ranks 0 to 2 launch late anyway, so that they have nothing queued when all ranks load their data.
-    found, truth_ns = priced("data stall", tmp_path, FOLDER.parent / "nanogpt_h100_8ranks")
+    found, truth_ns = priced("data stall", FOLDER.parent / "nanogpt_h100_8ranks")
     assert found["HOST003"] == pytest.approx(truth_ns, rel=0.05)  # with the load before the first step
     assert "RANK001" not in found
 
