@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import tracekit
+from tests.support.cli_runner import tracekit as tracekit_command
 from tests.unit.simulate.jobs import job
 from tracekit import conventions
 from tracekit.rules.late_groups import LateGroup
@@ -49,3 +50,12 @@ def test_slow_ranks_are_one_finding(
 @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
 def test_healthy_nodes_are_no_late_group(tmp_path: Path, strategy: str) -> None:
     assert findings(tmp_path, strategy, 16, range(0)) == []
+
+
+def test_ranks_that_are_late_for_their_tokens_are_overloaded_and_no_late_group(tmp_path: Path) -> None:
+    sizes = ["--model", "8x7b", "--layers", "1", "--gpus", "8", "--ep", "4", "--seq", "1024", "--steps", "3"]
+    done = tracekit_command("simulate", *sizes, "--fault", "hot-expert:1:4", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    codes = {each.code for each in tracekit.check(tracekit.load(tmp_path / "run")).findings}
+    assert "EP001" in codes
+    assert not codes & {"RANK001", "RANK003", "RANK004"}

@@ -77,6 +77,11 @@ class OverloadedExperts(Rule):
         )
 
 
+def overloaded_ranks(run: Run) -> frozenset[int]:
+    """Return the ranks that EP001 reports: they are late for their tokens, and no stragglers."""
+    return frozenset(rank for finding in OverloadedExperts().check(run) for rank in finding.ranks)
+
+
 def _losses(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
     """Return what each step loses to the rank with the highest load in each pair, in the group that loses most."""
     of_layer = ["window", "step", "group", "members", "layer"]

@@ -128,7 +128,8 @@ class UnbalancedStages(Rule):
         yield Finding(
             self.code,
             Severity.WARNING if lost_ratio >= self.warning_lost_ratio else Severity.INFO,
-            f"Stage {stage} (ranks {units.ranges(ranks)}) takes {balance.ratio(stage):.2f} times as long as the other "
+            f"Stage {stage} ({'ranks' if len(ranks) > 1 else 'rank'} {units.ranges(ranks)}) takes "
+            f"{balance.ratio(stage):.2f} times as long as the other "
             f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
             f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for it."
             f"{_why(balance, stage, is_slow)}",

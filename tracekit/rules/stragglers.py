@@ -10,6 +10,7 @@ from tracekit.analysis.parallelism import late_ranks, rank_places, stragglers
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.rules.expert_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.representative_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
@@ -43,7 +44,8 @@ class Straggler(Rule):
     that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves for longer than
     the others, or its device is idle for longer meanwhile, and that has a warning, it is what the rank costs besides.
     Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the finding is
-    information. Waits between pipeline stages do not count: they are the pipeline's bubble.
+    information. Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are late because
+    their experts are overloaded belong to EP001.
 
     How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
     -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
@@ -55,7 +57,7 @@ class Straggler(Rule):
     """
 
     code: ClassVar[str] = "RANK001"
-    facts: ClassVar[tuple[Fact, ...]] = late_ranks.FACTS
+    facts: ClassVar[tuple[Fact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts)
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
@@ -68,8 +70,10 @@ class Straggler(Rule):
     def _findings(self, run: Run, judged: pl.Expr) -> Iterator[Finding]:
         """Yield one finding per late rank or group among the rows of `stragglers.straggler_costs` that are `judged`."""
         costs = run.run_table(stragglers.straggler_costs).filter(judged)
+        overloaded = overloaded_ranks(run) if costs.height else frozenset()
         for (_,), rank_steps in costs.group_by("late_rank", maintain_order=True):
-            if rank_places.is_of_stages(run, rank_steps["late_ranks"][0]):
+            late = rank_steps["late_ranks"][0]
+            if rank_places.is_of_stages(run, late) or overloaded.issuperset(late):
                 continue
             if rank_steps["step"].is_null().all():
                 worst = self._persistent_window(run, rank_steps)
