@@ -19,7 +19,9 @@ _STEP = ["window", "step", "iteration"]
 PIPELINE = [*_STEP, "pipeline"]
 """One pass of one pipeline: a replica's ranks (one of each tensor-parallel group) in a step."""
 COLUMNS = schema.columns(
-    "window rank step iteration pipeline stage micro_batch action start_ns end_ns", action=pl.String, stage=pl.Int64
+    "window rank step iteration pipeline stage micro_batch action start_ns end_ns trace_start_ns",
+    action=pl.String,
+    stage=pl.Int64,
 )
 
 
@@ -43,11 +45,11 @@ def is_pipelined(run: Run) -> bool:
 def staged_actions(run: Run) -> pl.DataFrame:
     """Return the forwards and backwards of all ranks with their stage, on one clock; use ``run.run_table``.
 
-    Columns COLUMNS; one row per action. iteration counts repetitions of the same action where no steps are marked;
-    pipeline numbers the replicas: the n-th rank of each stage belongs to pipeline n. Where a span does not name its
-    stage, the manifest does, else the process groups, else who sends to whom. Where clocks contradict the order of a
-    micro-batch through the stages, they are corrected by the least shift that agrees. Ranks without a known stage are
-    left out.
+    Columns COLUMNS; one row per action. trace_start_ns is the start on the clock of the rank's trace. iteration
+    counts repetitions of the same action where no steps are marked; pipeline numbers the replicas: the n-th rank of
+    each stage belongs to pipeline n. Where a span does not name its stage, the manifest does, else the process
+    groups, else who sends to whom. Where clocks contradict the order of a micro-batch through the stages, they are
+    corrected by the least shift that agrees. Ranks without a known stage are left out.
     """
     actions = run.table(pipeline_actions).filter(pl.col("action").is_in(COMPUTE_ACTIONS)).drop_nulls("start_ns")
     if actions.is_empty():
@@ -59,7 +61,8 @@ def staged_actions(run: Run) -> pl.DataFrame:
         "window", "rank", "step", "stage", "micro_batch", "action", order_by="start_ns"
     )
     numbered = known.with_columns(repeated.cast(pl.Int64).alias("iteration"))
-    placed = numbered.join(_pipelines(numbered), on=["window", "rank"]).select(*COLUMNS)
+    on_own_clock = pl.col("start_ns").alias("trace_start_ns")
+    placed = numbered.join(_pipelines(numbered), on=["window", "rank"]).with_columns(on_own_clock).select(*COLUMNS)
     return _on_one_clock(run, placed).sort("window", "step", "iteration", "pipeline", "rank", "start_ns")
 
 

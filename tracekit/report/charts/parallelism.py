@@ -35,8 +35,8 @@ def pipeline_step(actions: pl.DataFrame, gaps: pl.DataFrame) -> go.Figure:
     """Return one step of a pipeline: ranks down, in the order of their stages, time across, micro-batches numbered.
 
     `actions` are those of `pipeline_stages.staged_actions` and `gaps` the idle times between them
-    (`pipeline_bubbles.idle_gaps`), of one step and pipeline. The customdata of a bar starts with rank, start and
-    duration in ns.
+    (`pipeline_bubbles.idle_gaps`), of one step and pipeline. The customdata of a bar starts with rank, start on the
+    clock of the rank's trace, and duration, in ns.
     """
     if actions.is_empty():
         return style.empty()
@@ -168,14 +168,15 @@ def _merged_groups(groups: pl.DataFrame) -> dict[str, list[list[int]]]:
 
 
 def _rows(actions: pl.DataFrame) -> pl.DataFrame:
-    """Return the row and label of each rank, ranks with the first stage on top."""
+    """Return row, label and clock offset of each rank, ranks with the first stage on top."""
     stages = actions.group_by("rank").agg(pl.col("stage").unique().sort())
-    ordered = stages.sort(pl.col("stage").list.first(), "rank").with_row_index("y")
+    offsets = actions.group_by("rank").agg((pl.col("trace_start_ns") - pl.col("start_ns")).first().alias("offset_ns"))
+    ordered = stages.sort(pl.col("stage").list.first(), "rank").with_row_index("y").join(offsets, on="rank")
     labels = [
         f"stage{'s' * (len(of) > 1)} {units.ranges(of)} · rank {rank}"
         for rank, of in ordered.select("rank", "stage").rows()
     ]
-    return ordered.select("rank", "y", pl.Series("label", labels, pl.String))
+    return ordered.select("rank", "y", "offset_ns", pl.Series("label", labels, pl.String))
 
 
 def _add(figure: go.Figure, drawn: pl.DataFrame, origin_ns: int, label: str, colour: str, **options: Any) -> None:
@@ -188,7 +189,8 @@ def _add(figure: go.Figure, drawn: pl.DataFrame, origin_ns: int, label: str, col
         name=label,
         colour=colour,
         customdata=[
-            [row["rank"], row["start_ns"], row["dur_ns"], _hover(row, label)] for row in drawn.iter_rows(named=True)
+            [row["rank"], row["start_ns"] + row["offset_ns"], row["dur_ns"], _hover(row, label)]
+            for row in drawn.iter_rows(named=True)
         ],
         hover="%{customdata[3]}",
         **options,
