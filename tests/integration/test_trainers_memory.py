@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from instrumented_trainers import build
+from instrumented_trainers import build, parallelism
 from instrumented_trainers.memory import predicted
 from instrumented_trainers.memory.footprint import KINDS
 from instrumented_trainers.parallelism import STRATEGIES
@@ -48,9 +47,9 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 def counted(strategy: str, folder: Path) -> tuple[dict[str, int], dict[str, int | None]]:
     """Train two steps and count, in the second, what a rank's tensors take; return that, and what formulas say."""
     config = micro(strategy, folder)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = parallelism.make_mesh(config.layout, "cpu", data_axes=config.data_axes)
     options = build.shard_options(config, ())
-    model, optimizer = build.build(config, options, mesh, ())
+    model, optimizer = build.build(config, options, mesh, (), build.model_axes(config, mesh))
     inner = optimizer.optim if strategy == "zero1" else optimizer
     tokens = torch.arange(config.batch * config.tokens).reshape(config.batch, config.tokens) % 257
     found: dict[str, int] = {}

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from instrumented_trainers import build as trainer_build
+from instrumented_trainers import parallelism
 from instrumented_trainers.memory.measured import _allocations, _highest
 from instrumented_trainers.model import PRESETS, Llama
 from instrumented_trainers.parallelism import STRATEGIES
@@ -59,8 +58,9 @@ def peak_bytes(strategy: str, settings: Mapping[str, Any]) -> int:
 
 def build(strategy: str, settings: Mapping[str, Any]) -> Any:
     config = micro(strategy, Path("unused"), seed=SEED, **settings)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return trainer_build.build(config, trainer_build.shard_options(config, ()), mesh, ())
+    mesh = parallelism.make_mesh(config.layout, "cpu", data_axes=config.data_axes)
+    axes = trainer_build.model_axes(config, mesh)
+    return trainer_build.build(config, trainer_build.shard_options(config, ()), mesh, (), axes)
 
 
 @functools.cache

@@ -145,7 +145,7 @@ class ExposedTensorParallel(Rule):
 
 _OVERLAP = (
     "Overlap each collective with its matrix product: sequence parallelism with async tensor parallelism "
-    "(torch.compile and torch._inductor.config._micro_pipeline_tp, --tp-comm-overlap of Megatron-LM). Or use a smaller "
+    "(torch._inductor.config._micro_pipeline_tp, --tp-comm-overlap of Megatron-LM). Or use a smaller "
     "tensor-parallel group and more pipeline or data parallelism."
 )
 _SLOW = (
