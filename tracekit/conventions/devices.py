@@ -77,6 +77,7 @@ DEVICES = (
     _device("mi355x", r"MI355X", 8000, fp64=78.6, fp32=157.3, bf16=2500, fp8=5000, int8=5000),
     _device("mi350x", r"MI350X", 8000, fp64=72, fp32=144.2, bf16=2300, fp8=4600, int8=4600),
 )
+NAMED: Mapping[str, Device] = MappingProxyType({device.name: device for device in DEVICES})
 
 
 def find(name: str) -> Device | None:

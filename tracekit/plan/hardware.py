@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tracekit.conventions import devices
 from tracekit.errors import InputError
 
 GIB = 1 << 30
@@ -64,15 +65,16 @@ class Hardware:
         return self.peak_memory_bytes_per_s * self.memory_ratio
 
 
+_A100, _H100, _V100 = (devices.NAMED[name] for name in ("a100-80-sxm", "h100-sxm", "v100-sxm"))
 _ALL = (
     # Peaks: NVIDIA A100 80GB datasheet (312 TFLOP/s bf16, 2,039 GB/s, NVLink 300 GB/s each way). Shares, network,
     # latency and contention: fitted to all rows of the published FSDP / YaFSDP table (benchmarks.published_table).
     Hardware(
         "a100-80",
         "NVIDIA A100-SXM4-80GB",
-        peak_flops_per_s=312e12,
+        peak_flops_per_s=_A100.peaks[devices.BF16],
         achieved_ratio=0.653,
-        peak_memory_bytes_per_s=2.039e12,
+        peak_memory_bytes_per_s=_A100.memory_bytes_per_s,
         memory_ratio=0.88,
         memory_bytes=80 * GIB,
         multiprocessors=108,
@@ -87,9 +89,9 @@ _ALL = (
     Hardware(
         "h100-80",
         "NVIDIA H100 80GB HBM3",
-        peak_flops_per_s=989e12,
+        peak_flops_per_s=_H100.peaks[devices.BF16],
         achieved_ratio=0.55,
-        peak_memory_bytes_per_s=3.35e12,
+        peak_memory_bytes_per_s=_H100.memory_bytes_per_s,
         memory_ratio=0.83,
         memory_bytes=80 * GIB,
         multiprocessors=132,
@@ -108,9 +110,9 @@ _ALL = (
     Hardware(
         "v100-32",
         "Tesla V100-SXM2-32GB",
-        peak_flops_per_s=125e12,
+        peak_flops_per_s=_V100.peaks[devices.FP16],
         achieved_ratio=0.6,
-        peak_memory_bytes_per_s=0.9e12,
+        peak_memory_bytes_per_s=_V100.memory_bytes_per_s,
         memory_ratio=0.83,
         memory_bytes=32 * GIB,
         multiprocessors=80,

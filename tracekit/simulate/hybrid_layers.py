@@ -101,8 +101,8 @@ class Layers:
         listed = kernels.head(self.job, self.parts, backward=backward)
         for index, op in enumerate(listed):
             kernel = op.kernel._replace(work_ns=max(1_000, op.kernel.work_ns // self._ranks))
-            mine = op._replace(kernel=kernel)
-            yield WeightGradient(mine) if backward and index == len(listed) - 1 else mine
+            own_op = op._replace(kernel=kernel)
+            yield WeightGradient(own_op) if backward and index == len(listed) - 1 else own_op
             if backward and index == len(listed) - 2:
                 yield from self._leave()
         if not backward and self._ranks > 1:

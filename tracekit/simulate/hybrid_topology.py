@@ -88,8 +88,8 @@ class HybridWorld:
         most = max(
             sum(other // self._job.node == rank // self._job.node for other in group.ranks) for rank in group.ranks
         )
-        mine = 1 if group.parent is not None else most
-        return replace(of, bus_bytes_per_s=of.bus_bytes_per_s * mine / self._job.node)
+        share = 1 if group.parent is not None else most
+        return replace(of, bus_bytes_per_s=of.bus_bytes_per_s * share / self._job.node)
 
 
 def _all_groups(hybrid: Hybrid, node: int) -> dict[str, list[Group]]:

@@ -183,11 +183,11 @@ def _inferred(trace: Trace) -> pl.DataFrame:
     placed = work.join_asof(edges, left_on="launched_ns", right_on="at_ns").with_columns(
         pl.when(pl.col("phase") == "backward").then(pl.lit(BACKWARD)).otherwise(pl.lit(FORWARD)).alias("action")
     )
-    kept = _segments(placed).with_columns(
+    candidates = _segments(placed).with_columns(
         stage=pl.lit(None, pl.Int64), micro_batch=pl.lit(None, pl.Int64), source=pl.lit("inferred")
     )
     forwards, backwards = ((pl.col("action") == kind).sum().over("step") for kind in (FORWARD, BACKWARD))
-    return _numbered(kept.filter((forwards == backwards) & (forwards > 1)))
+    return _numbered(candidates.filter((forwards == backwards) & (forwards > 1)))
 
 
 def _segments(placed: pl.DataFrame) -> pl.DataFrame:

@@ -104,8 +104,8 @@ def places(run: Run) -> list[Place]:
     """Return the places that several ranks share, but not all: nodes, coordinates of axes, process groups."""
     named = [*_node_places(run), *_coordinate_places(run), *_group_places(run)]
     present = set(run.ranks)
-    kept = [Place(each.name, tuple(sorted(present & set(each.ranks)))) for each in named]
-    return [each for each in kept if 1 < len(each.ranks) < len(present)]
+    with_traces = [Place(each.name, tuple(sorted(present & set(each.ranks)))) for each in named]
+    return [each for each in with_traces if 1 < len(each.ranks) < len(present)]
 
 
 def shared_place(run: Run, ranks: Sequence[int]) -> str | None:

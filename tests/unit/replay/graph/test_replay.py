@@ -109,8 +109,11 @@ def test_of_inferred_edges_in_recorded_order_those_of_the_shortest_time_are_drop
     whole = graph([-1] * 4, [-1] * 4, [1] * 4, waits=[(0, 3, 0)])
     both = whole.edges.concat(inferred((1, 0), (3, 1), (2, 1)))
     sorted_ = sort_topologically(replace(whole, edges=both), np.array([1, 9, 10, 12]))
-    kept = sorted_.edges.inferred
-    assert list(zip(sorted_.edges.waiting[kept], sorted_.edges.awaited[kept], strict=True)) == [(1, 0), (2, 1)]
+    remaining = sorted_.edges.inferred
+    assert list(zip(sorted_.edges.waiting[remaining], sorted_.edges.awaited[remaining], strict=True)) == [
+        (1, 0),
+        (2, 1),
+    ]
 
 
 def test_work_before_the_first_launched_one_of_its_stream_was_queued_before_the_window():
