@@ -4,8 +4,8 @@ Letters in the names of Megatron-LM's paper (https://arxiv.org/abs/1909.08053): 
 https://arxiv.org/abs/2205.05198 replaces them by `gathered` and `scattered` over tokens (sequence parallelism).
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ def summed(values: Tensor, axis: Axis) -> Tensor:
 
 def gathered(values: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' values one after the other along `dim`; gradients are summed over the axis (reduce-scatter)."""
-    return _Gathered.apply(values, axis, dim)
+    return _Moved.apply(values, _gather, _scatter, axis, dim)
 
 
 def gathered_alike(values: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -39,17 +39,17 @@ def gathered_alike(values: Tensor, axis: Axis, dim: int) -> Tensor:
 
     So each of them has the whole gradient, and keeps its chunk.
     """
-    return _GatheredAlike.apply(values, axis, dim)
+    return _Moved.apply(values, _gather, _chunk, axis, dim)
 
 
 def scattered(values: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's chunk, along `dim`, of the sum over the axis; gradients are all-gathered."""
-    return _Scattered.apply(values, axis, dim)
+    return _Moved.apply(values, _scatter, _gather, axis, dim)
 
 
 def own_chunk(values: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's chunk, along `dim`, of values that every rank has; gradients are all-gathered."""
-    return _OwnChunk.apply(values, axis, dim)
+    return _Moved.apply(values, _chunk, _gather, axis, dim)
 
 
 def exchanged(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], *, span: str) -> Tensor:
@@ -119,48 +119,20 @@ class _Summed(torch.autograd.Function):
         return gradient, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _gather(values, axis, dim)
+_Move: TypeAlias = Callable[[Tensor, Axis, int], Tensor]
+
+
+class _Moved(torch.autograd.Function):
+    """Moves parts of a tensor between the ranks of an axis; gradients are moved back by another function."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _scatter(gradient, ctx.axis, ctx.dim), None, None
-
-
-class _GatheredAlike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _gather(values, axis, dim)
+    def forward(ctx: Any, values: Tensor, move: _Move, move_back: _Move, axis: Axis, dim: int) -> Tensor:
+        ctx.move_back, ctx.axis, ctx.dim = move_back, axis, dim
+        return move(values, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _chunk(gradient, ctx.axis, ctx.dim), None, None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _scatter(values, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gather(gradient, ctx.axis, ctx.dim), None, None
-
-
-class _OwnChunk(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _chunk(values, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gather(gradient, ctx.axis, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        return ctx.move_back(gradient, ctx.axis, ctx.dim), None, None, None, None
 
 
 class _Exchanged(torch.autograd.Function):
