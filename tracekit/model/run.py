@@ -251,7 +251,9 @@ OFFSETS = schema.table(
     schema.column("pairs", "Collectives shared with other ranks that the alignment is based on."),
     schema.column("clock_domain", "Traces of a window share a clock only within a clock domain."),
     schema.column(
-        "matched_by", "seq (sequence number) or order: how collectives were matched; none: own clock.", pl.String()
+        "matched_by",
+        "seq (sequence number) or order: how collectives were matched; messages: aligned by sends; none: own clock.",
+        pl.String(),
     ),
 )
 

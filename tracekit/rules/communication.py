@@ -19,6 +19,7 @@ from tracekit.analysis.parallelism import (
     workload,
 )
 from tracekit.analysis.time import breakdown
+from tracekit.conventions.process_groups import DP
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -313,7 +314,7 @@ def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame, axis: str | None) -
     )
 
 
-_DATA_AXES = (group_axes.DP, DP_REPLICATE, DP_SHARD)
+_DATA_AXES = (DP, DP_REPLICATE, DP_SHARD)
 
 
 def _in_backward(costliest: pl.DataFrame, backward_ns: int, axis: str | None) -> bool | None:

@@ -1,4 +1,7 @@
-"""Clock alignment: all ranks leave a collective together, so its ends align clocks where its starts cannot."""
+"""Clock alignment: all ranks leave a collective together, so its ends align clocks where its starts cannot.
+
+Ranks with too few collectives are aligned by what they send to each other, see `message_clocks`.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +27,15 @@ def offsets(run: Run) -> pl.DataFrame:
     Columns as OFFSETS; one row per window and rank. The run's clock is the first rank's in each domain. The offsets
     minimise the absolute differences between the ends of shared collectives. residual_ns is the 90th percentile of the
     distance of a rank's ends from the median of the other ranks' ends. Drift is fitted where a rank's collectives span
-    10 s or more. A rank that shares fewer than three collectives keeps its own clock: its residual is null.
+    10 s or more. Ranks that share fewer than three collectives are aligned by sends and receives in both directions,
+    where they have such; otherwise such a rank keeps its own clock, and its residual is null.
     """
     calls = run.run_table(collective_matching.matched_calls)
     places = pl.DataFrame([(s.window, s.rank) for s in run.sources], schema=["window", "rank"], orient="row")
     parts = []
     for (window,), window_ranks in places.group_by("window", maintain_order=True):
         of_window = calls.filter(pl.col("window") == window)
-        rough = of_window.group_by("rank").agg(pl.col("rough_ns", "clock_domain").first())
+        rough = of_window.group_by("rank").agg(pl.col("rough_ns", "message_error_ns", "clock_domain").first())
         known = window_ranks.join(rough, on="rank", how="left", maintain_order="left").with_columns(
             pl.col("rough_ns").fill_null(0), pl.col("clock_domain").fill_null(pl.col("rank"))
         )
@@ -85,32 +89,40 @@ def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     rank = np.searchsorted(ranks, ends["rank"].to_numpy())
     _, instance = np.unique(ends["instance"].to_numpy(), return_inverse=True)
     own = (ends["end_ns"].to_numpy() - origin).astype(np.float64)
-    offset = known["rough_ns"].to_numpy().astype(np.float64)
-    offset = _refine_offsets(offset, rank, instance, own)
+    rough = known["rough_ns"].to_numpy().astype(np.float64)
+    ends_of_rank = np.bincount(rank, minlength=len(ranks))
+    is_aligned = ends_of_rank >= clock_offsets.MIN_PAIRS
+    offset = np.where(is_aligned, _refine_offsets(rough, rank, instance, own), rough)
     drift, at = _drifts(len(ranks), offset, rank, instance, own)
     common = own + offset[rank] + drift[rank] * (own - at[rank])
     deviation = _deviation_from_others(instance, common)
-    domain = known["clock_domain"].to_numpy()
+    domain, message_error = known["clock_domain"].to_numpy(), known["message_error_ns"].to_list()
     rows = []
     for i, number in enumerate(ranks):
         deviations = deviation[rank == i]
         matched_by = ends.filter(pl.col("rank") == number)["matched_by"]
-        is_aligned = len(deviations) >= clock_offsets.MIN_PAIRS
+        error = message_error[i]
+        is_linked = bool(is_aligned[i]) or error is not None
+        by_ends = int(np.ceil(np.quantile(np.abs(deviations), RESIDUAL_QUANTILE))) if is_aligned[i] else 0
         first = int(np.flatnonzero(domain == domain[i])[0])
         rows.append(
             {
                 "rank": int(number),
-                "offset_ns": round(offset[i] - offset[first]) if is_aligned else 0,
-                "residual_ns": int(np.ceil(np.quantile(np.abs(deviations), RESIDUAL_QUANTILE))) if is_aligned else None,
+                "offset_ns": round(offset[i] - offset[first]) if is_linked else 0,
+                "residual_ns": max(by_ends, error or 0) if is_linked else None,
                 "drift": float(drift[i] - drift[first]) if drift[i] or drift[first] else None,
                 "at_ns": round(at[i]) + origin if drift[i] or drift[first] else None,
                 "pairs": len(deviations),
                 "clock_domain": int(domain[i]),
-                "matched_by": matched_by.mode().sort()[0] if is_aligned else collective_matching.NONE,
+                "matched_by": matched_by.mode().sort()[0] if is_aligned[i] else _without_ends(error),
             }
         )
     # Conformed per window: where no rank is aligned, residual_ns has only nulls and no type that concat accepts.
     return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None).with_columns(known["window"]))
+
+
+def _without_ends(message_error_ns: int | None) -> str:
+    return collective_matching.NONE if message_error_ns is None else collective_matching.MESSAGES
 
 
 def _refine_offsets(offset: _Floats, rank: _Ints, instance: _Ints, own: _Floats) -> _Floats:
@@ -190,8 +202,10 @@ def _skew_issues(run: Run, offsets: pl.DataFrame) -> list[dict[str, object]]:
         if skew_ns > residual_ns
         else "Clocks agree"
     )
+    by_messages = (aligned["matched_by"] == collective_matching.MESSAGES).any()
+    source = "sends and receives" if by_messages else "the ends of collectives"
     message = (
-        f"{state}, with an error of up to {_us(residual_ns)} (from the ends of collectives). Differences between ranks "
+        f"{state}, with an error of up to {_us(residual_ns)} (from {source}). Differences between ranks "
         f"below that are within clock error; {share:.0%} of collectives are shorter."
     )
     return [{"kind": "clock_skew", "message": message, "affected_ratio": float(share)}]

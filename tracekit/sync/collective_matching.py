@@ -9,6 +9,7 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
+from tracekit.sync import message_clocks
 from tracekit.sync.clock_offsets import UNKNOWN, Instances, RankCalls, match_by_sequence_number, match_rank
 
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -19,7 +20,7 @@ _UNEQUAL_SIZES = ("all_to_all", "gather", "scatter", *EXPERT)  # message sizes m
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 PAIRED = "send_recv"
 """A send and its receive, where both record the peer rank."""
-SEQ, ORDER, NONE = "seq", "order", "none"
+SEQ, ORDER, MESSAGES, NONE = "seq", "order", "messages", "none"
 
 CALLS = schema.columns(
     "activity_id op group members group_size seq dtype bytes start_ns end_ns step phase unit", members=pl.String
@@ -71,13 +72,14 @@ def matched_calls(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with the collective instance of each.
 
     Columns window, rank, those of CALLS, instance (unique in the window; null if unknown, and for sends and receives),
-    matched_by (seq or order), rough_ns (the initial estimate of the rank's clock offset) and clock_domain (ranks of a
-    window whose clocks are linked by collectives); one row per call.
+    matched_by (seq or order), rough_ns (the initial estimate of the rank's clock offset), message_error_ns (its error
+    where sends and receives link the rank's clock; null where collectives do) and clock_domain (ranks of a window whose
+    clocks are linked); one row per call.
     """
     table = run.table(calls).with_row_index("call")
     parts = [_match_window(rows) for _, rows in table.group_by("window", maintain_order=True)]
     if not parts:
-        added = schema.columns("instance matched_by rough_ns clock_domain", matched_by=pl.String)
+        added = schema.columns("instance matched_by rough_ns message_error_ns clock_domain", matched_by=pl.String)
         return schema.conform(table.drop("call"), table.drop("call").schema | added)
     return pl.concat(parts).sort("call").drop("call")
 
@@ -95,15 +97,19 @@ def _members() -> pl.Expr:
 
 def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
     clocks = _ClockGroups(rows["rank"].unique().to_list())
+    groups = list(_groups(rows))
+    found = [_match_group(group, clocks) for group in groups]
+    if clocks.link_by_messages(rows.filter(_is_paired())):
+        found = [_match_group(group, clocks) for group in groups]
     instance = np.full(rows.height, UNKNOWN, np.int64)
     by_seq = np.zeros(rows.height, bool)
     first = 0
-    for group in _groups(rows):
-        at, found, sequenced = _match_group(group, clocks)
-        instance[at[found >= 0]] = found[found >= 0] + first
+    for at, of_group, sequenced in found:
+        instance[at[of_group >= 0]] = of_group[of_group >= 0] + first
         by_seq[at] = sequenced
-        first += int(found.max(initial=-1)) + 1
-    place = pl.DataFrame(clocks.rows(), schema=schema.columns("rank rough_ns clock_domain"), orient="row")
+        first += int(of_group.max(initial=-1)) + 1
+    columns = schema.columns("rank rough_ns message_error_ns clock_domain")
+    place = pl.DataFrame(clocks.rows(), schema=columns, orient="row")
     known = pl.Series("instance", instance)
     matched_by = pl.when(pl.Series(by_seq)).then(pl.lit(SEQ)).otherwise(pl.lit(ORDER))
     return rows.with_columns(
@@ -127,7 +133,7 @@ def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
         shared.group_by("group", "members")
         .agg(pl.len().alias("calls"), pl.col("present").first(), _is_paired().any().alias("paired"))
         .sort(
-            "paired",  # sends do not align clocks, so collectives come first
+            "paired",  # the ends of collectives align clocks better
             pl.col("members").is_null(),
             pl.col("group").is_null(),
             -pl.col("present").cast(pl.Int64),
@@ -145,21 +151,42 @@ def _is_paired() -> pl.Expr:
 
 
 class _ClockGroups:
-    """Clock offsets between ranks, known within each part: a set of ranks that collectives link."""
+    """Clock offsets between ranks, known within each part: a set of ranks that collectives or messages link."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.part = {rank: rank for rank in ranks}
         self.offset_ns = dict.fromkeys(ranks, 0)
+        self.error_ns: dict[int, int | None] = dict.fromkeys(ranks)
 
     def link(self, rank: int, other: int, offset_ns: int) -> None:
         """Merge the part of `rank` into that of `other`; the offset of `rank` becomes `offset_ns`."""
         moved, shift = self.part[rank], offset_ns - self.offset_ns[rank]
-        for member in [r for r, part in self.part.items() if part == moved]:
+        for member in self._members(moved):
             self.part[member] = self.part[other]
             self.offset_ns[member] += shift
 
-    def rows(self) -> list[tuple[int, int, int]]:
-        return [(rank, self.offset_ns[rank], self.part[rank]) for rank in self.part]
+    def link_by_messages(self, pairs: pl.DataFrame) -> bool:
+        """Merge the parts whose ranks send to each other; return whether there are such. Errors of links add up."""
+        if pairs.is_empty() or len(set(self.part.values())) < 2:
+            return False
+        found = [link for link in message_clocks.links(pairs) if self.part[link.rank] != self.part[link.other]]
+        for link in found:
+            first, moved = self.part[link.rank], self.part[link.other]
+            if first == moved:  # an earlier link has merged them
+                continue
+            error_ns = link.error_ns + (self.error_ns[link.rank] or 0) + (self.error_ns[link.other] or 0)
+            for member in self._members(first):
+                self.error_ns[member] = self.error_ns[member] or 0
+            for member in self._members(moved):
+                self.error_ns[member] = (self.error_ns[member] or 0) + error_ns
+            self.link(link.other, link.rank, self.offset_ns[link.rank] - link.offset_ns)
+        return bool(found)
+
+    def _members(self, part: int) -> list[int]:
+        return [rank for rank, of in self.part.items() if of == part]
+
+    def rows(self) -> list[tuple[int, int, int | None, int]]:
+        return [(rank, self.offset_ns[rank], self.error_ns[rank], self.part[rank]) for rank in self.part]
 
 
 def _match_group(group: pl.DataFrame, clocks: _ClockGroups) -> tuple[_Ints, _Ints, bool]:

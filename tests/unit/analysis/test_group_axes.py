@@ -36,28 +36,6 @@ REDUCE = {"op": "all_reduce", "group": "1", "sent_bytes": 8 << 20}
 SCATTER = {"op": "reduce_scatter", "group": "2", "sent_bytes": 4096}
 
 
-@pytest.mark.parametrize(
-    ("description", "axis"),
-    [
-        ("mesh_pp", "pp"),
-        ("mesh_tp", "tp"),
-        ("mesh_dp_shard", "dp_shard"),
-        ("mesh_dp_shard_cp", "dp_shard_cp"),
-        ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
-        ("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
-        ("DATA_PARALLEL_GROUP_WITH_CP", "dp"),
-        ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
-        ("EXPERT_DATA_PARALLEL_GROUP", "dp_expert"),
-        ("CONTEXT_PARALLEL_GROUP", "cp"),
-        ("default_pg", None),
-        ("undefined", None),
-        (None, None),
-    ],
-)
-def test_a_description_names_the_axis(description, axis):
-    assert group_axes.axis_of_description(description) == axis
-
-
 def test_a_description_counts_before_the_manifest():
     groups = [
         {"group": "1", "description": "mesh_tp", "ranks": [0, 1]},

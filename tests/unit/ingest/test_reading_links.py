@@ -423,6 +423,45 @@ def test_the_innermost_span_names_the_unit(tmp_path):
 # Gloo --------------------------------------------------------------------------------------------------------------
 
 
+def sends(tmp_path, to, groups):
+    """Return the peers of gloo sends of rank 0, which record the receiver's place `to` in an unnamed group."""
+    events = []
+    for at, place in enumerate(to):
+        inputs = {"Concrete Inputs": ["", "", str(place), "0"], "Input Dims": [[[8]], [], [], []]}
+        events += [op("c10d::send", 20 * at, 9, **inputs), op("gloo:send", 20 * at + 1, 5, category="user_annotation")]
+    listed = [
+        {"pg_name": str(i), "pg_desc": text, "pg_size": len(of), "ranks": of} for i, (text, of) in enumerate(groups)
+    ]
+    trace = read(tmp_path, *events, distributedInfo={"rank": 0, "world_size": 4, "pg_config": listed})
+    return trace.collectives["peer"].to_list()
+
+
+ALL = ("default_pg", [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("to", "groups", "peers"),
+    [
+        ([2, 1], [], [2, 1]),
+        ([2, 1], [ALL], [2, 1]),
+        ([1], [ALL, ("mesh_pp", [0, 2]), ("mesh_dp", [0, 1])], [2]),
+        ([0], [ALL, ("PIPELINE_MODEL_PARALLEL_GROUP", [2, 0])], [2]),
+        ([1, 2], [ALL, ("undefined", [0, 3])], [1, 2]),
+        ([0], [ALL, ("undefined", [3, 0])], [3]),
+        ([0], [ALL, ("undefined", [3, 0]), ("undefined", [2, 0])], [None]),
+        ([0], [], [None]),
+        ([0], [ALL], [None]),
+    ],
+    ids=[
+        "no group is known", "only the group of all", "described as the pipeline's", "in the group's own order",
+        "a place that only the group of all has", "no rank sends to itself", "two groups fit", "itself",
+        "itself, in the group of all",
+    ],
+)  # fmt: skip
+def test_the_peer_of_a_gloo_send_is_a_rank_of_the_group_that_fits(tmp_path, to, groups, peers):
+    assert sends(tmp_path, to, groups) == peers
+
+
 def dims(*shapes):
     return {"Input Dims": list(shapes), "Input type": ["float"] * len(shapes)}
 

@@ -1,24 +1,20 @@
-"""The mesh axis of each process group: by its description, the manifest, or what its collectives look like.
+"""The mesh axis of each process group: by its description, the manifest, or what its collectives look like."""
 
-Sources of descriptions: init_device_mesh of PyTorch ("mesh_" and the name of the dim); Megatron-LM,
-core/parallel_state.py (group_desc). DeepSpeed gives its groups none, so theirs are inferred.
-"""
-
-import re
 from typing import Any
 
 import polars as pl
 
 from tracekit.analysis.communication import group_bandwidth
 from tracekit.analysis.parallelism import mesh
-from tracekit.conventions.strategies import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP
+from tracekit.conventions.process_groups import DP, axis_of_description
+from tracekit.conventions.strategies import DP_SHARD, EP, PP, TP
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.sync import collective_matching
 from tracekit.sync.collective_matching import EXPERT, PAIRED
 
-DP, WORLD = "dp", "world"
+WORLD = "world"
 DESCRIPTION, MANIFEST, INFERRED = SOURCES = ("description", "manifest", "inferred")
 
 AXES = schema.table(
@@ -36,25 +32,6 @@ AXES = schema.table(
     schema.Column("confidence", pl.Float64(), "ratio", "How sure the axis is: 1 where it is stated."),
 )
 
-_BY_MESH_NAME = {
-    "pp": PP, "pipe": PP, "pipeline": PP, "tp": TP, "tensor": TP, "model": TP, "cp": CP, "context": CP, "ep": EP,
-    "expert": EP, "dp": DP, "data": DP, "ddp": DP, "fsdp": DP_SHARD, "shard": DP_SHARD, "dp_shard": DP_SHARD,
-    "replicate": DP_REPLICATE, "dp_replicate": DP_REPLICATE,
-}  # fmt: skip
-_BY_MEGATRON_NAME = (
-    (r"embedding", "embedding"),
-    (r"expert_(tensor_and_model|tensor_model_pipeline)", "ep_tp"),
-    (r"expert_data|data_modulo_expert", "dp_expert"),
-    (r"expert_tensor", TP),
-    (r"expert_model", EP),
-    (r"tensor_and_data|tensor_data", "dp_tp"),
-    (r"tensor_and_context", "cp_tp"),
-    (r"pipeline_model_parallel|pipe_parallel", PP),
-    (r"tensor_model_parallel", TP),
-    (r"context_parallel", CP),
-    (r"data_parallel", DP),
-    (r"^model_parallel", "mp"),
-)
 _MIN_CALLS = 4
 _MIN_ALIKE_RATIO = 0.6
 """Share of all-reduces of one size from which they may be activations: a micro-batch's are all of one size."""
@@ -62,21 +39,6 @@ _MIN_ACTIVATION_BYTES = 64 << 10
 
 FACTS: tuple[Fact, ...] = (collective_matching.calls, group_bandwidth.group_axes)
 """The facts that the run tables of this module read."""
-
-
-def axis_of_description(description: str | None) -> str | None:
-    """Return the axis that a group's description names; None if it names none.
-
-    >>> axis_of_description("mesh_dp_shard"), axis_of_description("TENSOR_MODEL_PARALLEL_GROUP")
-    ('dp_shard', 'tp')
-    """
-    text = (description or "").lower()
-    if text.startswith("mesh_"):
-        name = text.removeprefix("mesh_")
-        return _BY_MESH_NAME.get(name, name)
-    if text in _BY_MESH_NAME:
-        return _BY_MESH_NAME[text]
-    return next((axis for pattern, axis in _BY_MEGATRON_NAME if re.search(pattern, text)), None)
 
 
 def described_groups(run: Run) -> pl.DataFrame:

@@ -7,8 +7,8 @@ the runtime executes, `Forward i` and `Backward i` of GPipe); Megatron-LM, core/
 
 import polars as pl
 
-from tracekit.analysis.parallelism.group_axes import axis_of_description
 from tracekit.analysis.time import breakdown, launches
+from tracekit.conventions.process_groups import axis_of_description
 from tracekit.conventions.strategies import CP, EP, TP
 from tracekit.model import schema
 from tracekit.model.memoize import memoize

@@ -6,6 +6,8 @@ from typing import Any
 
 import polars as pl
 
+from tracekit.conventions.process_groups import axis_of_description
+from tracekit.conventions.strategies import PP
 from tracekit.ingest.readers.kineto import message_sizes
 from tracekit.ingest.readers.kineto.activities import CommunicationActivity
 from tracekit.ingest.readers.kineto.communication_kernels import op_of
@@ -15,12 +17,21 @@ from tracekit.model import schema
 from tracekit.model.manifest import MAX_RANKS
 
 
-def table(communication: Iterable[CommunicationActivity], host: Host, slice_args: Mapping[int, Args]) -> pl.DataFrame:
+def table(
+    communication: Iterable[CommunicationActivity],
+    host: Host,
+    slice_args: Mapping[int, Args],
+    groups: pl.DataFrame,
+    rank: int,
+) -> pl.DataFrame:
     """Return the collectives table; one row per communication activity, from the best that describes it.
 
-    That is the activity's own arguments, those of the slice that issued it, its shapes, the kernel's name.
+    That is the activity's own arguments, those of the slice that issued it, its shapes, the kernel's name. `groups` are
+    the process groups of the trace of `rank`.
     """
-    rows = [_row(activity, host, slice_args) for activity in communication]
+    found = [_row(activity, host, slice_args) for activity in communication]
+    ranks = _ranks_of_sends({place for *_, place in found if place is not None}, groups, rank)
+    rows = [(*row, peer if place is None else ranks.get(place)) for *row, peer, place in found]
     return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
 
 
@@ -89,7 +100,8 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
         sent,
         received,
         _whole(described.group_size),
-        _peer(described) if described.collective is not None else _peer_by_inputs(op, around),
+        _peer(described) if described.collective is not None else None,
+        _place_by_inputs(op, around) if described.collective is None else None,
     )
 
 
@@ -102,8 +114,8 @@ def _peer(described: Args) -> int | None:
     return ranks[place] if ranks is not None and place < len(ranks) else place
 
 
-def _peer_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | None:
-    """Return the rank that c10d::send sends to, or c10d::recv_ receives from: the op's third input, where recorded."""
+def _place_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | None:
+    """Return the place in the group of c10d::send's receiver, or c10d::recv_'s sender: the op's third input."""
     if op not in ("send", "recv"):
         return None
     described = next((args for name, args in around if name.startswith(_C10D)), _NO_ARGS)
@@ -112,6 +124,27 @@ def _peer_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | Non
     except (ValueError, IndexError, TypeError, KeyError):
         return None
     return place if place is not None and 0 <= place < MAX_RANKS else None
+
+
+def _ranks_of_sends(places: set[int], groups: pl.DataFrame, rank: int) -> dict[int, int]:
+    """Return the global ranks at these places of the group in which `rank` sends and receives; {} where unknown.
+
+    The ops do not record the group. It contains `rank` at none of the places, since no rank sends to itself. Of several
+    such groups it is the one described as pipeline-parallel, otherwise the group of all ranks.
+    """
+    listed = groups.select("description", "ranks").drop_nulls("ranks").iter_rows()
+    possible = [(axis_of_description(text), ranks) for text, ranks in listed if rank in ranks and len(ranks) > 1]
+    if not possible and rank not in places:
+        return {place: place for place in places}
+    fitting = [(axis, ranks) for axis, ranks in possible if _fits(places, ranks, rank)]
+    fitting = [of for of in fitting if of[0] == PP] or fitting
+    most = max((len(ranks) for _, ranks in fitting), default=0)
+    largest = [ranks for _, ranks in fitting if len(ranks) == most]
+    return {place: largest[0][place] for place in places} if len(largest) == 1 else {}
+
+
+def _fits(places: set[int], ranks: list[int], rank: int) -> bool:
+    return max(places, default=0) < len(ranks) and ranks.index(rank) not in places
 
 
 _NO_ARGS = Args()

@@ -175,6 +175,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         events, built.steps, bad_times=bad_times, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
     )
     collective_args: list[Args] = [s.args for s in (*events.device_collectives, *events.host_collectives)]
+    groups = collectives.groups(events.header, collective_args)
     trace = Trace(
         rank=rank,
         window=window,
@@ -182,7 +183,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         lanes=lanes,
         steps=schema.STEPS.conform(device_windows.table(built.steps, activities, lanes)),
         activities=activities,
-        groups=collectives.groups(events.header, collective_args),
+        groups=groups,
         data_quality=pl.concat([found, further]),
         header=events.header,
     )
@@ -190,7 +191,9 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         trace,
         {
             "ops": lambda: schema.OPS.conform(built.table()),
-            "collectives": lambda: schema.COLLECTIVES.conform(collectives.table(communication, built, slice_args)),
+            "collectives": lambda: schema.COLLECTIVES.conform(
+                collectives.table(communication, built, slice_args, groups, rank)
+            ),
             "allocations": lambda: schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
             "syncs": lambda: schema.SYNCS.conform(syncs.table(waited, events.names, built)),
         },

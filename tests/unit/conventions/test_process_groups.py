@@ -1,0 +1,27 @@
+"""Axes of process groups by their descriptions."""
+
+import pytest
+
+from tracekit.conventions import process_groups
+
+
+@pytest.mark.parametrize(
+    ("description", "axis"),
+    [
+        ("mesh_pp", "pp"),
+        ("mesh_tp", "tp"),
+        ("mesh_dp_shard", "dp_shard"),
+        ("mesh_dp_shard_cp", "dp_shard_cp"),
+        ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+        ("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
+        ("DATA_PARALLEL_GROUP_WITH_CP", "dp"),
+        ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
+        ("EXPERT_DATA_PARALLEL_GROUP", "dp_expert"),
+        ("CONTEXT_PARALLEL_GROUP", "cp"),
+        ("default_pg", None),
+        ("undefined", None),
+        (None, None),
+    ],
+)
+def test_a_description_names_the_axis(description, axis):
+    assert process_groups.axis_of_description(description) == axis
