@@ -218,7 +218,7 @@ def _unaligned_issues(offsets: pl.DataFrame) -> list[dict[str, object]]:
         ranks = f"rank{'s' * (unaligned['rank'].n_unique() > 1)} {units.ranges(unaligned['rank'].unique())}"
         message = (
             f"The clock of {ranks}{_in_windows(unaligned, offsets)} is not aligned with other ranks: too few shared "
-            "collectives."
+            "collectives, sends and receives."
         )
         share = unaligned.height / offsets.height
         rows.append({"kind": "clock_unaligned", "message": message, "affected_ratio": share})
