@@ -134,9 +134,7 @@ def _inherent(job: Job) -> tuple[str, ...]:
     """Return PIPE001 if the healthy job is 3% shorter where transfers between stages take no time."""
     assert job.hybrid is not None
     free = replace(job.impairments, slow_boundaries=dict.fromkeys(range(job.hybrid.layout.pp), _NO_TIME))
-    whole_ns, without_ns = (
-        engine.simulate(replace(job, impairments=each)).total_ns for each in (job.impairments, free)
-    )
+    whole_ns, without_ns = (engine.total_ns(replace(job, impairments=each)) for each in (job.impairments, free))
     return ("PIPE001",) if whole_ns - without_ns >= _MATTERS * whole_ns else ()
 
 
@@ -148,18 +146,23 @@ def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[J
         try:
             job = _drawn(draw, kind, ranks)
             faulty = faults.inject(job, requests)
-            if max(memory.peak_bytes(each) for each in (job, faulty)) > _FULL * job.hardware.memory_bytes:
-                continue
-            done = run.simulate(job, requests, out, arguments={"seed": job.seed, "fault": kind}, force=True)
         except InputError:
             continue
+        if max(memory.peak_bytes(each) for each in (job, faulty)) > _FULL * job.hardware.memory_bytes:
+            continue
         drawn += 1
+        if requests and drawn < _MOST_DRAWS and _share(job, faulty) < _MATTERS:
+            continue
+        done = run.simulate(job, requests, out, arguments={"seed": job.seed, "fault": kind})
         if not requests:
             return job, "", 0.0
         known = done.known[0]
-        share = known.cost_ns * len(known.steps) / done.recording.total_ns
-        if share >= _MATTERS or drawn == _MOST_DRAWS:
-            return job, known.code, share
+        return job, known.code, known.cost_ns * len(known.steps) / done.recording.total_ns
+
+
+def _share(job: Job, faulty: Job) -> float:
+    """Return the share of a faulty job's time that it loses to its faults."""
+    return 1 - engine.total_ns(job) / engine.total_ns(faulty)
 
 
 def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:

@@ -8,13 +8,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tracekit.conventions.strategies import STRATEGIES
+from tracekit.gc_pause import gc_paused
 from tracekit.simulate import groups, hybrid_program
 from tracekit.simulate.device import Device, Event, Item, Stream, Transfer, Work
 from tracekit.simulate.fsdp1 import Ddp, Fsdp1
 from tracekit.simulate.fsdp2 import Fsdp2, Hsdp
-from tracekit.simulate.hosts import HostState
+from tracekit.simulate.hosts import SPACE_NS, HostState
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Job
-from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel
+from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel, timed_program
 from tracekit.simulate.recording import Activity, RankRecord, Recording
 from tracekit.simulate.schedule import Schedule
 from tracekit.simulate.yafsdp import Yafsdp, YafsdpV1
@@ -34,21 +35,39 @@ _Handler: TypeAlias = Callable[..., None]
 
 def simulate(job: Job) -> Recording:
     """Run all steps of a job and return what its simulated ranks did."""
+    with gc_paused():
+        return Engine(job, _programs(job)).run()
+
+
+def total_ns(job: Job) -> int:
+    """Return how long all steps of a job take: `Recording.total_ns` of its simulation, in a part of the time."""
+    with gc_paused():
+        return Engine(job, _programs(job), is_recorded=False).run().total_ns
+
+
+def _programs(job: Job) -> list[Instruction] | Mapping[int, list[Instruction]]:
     if job.hybrid is not None:
-        return Engine(job, hybrid_program.programs(job)).run()
+        return hybrid_program.programs(job)
     schedule = SCHEDULES[job.strategy](job)
     for number in range(job.steps):
         schedule.step(number)
-    return Engine(job, schedule.host.program).run()
+    return schedule.host.program
 
 
 class Engine:
-    """Runs one program on all simulated ranks of a job, or one for each rank."""
+    """Runs one program on all simulated ranks of a job, or one for each rank.
 
-    def __init__(self, job: Job, program: list[Instruction] | Mapping[int, list[Instruction]]) -> None:
-        self.job = job
+    Without `is_recorded`, it only finds out when steps begin and end.
+    """
+
+    def __init__(
+        self, job: Job, program: list[Instruction] | Mapping[int, list[Instruction]], *, is_recorded: bool = True
+    ) -> None:
+        self.job, self.is_recorded = job, is_recorded
         self.world = groups.world(job)
         programs = program if isinstance(program, Mapping) else dict.fromkeys(job.simulated_ranks, program)
+        if not is_recorded:
+            programs = _timed(job, programs)
         self._heap: list[tuple[int, int, _Handler, tuple[Any, ...]]] = []
         self._count = 0
         self._jitter = _jitter(job)
@@ -184,10 +203,11 @@ class Engine:
         stream = device.streams[work.kernel.stream]
         stream.running, stream.free_ns = None, now_ns + _KERNEL_GAP_NS
         transfer = work.transfer
-        group, number = (transfer.group, transfer.number) if transfer else (None, 0)
-        device.record.activities.append(
-            Activity(work.kernel, work.start_ns, now_ns, work.correlation, work.owner, group, number)
-        )
+        if self.is_recorded:
+            group, number = (transfer.group, transfer.number) if transfer else (None, 0)
+            device.record.activities.append(
+                Activity(work.kernel, work.start_ns, now_ns, work.correlation, work.owner, group, number)
+            )
         if work.action is not None:
             device.record.act(work.step, work.action, work.start_ns, now_ns)
         # An event right after the kernel completes with it; the next kernel must be started first.
@@ -238,6 +258,13 @@ class Engine:
 def _is_next(stream: Stream, turns: "deque[Transfer]") -> bool:
     item = stream.queue[0][0]
     return bool(turns) and isinstance(item, Work) and item.transfer is turns[0]
+
+
+def _timed(job: Job, programs: Mapping[int, list[Instruction]]) -> Mapping[int, list[Instruction]]:
+    space_ns = 0 if job.impairments.ideal_host else SPACE_NS
+    of = {id(each): each for each in programs.values()}  # ranks share programs
+    timed = {key: timed_program(each, space_ns) for key, each in of.items()}
+    return {rank: timed[id(each)] for rank, each in programs.items()}
 
 
 def _jitter(job: Job) -> "np.ndarray[Any, np.dtype[np.float64]]":

@@ -83,7 +83,7 @@ def _steps_since(job: Job, slow: Mapping[int, tuple[float, int]]) -> tuple[int, 
 def _step_ns(job: Job) -> int:
     """Return how long a step of the job takes without faults."""
     healthy = replace(job, impairments=Impairments(), ranks_written=1, steps=2)
-    return engine.simulate(healthy).total_ns // 2
+    return engine.total_ns(healthy) // 2
 
 
 @_fault(

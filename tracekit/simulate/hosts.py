@@ -13,13 +13,15 @@ from tracekit.simulate.recording import HostSlice, HostWait, StreamWait
 _LAUNCH_LATENCY_NS = 2_000
 _EVENT_CALL_NS = 1_000
 _LAUNCH_CALLS = {"copy": "cudaMemcpyAsync"}
-_SPACE_NS = 100  # between two slices on a thread
+SPACE_NS = 100
+"""Between two slices on a thread."""
 
 
 class Scheduler(Protocol):
     """What a host needs of the simulation: its clock, its streams and its collectives."""
 
     job: Job
+    is_recorded: bool
 
     def at(self, time_ns: int, handler: Callable[..., None], *arguments: object) -> None:
         """Call a handler at a time."""
@@ -42,6 +44,7 @@ class HostState:
 
     def __init__(self, engine: Scheduler, device: Device, instructions: list[program.Instruction]) -> None:
         self._engine, self._device, self._program = engine, device, instructions
+        self._is_recorded = engine.is_recorded
         self._record = device.record
         self._position = 0
         self._clock_ns = 0
@@ -59,7 +62,7 @@ class HostState:
         ideal = engine.job.impairments.ideal_host
         self._depth = hardware.queue_depth
         self._launch_ns = 1 if ideal else round(hardware.launch_s * 1e9)
-        self._call_ns, self._space_ns = (1, 0) if ideal else (_EVENT_CALL_NS, _SPACE_NS)
+        self._call_ns, self._space_ns = (1, 0) if ideal else (_EVENT_CALL_NS, SPACE_NS)
         self._do: dict[type[Any], Callable[[Any], bool | None]] = {  # False: the host must wait
             program.OpenSlice: self._begin_slice,
             program.CloseSlice: self._end_slice,
@@ -142,9 +145,10 @@ class HostState:
         """Note a runtime call, and return its correlation."""
         self._correlations += 1
         self._clock_ns = end_ns
-        self._record.slices.append(
-            HostSlice(self._thread, name, "cuda_runtime", start_ns, end_ns, self._owner, self._correlations)
-        )
+        if self._is_recorded:
+            self._record.slices.append(
+                HostSlice(self._thread, name, "cuda_runtime", start_ns, end_ns, self._owner, self._correlations)
+            )
         return self._correlations
 
     @property
@@ -182,9 +186,10 @@ class HostState:
         correlation = self._runtime("cudaStreamWaitEvent", self._clock_ns, self._clock_ns + self._call_ns)
         event = self._events[what.event]
         self._engine.enqueue(self._device.stream(what.stream), EventWait(event), self._clock_ns)
-        self._record.waits.append(
-            StreamWait(what.stream, event.stream, self._clock_ns, correlation, event.correlation, self._owner)
-        )
+        if self._is_recorded:
+            self._record.waits.append(
+                StreamWait(what.stream, event.stream, self._clock_ns, correlation, event.correlation, self._owner)
+            )
 
     def _synchronize(self, what: program.Synchronize) -> bool:
         event, start_ns = self._events[what.event], self._clock_ns

@@ -1,6 +1,6 @@
 """The program of one rank of a hybrid job: its stages' actions in order, the reduction of gradients, the optimizer."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -28,10 +28,16 @@ _STREAMS = {"tp": program.TENSOR_STREAM, "ep": program.EXPERT_STREAM, WORLD: pro
 
 
 def programs(job: Job) -> dict[int, list[Instruction]]:
-    """Return the program of each rank. Ranks differ in the data that they send, in their stages and their experts."""
-    world = HybridWorld(job)
-    router = Router(job)
-    return {rank: RankProgram(job, rank, world, router).written() for rank in job.simulated_ranks}
+    """Return the program of each rank: one for all with the same stages, unless their experts get other tokens."""
+    assert job.hybrid is not None
+    world, router = HybridWorld(job), Router(job)
+    stages = {rank: job.hybrid.stages_of(rank) for rank in job.simulated_ranks}
+    written: dict[Hashable, list[Instruction]] = {}
+    for rank, own in stages.items():
+        key: Hashable = own if job.model.experts is None else rank
+        if key not in written:
+            written[key] = RankProgram(job, rank, world, router).written()
+    return {rank: written[own if job.model.experts is None else rank] for rank, own in stages.items()}
 
 
 class RankProgram:
@@ -263,8 +269,8 @@ class RankProgram:
     def _transfer(self, op: str, kind: str, peer: int) -> None:
         sends = op == "send"
         stream = (program.SEND_STREAMS if sends else program.RECEIVE_STREAMS)[kind]
-        between = channel(self.rank, peer, kind) if sends else channel(peer, self.rank, kind)
-        place = self._world.group(PP, self.rank).ranks.index(peer)
+        own, place = (self._world.group(PP, self.rank).ranks.index(rank) for rank in (self.rank, peer))
+        between = channel(own, place, kind) if sends else channel(place, own, kind)
         elements = self._transferred
         self.host.follow(stream, MAIN_STREAM)
         message = Collective(op, between, "BFloat16", elements, elements, peer=place)

@@ -15,7 +15,10 @@ WORLD = "world"
 
 
 def channel(sender: int, receiver: int, kind: str) -> str:
-    """Return the kind of the group in which one rank sends to another: activations (F) or gradients (B)."""
+    """Return the kind of the groups in which ranks at one place of a pipeline send to those at another one.
+
+    What they send is of `kind` F (activations) or B (gradients).
+    """
     return f"{PP}:{sender}>{receiver}:{kind}"
 
 
@@ -27,6 +30,10 @@ class HybridWorld:
         self._job, self._hybrid = job, job.hybrid
         self._groups = _all_groups(job.hybrid, job.node)
         self._of = lru_cache(maxsize=None)(self._find)
+        self._rates_of, self._boundary_of = (
+            lru_cache(maxsize=None)(self._rates),
+            lru_cache(maxsize=None)(self._boundary),
+        )
 
     def group(self, kind: str, rank: int) -> Group:
         """Return the group of an axis, of all ranks, or of a channel between two, that a rank belongs to."""
@@ -58,7 +65,7 @@ class HybridWorld:
         """Return how many times as long the group's transfers take because of a slow link."""
         impairments = self._job.impairments
         if group.parent is not None:
-            return impairments.slow_boundaries.get(self._boundary(group), 1.0)
+            return impairments.slow_boundaries.get(self._boundary_of(group), 1.0)
         links = impairments.slow_links.items()
         hit = [factor for rank, (factor, since) in links if rank in group.ranks and step >= since]
         return max([impairments.slow_axes.get(group.description.removeprefix("mesh_"), 1.0), *hit])
@@ -74,13 +81,14 @@ class HybridWorld:
         return next(group for group in self._groups[kind] if rank in group.ranks)
 
     def _channel(self, kind: str, rank: int) -> Group:
-        sender, receiver = (int(text) for text in kind.split(":")[1].split(">"))
+        places, sent = kind.split(":")[1:]
         parent = self.group(PP, rank)
+        sender, receiver = (parent.ranks[int(place)] for place in places.split(">"))
         same = sender // self._job.node == receiver // self._job.node
         link = f"{NODE if same else NETWORK} {sender}>{receiver}"  # links between two ranks are shared by nobody
-        return Group(kind, parent.description, (sender, receiver), link, parent)
+        return Group(channel(sender, receiver, sent), parent.description, (sender, receiver), link, parent)
 
-    def _rates_of(self, group: Group) -> Rates:
+    def _rates(self, group: Group) -> Rates:
         if group.link.startswith(NODE):
             return rates(self._job.hardware, spans_nodes=False)
         of = rates(self._job.hardware, spans_nodes=True)

@@ -1,8 +1,8 @@
 """What a rank's host does, as a list of instructions, and the kernels it launches."""
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -161,6 +161,39 @@ Instruction: TypeAlias = (
 )
 
 
+class _Closing(AbstractContextManager[None]):
+    """Closes the innermost open slice of a program at its end; programs open too many for a generator each."""
+
+    def __init__(self, program: list[Instruction]) -> None:
+        self._program = program
+
+    def __exit__(self, *error: object) -> None:
+        self._program.append(_CLOSE)
+
+
+_CLOSE = CloseSlice()
+
+
+def timed_program(program: Iterable[Instruction], space_ns: int) -> list[Instruction]:
+    """Return a program that takes the same time, without what only describes it: slices, threads, actions, memory.
+
+    A slice passes its own host time, and `space_ns` where it begins and where it ends.
+    """
+    found: list[Instruction] = []
+    passed_ns = 0
+    for each in program:
+        if isinstance(each, OpenSlice):
+            passed_ns += space_ns + each.cost_ns
+        elif isinstance(each, CloseSlice):
+            passed_ns += space_ns
+        elif isinstance(each, PassTime):
+            passed_ns += each.ns
+        elif not isinstance(each, SwitchThread | Act | Allocate | Free | Flush):
+            found += [PassTime(passed_ns), each] if passed_ns else [each]
+            passed_ns = 0
+    return found
+
+
 @dataclass
 class Host:
     """Builds a program, in the order of the host's actions."""
@@ -177,20 +210,19 @@ class Host:
         self._position = position
         self._launched = {}
 
-    @contextmanager
+    def __post_init__(self) -> None:
+        self._closing = _Closing(self.program)
+
     def span(
         self, name: str, category: str = "user_annotation", *, cost_ns: int = 0, args: dict[str, object] | None = None
-    ) -> Iterator[None]:
-        """Surround what is written meanwhile by a slice."""
+    ) -> AbstractContextManager[None]:
+        """Surround what is written meanwhile by a slice, which begins with this call."""
         self.program.append(OpenSlice(name, category, cost_ns, args))
-        yield
-        self.program.append(CloseSlice())
+        return self._closing
 
-    @contextmanager
-    def op(self, name: str, args: dict[str, object] | None = None) -> Iterator[None]:
+    def op(self, name: str, args: dict[str, object] | None = None) -> AbstractContextManager[None]:
         """Surround what is written meanwhile by a dispatcher op, with the host time of one."""
-        with self.span(name, "cpu_op", cost_ns=self.op_ns, args=args):
-            yield
+        return self.span(name, "cpu_op", cost_ns=self.op_ns, args=args)
 
     @contextmanager
     def on(self, thread: int) -> Iterator[None]:

@@ -57,7 +57,7 @@ def document(known: KnownFault, job: Job, requests: Sequence[FaultRequest]) -> d
 def _known(request: FaultRequest, job: Job, recording: Recording, without: Job) -> KnownFault:
     fault = request.fault
     steps = fault.steps(job)
-    saved_ns = recording.total_ns - engine.simulate(without).total_ns
+    saved_ns = recording.total_ns - engine.total_ns(without)
     first = min(record.host_steps[steps[0]][0] for record in recording.ranks.values())
     return KnownFault(
         fault.name,

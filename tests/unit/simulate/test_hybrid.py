@@ -205,6 +205,19 @@ def test_faults_of_one_kind_of_job_are_refused_in_the_other() -> None:
         faults.inject(pipelined(2, pp=2), [faults.parse("no-prefetch")])
 
 
+@pytest.mark.parametrize("fault", ["slow-stage", "slow-pipeline-link", "slow-tensor-link", "late-launch"])
+def test_the_time_of_a_job_is_the_same_without_a_recording(fault: str) -> None:
+    faulty = faults.inject(pipelined(8, pp=2, tp=2), [faults.parse(fault)])
+    assert engine.total_ns(faulty) == engine.simulate(faulty).total_ns
+
+
+def test_ranks_with_the_same_stages_share_a_program_unless_they_have_experts() -> None:
+    job = pipelined(8, pp=2, tp=2)
+    assert job.hybrid is not None
+    written = hybrid_program.programs(job)
+    assert len({id(each) for each in written.values()}) == job.hybrid.layout.pp < len(written)
+
+
 def test_impairments_of_links_act_on_their_axis_only() -> None:
     of = pipelined(4, pp=2, tp=2, steps=1)
     healthy = engine.simulate(of)

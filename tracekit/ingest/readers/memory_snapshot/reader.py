@@ -9,11 +9,11 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.errors import BadTraceError, InputError
+from tracekit.gc_pause import gc_paused
 from tracekit.ingest.readers.memory_snapshot.interning import EventColumns, FrameTable
 from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
 from tracekit.ingest.readers.reader import Reader
 from tracekit.model import schema
-from tracekit.model.gc_pause import gc_paused
 from tracekit.model.memory_snapshot import MemorySnapshot
 
 _COMMON_POOL = (0, 0)
