@@ -1,0 +1,141 @@
+"""Who owns each time on the path: a rank's kernel, collective, host operator or idle device, by name and unit."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import kernels
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace
+from tracekit.replay.graph.critical_path.host_slices import host_pieces
+from tracekit.replay.graph.critical_path.recorded_times import LAUNCH, RecordedTimes
+from tracekit.replay.graph.critical_path.walk import Span
+from tracekit.replay.graph.nodes import HOST, WORK
+from tracekit.sync import alignment
+
+HOST_KIND, IDLE, UNRECORDED = "host", "idle", "unrecorded"
+"""Kinds of parts other than those of activities: the host of a rank, an idle device, time before the recording."""
+UNEXPLAINED, GAP, LAUNCH_LATENCY, STALL, BEFORE = (
+    "unexplained idle time",
+    "gap between kernels",
+    "launch latency",
+    "device stall",
+    "before the recording",
+)
+"""Names of parts of the kinds IDLE and UNRECORDED."""
+PARTS = schema.columns(
+    "rank kind name operator unit phase state lane start_ns dur_ns", operator=pl.String, state=pl.String
+)
+OWNER = ("rank", "kind", "name", "operator", "unit", "phase", "state", "lane")
+_USUAL_GAP_NS = 20_000
+"""A device that is idle for longer between a wait's end and its work is idle for a reason that the trace lacks."""
+_PLACED = schema.columns("rank what kind name unit phase lane ref other_ref other_lane start_ns end_ns", what=pl.String)
+_NODE = ("rank", "kind", "name", "unit", "phase", "lane", "ref")
+_ON_HOST, _AT_WORK, _IDLE = "host", "work", "idle"
+
+
+def parts(run: Run, times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
+    """Return the spans of a path with their owners, on the run's clock. Columns PARTS; one row per part, in time order.
+
+    kind is that of an activity (compute, communication, memcpy, memset), host, idle or unrecorded. name is the kernel,
+    the innermost slice of the host's thread, or why a device was idle; operator the innermost framework op around the
+    launch or on the host; state that of the host (`host_state.HOST_STATES`). Neighbours have different owners.
+    """
+    window, origin_ns = times.graph.window, times.graph.origin_ns
+    placed = _placed(times, spans).with_columns(pl.col("start_ns", "end_ns") + origin_ns)
+    found = [placed.filter(pl.col("what") == _IDLE)]
+    for (rank,), of_rank in placed.filter(pl.col("what") != _IDLE).group_by("rank", maintain_order=True):
+        trace = run.trace(int(str(rank)), window)
+        found.append(_with_operator(trace, of_rank.filter(pl.col("what") == _AT_WORK)))
+        found.append(_host_parts(trace, of_rank.filter(pl.col("what") == _ON_HOST), run.offsets))
+    rows = [each.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")) for each in found]
+    every = pl.concat([schema.conform(each, PARTS) for each in rows]).sort("start_ns")
+    return merged(every, OWNER)
+
+
+def merged(table: pl.DataFrame, by: tuple[str, ...]) -> pl.DataFrame:
+    """Return parts in which consecutive ones of one owner are joined; other columns are those of the first."""
+    owner = pl.struct(by)
+    number = owner.ne_missing(owner.shift(1)).cum_sum()
+    others = [name for name in table.columns if name != "dur_ns"]
+    grouped = table.group_by(number.alias("_number"), maintain_order=True)
+    return grouped.agg(pl.col(others).first(), pl.col("dur_ns").sum()).select(table.columns)
+
+
+def _placed(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
+    """Return the spans with the node that each belongs to. Columns _PLACED; `what` is host, work or idle."""
+    node, row, wait, start, end = (np.array(column, np.int64) for column in zip(*spans, strict=True))
+    awaited = np.where(wait >= 0, times.waits.awaited[np.maximum(wait, 0)], -1)
+    other = np.where((awaited >= 0) & (awaited < times.graph.count), awaited, row)
+    table = times.graph.frame[row]
+    is_host = (table["what"] == HOST).to_numpy() & (node >= 0)
+    computes = np.where(is_host, table["kind"].is_not_null().to_numpy(), (table["what"] == WORK).to_numpy())
+    works = (wait < 0) & (node >= 0) & computes
+    what = np.where(works, _AT_WORK, np.where(is_host, _ON_HOST, _IDLE))
+    before = times.graph.frame[other]
+    placed = table.select(_NODE).with_columns(
+        pl.Series("what", what, pl.String),
+        before["ref"].alias("other_ref"),
+        before["lane"].alias("other_lane"),
+        pl.Series("start_ns", start),
+        pl.Series("end_ns", end),
+    )
+    idle_kind = np.where(node < 0, UNRECORDED, IDLE)
+    return schema.select(_with_idle(placed, idle_kind, _idle_names(times, table, node, wait, end - start)), _PLACED)
+
+
+def _with_idle(placed: pl.DataFrame, kind: "np.ndarray[tuple[int], np.dtype[np.str_]]", name: Ints) -> pl.DataFrame:
+    """Return the spans, those of an idle device with its kind and name."""
+    is_idle = pl.col("what") == _IDLE
+    given = placed.with_columns(pl.Series("idle_kind", kind, pl.String), pl.Series("idle_name", name, pl.String))
+    return given.with_columns(
+        pl.when(is_idle).then("idle_kind").otherwise("kind").alias("kind"),
+        pl.when(is_idle).then("idle_name").otherwise("name").alias("name"),
+        pl.when(~is_idle).then("unit").alias("unit"),
+        pl.when(~is_idle).then("phase").alias("phase"),
+    )
+
+
+def _idle_names(times: RecordedTimes, table: pl.DataFrame, node: Ints, wait: Ints, length_ns: Ints) -> Ints:
+    """Return why the device of each span is idle: one of the names above."""
+    kind = np.where(wait >= 0, times.waits.kind[np.maximum(wait, 0)], "")
+    stall_ns = table["stall_ns"].to_numpy()
+    usual = np.where(kind == LAUNCH, LAUNCH_LATENCY, GAP)
+    is_usual = (length_ns <= _USUAL_GAP_NS) | (not times.graph.on_device)
+    named = np.where(is_usual, usual, UNEXPLAINED)
+    named = np.where((stall_ns > 0) & (2 * stall_ns >= length_ns), STALL, named)
+    return np.where(node < 0, BEFORE, named)
+
+
+def _with_operator(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
+    """Return spans of work with the innermost op around the launch of each."""
+    if not trace.on_device:
+        return work.with_columns(operator="name")
+    (operator,) = kernels.launching_op_columns(trace, ("name",))
+    known = trace.activities.select(ref="id", operator=operator)
+    return work.join(known, on="ref", how="left", maintain_order="left")
+
+
+def _host_parts(trace: Trace, host: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
+    """Return spans of a rank's host divided by what its threads do."""
+    if host.is_empty():
+        return host
+    moved = alignment.on_trace_clock(host.with_columns(window=pl.lit(trace.window, pl.Int64)), offsets, ("start_ns",))
+    start, shift = moved["start_ns"].to_numpy(), (host["start_ns"] - moved["start_ns"]).to_numpy()
+    spans = np.stack((start, start + (host["end_ns"] - host["start_ns"]).to_numpy()), axis=1)
+    lane, other = (_lane(trace, host, *names) for names in (("lane", "ref"), ("other_lane", "other_ref")))
+    pieces = host_pieces(trace, spans, lane, other)
+    back = pl.Series(shift[pieces["of"].to_numpy()])
+    return pieces.with_columns(
+        pl.col("start_ns", "end_ns") + back, rank=pl.lit(trace.rank, pl.Int64), kind=pl.lit(HOST_KIND)
+    )
+
+
+def _lane(trace: Trace, host: pl.DataFrame, lane: str, ref: str) -> Ints:
+    """Return the thread of each span: that of its node, which on a device run is a call (`ref`)."""
+    if not trace.on_device:
+        return host[lane].fill_null(-1).to_numpy()
+    calls = trace.ops.select(pl.col("id").alias(ref), pl.col("lane").alias("call_lane"))
+    joined = host.join(calls, on=ref, how="left", maintain_order="left")
+    return joined["call_lane"].fill_null(-1).to_numpy()

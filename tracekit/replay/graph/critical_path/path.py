@@ -1,0 +1,199 @@
+"""The critical path of one step of a run: its parts, which tile the step, and the slack of everything else."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.time import summary
+from tracekit.errors import InputError
+from tracekit.model import schema, units
+from tracekit.model.run import Run
+from tracekit.model.sweep_line import Ints
+from tracekit.replay.graph import dependency_graph, savings
+from tracekit.replay.graph.critical_path import data_gaps, owners
+from tracekit.replay.graph.critical_path.recorded_times import RecordedTimes, recorded_times
+from tracekit.replay.graph.critical_path.walk import NEVER, Span, latest_ends, walk
+from tracekit.replay.graph.nodes import HOST
+
+FACTS = dependency_graph.FACTS
+"""The facts of a critical path, measured in one pass over the traces."""
+SHARES = schema.columns("rank kind name unit state count dur_ns share_ratio", state=pl.String)
+SLACK = schema.columns("rank kind name unit count dur_ns slack_ns")
+HOST_CALLS = "host calls"
+"""The name in `slack` of a host's calls to the device, which have no name in the graph."""
+
+
+@dataclass(frozen=True, eq=False)
+class CriticalPath:
+    """The chain of waits that ends with a step.
+
+    The step is the device window of `rank`, on which it took longest: from `start_ns` on the run's clock, `step_ns`
+    long. `parts` (columns `owners.PARTS`) tile it exactly, in time order. `slack` has the work of all ranks in this
+    time that is not on the path (columns SLACK). `doubts` are sentences on what the traces do not show.
+    """
+
+    window: int
+    step: int | None
+    rank: int
+    start_ns: int
+    step_ns: int
+    parts: pl.DataFrame
+    slack: pl.DataFrame
+    doubts: tuple[str, ...]
+
+    @property
+    def compact(self) -> pl.DataFrame:
+        """Return the parts with neighbours of one rank, kind, name and unit joined: they tile the step too.
+
+        Columns rank, kind, name (of the host: its operator, if it runs one), unit, state, start_ns, dur_ns.
+        """
+        label = pl.when(pl.col("kind") == owners.HOST_KIND).then(pl.coalesce("operator", "name")).otherwise("name")
+        named = self.parts.select("rank", "kind", label.alias("name"), "unit", "state", "start_ns", "dur_ns")
+        return owners.merged(named, ("rank", "kind", "name", "unit"))
+
+    @property
+    def shares(self) -> pl.DataFrame:
+        """Return the owners of the path, the largest first. Columns SHARES; dur_ns adds up to the step."""
+        keys = ["rank", "kind", "name", "unit", "state"]
+        sums = self.compact.group_by(keys, maintain_order=True).agg(
+            pl.len().cast(pl.Int64).alias("count"), pl.col("dur_ns").sum()
+        )
+        shares = sums.with_columns(share_ratio=pl.col("dur_ns") / max(self.step_ns, 1))
+        return schema.select(shares.sort("dur_ns", descending=True, maintain_order=True), SHARES)
+
+    def shares_by(self, *keys: str) -> pl.DataFrame:
+        """Return the time of the path by columns of its parts: those, dur_ns and share_ratio; the largest first."""
+        sums = self.parts.group_by(keys, maintain_order=True).agg(pl.col("dur_ns").sum())
+        shares = sums.with_columns(share_ratio=pl.col("dur_ns") / max(self.step_ns, 1))
+        return shares.sort("dur_ns", descending=True, maintain_order=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The walk behind a critical path: from the node `last`, with which the step ends, back to the step's start.
+
+    `step` is the row of the graph's windows (columns of `trace_graph.windows`, window and rank). Times are in ns since
+    the window's origin.
+    """
+
+    times: RecordedTimes
+    step: dict[str, int]
+    last: int
+    start_ns: int
+    end_ns: int
+    spans: list[Span]
+
+    @property
+    def on_path(self) -> Ints:
+        """Return the nodes with own time on the path."""
+        return np.unique([span.node for span in self.spans if span.wait < 0])
+
+
+def critical_path(run: Run, step: int | None = None) -> CriticalPath:
+    """Return the critical path of a step, by default of the representative one.
+
+    Without marked steps, the profiled window is the step. Raises InputError if the run has no such step, or none with
+    work.
+    """
+    found = chain(run, step)
+    graph = found.times.graph
+    table = owners.parts(run, found.times, found.spans)
+    return CriticalPath(
+        graph.window,
+        found.step["step"],
+        found.step["rank"],
+        found.start_ns + graph.origin_ns,
+        found.end_ns - found.start_ns,
+        table,
+        _slack(found),
+        data_gaps.doubts(run, graph, found.spans, table, is_step=found.step["step"] is not None),
+    )
+
+
+def chain(run: Run, step: int | None = None) -> Chain:
+    """Return the chain of waits that ends with a step, as `critical_path` explains it."""
+    run.measure(FACTS)
+    graphs = {graph.window: graph for graph in savings.graphs_of(run)}
+    chosen = _chosen_step(run, pl.concat([graph.windows for graph in graphs.values()]), step)
+    times = recorded_times(graphs[chosen["window"]])
+    start_ns = int(times.begin_ns[chosen["first"]])
+    end_ns = start_ns + chosen["end_ns"] - chosen["start_ns"]
+    last = _last_node(times, chosen, end_ns)
+    return Chain(times, chosen, last, start_ns, end_ns, walk(times, last, start_ns=start_ns, end_ns=end_ns))
+
+
+def representative_path(run: Run) -> pl.DataFrame:
+    """Return the critical path of the representative step: columns as CRITICAL_PATH."""
+    path = critical_path(run)
+    place = (pl.lit(path.window, pl.Int64).alias("window"), pl.lit(path.step, pl.Int64).alias("step"))
+    return path.parts.select(*place, pl.all())
+
+
+def _chosen_step(run: Run, windows: pl.DataFrame, step: int | None) -> dict[str, int]:
+    """Return the row of the graph's windows to explain: of the step, the one on the rank on which it took longest."""
+    if windows.is_empty():
+        raise InputError(
+            f"{run.path}: no step has work that can be replayed: no kernels, and no ops of a CPU run; "
+            "record with activities=[CPU, CUDA]"
+        )
+    timed = windows.with_columns(duration_ns=pl.col("end_ns") - pl.col("start_ns"))
+    of_step = timed.filter(pl.col("step") == step) if step is not None else timed
+    if of_step.is_empty():
+        known = units.ranges(timed["step"].drop_nulls().unique()) or "none"
+        raise InputError(f"--step {step}: no such step; the traces have {known}")
+    if step is None:
+        typical = summary.representative_step(timed)
+        assert typical is not None
+        of_step = timed.filter(pl.col("step").eq_missing(pl.lit(typical["step"], pl.Int64)))
+        of_step = of_step.filter(pl.col("window") == typical["window"])
+    longest = of_step.sort("window", -pl.col("duration_ns"), "rank", "device", nulls_last=True)
+    return longest.row(0, named=True)
+
+
+def _last_node(times: RecordedTimes, chosen: dict[str, int], end_ns: int) -> int:
+    """Return the node with which the step ends: the first of the next step, else the last work that ended."""
+    graph = times.graph
+    place = ("rank", "device")
+    following = graph.windows.filter(
+        *(pl.col(name).eq_missing(pl.lit(chosen[name], pl.Int64)) for name in place),
+        pl.col("start_ns") == chosen["end_ns"],
+    )
+    if following.height:
+        return int(following["first"][0])
+    is_here = graph.frame.select(
+        pl.all_horizontal(pl.col(name).eq_missing(pl.lit(chosen[name], pl.Int64)) for name in place)
+        & pl.col("kind").is_not_null()
+    ).to_series()
+    rows = np.flatnonzero(is_here.to_numpy())
+    ended_ns = graph.column("end_ns")[rows] - graph.origin_ns
+    return int(graph.done[rows[np.argmin(np.abs(ended_ns - end_ns))]])
+
+
+def _slack(found: Chain) -> pl.DataFrame:
+    """Return the work in the step that is not on the path. Columns SLACK; one row per rank, kind, name and unit.
+
+    slack_ns is the least of its pieces: the time by which it can end later without delaying the end of the step.
+    """
+    times, graph = found.times, found.times.graph
+    count, start_ns, end_ns = graph.count, found.start_ns, found.end_ns
+    latest = latest_ends(times, end_ns)[:count]
+    slack_ns = np.maximum(latest - times.end_ns[:count], 0)
+    on_path = np.isin(graph.done, found.on_path) | np.isin(np.arange(count), found.on_path)
+    known = (latest < NEVER) & ~on_path
+    began, ended = (graph.column(name) - graph.origin_ns for name in ("start_ns", "end_ns"))
+    inside_ns = np.minimum(ended, end_ns) - np.maximum(began, start_ns)
+    nodes = graph.frame.select(
+        "rank",
+        pl.coalesce("kind", pl.when(pl.col("what") == HOST).then(pl.lit(owners.HOST_KIND))).alias("kind"),
+        pl.coalesce("name", pl.lit(HOST_CALLS)).alias("name"),
+        "unit",
+        pl.Series("dur_ns", inside_ns),
+        pl.Series("slack_ns", slack_ns),
+    )
+    shown = nodes.filter(pl.Series(known & (inside_ns > 0))).drop_nulls("kind")
+    keys = ["rank", "kind", "name", "unit"]
+    sums = shown.group_by(keys, maintain_order=True).agg(
+        pl.len().cast(pl.Int64).alias("count"), pl.col("dur_ns").sum(), pl.col("slack_ns").min()
+    )
+    return schema.select(sums.sort("slack_ns", "dur_ns", descending=[False, True], maintain_order=True), SLACK)

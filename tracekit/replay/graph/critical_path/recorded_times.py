@@ -1,0 +1,169 @@
+"""The dependency graph with its recorded times: when each node began and ended, and which of its waits ended last."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.replay.graph.critical_path.late_starts import waits_of_late_starts
+from tracekit.replay.graph.dependency_graph import COLLECTIVE, RELEASE, START_ORDER, Graph
+from tracekit.replay.graph.nodes import HOST, WAIT
+
+HOST_ORDER, STREAM, LAUNCH, SYNC, QUEUE = "host_order", "stream", "launch", "sync", "queue"
+_TIE_ORDER = (
+    SYNC, QUEUE, COLLECTIVE, "event", "communicator", "resources", STREAM, HOST_ORDER, START_ORDER, LAUNCH, RELEASE,
+)  # fmt: skip
+"""Of waits that ended at the same time, the first of these kinds counts as the one that ended last."""
+_EARLIER_LAUNCH_NS = 2_000
+"""A kernel can start before its launching call returns. Such a call released it at least this long before its start:
+about the time from a launch to the start of its kernel on an idle device; not from the trace."""
+
+
+@dataclass(frozen=True, eq=False)
+class Waits:
+    """All waits between nodes: thread and stream order, launches, and the graph's edges.
+
+    `awaited` is -1 for the start of the recording. A waiting node begins no earlier than `lag_ns` after the end of the
+    awaited one, or after its begin where `from_begin` is set. `kind` is one of HOST_ORDER, STREAM, LAUNCH and the kinds
+    of edges.
+    """
+
+    waiting: Ints
+    awaited: Ints
+    lag_ns: Ints
+    from_begin: Flags
+    kind: "np.ndarray[tuple[int], np.dtype[np.str_]]"
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedTimes:
+    """When each node of a graph began and ended, in ns since the window's origin, and its waits.
+
+    The lag of each wait contains what the trace does not explain, so that a replay of these waits gives the recorded
+    times exactly. `binding` is the wait of each node that ended last (-1: none): without its lag and the time of the
+    node that it awaits, the node would have begun earlier. `unexplained_ns` is how much later each node began.
+    """
+
+    graph: Graph
+    begin_ns: Ints
+    end_ns: Ints
+    waits: Waits
+    binding: Ints
+    unexplained_ns: Ints
+
+    @property
+    def own_ns(self) -> Ints:
+        """Return the duration of each node, without its waits."""
+        return self.end_ns - self.begin_ns
+
+
+def recorded_times(graph: Graph) -> RecordedTimes:
+    """Return the recorded times of a graph's nodes.
+
+    A host call begins when what it waited for has ended. A rank's part in a collective is its arrival; the join node
+    begins with the last arrival. Waits that the recording contradicts (a kernel that starts before its launch returns,
+    clock errors) get a smaller lag; a node that begins later than all its waits allow gets a larger one. Work that
+    starts 50 µs late or more, right after other work of its device ended, waits for that.
+    """
+    found = _timed(graph)
+    more = waits_of_late_starts(graph, found.unexplained_ns)
+    return _timed(replace(graph, edges=graph.edges.concat(more))) if len(more.waiting) else found
+
+
+def _timed(graph: Graph) -> RecordedTimes:
+    begin_ns, end_ns = _node_times(graph)
+    waits = _all_waits(graph, end_ns)
+    anchor_ns = _anchors(waits, begin_ns, end_ns)
+    released_ns = _within_recording(waits, anchor_ns + waits.lag_ns, begin_ns)
+    latest_ns = np.full(len(begin_ns), np.iinfo(np.int64).min, np.int64)
+    np.maximum.at(latest_ns, waits.waiting, released_ns)
+    unexplained_ns = begin_ns - latest_ns
+    lag_ns = released_ns + unexplained_ns[waits.waiting] - anchor_ns
+    adjusted = replace(waits, lag_ns=lag_ns)
+    binding = _last_waits(adjusted, released_ns, len(begin_ns))
+    return RecordedTimes(graph, begin_ns, end_ns, adjusted, binding, unexplained_ns)
+
+
+def _node_times(graph: Graph) -> tuple[Ints, Ints]:
+    start, end = (graph.column(name) - graph.origin_ns for name in ("start_ns", "end_ns"))
+    what, is_part = graph.column("what"), graph.join_of >= 0
+    is_host = what == HOST
+    # Calls of several threads form one chain: a call inside another one ends its turn with it.
+    end = np.where(is_host, _latest_of_rank(graph, np.where(is_host, end, end.min(initial=0))), end)
+    begin = np.where(is_host, end - graph.own_ns[: graph.count], np.where(what == WAIT, end, start))
+    end = np.where(is_part, begin, end)
+    joints = len(graph.own_ns) - graph.count
+    arrived, left = (np.full(joints, np.iinfo(np.int64).min, np.int64) for _ in range(2))
+    parts = np.flatnonzero(is_part)
+    at = graph.join_of[parts] - graph.count
+    np.maximum.at(arrived, at, begin[parts])
+    np.maximum.at(left, at, (graph.column("end_ns") - graph.origin_ns)[parts])
+    return np.concatenate((begin, arrived)), np.concatenate((end, np.maximum(arrived, left)))
+
+
+def _latest_of_rank(graph: Graph, end: Ints) -> Ints:
+    """Return the latest end so far among the nodes of each rank, which are consecutive."""
+    first = np.flatnonzero(np.diff(graph.column("rank"), prepend=-1))
+    parts = [np.maximum.accumulate(part) for part in np.split(end, first[1:])] if len(end) else [end]
+    return np.concatenate(parts)
+
+
+def _all_waits(graph: Graph, end_ns: Ints) -> Waits:
+    """Return the waits of the graph. Those for a collective are for its end on the rank that waits."""
+    nodes, edges = np.arange(len(graph.chain)), graph.edges
+    is_host = np.append(graph.column("what"), np.full(len(nodes) - graph.count, WAIT)) == HOST
+    order = np.where(is_host, HOST_ORDER, STREAM)
+    waiting = np.concatenate((nodes, nodes, edges.waiting))
+    awaited = np.concatenate((graph.chain, graph.launch, edges.awaited))
+    lag_ns = np.concatenate((graph.chain_ns, graph.launch_ns, edges.lag_ns))
+    kind = np.concatenate((order, np.full(len(nodes), LAUNCH), edges.kind))
+    known = (awaited >= 0) | (kind == RELEASE)
+    waiting, awaited, lag_ns, kind = (each[known] for each in (waiting, awaited, lag_ns, kind))
+    from_begin = kind == START_ORDER
+    lag_ns = np.where(from_begin, 0, lag_ns) + _left_earlier_ns(graph, waiting, awaited, end_ns)
+    return Waits(waiting, awaited, lag_ns, from_begin, kind)
+
+
+def _left_earlier_ns(graph: Graph, waiting: Ints, awaited: Ints, end_ns: Ints) -> Ints:
+    """Return by how much (as a negative time) a collective ended earlier on the rank that waits than on the last."""
+    found = np.zeros(len(waiting), np.int64)
+    rows = np.flatnonzero((awaited >= graph.count) & (waiting < graph.count))
+    if not len(rows):
+        return found
+    rank, parts = graph.column("rank"), np.flatnonzero(graph.join_of >= 0)
+    width = int(rank.max()) + 1
+    key = graph.join_of[parts] * width + rank[parts]
+    order = np.argsort(key)
+    at = np.searchsorted(key[order], awaited[rows] * width + rank[waiting[rows]])
+    at = np.minimum(at, len(order) - 1)
+    own = parts[order[at]]
+    is_own = key[order[at]] == awaited[rows] * width + rank[waiting[rows]]
+    ended_ns = (graph.column("end_ns") - graph.origin_ns)[own]
+    found[rows] = np.where(is_own, ended_ns - end_ns[awaited[rows]], 0)
+    return found
+
+
+def _anchors(waits: Waits, begin_ns: Ints, end_ns: Ints) -> Ints:
+    """Return the time from which each wait counts its lag."""
+    anchor = np.where(waits.from_begin, begin_ns[waits.awaited], end_ns[waits.awaited])
+    return np.where(waits.awaited >= 0, anchor, 0)
+
+
+def _within_recording(waits: Waits, released_ns: Ints, begin_ns: Ints) -> Ints:
+    """Return when each wait ended: not after its node began."""
+    began = begin_ns[waits.waiting]
+    early = np.where(waits.kind == LAUNCH, _EARLIER_LAUNCH_NS, 0)
+    return np.where(released_ns > began, began - early, released_ns)
+
+
+def _last_waits(waits: Waits, released_ns: Ints, count: int) -> Ints:
+    """Return the wait of each node that ended last; -1 for none."""
+    preference = np.full(len(waits.kind), len(_TIE_ORDER))
+    for number, kind in enumerate(_TIE_ORDER):
+        preference[waits.kind == kind] = number
+    order = np.lexsort((preference, -released_ns, waits.waiting))
+    waiting = waits.waiting[order]
+    first = order[np.append(True, waiting[1:] != waiting[:-1])] if len(order) else order
+    binding = np.full(count, -1, np.int64)
+    binding[waits.waiting[first]] = first
+    return binding
