@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tracekit.conventions.gc_pause import gc_paused
 from tracekit.conventions.strategies import STRATEGIES
-from tracekit.gc_pause import gc_paused
 from tracekit.simulate import groups, hybrid_program
 from tracekit.simulate.device import Device, Event, Item, Stream, Transfer, Work
 from tracekit.simulate.fsdp1 import Ddp, Fsdp1

@@ -8,8 +8,8 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.conventions.gc_pause import gc_paused
 from tracekit.errors import BadTraceError, InputError
-from tracekit.gc_pause import gc_paused
 from tracekit.ingest.readers.memory_snapshot.interning import EventColumns, FrameTable
 from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
 from tracekit.ingest.readers.reader import Reader

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tracekit.conventions.gc_pause import gc_paused
 from tracekit.errors import InputError
-from tracekit.gc_pause import gc_paused
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.allocator import Allocator, OutOfMemory, Overlap, SegmentEvent, SegmentState, Settings
 from tracekit.replay.allocator.blocks import Block, Pool
