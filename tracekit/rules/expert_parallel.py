@@ -11,7 +11,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
 
@@ -28,8 +28,9 @@ class OverloadedExperts(Rule):
 
     How it is measured: all-to-alls of axis ep come in pairs: the first brings tokens to the experts, the second returns
     as many bytes. The load of a rank is what the first brings it; the time of its experts is the compute between the
-    two. The cost per step is, over all pairs, the time of the rank with the highest load, less what it would take with
-    the mean load. The message quotes the representative step.
+    two. The message quotes the representative step: over all pairs, the time of the rank with the highest load, less
+    what it would take with the mean load. The cost is from a replay in which all ranks of a group get equally many
+    tokens.
 
     How to fix: raise the coefficient of the load-balancing loss, use a bias per expert (loss-free balancing), a
     capacity factor that drops tokens, or place a busy expert beside idle ones or on several ranks.
@@ -40,7 +41,7 @@ class OverloadedExperts(Rule):
 
     code: ClassVar[str] = "EP001"
     facts: ClassVar[tuple[Fact, ...]] = (*expert_load.FACTS, breakdown.by_step)
-    min_load_ratio: float = 1.3
+    min_load_ratio: float = 1.05
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -72,8 +73,11 @@ class OverloadedExperts(Rule):
             confidence=0.8,
             ranks=ranks,
             steps=distinct(loads, "step"),
-            evidence=largest_first(loads, "load_ratio", "rank", "start_ns").drop("members").head(_EVIDENCE_ROWS),
+            evidence=largest_first(loads, "load_ratio", "rank", "start_ns")
+            .drop("members", "first_id", "second_id")
+            .head(_EVIDENCE_ROWS),
             is_of_window=worst["step"] is None,
+            what_if=WhatIf("unbalanced-experts"),
         )
 
 

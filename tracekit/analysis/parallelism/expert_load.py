@@ -10,10 +10,12 @@ from tracekit.model.trace import Fact, Trace
 from tracekit.sync.collective_matching import EXPERT
 
 COLUMNS = schema.columns(
-    "window step rank group members layer load_bytes mean_bytes load_ratio expert_ns start_ns dur_ns",
+    "window step rank group members layer load_bytes mean_bytes load_ratio expert_ns start_ns dur_ns "
+    "first_id second_id",
     group=pl.String, members=pl.String,
 )  # fmt: skip
 _PLACE = ["window", "rank", "step", "group", "members"]
+_OF_NEXT = ("sent_bytes", "received_bytes", "start_ns", "end_ns", "activity_id")
 _MIN_PAIRED_RATIO = 0.9
 """Share of the bytes that pairs must move: exchanges of counts move few."""
 
@@ -33,8 +35,8 @@ def expert_load(run: Run) -> pl.DataFrame:
 
     Columns COLUMNS; one row per rank and pair of all-to-alls: the first brings tokens to the experts, the second
     returns as many. load_bytes is what the first brings, mean_bytes its mean over the ranks of the group, load_ratio
-    their quotient, expert_ns the compute between the two. Empty where sizes of messages are unknown, or all-to-alls do
-    not come in such pairs.
+    their quotient, expert_ns the compute between the two, first_id and second_id their activities. Empty where sizes of
+    messages are unknown, or all-to-alls do not come in such pairs.
     """
     if not group_axes.has_axis(run, EP) and EP not in mesh.groups_of(run.manifest):
         return pl.DataFrame(schema=COLUMNS)
@@ -67,7 +69,7 @@ def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
 
     Calls between pairs, which exchange the numbers of tokens, are skipped. Empty where other calls move much.
     """
-    following = {name: pl.col(name).shift(-1) for name in ("sent_bytes", "received_bytes", "start_ns", "end_ns")}
+    following = {name: pl.col(name).shift(-1) for name in _OF_NEXT}
     returns = (pl.col("next_sent_bytes") == pl.col("received_bytes")) & (
         pl.col("next_received_bytes") == pl.col("sent_bytes")
     )
@@ -85,7 +87,7 @@ def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
         pairs = pairs.clear()
     return pairs.select(
         *_PLACE, "layer", "start_ns", load_bytes="received_bytes", from_ns="end_ns", to_ns="next_start_ns",
-        dur_ns=pl.col("next_end_ns") - pl.col("start_ns"),
+        dur_ns=pl.col("next_end_ns") - pl.col("start_ns"), first_id="activity_id", second_id="next_activity_id",
     )  # fmt: skip
 
 

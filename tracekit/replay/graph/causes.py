@@ -111,6 +111,13 @@ _LISTED = (
         "transfer times by op, size and place, across groups and steps",
         0.8,
     ),
+    Cause(
+        "unbalanced-experts",
+        "EP001",
+        "the experts of each rank get the mean number of tokens of their group",
+        "sizes of the all-to-alls around the experts, and the compute between them",
+        0.8,
+    ),
     Cause("communication", "COMM001", "transfers take no time", "recorded transfers, without waiting for peers", 0.8),
     Cause(
         "late-gathers",

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.parallelism import late_ranks
+from tracekit.analysis.parallelism import expert_load, late_ranks
 from tracekit.analysis.time import paused_kernels
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
@@ -37,7 +37,8 @@ class Graph:
     ranks. `own_ns` is a node's duration, `chain_ns` the minimum time after the previous node of its thread or stream.
     `edges` are the other waits. `windows` are the steps (columns of `trace_graph.windows`, and rank), `parts` the
     collectives (at: node, done: the join node, or at; rank, op, group, members, group_size, bytes), `prepared` their
-    preparation (columns of `trace_graph.preparation`). `late_ranks` are those that the others wait for most.
+    preparation (columns of `trace_graph.preparation`). `late_ranks` are those that the others wait for most,
+    `expert_loads` the window's rows of `expert_load.expert_load`.
     """
 
     window: int
@@ -55,6 +56,7 @@ class Graph:
     origin_ns: int
     order: Ints = field(repr=False)
     late_ranks: tuple[int, ...] = ()
+    expert_loads: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=expert_load.COLUMNS))
 
     @property
     def count(self) -> int:
@@ -365,6 +367,7 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
         origin,
         np.empty(0, np.int64),
         late_ranks.latest(run),
+        run.run_table(expert_load.expert_load).filter(pl.col("window") == window),
     )
     return sort_topologically(graph, _recorded(placed, joint_of, len(joints)))
 

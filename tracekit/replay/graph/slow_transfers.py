@@ -43,7 +43,7 @@ def bucket_collectives(graph: Graph) -> Graph:
     several = runs.filter(pl.len().over("run") > 1)
     if several.is_empty():
         return graph
-    with_costs = several.join(_costs(transfers(graph)), on="op", maintain_order="left")
+    with_costs = several.join(costs(transfers(graph)), on="op", maintain_order="left")
     if with_costs.is_empty():
         raise InsufficientDataError("collectives have one size only, so their fixed cost is unknown")
     first = with_costs.group_by("run", maintain_order=True).agg(
@@ -91,8 +91,11 @@ def transfers(graph: Graph) -> pl.DataFrame:
     return once.with_columns(pl.Series("took_ns", graph.own_ns[done]), pl.Series("first", graph.position[done]))
 
 
-def _costs(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the fixed and per-byte cost of a collective of each op: fixed_ns, ns_per_byte."""
+def costs(calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the costs of a collective of each op, fitted to sizes. Columns op, fixed_ns, ns_per_byte.
+
+    `calls` has columns op, bytes, took_ns. Ops whose sizes differ too little are left out.
+    """
     sizes = calls.filter(pl.col("bytes") > 0).group_by("op", "bytes").agg(pl.col("took_ns").median())
     rows = []
     for (op,), op_sizes in sizes.group_by("op"):

@@ -10,6 +10,7 @@ import polars as pl
 from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import (
+    balanced_experts,
     contention_free,
     earlier_collectives,
     redundant_work,
@@ -119,6 +120,7 @@ TRANSFORMS: Mapping[str, Transform] = {
     "shared-communicator": earlier_collectives.independent_collectives,
     "straggler": slow_ranks.without_late_ranks,
     "slow-link": slow_transfers.equalize_transfers,
+    "unbalanced-experts": balanced_experts.with_balanced_experts,
     "communication": communication,
     "late-gathers": earlier_collectives.prefetch_all_gathers,
     "small-collectives": slow_transfers.bucket_collectives,
@@ -138,6 +140,7 @@ _FIRST = (
     "give-way",
     "slowed-collectives",
     "slow-link",
+    "unbalanced-experts",
     "small-collectives",
     "straggler",
 )
