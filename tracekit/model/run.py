@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import polars as pl
 
 from tracekit.errors import BadTraceError
@@ -135,12 +136,15 @@ class Run:
         if not wanted:
             return
         parts: dict[Fact, list[pl.DataFrame]] = {fact: [] for fact in wanted}
+        places: list[tuple[int, int]] = []
         for source, measured in self._measured_concurrently(wanted):
+            if measured:
+                places.append((source.window, source.rank))
             for fact, frame in zip(wanted, measured, strict=False):
                 parts[fact].append(frame)
             if on_progress:
                 on_progress(source)
-        self._facts |= {fact: pl.concat(frames) for fact, frames in parts.items()}
+        self._facts |= {fact: _by_trace(frames, places) for fact, frames in parts.items()}
 
     @property
     def measured_tables(self) -> dict[str, pl.DataFrame]:
@@ -275,12 +279,23 @@ def _unaligned(run: Run) -> pl.DataFrame:
 
 def _measure(source: Source, cached: Trace | None, facts: list[Fact]) -> tuple[Trace, list[pl.DataFrame]]:
     trace = cached or source.read()
-    return trace, [_with_window_and_rank(fact(trace), trace) for fact in facts]
+    return trace, [fact(trace) for fact in facts]
 
 
-def _with_window_and_rank(frame: pl.DataFrame, trace: Trace) -> pl.DataFrame:
-    place = (pl.lit(trace.window, pl.Int64).alias("window"), pl.lit(trace.rank, pl.Int64).alias("rank"))
-    return frame.select(*place, pl.all().exclude("window", "rank"))
+def _by_trace(frames: list[pl.DataFrame], places: list[tuple[int, int]]) -> pl.DataFrame:
+    """Return the tables of several traces as one, each with the window and rank of its trace as first columns."""
+    heights = [frame.height for frame in frames]
+    window, rank = (
+        pl.Series(name, np.repeat(np.array(values, np.int64), heights))
+        for name, values in zip(("window", "rank"), zip(*places, strict=True), strict=True)
+    )
+    every = pl.concat([_without_place(frame) for frame in frames])
+    return pl.DataFrame([window, rank, *every.get_columns()])
+
+
+def _without_place(frame: pl.DataFrame) -> pl.DataFrame:
+    own = {"window", "rank"}.intersection(frame.columns)
+    return frame.drop(own) if own else frame
 
 
 def _size_bytes(trace: Trace) -> int:

@@ -37,6 +37,12 @@ class _Calls:
     synchronizing: npt.NDArray[np.bool_]
 
 
+_FIELDS = {"start": "start_ns", "end": "end_ns", "kind": "token", "op": "op_code"} | {
+    name: name for name in ("bytes", "seq", "step", "row")
+}
+"""The column of each integer field of a call."""
+
+
 @dataclass(frozen=True)
 class RankCalls(_Calls):
     """The calls of one rank in one group, by their ends."""
@@ -44,13 +50,19 @@ class RankCalls(_Calls):
     row: _Ints
 
     @classmethod
-    def of(cls, rows: pl.DataFrame) -> "RankCalls":
-        """Return the calls in `rows`, which has a column for each field (start_ns, end_ns, op_code)."""
-        rows = rows.sort("end_ns", "start_ns")
-        names = {name: name for name in ("bytes", "seq", "step", "row")}
-        names |= {"start": "start_ns", "end": "end_ns", "kind": "token", "op": "op_code"}
-        fields = {name: rows[of].fill_null(UNKNOWN).to_numpy().astype(np.int64) for name, of in names.items()}
-        return cls(**fields, synchronizing=rows["together"].to_numpy())
+    def by_rank(cls, rows: pl.DataFrame) -> "dict[int, RankCalls]":
+        """Return the calls of each rank in `rows`, which has a column rank and one for each field."""
+        ordered = rows.select("rank", "together", pl.col(_FIELDS.values()).fill_null(UNKNOWN).cast(pl.Int64)).sort(
+            "rank", "end_ns", "start_ns", maintain_order=True
+        )
+        fields = {name: ordered[of].to_numpy() for name, of in _FIELDS.items()}
+        fields["synchronizing"] = ordered["together"].to_numpy()
+        ranks, firsts = np.unique(ordered["rank"].to_numpy(), return_index=True)
+        ends = [*firsts[1:].tolist(), ordered.height]
+        return {
+            rank: cls(**{name: values[first:end] for name, values in fields.items()})
+            for rank, first, end in zip(ranks.tolist(), firsts.tolist(), ends, strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -273,6 +285,8 @@ def _match_by_order(
     A rank can leave late if its host is busy. But no rank leaves before all have arrived, so both must have been inside
     at the same time.
     """
+    if (pairs >= 0).all():
+        return pairs
     mark = _in_order(pairs, call_kind)
     on_instances = np.zeros(len(instances.end_time), bool)
     on_instances[pairs[mark]] = True

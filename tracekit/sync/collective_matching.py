@@ -200,7 +200,7 @@ def _match_group(group: pl.DataFrame, clocks: _ClockGroups) -> tuple[_Ints, _Int
     sequenced = _has_seq(group)
     instance = np.full(group.height, UNKNOWN, np.int64)
     numbered = described.drop("at").with_row_index("row")
-    calls_of = {int(rows["rank"][0]): RankCalls.of(rows) for rows in numbered.partition_by("rank", maintain_order=True)}
+    calls_of = RankCalls.by_rank(numbered)
     first, *others = sorted(calls_of, key=lambda rank: (-len(calls_of[rank].end), rank))
     instances = Instances.of(calls_of[first], clocks.offset_ns[first])
     instance[calls_of[first].row] = instances.instance

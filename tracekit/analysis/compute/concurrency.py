@@ -51,7 +51,12 @@ def _of_device(trace: Trace, device: int) -> DeviceWork:
     spans = intervals.from_table(work)
     kind = _kinds(work, launches.preparation(trace, device)["id"])
     return DeviceWork(
-        device, work, kind, spans, _concurrent(spans, kind, work["lane"].to_numpy()), kernel_ids.kernel_ids(trace, work)
+        device,
+        work,
+        kind,
+        spans,
+        _concurrent(spans, kind, work["lane"].to_numpy()),
+        kernel_ids.kernel_ids(trace, device),
     )
 
 

@@ -75,6 +75,7 @@ def by_rank(trace: Trace) -> pl.DataFrame:
     return _table([None] * len(parts), list(device_of), np.concatenate(windows), np.concatenate(terms))
 
 
+@memoize
 def devices(trace: Trace) -> tuple[int | None, ...]:
     """Return the devices with activity, in order; (None,) on a CPU run, () where nothing ran."""
     device_of = _device_of(trace)
@@ -82,6 +83,7 @@ def devices(trace: Trace) -> tuple[int | None, ...]:
     return tuple(sorted(used, key=lambda device: -1 if device is None else device))
 
 
+@memoize
 def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
     lanes = [lane for lane, its in _device_of(trace).items() if its == device]

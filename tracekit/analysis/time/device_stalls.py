@@ -60,11 +60,13 @@ def device_stalls(trace: Trace) -> pl.DataFrame:
     return pl.concat([pl.DataFrame(schema=COLUMNS), *parts])
 
 
+@memoize
 def recurring_spans(trace: Trace, device: int | None) -> Spans:
     """Return when one device is idle although work is queued, for a cause outside the program."""
     return _idle_spans(trace, device, pl.col("is_recurring"))
 
 
+@memoize
 def unexplained_spans(trace: Trace, device: int | None) -> Spans:
     """Return when one device is idle although work is queued, for an unknown cause."""
     return _idle_spans(trace, device, ~pl.col("is_recurring"))
@@ -94,10 +96,10 @@ class _Stalls:
 
 def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     work = launches.work(trace, device)
-    idle, paused = _idle(trace, work), _paused(trace, work)
+    idle, paused = _idle(trace, work), _paused(trace, device)
     slice_ns = common_length(np.concatenate((idle.dur_ns[idle.is_whole & idle.is_unusual], paused.dur_ns)))
     if slice_ns is not None:  # a kernel that is paused half of the time has no usual median
-        paused = _paused(trace, work, slice_ns)
+        paused = _paused(trace, device, slice_ns)
     alike = _is_multiple(paused.dur_ns, slice_ns)
     recurs = (idle.is_unusual.sum() + alike.sum()) >= MIN_STALLS
     of_cause = idle.is_unusual | (idle.is_whole & ~idle.in_graph & _is_multiple(idle.dur_ns, slice_ns))
@@ -227,15 +229,17 @@ def _explained(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: Ints) -
     return np.asarray((intervals.coverage(spans, others) > 0) | own | some, np.bool_)
 
 
-def _paused(trace: Trace, work: pl.DataFrame, slice_ns: float | None = None) -> _Stalls:
+def _paused(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:
     """Return the compute kernels that take longer than the same kernel usually does, each since its usual end.
 
     The kernel must be much more regular than that, or take longer by `slice_ns` or a multiple of it. No work of another
     stream may run meanwhile, unless that can't slow it as much.
     """
+    work = launches.work(trace, device)
     compute = np.flatnonzero((work["kind"] == "compute").to_numpy())
     start, dur = work["start_ns"].to_numpy()[compute], work["dur_ns"].to_numpy()[compute]
-    code, place = (_codes(kernel_ids.kernel_ids(trace, work, of_place=of_place)[compute]) for of_place in (False, True))
+    code = _codes(kernel_ids.kernel_ids_anywhere(trace, device)[compute])
+    place = _codes(kernel_ids.kernel_ids(trace, device)[compute])
     usual = _usual_ns(code, dur, slice_ns)
     # A kernel that always takes longer at this place of the program has more to do there.
     there = _quartiles(place, dur)[0]

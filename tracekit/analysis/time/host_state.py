@@ -57,6 +57,7 @@ def waited_ns(trace: Trace, at_ns: Ints) -> Ints:
     return np.where(waiting >= 0, at_ns - at(spans[:, 0], waiting, 0), 0)
 
 
+@memoize
 def launching_threads(trace: Trace) -> pl.DataFrame:
     """Return the threads (column lane) that launch work."""
     ids = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()

@@ -4,18 +4,34 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.analysis.time import launches
+from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 _NEIGHBOURS = (1, 2, -1, -2)
 _ODD = 0x9E3779B97F4A7C15
 
 
-def kernel_ids(trace: Trace, work: pl.DataFrame, *, of_place: bool = True) -> npt.NDArray[np.uint64]:
-    """Return an id for each row of `launches.work`, shape (n,); equal for the same work.
+@memoize
+def kernel_ids(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
+    """Return an id for each row of a device's `launches.work`, shape (n,); equal for the same work.
 
     Same work: name, grid, block, bytes, and input shapes of the launching op; without recorded shapes, the neighbouring
-    kernels on its lane, two on either side (not without `of_place`).
+    kernels on its lane, two on either side.
     """
+    plain, has_shapes = _plain_ids(trace, device)
+    return np.where(has_shapes, plain, _in_context(plain, launches.work(trace, device)))
+
+
+def kernel_ids_anywhere(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
+    """Return `kernel_ids` that do not depend on the neighbouring kernels, even without recorded shapes."""
+    return _plain_ids(trace, device)[0]
+
+
+@memoize
+def _plain_ids(trace: Trace, device: int | None) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """Return an id for each row of the work, from shapes where the launching op has them, and where it has."""
+    work = launches.work(trace, device)
     own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes").unique("parent_id")
     calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id").unique("launch_id")
     shapes = (
@@ -25,8 +41,8 @@ def kernel_ids(trace: Trace, work: pl.DataFrame, *, of_place: bool = True) -> np
     )
     plain = work.select(pl.struct("name", "grid", "block", "bytes").hash(seed=0)).to_series().to_numpy()
     shaped = shapes.select(pl.col("shapes").hash(seed=0)).to_series().to_numpy()
-    otherwise = _in_context(plain, work) if of_place else plain
-    return np.where(shapes["shapes"].is_not_null().to_numpy(), plain ^ shaped, otherwise)
+    has_shapes = shapes["shapes"].is_not_null().to_numpy()
+    return np.where(has_shapes, plain ^ shaped, plain), has_shapes
 
 
 def places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:

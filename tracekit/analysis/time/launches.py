@@ -13,6 +13,7 @@ _NO_PREPARATION = "copy_out"
 _KEY = ("step", "phase", "span", "unit")
 
 
+@memoize
 def work(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the activities of one device by start, with launched_ns, role and device.
 
@@ -45,6 +46,7 @@ def messages(trace: Trace) -> pl.DataFrame:
     ).unique("id")
 
 
+@memoize
 def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the preparation of collectives: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
 

@@ -87,7 +87,7 @@ def _kernels(trace: Trace) -> pl.DataFrame:
     parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
     for device in breakdown.devices(trace) if trace.on_device else ():
         work = launches.work(trace, device)
-        placed = work.with_columns(pl.Series("kernel", kernel_ids.kernel_ids(trace, work), pl.UInt64))
+        placed = work.with_columns(pl.Series("kernel", kernel_ids.kernel_ids(trace, device), pl.UInt64))
         compute = placed.filter(pl.col("kind") == "compute").sort("launched_ns", "id", nulls_last=False)
         nth = pl.int_range(pl.len(), dtype=pl.Int64).over("step", "kernel").alias("nth")
         parts.append(schema.select(compute.with_columns(nth, activity_id=pl.col("id")), KERNEL_COLUMNS))
