@@ -13,7 +13,7 @@ from tracekit.analysis.parallelism import expert_load, late_ranks
 from tracekit.analysis.time import paused_kernels
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.replay.graph import recorded_stalls, shared_waits, trace_graph
+from tracekit.replay.graph import filled_devices, recorded_stalls, shared_waits, trace_graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.sync import alignment, collective_matching
 
@@ -185,8 +185,30 @@ def queued_before(frame: pl.DataFrame, launch: Ints) -> Flags:
 def replay(graph: Graph) -> Replay:
     """Return when every node starts and ends if each starts as soon as its waits allow.
 
-    One pass in topological order. A collective ends on all ranks its own duration after the last arrival.
+    A collective ends on all ranks its own duration after the last arrival. While a kernel that fills its device runs,
+    kernels of other streams wait for room.
     """
+    start_ns = filled_devices.starts(graph.frame, graph.own_ns, _waits(graph), _starts_with_room(graph))
+    return Replay(start_ns, start_ns + graph.own_ns)
+
+
+def _waits(graph: Graph) -> filled_devices.Waits:
+    edges, chained, launched = graph.edges, np.flatnonzero(graph.chain >= 0), np.flatnonzero(graph.launch >= 0)
+    return filled_devices.Waits(
+        np.concatenate((edges.waiting, chained, launched)),
+        np.concatenate((edges.awaited, graph.chain[chained], graph.launch[launched])),
+        np.concatenate((_lags(graph), graph.chain_ns[chained], graph.launch_ns[launched])),
+    )
+
+
+def _lags(graph: Graph) -> Ints:
+    """Return the least time of each edge from the end of the awaited node to the start of the waiting one."""
+    edges = graph.edges
+    return np.where(edges.kind == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)
+
+
+def _starts_with_room(graph: Graph) -> Ints:
+    """Return when every node starts if each kernel finds room, in one pass in topological order."""
     position = np.append(graph.position + 1, 0)  # last the root, at time 0: -1 in nodes without a wait
     third, third_ns, more = _slots(graph, position)
     columns = (
@@ -212,13 +234,12 @@ def replay(graph: Graph) -> Replay:
             start = max(start, *(ends[d] + d_ns for d, d_ns in more[at]))
         ends[at] = start + own_ns
     end = np.array(ends, np.int64)[position[:-1]]
-    return Replay(end - graph.own_ns, end)
+    return np.asarray(end - graph.own_ns)
 
 
 def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tuple[int, int]]]]:
     """Return one further wait of each node in topological order (the root's if none), and those of nodes with more."""
-    edges = graph.edges
-    lag = np.where(edges.kind == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)
+    edges, lag = graph.edges, _lags(graph)
     waiting, awaited = position[edges.waiting], position[edges.awaited]
     sort = np.argsort(waiting, kind="stable")
     waiting, awaited, lag = waiting[sort], awaited[sort], lag[sort]
@@ -336,7 +357,7 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
     placed = nodes.with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
     placed = placed.with_columns(base=pl.col("at").first().over("rank"))
     base = placed["base"].to_numpy()
-    frame = placed.drop("base", "window")
+    frame = filled_devices.with_rooms(placed.drop("base", "window"))
     firsts = placed.select("rank", "base").unique()
     joint_of, joints = _join_nodes(run, window, placed)
     done = np.where(joint_of >= 0, joint_of, np.arange(len(joint_of)))

@@ -10,7 +10,7 @@ RESOURCES = "resources"
 _LATE_NS = 50_000
 _LAUNCH_NS = 10_000
 """From the start of a launching call to the start of its kernel on an idle device."""
-_LAST_WAVE_RATIO = 0.2
+LAST_WAVE_RATIO = 0.2
 """The blocks of a kernel that fills the device end in waves: in the last one, other kernels find room."""
 
 _NONE = np.empty(0, np.int64)
@@ -24,8 +24,11 @@ def resource_waits(
     launch: Ints,
     launched_ns: Ints,
     host_awaited: Ints = _NONE,
+    resolved: Ints = _NONE,
 ) -> pl.DataFrame:
     """Return the waits of kernels for multiprocessors that a kernel of another stream occupied.
+
+    Those of the items in `resolved` are left out: a replay finds them itself.
 
     `known` are the other waits between items, `first_item` the node of item 0, `launch` and `launched_ns` the node of
     each item's launching call and its end. A kernel waited if it started 50 µs or more after its launch and the work
@@ -37,10 +40,9 @@ def resource_waits(
     negative.
     """
     parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
-    open_ = (pl.col("kind") == "compute") & pl.col("launch_id").is_not_null() & ~pl.col("is_wait")
-    ready_ns = pl.Series("ready_ns", _ready_ns(items, known, first_item, launched_ns))
-    late = (open_ & (pl.col("start_ns") - ready_ns > _LATE_NS)).fill_null(value=False)
-    kernels = items.with_columns(ready_ns, late=late, launch=launch, called_ns=launched_ns)
+    found = late_kernels(items, known, first_item, launched_ns)
+    is_open = pl.col("late") & ~pl.col("item").is_in(pl.Series(resolved).implode())
+    kernels = found.with_columns(late=is_open, launch=launch, called_ns=launched_ns)
     for (_,), here in kernels.filter(pl.col("kind") == "compute").group_by("device", maintain_order=True):
         rows, on = _in_last_wave(here)
         item, start, end, ready = (here[name].to_numpy() for name in ("item", "start_ns", "end_ns", "ready_ns"))
@@ -54,6 +56,17 @@ def resource_waits(
         awaited, lag = _delays(items, here.filter(pl.Series(is_left)), first_item)
         parts.append(edge_table(item[is_left] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
     return pl.concat(parts)
+
+
+def late_kernels(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launched_ns: Ints) -> pl.DataFrame:
+    """Return the items with `ready_ns`, when each could have started, and whether it is a kernel that started `late`.
+
+    Arguments as of `resource_waits`. Late is 50 µs or more after the launch, the work before it and its known waits.
+    """
+    open_ = (pl.col("kind") == "compute") & pl.col("launch_id").is_not_null() & ~pl.col("is_wait")
+    ready_ns = pl.Series("ready_ns", _ready_ns(items, known, first_item, launched_ns))
+    late = (open_ & (pl.col("start_ns") - ready_ns > _LATE_NS)).fill_null(value=False)
+    return items.with_columns(ready_ns, late=late)
 
 
 def _delays(items: pl.DataFrame, kernels: pl.DataFrame, first_item: int) -> tuple[Ints, Ints]:
@@ -88,7 +101,7 @@ def _in_last_wave(kernels: pl.DataFrame) -> tuple[Ints, Ints]:
         at = np.searchsorted(end[order], start[rows], side="right") + after
         on = order[np.minimum(at, len(order) - 1)]
         left_ns = end[on] - start[rows]
-        in_wave = (at < len(order)) & (left_ns > 0) & (left_ns <= _LAST_WAVE_RATIO * (end[on] - start[on]))
+        in_wave = (at < len(order)) & (left_ns > 0) & (left_ns <= LAST_WAVE_RATIO * (end[on] - start[on]))
         in_wave &= (lane[on] != lane[rows]) & (launched[on] <= launched[rows])
         found = np.where((found < 0) & in_wave, on, found)
     has = found >= 0

@@ -17,6 +17,7 @@ NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "name": pl.String, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "span": pl.String,
     "start_ns": pl.Int64, "end_ns": pl.Int64, "chain": pl.Int64, "chain_ns": pl.Int64, "launch": pl.Int64,
     "launch_ns": pl.Int64, "own_ns": pl.Int64, "host_state": pl.Int8, "recomputed": pl.Boolean, "kernel": pl.UInt64,
+    "grid_id": pl.UInt64, "room_ns": pl.Int64, "is_late": pl.Boolean,
     "stall_ns": pl.Int64, "paused_ns": pl.Int64, "slowed_ns": pl.Int64,
     "gap_ns": pl.Array(pl.Int64, host_time.STATE_COUNT),
 }  # fmt: skip
@@ -37,7 +38,8 @@ def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
         pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing)
     )
     return schema.conform(with_ids, NODE_COLUMNS).with_columns(
-        pl.col("launch", "host_state").fill_null(-1),
+        pl.col("launch", "host_state", "room_ns").fill_null(-1),
+        pl.col("is_late").fill_null(value=False),
         pl.col("launch_ns", "stall_ns", "paused_ns", "slowed_ns").fill_null(0),
     )
 

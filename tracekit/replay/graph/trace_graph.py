@@ -13,7 +13,7 @@ from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
-from tracekit.replay.graph import cpu_run, device_sharing, host_time, recorded_stalls
+from tracekit.replay.graph import cpu_run, device_sharing, filled_devices, host_time, recorded_stalls
 from tracekit.replay.graph.host_time import Calls
 from tracekit.replay.graph.nodes import (
     EDGE_COLUMNS,
@@ -39,7 +39,9 @@ def nodes(trace: Trace) -> pl.DataFrame:
     host times and order), chain (the previous node of its thread or stream; -1: none), chain_ns (the minimum time
     between them), launch (the host call; -1: unknown), launch_ns (the time after it), own_ns (its duration, without
     waiting where the awaited work is known), host_state (of a host call: index into HOST_STATES; -1), recomputed,
-    kernel (equal for the same work), stall_ns (by how much a device stall delays its start: part of chain_ns, launch_ns
+    kernel (equal for the same work), grid_id (equal for kernels of one name, grid and block), room_ns (how long before
+    its end a kernel that fills the device lets others start; -1), is_late (a kernel that could have started 50 µs or
+    more before), stall_ns (by how much a device stall delays its start: part of chain_ns, launch_ns
     and the lag of its waits), paused_ns (for how long it was paused) and slowed_ns (by how much a clock drop slows it:
     both part of own_ns), gap_ns (host time before it by state; its sum is in chain_ns); one row per node.
     """
@@ -143,11 +145,13 @@ def _on_device(trace: Trace) -> TraceGraph:
         pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
         (~pl.col("is_wait") & is_recomputed).alias("recomputed"),
     )  # fmt: skip
-    node_table = number_nodes(_with_kernels(trace, pl.concat([host, work], how="diagonal_relaxed")))
     lane_waits = dependencies.item_waits(trace).select(
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
     launched_ns = np.where(launch >= 0, np.append(calls.end_ns, 0)[launch], 0)
+    grid_id = _grid_ids(trace, items)
+    late = device_sharing.late_kernels(items, lane_waits, first_item, launched_ns)
+    for_room = filled_devices.waits_for_room(late, grid_id)
     shared = device_sharing.resource_waits(
         items,
         lane_waits,
@@ -155,11 +159,23 @@ def _on_device(trace: Trace) -> TraceGraph:
         launch=launch,
         launched_ns=launched_ns,
         host_awaited=waits["awaited"].to_numpy(),
+        resolved=for_room.filter("is_found")["item"].to_numpy(),
     )
+    room_ns = np.full(items.height, -1, np.int64)
+    np.maximum.at(room_ns, for_room["on"].to_numpy(), for_room["room_ns"].to_numpy())
+    work = work.with_columns(grid_id, pl.Series("room_ns", room_ns), late["late"].alias("is_late"))
+    node_table = number_nodes(_with_kernels(trace, pl.concat([host, work], how="diagonal_relaxed")))
     between = pl.concat([schema.select(part, EDGE_COLUMNS) for part in (lane_waits, shared)])
     between = recorded_stalls.with_delays(between, items, stall_ns, first_item)
     edge_parts = [waits, between, _queue(calls, items, launch, first_item)]
     return TraceGraph(node_table, schema.select(pl.concat(edge_parts), EDGE_COLUMNS))
+
+
+def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:
+    """Return an id for each item, equal for kernels of equal name, grid and block; null where the grid is unknown."""
+    known = trace.activities.filter(pl.col("grid").is_not_null())
+    ids = known.select(ref="id", is_wait=False, grid_id=pl.struct("name", "grid", "block").hash(seed=0))
+    return items.join(ids, on=["ref", "is_wait"], how="left", maintain_order="left")["grid_id"]
 
 
 def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
