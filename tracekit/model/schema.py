@@ -181,6 +181,11 @@ COLLECTIVES = table(
     column("received_bytes", "Output message size on this rank; null where not known."),
     column("group_size", "Number of ranks in the group; null where not known."),
     column("peer", "Global rank at the other end of a send or receive; null for others, or if not known."),
+    column(
+        "splits",
+        "Bytes that an all-to-all sends to each rank of the group, in its order; null where equal or not known.",
+        pl.List(pl.Int64()),
+    ),
 )
 
 GROUPS = table(

@@ -243,7 +243,7 @@ COLLECTIVE_ARGS = {
 }  # fmt: skip
 ROW = {
     "op": "reduce_scatter", "group": "0", "seq": 17, "dtype": "BFloat16", "sent_bytes": 1600, "received_bytes": 400,
-    "group_size": 4, "peer": None,
+    "group_size": 4, "peer": None, "splits": None,
 }  # fmt: skip
 
 
@@ -460,6 +460,37 @@ ALL = ("default_pg", [0, 1, 2, 3])
 )  # fmt: skip
 def test_the_peer_of_a_gloo_send_is_a_rank_of_the_group_that_fits(tmp_path, to, groups, peers):
     assert sends(tmp_path, to, groups) == peers
+
+
+@pytest.mark.parametrize(
+    ("splits", "read_as"),
+    [
+        ("[300, 100, 0, 400]", [600, 200, 0, 800]),
+        ("[3, 1, 0, 4]", [600, 200, 0, 800]),
+        ("[]", None),
+        ("[0, 0]", None),
+        ("[3, 1, ...]", None),
+        ("[-1, 801]", None),
+        ("[0.5, 0.5]", None),
+        ("[7, 2]", None),
+        (f"[{1 << 70}]", None),
+        (None, None),
+        ({}, None),
+    ],
+)
+def test_what_an_all_to_all_sends_to_each_rank(tmp_path, splits, read_as):
+    args = COLLECTIVE_ARGS | {"Collective name": "all_to_allv", "In split size": splits}
+    row = only(read(tmp_path, *launched("ncclDevKernel_SendRecv(x)", 5, 1, on_us=9, **args)))
+    assert (row["op"], row["splits"]) == ("all_to_all", read_as)
+
+
+def test_a_gloo_all_to_all_takes_its_splits_from_the_ops_inputs(tmp_path):
+    inputs = {"Concrete Inputs": ["", "", "", "[5, 3]", "[6, 2]"], "Input type": ["float", "float", "", "", ""]}
+    events = (
+        op("c10d::alltoall_base_", 0, 9, **inputs, **{"Input Dims": [[8], [8], [], [], []]}),
+        op("gloo:all_to_all", 1, 5, category="user_annotation"),
+    )
+    assert only(read(tmp_path, *events))["splits"] == [24, 8]
 
 
 def dims(*shapes):

@@ -75,6 +75,19 @@ def test_experts_that_get_more_tokens_than_the_mean_stand_out():
     assert (heatmap.zmin, heatmap.zmax) == (0.5, 1.5)
 
 
+def test_pairs_of_ranks_that_send_more_than_the_mean_stand_out():
+    rows = [(0, 4, 1.5, 30), (0, 6, 0.5, 10), (2, 4, 1.0, 20), (2, 6, 1.0, 20)]
+    pairs = pl.DataFrame(rows, ["rank", "peer", "load_ratio", "bytes"], orient="row")
+    figure = charts.expert_pair_heatmap(pairs)
+    (heatmap,) = figure.data
+    assert list(zip(heatmap.x, heatmap.y, heatmap.z, strict=True)) == [
+        (0, 0, 1.5), (1, 0, 0.5), (0, 1, 1.0), (1, 1, 1.0),
+    ]  # fmt: skip
+    assert list(heatmap.customdata[0]) == ["rank 0 to rank 4", "30 B"]
+    assert figure.layout.xaxis.ticktext == ("4", "6")
+    assert not charts.expert_pair_heatmap(pairs.clear()).data
+
+
 def test_without_groups_and_actions_there_are_empty_figures():
     run = drawn_pipelines.run(PIPELINE)
     actions, gaps, bubbles = (

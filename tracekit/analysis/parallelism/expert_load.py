@@ -14,6 +14,17 @@ COLUMNS = schema.columns(
     "first_id second_id",
     group=pl.String, members=pl.String,
 )  # fmt: skip
+PAIRS = schema.table(
+    "expert_pairs",
+    "pair of ranks of an expert-parallel group: tokens that one sends to the other's experts",
+    schema.column("window", "Profiled window of the run, from 0."),
+    schema.column("step", "Training step."),
+    schema.column("group", "Process group; null where not known.", pl.String()),
+    schema.column("rank", "Global rank that sends tokens."),
+    schema.column("peer", "Global rank whose experts get them."),
+    schema.column("bytes", "Size of the tokens, over all layers."),
+    schema.Column("load_ratio", pl.Float64(), "ratio", "bytes over the mean of the group's pairs."),
+)
 _PLACE = ["window", "rank", "step", "group", "members"]
 _OF_NEXT = ("sent_bytes", "received_bytes", "start_ns", "end_ns", "activity_id")
 _MIN_PAIRED_RATIO = 0.9
@@ -21,9 +32,9 @@ _MIN_PAIRED_RATIO = 0.9
 
 
 def message_sizes(trace: Trace) -> pl.DataFrame:
-    """Return what each all-to-all sends and receives. Columns activity_id, sent_bytes, received_bytes."""
+    """Return what each all-to-all sends and receives. Columns activity_id, sent_bytes, received_bytes, splits."""
     calls = trace.collectives.filter(pl.col("op").is_in(["all_to_all", *EXPERT]))
-    return calls.select("activity_id", "sent_bytes", "received_bytes")
+    return calls.select("activity_id", "sent_bytes", "received_bytes", "splits")
 
 
 FACTS: tuple[Fact, ...] = (*axis_communication.FACTS, message_sizes)
@@ -54,6 +65,32 @@ def expert_load(run: Run) -> pl.DataFrame:
     )
     complete = table.filter(pl.len().over(of_layer) > 1)
     return schema.conform(complete, COLUMNS).sort("window", "step", "group", "layer", "rank")
+
+
+def expert_pairs(run: Run) -> pl.DataFrame:
+    """Return what each rank sends to the experts of each rank of its group, itself too; use ``run.run_table``.
+
+    Columns as PAIRS; one row per step, rank and peer. The all-to-alls are those that bring tokens to the experts: the
+    others return as many. Empty where traces do not record how messages are split, or the group's ranks are not known.
+    """
+    loads = run.run_table(expert_load)
+    if loads.is_empty():
+        return PAIRS.empty()
+    sizes = run.table(message_sizes).select("window", "rank", "splits", first_id="activity_id").drop_nulls("splits")
+    ranks = run.run_table(group_axes.group_axes).filter(axis=EP).select("group", "members", "ranks")
+    listed = [(",".join(map(str, of)), of) for of in mesh.groups_of(run.manifest).get(EP, [])]
+    stated = pl.DataFrame(listed, {"members": pl.String, "stated": pl.List(pl.Int64)}, orient="row")
+    named = (
+        loads.join(sizes, on=["window", "rank", "first_id"])
+        .join(ranks.unique(["group", "members"]), on=["group", "members"], how="left", nulls_equal=True)
+        .join(stated, on="members", how="left")
+        .with_columns(pl.coalesce("stated", "ranks").alias("peer"))
+        .filter(pl.col("peer").list.len() == pl.col("splits").list.len())
+    )
+    pair = ["window", "step", "group", "members", "rank", "peer"]
+    sent = named.select(*pair, bytes="splits").explode("peer", "bytes").group_by(pair).agg(pl.col("bytes").sum())
+    ratio = pl.col("bytes") / pl.col("bytes").mean().over("window", "step", "group", "members")
+    return PAIRS.conform(sent.with_columns(ratio.alias("load_ratio"))).sort("window", "step", "rank", "peer")
 
 
 def _with_members(run: Run, calls: pl.DataFrame) -> pl.DataFrame:

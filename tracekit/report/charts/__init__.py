@@ -20,6 +20,7 @@ from tracekit.report.charts.memory import block_lifetimes, memory_over_time, res
 from tracekit.report.charts.parallelism import (
     axis_communication,
     expert_heatmap,
+    expert_pair_heatmap,
     mesh_map,
     pipeline_step,
     stage_balance,
@@ -54,6 +55,7 @@ __all__ = [
     "concurrent_time",
     "delayed_preparation",
     "expert_heatmap",
+    "expert_pair_heatmap",
     "lost_time",
     "memory_by_strategy",
     "memory_over_time",

@@ -31,7 +31,7 @@ def table(
     """
     found = [_row(activity, host, slice_args) for activity in communication]
     ranks = _ranks_of_sends({place for *_, place in found if place is not None}, groups, rank)
-    rows = [(*row, peer if place is None else ranks.get(place)) for *row, peer, place in found]
+    rows = [(*row, peer if place is None else ranks.get(place), splits) for *row, splits, peer, place in found]
     return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
 
 
@@ -100,6 +100,7 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
         sent,
         received,
         _whole(described.group_size),
+        _splits(described, around, sent) if op == _ALL_TO_ALL else None,
         _peer(described) if described.collective is not None else None,
         _place_by_inputs(op, around) if described.collective is None else None,
     )
@@ -114,15 +115,24 @@ def _peer(described: Args) -> int | None:
     return ranks[place] if ranks is not None and place < len(ranks) else place
 
 
+def _splits(described: Args, around: list[tuple[str, Args]], sent_bytes: int | None) -> list[int] | None:
+    """Return the bytes that an all-to-all sends to each rank; None where all get equally many, or not known."""
+    splits = _listed(described.in_split)
+    if splits is None:
+        issued = next((args for name, args in around if name.startswith(_ALL_TO_ALL_OP)), _NO_ARGS)
+        splits = _listed(_input(issued, 4))
+    rows = sum(splits or ())
+    if not splits or not rows or sent_bytes is None or sent_bytes % rows:
+        return None
+    return [sent_bytes // rows * split for split in splits]
+
+
 def _place_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | None:
     """Return the place in the group of c10d::send's receiver, or c10d::recv_'s sender: the op's third input."""
     if op not in ("send", "recv"):
         return None
     described = next((args for name, args in around if name.startswith(_C10D)), _NO_ARGS)
-    try:
-        place = _whole(json.loads(bytes(described.inputs))[2])
-    except (ValueError, IndexError, TypeError, KeyError):
-        return None
+    place = _whole(_input(described, 2))
     return place if place is not None and 0 <= place < MAX_RANKS else None
 
 
@@ -147,8 +157,17 @@ def _fits(places: set[int], ranks: list[int], rank: int) -> bool:
     return max(places, default=0) < len(ranks) and ranks.index(rank) not in places
 
 
+def _input(args: Args, at: int) -> Any:
+    """Return an op's recorded input; None where it is not there."""
+    try:
+        return json.loads(bytes(args.inputs))[at]
+    except (ValueError, IndexError, TypeError, KeyError):
+        return None
+
+
 _NO_ARGS = Args()
 _C10D = "c10d::"
+_ALL_TO_ALL, _ALL_TO_ALL_OP = "all_to_all", "c10d::alltoall_base_"
 _MAX_DEPTH = 64
 
 

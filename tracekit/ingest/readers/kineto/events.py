@@ -41,6 +41,7 @@ class Args(msgspec.Struct, gc=False):
     dtype: Any = None
     in_nelems: Any = field(default=None, name="In msg nelems")
     out_nelems: Any = field(default=None, name="Out msg nelems")
+    in_split: Any = field(default=None, name="In split size")
     group: Any = field(default=None, name="Process Group Name")
     group_description: Any = field(default=None, name="Process Group Description")
     group_ranks: Any = field(default=None, name="Process Group Ranks")

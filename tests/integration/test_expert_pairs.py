@@ -1,0 +1,65 @@
+"""What ranks send to the experts of ranks: recorded and simulated all-to-alls, against what their files say."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import tracekit
+from tests.support.cli_runner import tracekit as tracekit_command
+from tracekit.analysis.parallelism import expert_load
+from tracekit.ingest.loader import load
+
+SAMPLE = Path(__file__).parents[2] / "sample_traces" / "parallelism" / "moe-ep2"
+
+
+def sent_rows(rank: int) -> Counter[int]:
+    """Return the rows that a rank's file says it sends to each place of its group, in the first of two all-to-alls."""
+    with gzip.open(SAMPLE / f"rank{rank:05d}.pt.trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    calls = [event for event in events if event.get("name") == "c10d::alltoall_base_"]
+    inputs = [json.loads(event["args"]["Concrete Inputs"][4]) for event in sorted(calls, key=lambda event: event["ts"])]
+    rows: Counter[int] = Counter()
+    for splits in [each for each in inputs if each][::2]:  # every other one returns the tokens
+        rows.update(dict(enumerate(splits)))
+    return rows
+
+
+def test_a_recorded_mixture_has_what_each_rank_sends_to_each():
+    pairs = load(SAMPLE, cache=False).run_table(expert_load.expert_pairs)
+    of_pair = pairs.group_by("rank", "peer").agg(pl.col("bytes").sum()).sort("rank", "peer")
+    row_bytes = 64 * 4  # width of the model, fp32
+    expected = [
+        (rank, rank // 2 * 2 + place, rows * row_bytes)
+        for rank in range(4)
+        for place, rows in sorted(sent_rows(rank).items())
+    ]
+    assert of_pair.rows() == expected
+    assert pairs.group_by("step", pl.col("rank") // 2).agg(pl.col("load_ratio").mean())["load_ratio"].to_list() == (
+        pytest.approx([1.0] * 6)
+    )
+
+
+def test_what_pairs_send_is_what_the_experts_get():
+    run = load(SAMPLE, cache=False)
+    pairs, loads = run.run_table(expert_load.expert_pairs), run.run_table(expert_load.expert_load)
+    received = pairs.group_by("step", rank="peer").agg(pl.col("bytes").sum()).sort("step", "rank")
+    assert received.rows() == loads.group_by("step", "rank").agg(pl.col("load_bytes").sum()).sort("step", "rank").rows()
+
+
+def test_a_hot_expert_shows_in_the_pairs_of_a_simulated_job(tmp_path):
+    sizes = ("--model", "8x7b", "--layers", "1", "--gpus", "4", "--ep", "4", "--seq", "1024", "--steps", "1")
+    done = tracekit_command("simulate", *sizes, "--fault", "hot-expert:5:4", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    pairs = tracekit.load(tmp_path / "run", cache=False).run_table(expert_load.expert_pairs)
+    assert pairs.height == 16
+    # The experts of rank 2 are 4 and 5: they get 5 of 11 tokens.
+    assert pairs.filter(pl.col("peer") == 2)["load_ratio"].to_list() == pytest.approx([4 * 5 / 11] * 4, rel=0.15)
+
+
+def test_a_run_without_experts_has_no_pairs():
+    sample = SAMPLE.parents[1] / "demo-fsdp2"
+    assert load(sample, cache=False).run_table(expert_load.expert_pairs).is_empty()
