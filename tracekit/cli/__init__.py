@@ -19,6 +19,7 @@ from tracekit.cli.commands.cache import cache
 from tracekit.cli.commands.check import check
 from tracekit.cli.commands.checkpoint import checkpoint
 from tracekit.cli.commands.compare import compare
+from tracekit.cli.commands.critical_path import critical_path
 from tracekit.cli.commands.dashboard import dashboard
 from tracekit.cli.commands.export import export
 from tracekit.cli.commands.history import history
@@ -62,6 +63,7 @@ for command, short_help in (
     (ops, "Sum host ops by name, shapes, unit, …"),
     (memory, "Show who uses memory; replay the allocator."),
     (whatif, "Predict the step time without one cause of lost time."),
+    (critical_path, "Show what one step waited for, over all ranks."),
     (export, "Write a run as one file for Perfetto."),
     (query, "Query a run in SQL."),
     (schema, "List the tables and columns for query."),

@@ -1,6 +1,6 @@
 """The slices, tracks, counters and flows of a trace: one source for the dashboard, the HTML report and Perfetto."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import polars as pl
@@ -22,6 +22,7 @@ FLOWS = {"launch_id": pl.Int64, "activity_id": pl.Int64}
 
 # Tracks stand in this order; lanes of one section by their number.
 _FINDINGS, _STEPS, _COMPUTE, _COMMUNICATION, _COPIES, CHECKPOINT_TRACK, _HOST, _MEMORY = range(0, 8 << 32, 1 << 32)
+_PATH = _FINDINGS + 1
 _SECTIONS = {"compute": _COMPUTE, "communication": _COMMUNICATION, "memcpy": _COPIES, "memset": _COPIES}
 
 
@@ -44,17 +45,20 @@ class Timeline:
     flows: pl.DataFrame
 
 
-def timeline(trace: Trace, findings: Iterable[Finding] = (), *, step: int | None = None) -> Timeline:
+def timeline(
+    trace: Trace, findings: Iterable[Finding] = (), *, step: int | None = None, path: pl.DataFrame | None = None
+) -> Timeline:
     """Return the timeline of a trace: every row of its tables, or those of one step.
 
     Rows of a step overlap its time or were launched in it; a slice that extends beyond the step is not cut. The
-    findings that concern this trace are shown at the times of their evidence, or over the whole trace.
+    findings that concern this trace are shown at the times of their evidence, or over the whole trace. `path` has the
+    parts of the critical path on this rank: columns kind, name, unit, phase, start_ns and dur_ns.
     """
     table = slices(trace, tuple(ARGUMENTS))
     names = tracks(trace, table).select("track", "track_name")
     named = table.join(names, on="track", how="left", maintain_order="left").rename({"kind": "category"})
     shown = _stacked([part for part in (_steps(trace), named) if part.height], SLICES)
-    shown = pl.concat([_findings(trace, findings, shown), shown])
+    shown = pl.concat([_findings(trace, findings, shown), *_path(path), shown])
     counters = _counters(trace)
     if step is not None:
         shown, counters = _only_step(trace, shown, counters, step)
@@ -180,6 +184,18 @@ def step_spans(trace: Trace) -> pl.DataFrame:
     """Return the trace's steps that have a device window, with their name."""
     name = pl.when(pl.col("step").is_null()).then(pl.lit("no steps marked")).otherwise(pl.format("step {}", "step"))
     return trace.steps.drop_nulls(["start_ns", "end_ns"]).with_columns(name.alias("name"))
+
+
+def _path(parts: pl.DataFrame | None) -> Iterator[pl.DataFrame]:
+    """Yield the critical path's parts on a rank as slices of a track below the findings."""
+    if parts is None or parts.is_empty():
+        return
+    placed = parts.rename({"kind": "category"}).with_columns(
+        pl.lit(_PATH).alias("track"),
+        pl.lit("critical path").alias("track_name"),
+        pl.lit("critical_path").alias("source"),
+    )
+    yield _stacked([placed.select(name for name in SLICES if name in placed.columns)], SLICES)
 
 
 def _findings(trace: Trace, findings: Iterable[Finding], slices: pl.DataFrame) -> pl.DataFrame:

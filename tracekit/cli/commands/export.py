@@ -38,14 +38,18 @@ def export(
     findings: Annotated[
         bool, typer.Option("--findings/--no-findings", help="Add a track with the findings of tracekit check.")
     ] = True,
+    critical_path: Annotated[
+        bool, typer.Option("--critical-path", help="Add a track with the critical path of the step.")
+    ] = False,
     source: RunOptions,
 ) -> None:
     """Write a run as one Perfetto trace for ui.perfetto.dev: all ranks, on one clock.
 
     Each rank is a process; each stream or thread is a track whose name shows its role. Slices that overlap others
     without nesting get an additional track, so that none is dropped. Arrows connect launches with kernels, counters
-    show memory, and findings of tracekit check are above each rank.
+    show memory, and findings of tracekit check are above each rank, below them the parts of the critical path there.
     """
+    from tracekit.replay.graph.critical_path import path
     from tracekit.report.export import perfetto
     from tracekit.rules import engine
 
@@ -56,8 +60,11 @@ def export(
     with output.progress() as bar:
         callback = bar.trace_callback((1 + findings) * len(run.sources))
         shown = engine.check(run, on_progress=callback).findings if findings else ()
+        explained = path.critical_path(run, step) if critical_path else None
         with output.atomic_file(out) as file, _compressed(file, out) as packed:
-            written = perfetto.write(run, packed, findings=shown, step=step, ranks=selected, on_progress=callback)
+            written = perfetto.write(
+                run, packed, findings=shown, path=explained, step=step, ranks=selected, on_progress=callback
+            )
     extra = f"; {_count(written.own_tracks, 'track')} added for overlapping slices" if written.own_tracks else ""
     output.notify(
         f"{out}: {_count(written.slices, 'slice')} of {_count(written.traces, 'trace')}{extra}; open at ui.perfetto.dev"

@@ -10,11 +10,13 @@ import polars as pl
 from tracekit.errors import InputError
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Trace
+from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.report.export import perfetto_encoder
 from tracekit.report.export.perfetto_encoder import ExportCounts
 from tracekit.report.export.protobuf_wire import Ints
 from tracekit.report.trace_tracks import timeline
 from tracekit.rules.rule import Finding
+from tracekit.sync import alignment
 
 TraceKey: TypeAlias = tuple[int, int]
 """Window and rank of a trace."""
@@ -40,14 +42,15 @@ def write(
     *,
     clocks_by_trace: Mapping[TraceKey, Clock] | None = None,
     findings: Sequence[Finding] = (),
+    path: CriticalPath | None = None,
     step: int | None = None,
     ranks: Iterable[int] | None = None,
     on_progress: Callable[[Source], None] | None = None,
 ) -> ExportCounts:
     """Write a run to `file`, one trace after the other, each moved to the clock of the run (by default with `clocks`).
 
-    `step` and `ranks` select a part. The same run gives the same bytes. Raises InputError if a rank has no
-    trace, or no trace has the step.
+    `path` is shown as a track of each rank that it passes. `step` and `ranks` select a part. The same run gives the
+    same bytes. Raises InputError if a rank has no trace, or no trace has the step.
     """
     run.measure((extent,))
     chosen = _chosen(run, ranks, step)
@@ -63,7 +66,7 @@ def write(
         clock = clocks_by_trace.get((source.window, source.rank), Clock())
         clock = replace(clock, offset_ns=clock.offset_ns - zero_ns)
         name = f"rank {source.rank}" + (f" · window {source.window}" if several else "")
-        shown = timeline(trace, findings, step=step)
+        shown = timeline(trace, findings, step=step, path=_path_on(run, source, path))
         done += perfetto_encoder.write_trace(file, shown, number=number, name=name, to_run_clock=clock.to_run)
         if on_progress:
             on_progress(source)
@@ -90,6 +93,14 @@ def clocks(run: Run) -> dict[TraceKey, Clock]:
         (row["window"], row["rank"]): Clock(row["offset_ns"], row.get("drift") or 0.0, row.get("at_ns") or 0)
         for row in offsets.iter_rows(named=True)
     }
+
+
+def _path_on(run: Run, source: Source, path: CriticalPath | None) -> pl.DataFrame | None:
+    """Return the parts of a critical path on the rank of a trace, on its clock."""
+    if path is None or path.window != source.window:
+        return None
+    own = path.compact.filter(rank=source.rank).with_columns(window=pl.lit(source.window, pl.Int64))
+    return alignment.on_trace_clock(own, run.offsets, ("start_ns",))
 
 
 def _chosen(run: Run, ranks: Iterable[int] | None, step: int | None) -> list[Source]:

@@ -158,6 +158,18 @@ def test_paths_of_simulated_runs_have_the_true_owners(kind):
     assert found.inferred_ratio >= 0.8
 
 
+def test_a_send_ends_with_its_receive_not_when_the_program_waits_for_it():
+    found = chain(load(SAMPLES / "parallelism" / "pipeline-slow-stage"))
+    graph = found.times.graph
+    recorded_ns = graph.column("end_ns") - graph.origin_ns
+    latest_ns = np.zeros(len(graph.own_ns), np.int64)
+    np.maximum.at(latest_ns, graph.done, recorded_ns)
+    sends = latest_ns[graph.count :] - found.times.end_ns[graph.count :]
+    assert sends.max() > 1_000_000_000
+    on_path = critical_path(load(SAMPLES / "parallelism" / "pipeline-slow-stage"))
+    assert on_path.shares_by("kind")["kind"][0] == "compute"
+
+
 def test_a_run_without_marked_steps_is_explained_as_one_window():
     found = critical_path(one(SHARED / "hta_event_sync"))
     assert found.step is None

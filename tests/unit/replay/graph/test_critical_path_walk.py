@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.path_replay import ends, saved_ns
+from tracekit.model import schema
 from tracekit.replay.graph.critical_path.recorded_times import recorded_times
 from tracekit.replay.graph.critical_path.walk import NEVER, latest_ends, walk
 from tracekit.replay.graph.dependency_graph import START_ORDER, Edges, Graph, replay, sort_topologically
@@ -43,7 +44,7 @@ def graph(own, waits, *, what=None, rank=None, join_of=None, recorded=None):
         chain_ns=np.zeros(count, np.int64),
         edges=edges,
         windows=pl.DataFrame(),
-        parts=pl.DataFrame(),
+        parts=pl.DataFrame(schema=schema.columns("at done rank op members", members=pl.String)),
         prepared=pl.DataFrame(),
         origin_ns=0,
         order=NONE,

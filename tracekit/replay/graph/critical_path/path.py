@@ -123,13 +123,6 @@ def chain(run: Run, step: int | None = None) -> Chain:
     return Chain(times, chosen, last, start_ns, end_ns, walk(times, last, start_ns=start_ns, end_ns=end_ns))
 
 
-def representative_path(run: Run) -> pl.DataFrame:
-    """Return the critical path of the representative step: columns as CRITICAL_PATH."""
-    path = critical_path(run)
-    place = (pl.lit(path.window, pl.Int64).alias("window"), pl.lit(path.step, pl.Int64).alias("step"))
-    return path.parts.select(*place, pl.all())
-
-
 def _chosen_step(run: Run, windows: pl.DataFrame, step: int | None) -> dict[str, int]:
     """Return the row of the graph's windows to explain: of the step, the one on the rank on which it took longest."""
     if windows.is_empty():

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+import polars as pl
 
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.critical_path.late_starts import waits_of_late_starts
 from tracekit.replay.graph.dependency_graph import COLLECTIVE, RELEASE, START_ORDER, Graph
 from tracekit.replay.graph.nodes import HOST, WAIT
+from tracekit.sync import collective_matching
 
 HOST_ORDER, STREAM, LAUNCH, SYNC, QUEUE = "host_order", "stream", "launch", "sync", "queue"
 _TIE_ORDER = (
@@ -97,8 +99,22 @@ def _node_times(graph: Graph) -> tuple[Ints, Ints]:
     parts = np.flatnonzero(is_part)
     at = graph.join_of[parts] - graph.count
     np.maximum.at(arrived, at, begin[parts])
-    np.maximum.at(left, at, (graph.column("end_ns") - graph.origin_ns)[parts])
+    np.maximum.at(left, at, _part_ends(graph)[parts])
     return np.concatenate((begin, arrived)), np.concatenate((end, np.maximum(arrived, left)))
+
+
+def _part_ends(graph: Graph) -> Ints:
+    """Return when each node ended. A send ends with its receive: gloo's last until the program waits for them."""
+    end = np.asarray(graph.column("end_ns") - graph.origin_ns)
+    is_shared = pl.Series(graph.join_of[graph.parts["at"].to_numpy()] >= 0)
+    pairs = graph.parts.filter(is_shared, pl.col("op") == collective_matching.PAIRED)
+    is_send = pl.col("members").str.starts_with(pl.format("{}>", "rank"))
+    timed = pairs.select("at", "done", is_send=is_send, end_ns=pl.Series(end[pairs["at"].to_numpy()], dtype=pl.Int64))
+    received_ns = pl.col("end_ns").filter(~pl.col("is_send")).max().over("done")
+    sends = timed.with_columns(received_ns.alias("received_ns")).filter("is_send")
+    ended = end.copy()
+    ended[sends["at"].to_numpy()] = sends.select(pl.min_horizontal("end_ns", "received_ns")).to_series().to_numpy()
+    return ended
 
 
 def _latest_of_rank(graph: Graph, end: Ints) -> Ints:
@@ -138,7 +154,7 @@ def _left_earlier_ns(graph: Graph, waiting: Ints, awaited: Ints, end_ns: Ints) -
     at = np.minimum(at, len(order) - 1)
     own = parts[order[at]]
     is_own = key[order[at]] == awaited[rows] * width + rank[waiting[rows]]
-    ended_ns = (graph.column("end_ns") - graph.origin_ns)[own]
+    ended_ns = _part_ends(graph)[own]
     found[rows] = np.where(is_own, ended_ns - end_ns[awaited[rows]], 0)
     return found
 
