@@ -69,6 +69,17 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _folder_of_all_workers(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Name the folder in which workers share what one of them computed (tests/support/shared_findings.py)."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if hasattr(request.config, "workerinput") else own) / "shared-by-workers"
+    shared.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACEKIT_TESTS_FOLDER", str(shared))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give the tests and the commands that they run an empty cache of their own instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:

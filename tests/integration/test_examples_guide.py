@@ -8,6 +8,7 @@ import pytest
 
 import tracekit
 from tests.integration import raw
+from tests.support import shared_findings
 from tracekit.analysis.parallelism import rank_timelines
 
 ROOT = Path(__file__).parents[2]
@@ -33,18 +34,21 @@ def kernels(run: tracekit.Run, rank: int, name: str) -> list[raw.Slice]:
     ],
 )
 def test_quoted_findings_are_those_of_the_run(folder: str, title: str) -> None:
-    run = others(folder)
     section = next(part for part in GUIDE.split("\n## ") if part.startswith(title))
     quoted = re.findall(r"(?:WARNING|INFO)  \S+  (\w+)\n(.*?)\n(?=\n|```)", section, re.S)
     assert quoted
-    reported = {(found.code, words(found.message)) for found in tracekit.check(run).findings}
+    reported = {(found.code, words(found.message)) for found in shared_findings.findings(folder_of(folder))}
     assert {(code, words(message)) for code, message in quoted} <= reported
 
 
-def others(folder: str) -> tracekit.Run:
-    if not (OTHERS / folder).is_dir():
+def folder_of(name: str) -> Path:
+    if not (OTHERS / name).is_dir():
         pytest.skip("the traces of others are not beside this checkout")
-    return tracekit.load(str(OTHERS / folder))
+    return OTHERS / name
+
+
+def others(name: str) -> tracekit.Run:
+    return tracekit.load(str(folder_of(name)))
 
 
 def test_gathers_of_nanogpt_last_as_long_as_the_table_says() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 import tracekit
 from benchmarks import perturbation_graph, perturbed, troubles
+from tests.support import shared_findings
 from tracekit.rules.rule import Severity
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -22,14 +23,7 @@ def shared(name):
 @pytest.fixture(scope="module")
 def controls():
     """Return a function that gives the findings on an unchanged recording."""
-    known = {}
-
-    def of(name):
-        if name not in known:
-            known[name] = tracekit.check(tracekit.load(shared(name))).findings
-        return known[name]
-
-    return of
+    return lambda name: shared_findings.findings(shared(name))
 
 
 def changed(name, kind, size, scratch):

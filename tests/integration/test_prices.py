@@ -10,6 +10,7 @@ import pytest
 
 import tracekit
 from benchmarks import perturbation_graph, perturbed, troubles
+from tests.support import shared_findings
 from tracekit.replay.graph import savings, steps
 from tracekit.rules import cost_attribution
 from tracekit.rules.rule import Severity
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the downloaded trac
 
 @pytest.fixture(scope="module")
 def control():
-    return costs(tracekit.check(tracekit.load(FOLDER)).findings)
+    return costs(shared_findings.findings(FOLDER))
 
 
 def costs(findings):
@@ -102,7 +103,7 @@ def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others
     seed = "merged_ddp_mi300_4ranks blocking pause of one rank 0.3 310"
     assert troubles.blocking_pause(job, SIZE, random.Random(seed)) == 2
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
-    (before,) = (each for each in tracekit.check(tracekit.load(merged)).findings if each.code == "HOST002")
+    (before,) = (each for each in shared_findings.findings(merged) if each.code == "HOST002")
     assert (2 in found.ranks, 2 in before.ranks) == (True, False)
     assert found.cost_ns - before.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import shared_findings
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
@@ -43,7 +44,22 @@ def shared(name):
 
 
 def judged(run):
-    return {found.code: found for found in check(run).findings if not found.code.startswith("DATA")}
+    return by_code(check(run).findings)
+
+
+def judged_as_recorded(folder):
+    return by_code(shared_findings.findings(folder))
+
+
+def by_code(findings):
+    return {found.code: found for found in findings if not found.code.startswith("DATA")}
+
+
+@pytest.fixture(scope="module")
+def window_of_megatron(tmp_path_factory):
+    """The findings on a recording of one step without the mark of that step."""
+    folder = shared("megatron_tp8_a100_8ranks")
+    return judged(without_marks(folder, tmp_path_factory.mktemp("unmarked") / "run"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +74,7 @@ def judged(run):
 )
 def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_found(name, codes, tmp_path):
     folder = shared(name)
-    marked, unmarked = judged(load(folder)), judged(without_marks(folder, tmp_path / name))
+    marked, unmarked = judged_as_recorded(folder), judged(without_marks(folder, tmp_path / name))
     assert codes <= marked.keys()
     assert codes <= unmarked.keys()
     for code in codes:
@@ -71,9 +87,8 @@ def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_foun
         assert not re.search(r"\bsteps?\b", found.message)
 
 
-def test_a_recording_of_one_step_has_the_same_findings_in_its_window(tmp_path):
-    folder = shared("megatron_tp8_a100_8ranks")
-    marked, unmarked = judged(load(folder)), judged(without_marks(folder, tmp_path / "run"))
+def test_a_recording_of_one_step_has_the_same_findings_in_its_window(window_of_megatron):
+    marked, unmarked = judged_as_recorded(shared("megatron_tp8_a100_8ranks")), window_of_megatron
     for code in ("HOST001", "RANK003"):
         found = unmarked[code]
         assert (found.steps, found.is_of_window, found.is_of_iterations) == ((), True, False)
@@ -135,10 +150,9 @@ def between(start_ns, end_ns, header, event):
     return start_ns <= at_ns < end_ns
 
 
-def test_a_replay_prices_a_window(tmp_path):
+def test_a_replay_prices_a_window(window_of_megatron):
     # Both have one step, so the window is the step; it begins with the mark or with the first op.
-    folder = shared("megatron_tp8_a100_8ranks")
-    marked, unmarked = judged(load(folder)), judged(without_marks(folder, tmp_path / "run"))
+    marked, unmarked = judged_as_recorded(shared("megatron_tp8_a100_8ranks")), window_of_megatron
     assert unmarked["HOST001"].cost_ns == pytest.approx(marked["HOST001"].cost_ns, rel=0.001)
     assert re.search(r"Potential saving by replay: 418 ms in the window \(\d", unmarked["HOST001"].message)
 

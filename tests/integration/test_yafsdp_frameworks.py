@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,18 +22,77 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install transformers"
 )
 REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = REPOSITORY / "tests" / "integration" / "scripts"
+TRAINER, ACCELERATED, LIGHTNING = (
+    SCRIPTS / name for name in ("huggingface_trainer.py", "accelerated.py", "lightning_trainer.py")
+)
+HAS_LIGHTNING = importlib.util.find_spec("pytorch_lightning") is not None
+needs_lightning = pytest.mark.skipif(not HAS_LIGHTNING, reason="pytorch-lightning is not installed")
 
 
-TRAINER = REPOSITORY / "tests" / "integration" / "scripts" / "huggingface_trainer.py"
-
-
-def start(ranks: int, *arguments: str, script: Path = TRAINER) -> None:
-    """Start the script on so many ranks and wait for its end."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+def start(script: Path, *arguments: str) -> None:
+    """Start the script as one process and wait for its end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, *launcher, str(script), *arguments]
+    command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def on_ranks(script: Path, *arguments: str) -> functools.partial[None]:
+    """Return a case for `process_group` that runs the script on each rank, as under torchrun."""
+    return functools.partial(run_script, str(script), arguments)
+
+
+def run_script(script: str, arguments: tuple[str, ...]) -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # which otherwise lasts as long as the process
+    GradientState._reset_state()
+    os.environ.update(TORCHELASTIC_RUN_ID="cases", LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], GROUP_RANK="0")
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("frameworks")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[int, dict[str, process_group.Outcome]]:
+    """All that ranks do from the start: each process imports the frameworks once."""
+    lightning = {"lightning": on_ranks(LIGHTNING, str(folder / "folder"), "2", "folder")} if HAS_LIGHTNING else {}
+    on_two = {
+        "trainer": on_ranks(TRAINER, str(folder / "two")),
+        "accelerate": on_ranks(ACCELERATED, str(folder / "two.json")),
+        "generate": functools.partial(generate, unequal=True),
+        "save on one rank": functools.partial(save_on_one_rank, str(folder / "refused")),
+    }
+    on_three = {"save": functools.partial(save_pretrained, str(folder / "pretrained"))}
+    return process_group.run_worlds({2: on_two | lightning, 3: on_three})
+
+
+@pytest.fixture(scope="module")
+def lightning_alone(folder: Path) -> Path:
+    """Training on two ranks that Lightning starts itself; it saves files."""
+    start(LIGHTNING, str(folder / "lightning two"), "2")
+    return folder / "lightning two"
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    folder: Path, outcomes: dict[int, dict[str, process_group.Outcome]], request: pytest.FixtureRequest
+) -> dict[str, process_group.Outcome]:
+    """Trainings resumed in new processes, by framework and kind of checkpoint; their files are in `folder`."""
+    outcomes[2]["trainer"].results()
+    cases = {"trainer": on_ranks(TRAINER, str(folder / "resumed"), str(folder / "two" / "checkpoint-10"))}
+    if HAS_LIGHTNING:
+        outcomes[2]["lightning"].results()
+        for kind, saved in (("file", request.getfixturevalue("lightning_alone")), ("folder", folder / "folder")):
+            (first,) = saved.glob("*step=10.ckpt")
+            assert first.is_dir() == (kind == "folder")
+            cases[kind] = on_ranks(LIGHTNING, str(folder / f"resumed from a {kind}"), "2", kind, str(first))
+    return process_group.run_cases(2, cases)
 
 
 def test_the_example_learns_and_records_a_run(tmp_path: Path) -> None:
@@ -85,8 +145,8 @@ def generate(unequal: bool) -> list[int]:
     return [len(each) for each in found]
 
 
-def test_ranks_generate_as_many_tokens_as_each_wants() -> None:
-    assert process_group.run(2, functools.partial(generate, unequal=True)) == [[7], [13]]
+def test_ranks_generate_as_many_tokens_as_each_wants(outcomes: dict[int, dict[str, process_group.Outcome]]) -> None:
+    assert outcomes[2]["generate"].results() == [[7], [13]]
 
 
 def save_on_one_rank(folder: str) -> str:
@@ -94,39 +154,42 @@ def save_on_one_rank(folder: str) -> str:
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = fully_shard(LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **sizes)))
-    module._PATIENCE_S = 1
     if dist.get_rank():
         return ""
+    patience_s, module._PATIENCE_S = module._PATIENCE_S, 1
     try:
         model.save_pretrained(folder)  # type: ignore[operator]
     except RuntimeError as error:
         return str(error)
+    finally:
+        module._PATIENCE_S = patience_s
     return "nothing was refused"
 
 
-def test_saving_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
-    words, _ = process_group.run(2, functools.partial(save_on_one_rank, str(tmp_path)))
+def test_saving_on_one_rank_alone_is_refused(outcomes: dict[int, dict[str, process_group.Outcome]]) -> None:
+    words, _ = outcomes[2]["save on one rank"].results()
     assert "not all of them called it" in words
 
 
-ACCELERATED = REPOSITORY / "tests" / "integration" / "scripts" / "accelerated.py"
-
-
-def test_accelerate_trains_as_on_one_process(tmp_path: Path) -> None:
-    found = [tmp_path / "one.json", tmp_path / "two.json"]
-    start(1, str(found[0]), script=ACCELERATED)
-    start(2, str(found[1]), script=ACCELERATED)
+def test_accelerate_trains_as_on_one_process(
+    folder: Path, outcomes: dict[int, dict[str, process_group.Outcome]]
+) -> None:
+    start(ACCELERATED, str(folder / "one.json"))
+    outcomes[2]["accelerate"].results()
+    found = [folder / "one.json", folder / "two.json"]
     one, two = (torch.tensor(json.loads(path.read_text(encoding="utf-8"))) for path in found)
     assert len(one) == 20
     assert torch.allclose(one, two, rtol=1e-5, atol=0)
 
 
-def test_plain_transformers_reads_what_a_sharded_model_saves(tmp_path: Path) -> None:
+def test_plain_transformers_reads_what_a_sharded_model_saves(
+    folder: Path, outcomes: dict[int, dict[str, process_group.Outcome]]
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    logits = process_group.run(3, functools.partial(save_pretrained, str(tmp_path)))
-    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["architectures"] == ["LlamaForCausalLM"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    logits, saved = outcomes[3]["save"].results(), folder / "pretrained"
+    assert json.loads((saved / "config.json").read_text(encoding="utf-8"))["architectures"] == ["LlamaForCausalLM"]
+    model = AutoModelForCausalLM.from_pretrained(saved)
     with torch.no_grad():
         expected = model(input_ids=torch.arange(16).view(2, 8)).logits.flatten()
     for found in logits:
@@ -137,37 +200,33 @@ def losses(folder: Path) -> torch.Tensor:
     return torch.tensor(json.loads((folder / "losses.json").read_text(encoding="utf-8")))
 
 
-def test_the_trainer_trains_saves_and_resumes_as_one_process_does(tmp_path: Path) -> None:
+def test_the_trainer_trains_saves_and_resumes_as_one_process_does(
+    folder: Path,
+    outcomes: dict[int, dict[str, process_group.Outcome]],
+    resumed: dict[str, process_group.Outcome],
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
-    start(1, str(one))
-    start(2, str(two))
+    one, two, third = (folder / name for name in ("one", "two", "resumed"))
+    start(TRAINER, str(one))
+    outcomes[2]["trainer"].results()
     assert losses(one).shape == (20, 2)  # loss and gradient norm
     assert torch.allclose(losses(one), losses(two), rtol=1e-5, atol=0)
-    start(2, str(resumed), str(two / "checkpoint-10"))
-    assert torch.allclose(losses(resumed)[-10:], losses(two)[-10:], rtol=1e-6, atol=0)
-    weights = [AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (one, two, resumed)]
+    resumed["trainer"].results()
+    assert torch.allclose(losses(third)[-10:], losses(two)[-10:], rtol=1e-6, atol=0)
+    weights = [AutoModelForCausalLM.from_pretrained(each / "final").state_dict() for each in (one, two, third)]
     for other in weights[1:]:
         assert all(torch.allclose(weights[0][name], value, atol=1e-5) for name, value in other.items())
 
 
-LIGHTNING = REPOSITORY / "tests" / "integration" / "scripts" / "lightning_trainer.py"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch-lightning is not installed")
-def test_lightning_trains_and_resumes_as_one_process_does(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder, ranks in ((one, "1"), (two, "2")):
-        start(1, str(folder), ranks, script=LIGHTNING)  # Lightning starts the other ranks itself
+@needs_lightning
+def test_lightning_trains_and_resumes_as_one_process_does(
+    folder: Path, lightning_alone: Path, resumed: dict[str, process_group.Outcome]
+) -> None:
+    one, two = folder / "lightning one", lightning_alone
+    start(LIGHTNING, str(one), "1")
     assert losses(one).shape == (20,)
     assert torch.allclose(losses(one), losses(two), rtol=1e-4, atol=0)
     for kind in ("file", "folder"):
-        saved = two if kind == "file" else tmp_path / kind
-        if kind == "folder":
-            start(1, str(saved), "2", kind, script=LIGHTNING)
-        (first,) = saved.glob("*step=10.ckpt")
-        assert first.is_dir() == (kind == "folder")
-        resumed = tmp_path / f"resumed from a {kind}"
-        start(1, str(resumed), "2", kind, str(first), script=LIGHTNING)
-        assert torch.allclose(losses(resumed), losses(two)[-10:], rtol=1e-6, atol=0)
+        resumed[kind].results()
+        assert torch.allclose(losses(folder / f"resumed from a {kind}"), losses(two)[-10:], rtol=1e-6, atol=0)

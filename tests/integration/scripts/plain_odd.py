@@ -1,6 +1,6 @@
-"""A training that knows nothing of tracekit and steps its optimizers in a way of its own.
+"""Trainings that know nothing of tracekit and step their optimizers in a way of their own.
 
-python plain_odd.py in-backward|compiled|closure|thread
+python plain_odd.py [in-backward|compiled|closure|thread]…
 """
 
 import sys
@@ -62,4 +62,5 @@ def main(way):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for each in sys.argv[1:]:
+        main(each)
