@@ -4,6 +4,7 @@ Every run executes the same tests on the same inputs: hypothesis is derandomized
 """
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,14 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+# There are more workers than cores: further threads that wait for a core, or spin on it, cost more than they give.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+with pytest.MonkeyPatch.context() as only_here:  # commands that tests start have as many threads as a user's
+    only_here.setenv("POLARS_MAX_THREADS", "1")
+    import polars
+
+    polars.thread_pool_size()  # starts them
 
 # No deadline: the duration of an example depends on the load of the machine, not on the code.
 hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None)
@@ -69,19 +78,16 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _folder_of_all_workers(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Name the folder in which workers share what one of them computed (tests/support/shared_findings.py)."""
+def _separate_folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give the tests and the commands that they run an empty cache of their own instead of the user's.
+
+    The workers of pytest-xdist share it, and the folder of tests/support/shared_findings.py, so that what one of them
+    has read or judged costs the others nothing.
+    """
     own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if hasattr(request.config, "workerinput") else own) / "shared-by-workers"
-    shared.mkdir(exist_ok=True)
+    of_all_workers = own.parent if hasattr(request.config, "workerinput") else own
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACEKIT_TESTS_FOLDER", str(shared))
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give the tests and the commands that they run an empty cache of their own instead of the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        for variable, name in (("TRACEKIT_CACHE_DIR", "cache"), ("TRACEKIT_TESTS_FOLDER", "shared-by-workers")):
+            (of_all_workers / name).mkdir(exist_ok=True)
+            patch.setenv(variable, str(of_all_workers / name))
         yield

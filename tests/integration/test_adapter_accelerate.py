@@ -1,5 +1,6 @@
 """The example of a loop with Accelerate, started as any script."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import tracekit
 from tests.integration import recordings
 from tracekit import conventions
 
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed: pip install accelerate"
+)
 
 
 def test_the_example_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trainings on 2 real gloo processes, started as a user starts them; what they leave on disk."""
+"""Trainings on 2 real gloo processes, most started as a user starts them; what they leave on disk."""
 
 import gzip
 import json
@@ -12,7 +12,9 @@ import pytest
 
 import tracekit
 from instrumented_trainers.model import PRESETS
-from tests.integration.launched import MICRO, train
+from tests.integration import trainings
+from tests.integration.launched import train
+from tests.support import process_group
 from tracekit import conventions
 from tracekit.conventions.strategies import STRATEGIES
 
@@ -167,11 +169,22 @@ def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
     assert err.count("ZeroDivisionError: broken on purpose") == 1
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_step_of_a_replicated_model_moves_what_the_strategy_says(tmp_path: Path, strategy: str) -> None:
-    code, _, err = train("--strategy", strategy, "--out", str(tmp_path / "run"), "--steps", "4", *MICRO, *ACTIVE)
-    assert code == 0, err
-    recorded = tracekit.load(str(tmp_path / "run"), cache=False).trace(0)
+REPLICATED = ("ddp", "zero1")
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of 4 steps of the strategies that replicate the model, in folders of their names."""
+    runs = tmp_path_factory.mktemp("replicated")
+    cases = {name: trainings.case(trainings.micro(name, runs / name, steps=4)) for name in REPLICATED}
+    for outcome in process_group.run_cases(2, cases).values():
+        outcome.results()
+    return runs
+
+
+@pytest.mark.parametrize("strategy", REPLICATED)
+def test_a_step_of_a_replicated_model_moves_what_the_strategy_says(replicated: Path, strategy: str) -> None:
+    recorded = tracekit.load(str(replicated / strategy), cache=False).trace(0)
     calls = recorded.collectives.join(recorded.activities, left_on="activity_id", right_on="id")
     message_bytes = dict(calls.filter(pl.col("step") == 3).group_by("op").agg(pl.sum("sent_bytes")).rows())
     assert message_bytes == {
