@@ -58,6 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(interrupt, signal.default_int_handler if interrupt == signal.SIGINT else signal.SIG_DFL)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.support import xdist_scheduling
+
+        items[:] = xdist_scheduling.long_files_first([(item.nodeid, item) for item in items])
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # full collections would otherwise scan 700,000 objects of imported modules, half a second each

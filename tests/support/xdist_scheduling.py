@@ -5,10 +5,19 @@ so other workers have the machine meanwhile.
 """
 
 import os
+from typing import TypeVar
 
 from xdist.scheduler import LoadFileScheduling
 
 ONE_WORKER_FOLDERS = ("tests/browser/",)
+LONG_FILES = (
+    "tests/unit/regression/test_agreement.py",
+    "tests/unit/sql/test_run_query.py",
+    "tests/unit/sql/test_query_attacks.py",
+    "tests/unit/dashboard/test_dashboard.py",
+)
+"""Files of the last folders that take a minute: one that began last would leave the other workers idle."""
+_Test = TypeVar("_Test")
 _MAX_WORKERS = 4
 
 
@@ -16,6 +25,16 @@ def worker_count() -> int:
     """Return the number of cores plus one: many tests wait for ranks, a browser or a command."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MAX_WORKERS, cores + 1)
+
+
+def long_files_first(tests: list[tuple[str, _Test]]) -> list[_Test]:
+    """Return tests, given with their ids, in order, but those of one worker and of long files before all others.
+
+    >>> long_files_first([("tests/a.py::test_x", 1), (f"{LONG_FILES[1]}::test_y", 2), ("tests/b.py::test_z", 3)])
+    [2, 1, 3]
+    """
+    first = (*ONE_WORKER_FOLDERS, *LONG_FILES)
+    return [test for _, test in sorted(tests, key=lambda each: not each[0].startswith(first))]
 
 
 class ScheduleByFile(LoadFileScheduling):
