@@ -72,25 +72,39 @@ def test_balanced_stages_have_equal_numbers_of_equal_layers(job: Job, run: Run) 
 
 
 @pytest.mark.parametrize(
-    ("axis", "times", "slow"),
+    ("axes", "slow", "other"),
     [
-        ("tp", 4, Impairments(slow_axes={"tp": 4.0})),
-        ("pp", 60, Impairments(slow_boundaries={0: 60.0})),
-        ("dp", 10, Impairments(slow_axes={"dp_replicate": 10.0})),
+        ({"tp": 4}, Impairments(slow_axes={"tp": 4.0}), Impairments()),
+        ({"pp": 60}, Impairments(slow_boundaries={0: 60.0}), Impairments()),
+        ({"dp": 10}, Impairments(slow_axes={"dp_replicate": 10.0}), Impairments()),
+        (
+            {"tp": 4, "dp": 0.1},
+            Impairments(slow_axes={"tp": 4.0}),
+            Impairments(slow_axes={"dp_replicate": 10.0}),
+        ),
+        (
+            {"tp": 4, "pp": 1 / 30},
+            Impairments(slow_axes={"tp": 4.0}),
+            Impairments(slow_boundaries={0: 30.0}),
+        ),
     ],
-    ids=["tp", "pp", "dp"],
+    ids=["tp", "pp", "dp", "tp instead of dp inside a node", "tp instead of pp inside a node"],
 )
-def test_faster_links_of_an_axis_are_predicted(axis: str, times: int, slow: Impairments, tmp_path: Path) -> None:
-    healthy = pipelined(4, pp=2 if axis != "dp" else 1, tp=2)
+def test_other_links_of_axes_are_predicted(
+    axes: dict[str, float], slow: Impairments, other: Impairments, tmp_path: Path
+) -> None:
+    healthy = pipelined(4, pp=1 if "dp" in axes else 2, tp=2)
     written(replace(healthy, impairments=slow), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
-    found = pipeline_changes.predict_axis(run, axis, times)
-    assert found.predicted_ns == pytest.approx(engine.simulate(healthy).total_ns / healthy.steps, rel=CLOSE)
-    assert found.saved_ratio > 0.05
+    found = pipeline_changes.predict_axes(run, axes)
+    changed = replace(healthy, impairments=other)
+    assert found.predicted_ns == pytest.approx(engine.simulate(changed).total_ns / healthy.steps, rel=CLOSE)
+    assert abs(found.saved_ratio) > 0.05
+    assert found.name == ", ".join(f"axis {axis} {times:g} times as fast" for axis, times in axes.items())
     with pytest.raises(InputError, match="no collective of this axis"):
-        pipeline_changes.predict_axis(run, "cp", 2)
+        pipeline_changes.predict_axes(run, axes | {"cp": 2})
     with pytest.raises(InputError, match="--axis-times is 0"):
-        pipeline_changes.predict_axis(run, axis, 0)
+        pipeline_changes.predict_axes(run, axes | {"tp": 0})
 
 
 @pytest.mark.parametrize(

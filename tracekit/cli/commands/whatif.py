@@ -33,7 +33,8 @@ class ChangeOptions:
     ] = None
 
     axis_times: Annotated[
-        str | None, typer.Option(metavar="AXIS=X", help="Predict links of one mesh axis with X times the bandwidth.")
+        list[str] | None,
+        typer.Option(metavar="AXIS=X", help="Predict links of a mesh axis with X times the bandwidth. Repeatable."),
     ] = None
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", help="Predict N micro-batches per step, of as many tokens in all.")
@@ -64,9 +65,9 @@ class ChangeOptions:
             predictions.append(strategies.predict_less_recomputation(run, self.recompute_fewer))
         if self.network_times is not None:
             predictions.append(strategies.predict_network(run, self.network_times))
-        if self.axis_times is not None:
-            axis, _, times = self.axis_times.partition("=")
-            predictions.append(pipeline_changes.predict_axis(run, axis, _number(times)))
+        if self.axis_times:
+            axes = [text.partition("=") for text in self.axis_times]
+            predictions.append(pipeline_changes.predict_axes(run, {axis: _number(times) for axis, _, times in axes}))
         return predictions
 
     def _node(self) -> "NodeSpec | None":

@@ -1,5 +1,6 @@
 """Predictions of other pipelines: more micro-batches, another schedule, layers moved between stages."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tracekit.analysis.parallelism import pipeline_stages
@@ -12,7 +13,8 @@ from tracekit.replay.graph.pipeline_axes import with_faster_axis
 from tracekit.replay.graph.pipeline_timing import PipelineTiming
 from tracekit.replay.graph.strategies import Prediction
 
-_ASSUMED = "mean time of each stage's actions; time outside the pipeline unchanged (reduction of gradients, optimizer)"
+_ASSUMED = "mean time of each stage's actions"
+_OUTSIDE = "time outside the pipeline unchanged (reduction of gradients, optimizer)"
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,8 @@ class PipelineChange:
     schedule: str | None = None
     virtual_stages: int = 0
     stage_layers: str | None = None
-    axis: str | None = None
-    """A mesh axis whose links are `axis_times` as fast."""
-    axis_times: float = 1.0
+    axes: tuple[tuple[str, float], ...] = ()
+    """Mesh axes and how many times as fast their links are."""
 
     @property
     def is_none(self) -> bool:
@@ -39,14 +40,16 @@ def predict(run: Run, change: PipelineChange) -> Prediction:
     Raises InputError for a run without a pipeline, or a change that is not possible.
     """
     before = pipeline_timing.recorded(run)
-    timing = before if change.axis is None else with_faster_axis(run, before, change.axis, change.axis_times)
+    timing = before
+    for axis, times in change.axes:
+        timing = with_faster_axis(run, timing, axis, times)
     after = _changed(timing, change)
     replayed = savings.replayed_steps(run)
     if replayed.is_empty():
         raise InputError(f"{run.path}: no step can be replayed")
     step_ns = steps.total_ns(replayed, "duration_ns") // replayed.select("window", "step").n_unique()
     predicted_ns = step_ns + round(after.duration_ns() - before.duration_ns())
-    faster = [] if change.axis is None else [f"axis {change.axis} {change.axis_times:g} times as fast"]
+    faster = [strategies.axis_text(axis, times) for axis, times in change.axes]
     name = ", ".join([*_names(before, after), *faster]) or "the same pipeline"
     return Prediction(name, step_ns, predicted_ns, _assumptions(before, after))
 
@@ -100,7 +103,7 @@ def _names(before: PipelineTiming, after: PipelineTiming) -> list[str]:
 
 
 def _assumptions(before: PipelineTiming, after: PipelineTiming) -> tuple[str, ...]:
-    found = [_ASSUMED]
+    found = [_ASSUMED, _OUTSIDE]
     if before.shape.micro_batches != after.shape.micro_batches:
         found.append("the same tokens per step: the time of an action proportional to the tokens of a micro-batch")
     if before.layers != after.layers:
@@ -112,15 +115,27 @@ def _assumptions(before: PipelineTiming, after: PipelineTiming) -> tuple[str, ..
     return tuple(found)
 
 
-def predict_axis(run: Run, axis: str, times: float) -> Prediction:
-    """Return the predicted step time with the links of one mesh axis at `times` their bandwidth.
+def predict_axes(run: Run, axes: Mapping[str, float]) -> Prediction:
+    """Return the predicted step time with the links of mesh axes at so many times their bandwidth.
 
-    Within a pipeline (pp, tp, cp, ep) its actions are scheduled again; data parallelism is replayed on the graph.
-    Raises InputError where the run has no collective of the axis.
+    Within a pipeline (pp, tp, cp, ep) its actions are scheduled again; data parallelism is replayed on the graph, and
+    the two changes add up. Raises InputError where the run has no collective of an axis.
     """
-    if axis in _WITHIN and pipeline_stages.is_pipelined(run):
-        return predict(run, PipelineChange(axis=axis, axis_times=strategies.checked_times(times, "--axis-times")))
-    return strategies.predict_network(run, times, axis)
+    for times in axes.values():
+        strategies.checked_times(times, "--axis-times")
+    is_pipelined = pipeline_stages.is_pipelined(run)
+    within = tuple((axis, times) for axis, times in axes.items() if is_pipelined and axis in _WITHIN)
+    others = {axis: times for axis, times in axes.items() if axis not in dict(within)}
+    parts = [predict(run, PipelineChange(axes=within))] if within else []
+    parts += [strategies.predict_axes(run, others)] if others else []
+    first = parts[0]
+    assumed = dict.fromkeys(text for each in parts for text in each.assumptions if text != _OUTSIDE or not others)
+    return replace(
+        first,
+        name=", ".join(each.name for each in parts),
+        predicted_ns=first.step_ns + sum(each.predicted_ns - each.step_ns for each in parts),
+        assumptions=tuple(assumed),
+    )
 
 
 _WITHIN = (PP, TP, CP, EP)

@@ -103,14 +103,12 @@ def predict_less_recomputation(run: Run, layers: int) -> Prediction:
     return _predicted(run, f"{layers} recomputed layers fewer", lambda graph: _fewer(graph, layers), assumed)
 
 
-def predict_network(run: Run, times: float, axis: str | None = None) -> Prediction:
-    """Return the predicted step time with every link at `times` its bandwidth, or only those of a mesh axis.
+def predict_network(run: Run, times: float) -> Prediction:
+    """Return the predicted step time with every link at `times` its bandwidth.
 
-    Axis "dp" means data parallelism of any kind. Raises InputError where nothing is transferred.
+    Raises InputError where nothing is transferred.
     """
-    checked_times(times, "--network-times" if axis is None else "--axis-times")
-    if axis is not None:
-        return _axis_network(run, times, axis)
+    checked_times(times, "--network-times")
     lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
     known = lines["hop_ns"].is_not_null().any()
     assumed = (
@@ -135,16 +133,35 @@ def checked_times(times: float, option: str) -> float:
     return times
 
 
-def _axis_network(run: Run, times: float, axis: str) -> Prediction:
+def predict_axes(run: Run, times_of_axis: Mapping[str, float]) -> Prediction:
+    """Return the predicted step time with the links of mesh axes at so many times their bandwidth.
+
+    Axis "dp" means data parallelism of any kind. Raises InputError where the run has no collective of an axis.
+    """
     axes = run.run_table(group_axes.group_axes)
+    lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
+    chosen = {axis: (_groups_of(axes, axis), times) for axis, times in times_of_axis.items()}
+
+    def scaled(graph: Graph) -> Graph:
+        for groups, times in chosen.values():
+            graph = _scaled(graph, times, lines, groups)
+        return graph
+
+    name = ", ".join(axis_text(axis, times) for axis, times in times_of_axis.items())
+    return _predicted(run, name, scaled, ("links of other axes as recorded",), slow_preparation=True)
+
+
+def axis_text(axis: str, times: float) -> str:
+    """Return what the links of an axis change by, as text."""
+    return f"axis {axis} {times:g} times as fast"
+
+
+def _groups_of(axes: pl.DataFrame, axis: str) -> pl.DataFrame:
     is_axis = (pl.col("axis") == axis) | pl.col("axis").str.starts_with(f"{axis}_")
     chosen = axes.filter(is_axis).select("group", "members")
     if chosen.is_empty():
         raise InputError(f"--axis-times {axis}: no collective of this axis; the run has {axes_text(axes)}")
-    lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
-    assumed = (f"links of axis {axis} at {times:g} times their bandwidth, of other axes as recorded",)
-    name = f"axis {axis} {times:g} times as fast"
-    return _predicted(run, name, lambda graph: _scaled(graph, times, lines, chosen), assumed, slow_preparation=True)
+    return chosen
 
 
 def _predicted(
