@@ -1,5 +1,7 @@
 """What rules claim of recorded runs, recomputed from the raw files in plain Python."""
 
+import copy
+import functools
 import itertools
 import json
 import re
@@ -45,7 +47,12 @@ def judge(run, rule):
 
 
 def raw_of(run, rank):
-    return raw.RawTrace(next(source.path for source in run.sources if source.rank == rank))
+    return raw_trace(next(source.path for source in run.sources if source.rank == rank))
+
+
+@functools.lru_cache(maxsize=4)  # tests of one run follow each other; plain Python takes seconds to read a trace
+def raw_trace(path):
+    return raw.RawTrace(path)
 
 
 def quoted(found):
@@ -163,7 +170,7 @@ def test_hip_mallocs_of_an_uncached_run_stall_most_of_a_step_that_the_optimizer_
     run = others("tracelens_mi300_resnet_ddp")
     (found,) = (each for each in SteadyDeviceAllocation().check(run) if each.subject == "device calls")
     step, _ = quoted(found)
-    trace = raw_of(run, 0)
+    trace = copy.copy(raw_of(run, 0))
     assert not trace.steps
     ends = sorted(s.end for s in trace.of("user_annotation") if s.name.startswith("Optimizer.step#"))
     trace.steps = dict(enumerate(zip([min(s.start for s in trace.slices), *ends], ends, strict=False)))

@@ -56,10 +56,23 @@ def by_code(findings):
 
 
 @pytest.fixture(scope="module")
-def window_of_megatron(tmp_path_factory):
+def unmarked(tmp_path_factory):
+    """Return a function that gives the run of a folder without marks; each folder is copied once."""
+    copies = {}
+
+    def of(folder):
+        if folder in copies:
+            return load(copies[folder])
+        copies[folder] = tmp_path_factory.mktemp("unmarked") / folder.name
+        return without_marks(folder, copies[folder])
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def window_of_megatron(unmarked):
     """The findings on a recording of one step without the mark of that step."""
-    folder = shared("megatron_tp8_a100_8ranks")
-    return judged(without_marks(folder, tmp_path_factory.mktemp("unmarked") / "run"))
+    return judged(unmarked(shared("megatron_tp8_a100_8ranks")))
 
 
 @pytest.mark.parametrize(
@@ -72,13 +85,13 @@ def window_of_megatron(tmp_path_factory):
         ("kineto_resnet_v100_memory", {"HOST001"}),
     ],
 )
-def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_found(name, codes, tmp_path):
+def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_found(name, codes, unmarked):
     folder = shared(name)
-    marked, unmarked = judged_as_recorded(folder), judged(without_marks(folder, tmp_path / name))
-    assert codes <= marked.keys()
-    assert codes <= unmarked.keys()
+    in_steps, in_iterations = judged_as_recorded(folder), judged(unmarked(folder))
+    assert codes <= in_steps.keys()
+    assert codes <= in_iterations.keys()
     for code in codes:
-        found, expected = unmarked[code], marked[code]
+        found, expected = in_iterations[code], in_steps[code]
         assert found.is_of_iterations
         assert len(found.steps) == len(expected.steps)
         assert found.severity == expected.severity
@@ -88,11 +101,11 @@ def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_foun
 
 
 def test_a_recording_of_one_step_has_the_same_findings_in_its_window(window_of_megatron):
-    marked, unmarked = judged_as_recorded(shared("megatron_tp8_a100_8ranks")), window_of_megatron
+    in_step, in_window = judged_as_recorded(shared("megatron_tp8_a100_8ranks")), window_of_megatron
     for code in ("HOST001", "RANK003"):
-        found = unmarked[code]
+        found = in_window[code]
         assert (found.steps, found.is_of_window, found.is_of_iterations) == ((), True, False)
-        assert found.severity == marked[code].severity
+        assert found.severity == in_step[code].severity
         assert found.cost_ns > 0
         assert "the step" not in found.message
         assert "None" not in found.message
@@ -105,16 +118,16 @@ def test_a_recording_of_one_step_has_the_same_findings_in_its_window(window_of_m
         "kineto_resnet_v100_memory", "hta_nccl_args_a100", "tracelens_mi300_resnet_ddp", "megatron_tp8_a100_8ranks",
     ],
 )  # fmt: skip
-def test_iterations_that_are_found_agree_with_the_marks_that_were_removed(name, tmp_path):
+def test_iterations_that_are_found_agree_with_the_marks_that_were_removed(name, unmarked):
     folder = shared(name)
-    for expected, found in zip(load(folder).traces(), without_marks(folder, tmp_path / name).traces(), strict=True):
+    for expected, found in zip(load(folder).traces(), unmarked(folder).traces(), strict=True):
         check_agreement(expected.steps, found.steps)
 
 
 @pytest.mark.parametrize("name", ["dataloader", "host-sync", "late-launch", "slow-rank", "slow-disk", "healthy-fsdp2"])
-def test_iterations_of_a_sample_agree_with_its_marks(name, tmp_path):
+def test_iterations_of_a_sample_agree_with_its_marks(name, unmarked):
     folder = SAMPLES / name
-    for expected, found in zip(load(folder).traces(), without_marks(folder, tmp_path / name).traces(), strict=True):
+    for expected, found in zip(load(folder).traces(), unmarked(folder).traces(), strict=True):
         check_agreement(expected.steps, found.steps)
 
 
@@ -152,9 +165,9 @@ def between(start_ns, end_ns, header, event):
 
 def test_a_replay_prices_a_window(window_of_megatron):
     # Both have one step, so the window is the step; it begins with the mark or with the first op.
-    marked, unmarked = judged_as_recorded(shared("megatron_tp8_a100_8ranks")), window_of_megatron
-    assert unmarked["HOST001"].cost_ns == pytest.approx(marked["HOST001"].cost_ns, rel=0.001)
-    assert re.search(r"Potential saving by replay: 418 ms in the window \(\d", unmarked["HOST001"].message)
+    in_step, in_window = judged_as_recorded(shared("megatron_tp8_a100_8ranks")), window_of_megatron
+    assert in_window["HOST001"].cost_ns == pytest.approx(in_step["HOST001"].cost_ns, rel=0.001)
+    assert re.search(r"Potential saving by replay: 418 ms in the window \(\d", in_window["HOST001"].message)
 
 
 @pytest.mark.parametrize(
@@ -165,21 +178,21 @@ def test_a_replay_prices_a_window(window_of_megatron):
         ("late-launch", "HOST001", Severity.WARNING),
     ],
 )
-def test_a_fault_on_the_host_is_found_without_marks(name, code, severity, tmp_path):
-    found = judged(without_marks(SAMPLES / name, tmp_path / name))
+def test_a_fault_on_the_host_is_found_without_marks(name, code, severity, unmarked):
+    found = judged(unmarked(SAMPLES / name))
     assert found[code].severity == severity
     assert found[code].is_of_iterations
 
 
 @pytest.mark.parametrize("name", ["healthy-ddp", "slow-fsync"])
-def test_a_window_without_a_fault_of_time_has_no_finding_about_time(name, tmp_path):
-    found = judged(without_marks(SAMPLES / name, tmp_path / name))
+def test_a_window_without_a_fault_of_time_has_no_finding_about_time(name, unmarked):
+    found = judged(unmarked(SAMPLES / name))
     assert not [code for code in found if code.startswith(("HOST", "RANK", "STREAM", "MEM"))]
 
 
-def test_one_long_wait_in_a_window_makes_no_straggler(tmp_path):
+def test_one_long_wait_in_a_window_makes_no_straggler(unmarked):
     # In this recording rank 0 is late at some collectives and rank 1 at others, once by a lot.
-    assert "RANK001" not in judged(without_marks(SAMPLES / "healthy-fsdp2", tmp_path / "run"))
+    assert "RANK001" not in judged(unmarked(SAMPLES / "healthy-fsdp2"))
 
 
 def test_what_needs_steps_is_said(tmp_path):
