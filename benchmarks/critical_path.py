@@ -97,7 +97,7 @@ def judged(draw: random.Random, kind: str) -> Judged:
         inferred = right_ratio(path.critical_path(without_waits(run), found.step), true)
     most = found.shares_by("rank", "kind").row(0, named=True)
     name = f"{job.strategy}, {job.gpus} GPUs" if job.hybrid is None else f"pp={job.hybrid.layout.pp}, {job.gpus} GPUs"
-    owner = f"rank {most['rank']} {most['kind']} {most['share_ratio']:.0%}"
+    owner = f"rank {most['rank']} {most['kind']} {most['step_ratio']:.0%}"
     return Judged(kind, name, right_ratio(found, true), inferred, owner)
 
 

@@ -59,6 +59,7 @@ SETTINGS = {
         Shot("contention", SIMULATED, 1150),
         Shot("ranks", "demo-yafsdp&colour=waited_ratio"),
         Shot("parallelism", "parallelism/pipeline-1f1b", 1150),
+        Shot("criticalpath", SIMULATED, 1250),
         Shot("memory", scroll_to="Allocated over time"),
         Shot("checkpoints", scroll_to="Training blocked"),
         Shot("whatif", "demo-yafsdp&without=checkpoint&without=straggler", 1250),

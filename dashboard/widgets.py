@@ -25,6 +25,8 @@ RUN = "run"
 OTHERS = "compare"
 MISSING = "—"
 SHOWN_MOMENT = "shown_moment"
+SHOWN_PATH = "shown_path"
+"""The step whose critical path the timeline shows: a mapping with the names run and step."""
 MAX_PRESELECTED = 4
 MAX_COMPARED = 8
 BYTES = "localized"

@@ -7,6 +7,7 @@ from dashboard.pages import (
     communication,
     compare,
     contention,
+    critical_path,
     history,
     kernels,
     memory,
@@ -24,8 +25,8 @@ from dashboard.pages.page import Page
 
 # In the order of the sidebar.
 _MODULES = (
-    runs, overview, timeline, ranks, parallelism, communication, contention, kernels, memory, checkpoints, whatif, sql,
-    quality, compare, plan, history,
+    runs, overview, timeline, ranks, parallelism, communication, contention, kernels, memory, checkpoints,
+    critical_path, whatif, sql, quality, compare, plan, history,
 )  # fmt: skip
 PAGES: tuple[Page, ...] = tuple(module.PAGE for module in _MODULES)
 DEFAULT = overview.PAGE

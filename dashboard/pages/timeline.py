@@ -19,6 +19,7 @@ from dashboard.components.timeline.timeline_store import OpenTimeline
 from dashboard.findings import Findings
 from dashboard.pages.page import Needs, Page
 from dashboard.run_catalog import RunEntry
+from dashboard.run_store import critical_path
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
@@ -66,11 +67,30 @@ def show(entry: RunEntry) -> None:
     key = _key(entry, opened.window)
     chosen = _choose_finding(by_key, key)
     jump = _jump(entry, opened, by_key, chosen, key)
-    _canvas(opened, message.findings(opened.scene, opened.window, by_key), jump, key)
+    marks = [*_path_marks(entry, opened, key), *message.findings(opened.scene, opened.window, by_key)]
+    _canvas(opened, marks, jump, key)
     if chosen in by_key:
         findings.show(by_key[chosen], run_store.open_run(entry), key=chosen)
     with st.expander("Perfetto and offline use"):
         export.show(entry.name, opened, list(by_key.values()))
+
+
+def _path_marks(entry: RunEntry, opened: OpenTimeline, key: str) -> list[dict[str, Any]]:
+    """Return the critical path of a step as marks of the top row, if a person asks for it here or on its page."""
+    toggle = f"path-{key}"
+    wanted = st.session_state.get(widgets.SHOWN_PATH)
+    step = wanted["step"] if wanted and wanted["run"] == entry.name else None
+    if wanted and wanted["run"] == entry.name:
+        st.session_state.setdefault(toggle, True)
+    if not st.toggle("Critical path of the step", key=toggle):
+        return []
+    try:
+        with st.spinner("Walking back from the end of the step"):
+            found = critical_path.explained(run_store.open_run(entry), step)
+    except (TracekitError, RuleError) as error:
+        st.caption(widgets.plain(f"The critical path is not shown: {error}"))
+        return []
+    return message.path_marks(opened.scene, found.compact) if found.window == opened.window else []
 
 
 def _key(entry: RunEntry, window: int) -> str:

@@ -36,7 +36,7 @@ def test_a_host_bound_step_is_one_for_both(tmp_path):
     assert theirs["cpu_bound"] / sum(theirs.values()) == pytest.approx(1)
     ours = critical_path(load(file.parent), 5)
     assert ours.shares_by("kind").row(0, named=True)["kind"] == "host"
-    assert ours.shares_by("kind")["share_ratio"][0] > 0.999
+    assert ours.shares_by("kind")["step_ratio"][0] > 0.999
     # HTA's path leaves out the time between ops; its operators are part of ours.
     in_ops = ours.parts.filter(pl.col("operator").is_not_null())["dur_ns"].sum() / 1000
     assert theirs["cpu_bound"] == pytest.approx(in_ops, rel=0.05)

@@ -10,7 +10,7 @@ from tracekit.model import units
 from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.report import text_layout
 
-_HEADINGS = {"share_ratio": "share", "count": "parts", "slack_ns": "least\nslack", "state": "host\nstate"}
+_HEADINGS = {"step_ratio": "share", "count": "parts", "slack_ns": "least\nslack", "state": "host\nstate"}
 _OWNERS_DROPPED = ("state", "count", "unit", "dur_ns")
 _SLACK_DROPPED = ("count", "unit")
 
@@ -44,7 +44,7 @@ def as_text(path: CriticalPath, *, run: str, top: int, width: int, color: bool =
         parts += ["", text_layout.title(title), text_layout.frame(shown, _HEADINGS, gap=between)]
     rest = path.shares.slice(top)
     if rest.height:
-        share = units.share(float(rest["share_ratio"].sum()))
+        share = units.share(float(rest["step_ratio"].sum()))
         parts.insert(
             -3, text_layout.dim(f"and {rest.height:,} more owners, {share} together: --top {path.shares.height}")
         )
@@ -58,14 +58,14 @@ def summary(path: CriticalPath, run: str) -> str:
     most = path.shares_by("rank", "kind").row(0, named=True)
     return (
         f"{run}: {what} takes {units.duration(path.step_ns)} on rank {path.rank}; "
-        f"{units.share(most['share_ratio'])} of its critical path is {most['kind']} on rank {most['rank']}."
+        f"{units.share(most['step_ratio'])} of its critical path is {most['kind']} on rank {most['rank']}."
     )
 
 
 def _tables(path: CriticalPath, top: int) -> Iterator[tuple[str, pl.DataFrame, tuple[str, ...]]]:
-    order = ("share_ratio", "dur_ns", "rank", "kind")
+    order = ("step_ratio", "dur_ns", "rank", "kind")
     yield "By rank and kind", path.shares_by("rank", "kind").select(order), ()
-    columns = ("share_ratio", "dur_ns", "rank", "kind", "name", "unit", "state", "count")
+    columns = ("step_ratio", "dur_ns", "rank", "kind", "name", "unit", "state", "count")
     yield "Owners of the path", path.shares.head(top).select(columns), _OWNERS_DROPPED
     if path.slack.height:
         near = path.slack.head(top).select("slack_ns", "dur_ns", "rank", "kind", "name", "unit", "count")

@@ -33,6 +33,8 @@ MARGIN_RATIO = 0.3
 """A tile extends beyond the view by this share on each side, so that panning has something to show."""
 MIN_STEP_PX, MIN_UNIT_PX = 3, 6
 MERGED = -1
+PATH = "critical-path"
+"""The key of the marks of a critical path."""
 TYPES = {
     "track": "<u4",
     "row": "<u2",
@@ -166,6 +168,19 @@ def findings(of: timeline.Scene, window: int, by_key: Mapping[str, Finding]) -> 
     longest = sorted(marks, key=lambda mark: mark["start"] - mark["end"])[:MAX_MARKS]
     order = {key: number for number, key in enumerate(by_key)}
     return sorted(longest, key=lambda mark: (order[mark["key"]], mark["start"] - mark["end"]))
+
+
+def path_marks(of: timeline.Scene, parts: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return the parts of a critical path as marks of one row above the tracks, each in the colour of its kind."""
+    drawn = charts.path_parts(parts, of.span[0], most=MAX_MARKS)
+    about = {"key": PATH, "finding": "critical path", "severity": ""}
+    return [
+        about
+        | {"rank": row["rank"], "start": row["from_ns"], "end": row["from_ns"] + row["dur_ns"]}
+        | {"title": escaping.inert(f"{row['kind']} · {row['name']}", MAX_NAME)}
+        | {"colour": charts.PATH_COLOURS[row["kind"]]}
+        for row in drawn.select("rank", "kind", "name", "from_ns", "dur_ns").iter_rows(named=True)
+    ]
 
 
 def details(of: timeline.Scene, slice_details: timeline.Details) -> list[dict[str, Any]]:

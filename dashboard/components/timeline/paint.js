@@ -153,8 +153,8 @@ function shortened(text, characters) {
 function paintEvidence(timeline) {
   const { ctx, layout } = timeline;
   const whole = { top: 0, bottom: layout.heightPx };
-  ctx.fillStyle = timeline.inks.evidence;
   for (const mark of timeline.findings) {
+    ctx.fillStyle = mark.colour ?? timeline.inks.evidence;
     const [left, right] = [timeline.xOf(mark.start), timeline.xOf(mark.end)];
     if (right < GUTTER_PX || left > timeline.widthPx) continue;
     const { top, bottom } = layout.partOfRank.get(mark.rank) ?? whole;
@@ -278,11 +278,11 @@ function paintFindings(timeline) {
   clipTo(ctx, GUTTER_PX, RULER_PX, timeline.widthPx, timeline.headPx);
   for (const mark of timeline.findings) {
     const left = timeline.xOf(mark.start);
-    const right = Math.max(timeline.xOf(mark.end), left + 3);
+    const right = Math.max(timeline.xOf(mark.end), left + (mark.colour ? 0.5 : 3));
     if (right < GUTTER_PX || left > timeline.widthPx) continue;
     const y = RULER_PX + mark.row * FINDING_PX;
-    ctx.fillStyle = inks.evidence;
-    ctx.globalAlpha = mark.key === timeline.finding ? 1 : 0.65;
+    ctx.fillStyle = mark.colour ?? inks.evidence;
+    ctx.globalAlpha = mark.colour || mark.key === timeline.finding ? 1 : 0.65;
     ctx.fillRect(left, y, right - left, FINDING_PX - 2);
     ctx.globalAlpha = 1;
   }

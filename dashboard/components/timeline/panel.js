@@ -127,7 +127,7 @@ class Panel {
     const close = make("button", { class: "close", "aria-label": "Close the finding", onclick: () => this.timeline.clearSelection() }, "×");
     const place = mark.rank === null ? "" : `rank ${mark.rank} · `;
     const time = `${place}${durationText(mark.end - mark.start)} from ${momentText(mark.start)}`;
-    const head = make("header", {}, make("h4", {}, `${mark.severity} ${mark.finding}`), close);
+    const head = make("header", {}, make("h4", {}, `${mark.severity} ${mark.finding}`.trim()), close);
     this.details.replaceChildren(head, make("p", {}, mark.title), make("p", {}, time));
   }
 

@@ -16,6 +16,8 @@ from tracekit.report.charts.communication import (
     wait_matrix,
 )
 from tracekit.report.charts.contention import concurrent_time, delayed_preparation, slowdowns
+from tracekit.report.charts.critical_path import COLOURS as PATH_COLOURS
+from tracekit.report.charts.critical_path import critical_path, path_parts
 from tracekit.report.charts.memory import block_lifetimes, memory_over_time, reserved_memory, segment_map
 from tracekit.report.charts.parallelism import (
     axis_communication,
@@ -43,6 +45,7 @@ __all__ = [
     "MAX_SLICES",
     "MEASURES",
     "PARTS",
+    "PATH_COLOURS",
     "REPEATED",
     "SAVING",
     "axis_communication",
@@ -53,6 +56,7 @@ __all__ = [
     "communication_parts",
     "comparison",
     "concurrent_time",
+    "critical_path",
     "delayed_preparation",
     "expert_heatmap",
     "expert_pair_heatmap",
@@ -60,6 +64,7 @@ __all__ = [
     "memory_by_strategy",
     "memory_over_time",
     "mesh_map",
+    "path_parts",
     "pipeline_step",
     "potential_savings",
     "rank_activity",

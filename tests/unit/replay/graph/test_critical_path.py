@@ -102,7 +102,7 @@ def test_the_parts_tile_the_step_and_the_owners_add_up(path):
         assert parts["dur_ns"].sum() == found.step_ns
         assert (parts["dur_ns"] > 0).all()
     assert found.shares["dur_ns"].sum() == found.step_ns
-    assert found.shares["share_ratio"].sum() == pytest.approx(1)
+    assert found.shares["step_ratio"].sum() == pytest.approx(1)
     assert found.parts["name"].null_count() == 0
 
 

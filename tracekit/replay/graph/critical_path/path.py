@@ -18,7 +18,7 @@ from tracekit.replay.graph.nodes import HOST
 
 FACTS = dependency_graph.FACTS
 """The facts of a critical path, measured in one pass over the traces."""
-SHARES = schema.columns("rank kind name unit state count dur_ns share_ratio", state=pl.String)
+SHARES = schema.columns("rank kind name unit state count dur_ns step_ratio", state=pl.String)
 SLACK = schema.columns("rank kind name unit count dur_ns slack_ns")
 HOST_CALLS = "host calls"
 """The name in `slack` of a host's calls to the device, which have no name in the graph."""
@@ -59,13 +59,13 @@ class CriticalPath:
         sums = self.compact.group_by(keys, maintain_order=True).agg(
             pl.len().cast(pl.Int64).alias("count"), pl.col("dur_ns").sum()
         )
-        shares = sums.with_columns(share_ratio=pl.col("dur_ns") / max(self.step_ns, 1))
+        shares = sums.with_columns(step_ratio=pl.col("dur_ns") / max(self.step_ns, 1))
         return schema.select(shares.sort("dur_ns", descending=True, maintain_order=True), SHARES)
 
     def shares_by(self, *keys: str) -> pl.DataFrame:
-        """Return the time of the path by columns of its parts: those, dur_ns and share_ratio; the largest first."""
+        """Return the time of the path by columns of its parts: those, dur_ns and step_ratio; the largest first."""
         sums = self.parts.group_by(keys, maintain_order=True).agg(pl.col("dur_ns").sum())
-        shares = sums.with_columns(share_ratio=pl.col("dur_ns") / max(self.step_ns, 1))
+        shares = sums.with_columns(step_ratio=pl.col("dur_ns") / max(self.step_ns, 1))
         return shares.sort("dur_ns", descending=True, maintain_order=True)
 
 

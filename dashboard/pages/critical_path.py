@@ -1,0 +1,76 @@
+"""Critical path: what one step waited for over all ranks, who owns its time, and the slack of everything else."""
+
+import streamlit as st
+
+from dashboard import widgets
+from dashboard.pages.page import Needs, Page
+from dashboard.run_store import OpenRun, critical_path, tables
+from dashboard.run_store.critical_path import CriticalPath
+from dashboard.url_state import bind
+from tracekit.errors import TracekitError
+from tracekit.model import units
+from tracekit.report import charts
+
+_MOST_ROWS = 400
+
+
+def show(run: OpenRun) -> None:
+    """Draw the path of one step with its owners, and what is not on it."""
+    step = _choose(run)
+    try:
+        with st.spinner("Walking back from the end of the step"):
+            found = critical_path.explained(run, step)
+    except TracekitError as error:
+        st.info(widgets.plain(str(error)))
+        return
+    _numbers(found)
+    for doubt in found.doubts:
+        st.caption(widgets.plain(doubt))
+    _chart(run, found)
+    st.subheader("Owners of the path")
+    widgets.frame(widgets.drop_empty(found.shares.head(_MOST_ROWS)), key="critical-path-owners")
+    st.subheader("Not on the path")
+    st.caption("Slack: how much later the work can end without delaying the step; the least of its pieces.")
+    widgets.frame(widgets.drop_empty(found.slack.head(_MOST_ROWS)), key="critical-path-slack")
+
+
+def _choose(run: OpenRun) -> int | None:
+    """Return the step to explain; None is the representative one, which is also that of a run without marked steps."""
+    steps = run.table(tables.BREAKDOWN_BY_STEP)
+    known = steps["step"].drop_nulls().unique().sort().to_list()
+    if not known:
+        return None
+    representative = tables.representative_step(steps.filter(steps["step"].is_not_null()))
+    default = representative["step"] if representative else known[0]
+    chosen: int = st.selectbox("Step", known, key=bind("step", known, default), width=160)
+    return chosen
+
+
+def _numbers(found: CriticalPath) -> None:
+    kinds = dict(found.shares_by("kind").select("kind", "step_ratio").rows())
+    most = found.shares_by("rank").row(0, named=True)
+    widgets.numbers(
+        {
+            f"Step, on rank {found.rank}": units.duration(found.step_ns),
+            **{kind.capitalize(): units.share(ratio) for kind, ratio in list(kinds.items())[:4]},
+            f"On rank {most['rank']}": units.share(most["step_ratio"]),
+        }
+    )
+
+
+def _chart(run: OpenRun, found: CriticalPath) -> None:
+    st.subheader("Path, first to last")
+    parts = critical_path.placed_parts(run, found)
+    clicked = widgets.clickable(charts.critical_path(parts, found.start_ns), key=f"critical-path-{run.entry.name}")
+    if clicked is None:
+        st.caption(
+            "Each bar is in the row of the rank that owns the time: its kernel or collective, its host, or its idle "
+            "device. Drag to zoom, click a bar to show it in the timeline."
+        )
+    elif st.button(f"Show rank {clicked[0]} in the timeline", key="critical-path-show"):
+        st.session_state[widgets.SHOWN_PATH] = {"run": run.entry.name, "step": found.step}
+        moment = {"rank": clicked[0], "start_ns": clicked[1], "dur_ns": clicked[2], "window": found.window}
+        widgets.show_moment(run.entry, moment)
+
+
+PAGE = Page.described_by(__doc__, "criticalpath", show, Needs.WORK)

@@ -1,0 +1,26 @@
+"""The critical path of an open run, as `tracekit critical-path` gives it. Each raises TracekitError."""
+
+import polars as pl
+
+from dashboard.run_store import OpenRun
+from tracekit.model.run import Run
+from tracekit.replay.graph.critical_path import path
+from tracekit.replay.graph.critical_path.path import CriticalPath
+from tracekit.sync import alignment
+
+__all__ = ["CriticalPath"]
+
+
+def explained(run: OpenRun, step: int | None = None) -> CriticalPath:
+    """Return the critical path of a step, by default of the representative one."""
+    return run.cached(("critical path", step), lambda of: path.critical_path(of, step))
+
+
+def placed_parts(run: OpenRun, found: CriticalPath) -> pl.DataFrame:
+    """Return the compact parts of a path with window and trace_start_ns, their start on the clock of their trace."""
+
+    def placed(of: Run) -> pl.DataFrame:
+        rows = found.compact.with_columns(window=pl.lit(found.window, pl.Int64), trace_start_ns="start_ns")
+        return alignment.on_trace_clock(rows, of.offsets, ("trace_start_ns",))
+
+    return run.compute(placed)
