@@ -7,7 +7,7 @@ import pytest
 
 import tracekit
 from tests.support.cli_runner import tracekit as tracekit_command
-from tests.unit.simulate.jobs import job
+from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit import conventions
 from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.stragglers import Straggler, UnevenRanks
@@ -45,6 +45,17 @@ def test_slow_ranks_are_one_finding(
     assert found.severity.label == "warning"
     assert found.message.startswith(starts)
     assert "Potential saving by replay" in found.message
+
+
+@pytest.mark.parametrize(("fault", "found"), [("late-node", [tuple(range(8, 16))]), ("slow-rank:8:1.3", [])])
+def test_a_late_node_with_several_ranks_of_each_process_group_is_one_finding(
+    tmp_path: Path, fault: str, found: list[tuple[int, ...]]
+) -> None:
+    # Of each data-parallel group, ranks r, r + 4, r + 8 and r + 12, two ranks are on node 1; no tensor-parallel group
+    # is on both nodes.
+    written(pipelined(16, tp=4, layers=1, micro_batches=2, steps=3), tmp_path, fault)
+    report = tracekit.check(tracekit.load(tmp_path, cache=False), (LateGroup(),))
+    assert [each.ranks for each in report.findings] == found
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])

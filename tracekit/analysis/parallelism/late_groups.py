@@ -28,7 +28,8 @@ def groups(run: Run) -> pl.DataFrame:
     group; empty where single ranks arrive late. A group is at most half of the ranks of a collective. If it were not
     late, the others would wait less: until the last of them arrives. That time must be twice as long as for any single
     rank, in three collectives and two steps or more. Ranks may also be late each in a process group of its own, such
-    as those of a node whose collectives with other nodes have one rank per node: then none of them may wait itself.
+    as those of a node whose collectives with other nodes have one rank per node, or a few: then none of them may wait
+    itself.
     All ranks of a pipeline stage are no group: how long stages take is what PIPE002 judges.
     """
     arrivals = run.run_table(judged_arrivals)
@@ -37,6 +38,7 @@ def groups(run: Run) -> pl.DataFrame:
     parallel = _in_parallel_groups(run, waits)
     found = [each for each in joint if _is_late_together(arrivals, each)]
     found += [each for each in [*joint, *parallel] if _is_late_in_parallel(arrivals, waits, each)]
+    found += [each for each in parallel if _is_not_waiting(waits, each) and _is_late_together(arrivals, each)]
     members = max(found, key=lambda group: (lead_ns(arrivals, group), -len(group)), default=[])
     if rank_places.is_of_stages(run, members):
         members = []
