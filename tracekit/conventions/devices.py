@@ -30,30 +30,36 @@ _KINETO_DTYPES = MappingProxyType(
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device: its peak in operations per second by element type, and its memory bandwidth in bytes/s."""
+    """A kind of device: its peak in operations per second by element type, and its bandwidths in bytes/s.
+
+    `link_bytes_per_s` is what all its links inside a node carry in one direction together, half of what a datasheet
+    states for NVLink; None where not all of its machines have such links.
+    """
 
     name: str
     pattern: str
     """A regular expression that finds the device's name as the driver writes it."""
     peaks: Mapping[str, float]
     memory_bytes_per_s: float
+    link_bytes_per_s: float | None = None
 
     def peak(self, dtype: str) -> float | None:
         """Return the peak of matrix products of an element type (FP64 … INT8); None where the device has none."""
         return self.peaks.get(dtype)
 
 
-def _device(name: str, pattern: str, gigabytes_per_s: float, **teraflops: float) -> Device:
+def _device(name: str, pattern: str, gigabytes_per_s: float, link: float | None = None, **teraflops: float) -> Device:
     peaks = {dtype: rate * 1e12 for dtype, rate in teraflops.items()}
     if BF16 in peaks:
         peaks.setdefault(FP16, peaks[BF16])
-    return Device(name, pattern, MappingProxyType(peaks), gigabytes_per_s * 1e9)
+    link_bytes_per_s = None if link is None else link * 1e9
+    return Device(name, pattern, MappingProxyType(peaks), gigabytes_per_s * 1e9, link_bytes_per_s)
 
 
 DEVICES = (
-    _device("v100-sxm", r"V100-SXM", 900, fp64=7.8, fp32=15.7, fp16=125),
+    _device("v100-sxm", r"V100-SXM", 900, link=150, fp64=7.8, fp32=15.7, fp16=125),
     _device("v100-pcie", r"V100", 900, fp64=7, fp32=14, fp16=112),
-    _device("a100-80-sxm", r"A100-SXM\d?-80GB", 2039, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
+    _device("a100-80-sxm", r"A100-SXM\d?-80GB", 2039, link=300, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
     _device("a100-80-pcie", r"A100(-PCIE| )?-?80GB", 1935, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
     _device("a100-40", r"A100", 1555, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
     _device("a30", r"A30\b", 933, fp64=10.3, fp32=10.3, tf32=82, bf16=165, int8=330),
@@ -64,11 +70,11 @@ DEVICES = (
     _device("rtx-4090", r"RTX 4090", 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp8=330.3, int8=660.6),
     _device("h100-pcie", r"H100 PCIe", 2000, fp64=51, fp32=51, tf32=378, bf16=756, fp8=1513, int8=1513),
     _device("h100-nvl", r"H100 NVL", 3900, fp64=60, fp32=60, tf32=418, bf16=835, fp8=1671, int8=1671),
-    _device("h100-sxm", r"H100", 3350, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
-    _device("h200", r"H200", 4800, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
-    _device("h20", r"H20\b", 4000, fp64=1, fp32=44, tf32=74, bf16=148, fp8=296, int8=296),
-    _device("gb200", r"GB200", 8000, fp64=40, fp32=80, tf32=1250, bf16=2500, fp8=5000, int8=5000),
-    _device("b200", r"B200", 8000, fp64=37, fp32=75, tf32=1125, bf16=2250, fp8=4500, int8=4500),
+    _device("h100-sxm", r"H100", 3350, link=450, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
+    _device("h200", r"H200", 4800, link=450, fp64=67, fp32=67, tf32=494, bf16=989, fp8=1979, int8=1979),
+    _device("h20", r"H20\b", 4000, link=450, fp64=1, fp32=44, tf32=74, bf16=148, fp8=296, int8=296),
+    _device("gb200", r"GB200", 8000, link=900, fp64=40, fp32=80, tf32=1250, bf16=2500, fp8=5000, int8=5000),
+    _device("b200", r"B200", 8000, link=900, fp64=37, fp32=75, tf32=1125, bf16=2250, fp8=4500, int8=4500),
     _device("mi100", r"MI100", 1229, fp64=11.5, fp32=46.1, fp16=184.6, bf16=92.3, int8=184.6),
     _device("mi210", r"MI210", 1638, fp64=45.3, fp32=45.3, bf16=181, int8=181),
     _device("mi250x", r"MI250X", 1638, fp64=47.9, fp32=47.9, bf16=191.5, int8=191.5),  # one of its two devices

@@ -85,8 +85,9 @@ class ExposedTensorParallel(Rule):
 
     What it does: reports runs in which tensor-parallel collectives run without compute for more than
     `max_exposed_ratio` of the step: how much of it is transfer, how much waiting for late ranks, and how long per
-    layer. It is a warning if the transfer alone is that much, or if it is `min_slow_ratio` of the step at a bus
-    bandwidth below `slow_bytes_per_ns` GB/s; else information. Groups across nodes belong to TP001.
+    layer. It is a warning if the transfer alone is that much, or if it is `min_slow_ratio` of the step at a slow bus
+    bandwidth: below `slow_bytes_per_ns` GB/s, or, of collectives of 16 MiB or more, below `min_link_ratio` of what
+    the device's NVLink carries in one direction. Else it is information. Groups across nodes belong to TP001.
 
     Why it costs: the result of an all-reduce of activations is needed at once, so nothing hides it: two all-reduces per
     layer in forward and two in backward.
@@ -109,6 +110,7 @@ class ExposedTensorParallel(Rule):
     max_exposed_ratio: float = 0.2
     min_slow_ratio: float = 0.05
     slow_bytes_per_ns: float = 50.0
+    min_link_ratio: float = 0.25
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the representative step is above the threshold."""
@@ -119,7 +121,7 @@ class ExposedTensorParallel(Rule):
         transfer_ratio = worst["transfer_ns"] / worst["duration_ns"]
         groups = run.run_table(group_axes.group_axes).filter(pl.col("axis") == TP)
         speed = tensor_parallel.bus_bandwidth(run, groups["ranks"].to_list(), inside=False)
-        is_slow = bool(speed) and (speed or 0) < self.slow_bytes_per_ns * 1e9 and transfer_ratio >= self.min_slow_ratio
+        is_slow = transfer_ratio >= self.min_slow_ratio and self._is_slow(run, groups["ranks"].to_list(), speed)
         if worst["exposed_ratio"] <= self.max_exposed_ratio and not is_slow:
             return
         is_warning = is_slow or transfer_ratio > self.max_exposed_ratio
@@ -141,6 +143,15 @@ class ExposedTensorParallel(Rule):
             evidence=_evidence(run, worst),
             is_of_window=worst["step"] is None,
         )
+
+    def _is_slow(self, run: Run, groups: list[list[int]], speed: float | None) -> bool:
+        """Return whether the links are slow by themselves, or for the kind of device."""
+        if speed and speed < self.slow_bytes_per_ns * 1e9:
+            return True
+        full_bytes = tensor_parallel.FULL_RATE_BYTES
+        full_speed = tensor_parallel.bus_bandwidth(run, groups, inside=False, least_bytes=full_bytes)
+        link = tensor_parallel.link_bandwidth(run)
+        return bool(full_speed and link and full_speed < self.min_link_ratio * link)
 
 
 _OVERLAP = (

@@ -3,24 +3,40 @@
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, exposed_communication
+from tracekit.analysis.compute import efficiency
 from tracekit.analysis.parallelism import axis_communication, group_axes, rank_places
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.strategies import TP
 from tracekit.model import schema
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import Fact, Trace
 
 COLUMNS = schema.columns(
     "window rank step calls layers exposed_ns transfer_ns waited_ns per_layer_ns start_ns duration_ns exposed_ratio"
 )
+
+
+def links(trace: Trace) -> pl.DataFrame:
+    """Return the bandwidth of the links inside a node that a device of this kind has: column link_bytes_per_s.
+
+    One row; null where the device or its links are not known (`conventions.devices`).
+    """
+    device = efficiency.device_of(trace.header)
+    return pl.DataFrame({"link_bytes_per_s": [device.link_bytes_per_s if device else None]}, schema=_LINKS)
+
+
+_LINKS = {"link_bytes_per_s": pl.Float64}
 FACTS: tuple[Fact, ...] = (
     *axis_communication.FACTS,
     exposed_communication.exposed,
     exposed_communication.save_collectives,
     rank_places.rank_hosts,
+    links,
 )
 _ACTIVITY = ["window", "rank", "activity_id"]
 _LARGE_BYTES = 1 << 20
+FULL_RATE_BYTES = 16 << 20
+"""Collectives of so many bytes get near to the bandwidth of NVLink; latency dominates smaller ones."""
 _CALLS_PER_LAYER = 2
 """All-reduces of a transformer layer in one direction: after attention and after the feed-forward part."""
 
@@ -75,12 +91,18 @@ def groups_across_nodes(run: Run) -> list[list[int]]:
     return [ranks for ranks in groups if len({node_of.get(rank) for rank in ranks} - {None}) > 1]
 
 
-def bus_bandwidth(run: Run, groups: list[list[int]], *, inside: bool) -> float | None:
+def link_bandwidth(run: Run) -> float | None:
+    """Return the bandwidth of the links inside a node by the kind of device, in bytes/s; None where it is not known."""
+    known = run.table(links)["link_bytes_per_s"].unique().to_list()
+    return known[0] if len(known) == 1 else None
+
+
+def bus_bandwidth(run: Run, groups: list[list[int]], *, inside: bool, least_bytes: int = _LARGE_BYTES) -> float | None:
     """Return the median bus bandwidth of large collectives of groups, or of all others (inside), in bytes per s."""
     chosen = {tuple(sorted(ranks)) for ranks in groups}
     found = run.run_table(collective_instances.instances).drop_nulls("bus_bytes_per_s")
     node_of = rank_places.node_of_rank(run)
-    large = found.filter(pl.col("bytes") >= _LARGE_BYTES).select("ranks", "bus_bytes_per_s")
+    large = found.filter(pl.col("bytes") >= least_bytes).select("ranks", "bus_bytes_per_s")
     rates = [
         rate
         for ranks, rate in large.iter_rows()
