@@ -31,6 +31,11 @@ FEW = """
     1 1  .01...aa.bb..
     2 2  ..0aa1bb.....
 """
+# p = 2, m = 2: weight gradients (in capitals) fill most of the bubble.
+FEW_ZERO_BUBBLE = """
+    0 0  01.aAbB
+    1 1  .0a1bAB
+"""
 # p = 4, m = 1: results take 4 between stages 1 and 2, and 1 over the other links.
 SLOW_LINK = """
     0 0  0.....................aa
@@ -106,11 +111,20 @@ def tensor_parallel(picture: str, *, gpus_per_node: int = 8) -> Run:
     return drawn_traces.run(*traces, hardware={"gpus_per_node": gpus_per_node})
 
 
-def tensor_parallel_trace(picture: str, rank: int) -> Trace:
-    """Return a rank's trace of `picture` with all-reduces of 8 MiB in a group of two."""
-    trace = drawn_traces.trace(picture, rank=rank, scale_ns=1000)
+def linked_by(device: str, bytes_per_s: float) -> Run:
+    """Return two ranks of a kind of device with short all-reduces of 16 MiB at this bus bandwidth."""
+    size_bytes = 16 * MIB
+    cell_ns = round(size_bytes / bytes_per_s * 1e9)
+    traces = [tensor_parallel_trace(LINKED_TP, rank, size_bytes=size_bytes, cell_ns=cell_ns) for rank in (0, 1)]
+    header = {"deviceProperties": [{"id": 0, "name": device}]}
+    return drawn_traces.run(*(trace.replaced(header=header) for trace in traces), hardware={"gpus_per_node": 8})
+
+
+def tensor_parallel_trace(picture: str, rank: int, *, size_bytes: int = 8 * MIB, cell_ns: int = 1000) -> Trace:
+    """Return a rank's trace of `picture` with all-reduces in a group of two."""
+    trace = drawn_traces.trace(picture, rank=rank, scale_ns=cell_ns)
     calls = trace.activities.filter(pl.col("kind") == "communication").select(activity_id="id")
-    described = calls.with_columns(op=pl.lit("all_reduce"), group=pl.lit("1"), sent_bytes=pl.lit(8 * MIB))
+    described = calls.with_columns(op=pl.lit("all_reduce"), group=pl.lit("1"), sent_bytes=pl.lit(size_bytes))
     groups = pl.DataFrame([{"group": "1", "description": "mesh_tp", "ranks": [0, 1]}])
     return trace.replaced(collectives=schema.COLLECTIVES.conform(described), groups=schema.GROUPS.conform(groups))
 
@@ -149,6 +163,11 @@ SHORT_TP = """
     step     00000000000000000000
     compute  aaaaaaaaa.aaaaaaaaaa
     comm     .........x..........
+"""
+LINKED_TP = """
+    step     0000000000000000000000000000000000000000
+    compute  aaaaaaaaa.aaaaaaaaa.aaaaaaaaa.aaaaaaaaa.
+    comm     .........x.........x.........x.........x
 """
 
 EXAMPLES: dict[str, tuple[Callable[[], Run], Callable[[], Run]]] = {

@@ -162,8 +162,9 @@ class FewMicroBatches(Rule):
     """Too few micro-batches for the length of the pipeline.
 
     What it does: reports pipelines whose schedule itself leaves ranks idle for more than `max_bubble_ratio` of the
-    time, even with equal stages and no delay between ranks. It says what twice the micro-batches, or two stages a rank,
-    would leave, and the memory that costs.
+    time, even with equal stages and no delay between ranks. With fewer than `few_per_rank` micro-batches for each rank
+    of the pipeline, `few_bubble_ratio` is enough: interleaved and zero-bubble schedules have smaller bubbles. It says
+    what twice the micro-batches, or two stages a rank, would leave, and the memory that costs.
 
     Why it costs: a pipeline of p ranks fills and drains once per step: p − 1 of m + p − 1 parts of the time are idle.
 
@@ -181,15 +182,17 @@ class FewMicroBatches(Rule):
     code: ClassVar[str] = "PIPE003"
     facts: ClassVar[tuple[Fact, ...]] = FACTS
     max_bubble_ratio: float = 0.33
+    few_per_rank: float = 1.5
+    few_bubble_ratio: float = 0.1
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the schedule's own bubble is above the threshold."""
         if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
             return
         worst = median_row(_passes(run), "even_ratio", "duration_ns")
-        if worst["even_ratio"] <= self.max_bubble_ratio:
-            return
         p, v, m = worst["pipeline_ranks"], worst["stages_per_rank"], worst["micro_batches"]
+        if worst["even_ratio"] <= (self.few_bubble_ratio if m < self.few_per_rank * p else self.max_bubble_ratio):
+            return
         cost_ns = worst["even_ns"] // 2
         after = worst["even_ratio"] / (2 - worst["even_ratio"])
         yield Finding(

@@ -44,6 +44,12 @@ def test_twice_the_micro_batches_save_half_of_the_bubble_of_the_schedule():
     assert "4 micro-batches" in found.message
 
 
+def test_a_schedule_with_small_bubbles_does_not_hide_few_micro_batches():
+    (found,) = judge(drawn_pipelines.run(pipeline_examples.FEW_ZERO_BUBBLE), "PIPE003")
+    assert "2 micro-batches are few for 2 pipeline ranks" in found.message
+    assert judge(pipeline_examples.even(), "PIPE003") == ()  # three micro-batches for two ranks
+
+
 def test_a_gradient_reduction_per_micro_batch_is_no_zero_1():
     (found,) = judge(pipeline_examples.sharded(per_micro_batch=True), "PIPE004")
     assert "3 of 3 micro-batches" in found.message
@@ -65,6 +71,22 @@ def test_exposed_tensor_parallel_time_is_stated_per_layer():
     (found,) = judge(pipeline_examples.tensor_parallel(pipeline_examples.EXPOSED_TP))
     assert (found.code, found.cost_ns) == ("TP002", 8000)
     assert "8 µs for each of 1 layers" in found.message
+
+
+@pytest.mark.parametrize(
+    ("device", "gigabytes_per_s", "codes"),
+    [
+        ("NVIDIA H100 80GB HBM3", 60, ["TP002"]),
+        ("NVIDIA H100 80GB HBM3", 200, []),
+        ("NVIDIA A100-SXM4-80GB", 100, []),
+        ("NVIDIA A100-SXM4-80GB", 60, ["TP002"]),
+        ("NVIDIA H100 PCIe", 60, []),  # two devices may have a bridge between them, or not
+        ("NVIDIA H100 PCIe", 40, ["TP002"]),
+    ],
+)
+def test_links_are_slow_for_their_kind_of_device(device: str, gigabytes_per_s: float, codes: list[str]):
+    found = judge(pipeline_examples.linked_by(device, gigabytes_per_s * 1e9))
+    assert [each.code for each in found] == codes
 
 
 def test_exposed_communication_points_to_the_rule_on_tensor_parallelism():
