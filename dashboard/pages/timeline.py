@@ -3,9 +3,9 @@
 import hashlib
 import math
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import polars as pl
 import streamlit as st
@@ -19,19 +19,20 @@ from dashboard.components.timeline.timeline_store import OpenTimeline
 from dashboard.findings import Findings
 from dashboard.pages.page import Needs, Page
 from dashboard.run_catalog import RunEntry
-from dashboard.run_store import critical_path
+from dashboard.run_store import critical_path, tables
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
 from tracekit.report import timeline as tiles
 
 FROM, TO, FINDING = "from", "to", "finding"
-SENT_ONCE = ("tracks", "kinds", "unit_ranks")
+SENT_ONCE = ("tracks", "kinds", "unit_ranks", "places")
 """Parts of a scene that are sent to the browser only once: with many ranks they are long."""
 NO_FINDING = "none (the top track marks all of them)"
 FIRST_PIXELS = 1200
 MAX_PIXELS = 8000
 MAX_ROWS = 200
+SHORT_NAMES = {"dp_replicate": "repl", "dp_shard": "shard", "dp_shard_of_experts": "shard_e"}
 AUTO_CHECK_BYTES = 24 << 20
 _CONTEXT_RATIO = 1.5  # of a moment's duration, shown on both sides
 _CONTEXT_NS = 2_000
@@ -54,6 +55,31 @@ class Jump:
         return {**span, "track": self.track, "finding": self.finding, "nonce": nonce}
 
 
+RankCoordinates: TypeAlias = Mapping[int, Mapping[str, tuple[int, int]]]
+"""Of each rank and axis of the mesh the number of its group, and its place there: see `tables.mesh_coordinates`."""
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """The order of ranks from the top: by number, or the groups of an axis one after another."""
+
+    axis: str | None = None
+    coordinates: RankCoordinates = field(default_factory=dict)
+
+    def sorted(self, tracks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return the tracks in this order; ranks outside the mesh come last."""
+        last = (len(self.coordinates), 0)
+        return sorted(tracks, key=lambda track: self.coordinates.get(track["rank"], {}).get(self.axis or "", last))
+
+    def places(self) -> dict[int, str]:
+        """Return the place of each rank along the axes, such as "pp 1 · tp 0", with short names of axes."""
+        texts = {
+            rank: [f"{SHORT_NAMES.get(axis, axis)} {at}" for axis, (_, at) in of.items()]
+            for rank, of in self.coordinates.items()
+        }
+        return {rank: escaping.inert(" · ".join(parts), message.MAX_NAME) for rank, parts in texts.items()}
+
+
 def show(entry: RunEntry) -> None:
     """Draw all ranks of the run, or show why that is impossible."""
     opened = widgets.try_reading(entry, _open, "Opening the timeline of")
@@ -66,9 +92,11 @@ def show(entry: RunEntry) -> None:
     by_key = _findings(entry)
     key = _key(entry, opened.window)
     chosen = _choose_finding(by_key, key)
+    order = _choose_order(_coordinates(entry, by_key), key)
+    key = f"{key}-{order.axis}" if order.axis else key  # the browser gets the tracks of a component once
     jump = _jump(entry, opened, by_key, chosen, key)
     marks = [*_path_marks(entry, opened, key), *message.findings(opened.scene, opened.window, by_key)]
-    _canvas(opened, marks, jump, key)
+    _canvas(opened, order, marks, jump, key)
     if chosen in by_key:
         findings.show(by_key[chosen], run_store.open_run(entry), key=chosen)
     with st.expander("Perfetto and offline use"):
@@ -91,6 +119,28 @@ def _path_marks(entry: RunEntry, opened: OpenTimeline, key: str) -> list[dict[st
         st.caption(widgets.plain(f"The critical path is not shown: {error}"))
         return []
     return message.path_marks(opened.scene, found.compact) if found.window == opened.window else []
+
+
+def _coordinates(entry: RunEntry, by_key: Findings) -> RankCoordinates:
+    """Return the places of ranks in the mesh that the manifest states; else, of a checked run, as its traces say."""
+    groups = tables.mesh_groups(run_store.load(entry).run.manifest)
+    if not groups and by_key:
+        named = run_store.open_run(entry).table(tables.GROUP_AXES).drop_nulls(["axis", "ranks"])
+        for axis, ranks in named.select("axis", "ranks").unique(maintain_order=True).iter_rows():
+            groups.setdefault(axis, []).append(ranks)
+    # Along a single group of all ranks, the place of a rank is its number.
+    return tables.mesh_coordinates(groups) if any(len(listed) > 1 for listed in groups.values()) else {}
+
+
+def _choose_order(coordinates: RankCoordinates, key: str) -> RankOrder:
+    """Let a person group the ranks by an axis of the mesh."""
+    axes = list(dict.fromkeys(axis for place in coordinates.values() for axis in place))
+    if not axes:
+        return RankOrder()
+    chosen = st.selectbox(
+        "Order of ranks", ["by number", *(f"by groups of {axis}" for axis in axes)], key=f"order-{key}"
+    )
+    return RankOrder(chosen.removeprefix("by groups of ") if chosen != "by number" else None, coordinates)
 
 
 def _key(entry: RunEntry, window: int) -> str:
@@ -207,7 +257,7 @@ def _at(opened: OpenTimeline, spans: pl.DataFrame, finding: str | None = None) -
 
 
 @st.fragment
-def _canvas(opened: OpenTimeline, marks: list[dict[str, Any]], jump: Jump | None, key: str) -> None:
+def _canvas(opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]], jump: Jump | None, key: str) -> None:
     """Show the timeline and answer the browser's requests. Zooming reruns only this."""
     state: Mapping[str, Any] = st.session_state.get(key) or {}
     nonce = _nonce(jump, key)
@@ -215,7 +265,8 @@ def _canvas(opened: OpenTimeline, marks: list[dict[str, Any]], jump: Jump | None
     finding = _marked(state.get("finding"), marks, key)
     obeyed = (state.get("view") or {}).get("lastJump")
     has_scene = bool(view.seq)  # a browser that reports a view has received the scene
-    data = {name: value for name, value in opened.header.items() if name not in SENT_ONCE or not has_scene} | {
+    header = opened.header | {"tracks": order.sorted(opened.header["tracks"]), "places": order.places()}
+    data = {name: value for name, value in header.items() if name not in SENT_ONCE or not has_scene} | {
         "view": {"from": view.start_ns, "to": view.end_ns},
         "findings": marks,
         "finding": finding,

@@ -95,6 +95,7 @@ SAVES, SAVES_BY_RANK, SAVE_STAGES = _across(saves.by_save), _across(saves.by_ran
 SAVE_CRITICAL_PATH = _across(stalls.parts)
 
 KERNEL_KEYS, OPERATOR_KEYS, HOST_KINDS = kernel_totals.KEYS, ops.KEYS, ops.KINDS
+mesh_coordinates, mesh_groups = mesh.coordinates, mesh.groups_of
 operators = ops.ops
 planning_inputs = planning.planning_inputs
 rank_totals = rank_timelines.totals

@@ -160,6 +160,17 @@ def test_rows_deeper_than_a_track_has_room_for_stand_on_no_other_track(page):
     assert heights[0]["y"] + heights[0]["heightPx"] < heights[2]["y"]
 
 
+def test_a_rank_is_labelled_with_its_place_in_the_mesh(page):
+    layout = (Path(timeline.__file__).parent / "layout.js").read_text()
+    tracks = [{"track": n, "rank": n, "group": "host", "label": "", "role": "host", "rows": 1} for n in (0, 1)]
+    labels = page.evaluate(
+        f"tracks => {{ {layout}; const at = new Layout(tracks, [], {{ 1: 'pp 1' }});"
+        "return at.lines.filter((line) => line.type === 'rank').map((line) => line.label); }",
+        tracks,
+    )
+    assert labels == ["rank 0", "rank 1 · pp 1"]
+
+
 def test_a_click_shows_details_arrows_link_slices_and_a_search_steps_through_matches(page, server):
     shown = _open(page, server, recorded.GOOD)
     at_ns = int(0.3 * STEP_NS)

@@ -9,8 +9,9 @@ const STRIP_PX = 18;
 const MAX_OPEN_HOSTS = 2;
 
 class Layout {
-  /** `tracks` from top to bottom; `unitRanks`: the ranks that have bands of units. */
-  constructor(tracks, unitRanks) {
+  /** `tracks` from top to bottom; `unitRanks`: the ranks that have bands of units; `places` of ranks in the mesh. */
+  constructor(tracks, unitRanks, places = {}) {
+    this.places = places;
     this.ranks = new Map();
     for (const track of tracks) {
       const groups = entry(this.ranks, track.rank, () => new Map());
@@ -40,11 +41,15 @@ class Layout {
     this.heightPx = 0;
     for (const [rank, groups] of this.ranks) {
       const part = entry(this.partOfRank, rank, () => ({ top: this.heightPx }));
-      this.add({ type: "rank", key: rankKey(rank), rank, label: rankKey(rank) }, RANK_PX);
+      this.add({ type: "rank", key: rankKey(rank), rank, label: this.rankLabel(rank) }, RANK_PX);
       if (this.folded.has(rankKey(rank))) this.addStrip(rank, groups);
       else this.addGroups(rank, groups);
       part.bottom = this.heightPx;
     }
+  }
+
+  rankLabel(rank) {
+    return this.places[rank] ? `${rankKey(rank)} · ${this.places[rank]}` : rankKey(rank);
   }
 
   addGroups(rank, groups) {

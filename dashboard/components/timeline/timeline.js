@@ -46,7 +46,7 @@ class Timeline {
     this.tracks = new Map(data.tracks.map((track) => [track.track, track]));
     this.roles = data.tracks.map((track) => track.role);
     this.kinds = data.kinds;
-    this.layout = new Layout(data.tracks, data.unit_ranks);
+    this.layout = new Layout(data.tracks, data.unit_ranks, data.places);
     this.view = withinRun(data.view, this.spanNs);
     this.tile = this.whole = null;
     this.seq = data.tile.seq;

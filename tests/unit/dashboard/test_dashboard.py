@@ -190,6 +190,27 @@ def test_a_moment_chosen_on_another_page_is_shown_on_the_clock_of_the_run(runs):
     assert next(track for track in message["tracks"] if track["track"] == message["go"]["track"])["rank"] == 1
 
 
+def test_ranks_are_named_and_grouped_by_their_places_in_the_mesh():
+    shown = page("timeline", Path(__file__).parents[3] / "sample_traces" / "parallelism" / "pipeline-interleaved")
+    assert not shown.exception
+    by_number = _message(shown)
+    assert by_number["places"]["3"] == "pp 1 · repl 1"
+    assert list(dict.fromkeys(track["rank"] for track in by_number["tracks"])) == [0, 1, 2, 3]
+    order = next(box for box in shown.selectbox if box.label == "Order of ranks")
+    assert order.options == ["by number", "by groups of pp", "by groups of dp_replicate"]
+    order.select("by groups of pp").run()
+    assert not shown.exception
+    by_pipeline = _message(shown)
+    assert list(dict.fromkeys(track["rank"] for track in by_pipeline["tracks"])) == [0, 2, 1, 3]
+    assert sorted(track["track"] for track in by_pipeline["tracks"]) == [t["track"] for t in by_number["tracks"]]
+
+
+def test_ranks_outside_a_mesh_are_in_the_order_of_their_numbers(runs):
+    shown = page("timeline", runs / recorded.GOOD)
+    assert "Order of ranks" not in {box.label for box in shown.selectbox}
+    assert _message(shown)["places"] == {}
+
+
 def test_names_reach_the_timeline_inert_and_short(runs):
     message = _message(page("timeline", runs / recorded.HOSTILE))
     names = [*message["tile"]["names"], *(track["label"] for track in message["tracks"])]

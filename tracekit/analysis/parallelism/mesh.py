@@ -64,6 +64,20 @@ def mesh_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     return {axis: _along(mesh.shape, at) for at, axis in enumerate(mesh.axes) if mesh.shape[at] > 1}
 
 
+def coordinates(groups: Mapping[str, Sequence[Sequence[int]]]) -> dict[int, dict[str, tuple[int, int]]]:
+    """Return of each rank and axis the number of its group and its place in the group; `groups` as of `groups_of`.
+
+    >>> coordinates({"pp": [[0, 2], [1, 3]]})
+    {0: {'pp': (0, 0)}, 2: {'pp': (0, 1)}, 1: {'pp': (1, 0)}, 3: {'pp': (1, 1)}}
+    """
+    found: dict[int, dict[str, tuple[int, int]]] = {}
+    for axis, listed in groups.items():
+        for number, ranks in enumerate(listed):
+            for place, rank in enumerate(ranks):
+                found.setdefault(rank, {})[axis] = (number, place)
+    return found
+
+
 def _along(shape: Sequence[int], at: int) -> list[list[int]]:
     stride, size = math.prod(shape[at + 1 :]), shape[at]
     firsts = [rank for rank in range(math.prod(shape)) if rank // stride % size == 0]
