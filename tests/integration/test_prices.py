@@ -154,6 +154,18 @@ def test_kernels_that_fill_the_device_meet_in_a_replay_without_late_ranks_as_in_
     assert saved_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
 
 
+def test_pauses_after_one_call_count_whole_where_it_waits_in_another_step(tmp_path):
+    # Rank 1 pauses 5.5 ms after each of its cudaDeviceSynchronize, which find the device idle in two of three steps.
+    # After the calls that read values it pauses for 0.6 ms: what is typical of those says nothing about these.
+    folder = FOLDER.parent / "merged_ddp_mi300_4ranks"
+    job = perturbation_graph.load(folder.glob("*.json.gz"))
+    troubles.blocking_pause(job, 0.12, random.Random(f"{folder.name} blocking pause of one rank 0.12 311"))
+    (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
+    before = tracekit.check(tracekit.load(folder))
+    saved_ns = found.cost_ns - cost_attribution.saved_by(before, found.removals)
+    assert saved_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.1)
+
+
 def test_kernels_that_wait_for_room_start_in_a_replay_as_recorded():
     run = tracekit.load(FOLDER)
     (graph,) = savings.graphs_of(run)

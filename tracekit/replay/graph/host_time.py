@@ -79,6 +79,15 @@ def calls(trace: Trace) -> Calls:
     return Calls(ids, start, end, gap_ns, own, state, **flags, step=found["step"], phase=found["phase"])
 
 
+def call_names(trace: Trace, calls: Calls) -> pl.Series:
+    """Return the name of each call with that of the op around it, shape (n,)."""
+    ops = trace.ops.select("id", "name", "parent_id").unique("id")
+    found = pl.DataFrame({"id": calls.id}).join(ops, on="id", how="left", maintain_order="left")
+    parents = trace.ops.filter(pl.col("kind") == "cpu_op").select(parent_id="id", parent="name").unique("parent_id")
+    named = found.join(parents, on="parent_id", how="left", maintain_order="left")
+    return named.select(pl.concat_str(pl.col("parent").fill_null(""), "name", separator=" / ")).to_series()
+
+
 def _begin(trace: Trace, start: Ints) -> Ints:
     """Return when the recording of the launching threads begins, at most the first call's start; shape (1,)."""
     began = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi")["start_ns"].to_numpy()

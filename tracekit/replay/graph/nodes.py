@@ -16,8 +16,8 @@ NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "node": pl.Int64, "what": pl.Int8, "ref": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "kind": pl.String,
     "name": pl.String, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "span": pl.String,
     "start_ns": pl.Int64, "end_ns": pl.Int64, "chain": pl.Int64, "chain_ns": pl.Int64, "launch": pl.Int64,
-    "launch_ns": pl.Int64, "own_ns": pl.Int64, "host_state": pl.Int8, "recomputed": pl.Boolean, "kernel": pl.UInt64,
-    "grid_id": pl.UInt64, "room_ns": pl.Int64, "is_late": pl.Boolean,
+    "launch_ns": pl.Int64, "own_ns": pl.Int64, "host_state": pl.Int8, "call": pl.String,
+    "recomputed": pl.Boolean, "kernel": pl.UInt64, "grid_id": pl.UInt64, "room_ns": pl.Int64, "is_late": pl.Boolean,
     "stall_ns": pl.Int64, "paused_ns": pl.Int64, "slowed_ns": pl.Int64,
     "gap_ns": pl.Array(pl.Int64, host_time.STATE_COUNT),
 }  # fmt: skip

@@ -38,7 +38,8 @@ def nodes(trace: Trace) -> pl.DataFrame:
     name (of an activity), step, phase, unit, span, start_ns, end_ns (as recorded: only used for the window's start,
     host times and order), chain (the previous node of its thread or stream; -1: none), chain_ns (the minimum time
     between them), launch (the host call; -1: unknown), launch_ns (the time after it), own_ns (its duration, without
-    waiting where the awaited work is known), host_state (of a host call: index into HOST_STATES; -1), recomputed,
+    waiting where the awaited work is known), host_state (of a host call: index into HOST_STATES; -1), call (its
+    name and that of the op around it), recomputed,
     kernel (equal for the same work), grid_id (equal for kernels of one name, grid and block), room_ns (how long before
     its end a kernel that fills the device lets others start; -1), is_late (a kernel that could have started 50 µs or
     more before), stall_ns (by how much a device stall delays its start: part of chain_ns, launch_ns
@@ -127,6 +128,7 @@ def _on_device(trace: Trace) -> TraceGraph:
             "chain_ns": calls.gap_ns.sum(axis=1),
             "own_ns": own,
             "host_state": pl.Series(calls.state, dtype=pl.Int8),
+            "call": host_time.call_names(trace, calls),
             "gap_ns": pl.Series(calls.gap_ns, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
         }
     )

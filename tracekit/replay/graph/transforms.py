@@ -286,8 +286,8 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     """Return the host's pauses between one of the calls that waited and the next launch, beyond the usual time.
 
     Time inside ops is not a pause: they launch what is needed. After a call that found the device idle, a pause counts
-    for as long as those after waits take, for such a call alone delays nothing. So does one after a call in the middle
-    of a pause: Python that runs for long before the call, too, runs for other reasons than the call.
+    for as long as those after waits in such a call take, for it alone delays nothing. So does one after a call in the
+    middle of a pause: Python that runs for long before the call, too, runs for other reasons than the call.
     """
     on_host = np.asarray(graph.column("what") == HOST)
     previous = np.clip(graph.chain[: graph.count], 0, graph.count - 1)
@@ -298,9 +298,22 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     drained = _is_drained(graph, calls)
     pauses_ns = np.where(is_next & drained[previous], beyond_ns, 0)
     pauses_ns = _without_other_python(pauses_ns, beyond_ns, drained, previous)
-    typical_ns = _mean_by_time(pauses_ns)
+    typical_ns = _typical_ns(graph, pauses_ns, previous)
     idle_ns = np.where(is_next & _finds_idle(graph, calls)[previous], np.minimum(beyond_ns, typical_ns), 0)
     return np.maximum(pauses_ns, idle_ns)
+
+
+def _typical_ns(graph: Graph, pauses_ns: Ints, previous: Ints) -> Ints:
+    """Return how long pauses after waits in the call before each node typically take: on its rank, else in all calls.
+
+    One call may read a value, another one wait for a batch: what the host does after them differs.
+    """
+    exact = pl.Series("pause_ns", pauses_ns).cast(pl.Float64)
+    rows = graph.frame.select("rank", pl.Series("call", graph.frame["call"].gather(previous)), exact)
+    mean_ns = (pl.col("pause_ns") ** 2).sum() / pl.col("pause_ns").sum()
+    by_call = rows.filter(pl.col("pause_ns") > 0).group_by("rank", "call").agg(mean_ns.cast(pl.Int64).alias("mean_ns"))
+    found = rows.join(by_call, on=["rank", "call"], how="left", maintain_order="left")
+    return np.asarray(found["mean_ns"].fill_null(_mean_by_time(pauses_ns)).to_numpy())
 
 
 def _without_other_python(pauses_ns: Ints, before_ns: Ints, drained: Flags, previous: Ints) -> Ints:

@@ -137,6 +137,26 @@ def test_reads_after_a_blocking_read_wait_for_nothing_but_keep_the_device_idle()
     assert without_ms(savings.saving(read, "blocking-sync")) == 6.0
 
 
+def test_a_pause_after_a_call_that_finds_the_device_idle_counts_as_those_after_waits_in_the_same_call():
+    # host     lsss.....lSS..lSS..lSS..l.s.....l    s (of the device) waits for a, then finds it idle; five ms of Python
+    # follow each time. After S, which reads a value, it is two.
+    synced = run(
+        """
+        step     .0000000000000000000000000000000
+        compute  .aaa......bb...cc...dd...e.....ff
+        """,
+        *(("cudaLaunchKernel", at, 1) for at in (0, 9, 14, 19, 24, 31)),
+        ("cudaDeviceSynchronize", 1, 3),
+        *(("cudaStreamSynchronize", at, 2) for at in (10, 15, 20)),
+        ("cudaDeviceSynchronize", 26, 0.001),
+    )
+    graph = savings.graphs_of(synced)[0]
+    changed = transforms.TRANSFORMS["blocking-sync"](graph)
+    last = int(graph.launch[: graph.count].max())
+    assert graph.chain_ns[last] == 4_999_000
+    assert changed.chain_ns[last] == 1_000_000  # as long as the median pause here
+
+
 def test_a_call_that_waited_for_a_kernel_which_started_late_returns_as_late_in_a_replay():
     # host     lLssssss.l      nothing shows why c starts three ms after its launch; the host waits for its end
     read = run(
