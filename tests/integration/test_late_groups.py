@@ -1,19 +1,23 @@
 """Simulated jobs in which the ranks of a node, or a part of it, are slow: in one process group and in a hybrid mesh."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import tracekit
+from benchmarks import perturbation_graph, troubles
 from tests.support.cli_runner import tracekit as tracekit_command
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit import conventions
+from tracekit.analysis.parallelism import late_groups
 from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.simulate import engine, kineto_writer
 from tracekit.simulate.job import Impairments
 
+NANOGPT = Path(__file__).parents[3] / "shared" / "traces" / "nanogpt_h100_8ranks"
 CASES = {
     "8 of 32": ("fsdp2", 32, range(24, 32), "RANK004", "Node 3 (ranks 24–31) straggles"),
     "8 of 32, hybrid": ("hsdp", 32, range(24, 32), "RANK004", "Node 3 (ranks 24–31) straggles"),
@@ -61,6 +65,18 @@ def test_a_late_node_with_several_ranks_of_each_process_group_is_one_finding(
 @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
 def test_healthy_nodes_are_no_late_group(tmp_path: Path, strategy: str) -> None:
     assert findings(tmp_path, strategy, 16, range(0)) == []
+
+
+@pytest.mark.skipif(not NANOGPT.is_dir(), reason="the downloaded traces are not in ../shared")
+def test_ranks_whose_reads_take_longer_in_one_process_group_of_all_are_no_late_group(tmp_path: Path) -> None:
+    # All ranks read scalars. Ranks 0, 1 and 5 wait least in the collectives of all ranks, but seldom arrive there
+    # together: only ranks that no collective joins may be late in parallel.
+    job_of = perturbation_graph.load(NANOGPT.glob("*.json.gz"))
+    troubles.item_calls(job_of, 0.12, random.Random("nanogpt_h100_8ranks reading scalars 0.12 310"))
+    job_of.replay()
+    for rank, document in zip(job_of.ranks, job_of.documents(), strict=True):
+        perturbation_graph.write(document, tmp_path / f"rank{rank.number}.pt.trace.json.gz")
+    assert late_groups.groups(tracekit.load(str(tmp_path), cache=False)).is_empty()
 
 
 def test_ranks_that_are_late_for_their_tokens_are_overloaded_and_no_late_group(tmp_path: Path) -> None:
