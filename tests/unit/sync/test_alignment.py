@@ -247,3 +247,17 @@ def test_any_clocks_drops_and_windows_are_aligned(seed, behind, jitter_ns, drops
     )
     assert error_ns(run, clocks) <= max(5 * US, run.offsets["residual_ns"].max())
     assert is_right(run)
+
+
+@given(
+    st.lists(st.integers(0, HOUR_NS), min_size=1, max_size=20),
+    st.integers(-HOUR_NS, HOUR_NS),
+    st.one_of(st.none(), st.floats(-1e-4, 1e-4)),
+)
+def test_times_come_back_to_the_clock_of_their_trace(times, offset_ns, drift):
+    row = {"window": 0, "rank": 0, "offset_ns": offset_ns, "drift": drift, "at_ns": None if drift is None else 5}
+    offsets = pl.DataFrame([row], schema_overrides={"drift": pl.Float64, "at_ns": pl.Int64})
+    table = pl.DataFrame({"window": 0, "rank": 0, "at": times})
+    there = alignment.on_run_clock(table, offsets, ("at",))
+    back = alignment.on_trace_clock(there, offsets, ("at",))
+    assert (back["at"] - table["at"]).abs().max() <= 1

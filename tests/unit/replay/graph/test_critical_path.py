@@ -182,6 +182,11 @@ def test_what_the_traces_lack_is_said(tmp_path):
     assert any("1 of 2 ranks have a trace" in doubt for doubt in critical_path(load(tmp_path)).doubts)
 
 
+def test_ranks_are_missed_also_where_only_the_header_counts_them():
+    found = critical_path(one(SHARED / "hta_cpu_gloo"))
+    assert any("1 of 300 ranks have a trace: waiting for the others" in doubt for doubt in found.doubts)
+
+
 def test_idle_time_without_a_reason_has_no_other_owner():
     found = critical_path(one(SHARED / "hta_dlrm_a100"))
     unexplained = found.parts.filter(name=owners.UNEXPLAINED)["dur_ns"].sum()

@@ -46,11 +46,10 @@ def _ranks(run: Run, graph: Graph) -> Iterator[str]:
     """Yield which ranks the path cannot contain, and whose clocks are unknown."""
     traced = graph.frame["rank"].n_unique()
     size = Manifest.of(run.manifest).world_size or int(graph.parts["group_size"].max() or 0)  # type: ignore[arg-type]
-    if size > traced:
-        yield (
-            f"{traced} of {size} ranks have a trace: waiting for the others is shown as communication, as if they "
-            "had arrived last."
-        )
+    missing = run.data_quality.filter(pl.col("kind") == "missing_ranks")["message"].to_list()
+    few = [f"{traced} of {size} ranks have a trace"] if size > traced else [each.partition(" (")[0] for each in missing]
+    if few:
+        yield f"{few[0]}: waiting for the others is shown as communication, as if they had arrived last."
     alone = run.offsets.filter(pl.col("window") == graph.window, pl.col("residual_ns").is_null())["rank"]
     if traced > 1 and alone.len():
         yield (
