@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import drawn_pipelines, drawn_traces, pipeline_examples
-from tracekit.analysis.parallelism import pipeline_bubbles
+from tracekit.analysis.parallelism import pipeline_balance, pipeline_bubbles
 from tracekit.model.run import Run
 from tracekit.rules import RULES
 from tracekit.rules.engine import check
@@ -28,6 +28,22 @@ def test_the_slow_stage_is_named_with_the_layers_to_move():
     assert found.fix == "Move layer 2 to stage 0: layers per stage 3, 3 instead of 2, 4."
     # With 3 ns per forward and 3 layers a stage the pipeline takes 18 instead of 21.
     assert found.cost_ns == 3000
+
+
+def test_layers_are_moved_such_that_stages_of_one_rank_are_alike():
+    # Two stages a rank, of 3, 2, 2 and 1 layers: 3 and 1 on rank 1 would be as good for the ranks alone.
+    run = drawn_pipelines.run(
+        """
+        0 0  000...............aaaaaa
+        0 2  .....00...aaaa..........
+        1 1  ...00.........aaaa......
+        1 3  .......0aa..............
+        """,
+        pipeline={"stage_layers": [[0, 1, 2], [3, 4], [5, 6], [7]]},
+    )
+    balance = pipeline_balance.balance(run)
+    assert balance is not None
+    assert balance.better_layers == (2, 2, 2, 2)
 
 
 def test_slow_layers_are_reported_where_no_layer_can_be_moved():

@@ -124,14 +124,22 @@ def _head_layers(manifest: Mapping[str, Any]) -> float | None:
 def _divided(
     counts: Sequence[int], layer_ns: Sequence[float], extra: float | None, rank_of: Sequence[int]
 ) -> list[int]:
-    """Return layers per stage such that the slowest rank takes least: from where they are, one layer at a time."""
-    better = list(counts)
+    """Return layers per stage such that the slowest rank takes least: from where they are, one layer at a time.
 
-    def slowest(of: Sequence[int]) -> tuple[float, float]:
+    Stages of one rank should be alike, too: an interleaved schedule waits for the longest of them.
+    """
+    better = list(counts)
+    # Times of equal layers differ by noise, which must not decide between stages of one rank.
+    usual_ns = float(np.median(layer_ns))
+    of_layer = [round(ns / usual_ns / _LAYER_STEP) * _LAYER_STEP for ns in layer_ns]
+
+    def slowest(of: Sequence[int]) -> tuple[float, float, float]:
+        stages = [_stage_ns(count, at, of_layer, extra) for at, count in enumerate(of)]
         loads: dict[int, float] = {}
-        for at, rank in enumerate(rank_of):
-            loads[rank] = loads.get(rank, 0.0) + _stage_ns(of[at], at, layer_ns, extra)
-        return max(loads.values()), sum(load * load for load in loads.values())
+        for rank, load in zip(rank_of, stages, strict=True):
+            loads[rank] = loads.get(rank, 0.0) + load
+        of_ranks, of_stages = (round(sum(each * each for each in every), 6) for every in (loads.values(), stages))
+        return round(max(loads.values()), 6), of_ranks, of_stages
 
     while better:
         moves = [
@@ -145,6 +153,10 @@ def _divided(
             break
         better = best
     return better if better and slowest(better)[0] < slowest(counts)[0] else list(counts)
+
+
+_LAYER_STEP = 0.05
+"""Times of layers are compared in steps of this share of the median."""
 
 
 def _representative_actions(run: Run) -> pl.DataFrame:
