@@ -14,6 +14,7 @@ from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.replay.graph.savings import Removal
+from tracekit.replay.graph.transforms import HostSpan
 from tracekit.rules import single_stalls
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings
 
@@ -82,12 +83,21 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     """Return what the last of some removals saves per step of a report's run, after the others, in ns.
 
     These are the `removals` of a finding, also of one on another recording of the same job: the single stalls that the
-    report states stay. 0 without a replay.
+    report states stay if they stayed there, too. 0 without a replay.
     """
     stalls = single_stalls.reported(report.run, report.findings)
-    *first, own = (replace(each, stalls=single_stalls.staying(report.run, stalls, each.cause)) for each in removals)
+    *first, own = (replace(each, stalls=_staying_in_both(report.run, stalls, each)) for each in removals)
     alone, after = _savings(report.run, own, tuple(first))
     return max(0, min(each.saved_ns for each in (alone, after) if each)) if alone else 0
+
+
+def _staying_in_both(run: Run, stalls: pl.DataFrame, removal: Removal) -> tuple[HostSpan, ...]:
+    """Return when the hosts of a run are in `stalls` that stay where a cause is removed, and stayed in a removal.
+
+    Where retries recur, a single one may be no outlier: then it is in the price there, and so has to be here.
+    """
+    known = {each.stall for each in removal.stalls}
+    return tuple(each for each in single_stalls.staying(run, stalls, removal.cause) if each.stall in known)
 
 
 def _priced_stalls(run: Run, finding: Finding, replayable: bool) -> Iterable[Finding]:

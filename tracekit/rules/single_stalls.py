@@ -85,7 +85,7 @@ def _spans(run: Run, stalls: pl.DataFrame) -> Iterator[HostSpan]:
         of_ranks = {rank: events.filter(pl.col("rank") == rank) for rank in ranks}
         for rank, own in of_ranks.items():
             for start_ns, end_ns in (own if own.height else events).select("run_start_ns", "end_ns").iter_rows():
-                yield HostSpan(stall["window"], rank, start_ns, end_ns)
+                yield HostSpan(stall["window"], rank, start_ns, end_ns, f"{stall['cause']} in step {stall['step']}")
 
 
 def _is_of(outliers: Finding) -> pl.Expr:

@@ -155,6 +155,8 @@ class HostSpan(NamedTuple):
     rank: int
     start_ns: int
     end_ns: int
+    stall: str = ""
+    """The stall that the span is a part of: the same text in other recordings of the same job."""
 
 
 def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Graph:
