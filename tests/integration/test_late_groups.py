@@ -79,6 +79,27 @@ def test_ranks_whose_reads_take_longer_in_one_process_group_of_all_are_no_late_g
     assert late_groups.groups(tracekit.load(str(tmp_path), cache=False)).is_empty()
 
 
+@pytest.mark.parametrize(
+    ("slow", "starts"),
+    [
+        ((2, 3), "Node 1 (ranks 2–3) straggles"),
+        ((6, 7), "Node 3 (ranks 6–7) straggles"),
+        ((2, 3, 6, 7), "Replica 1 (ranks 2–3, 6–7) straggles"),
+    ],
+    ids=["first stage", "last stage", "all stages of a replica"],
+)
+def test_a_stage_that_waits_for_a_late_one_is_not_in_its_group(
+    tmp_path: Path, slow: tuple[int, ...], starts: str
+) -> None:
+    healthy = pipelined(8, pp=2, tp=2, schedule="zb-h1", micro_batches=8, steps=3)
+    machine = replace(healthy.hardware, gpus_per_node=2, jitter_ratio=0.01)
+    late = replace(healthy, hardware=machine, impairments=Impairments(slow_ranks=dict.fromkeys(slow, (1.5, 0))))
+    written(late, tmp_path / "run")
+    found = tracekit.check(tracekit.load(tmp_path / "run", cache=False), (Straggler(), LateGroup())).findings
+    assert [(each.code, each.ranks) for each in found] == [("RANK004", slow)]
+    assert found[0].message.startswith(starts)
+
+
 def test_ranks_that_are_late_for_their_tokens_are_overloaded_and_no_late_group(tmp_path: Path) -> None:
     sizes = ["--model", "8x7b", "--layers", "1", "--gpus", "8", "--ep", "4", "--seq", "1024", "--steps", "3"]
     done = tracekit_command("simulate", *sizes, "--fault", "hot-expert:1:4", "--out", tmp_path / "run")

@@ -8,6 +8,7 @@ from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import rank_places
 from tracekit.model.run import Run
+from tracekit.sync import collective_matching
 
 _KEY = ["window", "instance"]
 _CANDIDATES = 5
@@ -30,7 +31,8 @@ def groups(run: Run) -> pl.DataFrame:
     rank, in three collectives and two steps or more. Ranks may also be late each in a process group of its own, such
     as those of a node whose collectives with other nodes have one rank per node, or a few: then none of them may wait
     itself.
-    All ranks of a pipeline stage are no group: how long stages take is what PIPE002 judges.
+    Of a group in several stages of a pipeline, those stages count that do not only wait for another stage of it. All
+    ranks of a pipeline stage are no group: how long stages take is what PIPE002 judges.
     """
     arrivals = run.run_table(judged_arrivals)
     waits = _waits(arrivals)
@@ -39,7 +41,8 @@ def groups(run: Run) -> pl.DataFrame:
     found = [each for each in joint if _is_late_together(arrivals, each)]
     found += [each for each in [*joint, *parallel] if _is_late_in_parallel(arrivals, waits, each)]
     found += [each for each in parallel if _is_not_waiting(waits, each) and _is_late_together(arrivals, each)]
-    members = max(found, key=lambda group: (lead_ns(arrivals, group), -len(group)), default=[])
+    latest = max(found, key=lambda group: (lead_ns(arrivals, group), -len(group)), default=[])
+    members = _without_delayed_stages(run, arrivals, latest)
     if rank_places.is_of_stages(run, members):
         members = []
     return pl.DataFrame(
@@ -87,6 +90,31 @@ def lead(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
     by_ns = (arrival_ns.max() - arrival_ns.filter(~is_late).max()).alias("lead_ns")
     leads = both.group_by(_KEY).agg(pl.col("step").first(), by_ns, pl.col("residual_ns").max())
     return leads.filter(pl.col("lead_ns") > pl.col("residual_ns"))
+
+
+def _without_delayed_stages(run: Run, arrivals: pl.DataFrame, group: list[int]) -> list[int]:
+    """Return a group without the ranks of pipeline stages that are late because they wait for others of it.
+
+    Such ranks wait longer for sends and receives than ranks of the same stage outside of the group, by at least as long
+    as these wait for them.
+    """
+    stage_of = rank_places.stages(run)
+    if len({stage_of.get(rank) for rank in group}) < 2:
+        return group
+    waits = run.run_table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
+    waits_ns = dict(waits.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
+
+    def is_delayed(stage: int) -> bool:
+        same = [rank for rank, of in stage_of.items() if of == stage and rank in waits_ns]
+        own, others = [rank for rank in same if rank in group], [rank for rank in same if rank not in group]
+        if not own or not others:
+            return False
+        late_ns, usual_ns = (statistics.median(waits_ns[rank] for rank in ranks) for ranks in (own, others))
+        behind_ns = lead(arrivals, own).group_by("window", "step").agg(pl.col("lead_ns").max())["lead_ns"].sum()
+        return late_ns - usual_ns >= behind_ns > 0
+
+    delayed = {stage for stage in {stage_of.get(rank) for rank in group} if stage is not None and is_delayed(stage)}
+    return [rank for rank in group if stage_of.get(rank) not in delayed] or group
 
 
 def _in_parallel_groups(run: Run, waits: dict[int, int]) -> list[list[int]]:
