@@ -111,7 +111,7 @@ def _without_delayed_stages(run: Run, arrivals: pl.DataFrame, group: list[int]) 
             return False
         late_ns, usual_ns = (statistics.median(waits_ns[rank] for rank in ranks) for ranks in (own, others))
         behind_ns = lead(arrivals, own).group_by("window", "step").agg(pl.col("lead_ns").max())["lead_ns"].sum()
-        return late_ns - usual_ns >= behind_ns > 0
+        return bool(late_ns - usual_ns >= behind_ns > 0)
 
     delayed = {stage for stage in {stage_of.get(rank) for rank in group} if stage is not None and is_delayed(stage)}
     return [rank for rank in group if stage_of.get(rank) not in delayed] or group
