@@ -26,10 +26,9 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
     """Return the kernels that started late while one of another stream ran that fills the device.
 
     `late` are the items of `device_sharing.late_kernels`, `grid_id` is equal for kernels of one name, grid and block.
-    Kernels of one grid_id fill the device if more than twice as many of them hold others up, which became ready while
-    they ran, until their last 20%, as let others start before at once. Columns item, on (items), room_ns (from the
-    start of the one to the end of the other), is_found (a replay finds this wait itself); one row per kernel that
-    waited.
+    Kernels of one grid_id fill the device if more of them hold others up, which became ready while they ran, until
+    their last 20%, than let others start before at once. Columns item, on (items), room_ns (from the start of the one
+    to the end of the other), is_found (a replay finds this wait itself); one row per kernel that waited.
     """
     kernels = late.with_columns(grid_id.alias("grid_id")).filter(pl.col("kind") == "compute", ~pl.col("is_wait"))
     devices = kernels.sort("start_ns", "item").partition_by("device", maintain_order=True)
@@ -38,7 +37,7 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
         held_up=pl.col("on").filter("late", "in_last_wave", "ran_before").n_unique(),
         shared=pl.col("on").filter(~pl.col("late") & ~pl.col("in_last_wave")).n_unique(),
     )
-    fillers = counts.filter(pl.col("grid_id").is_not_null(), pl.col("held_up") > 2 * pl.col("shared"))
+    fillers = counts.filter(pl.col("grid_id").is_not_null(), pl.col("held_up") > pl.col("shared"))
     waits = starts.filter("late").join(fillers, on="grid_id", how="semi", maintain_order="left")
     return waits.select("item", "on", "room_ns", is_found=pl.col("in_last_wave") & pl.col("ran_before"))
 
