@@ -177,7 +177,7 @@ def test_kernels_that_wait_for_room_start_in_a_replay_as_recorded():
     assert steps.worst_error_ratio(savings.replayed_steps(run)) < 0.002
 
 
-def test_a_retry_that_is_no_outlier_beside_others_is_in_the_price_of_both_recordings(tmp_path):
+def test_a_retry_that_is_no_outlier_among_others_is_in_the_price_of_both_recordings(tmp_path):
     # The recording has one retry of 166 ms, in step 4: STEP001. With retries of 47 to 87 ms in all steps, it is a part
     # of MEM001. What MEM001 costs more than in the control is the cost of the others only if it is a part of both.
     job = perturbation_graph.load(FOLDER.glob("*.json.gz"))

@@ -96,7 +96,7 @@ def test_a_recorded_pipeline_is_aligned_whatever_its_clocks_show(name):
     assert found["residual_ns"].max() < 10 * MS
 
 
-def test_sends_of_a_pipeline_beside_data_parallelism_are_matched_within_the_pipelines_groups():
+def test_sends_of_a_pipeline_with_data_parallelism_are_matched_within_the_pipelines_groups():
     run = load(SAMPLES / "pipeline-interleaved", cache=False)
     calls = run.run_table(collective_matching.matched_calls).filter(pl.col("op") == collective_matching.PAIRED)
     assert sorted(calls["members"].unique()) == ["0>2", "1>3", "2>0", "3>1"]

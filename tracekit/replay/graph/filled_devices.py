@@ -16,7 +16,7 @@ _BACK = 8
 """How many kernels that started before are searched for one that still runs."""
 _DEVICE = ("rank", "device")
 _NONE = -1
-_BESIDE = {
+_CONCURRENT_START = {
     **schema.columns("item on room_ns grid_id", grid_id=pl.UInt64),
     **dict.fromkeys(("late", "ran_before", "in_last_wave"), pl.Boolean),
 }
@@ -32,7 +32,7 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
     """
     kernels = late.with_columns(grid_id.alias("grid_id")).filter(pl.col("kind") == "compute", ~pl.col("is_wait"))
     devices = kernels.sort("start_ns", "item").partition_by("device", maintain_order=True)
-    starts = pl.concat([pl.DataFrame(schema=_BESIDE), *(_starts_beside(here) for here in devices)])
+    starts = pl.concat([pl.DataFrame(schema=_CONCURRENT_START), *(_concurrent_starts(here) for here in devices)])
     counts = starts.group_by("grid_id").agg(
         held_up=pl.col("on").filter("late", "in_last_wave", "ran_before").n_unique(),
         shared=pl.col("on").filter(~pl.col("late") & ~pl.col("in_last_wave")).n_unique(),
@@ -42,10 +42,10 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
     return waits.select("item", "on", "room_ns", is_found=pl.col("in_last_wave") & pl.col("ran_before"))
 
 
-def _starts_beside(kernels: pl.DataFrame) -> pl.DataFrame:
+def _concurrent_starts(kernels: pl.DataFrame) -> pl.DataFrame:
     """Return the kernels of a device that start while one of another stream runs, the last of several to start.
 
-    `kernels` are sorted by start. Columns _BESIDE: `ran_before`, whether that ran when the kernel became ready.
+    `kernels` are sorted by start. Columns _CONCURRENT_START: `ran_before`, whether that ran when the kernel became ready.
     """
     start, end, lane, item, ready = (
         kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "item", "ready_ns")
@@ -63,7 +63,7 @@ def _starts_beside(kernels: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame(
         [item[rows], item[on], room_ns, kernels["grid_id"].gather(on), kernels["late"].gather(rows), ran_before,
          in_last_wave],
-        schema=_BESIDE,
+        schema=_CONCURRENT_START,
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def with_rooms(frame: pl.DataFrame) -> pl.DataFrame:
     """Return the nodes of all ranks with `room_ns` for all kernels that fill their device, not only those that show it.
 
     Kernels of one grid_id leave room as long before their end on all ranks and in all steps, those that show it as long
-    as they did. `shares_with` is the kernel (at) beside which a kernel found room at once in the recording; -1: none.
+    as they did. `shares_with` is the kernel (at) that ran while a kernel found room at once in the recording; -1: none.
     """
     if not (frame["room_ns"] >= 0).any():
         return frame.with_columns(shares_with=pl.lit(_NONE, pl.Int64))
