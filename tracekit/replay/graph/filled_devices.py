@@ -45,7 +45,8 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
 def _concurrent_starts(kernels: pl.DataFrame) -> pl.DataFrame:
     """Return the kernels of a device that start while one of another stream runs, the last of several to start.
 
-    `kernels` are sorted by start. Columns _CONCURRENT_START: `ran_before`, whether that ran when the kernel became ready.
+    `kernels` are sorted by start. Columns _CONCURRENT_START: `ran_before`, whether that ran when the kernel became
+    ready.
     """
     start, end, lane, item, ready = (
         kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "item", "ready_ns")

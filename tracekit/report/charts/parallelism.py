@@ -1,6 +1,6 @@
 """Hybrid parallelism: the mesh as a map, a pipeline's schedule in one step, its stages, communication by axis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import plotly.graph_objects as go
@@ -103,20 +103,10 @@ def expert_heatmap(load: pl.DataFrame) -> go.Figure:
     """
     if load.is_empty():
         return style.empty()
-    means = load.group_by("rank", "layer").agg(pl.col("load_ratio", "load_bytes").mean()).sort("rank", "layer")
-    ranks = means["rank"].unique().sort().to_list()
-    figure = _load_heatmap(
-        means["layer"].to_list(),
-        [ranks.index(rank) for rank in means["rank"]],
-        means["load_ratio"],
-        [f"rank {rank}, pass {layer}" for rank, layer in means.select("rank", "layer").rows()],
-        means["load_bytes"],
-    )
-    passes = 1 + int(means["layer"].max())  # type: ignore[arg-type]  # not empty
+    figure = _load_heatmap(load, "layer", "load_bytes", "rank {}, pass {}", "rank {}")
     title = "pass through a layer of experts"
-    figure.update_xaxes(title=title, showgrid=False, fixedrange=True, tick0=0, dtick=1 + passes // _MOST_TICKS)
-    style.label_all_rows(figure, [f"rank {rank}" for rank in ranks])
-    return style.with_style(figure, height_px=min(130 + 26 * len(ranks), 700))
+    passes = 1 + int(load["layer"].max())  # type: ignore[arg-type]  # not empty
+    return figure.update_xaxes(title=title, tick0=0, dtick=1 + passes // _MOST_TICKS)
 
 
 def expert_pair_heatmap(pairs: pl.DataFrame) -> go.Figure:
@@ -126,42 +116,39 @@ def expert_pair_heatmap(pairs: pl.DataFrame) -> go.Figure:
     """
     if pairs.is_empty():
         return style.empty()
-    means = pairs.group_by("rank", "peer").agg(pl.col("load_ratio", "bytes").mean()).sort("rank", "peer")
-    ranks = means["rank"].unique().sort().to_list()
-    peers = means["peer"].unique().sort().to_list()
-    figure = _load_heatmap(
-        [peers.index(peer) for peer in means["peer"]],
-        [ranks.index(rank) for rank in means["rank"]],
-        means["load_ratio"],
-        [f"rank {rank} to rank {peer}" for rank, peer in means.select("rank", "peer").rows()],
-        means["bytes"],
+    figure = _load_heatmap(pairs, "peer", "bytes", "rank {} to rank {}", "from rank {}")
+    peers = pairs["peer"].unique().sort().to_list()
+    shown = list(range(0, len(peers), 1 + len(peers) // _MOST_TICKS))
+    return figure.update_xaxes(
+        title="to the experts of rank", tickvals=shown, ticktext=[str(peers[at]) for at in shown]
     )
-    shown = range(0, len(peers), 1 + len(peers) // _MOST_TICKS)
-    ticks = {"tickvals": list(shown), "ticktext": [str(peers[at]) for at in shown]}
-    figure.update_xaxes(title="to the experts of rank", showgrid=False, fixedrange=True, **ticks)
-    style.label_all_rows(figure, [f"from rank {rank}" for rank in ranks])
-    return style.with_style(figure, height_px=min(130 + 26 * len(ranks), 700))
 
 
-def _load_heatmap(
-    x: Sequence[int], y: Sequence[int], ratio: pl.Series, names: Sequence[str], sizes: pl.Series
-) -> go.Figure:
-    far = max(0.02, float((ratio - 1).abs().max()))  # type: ignore[arg-type]  # not empty
+def _load_heatmap(table: pl.DataFrame, column: str, size: str, name: str, row: str) -> go.Figure:
+    """Return a heatmap of load_ratio: ranks down, the values of a column across; means over all other columns."""
+    means = table.group_by("rank", column).agg(pl.col("load_ratio", size).mean()).sort("rank", column)
+    ranks, across = (means[of].unique().sort().to_list() for of in ("rank", column))
+    far = max(0.02, float((means["load_ratio"] - 1).abs().max()))  # type: ignore[arg-type]  # not empty
     figure = go.Figure()
     figure.add_heatmap(
-        x=x,
-        y=y,
-        z=ratio.to_list(),
+        x=[across.index(value) for value in means[column]],
+        y=[ranks.index(rank) for rank in means["rank"]],
+        z=means["load_ratio"].to_list(),
         zmin=1 - far,
         zmax=1 + far,
         colorscale=[[0, "#0072B2"], [0.5, "rgba(160, 168, 180, 0.25)"], [1, "#D55E00"]],
-        customdata=[[name, units.size(round(size))] for name, size in zip(names, sizes, strict=True)],
+        customdata=[
+            [name.format(rank, value), units.size(round(total))]
+            for rank, value, total in means.select("rank", column, size).rows()
+        ],
         hovertemplate="%{customdata[0]}<br>%{z:.2f} of the mean, %{customdata[1]}<extra></extra>",
         colorbar={"tickformat": ".1f", "thickness": 14, "nticks": 5, "outlinewidth": 0},
         xgap=1,
         ygap=1,
     )
-    return figure
+    figure.update_xaxes(showgrid=False, fixedrange=True)
+    style.label_all_rows(figure, [row.format(rank) for rank in ranks])
+    return style.with_style(figure, height_px=min(130 + 26 * len(ranks), 700))
 
 
 def mesh_map(groups: pl.DataFrame) -> go.Figure:
