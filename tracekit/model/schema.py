@@ -148,6 +148,7 @@ OPS = table(
     column("shapes", "Shapes of the inputs as a JSON array; null where the profiler didn't record them.", _TEXT),
     column("dtypes", "Element types of the inputs as a JSON array, as the profiler names them; null likewise.", _TEXT),
     column("arguments", "Values of inputs that are no tensors, as a JSON array of texts; null likewise.", _TEXT),
+    column("strides", "Strides of the inputs as a JSON array, 0 along an expanded dimension; null likewise.", _TEXT),
 )
 
 ACTIVITIES = table(

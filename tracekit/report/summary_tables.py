@@ -11,7 +11,9 @@ _HEADINGS = {
     "exposed_copy_ns": "exposed\ncopy",
     "came_last": "came\nlast",
     "flops_coverage_ratio": "FLOPs\nknown",
+    "work_coverage_ratio": "work\nknown",
     "mfu_ratio": "MFU",
+    "hfu_ratio": "HFU",
     "bus_bytes_per_s": "bus\nbandwidth",
     "pairs": "shared\ncollectives",
     "matched_by": "matched by",
@@ -27,7 +29,7 @@ _PIPELINE_DROP_ORDER = (
     "uneven_ns", "schedule_ns", "host_ns", "communication_ns", "imbalance_ns", "steady_ns", "cooldown_ns", "warmup_ns",
     "formula_bubble_ratio",
 )  # fmt: skip
-_DROP_ORDER = ("flops_coverage_ratio", "flops", "mfu_ratio")
+_DROP_ORDER = ("work_coverage_ratio", "hfu_ratio", "flops_coverage_ratio", "flops", "mfu_ratio")
 
 
 def as_json(rows: pl.DataFrame) -> str:

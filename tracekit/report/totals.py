@@ -14,6 +14,7 @@ _HEADINGS = {
     "self_ns": "by\nitself",
     "device_ns": "on\ndevice",
     "tflops_per_s": "TFLOP/s",
+    "tbytes_per_s": "TB/s",
     "roofline_ratio": "of\nroofline",
 }
 # The columns that are dropped on a narrow terminal, in this order.

@@ -1,8 +1,9 @@
-"""How far compute is from the device's peak: model FLOPs utilization of steps, rates and roofline of operators.
+"""How far compute is from the device's peak: FLOPs utilization of steps, rates and roofline of operators.
 
 The roofline bounds a call by the longer of its operations over the peak rate of their element type and its bytes over
-the memory bandwidth (Williams, Waterman, Patterson, https://doi.org/10.1145/1498765.1498785). MFU leaves out what
-activation checkpointing repeats (arXiv 2204.02311, appendix B).
+the memory bandwidth (Williams, Waterman, Patterson, https://doi.org/10.1145/1498765.1498785). Model FLOPs utilization
+(MFU) leaves out what activation checkpointing repeats, hardware FLOPs utilization (HFU) counts it (arXiv 2204.02311,
+appendix B).
 """
 
 from collections.abc import Mapping
@@ -20,11 +21,12 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
 COLUMNS = {
-    "step": pl.Int64, "flops": pl.Float64, "flops_coverage_ratio": pl.Float64, "mfu_ratio": pl.Float64,
+    "step": pl.Int64, "flops": pl.Float64, "flops_coverage_ratio": pl.Float64, "work_coverage_ratio": pl.Float64,
+    "mfu_ratio": pl.Float64, "hfu_ratio": pl.Float64,
 }  # fmt: skip
 OP_COLUMNS = {
-    "id": pl.Int64, "flops": pl.Float64, "bytes": pl.Float64, "work_ns": pl.Int64, "ideal_ns": pl.Float64,
-    "rated_ns": pl.Int64,
+    "id": pl.Int64, "flops": pl.Float64, "bytes": pl.Float64, "flops_ns": pl.Int64, "bytes_ns": pl.Int64,
+    "ideal_ns": pl.Float64, "rated_ns": pl.Int64,
 }  # fmt: skip
 MIN_COVERAGE_RATIO = 0.9
 """Operations of steps are judged and compared only where at least this share of the compute time is known."""
@@ -35,29 +37,37 @@ def by_step(trace: Trace) -> pl.DataFrame:
     """Return the operations of each step, and how much of the device's peak they are.
 
     Columns step, flops (counted, see `flops`; null without recorded shapes), flops_coverage_ratio (share of the compute
-    time for which they are known), mfu_ratio (time that the operations need at the peak of their element types, over
-    the step's device window; null where the device is unknown or coverage is below MIN_COVERAGE_RATIO); one row per
-    step.
+    time for which they are known), work_coverage_ratio (share of the compute time of calls whose operations or bytes
+    are known, so that the roofline applies), mfu_ratio (time that the operations need at the peak of their element
+    types, over the step's device window; null where the device is unknown or coverage is below MIN_COVERAGE_RATIO),
+    hfu_ratio (the same with the operations that activation checkpointing repeats); one row per step.
     """
     steps = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
-    each = _timed(flops.counted(trace), device_of(trace.header))
+    each = _timed(flops.counted(trace).drop_nulls("flops"), device_of(trace.header))
+    is_timed = pl.col("compute_bound_ns").is_not_null().all()
     sums = (
         each.join(trace.ops.select("id", "step"), on="id")
         .group_by("step")
         .agg(
             pl.col("flops").sum(),
-            pl.when(pl.col("compute_bound_ns").is_not_null().all())
-            .then(pl.col("compute_bound_ns").filter(~pl.col("is_recomputed")).sum())
-            .alias("needed_ns"),
+            pl.when(is_timed).then(pl.col("compute_bound_ns").sum()).alias("hfu_ns"),
+            pl.when(is_timed).then(pl.col("compute_bound_ns").filter(~pl.col("is_recomputed")).sum()).alias("mfu_ns"),
         )
     )
     compute_ns = pl.when(pl.col("compute_ns") > 0).then("compute_ns")
-    known = flops.coverage(trace).select("step", (pl.col("known_ns") / compute_ns).alias("flops_coverage_ratio"))
+    known = flops.coverage(trace).select(
+        "step",
+        (pl.col("known_ns") / compute_ns).alias("flops_coverage_ratio"),
+        (pl.col("work_ns") / compute_ns).alias("work_coverage_ratio"),
+    )
     is_covered = pl.col("flops_coverage_ratio") >= MIN_COVERAGE_RATIO
     return (
         steps.join(sums, on="step", how="left")
         .join(known, on="step", how="left")
-        .with_columns(pl.when(is_covered).then(pl.col("needed_ns") / pl.col("duration_ns")).alias("mfu_ratio"))
+        .with_columns(
+            pl.when(is_covered).then(pl.col(f"{name}_ns") / pl.col("duration_ns")).alias(f"{name}_ratio")
+            for name in ("mfu", "hfu")
+        )
         .pipe(schema.select, COLUMNS)
         .sort("step")
     )
@@ -66,20 +76,22 @@ def by_step(trace: Trace) -> pl.DataFrame:
 def of_ops(trace: Trace) -> pl.DataFrame:
     """Return the operations of each call that has a formula, the time they took, and the time that they need at least.
 
-    Columns OP_COLUMNS: id (of ops), work_ns (the kernels that the call and the ops in it launched; on a CPU run its own
-    duration), ideal_ns (by the roofline; null where device, element type or bytes are unknown), rated_ns (work_ns where
-    ideal_ns is known); one row per call.
+    Columns OP_COLUMNS: id (of ops), flops_ns and bytes_ns (the kernels that the call and the ops in it launched, on a
+    CPU run its own duration, where flops or bytes are known), ideal_ns (by the roofline; null where device, element
+    type or bytes are unknown), rated_ns (that duration where ideal_ns is known); one row per call.
     """
     counted = flops.counted(trace)
     if counted.is_empty():
         return pl.DataFrame(schema=OP_COLUMNS)
     timed = _timed(counted, device_of(trace.header))
-    ideal_ns = pl.when(pl.col("compute_bound_ns").is_not_null()).then(
-        pl.max_horizontal("compute_bound_ns", "memory_bound_ns")
+    is_bounded = pl.col("memory_bound_ns").is_not_null() & (
+        pl.col("flops").is_null() | pl.col("compute_bound_ns").is_not_null()
     )
+    ideal_ns = pl.when(is_bounded).then(pl.max_horizontal("compute_bound_ns", "memory_bound_ns"))
+    durations = {"flops_ns": "flops", "bytes_ns": "bytes", "rated_ns": "ideal_ns"}
     return (
         timed.with_columns(_work_times(trace, counted["id"]), ideal_ns.alias("ideal_ns"))
-        .with_columns(pl.when(pl.col("ideal_ns").is_not_null()).then("work_ns").alias("rated_ns"))
+        .with_columns(pl.when(pl.col(of).is_not_null()).then("work_ns").alias(name) for name, of in durations.items())
         .pipe(schema.select, OP_COLUMNS)
     )
 

@@ -1,10 +1,10 @@
-"""Floating-point operations of a step, computed from the inputs of operators, and for how much of its time."""
+"""Floating-point operations and bytes moved, computed from the inputs of operators, and for how much of the time."""
 
 import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import kernels, op_flops, recomputation
+from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs, recomputation
 from tracekit.model import nesting, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -15,7 +15,7 @@ COLUMNS = {"step": pl.Int64, "phase": pl.String, "name": pl.String, "flops": pl.
 COUNTED_COLUMNS = {
     "id": pl.Int64, "flops": pl.Float64, "bytes": pl.Float64, "dtype": pl.String, "is_recomputed": pl.Boolean,
 }  # fmt: skip
-COVERAGE_COLUMNS = {"step": pl.Int64, "known_ns": pl.Int64, "compute_ns": pl.Int64}
+COVERAGE_COLUMNS = {"step": pl.Int64, "known_ns": pl.Int64, "work_ns": pl.Int64, "compute_ns": pl.Int64}
 UNKNOWN_COLUMNS = {"name": pl.String, "calls": pl.Int64, "dur_ns": pl.Int64}
 _IN_STEP = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
 
@@ -26,7 +26,7 @@ def flops(trace: Trace) -> pl.DataFrame:
     Columns step, phase, name, flops; one row per step, phase and operator. Formulas: `op_flops`. Empty where the
     profiler recorded no shapes. `coverage` says for how much of the compute time the operations are known.
     """
-    each = counted(trace).join(trace.ops.select("id", "step", "phase", "name"), on="id").filter(_IN_STEP)
+    each = _products(trace).join(trace.ops.select("id", "step", "phase", "name"), on="id").filter(_IN_STEP)
     sums = each.group_by("step", "phase", "name").agg(pl.col("flops").sum())
     return schema.select(sums, COLUMNS).sort("step", "phase", "name")
 
@@ -36,29 +36,32 @@ def products(trace: Trace) -> pl.DataFrame:
 
     Columns PRODUCT_COLUMNS; one row per operator and shapes of its inputs.
     """
-    each = counted(trace).join(trace.ops.select("id", "step", "phase", "name", "shapes"), on="id").filter(_IN_STEP)
+    each = _products(trace).join(trace.ops.select("id", "step", "phase", "name", "shapes"), on="id").filter(_IN_STEP)
     sums = each.group_by("name", "shapes").agg(pl.col("flops").sum())
     return schema.select(sums, PRODUCT_COLUMNS).sort("name", "shapes")
 
 
 @memoize
 def counted(trace: Trace) -> pl.DataFrame:
-    """Return the calls whose operations are known: the outermost ones, so that nothing is counted twice.
+    """Return the calls whose operations or bytes are known: the outermost ones, so that nothing is counted twice.
 
-    Columns COUNTED_COLUMNS: id (of ops), bytes (read and written at least: each input and output once; null where
-    types were not recorded), dtype (element type of the first input, FP64 … INT8 of `devices`), is_recomputed (forward
-    work that activation checkpointing repeats); one row per call, by id.
+    Columns COUNTED_COLUMNS: id (of ops), flops (null for operators that memory bandwidth limits), bytes (read and
+    written at least: each input and output once; null where types were not recorded), dtype (element type of the first
+    input, FP64 … INT8 of `devices`), is_recomputed (forward work that activation checkpointing repeats); one row per
+    call, by id. Copies from and to the host are left out.
     """
     calls = trace.ops.filter(pl.col("shapes").is_not_null(), pl.col("kind") == "cpu_op")
-    names = [name for name in calls["name"].unique().to_list() if op_flops.has_formula(name)]
-    calls = calls.filter(pl.col("name").is_in(names)).pipe(_outermost)
+    names = [name for name in calls["name"].unique().to_list() if _has_formula(name)]
+    calls = calls.filter(pl.col("name").is_in(names))
     if calls.is_empty():
         return pl.DataFrame(schema=COUNTED_COLUMNS)
+    calls = calls.join(_host_copies(trace), on="id", how="anti", maintain_order="left")
+    calls = calls.join(_list_dtypes(trace, calls), on="id", how="left", maintain_order="left")
+    is_known = pl.col("flops").is_not_null() | pl.col("bytes").is_not_null()
+    calls = calls.join(_work(calls), on=_CALL, nulls_equal=True).filter(is_known).pipe(_outermost)
     repeated = _recomputed_ids(trace, calls["id"])
     return (
-        calls.join(_work(calls), on=_CALL, nulls_equal=True)
-        .drop_nulls("flops")
-        .with_columns(pl.col("id").is_in(repeated.implode()).alias("is_recomputed"))
+        calls.with_columns(pl.col("id").is_in(repeated.implode()).alias("is_recomputed"))
         .pipe(schema.select, COUNTED_COLUMNS)
         .sort("id")
     )
@@ -67,7 +70,8 @@ def counted(trace: Trace) -> pl.DataFrame:
 def coverage(trace: Trace) -> pl.DataFrame:
     """Return the compute time of each step whose operations are known: counted, or none of the counted kinds.
 
-    Columns COVERAGE_COLUMNS; one row per step. Times of concurrent kernels add up.
+    Columns COVERAGE_COLUMNS: known_ns, work_ns (of calls whose operations or bytes are known), compute_ns; one row per
+    step. Times of concurrent kernels add up.
     """
     return (
         _compute(trace)
@@ -75,6 +79,7 @@ def coverage(trace: Trace) -> pl.DataFrame:
         .group_by("step")
         .agg(
             pl.col("dur_ns").filter("is_known").sum().alias("known_ns"),
+            pl.col("dur_ns").filter("has_work").sum().alias("work_ns"),
             pl.col("dur_ns").sum().alias("compute_ns"),
         )
         .pipe(schema.select, COVERAGE_COLUMNS)
@@ -127,33 +132,79 @@ def _work(calls: pl.DataFrame) -> pl.DataFrame:
     kinds = calls.select(_CALL).unique(maintain_order=True)
     backward = kinds.filter(pl.col("name").is_in(op_flops.CONVOLUTION_BACKWARDS)).select("name", "shapes").rows()
     outputs = op_flops.convolution_outputs(backward)
-    rows = []
-    for name, shapes, dtypes, arguments in kinds.iter_rows():
-        done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(shapes, dtypes)
-        flops_of, moved = (None, None) if done is None else (done.flops, op_flops.moved_bytes(done, sizes))
-        rows.append((flops_of, moved, sizes.dtype))
+    rows = [
+        _product_work(call[0], call[1], call[2], call[3], outputs)
+        if op_flops.has_formula(call[0])
+        else (None, op_bytes.of_call(*call), None)
+        for call in kinds.iter_rows()
+    ]
     work = pl.DataFrame(rows, {"flops": pl.Float64, "bytes": pl.Float64, "dtype": pl.String}, orient="row")
     return kinds.hstack(work)
 
 
-_CALL = ["name", "shapes", "dtypes", "arguments"]
+_CALL = ["name", "shapes", "dtypes", "arguments", "strides", "list_dtype"]
+
+
+def _product_work(
+    name: str, shapes: str, dtypes: str | None, arguments: str | None, outputs: op_flops.OutputShapes
+) -> tuple[float | None, float | None, str | None]:
+    done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(shapes, dtypes)
+    flops_of, moved = (None, None) if done is None else (done.flops, op_flops.moved_bytes(done, sizes))
+    return flops_of, moved, sizes.dtype
+
+
+def _has_formula(name: str) -> bool:
+    return op_flops.has_formula(name) or op_bytes.has_formula(name)
+
+
+def _products(trace: Trace) -> pl.DataFrame:
+    return counted(trace).drop_nulls("flops")
+
+
+def _host_copies(trace: Trace) -> pl.DataFrame:
+    """Return the ids of ops that launched a copy from or to the host, which a slower link limits: column id."""
+    is_copy = (pl.col("kind") == "memcpy") & ~pl.col("name").str.contains(_ON_DEVICE)
+    rows = kernels.innermost_op(trace)[trace.activities.select(is_copy).to_series().to_numpy()]
+    return pl.DataFrame({"id": trace.ops["id"].gather(np.unique(rows[rows >= 0]))})
+
+
+_ON_DEVICE = r"DtoD|DeviceToDevice|Device -> Device"
+
+
+def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the element type of the lists of tensors that calls take, by their kernels: columns id, list_dtype."""
+    ids = calls.filter(pl.col("dtypes").str.contains("TensorList", literal=True))["id"]
+    owner = pl.Series("id", kernels.innermost_op(trace))
+    launched = trace.activities.select("name").with_columns(trace.ops["id"].gather(owner.set(owner < 0, None)))
+    launched = launched.filter(pl.col("id").is_in(ids.implode()))
+    types = {name: op_inputs.list_dtype(name) for name in launched["name"].unique().to_list()}
+    dtype = pl.col("name").replace_strict(types, default=None, return_dtype=pl.String)
+    is_one = (pl.col("list_dtype").n_unique() == 1) & pl.col("list_dtype").is_not_null().all()
+    found = launched.select("id", dtype.alias("list_dtype")).group_by("id")
+    return found.agg(pl.when(is_one).then(pl.col("list_dtype").first()).alias("list_dtype"))
 
 
 def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
     repeated = recomputation.recomputed_activities(trace)
     if repeated.is_empty():
         return pl.Series("id", [], pl.Int64)
+    if not trace.on_device:  # an activity is an outermost op, and the calls are in it
+        repeats = trace.ops["id"].is_in(repeated["launch_id"].implode()).to_numpy()
+        return ids.filter(
+            nesting.nearest(_parents(trace), repeats)[trace.ops["id"].is_in(ids.implode()).to_numpy()] >= 0
+        )
     rows = counted_op_of_activities(trace, ids)
     rows = rows[trace.activities["id"].is_in(repeated["id"].implode()).to_numpy() & (rows >= 0)]
     return trace.ops["id"].gather(rows).unique()
 
 
 def _compute(trace: Trace) -> pl.DataFrame:
-    """Return the compute: columns of activities, op (the operator that launched it, or null), is_known."""
+    """Return the compute: columns of activities, op (the operator that launched it, or null), is_known, has_work."""
     work, owner = trace.activities, kernels.innermost_op(trace)
     if not trace.ops.height:
-        return work.with_columns(op=pl.lit(None, pl.String), is_known=pl.lit(value=False)).filter(_IS_COMPUTE)
-    ids = counted(trace)["id"]
+        none = pl.lit(value=False)
+        return work.with_columns(op=pl.lit(None, pl.String), is_known=none, has_work=none).filter(_IS_COMPUTE)
+    ids = _products(trace)["id"]
     launcher = pl.Series("op", owner).set(pl.Series(owner < 0), None)
     op = trace.ops["name"].gather(launcher).alias("op")
     names, kernel_names = (each.drop_nulls().unique().to_list() for each in (op, work["name"]))
@@ -162,9 +213,15 @@ def _compute(trace: Trace) -> pl.DataFrame:
     if trace.on_device:
         by_kernel = [name for name in kernel_names if op_flops.is_memory_bound_kernel(name)]
         memory_bound |= work["name"].is_in(by_kernel) & ~op.is_in(with_formula).fill_null(value=False)
-    is_counted = counted_op_of_activities(trace, ids) >= 0
+    is_counted, has_work = (_in_calls(trace, calls, owner) for calls in (ids, counted(trace)["id"]))
+    known = pl.Series(is_counted) | memory_bound
+    return work.with_columns(op, is_known=known, has_work=pl.Series(has_work)).filter(_IS_COMPUTE)
+
+
+def _in_calls(trace: Trace, ids: pl.Series, owner: nesting.Ints) -> nesting.Flags:
+    """Return which activities one of the calls `ids` launched, or has in it on a CPU run."""
     encloses = np.where(owner >= 0, _enclosing(trace, ids)[np.maximum(owner, 0)], False)
-    return work.with_columns(op, is_known=pl.Series(is_counted | encloses) | memory_bound).filter(_IS_COMPUTE)
+    return (counted_op_of_activities(trace, ids) >= 0) | encloses
 
 
 _IS_COMPUTE = pl.col("kind") == "compute"

@@ -12,7 +12,7 @@ from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "shapes", "unit", "phase", "span", "step", "thread", "rank")
 KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
-_SUMS = ("self_ns", "device_ns", "flops", "bytes", "work_ns", "ideal_ns", "rated_ns")
+_SUMS = ("self_ns", "device_ns", "flops", "bytes", "flops_ns", "bytes_ns", "ideal_ns", "rated_ns")
 
 
 def ops(
@@ -24,13 +24,14 @@ def ops(
 ) -> pl.DataFrame:
     """Return the host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 
-    Columns by, kind, `totals.MEASURES`, self_ns, device_ns, self_ratio, flops, bytes, tflops_per_s, roofline_ratio.
+    Columns by, kind, `totals.MEASURES`, self_ns, device_ns, self_ratio, flops, bytes, tflops_per_s, tbytes_per_s,
+    roofline_ratio.
     self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns counts a slice
     nested in another of its name twice. device_ns is the time of the activities that the op itself launched; null where
     none of the run's traces has a device. self_ratio is self_ns over that of all recorded slices. flops and bytes are
-    those of calls with a formula (see `op_flops`), tflops_per_s their rate in 10^12/s while kernels of the calls ran
-    (on a CPU run: the calls), roofline_ratio the time that they need at least over the time that they took; null where
-    not known. Raises ConfigError on an unknown key or kind.
+    those of calls with a formula (see `op_flops`, `op_bytes`), tflops_per_s and tbytes_per_s their rates in 10^12/s
+    while kernels of the calls ran (on a CPU run: the calls), roofline_ratio the time that they need at least over the
+    time that they took; null where not known. Raises ConfigError on an unknown key or kind.
     """
     totals.require_known("--by", by, KEYS)
     totals.require_known("--kind", kinds, KINDS)
@@ -39,17 +40,22 @@ def ops(
     run.measure((fact, _whole), on_progress)
     whole = run.table(_whole)
     found = totals.merge_durations(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
-    took_ns = pl.when(pl.col("work_ns") > 0).then("work_ns")
+    rates = {"tflops_per_s": "flops", "tbytes_per_s": "bytes"}
     return (
         found.with_columns(
             pl.when(whole["on_device"].any()).then("device_ns").alias("device_ns"),
             (pl.col("self_ns") / (whole["self_ns"].sum() or None)).cast(pl.Float64).alias("self_ratio"),
             pl.when(pl.col("flops") > 0).then("flops").alias("flops"),
             pl.when(pl.col("bytes") > 0).then("bytes").alias("bytes"),
-            pl.when(pl.col("flops") > 0).then(pl.col("flops") / took_ns / 1000).alias("tflops_per_s"),
+            *(
+                pl.when(pl.col(name) > 0, pl.col(f"{name}_ns") > 0)
+                .then(pl.col(name) / pl.col(f"{name}_ns") / 1000)
+                .alias(rate)
+                for rate, name in rates.items()
+            ),
             pl.when(pl.col("rated_ns") > 0).then(pl.col("ideal_ns") / pl.col("rated_ns")).alias("roofline_ratio"),
         )
-        .drop("work_ns", "ideal_ns", "rated_ns")
+        .drop("flops_ns", "bytes_ns", "ideal_ns", "rated_ns")
         .sort("self_ns", *keys, descending=[True, *(False for _ in keys)])
     )
 

@@ -31,12 +31,13 @@ def summary(
 
     compute + exposed communication + exposed copy + idle = duration, exactly. By rank, a row is the rank's device
     window from first to last activity; by step, that of each step, with its floating-point operations, the share of the
-    compute time for which they are known, and their share of the device's peak (MFU, recomputation left out). By
-    collective: how long each rank waited for the last arrival, how often it arrived last, and the transfer rate after
-    that. By clock: the offset of each rank's clock and its residual error; smaller differences between ranks are not
-    significant. By contention: the slowdown of each kind of work while another kind runs, relative to running alone,
-    with a 95% confidence interval. By stage: the bubble of each rank, stage and step of a pipeline, beside that of the
-    schedule without communication, and its causes. By axis: the communication of each rank along each axis of the mesh
+    compute time for which they, or the bytes moved, are known, and their share of the device's peak (MFU without
+    recomputation, HFU with it). By collective: how long each rank waited for the last arrival, how often it arrived
+    last, and the transfer rate after that. By clock: the offset of each rank's clock and its residual error;
+    smaller differences between ranks are not significant. By contention: the slowdown of each kind of work while
+    another kind runs, relative to running alone, with a 95% confidence interval. By stage: the bubble of each rank,
+    stage and step of a pipeline, beside that of the schedule without communication, and its causes. By axis: the
+    communication of each rank along each axis of the mesh
     (pp, dp, tp, …), and its exposed part.
     """
     from tracekit.analysis.communication import collective_instances

@@ -43,9 +43,9 @@ class CollectiveArgs:
 
 
 _Thread = tuple[str | None, str | None]
-OpInputs = tuple[bytes, bytes, bytes]
-"""Shapes, element types and values of an op's inputs, each a JSON array as the file writes it."""
-_NO_INPUTS: OpInputs = (b"", b"", b"")
+OpInputs = tuple[bytes, bytes, bytes, bytes]
+"""Shapes, element types, values and strides of an op's inputs, each a JSON array as the file writes it."""
+_NO_INPUTS: OpInputs = (b"", b"", b"", b"")
 
 
 def states_ranks(batch: list[Event]) -> bool:
@@ -211,7 +211,7 @@ class ColumnBuilder:
     def _input_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
         codes = np.zeros(length, np.int32)
         if args:
-            raw = [(bytes(a.input_dims), bytes(a.input_type), bytes(a.inputs)) for a in args]
+            raw = [tuple(map(bytes, (a.input_dims, a.input_type, a.inputs, a.input_strides))) for a in args]
             codes[at] = np.fromiter(map(self._inputs.__getitem__, raw), np.int32, len(raw))
         return codes
 
@@ -378,7 +378,7 @@ def _is_collective_slice(name: Any) -> bool:
 
 def _by_itself(args: Args) -> Args:
     """Return arguments that no longer hold on to the bytes of the batch that they were decoded from."""
-    for name in ("input_dims", "input_type", "inputs"):
+    for name in ("input_dims", "input_type", "inputs", "input_strides"):
         raw = getattr(args, name)
         if raw is not _NO_ARGS.inputs:
             setattr(args, name, raw.copy())

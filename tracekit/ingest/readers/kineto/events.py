@@ -53,6 +53,7 @@ class Args(msgspec.Struct, gc=False):
     awaited_correlation: Any = field(default=None, name="wait_on_cuda_event_record_corr_id")
     input_dims: Raw = field(default=_NO_RAW, name="Input Dims")
     input_type: Raw = field(default=_NO_RAW, name="Input type")
+    input_strides: Raw = field(default=_NO_RAW, name="Input Strides")
     inputs: Raw = field(default=_NO_RAW, name="Concrete Inputs")
 
 
@@ -124,7 +125,7 @@ _DECODER = _decoder(_KINDS | _COUNTED)
 _EXACT_DECODER = _decoder(_EXACT | _COUNTED | {"M": Metadata})
 _SLICE_FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
 _ARG_FIELDS = tuple((f.name, f.encode_name) for f in msgspec.structs.fields(Args))
-_RAW_ARGS = ("grid", "block", "input_dims", "input_type", "inputs")
+_RAW_ARGS = ("grid", "block", "input_dims", "input_type", "input_strides", "inputs")
 
 
 def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:

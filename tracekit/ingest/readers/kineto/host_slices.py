@@ -98,7 +98,7 @@ class Host:
     def _inputs(self) -> dict[str, pl.Series]:
         """Return the columns that describe the inputs of each slice, as JSON."""
         texts = functools.cache(_plain)
-        parts = zip(("shapes", "dtypes", "arguments"), zip(*self.inputs, strict=True), strict=True)
+        parts = zip(("shapes", "dtypes", "arguments", "strides"), zip(*self.inputs, strict=True), strict=True)
         return {
             name: pl.Series([texts(raw) for raw in raws], dtype=pl.String).gather(self.called_with)
             for name, raws in parts

@@ -1,0 +1,459 @@
+"""Bytes that a call of a memory-bound operator reads and writes at least, from its inputs: each tensor once.
+
+Where the inputs do not determine the outputs, the bytes are not known; nothing is estimated. What a kernel reads twice
+(the two passes of a batch norm, a cache that is too small) counts once, so that the bytes are those of the roofline.
+
+Signatures: aten/src/ATen/native/native_functions.yaml of PyTorch 2.13; element types of results:
+c10/core/ScalarType.h (`promoteTypes`). The kernels of Inductor: torch/_inductor/codegen/triton.py.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from tracekit.analysis.compute import op_inputs
+from tracekit.analysis.compute.op_inputs import Inputs, Tensor, element_bytes
+
+_Formula: TypeAlias = Callable[[Inputs], "int | None"]
+_STATISTIC_BYTES = 4
+"""Norms keep the mean and the inverse deviation of a row in 32 bits."""
+_INDEX = "long int"
+
+
+def has_formula(name: str) -> bool:
+    """Return whether the bytes of an operator can be computed from its inputs."""
+    return _formula(name) is not None
+
+
+def of_call(
+    name: str, shapes: str, dtypes: str | None, arguments: str | None, strides: str | None, list_dtype: str | None
+) -> int | None:
+    """Return `moved_bytes` of a call by the columns of the ops table; `list_dtype`: see `op_inputs.parse`."""
+    try:
+        given = op_inputs.parse(shapes, dtypes, arguments, strides, list_dtype)
+    except (ValueError, TypeError):
+        return None  # not written by the profiler
+    return None if given is None else moved_bytes(name, given)
+
+
+def moved_bytes(name: str, given: Inputs) -> int | None:
+    """Return the bytes that a call reads and writes at least; None where its inputs do not determine them.
+
+    >>> both = op_inputs.parse('[[1024], [1024], []]', '["float", "float", "Scalar"]', None, None, None)
+    >>> moved_bytes("aten::add", both)
+    12288
+    """
+    formula = _formula(name)
+    if formula is None:
+        return None
+    try:
+        return formula(given)
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError, ZeroDivisionError):
+        return None  # not the inputs of this operator
+
+
+# Elementwise ---------------------------------------------------------------------------------------------------------
+
+
+def _elementwise(operands: int, result: str = "") -> _Formula:
+    """Return the formula of an operator whose first `operands` arguments may be tensors; further tensors are outputs.
+
+    `result` is the element type of the result, by default that to which the operands' types are promoted.
+    """
+
+    def formula(given: Inputs) -> int:
+        tensors = given.tensors(0, operands)
+        outputs = [each for each in given.tensors(operands) if each.elements]
+        dtype = outputs[-1].dtype if outputs else result or _promoted(tensors, given.values[:operands])
+        return _total(tensors) + _broadcast(tensors) * element_bytes(dtype)
+
+    return formula
+
+
+def _in_place(operands: int) -> _Formula:
+    """Return the formula of an operator that reads `operands` tensors at most and writes the first."""
+    return lambda given: _total(given.tensors(0, operands)) + given.tensor(0).bytes
+
+
+def _broadcast(tensors: Iterable[Tensor]) -> int:
+    """Return the elements of the result of operands that are broadcast. Raises ValueError where they do not fit."""
+    shapes = [each.shape for each in tensors]
+    if not shapes:
+        raise ValueError("no tensors")
+    elements = 1
+    for at in range(1, max(map(len, shapes)) + 1):
+        sizes = {shape[-at] for shape in shapes if len(shape) >= at} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"not broadcast: {shapes}")
+        elements *= sizes.pop() if sizes else 1
+    return elements
+
+
+_FLOATING = ("c10::Half", "c10::BFloat16", "float", "double")
+_COMPLEX = ("c10::complex<c10::Half>", "c10::complex<float>", "c10::complex<double>")
+
+
+def _promoted(tensors: list[Tensor], values: Iterable[str]) -> str:
+    """Return the element type of a result; tensors without dimensions count only where they are of a higher category.
+
+    Raises ValueError where a number of unknown category decides.
+    """
+    ranked = [[each.dtype for each in tensors if bool(each.shape) is has_shape] for has_shape in (True, False)]
+    strong, weak = ranked if ranked[0] else (ranked[1], [])
+    category = max(map(_category, strong))
+    higher = [dtype for dtype in weak if _category(dtype) > category]
+    if higher:
+        return max(higher, key=lambda dtype: (_category(dtype), element_bytes(dtype)))
+    if category < 2 and any(value and not value.lstrip("-").isdigit() for value in values):
+        raise ValueError("a number of another category")
+    highest = {dtype for dtype in strong if _category(dtype) == category}
+    return "float" if highest == {"c10::Half", "c10::BFloat16"} else max(highest, key=element_bytes)
+
+
+def _category(dtype: str) -> int:
+    if dtype in _COMPLEX:
+        return 3
+    return 2 if dtype in _FLOATING else 0 if dtype == "bool" else 1
+
+
+def _total(tensors: Iterable[Tensor]) -> int:
+    return sum(each.bytes for each in tensors)
+
+
+def _floating(operands: int) -> _Formula:
+    """Return the formula of an operator whose result is floating, whatever its operands are."""
+
+    def formula(given: Inputs) -> int | None:
+        is_floating = any(_category(each.dtype) >= 2 for each in given.tensors(0, operands))
+        return _elementwise(operands, "" if is_floating else "float")(given)
+
+    return formula
+
+
+def _division(given: Inputs) -> int | None:
+    has_rounding = given.value(2) is not None
+    return _elementwise(2)(given) if has_rounding else _floating(2)(given)
+
+
+def _cumulative_sum(given: Inputs) -> int:
+    whole, number = given.tensor(0), given.value(2)
+    dtype = op_inputs.SCALAR_TYPES[number] if number else whole.dtype if _category(whole.dtype) >= 2 else _INDEX
+    return whole.bytes + whole.elements * element_bytes(dtype)
+
+
+def _written_only(given: Inputs) -> int:
+    return given.tensor(0).bytes
+
+
+def _copy(given: Inputs) -> int:
+    return given.tensor(0).bytes + given.tensor(1).bytes
+
+
+def _dropout(given: Inputs) -> int:
+    return 2 * given.tensor(0).bytes + given.tensor(0).elements
+
+
+# Reductions ----------------------------------------------------------------------------------------------------------
+
+
+def _reduction(dims_at: int, dtype_at: int | None = None, *, result: str = "", results: int = 1) -> _Formula:
+    """Return the formula of a reduction whose dimensions are argument `dims_at`; without that, to one element."""
+
+    def formula(given: Inputs) -> int | None:
+        whole = given.tensor(0)
+        kept = 1
+        if len(given.given) > 2:
+            dims = given.value(dims_at)
+            if dims is None:
+                return None
+            reduced = {int(dim) % len(whole.shape) for dim in _numbers(dims)} or set(range(len(whole.shape)))
+            kept = math.prod(size for dim, size in enumerate(whole.shape) if dim not in reduced)
+        number = given.value(dtype_at) if dtype_at is not None else None
+        is_counted = dtype_at is not None and _category(whole.dtype) < 2  # sums of integers have 64 bits
+        own = _INDEX if is_counted else whole.dtype
+        dtype = result or (op_inputs.SCALAR_TYPES[number] if number else own)
+        return whole.bytes + results * kept * element_bytes(dtype)
+
+    return formula
+
+
+def _extreme(given: Inputs) -> int | None:
+    """Count max and min: of two tensors, of all elements, or along a dimension with the place of each."""
+    if len(given.tensors(0, 2)) == 2:
+        return _elementwise(2)(given)
+    if len(given.given) == 1:
+        return _reduction(1)(given)
+    with_values, with_places = (_reduction(1, result=dtype)(given) for dtype in (given.tensor(0).dtype, _INDEX))
+    return None if with_values is None or with_places is None else with_values + with_places - given.tensor(0).bytes
+
+
+def _numbers(text: str) -> list[int]:
+    found = json.loads(text)
+    return found if isinstance(found, list) else [found]
+
+
+def _softmax(given: Inputs) -> int | None:
+    """Count softmax: dim, half_to_float follow the input."""
+    whole, wider = given.tensor(0), given.value(2)
+    if wider is None and element_bytes(whole.dtype) < 4:
+        return None
+    is_wider = wider == "True"
+    return whole.bytes + whole.elements * (4 if is_wider else element_bytes(whole.dtype))
+
+
+def _softmax_backward(given: Inputs) -> int | None:
+    """Count the gradient of softmax from the result's gradient and the result; input_dtype, or the input, is fourth."""
+    whole = given.tensor(0)
+    number = given.value(3)
+    fourth = given.given[3] if len(given.given) > 3 else None
+    if not isinstance(fourth, Tensor) and number is None:
+        return None
+    dtype = fourth.dtype if isinstance(fourth, Tensor) else op_inputs.SCALAR_TYPES[number or ""]
+    return whole.bytes + given.tensor(1).bytes + whole.elements * element_bytes(dtype)
+
+
+# Norms, pooling ------------------------------------------------------------------------------------------------------
+
+
+def _layer_norm(weights: int, statistics: int) -> _Formula:
+    """Return the formula of a norm of rows: input, normalized_shape, then `weights` tensors."""
+
+    def formula(given: Inputs) -> int | None:
+        whole, shape = given.tensor(0), given.value(1)
+        scales = given.tensors(2, 2 + weights)
+        width = math.prod(_numbers(shape)) if shape else scales[0].elements if scales else None
+        if width is None:
+            return None
+        return 2 * whole.bytes + _total(scales) + statistics * _STATISTIC_BYTES * (whole.elements // width)
+
+    return formula
+
+
+def _layer_norm_backward(statistics_at: int, statistics: int) -> _Formula:
+    """Return the formula of a norm's gradients: gradient, input, normalized_shape, statistics, weights, output_mask."""
+    weights_at = statistics_at + statistics
+
+    def formula(given: Inputs) -> int | None:
+        mask = given.value(len(given.given) - 1)
+        if mask is None:
+            return None
+        wanted = json.loads(mask.lower())
+        read = [*given.tensors(0, 2), *given.tensors(statistics_at, weights_at + 1)]
+        scale = given.tensors(weights_at, weights_at + 1)
+        written: int = wanted[0] * given.tensor(1).bytes + sum(wanted[1:]) * _total(scale)
+        return _total(read) + written
+
+    return formula
+
+
+def _batch_norm(given: Inputs) -> int:
+    """Count a batch norm: the input, its result, the values of each channel, and in training their new ones."""
+    whole, channels = given.tensor(0), given.tensors(1, 5)
+    return 2 * whole.bytes + (1 if given.value(5) == "False" else 2) * _total(channels)
+
+
+def _batch_norm_backward(given: Inputs) -> int | None:
+    """Count a batch norm's gradients, from the input and the result's gradient in any order."""
+    first, second, channels = given.tensor(0), given.tensor(1), given.tensors(2, 7)
+    mask = given.value(9)
+    writes_input = json.loads(mask.lower())[0] if mask else True
+    gradient = first.bytes if writes_input else 0
+    return first.bytes + second.bytes + gradient + _total(channels) + 2 * _total(given.tensors(2, 3))
+
+
+def _max_pool(given: Inputs) -> int | None:
+    """Count a pooling in two dimensions: kernel, stride, padding, dilation, ceil_mode; its result has places, too."""
+    whole = given.tensor(0)
+    if given.value(5) != "False":
+        return None
+    kernel, stride, padding, dilation = (_pair(given.value(at)) for at in range(1, 5))
+    stride = stride or kernel
+    sizes = zip(whole.shape[-2:], kernel, stride, padding, dilation, strict=True)
+    pooled = [(size + 2 * pad - gap * (width - 1) - 1) // step + 1 for size, width, step, pad, gap in sizes]
+    return whole.bytes + math.prod(whole.shape[:-2]) * math.prod(pooled) * (8 + element_bytes(whole.dtype))
+
+
+def _pair(text: str | None) -> list[int]:
+    numbers = _numbers(text or "[]")
+    return numbers * 2 if len(numbers) == 1 else numbers
+
+
+def _max_pool_backward(given: Inputs) -> int:
+    return given.tensor(0).bytes + given.tensor(1).bytes + given.tensor(7).bytes
+
+
+# Look-ups ------------------------------------------------------------------------------------------------------------
+
+
+def _embedding(given: Inputs) -> int:
+    weight, places = given.tensor(0), given.tensor(1)
+    return places.bytes + 2 * places.elements * math.prod(weight.shape[1:]) * element_bytes(weight.dtype)
+
+
+def _embedding_backward(given: Inputs) -> int | None:
+    rows = given.value(2)
+    gradient = given.tensor(0)
+    if rows is None:
+        return None
+    return gradient.bytes + given.tensor(1).bytes + int(rows) * gradient.shape[-1] * element_bytes(gradient.dtype)
+
+
+def _index_select(given: Inputs) -> int | None:
+    whole, dim, places = given.tensor(0), given.value(1), given.tensor(2)
+    if dim is None and len(whole.shape) > 1:
+        return None
+    row = whole.elements // whole.shape[int(dim or 0)]
+    return places.bytes + 2 * places.elements * row * element_bytes(whole.dtype)
+
+
+def _gather(given: Inputs) -> int:
+    places = given.tensor(2)
+    return places.bytes + 2 * places.elements * element_bytes(given.tensor(0).dtype)
+
+
+def _concatenation(given: Inputs) -> int:
+    return 2 * _total(given.tensor_list(0))
+
+
+def _nll_loss_backward(given: Inputs) -> int:
+    return given.tensor(1).bytes + given.tensor(2).bytes
+
+
+# Lists of tensors and optimizers -------------------------------------------------------------------------------------
+
+
+def _for_each(lists: int, *, writes: bool = True) -> _Formula:
+    """Return the formula of an operator on lists of tensors, elementwise: it writes as much as the first list."""
+
+    def formula(given: Inputs) -> int:
+        first, others = given.tensor_list(0), given.lists(1, lists)
+        if any(len(each) != len(first) for each in others):
+            raise ValueError("lists whose shapes are not known")
+        return _total(first) * (1 + writes) + sum(map(_total, others))
+
+    return formula
+
+
+def _fused_optimizer(needed: int, lists: int) -> _Formula:
+    """Return the formula of an optimizer's kernel: parameters, gradients, then states, of `lists` lists at most.
+
+    It reads all lists and writes all but the gradients. The first `needed` lists cannot be empty.
+    """
+
+    def formula(given: Inputs) -> int:
+        found = given.lists(0, lists)
+        if any(len(each) != len(found[0]) for each in found[:needed]) or not found[0]:
+            raise ValueError("lists whose shapes are not known")
+        sizes = [_total(each) for each in found]
+        return 2 * sum(sizes) - sizes[1]
+
+    return formula
+
+
+# Kernels of Inductor -------------------------------------------------------------------------------------------------
+
+_TRITON = re.compile(r"^triton_(poi|red|per|split_scan|for)_")
+_PARTIAL = re.compile(
+    r"_(embedding|index|gather|scatter|slice|select|split|unbind|narrow|as_strided|unfold|roll|flip|constant_pad_nd|"
+    r"cat|nll_loss_forward)(_|$)"
+)
+"""Operators, in the name of a kernel, that read or write a part of a buffer."""
+
+
+def _buffers(given: Inputs) -> int:
+    """Count a kernel's buffers once; one that it both reads and writes, which its call does not state, also once."""
+    buffers = given.tensors()
+    if not buffers:
+        raise ValueError("no buffers")
+    return _total(buffers)
+
+
+# Table ---------------------------------------------------------------------------------------------------------------
+
+
+def _listed(names: str) -> list[str]:
+    return names.split()
+
+
+_FLOATING_UNARY = _listed(
+    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan tanh sigmoid gelu silu mish elu hardswish hardsigmoid "
+    "leaky_relu softplus erf erfc erfinv reciprocal frac celu logit"
+)
+_UNARY = _listed("abs neg relu hardtanh floor ceil round trunc sign sgn nan_to_num bitwise_not threshold square")
+_BINARY = _listed(
+    "add sub mul rsub pow atan2 remainder fmod maximum minimum fmax fmin bitwise_and bitwise_or bitwise_xor "
+    "floor_divide clamp_min clamp_max xlogy copysign hypot masked_fill threshold_backward gelu_backward silu_backward "
+    "sigmoid_backward tanh_backward hardtanh_backward hardswish_backward leaky_relu_backward softplus_backward "
+    "native_dropout_backward"
+)
+_COMPARISONS = _listed("eq ne lt le gt ge logical_and logical_or logical_xor")
+_TERNARY = _listed("addcmul addcdiv lerp clamp mse_loss_backward smooth_l1_loss_backward")
+_PREDICATES = _listed("logical_not isnan isinf isfinite")
+_IN_PLACE = (
+    *((name, 1) for name in (*_UNARY, *_FLOATING_UNARY)),
+    *((name, 2) for name in (*_BINARY, *_COMPARISONS, "div")),
+    *((name, 3) for name in _TERNARY),
+)
+
+_FORMULAS: Mapping[str, _Formula] = {
+    **{f"aten::{name}": _elementwise(1) for name in _UNARY},
+    **{f"aten::{name}": _floating(1) for name in _FLOATING_UNARY},
+    **{f"aten::{name}": _elementwise(2) for name in _BINARY},
+    **{f"aten::{name}": _elementwise(2, "bool") for name in _COMPARISONS},
+    **{f"aten::{name}": _elementwise(3) for name in _TERNARY},
+    **{f"aten::{name}": _elementwise(1, "bool") for name in _PREDICATES},
+    **{f"aten::{name}_": _in_place(operands) for name, operands in _IN_PLACE},
+    "aten::div": _division,
+    "aten::cumsum": _cumulative_sum,
+    "aten::where": lambda given: _elementwise(3, _promoted(given.tensors(1, 3), ()))(given),
+    **{
+        f"aten::{name}": _written_only
+        for name in ("fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_")
+    },
+    "aten::copy_": _copy,
+    "aten::native_dropout": _dropout,
+    **{f"aten::{name}": _reduction(1, 3) for name in ("sum", "mean")},
+    **{f"aten::{name}": _reduction(1) for name in ("amax", "amin", "logsumexp", "var", "std")},
+    **{f"aten::{name}": _reduction(1, results=2) for name in ("var_mean", "std_mean")},
+    **{f"aten::{name}": _reduction(1, result=_INDEX) for name in ("argmax", "argmin")},
+    **{f"aten::{name}": _reduction(1, result="bool") for name in ("any", "all")},
+    **{f"aten::{name}": _reduction(2) for name in ("linalg_vector_norm", "norm")},
+    **{f"aten::{name}": _extreme for name in ("max", "min")},
+    **{f"aten::{name}": _softmax for name in ("_softmax", "_log_softmax")},
+    **{f"aten::{name}": _softmax_backward for name in ("_softmax_backward_data", "_log_softmax_backward_data")},
+    "aten::native_layer_norm": _layer_norm(2, 2),
+    "aten::_fused_rms_norm": _layer_norm(1, 1),
+    "aten::native_layer_norm_backward": _layer_norm_backward(3, 2),
+    "aten::_fused_rms_norm_backward": _layer_norm_backward(3, 1),
+    **{f"aten::{name}_batch_norm": _batch_norm for name in ("native", "cudnn", "miopen")},
+    **{f"aten::{name}_batch_norm_backward": _batch_norm_backward for name in ("native", "cudnn", "miopen")},
+    "aten::max_pool2d_with_indices": _max_pool,
+    "aten::max_pool2d_with_indices_backward": _max_pool_backward,
+    "aten::embedding": _embedding,
+    "aten::embedding_dense_backward": _embedding_backward,
+    "aten::index_select": _index_select,
+    "aten::gather": _gather,
+    "aten::cat": _concatenation,
+    "aten::nll_loss_backward": _nll_loss_backward,
+    **{
+        f"aten::_foreach_{name}{suffix}": _for_each(lists)
+        for names, lists in (
+            ("neg sqrt reciprocal exp sign abs", 1),
+            ("add sub mul div maximum clamp_min clamp_max pow", 2),
+            ("addcmul addcdiv lerp", 3),
+        )
+        for name in names.split()
+        for suffix in ("", "_")
+    },
+    "aten::_foreach_norm": _for_each(1, writes=False),
+    **{f"aten::_fused_{name}_": _fused_optimizer(4, 5) for name in ("adam", "adamw")},
+    "aten::_fused_sgd_": _fused_optimizer(2, 3),
+}
+
+
+def _formula(name: str) -> _Formula | None:
+    if _TRITON.match(name):
+        return None if _PARTIAL.search(name.partition("_fused")[2]) else _buffers
+    return _FORMULAS.get(name)

@@ -1,0 +1,141 @@
+"""The inputs of one operator call, from the columns of the ops table: tensors with their size in memory, and values."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("c10::complex<double>",), 16),
+    **dict.fromkeys(("double", "long int", "long", "c10::complex<float>"), 8),
+    **dict.fromkeys(("float", "int", "c10::complex<c10::Half>"), 4),
+    **dict.fromkeys(("c10::Half", "c10::BFloat16", "short int", "short"), 2),
+    **dict.fromkeys(("bool", "signed char", "unsigned char"), 1),
+}
+"""Bytes of an element by the name that the profiler gives its type."""
+_TENSOR_LIST = "TensorList"
+SCALAR_TYPES: Mapping[str, str] = {
+    "0": "unsigned char", "1": "signed char", "2": "short int", "3": "int", "4": "long int", "5": "c10::Half",
+    "6": "float", "7": "double", "11": "bool", "15": "c10::BFloat16",
+}  # fmt: skip
+"""Element types by the number that an argument `dtype` has (c10/core/ScalarType.h)."""
+
+
+class Tensor(NamedTuple):
+    """A tensor that an operator takes: its shape, its element type, and how many elements are in memory.
+
+    `stored` counts an expanded dimension, whose stride is 0, once.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    stored: int
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements by the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Return the size in memory."""
+        return self.stored * element_bytes(self.dtype)
+
+
+TensorList: TypeAlias = tuple[Tensor, ...]
+
+
+class Inputs(NamedTuple):
+    """The inputs of a call by place: tensors, lists of tensors, and the values of the others as text ("" for none)."""
+
+    given: Sequence[Tensor | TensorList | None]
+    values: Sequence[str]
+
+    def tensors(self, first: int = 0, last: int | None = None) -> list[Tensor]:
+        """Return the tensors from one place to before another; lists of tensors are left out."""
+        return [each for each in self.given[first:last] if isinstance(each, Tensor)]
+
+    def tensor(self, at: int) -> Tensor:
+        """Return the tensor at a place. Raises ValueError where there is none."""
+        found = self.given[at] if at < len(self.given) else None
+        if not isinstance(found, Tensor):
+            raise ValueError(f"input {at} is no tensor")
+        return found
+
+    def tensor_list(self, at: int) -> TensorList:
+        """Return the list of tensors at a place. Raises ValueError where its shapes are not known."""
+        found = self.given[at]
+        if not isinstance(found, tuple) or isinstance(found, Tensor) or not found:
+            raise ValueError(f"input {at} is no list of tensors")
+        return found
+
+    def lists(self, first: int, last: int) -> list[TensorList]:
+        """Return the lists of tensors from one place to before another; empty ones where shapes were not recorded."""
+        return [each for each in self.given[first:last] if isinstance(each, tuple) and not isinstance(each, Tensor)]
+
+    def value(self, at: int) -> str | None:
+        """Return the value at a place; None where it was not recorded."""
+        return (self.values[at] or None) if at < len(self.values) else None
+
+
+def parse(
+    shapes: str, dtypes: str | None, arguments: str | None, strides: str | None, list_dtype: str | None
+) -> Inputs | None:
+    """Return the inputs of a call; None where an element type is not recorded, or not known.
+
+    The profiler does not record the element type of lists of tensors: `list_dtype`, by the kernels that the call
+    launched, is that of all their elements; without it the lists are left out.
+    """
+    if dtypes is None:
+        return None
+    names: list[str] = json.loads(dtypes)
+    dims, steps = json.loads(shapes), json.loads(strides) if strides else []
+    steps = steps if len(steps) == len(dims) else [None] * len(dims)
+    try:
+        given = [_input(*each, list_dtype) for each in zip(dims, names, steps, strict=True)]
+    except KeyError:
+        return None
+    return Inputs(given, json.loads(arguments) if arguments else [])
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of an element of a type that the profiler names. Raises KeyError for others."""
+    return 1 if dtype.startswith("c10::Float8") else _ELEMENT_BYTES[dtype]
+
+
+def list_dtype(kernel: str) -> str | None:
+    """Return the element type of the lists of tensors that a kernel of PyTorch works on, from its name.
+
+    >>> list_dtype("void multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpListAlphaFunctor<float, 2, 2, 0>>")
+    'float'
+    """
+    if found := _COPIED_LISTS.search(kernel):
+        return _TYPE_OF_BYTES.get(found[1])
+    found = _LIST_KERNEL.search(kernel)
+    return found[1] if found else None
+
+
+_LIST_KERNEL = re.compile(r"multi_tensor_apply_kernel<.*?Functor<(float|double|c10::Half|c10::BFloat16)\b")
+_COPIED_LISTS = re.compile(r"CatArrayBatchedCopy\w*<.*?OpaqueType<(\d+)u>")
+_TYPE_OF_BYTES = {"1": "unsigned char", "2": "c10::Half", "4": "float", "8": "double"}
+_NO_TENSOR = frozenset(
+    {"", "Scalar", "ScalarList", "GenericList", "Int", "Double", "Bool", "Device", "None", "String", "Optional[Scalar]"}
+)
+
+
+def _input(dims: Any, dtype: str, steps: Any, list_dtype: str | None) -> Tensor | TensorList | None:
+    if dtype in _NO_TENSOR:
+        return None
+    if dtype == _TENSOR_LIST:
+        is_known = list_dtype is not None and all(isinstance(each, list) for each in dims)
+        return tuple(_tensor(each, list_dtype, None) for each in dims) if is_known else None  # type: ignore[arg-type]
+    return _tensor(dims, dtype, steps)
+
+
+def _tensor(shape: list[int], dtype: str, steps: Any) -> Tensor:
+    element_bytes(dtype)
+    stored = math.prod(shape)
+    if isinstance(steps, list) and len(steps) == len(shape):
+        stored = math.prod(size for size, step in zip(shape, steps, strict=True) if step != 0 or size == 0)
+    return Tensor(tuple(shape), dtype, stored)
