@@ -201,6 +201,12 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
         raise InputError("a node of one or more whole stages is a slow stage")
     schedule = draw.choice(pipeline_schedules.SCHEDULES) if pp > 1 else pipeline_schedules.ONE_F_ONE_B
     stages = 2 if schedule == pipeline_schedules.INTERLEAVED else 1
+    shards = pp > 1 and data > 1 and schedule != pipeline_schedules.ZB_H1
+    if kind == "sharded-micro-batches" and not shards:
+        raise InputError("it needs a pipeline whose stages are sharded")
+    strategy = draw.choice(("ddp", "zero1", *["fsdp2"] * shards))
+    if kind == "sharded-micro-batches":
+        strategy = "fsdp2"
     is_large = gpus > 16  # simulated and judged in minutes
     layers = pp * stages * (2 if kind == "unbalanced-stages" else draw.choice((1, 1 if is_large else 2)))
     model = models.find("mixtral-8x7b" if has_experts else "llama2-70b", layers=layers)
@@ -211,6 +217,7 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
         pp=pp,
         tp=tp,
         ep=ep,
+        shards_data=strategy == "fsdp2",
         schedule=schedule,
         virtual_stages=stages,
         sequence_parallel=tp > 1 and draw.random() < 0.5,
@@ -218,7 +225,7 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
     machine = hardware.find(draw.choice(("a100-80", "h100-80")))
     micro_batches = pp * draw.choice((3, 3 if is_large else 4)) if pp > 1 else draw.choice((1, 2, 4))
     return Job(
-        draw.choice(("ddp", "zero1")),
+        strategy,
         model,
         machine,
         gpus,

@@ -6,7 +6,14 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.parallelism import mesh, pipeline_balance, pipeline_bubbles, pipeline_links, rank_places
+from tracekit.analysis.parallelism import (
+    mesh,
+    pipeline_balance,
+    pipeline_bubbles,
+    pipeline_links,
+    rank_places,
+    sharded_micro_batches,
+)
 from tracekit.analysis.parallelism.pipeline_balance import Balance
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import units
@@ -15,7 +22,7 @@ from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
-FACTS: tuple[Fact, ...] = (*pipeline_bubbles.FACTS, *rank_places.FACTS)
+FACTS: tuple[Fact, ...] = (*pipeline_bubbles.FACTS, *rank_places.FACTS, *sharded_micro_batches.FACTS)
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,9 @@ class PipelineBubble(Rule):
 
     How it is measured: the recorded actions of all ranks are scheduled again with their own durations on links without
     cost; the cost is the difference to the recorded time from the first action to the last. The message quotes the
-    representative step. What a slow link costs is subtracted (PIPE005). Delays between the completion of an input and
-    the action that needs it are communication where the rank sends or receives meanwhile, otherwise the host.
+    representative step. What a slow link costs is subtracted (PIPE005), and what waiting for weights costs that are
+    gathered for each micro-batch (PIPE004). Delays between the completion of an input and the action that needs it are
+    communication where the rank sends or receives meanwhile, otherwise the host.
 
     How to fix: communication: post receives one micro-batch ahead and sends without waiting (batch_isend_irecv, an
     interleaved schedule with overlap_p2p_comm), keep neighboring stages inside a node, or send less (bf16, scatter-
@@ -52,8 +60,9 @@ class PipelineBubble(Rule):
         if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
             return
         links_ns = int(run.run_table(pipeline_links.links)["saved_ns"].max() or 0)  # type: ignore[arg-type]
+        gathers_ns = int(run.run_table(sharded_micro_batches.passes)["delayed_ns"].max() or 0)  # type: ignore[arg-type]
         worst = median_row(_passes(run), "lost_ratio", "duration_ns")
-        lost_ns = max(0, worst["lost_ns"] - links_ns)
+        lost_ns = max(0, worst["lost_ns"] - links_ns - gathers_ns)
         if lost_ns < self.min_lost_ratio * worst["duration_ns"]:
             return
         is_communication = worst["communication_ns"] >= worst["host_ns"]

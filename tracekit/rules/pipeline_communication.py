@@ -6,15 +6,12 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.parallelism import (
-    axis_communication,
     pipeline_bubbles,
     pipeline_links,
     rank_places,
     sharded_micro_batches,
 )
-from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -28,16 +25,17 @@ class ShardedMicroBatches(Rule):
     """ZeRO stage 2 or 3 under pipeline parallelism: gradients or weights communicated for every micro-batch.
 
     What it does: reports data-parallel reduce-scatters or all-gathers that run for `min_micro_batches` or more
-    micro-batches of a step, at least half of them. It is a warning if their exposed part beyond the first micro-batch
-    is `min_lost_ratio` of the step, else information.
+    micro-batches of a step, at least half of them. It is a warning if they make the pipeline `min_lost_ratio`
+    longer than those of one micro-batch would, else information.
 
     Why it costs: a pipeline runs many micro-batches per step. ZeRO stage 1 reduces gradients once per step; stage 2
     reduces them, and stage 3 (FSDP with resharding) also gathers weights, for each micro-batch. Pipeline stages already
     divide gradients and weights, so sharding them further saves little memory. DeepSpeed refuses stages 2 and 3 here.
 
     How it is measured: each all-gather and reduce-scatter of a data-parallel axis belongs to the last action of the
-    pipeline that started before it on its rank. The cost is the exposed time, without waits, of those of all but one
-    micro-batch.
+    pipeline that started before it on its rank. The recorded actions are scheduled again on links without cost, with
+    the exposed time of these collectives in them and right before them, and with that of one micro-batch: the cost is
+    the difference.
 
     How to fix: shard the optimizer only: ZeRO stage 1 (ZeroRedundancyOptimizer, zero_optimization.stage 1,
     --use-distributed-optimizer). With FSDP keep weights (reshard_after_forward=False) and reduce gradients at the last
@@ -48,9 +46,7 @@ class ShardedMicroBatches(Rule):
     """
 
     code: ClassVar[str] = "PIPE004"
-    facts: ClassVar[tuple[Fact, ...]] = (
-        *pipeline_bubbles.FACTS, *axis_communication.FACTS, exposed_communication.exposed, breakdown.by_step,
-    )  # fmt: skip
+    facts: ClassVar[tuple[Fact, ...]] = (*sharded_micro_batches.FACTS,)
     min_micro_batches: int = 3
     min_lost_ratio: float = 0.01
 
@@ -62,23 +58,28 @@ class ShardedMicroBatches(Rule):
         )
         if often.is_empty():
             return
-        worst = median_row(often, "lost_ns", "rank", "step")
-        ratio = worst["lost_ns"] / max(1, worst["duration_ns"])
-        op = worst["op"].replace("_", "-")
-        stage = 3 if "all_gather" in often["op"].to_list() else 2
+        ops = often.group_by("rank", "step", "axis").agg(
+            pl.col("op").unique().sort(), pl.col("with_calls", "micro_batches").max(), pl.col("bytes").sum()
+        )
+        worst = median_row(ops, "bytes", "rank", "step")
+        costly = median_row(run.run_table(sharded_micro_batches.passes), "lost_ns", "duration_ns")
+        lost_ns, duration_ns = costly["lost_ns"], costly["duration_ns"]
+        ratio = lost_ns / max(1, duration_ns)
+        named = "s and ".join(worst["op"]).replace("_", "-").capitalize()
+        stage = 3 if "all_gather" in worst["op"] else 2
         yield Finding(
             self.code,
             Severity.WARNING if ratio >= self.min_lost_ratio else Severity.INFO,
-            f"{op.capitalize()}s of {worst['axis']} run for {worst['with_calls']} of {worst['micro_batches']} "
-            f"micro-batches, as with ZeRO stage {stage}: {units.size(worst['bytes'])} per step, "
-            f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} ({units.share(ratio)}) more "
-            f"exposed communication on rank {worst['rank']} than for one.",
+            f"{named}s of {worst['axis']} run for {worst['with_calls']} of {worst['micro_batches']} micro-batches, as "
+            f"with ZeRO stage {stage}: {units.size(worst['bytes'])} per step on rank {worst['rank']}. The pipeline "
+            f"takes {units.duration(lost_ns)} of {units.duration(duration_ns)} ({units.share(ratio)}) longer than if "
+            "they ran for one.",
             "Shard the optimizer only (ZeRO stage 1: ZeroRedundancyOptimizer, zero_optimization.stage 1, "
             "--use-distributed-optimizer): gradients are then reduced once per step. With FSDP: "
             "fully_shard(reshard_after_forward=False) and set_requires_gradient_sync(False) but for the last "
             "micro-batch.",
             impact=min(1.0, ratio),
-            cost_ns=worst["lost_ns"],
+            cost_ns=lost_ns,
             confidence=0.8,
             ranks=distinct(often, "rank"),
             steps=distinct(often, "step"),

@@ -10,7 +10,7 @@ from tracekit.conventions.strategies import AXES, DP_REPLICATE, DP_SHARD, EP, PP
 from tracekit.errors import InputError
 from tracekit.plan.models import Model
 
-STRATEGIES = tuple(each.name for each in (strategies.DDP, strategies.ZERO1))
+STRATEGIES = tuple(each.name for each in (strategies.DDP, strategies.ZERO1, strategies.FSDP2))
 """Data parallelism of each stage."""
 EXPERT_DATA = "dp_shard_of_experts"
 """The axis of the ranks that hold the same experts."""
@@ -110,9 +110,18 @@ def require_possible(
 ) -> None:
     """Raise InputError where a layout is not possible, or is not simulated."""
     layout, experts = hybrid.layout, model.experts
+    shards_weights = strategy == strategies.FSDP2.name
     interleaves = hybrid.schedule == pipeline_schedules.INTERLEAVED
     checks: Sequence[tuple[bool, str]] = (
         (strategy not in STRATEGIES, f"--strategy {strategy} with a layout; use one of: {', '.join(STRATEGIES)}"),
+        (
+            shards_weights and hybrid.schedule == pipeline_schedules.ZB_H1,
+            "--strategy fsdp2 with --schedule zb-h1 is not simulated: trained so, gradients are wrong",
+        ),
+        (
+            shards_weights and layout.dp_replicate > 1,
+            "--strategy fsdp2 needs the ranks of data parallelism on the axis dp_shard",
+        ),
         (layout.world_size != gpus, f"the layout has {layout.world_size} ranks; --gpus is {gpus}"),
         (layout.cp > 1, "context parallelism is not simulated"),
         (checkpoint_layers > 0, "--checkpoint-layers is not simulated with --pp, --tp or --ep"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from tracekit.conventions.strategies import DP_REPLICATE, EP, PP, TP
+from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, EP, PP, TP
 from tracekit.simulate import fault_arguments, hybrid
 from tracekit.simulate.fault_registry import Fault, impaired, on_hardware, register
 from tracekit.simulate.hybrid import Hybrid
@@ -68,6 +68,22 @@ def _few_micro_batches(job: Job, given: Sequence[str]) -> Job:
     if count >= job.micro_batches or job.micro_batches % count:
         raise ValueError(f"{count} is not a smaller number that divides --micro-batches {job.micro_batches}")
     return replace(job, micro_batches=count, batch=job.batch * job.micro_batches // count)
+
+
+@_fault(
+    "sharded-micro-batches",
+    "PIPE004",
+    "",
+    "fsdp2 gathers weights for each action and reduces gradients for each micro-batch, as ZeRO stage 3",
+    axis=DP_SHARD,
+)
+def _sharded_micro_batches(job: Job, given: Sequence[str]) -> Job:
+    if given:
+        raise ValueError("it takes no arguments")
+    _require_pipeline(job)
+    if not job.gathers_weights:
+        raise ValueError("it needs --strategy fsdp2 and 2 or more ranks of data parallelism")
+    return impaired(job, gathers_every_micro_batch=True, reduces_every_micro_batch=True)
 
 
 @_fault(

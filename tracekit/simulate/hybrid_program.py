@@ -19,6 +19,7 @@ from tracekit.simulate.hybrid_layers import (
     transferred_elements,
 )
 from tracekit.simulate.hybrid_topology import WORLD, HybridWorld, channel
+from tracekit.simulate.hybrid_weights import HEAD, ROOT, GatheredWeights, Part
 from tracekit.simulate.job import Job
 from tracekit.simulate.kernels import Op
 from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction
@@ -53,6 +54,7 @@ class RankProgram:
         self._gradients: dict[tuple[int, int | None], int] = {}
         self._sends: dict[int, int] = {}
         place = self.hybrid.layout.coordinate(rank)[PP]
+        self._weights = GatheredWeights(job, self.host, self._issue)
         self._actions = pipeline_schedules.order(self.hybrid.schedule, self.hybrid.shape(job.micro_batches), place)
 
     def written(self) -> list[Instruction]:
@@ -68,6 +70,7 @@ class RankProgram:
             host.add(program.Step(number))
             host.begin(f"{number} data")
             self._load_batch()
+            self._gather(number)
             for index, action in enumerate(self._actions):
                 if not index:
                     self._receive(number, action)
@@ -81,7 +84,22 @@ class RankProgram:
 
     def _completes_gradients(self, action: Action) -> bool:
         last = WEIGHT_GRADIENT if self.hybrid.schedule == pipeline_schedules.ZB_H1 else BACKWARD
-        return action.kind == last and action.micro_batch == self.job.micro_batches - 1
+        is_last = action.micro_batch == self.job.micro_batches - 1
+        return action.kind == last and (is_last or self.job.impairments.reduces_every_micro_batch)
+
+    def _gather(self, number: int) -> None:
+        """Gather the sharded weights of all stages, where they are kept for the whole step."""
+        if not self._weights.are_kept:
+            return
+        for stage in self.hybrid.stages_of(self.rank):
+            with self._span(f"PP:{stage}UNSHARD"):
+                for part in self._parts(stage):
+                    self._weights.gather(str(number), stage, part)
+
+    def _parts(self, stage: int) -> list[Part]:
+        """Return the parts of a stage in the order of its forward pass."""
+        first, last = [ROOT] * (stage == 0), [HEAD] * (stage == self.hybrid.stages - 1)
+        return [*first, *self.hybrid.layers_of(stage), *last]
 
     def _load_batch(self) -> None:
         size_bytes = 8 * 2 * self.job.tokens * self.job.micro_batches
@@ -131,36 +149,37 @@ class RankProgram:
         host.add(program.Act(None))
 
     def _forward(self, number: int, action: Action) -> None:
-        stage, place = action.stage, f"{number} {action.micro_batch} {action.stage} F"
+        stage = action.stage
         self.host.add(program.Allocate(_activations(action), hybrid_memory.activation_bytes(self.job, stage)))
-        if stage == 0:
-            self._begin(f"{place} root")
-            self._run(self._layers.embedding(backward=False))
-        for layer in self.hybrid.layers_of(stage):
-            self._begin(f"{place} {layer}")
+        for part in self._each_part(number, action):
+            if isinstance(part, str):
+                self._run(self._layers.embedding(backward=False) if part == ROOT else self._layers.head(backward=False))
+                continue
             self.host.add(program.PassTime(self.job.impairments.launch_delay_ns))
-            self._run(self._layers.forward(self._router.routing(number, action.micro_batch, layer, self.rank)))
-        if stage == self.hybrid.stages - 1:
-            self._begin(f"{place} head")
-            self._run(self._layers.head(backward=False))
+            self._run(self._layers.forward(self._router.routing(number, action.micro_batch, part, self.rank)))
 
     def _backward(self, number: int, action: Action) -> None:
-        stage, place = action.stage, f"{number} {action.micro_batch} {action.stage} {action.kind}"
-        if stage == self.hybrid.stages - 1:
-            self._begin(f"{place} head")
-            self._run_part(self._layers.head(backward=True), action)
-            self._note(action, None)
-        for layer in reversed(self.hybrid.layers_of(stage)):
-            self._begin(f"{place} {layer}")
-            routing = self._router.routing(number, action.micro_batch, layer, self.rank)
-            self._run_part(self._layers.backward(routing), action)
-            self._note(action, layer)
-        if stage == 0:
-            self._begin(f"{place} root")
-            self._run_part(self._layers.embedding(backward=True), action)
-            self._note(action, None)
+        for part in self._each_part(number, action):
+            if isinstance(part, str):
+                items = self._layers.embedding(backward=True) if part == ROOT else self._layers.head(backward=True)
+            else:
+                items = self._layers.backward(self._router.routing(number, action.micro_batch, part, self.rank))
+            self._run_part(items, action)
+            self._note(action, part if isinstance(part, int) else None)
         if action.kind != INPUT_GRADIENT:
             self.host.add(program.Free(_activations(action)))
+
+    def _each_part(self, number: int, action: Action) -> Iterator[Part]:
+        """Yield the parts of an action's stage in order, each once its weights are whole."""
+        parts = self._parts(action.stage)
+        if action.kind != FORWARD:
+            parts.reverse()
+        place = f"{number} {action.micro_batch} {action.stage} {action.kind}"
+        for part, following in zip(parts, (*parts[1:], None), strict=True):
+            self._weights.enter(place, action.stage, part, following)
+            self._begin(f"{place} {part}")
+            yield part
+            self._weights.leave(action.stage, part)
 
     def _note(self, action: Action, layer: int | None) -> None:
         """Record the event that a layer's gradients of all micro-batches are added up; None: embedding or head."""

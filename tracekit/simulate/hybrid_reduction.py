@@ -1,13 +1,15 @@
-"""What follows a hybrid job's backward passes: the reduction of each stage's gradients, and the optimizer."""
+"""What data parallelism adds to a hybrid job: gathered weights, the reduction of gradients, and the optimizer."""
 
 from tracekit.conventions import strategies
 from tracekit.conventions.strategies import (
     AFTER_OPTIMIZER,
+    ALL_GATHER,
     BACKWARD,
     BROADCAST,
     GATHERED_BYTES,
     GRADIENTS,
     OPTIMIZER,
+    REDUCED_BYTES,
     STRATEGIES,
 )
 from tracekit.simulate import costs, kernels, program
@@ -35,12 +37,34 @@ def of_layer(job: Job, layer: int | None) -> list[Kernel]:
     ops = [
         each.op for each in STRATEGIES[job.strategy].collectives if each.when == BACKWARD and each.tensor == GRADIENTS
     ]
+    return [
+        kernels.collective(op, axis, program.REDUCE_STREAM, whole=max(1, count), ranks=ranks, dtype="Float")
+        for axis, count, ranks in _shared(job, layer)
+        for op in ops
+    ]
+
+
+def gathers(job: Job, layer: int | None) -> list[Kernel]:
+    """Return the collectives that make a layer's weights whole where they are sharded; None: the root's."""
+    return [
+        kernels.collective(ALL_GATHER, axis, program.GATHER_STREAM, whole=max(1, count), ranks=ranks, dtype="BFloat16")
+        for axis, count, ranks in _shared(job, layer)
+    ]
+
+
+def gathered_bytes(job: Job, layer: int | None) -> int:
+    """Return the bytes of a layer's gathered weights; None: the root's."""
+    return GATHERED_BYTES * sum(count for _, count, _ in _shared(job, layer))
+
+
+def _shared(job: Job, layer: int | None) -> list[tuple[str, int, int]]:
+    """Return the axis, number and ranks of the weights of a layer that several ranks hold."""
+    assert job.hybrid is not None
     dense, experts = _root_parameters(job) if layer is None else layer_parameters(job)
-    found = [_reduction(job, op, job.hybrid.data_axis, dense, job.hybrid.data_ranks) for op in ops]
+    found = [(job.hybrid.data_axis, dense, job.hybrid.data_ranks)]
     sharing = job.hybrid.data_ranks // job.hybrid.layout.ep
     if experts and sharing > 1:
-        kind = EXPERT_DATA if job.hybrid.layout.ep > 1 else job.hybrid.data_axis
-        found += [_reduction(job, op, kind, experts, sharing) for op in ops]
+        found.append((EXPERT_DATA if job.hybrid.layout.ep > 1 else job.hybrid.data_axis, experts, sharing))
     return found
 
 
@@ -79,8 +103,14 @@ def parameters(job: Job, rank: int) -> int:
 def state_bytes(job: Job, rank: int) -> int:
     """Return the bytes of weights, gradients and optimizer state that a rank keeps."""
     assert job.hybrid is not None
-    each, count = strategies.MIXED_ADAM, parameters(job, rank)
-    shared = job.hybrid.data_ranks if OPTIMIZER in STRATEGIES[job.strategy].sharded else 1
+    count, ranks = parameters(job, rank), job.hybrid.data_ranks
+    if job.gathers_weights:
+        weights = 0 if job.impairments.gathers_every_micro_batch else GATHERED_BYTES
+        gradients = 0 if job.impairments.reduces_every_micro_batch else REDUCED_BYTES
+        each = strategies.FP32_SHARDS_ADAM
+        return count * (weights + gradients) + count * (each.parameters + each.gradients + each.optimizer) // ranks
+    each = strategies.MIXED_ADAM
+    shared = ranks if OPTIMIZER in STRATEGIES[job.strategy].sharded else 1
     return count * (each.parameters + 2 * GATHERED_BYTES) + count * each.optimizer // shared
 
 
@@ -88,8 +118,3 @@ def _root_parameters(job: Job) -> tuple[int, int]:
     """Return the weights of embedding or head on one rank."""
     assert job.hybrid is not None
     return job.model.outer_parameters // job.hybrid.layout.tp, 0
-
-
-def _reduction(job: Job, op: str, axis: str, count: int, ranks: int) -> Kernel:
-    del job
-    return kernels.collective(op, axis, program.REDUCE_STREAM, whole=max(1, count), ranks=ranks, dtype="Float")

@@ -44,6 +44,8 @@ class Impairments:
     """Whether all streams are fed by one queue, so that no kernel starts before all launched earlier have started."""
     collectives_per_unit: int = 1
     reduces_every_micro_batch: bool = False
+    gathers_every_micro_batch: bool = False
+    """With a layout: whether sharded weights are freed after each action and gathered again for the next one."""
     prepares_on_communication: bool = False
     """Whether gradients are cast and divided on the communication stream where the strategy doesn't do so."""
     ideal_links: bool = False
@@ -133,6 +135,12 @@ class Job:
         if not strategy.shards_parameters:
             return 1
         return self.node if strategy.is_hybrid else self.gpus
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Return whether, with a layout, a rank keeps shards of its stages' weights only, and gathers them to use."""
+        sharded = strategies.STRATEGIES[self.strategy].shards_parameters
+        return self.hybrid is not None and sharded and self.hybrid.data_ranks > 1
 
     @property
     def recomputed_layers(self) -> int:

@@ -31,11 +31,13 @@ def pipelined(
     micro_batches: int = 4,
     steps: int = 2,
     strategy: str = "ddp",
+    shards_data: bool = False,
 ) -> Job:
     """Return a healthy job with a layout, without jitter."""
     machine = replace(hardware.find("a100-80"), jitter_ratio=0.0)
     model = models.find("llama2-7b", layers=layers)
-    layout = laid_out(gpus=gpus, model=model, pp=pp, tp=tp, ep=ep, schedule=schedule, virtual_stages=stages)
+    sizes = {"pp": pp, "tp": tp, "ep": ep, "virtual_stages": stages}
+    layout = laid_out(gpus=gpus, model=model, schedule=schedule, shards_data=shards_data, **sizes)
     given = {"micro_batches": micro_batches, "steps": steps, "ranks_written": gpus}
     return Job(strategy, model, machine, gpus, 2048, hybrid=layout, **given)  # type: ignore[arg-type]
 

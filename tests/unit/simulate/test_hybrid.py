@@ -1,9 +1,11 @@
 """Jobs with a layout: the traffic of each axis, who waits for whom, and what is written."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,9 @@ from tracekit.analysis.parallelism import pipeline_bubbles
 from tracekit.conventions.strategies import ALL_REDUCE, RING_PASSES
 from tracekit.errors import InputError
 from tracekit.plan import hardware, models
+from tracekit.rules import RULES
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, hybrid_program, memory
 from tracekit.simulate.hybrid import laid_out, moved
 from tracekit.simulate.hybrid_layers import Layers, Message, parts_of, transferred_elements
@@ -69,6 +74,28 @@ def test_each_axis_has_the_collectives_of_its_layers_and_stages(recording: Recor
     reduced = [each for each in _of_axis(recording, 0, "dp_replicate") if "AllReduce" in each.kernel.name]
     assert len(reduced) == 3
     assert all(each.group is not None and each.group.ranks == (0, 2) for each in reduced)
+
+
+@pytest.mark.parametrize("fault", ["", "sharded-micro-batches"])
+def test_sharded_weights_are_gathered_once_per_step_or_for_each_action(fault: str) -> None:
+    job = pipelined(4, pp=2, steps=1, strategy="fsdp2", shards_data=True)
+    recording = engine.simulate(faults.inject(job, [faults.parse(fault)] if fault else []))
+    of_data = _of_axis(recording, 0, "dp_shard")
+    ops = Counter(each.kernel.collective.op for each in of_data if each.kernel.collective)
+    parts, micro_batches = 3, 4  # embedding and 2 layers
+    assert ops["all_gather"] == (2 * parts * micro_batches if fault else parts)
+    assert ops["reduce_scatter"] == (parts * micro_batches if fault else parts)
+    gathered = max(each.end_ns for each in of_data if "AllGather" in each.kernel.name)
+    first_backward = min(each.start_ns for each in recording.ranks[0].activities if "Backward" in each.kernel.name)
+    assert (gathered > first_backward) == bool(fault)
+
+
+def test_the_price_of_sharded_micro_batches_is_what_a_simulation_without_them_saves(tmp_path: Path) -> None:
+    job = pipelined(8, pp=4, layers=4, micro_batches=8, strategy="fsdp2", shards_data=True)
+    done = written(job, tmp_path, "sharded-micro-batches")
+    found = check(tracekit.load(tmp_path), [rule() for rule in RULES if rule.code.startswith("PIPE")]).findings
+    assert [each.code for each in found if each.severity is Severity.WARNING] == ["PIPE004"]
+    assert found[0].cost_ns == pytest.approx(done.known[0].cost_ns, rel=0.25)
 
 
 def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
@@ -153,10 +180,11 @@ def test_a_layer_is_moved_from_the_stage_that_has_most() -> None:
         moved(layout, stage=2, layers=9)
 
 
-FAULTS = {
+FAULTS: dict[str, dict[str, Any]] = {
     "slow-stage": {"pp": 2},
     "unbalanced-stages": {"pp": 2},
     "few-micro-batches:2": {"pp": 2},
+    "sharded-micro-batches": {"pp": 2, "gpus": 4, "strategy": "fsdp2", "shards_data": True},
     "slow-pipeline-link:0:100": {"pp": 2},
     "slow-tensor-link": {"tp": 2},
     "tp-across-nodes": {"tp": 2},
@@ -167,7 +195,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("text", FAULTS)
 def test_a_fault_of_a_layout_costs_what_a_simulation_without_it_saves(text: str) -> None:
-    changes = {"gpus": 2, "steps": 1, **FAULTS[text]}
+    changes: dict[str, Any] = {"gpus": 2, "steps": 1, **FAULTS[text]}
     healthy = pipelined(**changes)
     request = faults.parse(text)
     assert (request.fault.plain, request.fault.hybrid) == (False, True)
@@ -190,7 +218,9 @@ def test_a_fault_of_a_layout_costs_what_a_simulation_without_it_saves(text: str)
             {"gpus": 4, "pp": 2, "stages": 2, "schedule": "interleaved", "micro_batches": 3},
             "needs a multiple of --pp 2",
         ),
-        ({"gpus": 4, "pp": 2, "strategy": "fsdp2"}, "use one of: ddp, zero1"),
+        ({"gpus": 4, "pp": 2, "strategy": "fsdp1"}, "use one of: ddp, zero1, fsdp2"),
+        ({"gpus": 4, "pp": 2, "strategy": "fsdp2"}, "on the axis dp_shard"),
+        ({"gpus": 4, "pp": 2, "strategy": "fsdp2", "schedule": "zb-h1", "shards_data": True}, "gradients are wrong"),
     ],
 )
 def test_an_impossible_layout_is_refused(changes: dict[str, int], message: str) -> None:

@@ -79,7 +79,7 @@ def _with_usual(run: Run, table: pl.DataFrame) -> pl.DataFrame:
 
 def _with_savings(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     rows = []
-    examples = _representative_passes(run)
+    examples = pipeline_stages.representative_passes(run)
     for row in table.iter_rows(named=True):
         actions = examples.get((row["window"], row["pipeline"]))
         saved = (0, 0)
@@ -88,16 +88,6 @@ def _with_savings(run: Run, table: pl.DataFrame) -> pl.DataFrame:
             saved = _saved_ns(actions, own, {row["source_rank"], row["rank"]})
         rows.append(row | {"saved_ns": saved[0], "duration_ns": saved[1]})
     return pl.DataFrame(rows, infer_schema_length=None)
-
-
-def _representative_passes(run: Run) -> dict[tuple[int, int], pl.DataFrame]:
-    """Return the actions of the pass of median duration of each pipeline."""
-    actions = run.run_table(pipeline_stages.staged_actions)
-    passes = actions.group_by(PIPELINE).agg((pl.col("end_ns").max() - pl.col("start_ns").min()).alias("duration_ns"))
-    ordered = passes.sort("duration_ns", *PIPELINE).group_by("window", "pipeline", maintain_order=True)
-    medians = ordered.agg(pl.all().get((pl.len() - 1) // 2))
-    own = actions.join(medians.select(PIPELINE), on=PIPELINE, how="semi", nulls_equal=True).sort("rank", "start_ns")
-    return {(place[0], place[1]): rows for place, rows in own.partition_by("window", "pipeline", as_dict=True).items()}
 
 
 def _saved_ns(actions: pl.DataFrame, links_of: pl.DataFrame, pair: set[int]) -> tuple[int, int]:

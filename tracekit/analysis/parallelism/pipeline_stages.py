@@ -66,6 +66,16 @@ def staged_actions(run: Run) -> pl.DataFrame:
     return _on_one_clock(run, placed).sort("window", "step", "iteration", "pipeline", "rank", "start_ns")
 
 
+def representative_passes(run: Run) -> dict[tuple[int, int], pl.DataFrame]:
+    """Return the actions of the pass of median duration of each pipeline, by window and pipeline."""
+    actions = run.run_table(staged_actions)
+    passes = actions.group_by(PIPELINE).agg((pl.col("end_ns").max() - pl.col("start_ns").min()).alias("duration_ns"))
+    ordered = passes.sort("duration_ns", *PIPELINE).group_by("window", "pipeline", maintain_order=True)
+    medians = ordered.agg(pl.all().get((pl.len() - 1) // 2))
+    own = actions.join(medians.select(PIPELINE), on=PIPELINE, how="semi", nulls_equal=True).sort("rank", "start_ns")
+    return {(place[0], place[1]): rows for place, rows in own.partition_by("window", "pipeline", as_dict=True).items()}
+
+
 def _stage_of(run: Run, actions: pl.DataFrame) -> pl.Expr:
     stages = mesh.stages_by_rank(run.manifest)
     if actions["stage"].null_count() and not stages:

@@ -1,16 +1,34 @@
 """Collectives of data-parallel axes that recur with the micro-batches of a pipeline: ZeRO stages 2 and 3."""
 
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.communication import exposed_communication
-from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, pipeline_stages
+from tracekit.analysis.parallelism import (
+    axis_communication,
+    pipeline_bubbles,
+    pipeline_schedule,
+    pipeline_stages,
+)
+from tracekit.analysis.time import breakdown
 from tracekit.conventions.strategies import CP, EP, PP, TP
-from tracekit.model import schema
+from tracekit.model import intervals, schema
 from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.sync import alignment
 
 COLUMNS = schema.columns("window rank step axis op with_calls micro_batches calls bytes exposed_ns lost_ns duration_ns")
+PASSES = schema.columns("window pipeline step lost_ns delayed_ns duration_ns")
 _OPS = ("all_gather", "reduce_scatter")
+_ACTION = ["stage", "micro_batch", "action"]
+_KEY = [*pipeline_stages.PIPELINE, "rank", *_ACTION]
+FACTS: tuple[Fact, ...] = (
+    *pipeline_bubbles.FACTS, *axis_communication.FACTS, exposed_communication.exposed, breakdown.by_step,
+)  # fmt: skip
+"""The facts that the run tables of this module read."""
 
 
 def sharded_micro_batches(run: Run) -> pl.DataFrame:
@@ -21,18 +39,9 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     micro-batch), duration_ns (of the pipeline in that step). Empty without a pipeline.
     """
     bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles)
-    if bubbles.is_empty():
+    calls = run.run_table(_data_parallel_calls)
+    if bubbles.is_empty() or calls.is_empty():
         return pl.DataFrame(schema=COLUMNS)
-    other_axes = [PP, TP, EP, CP, "world"]
-    named = run.run_table(axis_communication.calls).filter(
-        pl.col("op").is_in(_OPS), ~pl.col("axis").is_in(other_axes).fill_null(value=True)
-    )
-    if named.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
-    exposed = run.run_table(exposed_communication.exposed_transfers).select(
-        "window", "rank", "activity_id", "exposed_ns"
-    )
-    calls = named.join(exposed, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
     placed = alignment.on_run_clock(calls, run.offsets, ("start_ns",)).sort("start_ns")
     actions = run.run_table(pipeline_stages.staged_actions).select(
         "window", "rank", "step", "micro_batch", at_ns="start_ns"
@@ -53,3 +62,66 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     lost = pl.col("exposed_ns") - pl.col("exposed_ns") // pl.col("with_calls").clip(1)
     joined = sums.join(steps, on=["window", "rank", "step"], nulls_equal=True).with_columns(lost.alias("lost_ns"))
     return schema.conform(joined, COLUMNS).sort("window", "rank", "step", "axis", "op")
+
+
+def passes(run: Run) -> pl.DataFrame:
+    """Return what one pass of each pipeline is longer because of those collectives; use ``run.run_table``.
+
+    Columns PASSES; one row per pipeline, for its pass of median duration. Its actions are scheduled on links without
+    cost, each with its own duration and the exposed collectives right before it: delayed_ns is what the pass is longer
+    than without the latter, lost_ns what it is longer than if the collectives took the time of one micro-batch.
+    """
+    exposed = _exposed_spans(run)
+    gaps = run.run_table(pipeline_bubbles.idle_gaps).drop_nulls("action")
+    rows = []
+    for (window, pipeline), actions in pipeline_stages.representative_passes(run).items():
+        place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
+        schedule = pipeline_schedule.graph(tuple(actions.select(place, *_ACTION).iter_rows()))
+        if schedule is None:
+            continue
+        late_ns = actions.join(gaps, on=_KEY, how="left", nulls_equal=True, maintain_order="left")["late_ns"]
+        before_ns, within_ns = _exposed_ns(actions, late_ns.fill_null(0), exposed)
+        own_ns = (actions["end_ns"] - actions["start_ns"]).to_numpy().astype(np.float64)
+        one_ns = (before_ns + within_ns) / actions["micro_batch"].n_unique()
+        cases = np.stack([own_ns + before_ns, own_ns, own_ns - within_ns + one_ns], axis=1)
+        with_ns, undelayed_ns, once_ns = pipeline_schedule.end_times(schedule, cases).max(axis=0)
+        step, lost_ns = actions["step"][0], round(max(0.0, with_ns - once_ns))
+        rows.append((window, pipeline, step, lost_ns, round(with_ns - undelayed_ns), round(with_ns)))
+    return pl.DataFrame(rows, schema=PASSES, orient="row")
+
+
+def _data_parallel_calls(run: Run) -> pl.DataFrame:
+    """Return the calls of `axis_communication.calls` on data-parallel axes, with their exposed_ns and waited_ns."""
+    other_axes = [PP, TP, EP, CP, "world"]
+    named = run.run_table(axis_communication.calls).filter(
+        pl.col("op").is_in(_OPS), ~pl.col("axis").is_in(other_axes).fill_null(value=True)
+    )
+    times = ("exposed_ns", "waited_ns", "dur_ns")
+    exposed = run.run_table(exposed_communication.exposed_transfers).select("window", "rank", "activity_id", *times)
+    return named.drop(times, strict=False).join(
+        exposed, on=["window", "rank", "activity_id"], how="left", maintain_order="left"
+    )
+
+
+def _exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
+    """Return when each rank runs such collectives, all of whose ranks have arrived, and computes nothing."""
+    compute = axis_communication.compute_spans(run)
+    of_rank = run.run_table(_data_parallel_calls).partition_by("window", "rank", as_dict=True)
+    return {
+        place: intervals.subtract(exposed_communication.transfer_spans(own), compute.get(place, intervals.EMPTY))
+        for place, own in of_rank.items()
+    }
+
+
+def _exposed_ns(
+    actions: pl.DataFrame, late_ns: pl.Series, exposed: Mapping[tuple[object, ...], intervals.Spans]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the exposed time of collectives between the arrival of each action's input and its start, and within."""
+    before, within = np.zeros((2, actions.height), np.int64)
+    numbered = actions.with_row_index("at").with_columns(late_ns, (pl.col("end_ns") - pl.col("start_ns")).alias("own"))
+    for place, rows in numbered.partition_by("window", "rank", as_dict=True).items():
+        at, start_ns, late = (rows[name] for name in ("at", "trace_start_ns", "late_ns"))
+        spans = exposed.get(place, intervals.EMPTY)
+        before[at] = intervals.coverage(intervals.from_columns(start_ns - late, late), spans)
+        within[at] = intervals.coverage(intervals.from_columns(start_ns, rows["own"]), spans)
+    return before, within

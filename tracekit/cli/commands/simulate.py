@@ -105,7 +105,7 @@ class JobOptions:
         )
 
     def _layout(self, model: "Model") -> "Hybrid":
-        from tracekit.conventions import pipeline_schedules
+        from tracekit.conventions import pipeline_schedules, strategies
         from tracekit.simulate import hybrid
 
         return hybrid.laid_out(
@@ -114,6 +114,7 @@ class JobOptions:
             pp=self.pp,
             tp=self.tp,
             ep=self.ep,
+            shards_data=self.strategy == strategies.FSDP2.name,
             schedule=self.schedule or pipeline_schedules.ONE_F_ONE_B,
             virtual_stages=self.virtual_stages,
             sequence_parallel=self.sequence_parallel,
