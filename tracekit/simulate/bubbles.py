@@ -15,8 +15,8 @@ class Bubble:
     """The time of one step in which a rank runs no action of its stages.
 
     The step lasts from the first to the last action of the rank's pipeline (the ranks of its group on the pp axis); an
-    action from its first kernel to its last, tensor-parallel collectives included, sends, receives and the reduction of
-    gradients left out.
+    action from its first kernel to its last, tensor-parallel collectives included, sends, receives, gathers of
+    weights and the reduction of gradients left out.
     """
 
     rank: int
