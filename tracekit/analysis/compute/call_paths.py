@@ -1,0 +1,64 @@
+"""Call paths: the operators and annotations around each host slice, outermost first, as one text."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.model import nesting
+from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace
+
+SEPARATOR = " > "
+_KINDS = ("cpu_op", "annotation")
+_STEP = r"^ProfilerStep#\d+$"
+
+
+@memoize
+def call_paths(trace: Trace) -> pl.Series:
+    """Return, for each row of the trace's ops, the names from the outermost slice down to it; null outside of all.
+
+    Only operators and annotations count, but not the markers of steps: python frames and runtime calls depend on how a
+    run was recorded. A slice of another kind has the path of the one around it: the kernel of a linear layer that of
+    its launch, ``aten::linear > aten::addmm``.
+    """
+    ops = trace.ops
+    if ops.is_empty():
+        return pl.Series("path", dtype=pl.String)
+    is_step = ops["name"].str.contains(_STEP)
+    is_named = (ops["kind"].is_in(_KINDS) & ~is_step).to_numpy()
+    parent = ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
+    around = nesting.nearest(parent, is_named)
+    above = np.where(parent >= 0, around[np.maximum(parent, 0)], -1)
+    codes, paths = _paths(ops["name"], above, np.flatnonzero(is_named))
+    found = np.where(around >= 0, codes[np.maximum(around, 0)], -1)
+    index = pl.Series(found, dtype=pl.Int64)
+    return paths.gather(index.set(index < 0, None)).alias("path")
+
+
+def _paths(names: pl.Series, above: Ints, rows: Ints) -> tuple[Ints, pl.Series]:
+    """Return the number of each row's path, and all paths; `above` is the row around each, -1 for none."""
+    name_of = names.rank("dense").to_numpy().astype(np.int64)
+    codes = np.full(len(name_of), -1, np.int64)
+    texts = pl.Series("path", dtype=pl.String)
+    depth = _depths(above, rows)
+    for level in range(int(depth.max(initial=-1)) + 1):
+        here = rows[depth == level]
+        outer = np.where(above[here] >= 0, codes[np.maximum(above[here], 0)], -1)
+        _, first, own = np.unique(outer * (len(name_of) + 1) + name_of[here], return_index=True, return_inverse=True)
+        codes[here] = len(texts) + own
+        prefix = pl.Series("prefix", outer[first], pl.Int64)
+        frame = pl.DataFrame({"name": names.gather(here[first]), "prefix": texts.gather(prefix.set(prefix < 0, None))})
+        texts = pl.concat(
+            [texts, frame.select(path=pl.concat_str("prefix", "name", separator=SEPARATOR, ignore_nulls=True))["path"]]
+        )
+    return codes, texts
+
+
+def _depths(above: Ints, rows: Ints) -> Ints:
+    """Return how many named slices are around each of `rows`."""
+    depth = np.zeros(len(above), np.int64)
+    at = above[rows]
+    while (at >= 0).any():
+        depth[rows] += at >= 0
+        at = np.where(at >= 0, above[np.maximum(at, 0)], -1)
+    return depth[rows]

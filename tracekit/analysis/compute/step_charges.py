@@ -1,0 +1,166 @@
+"""Where the time of each step goes, by operator: every moment is charged once, so the charges of a step sum to it."""
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels
+from tracekit.analysis.time import breakdown
+from tracekit.model import intervals, nesting, schema, sweep_line
+from tracekit.model.intervals import Spans
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace
+
+IDLE = "idle"
+PARTS = (*breakdown.PARTS, IDLE)
+KEYS = ("part", "operator", "kernel", "path", "shapes")
+COLUMNS = schema.columns(
+    "step device part operator kernel path shapes cause detail order_ns count work_ns dur_ns",
+    **dict.fromkeys((*KEYS, "cause", "detail"), pl.String),
+)
+_PARAMETERS = "record_param_comms"
+"""The profiler's own operator inside that of a collective."""
+_PART_OF_KIND = {
+    "compute": breakdown.COMPUTE,
+    "communication": breakdown.EXPOSED_COMMUNICATION,
+    **dict.fromkeys(breakdown.COPY_KINDS, breakdown.EXPOSED_COPY),
+}
+_PLACE = ("step", "device", *KEYS, "cause", "detail")
+
+
+def step_charges(trace: Trace) -> pl.DataFrame:
+    """Return what the device window of each step consists of.
+
+    Columns COLUMNS; one row per step, device, part (of PARTS), operator, kernel (name of the activity), call path and
+    shapes. The operator is the innermost one around the launch, of a collective its own and not ``record_param_comms``;
+    path and shapes are its own. Idle time has cause and detail as in `compute_gap_causes`; its operator to shapes are
+    those of the compute that ends the gap. dur_ns sums to the window exactly, and each part to that of
+    `breakdown.by_step`: where several activities run, the part is the breakdown's, and the one on the lane with most
+    work of its kind counts. count and work_ns are of the activities that the step launched, hidden ones included;
+    order_ns is the time from the start of the window to the first of them.
+    """
+    described = _described(trace)
+    parts = [pl.DataFrame(schema=COLUMNS)]
+    for device in breakdown.devices(trace):
+        windows = _windows(trace, device)
+        if windows.height:
+            rows = pl.concat(
+                [_charged(trace, device, windows), _launched(trace, device, windows)], how="diagonal"
+            ).join(described, on="id", how="left", maintain_order="left")
+            parts.append(_summed(rows.with_columns(pl.lit(device, pl.Int64).alias("device"))))
+    return pl.concat(parts)
+
+
+def _summed(rows: pl.DataFrame) -> pl.DataFrame:
+    placed = rows.with_columns(pl.coalesce("part", "own_part").alias("part"))
+    sums = placed.group_by(_PLACE, maintain_order=True).agg(
+        pl.col("order_ns").min(), pl.col("count", "work_ns", "dur_ns").sum()
+    )
+    return schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True)
+
+
+def _described(trace: Trace) -> pl.DataFrame:
+    """Return id, own_part, operator, kernel, path and shapes of each activity."""
+    op, known = _operator_rows(trace)
+    return trace.activities.select(
+        "id",
+        _part().alias("own_part"),
+        pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
+        pl.col("name").alias("kernel"),
+        call_paths.call_paths(trace).gather(known).alias("path"),
+        trace.ops["shapes"].gather(op).alias("shapes"),
+    )
+
+
+def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
+    """Return, for each activity, the row in ops of its operator, and of its launch; null where not known."""
+    launch = trace.activities["launch_id"]
+    known = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
+    if trace.ops.is_empty():
+        return known, known
+    is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
+    outer = nesting.nearest(trace.ops["parent_id"].fill_null(-1).to_numpy(), is_operator.to_numpy())
+    named = pl.Series(outer).gather(known)
+    inner = pl.Series(kernels.innermost_op(trace))
+    op = named.zip_with((named >= 0).fill_null(value=False), inner)
+    return op.set(op < 0, None), known
+
+
+def _windows(trace: Trace, device: int | None) -> pl.DataFrame:
+    here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
+    return (
+        trace.steps.drop_nulls(["start_ns", "end_ns"])
+        .filter(here, pl.col("end_ns") > pl.col("start_ns"))
+        .sort("start_ns")
+    )
+
+
+class _Lane(NamedTuple):
+    """The activities of one lane that belong to one part of the breakdown."""
+
+    part: str
+    activities: pl.DataFrame
+    spans: Spans
+
+
+def _charged(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
+    """Return what each moment of the windows is charged to: columns step, part, id, cause, detail, dur_ns."""
+    lanes = _lanes(trace, device)
+    causes = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+    gaps = intervals.from_table(causes)
+    spans = windows.select("start_ns", "end_ns").to_numpy()
+    pieces = sweep_line.pieces(spans, *(lane.spans.ravel() for lane in lanes), gaps.ravel())
+    owner, part = _owners(lanes, pieces.start_ns)
+    rows = pl.DataFrame(
+        {
+            "step": windows["step"].gather(pieces.of),
+            "part": pl.Series(PARTS, dtype=pl.String).gather(part),
+            "owner": owner,
+            "gap": np.where(owner < 0, sweep_line.running(gaps, pieces.start_ns), -1),
+            "dur_ns": pieces.end_ns - pieces.start_ns,
+        }
+    )
+    sums = rows.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
+    number = pl.int_range(pl.len()).cast(pl.Int64).alias("gap")
+    caused = sums.join(causes.select(number, "activity_id", "cause", "detail"), on="gap", how="left")
+    known = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
+    return caused.select("step", "part", known, "cause", "detail", "dur_ns")
+
+
+def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
+    """Return the activity (its id) that each moment is charged to, -1 for none, and the part as an index of PARTS."""
+    owner = np.full(len(at_ns), -1, np.int64)
+    part = np.full(len(at_ns), PARTS.index(IDLE), np.int64)
+    for lane in lanes:
+        free = np.flatnonzero(owner < 0)
+        running = sweep_line.running(lane.spans, at_ns[free])
+        taken = free[running >= 0]
+        owner[taken] = lane.activities["id"].to_numpy()[running[running >= 0]]
+        part[taken] = PARTS.index(lane.part)
+    return owner, part
+
+
+def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
+    """Return the lanes of a device in the order in which they count: by part, then by time, the longest first."""
+    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_part().alias("part"))
+    lanes = [_Lane(str(own["part"][0]), own, intervals.from_table(own)) for own in work.partition_by("part", "lane")]
+    return sorted(lanes, key=lambda lane: (PARTS.index(lane.part), -lane.activities["dur_ns"].sum()))
+
+
+def _launched(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
+    """Return the activities that each step launched: columns step, id, order_ns, count, work_ns."""
+    begun = windows.select("step", begun_ns="start_ns").unique("step", keep="first")
+    work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
+    order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
+    return work.select("step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns"))
+
+
+def _activities(trace: Trace, device: int | None) -> pl.DataFrame:
+    lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64))).select("lane")
+    return trace.activities.join(lanes, on="lane", how="semi", maintain_order="left")
+
+
+def _part() -> pl.Expr:
+    """Return the part of the breakdown that an activity belongs to by its kind."""
+    return pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
