@@ -64,6 +64,15 @@ class DocumentFormat(StrEnum):
     MARKDOWN = "markdown"
 
 
+class ComparisonFormat(StrEnum):
+    """Formats of a comparison of two runs."""
+
+    TEXT = "text"
+    CSV = "csv"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
 class FailOn(StrEnum):
     """The severities from which findings fail a check."""
 

@@ -86,3 +86,12 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
     if baseline_json.is_baseline(Path(path)):
         return RunSamples.of_baseline(baseline_json.read(Path(path)))
     return RunSamples.of(open_measured(path, (samples, *comparability.FACTS), cache=cache))
+
+
+def open_compared_run(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> "Run":
+    """Return a run with facts measured. Raises InputError if it cannot be used, or is a saved report or baseline."""
+    from tracekit.report import baseline_json, json
+
+    if json.is_report(Path(path)) or baseline_json.is_baseline(Path(path)):
+        raise InputError(f"{path}: a saved report has no operators; compare --by needs the traces of both runs")
+    return open_measured(path, facts, cache=cache)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
+import polars as pl
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -13,7 +14,7 @@ from tracekit.regression.comparison import Comparison
 from tracekit.regression.metrics import all_metrics, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Limit
-from tracekit.report import markdown_escaping, text_layout
+from tracekit.report import markdown_escaping, query_rows, text_layout
 from tracekit.report.json_values import to_json_value
 
 SCHEMA = "tracekit.comparison/1"
@@ -33,6 +34,12 @@ def as_json(compared: Comparison) -> str:
         "differences": list(compared.differences),
     }
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_csv(compared: Comparison) -> str:
+    """Return the changes as CSV with a header, one row per metric, numbers in each metric's own unit."""
+    changes = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in compared.changes]
+    return query_rows.as_csv(pl.DataFrame(changes, infer_schema_length=None))
 
 
 def as_text(compared: Comparison, *, width: int, color: bool = False) -> str:

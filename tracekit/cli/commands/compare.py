@@ -1,14 +1,13 @@
 """``tracekit compare``: whether a run is better or worse than another, or the difference is inconclusive."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tracekit.cli import output, run_loading
 from tracekit.cli.options import (
     AllowDifferent,
-    DocumentFormat,
-    DocumentFormatOption,
+    ComparisonFormat,
     OutputOptions,
     UseCache,
     expand_options,
@@ -17,9 +16,11 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.regression.comparison import Comparison
+    from tracekit.regression.step_change import StepChange
     from tracekit.regression.thresholds import Limit
 
 LIMIT_CROSSED = 1
+_TOP = 20
 
 
 @expand_options
@@ -35,7 +36,17 @@ def compare(
             metavar="LIMIT", help="Exit with 1 if B is worse by more than this: 'step_time>3%', 'idle>5ms'. Repeatable."
         ),
     ] = None,
-    document_format: DocumentFormatOption = DocumentFormat.TEXT,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY,…",
+            help="Explain the change of the step by operator or kernel; add path or shapes, separated by commas.",
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="With --by: show the N largest changes as text.")] = _TOP,
+    comparison_format: Annotated[
+        ComparisonFormat, typer.Option("--format", help="Output format.")
+    ] = ComparisonFormat.TEXT,
     allow_different: AllowDifferent = False,
     cache: UseCache = True,
     output_options: OutputOptions,
@@ -43,17 +54,45 @@ def compare(
     """Compare two runs by the medians of their steps, with 99% confidence intervals.
 
     The verdict on each metric is better, worse, same or inconclusive. A --fail-if limit is exceeded only by a
-    significant change. Exit code 4: the runs cannot be compared.
+    significant change. With --by, the changes of operators, kernels and idle time add up to that of the step. Exit
+    code 4: the runs cannot be compared.
     """
     from tracekit.regression import comparison as comparing
     from tracekit.regression import thresholds
-    from tracekit.report import comparison as report
+    from tracekit.report import comparison, step_change
 
     parsed = [thresholds.parse_limit(text) for text in fail_if or []]
-    sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
-    comparison = comparing.compare(*sides, allow_different=allow_different)
-    output_options.write_as(document_format, report, comparison)
-    _judge(parsed, comparison)
+    if by is None:
+        sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
+        compared = comparing.compare(*sides, allow_different=allow_different)
+        output_options.emit(_written(comparison_format, comparison, compared, output_options.style))
+    else:
+        changed = _step_change((reference, candidate), by, allow_different=allow_different, cache=cache)
+        output_options.emit(_written(comparison_format, step_change, changed, output_options.style, top=top))
+        compared = changed.compared
+    _judge(parsed, compared)
+
+
+def _step_change(paths: tuple[str, str], by: str, *, allow_different: bool, cache: bool) -> "StepChange":
+    from tracekit.analysis.compute import totals
+    from tracekit.regression import step_change
+
+    keys = output.split_names(by)
+    totals.require_known("--by", keys, step_change.KEYS)
+    a, b = (run_loading.open_compared_run(path, step_change.FACTS, cache=cache) for path in paths)
+    return step_change.step_change(a, b, keys, allow_different=allow_different)
+
+
+def _written(chosen: ComparisonFormat, renderer: Any, value: Any, style: dict[str, Any], **shown: int) -> str:
+    """Return a comparison in one of its formats; `shown` limits the rows for people."""
+    written: str
+    if chosen is ComparisonFormat.TEXT:
+        written = renderer.as_text(value, **style, **shown)
+    elif chosen is ComparisonFormat.MARKDOWN:
+        written = renderer.as_markdown(value, **shown)
+    else:
+        written = renderer.as_csv(value) if chosen is ComparisonFormat.CSV else renderer.as_json(value)
+    return written
 
 
 def _judge(limits: "list[Limit]", comparison: "Comparison") -> None:

@@ -1,0 +1,244 @@
+"""What changed the step time: the change of each operator, kernel or module; together they are that of the step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import step_charges, totals
+from tracekit.analysis.time import breakdown
+from tracekit.errors import NotComparableError
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.regression import call_matching, comparability, comparison, significance, step_separation, step_weights
+from tracekit.regression.change import Change, Verdict
+from tracekit.regression.comparison import Comparison, RunSamples
+from tracekit.regression.metrics import STEP_TIME, metric_of
+from tracekit.regression.samples import Values, samples
+from tracekit.regression.thresholds import Thresholds
+
+KEYS = ("operator", "kernel", "path", "shapes")
+FACTS: tuple[Fact, ...] = (samples, *comparability.FACTS, step_charges.step_charges, breakdown.by_step)
+NEW, GONE, SLOWER, FASTER, SAME = STATUSES = ("new", "gone", "slower", "faster", "same")
+ROW_COLUMNS = schema.columns(
+    "name part status verdict change_ns contribution_ratio low_ns high_ns before_ns after_ns calls_change_ns "
+    "before_count after_count new_count gone_count before_work_ns after_work_ns path shapes",
+    **dict.fromkeys(("name", "part", "status", "verdict", "path", "shapes"), pl.String),
+    **{
+        f"{name}_{unit}": pl.Float64
+        for name, unit in [
+            *((side, unit) for side in ("before", "after") for unit in ("ns", "count", "work_ns")),
+            *((name, "ns") for name in ("change", "low", "high", "calls_change")),
+            ("new", "count"), ("gone", "count"),
+        ]
+    },
+)  # fmt: skip
+MIN_STEP_RATIO = 0.001
+"""A change of less of the reference's step is never better or worse."""
+_SIDES = ("before", "after")
+_MEASURES = ("ns", "count", "work_ns")
+_MIN_CHANGE_NS = 1e-3
+_DECIMALS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class StepChange:
+    """The change of the step time between two runs, and the contribution of each operator, kernel or module to it."""
+
+    compared: Comparison
+    """All metrics of both runs, and what to know when reading them."""
+    step: Change
+    """That of the metric step_time_ns."""
+    rows: pl.DataFrame
+    """Columns ROW_COLUMNS, and those of `by` after the first; the largest change first."""
+    by: tuple[str, ...]
+
+    @property
+    def status_counts(self) -> Mapping[str, int]:
+        """Return how many rows have each of STATUSES."""
+        counts = dict(self.rows.group_by("status").len().iter_rows())
+        return {status: int(counts.get(status, 0)) for status in STATUSES}
+
+
+def step_change(
+    reference: Run,
+    candidate: Run,
+    by: Sequence[str] = ("operator",),
+    *,
+    names: tuple[str, str] | None = None,
+    allow_different: bool = False,
+    thresholds: Thresholds | None = None,
+) -> StepChange:
+    """Compare the typical steps of two runs by some of KEYS; the changes of all rows sum to that of the step time.
+
+    The rows of `StepChange.rows` have the first of `by` as name, and the part of the breakdown. Idle time is named by
+    its cause. before_ns and after_ns are the time of the step that is charged to it, counts and work_ns those of the
+    calls and of all their activities, hidden ones included; calls_change_ns is what the change of counts accounts for.
+    low_ns to high_ns is the interval of the change, null with fewer than three steps; path and shapes are those of the
+    calls that changed most. Raises NotComparableError as `compare` does, and ConfigError on an unknown key.
+    """
+    totals.require_known("--by", by, KEYS)
+    keys, limits = tuple(dict.fromkeys(by)), thresholds or Thresholds()
+    titles = names or (reference.name, candidate.name)
+    sides = [RunSamples.of(run, name) for run, name in zip((reference, candidate), titles, strict=True)]
+    compared = comparison.compare(*sides, allow_different=allow_different, thresholds=limits)
+    step = next((change for change in compared.changes if change.metric == STEP_TIME), None)
+    if step is None:
+        raise NotComparableError(f"{titles[0]} and {titles[1]} have no step time in common: nothing to explain")
+    ranks = set(reference.ranks) & set(candidate.ranks)
+    a = _Side.of(reference, ranks or set(reference.ranks), step.reference)
+    b = _Side.of(candidate, ranks or set(candidate.ranks), step.candidate)
+    return StepChange(compared, step, _rows(a, b, keys, step, limits), keys)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """What the steps of one run consist of."""
+
+    charges: pl.DataFrame
+    """Columns of `step_charges`, window, rank, weight, rank_weight, on the slowest device of each rank and step."""
+    steps: pl.DataFrame
+    """Columns window and step, in order."""
+
+    @classmethod
+    def of(cls, run: Run, ranks: set[int], step_ns: float) -> "_Side":
+        steps = run.table(breakdown.by_step).filter(pl.col("rank").is_in(ranks))
+        cells = step_weights.weighted(step_weights.slowest_devices(steps), step_ns).drop("duration_ns")
+        charges = run.table(step_charges.step_charges).join(
+            cells, on=[*step_weights.KEY, "device"], nulls_equal=True, maintain_order="left"
+        )
+        named = [
+            pl.when(pl.col("part") == step_charges.IDLE).then(_idle_name()).otherwise(name).alias(name)
+            for name in ("operator", "kernel")
+        ]
+        return cls(charges.with_columns(named), cells.select("window", "step").unique().sort("window", "step"))
+
+    def sites(self, site: Sequence[str]) -> pl.DataFrame:
+        """Return the call sites: columns site, order_ns, and ns, count and work_ns of the typical step."""
+        weight = pl.col("weight")
+        return self.charges.group_by(site, maintain_order=True).agg(
+            pl.col("order_ns").median(),
+            (pl.col("dur_ns") * weight).sum().alias("ns"),
+            (pl.col("count") * weight).sum().round(_DECIMALS).alias("count"),
+            (pl.col("work_ns") * weight).sum().alias("work_ns"),
+        )
+
+    def samples(self, site: Sequence[str], groups: pl.DataFrame, count: int) -> Values:
+        """Return the time of each group in each step, shape (steps, count); `groups` has the group of each site."""
+        own = self.charges.join(groups, on=site, nulls_equal=True)
+        sums = own.group_by("window", "step", "group").agg((pl.col("dur_ns") * pl.col("rank_weight")).sum().alias("ns"))
+        placed = sums.join(self.steps.with_row_index("row"), on=["window", "step"], nulls_equal=True)
+        found = np.zeros((self.steps.height, count))
+        found[placed["row"].to_numpy(), placed["group"].to_numpy()] = placed["ns"].to_numpy()
+        return found
+
+
+def _idle_name() -> pl.Expr:
+    """Return the name of idle time by its cause: "idle (host: python)"."""
+    detail = pl.when(pl.col("detail").is_not_null()).then(pl.concat_str(pl.lit(": "), "detail")).otherwise(pl.lit(""))
+    cause = pl.col("cause").fill_null("unknown").str.replace("_", " ", literal=True)
+    return pl.concat_str(pl.lit("idle ("), cause, detail.str.replace("_", " ", literal=True), pl.lit(")"))
+
+
+def _rows(a: _Side, b: _Side, by: Sequence[str], step: Change, limits: Thresholds) -> pl.DataFrame:
+    place: tuple[str, ...] = ("path", "shapes")
+    identity = tuple(dict.fromkeys(("part", "operator", *(key for key in by if key not in place))))
+    if by[0] == "kernel":  # a kernel may be launched by another operator now
+        identity, place = tuple(name for name in identity if name != "operator"), ("operator", *place)
+    site = (*identity, *place)
+    matched = call_matching.matched(a.sites(site), b.sites(site), identity, place)
+    calls = _calls(*matched, identity=identity, place=place)
+    group = ["part", *by]
+    grouped = _grouped(calls, group)
+    numbered = calls.join(grouped.select(*group, "group"), on=group, nulls_equal=True).select("call", "group")
+    of_site = [side.select(*site, "call").join(numbered, on="call").drop("call") for side in matched]
+    series = [side.samples(site, groups, grouped.height) for side, groups in zip((a, b), of_site, strict=True)]
+    margins = _margins(*series, is_paired=a.steps.equals(b.steps), limits=limits)
+    judged = _judged(grouped, margins, step, limits).rename({by[0]: "name"})
+    extra = {name: pl.String for name in by[1:] if name not in ROW_COLUMNS}
+    return schema.select(judged, ROW_COLUMNS | extra)
+
+
+def _calls(a: pl.DataFrame, b: pl.DataFrame, *, identity: Sequence[str], place: Sequence[str]) -> pl.DataFrame:
+    """Return the calls of both sides: columns call, identity, place, and before_ and after_ each of _MEASURES."""
+    own = [
+        side.select("call", *identity, *place, *(pl.col(name).alias(f"{prefix}_{name}") for name in _MEASURES))
+        for prefix, side in zip(_SIDES, (a, b), strict=True)
+    ]
+    joined = own[0].join(own[1], on="call", how="full", coalesce=True, suffix="_b")
+    values = [f"{side}_{name}" for side in _SIDES for name in _MEASURES]
+    return joined.with_columns(
+        *(pl.coalesce(name, f"{name}_b").alias(name) for name in identity),
+        *(call_matching.both(name, f"{name}_b").alias(name) for name in place),
+        *(pl.col(name).fill_null(0.0) for name in values),
+    ).select("call", *identity, *place, *values)
+
+
+def _grouped(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
+    """Return the calls summed by the columns of `group`, with a number `group`, and of which calls changed most."""
+    before, after = pl.col("before_count"), pl.col("after_count")
+    each_ns = pl.col("before_ns") / before
+    by_count = (
+        pl.when(before == 0)
+        .then("after_ns")
+        .when(after == 0)
+        .then(-pl.col("before_ns"))
+        .otherwise((after - before) * each_ns)
+    )
+    changed = calls.with_columns(
+        pl.when((before > 0) | (after > 0)).then(by_count).otherwise(0.0).alias("calls_change_ns"),
+        (after - before).clip(0).alias("new_count"),
+        (before - after).clip(0).alias("gone_count"),
+        (pl.col("after_ns") - pl.col("before_ns")).alias("change_ns"),
+    )
+    values = [name for name in changed.columns if name.endswith(("_ns", "_count"))]
+    most = pl.col("change_ns").abs().arg_max()
+    shown = [pl.col(name).get(most) for name in ("path", "shapes") if name not in group]
+    summed = changed.group_by(group, maintain_order=True).agg(*shown, *(pl.col(name).sum() for name in values))
+    return summed.with_row_index("group")
+
+
+def _margins(before: Values, after: Values, *, is_paired: bool, limits: Thresholds) -> Values | None:
+    """Return how far the interval of each group's change reaches on either side, in ns; None with too few steps."""
+    if min(len(before), len(after)) < step_separation.MIN_STEPS:
+        return None
+    a, b = significance.observations([before], [after], is_paired=is_paired)
+    usual = metric_of(STEP_TIME).usual_spread * np.maximum(a.mean, b.mean)
+    return significance.Spread.of(a, b, usual).margin(limits.confidence)
+
+
+def _judged(grouped: pl.DataFrame, margins: Values | None, step: Change, limits: Thresholds) -> pl.DataFrame:
+    change, before = pl.col("change_ns"), pl.col("before_ns")
+    margin = pl.Series("margin", [None] * grouped.height if margins is None else margins, pl.Float64)
+    least = MIN_STEP_RATIO * step.reference
+    effect = pl.max_horizontal(limits.min_change_ratio * before, pl.lit(least))
+    same = pl.max_horizontal(
+        significance.SAME_WITHIN * before, pl.lit(significance.MIN_CONTAINER_SHARE * step.reference)
+    )
+    whole = step.candidate - step.reference
+    with_interval = grouped.with_columns(margin).with_columns(
+        (change - pl.col("margin")).alias("low_ns"),
+        (change + pl.col("margin")).alias("high_ns"),
+        (change / whole if abs(whole) >= _MIN_CHANGE_NS else pl.lit(None, pl.Float64)).alias("contribution_ratio"),
+    )
+    low, high = pl.col("low_ns"), pl.col("high_ns")
+    verdict = (
+        pl.when((low > 0) & (change >= effect)).then(pl.lit(Verdict.WORSE.value))
+        .when((high < 0) & (change <= -effect)).then(pl.lit(Verdict.BETTER.value))
+        .when(pl.max_horizontal(low.abs(), high.abs()) <= same).then(pl.lit(Verdict.SAME.value))
+        .otherwise(pl.lit(Verdict.INCONCLUSIVE.value))
+    )  # fmt: skip
+    is_absent = {side: (pl.col(f"{side}_count") == 0) & (pl.col(f"{side}_ns") == 0) for side in _SIDES}
+    status = (
+        pl.when(is_absent["before"]).then(pl.lit(NEW))
+        .when(is_absent["after"]).then(pl.lit(GONE))
+        .when(verdict == Verdict.SAME.value).then(pl.lit(SAME))
+        .when(change >= effect).then(pl.lit(SLOWER))
+        .when(change <= -effect).then(pl.lit(FASTER))
+        .otherwise(pl.lit(SAME))
+    )  # fmt: skip
+    judged = with_interval.with_columns(verdict.alias("verdict"), status.alias("status"))
+    kept = judged.filter(~(is_absent["before"] & is_absent["after"]))
+    return kept.sort(change.abs(), "part", descending=[True, False], maintain_order=True)

@@ -1,0 +1,151 @@
+"""The change of a step by operators, kernels or modules -> text, CSV, JSON or Markdown."""
+
+import json
+
+import polars as pl
+from rich.console import RenderableType
+
+from tracekit.model import escaping, units
+from tracekit.regression.change import Change, Verdict
+from tracekit.regression.step_change import SAME, StepChange
+from tracekit.report import comparison, markdown_escaping, query_rows, text_layout
+from tracekit.report.json_values import to_json_value
+
+SCHEMA = "tracekit.step_change/1"
+DEFAULT_TOP = 20
+_HEADER = ("part", "change", "of change", "before", "after", "calls", "status", "verdict")
+_TEXTS = (0, 1, 7, 8)
+"""Columns of text; the others are numbers."""
+_DROPPED = (7, 4, 1)
+"""Columns that are left out on a narrow terminal, in this order."""
+_MIN_NAME = 28
+_PARTS = {"exposed_communication": "communication", "exposed_copy": "copy"}
+_MAX_NAME = 60
+
+
+def as_json(changed: StepChange) -> str:
+    """Return the change as one JSON object, its rows in ns: see docs/compare.md."""
+    step, compared = changed.step, changed.compared
+    document = {
+        "schema": SCHEMA,
+        "reference": compared.reference,
+        "candidate": compared.candidate,
+        "by": list(changed.by),
+        "reference_step_ns": step.reference,
+        "candidate_step_ns": step.candidate,
+        "change_ns": step.difference,
+        "verdict": step.verdict.value,
+        "rows": [to_json_value(row) for row in changed.rows.iter_rows(named=True)],
+        "notes": list(compared.notes),
+        "differences": list(compared.differences),
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_csv(changed: StepChange) -> str:
+    """Return the rows as CSV with a header, times in ns."""
+    return query_rows.as_csv(changed.rows)
+
+
+def as_text(changed: StepChange, *, top: int = DEFAULT_TOP, width: int, color: bool = False) -> str:
+    """Return the change in a sentence, the `top` rows with the largest changes as a table, and remarks."""
+    header, cells = table_cells(changed, top)
+    shown = _fitting(header, cells, width)
+    verdicts = [Verdict(verdict) for verdict in changed.rows.head(top)["verdict"]]
+    styles = [comparison.STYLES[verdict] for verdict in verdicts]
+    parts: list[RenderableType] = [text_layout.line(headline(changed)), text_layout.dim(counted(changed))]
+    parts += [*text_layout.bullets(changed.compared.differences), ""]
+    rows = [[row[column] for column in shown] for row in (header, *cells)]
+    right = [column not in _TEXTS for column in shown]
+    parts += [text_layout.table(rows[0], rows[1:], right=right, gap=text_layout.gap(width), last_styles=styles)]
+    parts += [text_layout.dim(line) for line in _rest(changed, top)]
+    notes = remarks(changed)
+    parts += ["", *text_layout.bullets(notes)] if notes else []
+    return text_layout.print_to_string(parts, width=width, color=color)
+
+
+def as_markdown(changed: StepChange, *, top: int = DEFAULT_TOP) -> str:
+    """Return the sentence, and the `top` rows with the largest changes as a Markdown table."""
+    header, cells = table_cells(changed, top)
+    table = [[markdown_escaping.escaped(cell) for cell in row] for row in (header, *cells)]
+    lines = [markdown_escaping.escaped(headline(changed)), ""]
+    lines += [markdown_escaping.table(table[0], table[1:], right=(2, 3, 4, 5, 6)), ""]
+    notes = (*changed.compared.differences, *_rest(changed, top), *remarks(changed))
+    return "\n".join([*lines, *(f"- {markdown_escaping.escaped(note)}" for note in notes)]).rstrip() + "\n"
+
+
+def headline(changed: StepChange) -> str:
+    """Return one sentence: how long the typical step takes, and by how much that differs."""
+    step, compared = changed.step, changed.compared
+    a, b = (escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate))
+    takes = f"a typical step of {b} takes {units.duration(step.candidate)}"
+    if round(step.difference) == 0:
+        return f"{takes}, as long as one of {a}"
+    more = "more" if step.difference > 0 else "less"
+    return (
+        f"{takes}, {units.duration(abs(step.difference))} {more} than one of {a} "
+        f"({comparison.change_text(step)}: {step.verdict.value})"
+    )
+
+
+def counted(changed: StepChange) -> str:
+    """Return how many rows have which status: "94 operators and kinds of idle time: 2 new, 1 gone, 90 same"."""
+    counts = [f"{count:,} {status}" for status, count in changed.status_counts.items() if count]
+    return f"{changed.rows.height:,} rows by {', '.join(changed.by)}: {', '.join(counts)}"
+
+
+def table_cells(changed: StepChange, top: int) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the first `top` rows as texts."""
+    more = [name for name in changed.by[1:] if name in changed.rows.columns]
+    rows = []
+    for row in changed.rows.head(top).iter_rows(named=True):
+        name = " · ".join(str(row[each]) for each in ("name", *more) if row[each] is not None)
+        before, after = (units.duration(row[f"{side}_ns"]) for side in ("before", "after"))
+        share = "—" if row["contribution_ratio"] is None else f"{100 * row['contribution_ratio']:+.1f}%"
+        part, status = _PARTS.get(row["part"], row["part"]), row["status"]
+        rows.append([name, part, _signed(row["change_ns"]), share, before, after, _calls(row), status, row["verdict"]])
+    return [" · ".join(changed.by), *_HEADER], rows
+
+
+def remarks(changed: StepChange) -> list[str]:
+    """Return what limits the comparison, other than the differences of the runs."""
+    few = changed.rows["low_ns"].null_count() == changed.rows.height and changed.rows.height > 0
+    few_steps = ["with fewer than three steps on a side, the changes have no intervals"] if few else []
+    own = [note for note in changed.compared.notes if note not in changed.compared.differences]
+    return [*few_steps, *_more_samples(changed.step), *own]
+
+
+def _more_samples(step: Change) -> list[str]:
+    return [f"about {step.more_samples:,} more steps per side would decide the step time"] if step.more_samples else []
+
+
+def _fitting(header: list[str], cells: list[list[str]], width: int) -> list[int]:
+    """Return the columns that fit beside names of some length."""
+    widths = [max(len(row[column]) for row in (header, *cells)) for column in range(len(header))]
+    shown = list(range(len(header)))
+    for column in _DROPPED:
+        needed = min(widths[0], _MIN_NAME) + sum(widths[each] + text_layout.gap(width) for each in shown[1:])
+        if needed > width:
+            shown.remove(column)
+    return shown
+
+
+def _rest(changed: StepChange, top: int) -> list[str]:
+    rest = changed.rows.slice(top)
+    if not rest.height:
+        return []
+    total = _signed(float(rest["change_ns"].sum()))
+    unchanged = rest.filter(pl.col("status") == SAME).height
+    return [f"and {rest.height:,} more ({unchanged:,} of them the same), {total} together: --top {changed.rows.height}"]
+
+
+def _signed(change_ns: float) -> str:
+    rounded = round(change_ns)
+    return f"{'+' if rounded >= 0 else '-'}{units.duration(abs(rounded))}"
+
+
+def _calls(row: dict[str, float]) -> str:
+    before, after = row["before_count"], row["after_count"]
+    if not before and not after:
+        return "—"
+    return f"{before:,g}" if before == after else f"{before:,g} → {after:,g}"
