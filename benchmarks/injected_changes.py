@@ -71,8 +71,8 @@ def measure(folder: Path, seed: int, scratch: Path) -> Draw:
         for kernel in kernels.get(operator, ()):
             kernel.stretch = factor
     after = _replayed(job, scratch / "after")
-    runs = (tracekit.load(path, cache=False) for path in (before, after))
-    changed = step_change.step_change(*runs, allow_different=True)
+    a, b = (step_change.RunSteps.of(tracekit.load(path, cache=False)) for path in (before, after))
+    changed = step_change.step_change(a, b, allow_different=True)
     step = changed.step
     place = changed.rows["name"].to_list().index(operator) + 1
     off = abs(float(changed.rows["change_ns"].sum()) - step.difference)

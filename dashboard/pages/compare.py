@@ -12,7 +12,7 @@ from dashboard.run_store.regression import Change, Comparison
 from dashboard.url_state import bind_flag
 from tracekit.errors import NotComparableError
 from tracekit.model import escaping
-from tracekit.report import charts, comparison, html_fragments
+from tracekit.report import charts, comparison, html_fragments, step_change
 
 MAX_NAME = 40
 """Characters of a run's name above its column."""
@@ -28,6 +28,7 @@ def show(chosen: Sequence[RunEntry]) -> None:
     usable = [entry for entry, table in steps if table is not None]
     if len(usable) >= 2:
         _differences(usable[0], usable[1:])
+        _step_change(usable[0], usable[1:])
     drawn = {entry.name: table for entry, table in steps if table is not None and table.height}
     st.subheader("Mean step")
     if drawn:
@@ -64,6 +65,31 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         with st.expander(f"Other differences between these runs ({len(notes)})"):
             for note in notes:
                 st.markdown("- " + widgets.plain(note))
+
+
+def _step_change(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
+    """Show which operators or kernels changed the step of one candidate."""
+    st.subheader("What changed the step")
+    by_name = {entry.name: entry for entry in candidates}
+    candidate = by_name[widgets.segments("Run", "changed_run", list(by_name))] if len(by_name) > 1 else candidates[0]
+    key = widgets.segments("By", "changed_by", regression.STEP_KEYS)
+    try:
+        with st.spinner(f"Comparing the steps of {widgets.plain(candidate.name)}"):
+            changed = regression.step_changes(reference, candidate)[key]
+    except NotComparableError as error:
+        st.info(widgets.plain(str(error)))
+        return
+    header, rows = step_change.table_cells(changed, step_change.DEFAULT_TOP)
+    verdicts = changed.rows["verdict"].head(len(rows)).to_list()
+    classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
+    right = [column not in step_change.TEXTS for column in range(len(header))]
+    st.markdown(widgets.plain(step_change.headline(changed)))
+    st.html(escaping.html_table(header, rows, right=right, classes=classes))
+    downloads.table(changed.rows, key="step_change")
+    st.caption(
+        "Time of a typical step, each moment charged once: to the operator whose kernel runs, or to the cause of idle "
+        f"time. The changes of all {changed.rows.height:,} rows add up to that of the step; the download has them all."
+    )
 
 
 def _table(

@@ -11,15 +11,18 @@ from dashboard.run_store import cached_per_run
 from tracekit.errors import TracekitError
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
-from tracekit.regression import comparison, gate
+from tracekit.regression import comparison, gate, step_change
 from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.history import store, trends
 from tracekit.regression.history.trends import Group, Series
 from tracekit.regression.metrics import metric_of
+from tracekit.regression.step_change import RunSteps, StepChange
 
-__all__ = ["Change", "Comparison", "Group", "Series"]
+__all__ = ["Change", "Comparison", "Group", "Series", "StepChange"]
+STEP_KEYS = ("operator", "kernel")
+"""What the change of a step is explained by."""
 MAX_COMPARISONS = 64
 
 
@@ -27,6 +30,13 @@ MAX_COMPARISONS = 64
 def compare(reference: RunEntry, candidate: RunEntry) -> Comparison:
     """Return the comparison; runs that differ in kind are compared too, with a note. Raises NotComparableError."""
     return comparison.compare(_samples(reference), _samples(candidate), allow_different=True)
+
+
+@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
+def step_changes(reference: RunEntry, candidate: RunEntry) -> dict[str, StepChange]:
+    """Return what changed the step, by each of STEP_KEYS. Raises NotComparableError."""
+    a, b = _run_steps(reference), _run_steps(candidate)
+    return {key: step_change.step_change(a, b, (key,), allow_different=True) for key in STEP_KEYS}
 
 
 @cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
@@ -60,3 +70,11 @@ def _history(path: str, stamp: str) -> tuple[Group, ...]:  # noqa: ARG001  # the
 
 def _samples(entry: RunEntry) -> RunSamples:
     return run_store.open_run(entry).compute(lambda run: RunSamples.of(run, entry.name))
+
+
+def _run_steps(entry: RunEntry) -> RunSteps:
+    def measured(run: Run) -> RunSteps:
+        run.measure(step_change.FACTS)
+        return RunSteps.of(run, entry.name)
+
+    return run_store.open_run(entry).compute(measured)

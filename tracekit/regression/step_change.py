@@ -62,12 +62,32 @@ class StepChange:
         return {status: int(counts.get(status, 0)) for status in STATUSES}
 
 
+@dataclass(frozen=True, eq=False)
+class RunSteps:
+    """One side of a comparison: what a run measured, and what its steps consist of."""
+
+    samples: RunSamples
+    steps: pl.DataFrame
+    """`breakdown.by_step` of all ranks."""
+    charges: pl.DataFrame
+    """`step_charges.step_charges` of all ranks."""
+
+    @classmethod
+    def of(cls, run: Run, name: str = "") -> "RunSteps":
+        """Return what a run measured, under its own name or another."""
+        return cls(RunSamples.of(run, name), run.table(breakdown.by_step), run.table(step_charges.step_charges))
+
+    @property
+    def ranks(self) -> set[int]:
+        """Return the ranks that have steps."""
+        return set(self.steps["rank"].unique().to_list())
+
+
 def step_change(
-    reference: Run,
-    candidate: Run,
+    reference: RunSteps,
+    candidate: RunSteps,
     by: Sequence[str] = ("operator",),
     *,
-    names: tuple[str, str] | None = None,
     allow_different: bool = False,
     thresholds: Thresholds | None = None,
 ) -> StepChange:
@@ -81,15 +101,16 @@ def step_change(
     """
     totals.require_known("--by", by, KEYS)
     keys, limits = tuple(dict.fromkeys(by)), thresholds or Thresholds()
-    titles = names or (reference.name, candidate.name)
-    sides = [RunSamples.of(run, name) for run, name in zip((reference, candidate), titles, strict=True)]
-    compared = comparison.compare(*sides, allow_different=allow_different, thresholds=limits)
+    compared = comparison.compare(
+        reference.samples, candidate.samples, allow_different=allow_different, thresholds=limits
+    )
     step = next((change for change in compared.changes if change.metric == STEP_TIME), None)
     if step is None:
-        raise NotComparableError(f"{titles[0]} and {titles[1]} have no step time in common: nothing to explain")
-    ranks = set(reference.ranks) & set(candidate.ranks)
-    a = _Side.of(reference, ranks or set(reference.ranks), step.reference)
-    b = _Side.of(candidate, ranks or set(candidate.ranks), step.candidate)
+        names = f"{compared.reference} and {compared.candidate}"
+        raise NotComparableError(f"{names} have no step time in common: nothing to explain")
+    common = reference.ranks & candidate.ranks
+    a = _Side.of(reference, common or reference.ranks, step.reference)
+    b = _Side.of(candidate, common or candidate.ranks, step.candidate)
     return StepChange(compared, step, _rows(a, b, keys, step, limits), keys)
 
 
@@ -103,12 +124,10 @@ class _Side:
     """Columns window and step, in order."""
 
     @classmethod
-    def of(cls, run: Run, ranks: set[int], step_ns: float) -> "_Side":
-        steps = run.table(breakdown.by_step).filter(pl.col("rank").is_in(ranks))
+    def of(cls, run: RunSteps, ranks: set[int], step_ns: float) -> "_Side":
+        steps = run.steps.filter(pl.col("rank").is_in(ranks))
         cells = step_weights.weighted(step_weights.slowest_devices(steps), step_ns).drop("duration_ns")
-        charges = run.table(step_charges.step_charges).join(
-            cells, on=[*step_weights.KEY, "device"], nulls_equal=True, maintain_order="left"
-        )
+        charges = run.charges.join(cells, on=[*step_weights.KEY, "device"], nulls_equal=True, maintain_order="left")
         named = [
             pl.when(pl.col("part") == step_charges.IDLE).then(_idle_name()).otherwise(name).alias(name)
             for name in ("operator", "kernel")

@@ -14,7 +14,7 @@ from tracekit.report.json_values import to_json_value
 SCHEMA = "tracekit.step_change/1"
 DEFAULT_TOP = 20
 _HEADER = ("part", "change", "of change", "before", "after", "calls", "status", "verdict")
-_TEXTS = (0, 1, 7, 8)
+TEXTS = (0, 1, 7, 8)
 """Columns of text; the others are numbers."""
 _DROPPED = (7, 4, 1)
 """Columns that are left out on a narrow terminal, in this order."""
@@ -56,7 +56,7 @@ def as_text(changed: StepChange, *, top: int = DEFAULT_TOP, width: int, color: b
     parts: list[RenderableType] = [text_layout.line(headline(changed)), text_layout.dim(counted(changed))]
     parts += [*text_layout.bullets(changed.compared.differences), ""]
     rows = [[row[column] for column in shown] for row in (header, *cells)]
-    right = [column not in _TEXTS for column in shown]
+    right = [column not in TEXTS for column in shown]
     parts += [text_layout.table(rows[0], rows[1:], right=right, gap=text_layout.gap(width), last_styles=styles)]
     parts += [text_layout.dim(line) for line in _rest(changed, top)]
     notes = remarks(changed)

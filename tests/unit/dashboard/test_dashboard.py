@@ -244,6 +244,12 @@ def test_a_comparison_shows_medians_changes_and_verdicts(runs):
     assert any(verdict.value in row for verdict in Verdict)
     share = html_of(shown).split("exposed share of step</td>")[1].split("</tr>")[0]
     assert " pt" in share
+    explained = html_of(shown).split("of change</th>")[1]
+    assert "gemm" in explained
+    assert "idle (" in explained
+    by_kernel = page("compare", runs, changed_by="kernel")
+    assert not by_kernel.exception
+    assert ">kernel</th>" in html_of(by_kernel)
 
 
 def test_cached_results_of_an_uploaded_run_are_freed_with_its_session(runs, tmp_path):

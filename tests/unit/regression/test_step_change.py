@@ -12,7 +12,7 @@ from tracekit.errors import ConfigError
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.regression import call_matching, step_change, step_weights
-from tracekit.regression.step_change import StepChange
+from tracekit.regression.step_change import RunSteps, StepChange
 
 STEPS = 5
 
@@ -32,7 +32,8 @@ def run(*calls: list[Call], name: str, ranks: int = 1) -> Run:
 
 
 def change(before: Run, after: Run, *by: str) -> StepChange:
-    changed = step_change.step_change(before, after, by or ("operator",), allow_different=True)
+    a, b = RunSteps.of(before), RunSteps.of(after)
+    changed = step_change.step_change(a, b, by or ("operator",), allow_different=True)
     assert_explained(changed)
     return changed
 
@@ -143,7 +144,7 @@ def test_two_steps_are_too_few_for_an_interval() -> None:
 
 def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="--by color: expected some of operator, kernel"):
-        step_change.step_change(run(forward(), name="a"), run(forward(), name="b"), ("color",))
+        change(run(forward(), name="a"), run(forward(), name="b"), "color")
 
 
 def test_the_runs_are_not_changed_by_their_comparison() -> None:

@@ -79,7 +79,8 @@ def _step_change(paths: tuple[str, str], by: str, *, allow_different: bool, cach
 
     keys = output.split_names(by)
     totals.require_known("--by", keys, step_change.KEYS)
-    a, b = (run_loading.open_compared_run(path, step_change.FACTS, cache=cache) for path in paths)
+    runs = (run_loading.open_compared_run(path, step_change.FACTS, cache=cache) for path in paths)
+    a, b = (step_change.RunSteps.of(run) for run in runs)
     return step_change.step_change(a, b, keys, allow_different=allow_different)
 
 
