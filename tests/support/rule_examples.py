@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from tests.support import drawn_hosts, drawn_traces, pipeline_examples
+from tests.support import drawn_hosts, drawn_kernels, drawn_traces, pipeline_examples
 from tests.support.sample_snapshots import MIB, Simulation, write
 from tracekit.model import schema
 from tracekit.model.run import RUN_DATA_QUALITY, Run
@@ -448,6 +448,14 @@ EXAMPLES: dict[str, Example] = {
     "HOST001": Example(lambda: late_launch_run(late_by=7), late_launch_run),
     "HOST002": Example(lambda: late_launch_run(late_by=7, reads=True), lambda: late_launch_run(late_by=7)),
     "HOST003": Example(lambda: late_launch_run(late_by=8, loads=True), lambda: late_launch_run(late_by=8)),
+    "COMP001": Example(
+        lambda: drawn_kernels.product(1021, us=900, align=1), lambda: drawn_kernels.product(1024, us=900, align=8)
+    ),
+    "COMP002": Example(drawn_kernels.single, lambda: drawn_kernels.single(device=drawn_kernels.V100)),
+    "COMP003": Example(
+        lambda: drawn_kernels.adam(*drawn_kernels.FOREACH_ADAM), lambda: drawn_kernels.adam("_fused_adamw_")
+    ),
+    "COMP004": Example(lambda: drawn_kernels.chain("exp", "neg", "sigmoid"), lambda: drawn_kernels.chain("exp", "exp")),
     "HOST004": Example(copying_run, lambda: copying_run(phase="checkpoint")),
     "STEP001": Example(lambda: stalled_run("late", "", ""), lambda: stalled_run("", "", "")),
     "STEP002": Example(

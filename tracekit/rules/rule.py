@@ -106,8 +106,8 @@ def is_data_quality(code: str) -> bool:
     return code.rstrip("0123456789") == "DATA"
 
 
-TIMED_FAMILIES = ("COMM", "HOST", "RANK", "STREAM", "PIPE", "TP", "EP")
-"""The families of rules on the time of steps: communication, host, ranks, streams, and axes of the mesh."""
+TIMED_FAMILIES = ("COMM", "HOST", "COMP", "RANK", "STREAM", "PIPE", "TP", "EP")
+"""The families of rules on the time of steps: communication, host, compute, ranks, streams, and axes of the mesh."""
 
 
 def family(code: str) -> str:

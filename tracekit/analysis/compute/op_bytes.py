@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tracekit.analysis.compute import op_inputs
 from tracekit.analysis.compute.op_inputs import Inputs, Tensor, element_bytes
@@ -52,6 +52,48 @@ def moved_bytes(name: str, given: Inputs) -> int | None:
         return formula(given)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, ZeroDivisionError):
         return None  # not the inputs of this operator
+
+
+class Flow(NamedTuple):
+    """The tensors of a call, each as its shape, element type and bytes: the result of an elementwise one, and operands.
+
+    `result` is None where the operator is not elementwise.
+    """
+
+    result: list[object] | None
+    operands: list[list[object]]
+
+
+def flow_of_call(name: str, shapes: str, dtypes: str | None, arguments: str | None, strides: str | None) -> Flow | None:
+    """Return what an elementwise operator, reduction, norm or softmax reads and writes; None for others.
+
+    >>> flow_of_call("aten::exp", "[[2, 3]]", '["float"]', None, None).result
+    [[2, 3], 'float', 24]
+    """
+    operands = _OPERANDS.get(name.removeprefix("aten::").removesuffix("_"))
+    if operands is None or not name.startswith("aten::"):
+        return None
+    try:
+        given = op_inputs.parse(shapes, dtypes, arguments, strides, None)
+        return None if given is None else _flow(name, given, operands)
+    except (ValueError, TypeError, IndexError, KeyError):
+        return None
+
+
+def _flow(name: str, given: Inputs, operands: int) -> Flow:
+    is_copy = name == "aten::copy_"
+    read = given.tensors(1, 2) if is_copy else given.tensors(0, operands)
+    described = [[list(each.shape), each.dtype, each.bytes] for each in read]
+    if not (is_copy or name.removeprefix("aten::").removesuffix("_") in _ELEMENTWISE):
+        return Flow(None, described)
+    if name.endswith("_"):
+        written = given.tensor(0)
+        return Flow([list(written.shape), written.dtype, written.bytes], described)
+    largest = max(read, key=lambda each: each.elements)
+    dtype = _promoted(read, given.values[:operands])
+    if largest.elements != _broadcast(read):
+        return Flow(None, described)
+    return Flow([list(largest.shape), dtype, largest.elements * element_bytes(dtype)], described)
 
 
 # Elementwise ---------------------------------------------------------------------------------------------------------
@@ -451,6 +493,17 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_fused_{name}_": _fused_optimizer(4, 5) for name in ("adam", "adamw")},
     "aten::_fused_sgd_": _fused_optimizer(2, 3),
 }
+
+
+_ELEMENTWISE = frozenset(
+    {*_UNARY, *_FLOATING_UNARY, *_BINARY, *_TERNARY, "div"} - {"masked_fill", "threshold", "native_dropout_backward"}
+)
+"""Elementwise operators whose results have the element type of their operands."""
+_OPERANDS = {
+    **{name: operands for name, operands in _IN_PLACE if name in _ELEMENTWISE},
+    **dict.fromkeys(("copy", "_softmax", "_log_softmax", "native_layer_norm", "sum", "mean", "amax"), 1),
+}
+"""Operators that a compiler fuses, with the number of their operands that may be tensors."""
 
 
 def _formula(name: str) -> _Formula | None:

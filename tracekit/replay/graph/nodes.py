@@ -19,6 +19,7 @@ NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "launch_ns": pl.Int64, "own_ns": pl.Int64, "host_state": pl.Int8, "call": pl.String,
     "recomputed": pl.Boolean, "kernel": pl.UInt64, "grid_id": pl.UInt64, "room_ns": pl.Int64, "is_late": pl.Boolean,
     "stall_ns": pl.Int64, "paused_ns": pl.Int64, "slowed_ns": pl.Int64,
+    "avoidable_ns": pl.Int64, "avoidable_by": pl.Int64,
     "gap_ns": pl.Array(pl.Int64, host_time.STATE_COUNT),
 }  # fmt: skip
 EDGE_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
@@ -40,7 +41,7 @@ def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
     return schema.conform(with_ids, NODE_COLUMNS).with_columns(
         pl.col("launch", "host_state", "room_ns").fill_null(-1),
         pl.col("is_late").fill_null(value=False),
-        pl.col("launch_ns", "stall_ns", "paused_ns", "slowed_ns").fill_null(0),
+        pl.col("launch_ns", "stall_ns", "paused_ns", "slowed_ns", "avoidable_ns", "avoidable_by").fill_null(0),
     )
 
 

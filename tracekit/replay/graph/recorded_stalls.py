@@ -1,9 +1,9 @@
-"""Device stalls and clock drops as nodes and edges have them: delays of queued work, longer kernels."""
+"""Device stalls, clock drops and avoidable time as nodes and edges have them: delays of queued work, longer kernels."""
 
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import clock_drops
+from tracekit.analysis.compute import avoidable_time, clock_drops
 from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import intervals
 from tracekit.model.run import Run
@@ -51,6 +51,13 @@ def with_pauses(run: Run, nodes: pl.DataFrame) -> pl.DataFrame:
 def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return by how much a clock drop slows each item (`dependencies.lane_items`), shape (n,)."""
     return _of_items(items, clock_drops.slowed_kernels(trace).select("activity_id", ns="excess_ns"))
+
+
+def avoidable(trace: Trace, items: pl.DataFrame) -> dict[str, Ints]:
+    """Return the time of each item (`dependencies.lane_items`) that could be avoided, and its cause; 0 for none."""
+    found = avoidable_time.avoidable(trace)
+    columns = {"avoidable_ns": "saved_ns", "avoidable_by": "cause"}
+    return {name: _of_items(items, found.select("activity_id", ns=of)) for name, of in columns.items()}
 
 
 def _of_items(items: pl.DataFrame, times: pl.DataFrame) -> Ints:

@@ -1,4 +1,4 @@
-"""Graphs without device stalls (queued work starts as soon as it can), and without clock drops."""
+"""Graphs without device stalls (queued work starts as soon as it can), clock drops, and avoidable kernel time."""
 
 from dataclasses import replace
 
@@ -22,6 +22,12 @@ def clock_drop(graph: Graph) -> Graph:
     """Let kernels take the time that they take before the clock of their device drops."""
     nodes = np.flatnonzero(graph.column("slowed_ns"))
     return graph.with_durations(nodes, np.maximum(graph.own_ns[nodes] - graph.column("slowed_ns")[nodes], 0))
+
+
+def without_avoidable_time(graph: Graph, cause: int) -> Graph:
+    """Let kernels take as much less time as the change that avoids a cause of `avoidable_time` saves."""
+    nodes = np.flatnonzero(graph.column("avoidable_by") == cause)
+    return graph.with_durations(nodes, np.maximum(graph.own_ns[nodes] - graph.column("avoidable_ns")[nodes], 0))
 
 
 def without_stalls(graph: Graph, which: Flags) -> Graph:

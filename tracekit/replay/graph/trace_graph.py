@@ -44,7 +44,8 @@ def nodes(trace: Trace) -> pl.DataFrame:
     its end a kernel that fills the device lets others start; -1), is_late (a kernel that could have started 50 µs or
     more before), stall_ns (by how much a device stall delays its start: part of chain_ns, launch_ns
     and the lag of its waits), paused_ns (for how long it was paused) and slowed_ns (by how much a clock drop slows it:
-    both part of own_ns), gap_ns (host time before it by state; its sum is in chain_ns); one row per node.
+    both part of own_ns), avoidable_ns and avoidable_by (what a change of the program would save of its time, and the
+    cause, see `avoidable_time`; 0), gap_ns (host time before it by state; its sum is in chain_ns); one row per node.
     """
     return build(trace).nodes
 
@@ -144,6 +145,7 @@ def _on_device(trace: Trace) -> TraceGraph:
         pl.Series("stall_ns", stall_ns),
         pl.Series("paused_ns", recorded_stalls.pauses(trace, items)),
         pl.Series("slowed_ns", recorded_stalls.slowdowns(trace, items)),
+        *(pl.Series(name, values) for name, values in recorded_stalls.avoidable(trace, items).items()),
         pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
         (~pl.col("is_wait") & is_recomputed).alias("recomputed"),
     )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.compute import avoidable_time
 from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import (
@@ -112,6 +114,15 @@ TRANSFORMS: Mapping[str, Transform] = {
     "checkpoint": checkpoint,
     "device-stall": stalled_devices.device_stall,
     "clock-drop": stalled_devices.clock_drop,
+    **{
+        name: partial(stalled_devices.without_avoidable_time, cause=cause)
+        for name, cause in {
+            "misaligned-products": avoidable_time.MISALIGNED,
+            "idle-tensor-cores": avoidable_time.NO_TENSOR_CORES,
+            "unfused-optimizer": avoidable_time.UNFUSED_OPTIMIZER,
+            "unfused-kernels": avoidable_time.UNFUSED_CHAIN,
+        }.items()
+    },
     "preparation": contention_free.without_preparation,
     "give-way": contention_free.without_give_way,
     "slowed-compute": contention_free.uncontended_compute,
@@ -136,6 +147,10 @@ CONTENTION_TRANSFORMS = frozenset({"preparation", "give-way", "slowed-compute"})
 _FIRST = (
     "device-stall",
     "clock-drop",
+    "misaligned-products",
+    "idle-tensor-cores",
+    "unfused-optimizer",
+    "unfused-kernels",
     "slowed-compute",
     "give-way",
     "slowed-collectives",
@@ -162,7 +177,7 @@ class HostSpan(NamedTuple):
 def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Graph:
     """Return the graph after a transform of host time or device stalls that is applied to some ranks."""
     is_on_ranks = graph.frame["rank"].is_in(list(ranks)).to_numpy()
-    device_times = pl.col("stall_ns", "paused_ns", "slowed_ns") * pl.lit(pl.Series(is_on_ranks))
+    device_times = pl.col("stall_ns", "paused_ns", "slowed_ns", "avoidable_ns") * pl.lit(pl.Series(is_on_ranks))
     hidden = graph.frame.with_columns(
         *_host_time(graph, is_on_ranks, _all_gaps(graph) * is_on_ranks[:, None]),
         device_times,

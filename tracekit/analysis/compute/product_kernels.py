@@ -1,0 +1,175 @@
+"""Kernels of matrix products that run below the device's rate: misaligned dimensions, no tensor cores."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from tracekit.analysis.compute import efficiency, flops
+from tracekit.conventions import devices
+from tracekit.model import schema
+from tracekit.model.memoize import memoize
+from tracekit.model.trace import Trace
+
+COLUMNS = schema.columns(
+    "device step phase activity_id op shapes name start_ns dur_ns saved_ns padding", op=pl.String, padding=pl.String
+)
+_UNIT_BYTES = 16
+"""Tensor cores are fed by loads of 16 bytes, so rows in memory have to begin at multiples of that (CUTLASS, cuBLAS)."""
+_LEFT: Mapping[str, int] = {
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), 0),
+    **dict.fromkeys(("aten::addmm", "aten::addmm_", "aten::_addmm_activation", "aten::baddbmm", "aten::baddbmm_"), 1),
+}
+"""The place of the left factor among the inputs of an operator; the right one follows."""
+_MIN_NS = 20_000
+"""Shorter kernels are bound by latency."""
+_MIN_DIM = 16
+"""Of a smaller dimension, padding adds more work than alignment saves."""
+_USUAL_RATIO, _MIN_CALLS = 0.5, 5
+"""Share of the roofline that aligned products reach, if a trace has fewer calls of them."""
+_LOW_RATIO = 0.35
+"""Share of the roofline below which a product with a misaligned dimension, by its shapes, is taken for slowed by it."""
+_TF32_RATIO, _MEMORY_RATIO = 0.5, 0.8
+"""Shares of the peak in TF32, and of the memory bandwidth, that products without tensor cores would reach with them."""
+_TENSOR_CORE = r"(?i)tensorop|s1688|s16816|s884|h1688|h884|wmma"
+_16_BIT = r"(?i)f16|fp16|half"
+_FP32 = r"sgemm|simt_s|f32f32_f32f32_f32|implicit_convolve_s|scudnn|cudnn::(cnn|detail)::\w+<float"
+_NOT_FP32 = r"(?i)tf32|tensorop|s1688|s16816|f16|half|gemv"
+
+
+@memoize
+def misaligned(trace: Trace) -> pl.DataFrame:
+    """Return the kernels of products whose rows in memory do not begin at multiples of 16 bytes.
+
+    Columns COLUMNS: name (of the kernel), saved_ns (less what the call needs at the share of the roofline that aligned
+    products of the trace reach; null where that is not known), padding (JSON: each dimension that is no multiple, with
+    the next one; null where shapes are not known); one row per kernel. Products with a dimension below 16, which would
+    be padded to more work than alignment saves, are left out. Evidence is the alignment in the kernel's name
+    (align1), or, where the name has none, a dimension that strides show to be contiguous, of a call that reaches less
+    than 35% of the roofline.
+    """
+    device = efficiency.device_of(trace.header)
+    calls = _with_calls(trace).with_columns(
+        pl.col("name").str.extract(r"_align(\d+)").cast(pl.Int64).alias("align"),
+        pl.when(pl.col("name").str.contains(_16_BIT)).then(2).otherwise(4).alias("element_bytes"),
+    )
+    if calls.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    by_name = pl.col("name").str.contains(_TENSOR_CORE) & (pl.col("align") * pl.col("element_bytes") < _UNIT_BYTES)
+    may_be_slow = (pl.col("dur_ns") >= _MIN_NS) & (pl.col("ratio") < _LOW_RATIO)
+    has_layout = device is not None and devices.TF32 in device.peaks and not device.name.startswith("mi")
+    by_shape = pl.lit(has_layout) & may_be_slow & pl.col("align").is_null() & pl.col("is_contiguous")
+    joined = calls.join(_paddings(calls), on=_INPUTS, how="left", nulls_equal=True, maintain_order="left")
+    can_be_padded = pl.col("padding").is_not_null() | pl.col("shapes").is_null()
+    is_faulty = ((by_name & can_be_padded) | by_shape).fill_null(value=False)
+    faulty = joined.with_columns(is_faulty.alias("is_faulty"))
+    expected_ns = pl.col("dur_ns") * pl.col("ratio") * pl.col("growth") / _usual_ratio(faulty)
+    saved_ns = (pl.col("dur_ns") - expected_ns).clip(0).round()
+    return schema.select(faulty.filter("is_faulty").with_columns(saved_ns.alias("saved_ns")), COLUMNS)
+
+
+@memoize
+def without_tensor_cores(trace: Trace) -> pl.DataFrame:
+    """Return the kernels of 32-bit products that do not use the tensor cores of a device that has TF32.
+
+    Columns COLUMNS: saved_ns (less the time at half the peak in TF32, or 80% of the memory bandwidth; where the call's
+    shapes are not known, by the ratio of the peaks), padding null; one row per kernel. Empty where the device is
+    unknown, or its tensor cores have no TF32.
+    """
+    device = efficiency.device_of(trace.header)
+    if device is None or device.peaks.get(devices.TF32, 0) < 2 * device.peaks.get(devices.FP32, math.inf):
+        return pl.DataFrame(schema=COLUMNS)
+    is_fp32 = pl.col("name").str.contains(_FP32) & ~pl.col("name").str.contains(_NOT_FP32)
+    kernels = _with_calls(trace).filter(is_fp32, pl.col("dur_ns") >= _MIN_NS)
+    rate = _TF32_RATIO * device.peaks[devices.TF32]
+    share = pl.col("dur_ns") / pl.col("work_ns")
+    known_ns = share * pl.max_horizontal(
+        pl.col("flops") * 1e9 / rate, pl.col("bytes") * 1e9 / (_MEMORY_RATIO * device.memory_bytes_per_s)
+    )
+    expected_ns = pl.coalesce(known_ns, pl.col("dur_ns") * device.peaks[devices.FP32] / rate)
+    saved_ns = (pl.col("dur_ns") - expected_ns).clip(0).round()
+    return schema.conform(kernels.with_columns(saved_ns.alias("saved_ns")), COLUMNS)
+
+
+_INPUTS = ["op", "shapes", "strides", "element_bytes"]
+
+
+def _with_calls(trace: Trace) -> pl.DataFrame:
+    """Return the compute with the product call that each kernel is of: op, its inputs, work and roofline, if known."""
+    activities = trace.activities.rename({"id": "activity_id"}).join(trace.lanes.select("lane", "device"), on="lane")
+    ids = flops.counted(trace).drop_nulls("flops")["id"]
+    row = pl.Series("row", flops.counted_op_of_activities(trace, ids))
+    of_call = trace.ops.select("id", "name", "shapes", "strides").rename({"name": "op"})
+    calls = of_call.join(efficiency.of_ops(trace).drop_nulls("flops"), on="id").with_columns(
+        (pl.col("ideal_ns") / pl.col("flops_ns")).alias("ratio"), pl.col("flops_ns").alias("work_ns")
+    )
+    ids_of_rows = trace.ops["id"].gather(row.set(row < 0, None)).alias("call_id")
+    joined = activities.with_columns(ids_of_rows).join(
+        calls.rename({"id": "call_id"}).drop("flops_ns", "bytes_ns", "rated_ns"),
+        on="call_id", how="left", maintain_order="left", suffix="_of_call",
+    )  # fmt: skip
+    has_bytes = joined.with_columns(pl.col("bytes_of_call").alias("bytes"))
+    return has_bytes.filter(pl.col("kind") == "compute") if trace.on_device else has_bytes.clear()
+
+
+def _usual_ratio(kernels: pl.DataFrame) -> float:
+    """Return the median share of the roofline that aligned products reach, by their time, from 0.3 to 0.8."""
+    known = kernels.filter(~pl.col("is_faulty"), pl.col("ratio").is_not_null(), pl.col("dur_ns") >= _MIN_NS)
+    if known["call_id"].n_unique() < _MIN_CALLS:
+        return _USUAL_RATIO
+    ordered = known.sort("ratio").with_columns(pl.col("dur_ns").cum_sum().alias("until_ns"))
+    middle = ordered.filter(2 * pl.col("until_ns") >= ordered["dur_ns"].sum())["ratio"][0]
+    return float(min(max(middle, 0.3), 0.8))
+
+
+class _Padding(NamedTuple):
+    """The dimensions of a product to pad, how much work that adds, and whether rows in memory begin unaligned."""
+
+    dims: dict[int, int]
+    growth: float
+    is_contiguous: bool
+
+
+def _paddings(calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the padding of each product by its inputs: columns _INPUTS, padding, growth, is_contiguous."""
+    rows = []
+    for inputs in calls.select(_INPUTS).unique(maintain_order=True).iter_rows():
+        found = _padding(*inputs) or _Padding({}, 1.0, is_contiguous=False)
+        padding = json.dumps({str(size): to for size, to in found.dims.items()}) if found.dims else None
+        rows.append((*inputs, padding, found.growth, found.is_contiguous))
+    kinds = pl.Schema({"padding": pl.String, "growth": pl.Float64, "is_contiguous": pl.Boolean})
+    inputs_of_calls = {name: calls.schema[name] for name in _INPUTS}
+    return pl.DataFrame(rows, pl.Schema({**inputs_of_calls, **kinds}), orient="row")
+
+
+def _padding(op: str | None, shapes: str | None, strides: str | None, element_bytes: int) -> _Padding | None:
+    if op is None or op not in _LEFT or shapes is None:
+        return None
+    at, unit = _LEFT[op], _UNIT_BYTES // element_bytes
+    (*_, rows, inner), (*_, columns) = json.loads(shapes)[at : at + 2]
+    contiguous = _contiguous(json.loads(strides)[at : at + 2], (rows, inner, columns)) if strides else set()
+    is_small = min(rows, inner, columns) < _MIN_DIM
+    dims = {size: -(-size // unit) * unit for size in (rows, inner, columns) if size % unit and not is_small}
+    growth = math.prod(dims.get(size, size) / size for size in (rows, inner, columns))
+    return _Padding(dims, growth, any(size in dims for size in contiguous))
+
+
+def _contiguous(strides: list[Any], sizes: tuple[int, int, int]) -> set[int]:
+    """Return the dimensions of which the rows of a factor, or of the result, are made in memory."""
+    rows, inner, columns = sizes
+    left, right = strides
+    found = {columns}  # the result is written by rows
+    found.add(inner if left[-1] == 1 else rows)
+    found.add(columns if right[-1] == 1 else inner)
+    return found
+
+
+def pads(padding: str) -> list[tuple[int, int]]:
+    """Return the dimensions to pad and their next multiple, from the column `padding`.
+
+    >>> pads('{"5185": 5192}')
+    [(5185, 5192)]
+    """
+    return [(int(size), to) for size, to in json.loads(padding).items()]

@@ -1,0 +1,284 @@
+"""Rules on the efficiency of kernels: matrix products, optimizers, elementwise chains."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels
+from tracekit.analysis.parallelism import workload
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.rules import representative_step, step_losses
+from tracekit.rules.representative_step import KEY
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
+
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class MisalignedProducts(Rule):
+    """Matrix products whose rows in memory are not aligned for tensor cores.
+
+    What it does: reports products of which a dimension is no multiple of 16 bytes (8 elements of 16 bits, 4 of 32 bits
+    in TF32, 16 of 8 bits), if aligned ones would save `info_saved_ratio` of the step; a warning from
+    `max_saved_ratio`. It names the dimensions and the sizes to pad them to. Without shapes the saving is not known:
+    then it is information if such kernels take `min_time_ratio` of the step.
+
+    Why it costs: tensor cores are fed by loads of 16 bytes. If the rows of a matrix begin elsewhere, the library takes
+    kernels with smaller loads, often those of an older architecture.
+
+    How it is measured: the alignment in a kernel's name (align1, align2), or, where the name has none, a contiguous
+    dimension that is no multiple, of a call that reaches less than 35% of the roofline. The saving is the time beyond
+    what the padded product needs at the share of the roofline that the median aligned product of the trace reaches
+    (50% if there are fewer than five). Dimensions below 16 are not judged; steps that save are left out.
+
+    How to fix: pad the dimension to the next multiple: vocabulary, hidden and head sizes in the model
+    (pad_vocab_size_to_multiple_of), sequence lengths and batches in the collate function (pad_to_multiple_of=8).
+    Attention as scaled_dot_product_attention needs no product of padded rows.
+
+    Blind spots: needs record_shapes=True for the saving and a known device. Products in CUDA graphs have no shapes.
+    Whether a different tile or number of waves would be faster is not judged.
+    """
+
+    code: ClassVar[str] = "COMP001"
+    facts: ClassVar[tuple[Fact, ...]] = (product_kernels.misaligned, *steps_without_saves.FACTS)
+    info_saved_ratio: float = 0.02
+    max_saved_ratio: float = 0.05
+    min_time_ratio: float = 0.1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's representative step exceeds a threshold."""
+        rows = run.table(product_kernels.misaligned)
+        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        if loss is None:
+            yield from self._unpriced(run, rows)
+            return
+        own = loss.rows(rows).drop_nulls("padding")
+        yield loss.finding(
+            self,
+            _severity(loss, self.max_saved_ratio),
+            f"Matrix products with misaligned dimensions take {_duration(own)}; aligned ones would save {loss}. "
+            f"Most of it: {_largest(own)}.",
+            f"Pad {_pads(own)}, such that rows in memory begin at multiples of 16 bytes: sizes of the model "
+            "(vocabulary, hidden, heads) in its configuration, sequence lengths in the collate function "
+            "(pad_to_multiple_of=8). In attention, scaled_dot_product_attention avoids such products.",
+            confidence=0.7,
+            evidence=_evidence(rows, loss),
+            what_if=WhatIf("misaligned-products"),
+        )
+
+    def _unpriced(self, run: Run, rows: pl.DataFrame) -> Iterator[Finding]:
+        loss = step_losses.worst(steps_without_saves.losses(run, rows, "dur_ns"), self.min_time_ratio)
+        if loss is None or loss.rows(rows)["saved_ns"].null_count() * 2 < loss.rows(rows).height:
+            return
+        kernel = largest_first(loss.rows(rows), "dur_ns", "start_ns")["name"][0]
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"Matrix products for rows that do not begin at multiples of 16 bytes take {loss}, most of it in kernels "
+            f"such as {_short(kernel)}. Their shapes were not recorded, so the saving is not known.",
+            "Record with record_shapes=True to see which dimension to pad; dimensions of 16-bit tensors should be "
+            "multiples of 8, those of 32-bit tensors in TF32 multiples of 4.",
+            confidence=0.7,
+            ranks=(loss.row["rank"],),
+            evidence=_evidence(rows, loss),
+            is_of_window=loss.row["step"] is None,
+        )
+
+
+@dataclass(frozen=True)
+class IdleTensorCores(Rule):
+    """32-bit matrix products that do not use the tensor cores.
+
+    What it does: reports products and convolutions in 32 bits that run without tensor cores on a device whose tensor
+    cores have TF32, if that would save `info_saved_ratio` of the step; a warning from `max_saved_ratio`.
+
+    Why it costs: the peak in TF32 is 7 to 8 times that in 32 bits on A100 and H100. PyTorch computes matrix products in
+    full 32 bits unless it is told otherwise (convolutions use TF32 by default).
+
+    How it is measured: kernels of 20 µs or more whose names say 32-bit arithmetic (sgemm, simt, f32f32) and no tensor
+    cores. The saving is the time beyond half the peak in TF32 or 80% of the memory bandwidth, by the call's shapes; in
+    a trace without shapes, by the ratio of the peaks. Steps that save are left out.
+
+    How to fix: torch.set_float32_matmul_precision("high"), which rounds the factors to 10 bits of mantissa and adds
+    up in 32 bits; or torch.autocast(dtype=torch.bfloat16). Compare the loss of some hundred steps before and after.
+
+    Blind spots: whether the model needs all 32 bits is not known. Devices without TF32 (V100) and unknown devices are
+    not judged; kernels of Triton do not say which units they use.
+    """
+
+    code: ClassVar[str] = "COMP002"
+    facts: ClassVar[tuple[Fact, ...]] = (product_kernels.without_tensor_cores, *steps_without_saves.FACTS)
+    info_saved_ratio: float = 0.02
+    max_saved_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        rows = run.table(product_kernels.without_tensor_cores)
+        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        if loss is None:
+            return
+        own = loss.rows(rows)
+        kernel = largest_first(own, "dur_ns", "start_ns")["name"][0]
+        yield loss.finding(
+            self,
+            _severity(loss, self.max_saved_ratio),
+            f"Tensor cores are unused: 32-bit matrix products without TF32 take {_duration(own)}, most of it in "
+            f"kernels such as {_short(kernel)}; TF32 would save {loss}.",
+            'Set torch.set_float32_matmul_precision("high") if factors with 10 bits of mantissa are enough (sums stay '
+            "in 32 bits), or train under torch.autocast(dtype=torch.bfloat16). Compare the loss before and after.",
+            confidence=0.7,
+            evidence=_evidence(rows, loss),
+            what_if=WhatIf("idle-tensor-cores"),
+        )
+
+
+@dataclass(frozen=True)
+class UnfusedOptimizer(Rule):
+    """An optimizer that passes over the parameters once per operator.
+
+    What it does: reports steps of Adam, AdamW and SGD that launch elementwise kernels one operator after
+    another (for-loop or foreach), if a fused kernel would save `info_saved_ratio` of the step; a warning from
+    `max_saved_ratio`.
+
+    Why it costs: memory bandwidth limits these kernels. Adam reads or writes each parameter, its gradient and its state
+    7 times in one fused kernel, 18 times or more operator by operator.
+
+    How it is measured: the kernels launched in Optimizer.step# by elementwise operators, less the share of their
+    accesses to memory that a fused kernel needs. How many tensors a step updates is the median over operators of how
+    often each is called. Steps that save are left out.
+
+    How to fix: fused=True, such as torch.optim.AdamW(parameters, fused=True); it also launches fewer kernels. Custom
+    optimizers: torch.compile(optimizer.step).
+
+    Blind spots: idle time between the launches is HOST001. Optimizers without a fused variant in PyTorch are not
+    judged. Small kernels are bound by latency, so that more is saved. Fused SGD needs torch 2.3.
+    """
+
+    code: ClassVar[str] = "COMP003"
+    facts: ClassVar[tuple[Fact, ...]] = (optimizer_kernels.unfused, *steps_without_saves.FACTS)
+    info_saved_ratio: float = 0.01
+    max_saved_ratio: float = 0.03
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        rows = run.table(optimizer_kernels.unfused)
+        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        if loss is None:
+            return
+        own = loss.rows(rows)
+        most = own.group_by("optimizer", "implementation").agg(pl.len(), pl.col("dur_ns").sum())
+        row = largest_first(most, "dur_ns", "optimizer", "implementation").row(0, named=True)
+        yield loss.finding(
+            self,
+            _severity(loss, self.max_saved_ratio),
+            f"The optimizer is not fused: {row['optimizer']} ({row['implementation']}) launches {own.height:,} "
+            f"elementwise kernels, {_duration(own)} in all; fused ones would save {loss}.",
+            f"Use torch.optim.{row['optimizer']}(…, fused=True): one kernel per group of tensors reads and writes "
+            "parameters, gradients and state once.",
+            confidence=0.7,
+            evidence=_evidence(rows, loss),
+            what_if=WhatIf("unfused-optimizer"),
+        )
+
+
+@dataclass(frozen=True)
+class UnfusedKernels(Rule):
+    """Elementwise kernels in a row, each of which reads what the one before wrote.
+
+    What it does: reports steps in which one fused kernel instead of each chain of elementwise ones would save
+    `info_saved_ratio` of the step; a warning from `max_saved_ratio`. It names the chain that costs most.
+
+    Why it costs: memory bandwidth limits elementwise kernels. Each one in a row reads again from memory what the kernel
+    before has just written; a fused kernel keeps it in registers.
+
+    How it is measured: consecutive kernels of one stream by different elementwise operators, launched one after the
+    other by one thread, of which the next has an input of the shape and element type of the result before; a reduction,
+    a norm or a softmax may end a chain. The saving is the share of each kernel's bytes that it reads again. Writes are
+    not counted, since backward may need them; the optimizer's kernels belong to COMP003. Steps that save are left out.
+
+    How to fix: torch.compile the model or the module with these operators. Where the run is compiled already: graph
+    breaks (TORCH_LOGS=graph_breaks) leave them outside of the compiled code. Or use a fused operator (RMSNorm,
+    SwiGLU, a fused loss).
+
+    Blind spots: needs record_shapes=True. That a kernel reads the result before is inferred from shapes. Data in the
+    cache is read faster than from memory, and then less is saved.
+    """
+
+    code: ClassVar[str] = "COMP004"
+    facts: ClassVar[tuple[Fact, ...]] = (elementwise_chains.chains, *steps_without_saves.FACTS, workload.marks)
+    info_saved_ratio: float = 0.02
+    max_saved_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        rows = run.table(elementwise_chains.chains)
+        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        if loss is None:
+            return
+        own = loss.rows(rows)
+        each = own.group_by("chain", maintain_order=True).agg(
+            pl.col("op").str.strip_prefix("aten::").str.join(" → ").alias("ops"),
+            pl.col("shapes").last(),
+            pl.col("saved_ns").sum(),
+        )
+        alike = each.group_by("ops").agg(pl.len(), pl.col("saved_ns").sum())
+        most = largest_first(alike, "saved_ns", "ops").row(0, named=True)
+        yield loss.finding(
+            self,
+            _severity(loss, self.max_saved_ratio),
+            f"Elementwise kernels in a row are not fused: {own.height:,} kernels in {each.height:,} chains read again "
+            f"what the kernel before wrote, {loss}. {most['len']:,} chains are {most['ops']} "
+            f"({units.duration(most['saved_ns'])} of that).",
+            _LEFT_OUT if workload.is_compiled(run) else _COMPILE,
+            confidence=0.6,
+            evidence=_evidence(rows, loss),
+            what_if=WhatIf("unfused-kernels"),
+        )
+
+
+_COMPILE = (
+    "torch.compile the model, or the module with these operators: it fuses them into one kernel, forward and backward. "
+    "Or use a fused operator (RMSNorm, SwiGLU, a fused loss)."
+)
+_LEFT_OUT = (
+    "Move these operators into the compiled code: TORCH_LOGS=graph_breaks shows where it ends. Or use a fused operator "
+    "(RMSNorm, SwiGLU, a fused loss)."
+)
+
+
+def _duration(own: pl.DataFrame) -> str:
+    return units.duration(int(own["dur_ns"].sum()))
+
+
+def _severity(loss: step_losses.StepLoss, max_ratio: float) -> Severity:
+    return Severity.WARNING if loss.row["lost_ratio"] >= max_ratio else Severity.INFO
+
+
+def _evidence(rows: pl.DataFrame, loss: step_losses.StepLoss) -> pl.DataFrame:
+    found = representative_step.evidence(rows.with_columns(pl.col("saved_ns").fill_null(0)), loss.row, "saved_ns")
+    first = [*KEY, "phase", "op", "name", "start_ns", "dur_ns", "saved_ns"]
+    return found.select(*first, *(name for name in ("shapes", "padding") if name in found.columns))
+
+
+def _largest(own: pl.DataFrame) -> str:
+    sums = own.group_by("op", "shapes").agg(pl.len(), pl.col("dur_ns", "saved_ns").sum())
+    row = largest_first(sums, "saved_ns", "op", "shapes").row(0, named=True)
+    return f"{row['len']:,} × {row['op']} {row['shapes']} ({units.duration(row['dur_ns'])})"
+
+
+def _pads(own: pl.DataFrame) -> str:
+    """Return "5185 to 5192 and 18030 to 18032": the dimensions with most of the saving."""
+    sums = own.group_by("padding").agg(pl.col("saved_ns").sum())
+    ordered = largest_first(sums, "saved_ns", "padding")["padding"].to_list()
+    dims = dict(pair for padding in reversed(ordered) for pair in reversed(product_kernels.pads(padding)))
+    shown = list(dims.items())[::-1][:_MAX_NAMED]
+    return " and ".join(f"{size} to {to}" for size, to in shown)
+
+
+def _short(kernel: str) -> str:
+    return kernel.removeprefix("void ").partition("(")[0][:80]
