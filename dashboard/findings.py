@@ -22,7 +22,7 @@ Findings: TypeAlias = dict[str, Finding]
 
 SHOWN_FINDING = "shown_finding"
 MAX_EVIDENCE_ROWS = 1000
-FAMILIES_WITH_A_PAGE = ("COMM", "RANK", "STREAM", "HOST", "MEM", "CKPT", "DATA")
+FAMILIES_WITH_A_PAGE = ("COMM", "RANK", "STREAM", "HOST", "COMP", "MEM", "CKPT", "DATA")
 COLUMNS = {
     "family": pl.String, "code": pl.String, "rule": pl.String, "findings": pl.Int64, "impact_ratio": pl.Float64,
     "cost_ns": pl.Int64, "could not judge": pl.String,

@@ -16,7 +16,7 @@ WIDE, NAME_PX = ("name", "op", "shapes"), 330
 
 def show(run: OpenRun) -> None:
     """List what ran on devices or on host threads, grouped by the chosen columns."""
-    findings.show_families(run, "HOST")
+    findings.show_families(run, "HOST", "COMP")
     left, middle, right = st.columns([2, 4, 3])
     levels = (KERNELS, OPERATORS)
     level = left.segmented_control("Show", levels, key=bind("what", levels), required=True)

@@ -15,6 +15,7 @@ _KINDS = {
     "CKPT": ("host", CAUSES["host"][1]),
     "MEM001": ("host", CAUSES["host"][1]),
     "MEM": ("compute", COLOURS["compute"]),
+    "COMP": ("compute", COLOURS["compute"]),
 }
 """What a cause is about and its colour, by how the code of the rule that speaks of it begins."""
 _WIDTH = 0.7  # else Plotly takes the distance to the next bar of the same colour
