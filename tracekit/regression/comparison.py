@@ -17,7 +17,7 @@ from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metrics import Metric, Scope
 from tracekit.regression.quantities import BYTES, COUNT, FLOP
 from tracekit.regression.samples import Values, job_series, run_samples
-from tracekit.regression.significance import MIN_PAIRED_STEPS, compare_recordings
+from tracekit.regression.significance import MIN_PAIRED_STEPS, MetricSides, compare_metrics
 from tracekit.regression.thresholds import CONFIDENCE, Thresholds
 
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
@@ -127,11 +127,8 @@ def compare_groups(
     ((a_name, a_tables),), ((b_name, b_tables),) = reference.items(), candidate.items()
     ranks, rank_notes = _common_ranks(a_name, a_tables, b_name, b_tables)
     a, b = (_by_metric(tables, ranks) for tables in (a_tables, b_tables))
-    changes = tuple(
-        _change(metric, a, b, thresholds)
-        for metric in metrics.compared_metrics()
-        if metric.key in a and metric.key in b
-    )
+    shared = [metric for metric in metrics.compared_metrics() if metric.key in a and metric.key in b]
+    changes = tuple(compare_metrics([_sides(metric, a, b) for metric in shared], thresholds))
     if not changes:
         raise NotComparableError(
             f"{b_name} and {a_name} have no metric in common: one of them marks no steps; "
@@ -181,16 +178,16 @@ def _differences(reference: RunSamples, candidate: RunSamples, *, allow_differen
     return refused + notes
 
 
-def _change(metric: Metric, reference: _SeriesByMetric, candidate: _SeriesByMetric, thresholds: Thresholds) -> Change:
+def _sides(metric: Metric, reference: _SeriesByMetric, candidate: _SeriesByMetric) -> MetricSides:
     whole = reference.get(metric.part_of or "")
     both = (*reference[metric.key], *candidate[metric.key])
     first, _ = both[0]
-    return compare_recordings(
+    return MetricSides(
         metric,
-        *([values for _, values in side[metric.key]] for side in (reference, candidate)),
+        reference=[values for _, values in reference[metric.key]],
+        candidate=[values for _, values in candidate[metric.key]],
         whole=float(np.mean([np.median(values) for _, values in whole])) if whole else None,
         is_paired=len(first) >= MIN_PAIRED_STEPS and all(steps.equals(first) for steps, _ in both),
-        thresholds=thresholds,
     )
 
 

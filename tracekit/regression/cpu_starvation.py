@@ -30,14 +30,13 @@ def stretch(samples: pl.DataFrame) -> float | None:
 
     Other threads of the process run too, so that it is mostly below 1. None where the recording does not have both.
     """
-    times = samples.filter(pl.col("metric").is_in([_COMPUTE, conventions.CPU_TIME_METRIC]))
-    if times["metric"].n_unique() < 2:
-        return None
+    metric, value = pl.col("metric"), pl.col("value")
     # The log of the CPU time has no windows.
-    wide = times.pivot("metric", index=["rank", "step"], values="value", aggregate_function="median").drop_nulls()
-    ran = wide.filter(pl.col(conventions.CPU_TIME_METRIC) > 0)
-    median = ran.select(pl.col(_COMPUTE) / pl.col(conventions.CPU_TIME_METRIC)).to_series().median()
-    return float(str(median)) if median is not None else None
+    per_step = samples.lazy().filter(metric.is_in([_COMPUTE, conventions.CPU_TIME_METRIC])).group_by("rank", "step")
+    compute, cpu = (value.filter(metric == name).median() for name in (_COMPUTE, conventions.CPU_TIME_METRIC))
+    ratios = per_step.agg(compute.alias("compute"), cpu.alias("cpu")).filter(pl.col("cpu") > 0)
+    median = ratios.select((pl.col("compute") / pl.col("cpu")).median()).collect().item()
+    return None if median is None else float(median)
 
 
 def without_starved(
@@ -50,9 +49,9 @@ def without_starved(
 
     The least stretched recording of the candidate is compared with the most stretched of the reference.
     """
-    if is_unknown(reference, candidate, thresholds):
-        return _without_times(changes, thresholds)
     before, after = (_stretches(side) for side in (reference, candidate))
+    if _is_unknown(len(reference), (*before, *after), thresholds):
+        return _without_times(changes, thresholds)
     if not before or not after or not max(before) or min(after) <= thresholds.max_cpu_stretch * max(before):
         return changes, ()
     factor = min(after) / max(before)
@@ -70,8 +69,11 @@ def without_starved(
 
 def is_unknown(reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], thresholds: Thresholds) -> bool:
     """Return whether a recording was starved, and too few of the reference show how much such recordings differ."""
-    most = max(_stretches((*reference, *candidate)), default=0.0)
-    return len(reference) < thresholds.min_cpu_recordings and most > thresholds.max_cpu_stretch
+    return _is_unknown(len(reference), _stretches((*reference, *candidate)), thresholds)
+
+
+def _is_unknown(references: int, stretches: Sequence[float], thresholds: Thresholds) -> bool:
+    return references < thresholds.min_cpu_recordings and max(stretches, default=0.0) > thresholds.max_cpu_stretch
 
 
 def _stretches(recordings: Sequence[pl.DataFrame]) -> list[float]:

@@ -1,5 +1,6 @@
 """Per-step samples of every metric that runs are compared by, of a trace, of a run's ranks together, and of a job."""
 
+import functools
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -19,6 +20,7 @@ Values: TypeAlias = npt.NDArray[np.float64]
 COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 SAMPLE_COLUMNS = {"window": pl.Int64, "rank": pl.Int64, **COLUMNS}
 _PART_RANKS = 8
+_IS_METRIC = ~pl.col("metric").str.starts_with(PART_PREFIX)
 
 
 def samples(trace: Trace) -> pl.DataFrame:
@@ -72,11 +74,11 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
 
 def job_series(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, tuple[pl.Series, Values]]:
     """Return the steps, as structs of window and step, and the samples of `job_samples`, by metric."""
-    table = without_parts(table)
+    kept = table.lazy().filter(_IS_METRIC)
     if ranks is not None:
-        table = table.filter(pl.col("rank").is_in(ranks))
+        kept = kept.filter(pl.col("rank").is_in(ranks))
     value = pl.col("value")
-    per_step = table.group_by("metric", "window", "step").agg(
+    per_step = kept.group_by("metric", "window", "step").agg(
         pl.when(pl.col("metric").first().is_in(_worst(lower_is_better=True)))
         .then(value.max())
         .when(pl.col("metric").first().is_in(_worst(lower_is_better=False)))
@@ -84,23 +86,29 @@ def job_series(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[
         .otherwise(value.mean())
         .alias("value")
     )
+    by_metric = (
+        per_step.sort("metric", "window", "step").with_columns(pl.struct("window", "step").alias("step")).collect()
+    )
+    values = by_metric["value"].to_numpy().astype(np.float64)
+    starts = by_metric["metric"].rle().struct.unnest().with_columns(pl.col("len").cum_sum().alias("end"))
     return {
-        str(metric): (rows.select(pl.struct("window", "step")).to_series(), rows["value"].to_numpy().astype(np.float64))
-        for (metric,), rows in per_step.sort("metric", "window", "step").group_by("metric", maintain_order=True)
+        str(metric): (by_metric["step"].slice(end - count, count), values[end - count : end])
+        for count, metric, end in starts.iter_rows()
     }
 
 
 def without_parts(table: pl.DataFrame) -> pl.DataFrame:
     """Return the samples of metrics only."""
-    return table.filter(~pl.col("metric").str.starts_with(PART_PREFIX))
+    return table.filter(_IS_METRIC)
 
 
-def _worst(*, lower_is_better: bool) -> list[str]:
-    return [
+@functools.cache
+def _worst(*, lower_is_better: bool) -> tuple[str, ...]:
+    return tuple(
         metric.key
         for metric in metrics.all_metrics().values()
         if metric.over_ranks is Aggregation.WORST and metric.lower_is_better is lower_is_better
-    ]
+    )
 
 
 def _conform(

@@ -26,11 +26,14 @@ allocated barely depend on a neighbour, where the wall clock does. They are metr
 spread that its own recordings show, so the quiet ones decide and the noisy ones are inconclusive.
 """
 
+import bisect
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metrics import Metric
@@ -73,19 +76,61 @@ def compare_recordings(
 ) -> Change:
     """Compare one metric by recordings, each an array of samples, shape (n,); at least one a side, none of them empty.
 
-    `whole` is the reference's value of the metric that contains this one, where it has one; `is_paired` is whether
-    samples of one index are of one step. A change below the least change of `thresholds` is none: relative to the
-    reference, or in points of a share.
+    A change below the least change of `thresholds` is none: relative to the reference, or in points of a share.
 
     >>> from tracekit.regression.metrics import metric_of
     >>> before, after = np.array([10.0, 11, 10, 10, 11, 10]), np.array([53.0, 52, 53, 53, 52, 53])
     >>> compare_recordings(metric_of("step_time_ns"), [before], [after]).verdict.value
     'worse'
     """
-    limits = thresholds or Thresholds()
-    logarithmic = not metric.is_share and all(float(values.min()) > 0 for values in (*reference, *candidate))
-    a, b = observations(reference, candidate, is_logarithmic=logarithmic, is_paired=is_paired)
-    scale = _Scale.of(metric, a.center, whole, limits.min_change_ratio, is_logarithmic=logarithmic)
+    sides = MetricSides(metric, reference, candidate, whole, is_paired)
+    return compare_metrics([sides], thresholds or Thresholds())[0]
+
+
+@dataclass(frozen=True, eq=False)
+class MetricSides:
+    """The samples of one metric in the recordings of both sides, each an array of shape (n,), none of them empty."""
+
+    metric: Metric
+    reference: Sequence[Values]
+    candidate: Sequence[Values]
+    whole: float | None = None
+    """The reference's value of the metric that contains this one, where it has one."""
+    is_paired: bool = False
+    """Whether samples of one index are of one step."""
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """Whether the samples are compared by their logarithms."""
+        return not self.metric.is_share and all(float(values.min()) > 0 for values in self.recordings)
+
+    @property
+    def recordings(self) -> tuple[Values, ...]:
+        """The recordings of both sides."""
+        return (*self.reference, *self.candidate)
+
+
+def compare_metrics(metrics: Sequence[MetricSides], thresholds: Thresholds) -> list[Change]:
+    """Compare metrics as `compare_recordings` does, those with equally many samples together."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, sides in enumerate(metrics):
+        counts = tuple(map(len, sides.reference)), tuple(map(len, sides.candidate))
+        alike.setdefault((*counts, sides.is_logarithmic, sides.is_paired), []).append(index)
+    changes: dict[int, Change] = {}
+    for (*_, is_logarithmic, is_paired), indices in alike.items():
+        a, b = (
+            [np.stack(recordings, axis=1) for recordings in zip(*each, strict=True)]
+            for each in ([metrics[i].reference for i in indices], [metrics[i].candidate for i in indices])
+        )
+        before, after = observations(a, b, is_logarithmic=bool(is_logarithmic), is_paired=bool(is_paired))
+        for column, index in enumerate(indices):
+            changes[index] = _change(metrics[index], before.quantity(column), after.quantity(column), thresholds)
+    return [changes[index] for index in range(len(metrics))]
+
+
+def _change(sides: MetricSides, a: "Observations", b: "Observations", limits: Thresholds) -> Change:
+    metric = sides.metric
+    scale = _Scale.of(metric, a.center, sides.whole, limits.min_change_ratio, is_logarithmic=a.is_logarithmic)
     difference = float(b.mean - a.mean) / scale.unit
     low = high = None
     verdict, more = Verdict.INCONCLUSIVE, (0, 0)
@@ -114,6 +159,7 @@ def compare_recordings(
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def student_t(probability: float, degrees: float) -> float:
     """Return the quantile of Student's t distribution.
 
@@ -149,11 +195,18 @@ def variance_of_median(values: Values) -> Values:
         return np.zeros(values.shape[1:])
     if count < MIN_SAMPLES:
         return np.asarray(math.pi / 2 * values.var(axis=0, ddof=1) / count)  # a bootstrap of so few draws the same ones
+    medians = np.median(values[_resamples(count)], axis=1)
+    # Along contiguous memory, where the variance of equal numbers is 0 and not a rounding error.
+    return np.asarray(np.ascontiguousarray(medians.T).var(axis=-1))
+
+
+@functools.lru_cache(maxsize=16)
+def _resamples(count: int) -> npt.NDArray[np.int64]:
+    """Return which of so many samples each bootstrap draws, shape (_BOOTSTRAPS, count)."""
     block = max(1, round(count ** (1 / 3)))
     starts = np.random.default_rng(_SEED).integers(0, count, (_BOOTSTRAPS, -(-count // block)))
     drawn = (starts[:, :, None] + np.arange(block)) % count
-    medians = np.median(values[drawn.reshape(_BOOTSTRAPS, -1)[:, :count]], axis=1)
-    return np.asarray(medians.var(axis=0))
+    return drawn.reshape(_BOOTSTRAPS, -1)[:, :count]
 
 
 def observations(
@@ -199,6 +252,11 @@ class Observations:
     """By how much the samples of a recording scatter: a standard deviation, robust, the mean over recordings."""
     samples: int
     is_logarithmic: bool = False
+
+    def quantity(self, column: int) -> "Observations":
+        """Return the observations of one of several quantities."""
+        within, scatter = (each[column] for each in (self.within, self.scatter))
+        return replace(self, medians=self.medians[:, column], within=within, scatter=scatter)
 
     @property
     def mean(self) -> Values:
@@ -299,7 +357,5 @@ def _more(difference: float, spread: Spread, samples: int, scale: _Scale, confid
         ratio = float(spread.margin(confidence)) / wanted if wanted > 0 else math.inf
         more = math.ceil(samples * min(ratio**2 - 1, MAX_MORE_SAMPLES)) if ratio < math.inf else MAX_MORE_SAMPLES
         return max(1, min(more, MAX_MORE_SAMPLES)), 0
-    for more in range(1, MAX_MORE_RECORDINGS):
-        if spread.margin(confidence, more) <= wanted:
-            return 0, more
-    return 0, MAX_MORE_RECORDINGS
+    counts = range(1, MAX_MORE_RECORDINGS)  # the more, the smaller the margin
+    return 0, 1 + bisect.bisect_left(counts, x=True, key=lambda more: bool(spread.margin(confidence, more) <= wanted))

@@ -51,6 +51,8 @@ def decide(
     step_time = next((change for change in changes if change.metric == STEP_TIME), None)
     if step_time is None or step_time.verdict is not Verdict.INCONCLUSIVE or step_time.change is None:
         return changes, ()
+    if not all(table["metric"].str.starts_with(PART_PREFIX).any() for table in (*reference, *candidate)):
+        return changes, ()
     a, b = ([_Recording.of(table, ranks) for table in side] for side in (reference, candidate))
     if not _is_enough(a, b, thresholds.min_cpu_recordings):
         return changes, ()

@@ -23,16 +23,17 @@ def random_recordings(
     """Return the samples of `count` recordings of two ranks, whose levels and steps both vary by `spread`."""
     recordings = []
     for _ in range(count):
-        rows = []
+        parts = []
         steps = int(random.integers(2, 16))
         for metric in compared_metrics():
             level = levels[metric.key] * np.exp(random.normal(0, spread / 2))
-            for rank in (0, 1):
-                for step in range(min(steps, 3) if metric.scope is Scope.SAVE else steps):
-                    value = level * np.exp(random.normal(0, spread))
-                    value = min(1.0, value) if metric.is_share else round(value) if metric.unit is COUNT else value
-                    rows.append((0, rank, step, metric.key, float(value)))
-        recordings.append(pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row"))
+            shown = min(steps, 3) if metric.scope is Scope.SAVE else steps
+            values = level * np.exp(random.normal(0, spread, 2 * shown))
+            values = np.minimum(1.0, values) if metric.is_share else values.round() if metric.unit is COUNT else values
+            parts.append((np.repeat([0, 1], shown), np.tile(np.arange(shown), 2), [metric.key] * 2 * shown, values))
+        rank, step, key, value = (np.concatenate(column) for column in zip(*parts, strict=True))
+        columns = {"window": 0, "rank": rank, "step": step, "metric": key, "value": value}
+        recordings.append(pl.DataFrame(columns, schema=SAMPLE_COLUMNS))
     return recordings
 
 
