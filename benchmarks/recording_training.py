@@ -39,7 +39,8 @@ Step = Callable[[], torch.Tensor]
 def model_step() -> Step:
     from torch.nn import functional
 
-    from instrumented_trainers.model import PRESETS, Llama
+    from instrumented_trainers.model import Llama
+    from instrumented_trainers.model_config import PRESETS
 
     config = PRESETS["tiny"]
     model = Llama(config)

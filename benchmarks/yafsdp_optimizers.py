@@ -22,7 +22,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from instrumented_trainers.model import PRESETS, Llama
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import PRESETS
 from instrumented_trainers.parallelism import STRATEGIES, ShardOptions
 from instrumented_trainers.parallelism.yafsdp import WholeTensorOptimizer
 from tests.integration.matrix_optimizers import Lamb, Soap

@@ -105,7 +105,8 @@ def _stepper(strategy: str, setting: Setting, rank: int) -> Callable[[], None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn import functional
 
-    from instrumented_trainers.model import PRESETS, Llama
+    from instrumented_trainers.model import Llama
+    from instrumented_trainers.model_config import PRESETS
     from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, clip_grad_norm, make_optimizer
 
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """``python -m instrumented_trainers``: train and record. Also the program to give to torchrun."""
 
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -12,13 +13,11 @@ _UNUSABLE = 2
 
 def main() -> int:
     """Run the training that the command line asks for and return the exit code."""
-    try:
-        from instrumented_trainers import config, launch  # not at the top: without torch there is one line to say
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
+    if importlib.util.find_spec("torch") is None:
         sys.stderr.write("instrumented_trainers: needs PyTorch: pip install 'torch-tracekit[train]'\n")
         return _UNUSABLE
+    from instrumented_trainers import config, launch
+
     command = ["python", "-m", "instrumented_trainers", *sys.argv[1:]]
     return launch.run(config.parse(dry_run=_dry_run), command)
 

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from instrumented_trainers import huggingface
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import InvalidConfigError
-from instrumented_trainers.model import Llama, ModelConfig
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.text import tokenizer
 from tracekit import conventions
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from instrumented_trainers.config import InvalidConfigError
 from instrumented_trainers.initialization import WeightInitializer
-from instrumented_trainers.model import Llama, ModelConfig
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import ModelConfig
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 

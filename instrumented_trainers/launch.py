@@ -1,6 +1,7 @@
 """Start the ranks of a run, or be one that a launcher has started."""
 
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -11,15 +12,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
-
-import torch
-import torch.distributed as dist
 
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
@@ -82,19 +81,23 @@ def recovery_hint(config: TrainingConfig, rank: int) -> str:
 
 
 def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
-    spawn = multiprocessing.get_context("spawn")
+    context = _context(config)
     ranks = [
-        spawn.Process(target=_serve, args=(config, rank, folder, command), name=f"rank {rank}", daemon=True)
+        context.Process(target=_serve, args=(config, rank, folder, command), name=f"rank {rank}", daemon=True)
         for rank in range(config.world_size)
     ]
     signal.signal(signal.SIGTERM, lambda number, _frame: _pass_on(number, ranks))
     try:
-        for process in ranks:
-            process.start()
+        with _sigterm_blocked():
+            for process in ranks:
+                process.start()
         _join(ranks)
     except KeyboardInterrupt:
         _end(ranks)
         return 130
+    except EOFError:
+        sys.stderr.write("instrumented_trainers: the process that starts the ranks ended before they began\n")
+        return 1
     failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
     if not failed:
         return 0
@@ -103,6 +106,26 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
     code, words = _cause(folder, failed, silent, config)
     sys.stderr.write(f"instrumented_trainers: {words}\n")
     return code
+
+
+def _context(config: TrainingConfig) -> SpawnContext | ForkServerContext:
+    """Return how processes of ranks are started: on CPUs by a server that imports torch once for all of them."""
+    if config.device == "cuda":  # whose libraries want a process from its beginning
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["instrumented_trainers.loop", "torch._dynamo"])  # a first step imports the second
+    return context
+
+
+@contextlib.contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Let SIGTERM wait until all ranks are started. The server of their processes blocks it for good."""
+    resource_tracker.ensure_running()  # its start, which is part of the server's otherwise, ends the blocking
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _join(ranks: list[BaseProcess]) -> None:
@@ -121,7 +144,7 @@ def _join(ranks: list[BaseProcess]) -> None:
 def _end(ranks: list[BaseProcess]) -> None:
     """End the ranks that still run. Their grace period is over, and SIGTERM would let them finish a step."""
     for process in ranks:
-        if process.exitcode is None:
+        if process.pid is not None and process.exitcode is None:
             process.kill()
             process.join()
 
@@ -155,6 +178,7 @@ def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], config: T
 
 
 def _serve(config: TrainingConfig, rank: int, folder: Path, command: list[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         _train_rank(config, rank, f"file://{folder}/rendezvous", command)
     except (InvalidConfigError, TrainingFailedError) as error:
@@ -174,6 +198,9 @@ def _fail(folder: Path, rank: int, *, code: int, message: str) -> NoReturn:
 
 def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: list[str]) -> None:
     # Imported here, where it is needed, so that --help and bad arguments answer at once.
+    import torch
+    import torch.distributed as dist
+
     from instrumented_trainers.loop import StopRequest, train
     from instrumented_trainers.parallelism import make_mesh
 

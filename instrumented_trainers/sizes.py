@@ -6,7 +6,7 @@ from pathlib import Path
 from instrumented_trainers import huggingface
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 from instrumented_trainers.config.settings import SELECTIVE
-from instrumented_trainers.model import PRESETS, ModelConfig
+from instrumented_trainers.model_config import PRESETS, ModelConfig
 from instrumented_trainers.text import tokenizer
 
 _VOCABULARY_MULTIPLE = 64

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from instrumented_trainers.config import TrainingConfig
-from instrumented_trainers.model import ModelConfig
+from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.sizes import model_config
 from tracekit.conventions import devices
 

@@ -10,12 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from instrumented_trainers import faults
 from instrumented_trainers.config import options, toml_file, validation
-from instrumented_trainers.config.settings import OVERRIDABLE, InvalidConfigError, TrainingConfig
-from instrumented_trainers.parallelism import STRATEGIES
+from instrumented_trainers.config.settings import OVERRIDABLE, STRATEGIES, InvalidConfigError, TrainingConfig
 
 # Required, or resolved after parsing.
 _OWN_DEFAULTS = ("strategy", "out", "world_size", "device")
@@ -79,7 +75,14 @@ def _groups(parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line."""
+    """A parser that reports errors in one line, and explains the faults only where its help is read."""
+
+    def format_help(self) -> str:
+        from instrumented_trainers import faults  # it imports torch
+
+        (group,) = (group for group in self._action_groups if group.title == "faults")
+        group.description = f"Real faults, to test whether they are found. Losses do not change.\n{faults.explained()}"
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"instrumented_trainers: {message} (--help lists the options)\n")
@@ -98,9 +101,6 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-_FAULTS_HELP = "Real faults, to test whether they are found. Losses do not change.\n" + faults.explained()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m instrumented_trainers",
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "step, and the stages of each checkpoint. Starts the ranks itself; under torchrun it is one of them.",
         formatter_class=_HelpFormatter,
     )
-    parser.add_argument("--strategy", choices=tuple(STRATEGIES), help="how to parallelize over the ranks")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="how to parallelize over the ranks")
     parser.add_argument("--out", type=Path, metavar="RUN", help="folder to write the run to")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run")
     parser.add_argument(
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         ("checkpoints", options.add_checkpoints),
         ("faults", options.add_faults),
     ):
-        add(parser.add_argument_group(title, _FAULTS_HELP if title == "faults" else None))
+        add(parser.add_argument_group(title))
     shown = {field.name: field.default for field in fields(TrainingConfig) if field.name not in _OWN_DEFAULTS}
     parser.set_defaults(**shown)
     return parser
@@ -145,6 +145,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _device(requested: str) -> str:
     if requested == "auto":
+        import torch
+
         return "cuda" if torch.cuda.is_available() else "cpu"
     return requested
 
@@ -153,7 +155,11 @@ def _world_size(requested: int | None, device: str) -> int:
     """Return the number of ranks: from the launcher, else the user's, else one per GPU or two."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    return requested or (torch.cuda.device_count() if device == "cuda" else 2) or 1
+    if requested or device != "cuda":
+        return requested or 2
+    import torch
+
+    return torch.cuda.device_count() or 1
 
 
 def _overridden(config: TrainingConfig, parser: argparse.ArgumentParser) -> TrainingConfig:

@@ -11,7 +11,7 @@ from instrumented_trainers.config.settings import (
     RECOMPUTATIONS,
     SCHEDULES,
 )
-from instrumented_trainers.model import PRESETS
+from instrumented_trainers.model_config import PRESETS
 
 
 def add_ranks(group: argparse._ArgumentGroup) -> None:

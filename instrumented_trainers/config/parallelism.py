@@ -11,7 +11,7 @@ from instrumented_trainers.config.settings import (
     ZBV,
     TrainingConfig,
 )
-from instrumented_trainers.model import PRESETS, ModelConfig
+from instrumented_trainers.model_config import PRESETS, ModelConfig
 from tracekit.conventions import strategies
 
 _SPLIT_BACKWARD = (ZB_H1, ZBV, DUALPIPEV)

@@ -6,6 +6,8 @@ from pathlib import Path
 from tracekit.conventions import strategies
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, Layout
 
+STRATEGIES = ("ddp", "zero1", "fsdp1", "fsdp2", "yafsdp")
+"""The keys of `parallelism.STRATEGIES`, which imports torch."""
 PRECISIONS = ("fp32", "bf16", "fp64")
 RECOMPUTATIONS = FULL, SELECTIVE = ("full", "selective")
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon")

@@ -3,9 +3,6 @@
 import os
 from pathlib import Path
 
-import torch
-
-from instrumented_trainers import faults
 from instrumented_trainers.config import parallelism
 from instrumented_trainers.config.settings import (
     MEMORY_STEP,
@@ -14,7 +11,7 @@ from instrumented_trainers.config.settings import (
     SMALLEST_VOCABULARY,
     TrainingConfig,
 )
-from instrumented_trainers.model import PRESETS
+from instrumented_trainers.model_config import PRESETS
 
 
 def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
@@ -56,14 +53,22 @@ def _formula_problem(config: TrainingConfig) -> str | None:
 def _place_problem(config: TrainingConfig) -> str | None:
     """Return why the run cannot be on this machine and in this folder, or None."""
     launched = "RANK" in os.environ
-    if config.device == "cuda" and not torch.cuda.is_available():
-        return "--device cuda: torch finds no GPU"
-    if config.device == "cuda" and not launched and config.world_size > torch.cuda.device_count():
-        return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
+    if config.device == "cuda" and (reason := _gpu_problem(config, launched=launched)):
+        return reason
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
     if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
         return f"--out {config.out}: contains a run; name another folder, or add --overwrite or --resume"
+    return None
+
+
+def _gpu_problem(config: TrainingConfig, *, launched: bool) -> str | None:
+    import torch  # not at the top: most command lines are parsed without it, which saves seconds
+
+    if not torch.cuda.is_available():
+        return "--device cuda: torch finds no GPU"
+    if not launched and config.world_size > torch.cuda.device_count():
+        return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
     return None
 
 
@@ -135,6 +140,10 @@ def _optimization_problem(config: TrainingConfig) -> str | None:
 
 def _fault_problem(config: TrainingConfig) -> str | None:
     """Return why the requested faults are impossible, or None."""
+    if not config.fault:
+        return None
+    from instrumented_trainers import faults  # it imports torch
+
     for text in config.fault:
         try:
             fault = faults.parse(text)

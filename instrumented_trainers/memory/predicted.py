@@ -27,7 +27,8 @@ from torch import nn
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.config.settings import SELECTIVE
 from instrumented_trainers.memory.footprint import Footprint
-from instrumented_trainers.model import Llama, ModelConfig
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.optimization.optimizers import state_numbers
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.parallelism import ShardOptions, yafsdp

@@ -19,7 +19,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional
 
 from instrumented_trainers import parallelism
-from instrumented_trainers.model import Llama, ModelConfig
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, context, expert, tensor
 from instrumented_trainers.parallelism.vocabulary_loss import vocabulary_cross_entropy
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard

@@ -40,9 +40,11 @@ def read_until(process: "subprocess.Popen[str]", words: str) -> None:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Return the processes that a training started for its ranks, in order of rank."""
+    """Return the processes that a training's server of processes started for its ranks, in order of rank."""
+    servers = [child for child in _children(pid) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [rank for server in servers for rank in _children(server)]
+
+
+def _children(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    if not children.exists():
-        return []
-    pids = sorted(int(child) for child in children.read_text().split())
-    return [child for child in pids if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return sorted(int(child) for child in children.read_text().split()) if children.exists() else []

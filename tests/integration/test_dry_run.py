@@ -11,7 +11,7 @@ import pytest
 
 from instrumented_trainers import config, dry_run
 from instrumented_trainers.config import TrainingConfig
-from instrumented_trainers.model import PRESETS
+from instrumented_trainers.model_config import PRESETS
 from tests.support.cli_runner import tracekit
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import tracekit
-from instrumented_trainers.model import Llama, ModelConfig
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import ModelConfig
 from tracekit.analysis.compute import efficiency, flops
 from tracekit.model.trace import Trace
 

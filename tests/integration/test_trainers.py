@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 import tracekit
-from instrumented_trainers.model import PRESETS
+from instrumented_trainers.model_config import PRESETS
 from tests.integration import trainings
 from tests.integration.launched import train
 from tests.support import process_group
@@ -148,13 +148,14 @@ def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
             from instrumented_trainers.checkpoints import storage
             from instrumented_trainers.config import TrainingConfig
 
-            class Broken(storage.Save):
-                def run(self, recorder):
-                    if dist.get_rank() == 1:
-                        raise ZeroDivisionError("broken on purpose")
-                    super().run(recorder)
+            save = storage.Save.run
 
-            storage.Save = Broken
+            def broken(self, recorder):
+                if dist.get_rank() == 1:
+                    raise ZeroDivisionError("broken on purpose")
+                save(self, recorder)
+
+            storage.Save.run = broken
 
             if __name__ == "__main__":
                 config = TrainingConfig("ddp", Path({str(run)!r}), model="micro", steps=3, batch=1, tokens=16,

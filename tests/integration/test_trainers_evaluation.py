@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 import tracekit
-from instrumented_trainers.model import PRESETS, Llama
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import PRESETS
 from instrumented_trainers.parallelism import STRATEGIES
 from instrumented_trainers.text.batches import read_tokens
 from instrumented_trainers.text.tokenizer import ByteTokenizer

@@ -14,7 +14,7 @@ import pytest
 from instrumented_trainers import launch
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import TrainingConfig
-from tests.integration import trainings
+from tests.integration import recorded, trainings
 from tests.integration.launched import MICRO, ranks_of, read_until, start, train
 from tracekit import conventions
 from tracekit.ingest import checkpoint_files
@@ -120,8 +120,8 @@ def test_a_rank_killed_in_a_save_ends_the_run_and_leaves_the_checkpoint_before_i
     saves = ["--checkpoint-every", "2", "--keep", "9", "--profile-wait", "99", "--fault", "slow-disk=0.3MB/s:1"]
     process = start("--strategy", "fsdp2", "--out", str(tmp_path), "--steps", "100000", *MICRO, *saves)
     shard = tmp_path / "checkpoints" / "step-000004" / "__1_0.distcp"
-    while not shard.exists():
-        assert process.poll() is None
+    recorded.wait_until(lambda: shard.exists() or process.poll() is not None)
+    assert process.poll() is None
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     whole = tmp_path / "checkpoints" / "step-000002"

@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from instrumented_trainers import build as trainer_build
 from instrumented_trainers import parallelism
 from instrumented_trainers.memory.measured import _allocations, _highest
-from instrumented_trainers.model import PRESETS, Llama
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import PRESETS
 from instrumented_trainers.parallelism import STRATEGIES
 from tests.integration.trainings import micro
 from tests.support import process_group

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from instrumented_trainers.model import ModelConfig
+from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.parallelism import ShardOptions
 from tests.integration import parity, training
 from tests.integration.parity import Case

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from instrumented_trainers.model import ModelConfig
+from instrumented_trainers.model_config import ModelConfig
 from tests.integration import training
 from tests.integration.training import Training
 from tests.support import process_group

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from instrumented_trainers import parallelism
-from instrumented_trainers.model import Llama, ModelConfig
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.parallelism import STRATEGIES, ShardOptions
 
 CONFIG = ModelConfig(width=32, layers=3, heads=4, key_value_heads=2, hidden_width=80, vocabulary=61)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from instrumented_trainers.config import InvalidConfigError
-from instrumented_trainers.model import PRESETS
+from instrumented_trainers.model_config import PRESETS
 from instrumented_trainers.text.batches import Batches, read_tokens, standard_library
 from instrumented_trainers.text.tokenizer import BETWEEN_DOCUMENTS, TOKENS, ByteTokenizer
 

@@ -11,7 +11,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instrumented_trainers import config
-from instrumented_trainers.model import Llama, ModelConfig
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.sizes import model_config
 
 SMALL = ModelConfig(width=32, layers=4, heads=4, key_value_heads=2, hidden_width=48, vocabulary=64)

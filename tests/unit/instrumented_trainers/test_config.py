@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from instrumented_trainers.config import TrainingConfig, parse
+from instrumented_trainers.config import TrainingConfig, parse, settings
 from instrumented_trainers.faults import FAULTS
+from instrumented_trainers.parallelism import STRATEGIES
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 ROOT = Path(__file__).parents[3]
@@ -161,6 +162,19 @@ def test_help_explains_each_fault_and_its_arguments(capsys: pytest.CaptureFixtur
         assert fault.__doc__
         said = " ".join(fault.__doc__.partition("\n\n")[0].split())
         assert f"{fault.usage}. {said}".replace("- ", "-") in text.replace("- ", "-")
+
+
+def test_a_command_line_is_parsed_without_torch() -> None:
+    words = ["--strategy", "fsdp2", "--out", "runs/x", "--device", "cpu"]
+    program = "import sys; from instrumented_trainers import config, launch; "
+    program += f"config.parse({words}); print('torch' in sys.modules)"
+    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=where, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_strategies_are_those_of_the_engines() -> None:
+    assert tuple(STRATEGIES) == settings.STRATEGIES
 
 
 def test_without_torch_one_line_says_what_to_install() -> None:

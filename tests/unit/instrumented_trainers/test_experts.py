@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from instrumented_trainers.experts import MixtureOfExperts, balancing_loss
-from instrumented_trainers.model import PRESETS, Llama, ModelConfig
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import PRESETS, ModelConfig
 
 WIDTH, HIDDEN, EXPERTS, ACTIVE = 8, 12, 5, 2
 

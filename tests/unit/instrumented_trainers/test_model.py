@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from instrumented_trainers.model import PRESETS, Llama, ModelConfig, rotate, rotations
+from instrumented_trainers.model import Llama, rotate, rotations
+from instrumented_trainers.model_config import PRESETS, ModelConfig
 
 SMALL = ModelConfig(width=32, layers=3, heads=4, key_value_heads=2, hidden_width=48, vocabulary=64)
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from instrumented_trainers.config import LR_SCHEDULES, TrainingConfig
-from instrumented_trainers.model import PRESETS, Llama
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import PRESETS
 from instrumented_trainers.optimization.lion import Lion
 from instrumented_trainers.optimization.parameter_roles import ParameterRoles
 from instrumented_trainers.optimization.schedules import learning_rate

@@ -8,7 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from instrumented_trainers.config import TrainingConfig
-from instrumented_trainers.model import PRESETS, Llama
+from instrumented_trainers.model import Llama
+from instrumented_trainers.model_config import PRESETS
 from instrumented_trainers.throughput import Throughput, flops_per_token, peak_flops
 
 

@@ -2,18 +2,16 @@
 
 import pytest
 
+from instrumented_trainers.model_config import PRESETS
 from tracekit.errors import InputError
 from tracekit.plan import models
-
-model = pytest.importorskip("instrumented_trainers.model")
-
 
 UNTRAINED = ("405b", "gpt3-175b", "deepseek-v3")
 
 
 @pytest.mark.parametrize("name", [name for name in models.MODELS if name not in UNTRAINED])
 def test_sizes_are_the_trainers(name: str) -> None:
-    ours, theirs = models.find(name), model.PRESETS[name]
+    ours, theirs = models.find(name), PRESETS[name]
     assert (ours.width, ours.layers, ours.heads, ours.key_value_heads, ours.hidden_width, ours.vocabulary) == (
         *(theirs.width, theirs.layers, theirs.heads),
         *(theirs.key_value_heads, theirs.hidden_width, theirs.vocabulary),
