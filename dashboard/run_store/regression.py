@@ -21,7 +21,7 @@ from tracekit.regression.metrics import metric_of
 from tracekit.regression.step_change import RunSteps, StepChange
 
 __all__ = ["Change", "Comparison", "Group", "Series", "StepChange"]
-STEP_KEYS = ("operator", "kernel")
+STEP_KEYS = ("operator", "kernel", "module")
 """What the change of a step is explained by."""
 MAX_COMPARISONS = 64
 

@@ -70,8 +70,8 @@ def test_a_limit_counts_with_by_too() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--by", "color"), "--by color: expected some of operator, kernel"),
-        (("--by", ""), "--by: expected some of operator, kernel"),
+        (("--by", "color"), "--by color: expected some of operator, kernel, module"),
+        (("--by", ""), "--by: expected some of operator, kernel, module"),
     ],
 )
 def test_an_unknown_key_is_refused(arguments: tuple[str, ...], part: str) -> None:

@@ -5,7 +5,7 @@
 A leaf is an operator and how long its kernel takes in ns; a tuple of a name and a list is a slice around others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import polars as pl
@@ -20,22 +20,31 @@ _HOST_NS = 2
 _IDLE_NS = 10
 
 
-def trace(*steps: Sequence[Call], rank: int = 0, idle_ns: int = _IDLE_NS) -> Trace:
+def trace(*steps: Sequence[Call], rank: int = 0, idle_ns: int = _IDLE_NS, frames: Collection[str] = ()) -> Trace:
     """Return a trace whose kernels run one after the other; the device is idle for a while before each step's first.
 
-    Names with ``::`` are operators, all others annotations. Kernels of an operator ``c10d::…`` communicate.
+    Names with ``::`` are operators, those of `frames` python frames, all others annotations. Kernels of an operator
+    ``c10d::…`` communicate.
     """
-    written = _Written(rank=rank, idle_ns=idle_ns)
+    written = _Written(rank=rank, idle_ns=idle_ns, frames=frames)
     for number, calls in enumerate(steps):
         written.step(number, calls)
     return written.trace()
 
 
+def linked(made: Trace, **forward: str) -> Trace:
+    """Return the trace with a forward op for each backward one, both by a name that occurs once."""
+    ids = dict(made.ops.select("name", "id").iter_rows())
+    links = {ids[backward]: ids[of] for backward, of in forward.items()}
+    forward_id = pl.col("id").replace_strict(links, default=None, return_dtype=pl.Int64).alias("forward_id")
+    return made.replaced(ops=made.ops.with_columns(forward_id))
+
+
 class _Written:
     """The rows of a trace while its steps are written."""
 
-    def __init__(self, *, rank: int, idle_ns: int) -> None:
-        self.rank, self.idle_ns = rank, idle_ns
+    def __init__(self, *, rank: int, idle_ns: int, frames: Collection[str]) -> None:
+        self.rank, self.idle_ns, self.frames = rank, idle_ns, frames
         self.ops: list[dict[str, object]] = []
         self.activities: list[dict[str, object]] = []
         self.steps: list[dict[str, object]] = []
@@ -59,7 +68,7 @@ class _Written:
 
     def _call(self, call: Call, parent: int, step: int) -> None:
         name, inside = call[0], call[1]
-        kind = "cpu_op" if "::" in name else "annotation"
+        kind = "python" if name in self.frames else "cpu_op" if "::" in name else "annotation"
         op = self._op(name, kind, parent, step, call[2] if len(call) == 3 else None)
         if isinstance(inside, int):
             self._kernel(name, inside, op, step)

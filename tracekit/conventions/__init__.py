@@ -38,6 +38,8 @@ RECORD_VARIABLE = "TRACEKIT_RECORD"
 
 # Spans in a trace ----------------------------------------------------------------------------------------------------
 SPAN_PREFIX = "tracekit::"
+MODULE_PREFIX = "nn.Module: "
+"""Names of slices that are calls of modules: frames of the profiler, and spans of `record --modules`."""
 PHASES = ("data", "forward", "backward", "clip", "optimizer", "checkpoint")
 DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, CHECKPOINT = PHASES
 EVALUATION = "evaluation"

@@ -19,7 +19,7 @@ from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, samples
 from tracekit.regression.thresholds import Thresholds
 
-KEYS = ("operator", "kernel", "path", "shapes")
+KEYS = ("operator", "kernel", "module", "path", "shapes")
 FACTS: tuple[Fact, ...] = (samples, *comparability.FACTS, step_charges.step_charges, breakdown.by_step)
 NEW, GONE, SLOWER, FASTER, SAME = STATUSES = ("new", "gone", "slower", "faster", "same")
 ROW_COLUMNS = schema.columns(
@@ -35,6 +35,7 @@ ROW_COLUMNS = schema.columns(
         ]
     },
 )  # fmt: skip
+OUTSIDE_MODULES = "(outside modules)"
 MIN_STEP_RATIO = 0.001
 """A change of less of the reference's step is never better or worse."""
 _SIDES = ("before", "after")
@@ -132,7 +133,8 @@ class _Side:
             pl.when(pl.col("part") == step_charges.IDLE).then(_idle_name()).otherwise(name).alias(name)
             for name in ("operator", "kernel")
         ]
-        return cls(charges.with_columns(named), cells.select("window", "step").unique().sort("window", "step"))
+        module = pl.col("module").fill_null(OUTSIDE_MODULES)
+        return cls(charges.with_columns(*named, module), cells.select("window", "step").unique().sort("window", "step"))
 
     def sites(self, site: Sequence[str]) -> pl.DataFrame:
         """Return the call sites: columns site, order_ns, and ns, count and work_ns of the typical step."""

@@ -109,6 +109,20 @@ def test_kernels_are_rows_of_their_own() -> None:
     assert rows["before_count"][0] == 2
 
 
+def test_modules_explain_the_change_too() -> None:
+    def steps(mm_ns: int) -> list[list[Call]]:
+        inside = ("nn.Module: Model.block", [("aten::mm", mm_ns), ("aten::relu", 500)])
+        return [[("nn.Module: Model", [inside, ("aten::add", 900)]), ("aten::adam", 700)] for _ in range(STEPS)]
+
+    changed = change(run(*steps(4_000), name="a"), run(*steps(9_000), name="b"), "module")
+    compute = changed.rows.filter(pl.col("part") == "compute").select("name", "before_ns", "change_ns")
+    assert compute.sort("before_ns").rows() == [
+        ("(outside modules)", pytest.approx(700), pytest.approx(0)),
+        ("Model", pytest.approx(900), pytest.approx(0)),
+        ("Model.block", pytest.approx(4_500), pytest.approx(5_000)),
+    ]
+
+
 def test_idle_time_is_named_by_its_cause() -> None:
     steps = [forward() for _ in range(STEPS)]
     later = drawn_traces.run(operator_traces.trace(*steps, idle_ns=2_010), path="b")
@@ -143,7 +157,7 @@ def test_two_steps_are_too_few_for_an_interval() -> None:
 
 
 def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="--by color: expected some of operator, kernel"):
+    with pytest.raises(ConfigError, match="--by color: expected some of operator, kernel, module"):
         change(run(forward(), name="a"), run(forward(), name="b"), "color")
 
 

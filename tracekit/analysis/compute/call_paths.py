@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 
+from tracekit import conventions
 from tracekit.model import nesting
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
@@ -17,26 +18,28 @@ _STEP = r"^ProfilerStep#\d+$"
 def call_paths(trace: Trace) -> pl.Series:
     """Return, for each row of the trace's ops, the names from the outermost slice down to it; null outside of all.
 
-    Only operators and annotations count, but not the markers of steps: python frames and runtime calls depend on how a
-    run was recorded. A slice of another kind has the path of the one around it: the kernel of a linear layer that of
-    its launch, ``aten::linear > aten::addmm``.
+    Only operators and annotations count, but not the markers of steps and modules: these, python frames and runtime
+    calls depend on how a run was recorded. A slice of another kind has the path of the one around it: the launch of a
+    linear layer's kernel has ``aten::linear > aten::addmm``.
     """
     ops = trace.ops
     if ops.is_empty():
         return pl.Series("path", dtype=pl.String)
-    is_step = ops["name"].str.contains(_STEP)
-    is_named = (ops["kind"].is_in(_KINDS) & ~is_step).to_numpy()
+    is_left_out = ops["name"].str.contains(_STEP) | ops["name"].str.starts_with(conventions.MODULE_PREFIX)
+    is_named = (ops["kind"].is_in(_KINDS) & ~is_left_out).to_numpy()
     parent = ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
     around = nesting.nearest(parent, is_named)
     above = np.where(parent >= 0, around[np.maximum(parent, 0)], -1)
-    codes, paths = _paths(ops["name"], above, np.flatnonzero(is_named))
-    found = np.where(around >= 0, codes[np.maximum(around, 0)], -1)
-    index = pl.Series(found, dtype=pl.Int64)
+    index = pl.Series(around, dtype=pl.Int64)
+    paths = chains(ops["name"], above, np.flatnonzero(is_named), separator=SEPARATOR)
     return paths.gather(index.set(index < 0, None)).alias("path")
 
 
-def _paths(names: pl.Series, above: Ints, rows: Ints) -> tuple[Ints, pl.Series]:
-    """Return the number of each row's path, and all paths; `above` is the row around each, -1 for none."""
+def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.Series:
+    """Return the names from the outermost row down to each of `rows`, joined; null for other rows.
+
+    `above` is the row around each row, one of `rows` too; -1 for none.
+    """
     name_of = names.rank("dense").to_numpy().astype(np.int64)
     codes = np.full(len(name_of), -1, np.int64)
     texts = pl.Series("path", dtype=pl.String)
@@ -49,9 +52,10 @@ def _paths(names: pl.Series, above: Ints, rows: Ints) -> tuple[Ints, pl.Series]:
         prefix = pl.Series("prefix", outer[first], pl.Int64)
         frame = pl.DataFrame({"name": names.gather(here[first]), "prefix": texts.gather(prefix.set(prefix < 0, None))})
         texts = pl.concat(
-            [texts, frame.select(path=pl.concat_str("prefix", "name", separator=SEPARATOR, ignore_nulls=True))["path"]]
+            [texts, frame.select(path=pl.concat_str("prefix", "name", separator=separator, ignore_nulls=True))["path"]]
         )
-    return codes, texts
+    index = pl.Series(codes, dtype=pl.Int64)
+    return texts.gather(index.set(index < 0, None))
 
 
 def _depths(above: Ints, rows: Ints) -> Ints:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import totals
+from tracekit.analysis.compute import module_paths, totals
 from tracekit.analysis.time import breakdown
 from tracekit.model import nesting
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Fact, Trace
 
-KEYS = ("name", "op", "shapes", "unit", "phase", "span", "step", "device", "stream", "rank")
+KEYS = ("name", "op", "shapes", "module", "unit", "phase", "span", "step", "device", "stream", "rank")
 """Keys to group kernels by; kind is always one, so that work of two kinds is never merged."""
 
 
@@ -22,8 +22,9 @@ def kernels(
     """Return the activities of a run summed by kind and `by` (of KEYS), most total time first.
 
     Columns by, kind, `totals.MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to
-    last. Concurrent kernels on two streams both count. `op` and `shapes` are of the innermost op around the launch. One
-    row per combination; names are never cut or merged. Raises ConfigError on an unknown key.
+    last. Concurrent kernels on two streams both count. `op` and `shapes` are of the innermost op around the launch,
+    `module` is as in `module_paths`. One row per combination; names are never cut or merged. Raises ConfigError on an
+    unknown key.
     """
     totals.require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
@@ -95,6 +96,8 @@ def _described(trace: Trace, keys: Sequence[str]) -> pl.DataFrame:
     if "op" in keys or "shapes" in keys:
         op, shapes = launching_op_columns(trace, ("name", "shapes"))
         work = work.with_columns(op=op, shapes=shapes)
+    if "module" in keys:
+        work = work.with_columns(module_paths.activity_modules(trace))
     return work
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels
+from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels, module_paths
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.intervals import Spans
@@ -14,9 +14,9 @@ from tracekit.model.trace import Trace
 
 IDLE = "idle"
 PARTS = (*breakdown.PARTS, IDLE)
-KEYS = ("part", "operator", "kernel", "path", "shapes")
+KEYS = ("part", "operator", "kernel", "module", "path", "shapes")
 COLUMNS = schema.columns(
-    "step device part operator kernel path shapes cause detail order_ns count work_ns dur_ns",
+    "step device part operator kernel module path shapes cause detail order_ns count work_ns dur_ns",
     **dict.fromkeys((*KEYS, "cause", "detail"), pl.String),
 )
 _PARAMETERS = "record_param_comms"
@@ -32,12 +32,12 @@ _PLACE = ("step", "device", *KEYS, "cause", "detail")
 def step_charges(trace: Trace) -> pl.DataFrame:
     """Return what the device window of each step consists of.
 
-    Columns COLUMNS; one row per step, device, part (of PARTS), operator, kernel (name of the activity), call path and
-    shapes. The operator is the innermost one around the launch, of a collective its own and not ``record_param_comms``;
-    path and shapes are its own. Idle time has cause and detail as in `compute_gap_causes`; its operator to shapes are
-    those of the compute that ends the gap. dur_ns sums to the window exactly, and each part to that of
-    `breakdown.by_step`: where several activities run, the part is the breakdown's, and the one on the lane with most
-    work of its kind counts. count and work_ns are of the activities that the step launched, hidden ones included;
+    Columns COLUMNS; one row per step, device, part (of PARTS), operator, kernel (name of the activity), module, call
+    path and shapes. The operator is the innermost one around the launch, of a collective its own and not
+    ``record_param_comms``; path and shapes are its own. Idle time has cause and detail as in `compute_gap_causes`; its
+    operator to shapes are those of the compute that ends the gap. dur_ns sums to the window exactly, and each part to
+    that of `breakdown.by_step`: where several activities run, the part is the breakdown's, and the one on the lane with
+    most work of its kind counts. count and work_ns are of the activities that the step launched, hidden ones included;
     order_ns is the time from the start of the window to the first of them.
     """
     described = _described(trace)
@@ -61,13 +61,14 @@ def _summed(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _described(trace: Trace) -> pl.DataFrame:
-    """Return id, own_part, operator, kernel, path and shapes of each activity."""
+    """Return id, own_part, operator, kernel, module, path and shapes of each activity."""
     op, known = _operator_rows(trace)
     return trace.activities.select(
         "id",
         _part().alias("own_part"),
         pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
         pl.col("name").alias("kernel"),
+        module_paths.activity_modules(trace),
         call_paths.call_paths(trace).gather(known).alias("path"),
         trace.ops["shapes"].gather(op).alias("shapes"),
     )

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import efficiency, kernels, totals
+from tracekit.analysis.compute import efficiency, kernels, module_paths, totals
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Fact, Trace
 
-KEYS = ("name", "shapes", "unit", "phase", "span", "step", "thread", "rank")
+KEYS = ("name", "shapes", "module", "unit", "phase", "span", "step", "thread", "rank")
 KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
 _SUMS = ("self_ns", "device_ns", "flops", "bytes", "flops_ns", "bytes_ns", "ideal_ns", "rated_ns")
 
@@ -100,6 +100,8 @@ def _collected(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
         slices = trace.ops.with_columns(self_times(trace.ops), device_times(trace)).join(
             efficiency.of_ops(trace), on="id", how="left", maintain_order="left"
         )
+        if "module" in keys:
+            slices = slices.with_columns(module_paths.op_modules(trace))
         slices = slices.filter(pl.col("kind").is_in(kinds))
         if "thread" in keys:
             slices = slices.join(trace.lanes.select("lane", pl.col("name").alias("thread")), on="lane", how="left")

@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 
+from tracekit import conventions
 from tracekit.model import nesting, sweep_line
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -14,7 +15,6 @@ _FOR_ANOTHER = (
     "aten::new_zeros", "aten::empty_permuted", "aten::clone", "aten::to", "aten::_to_copy", "aten::contiguous",
 )  # fmt: skip
 _MOST_CLIMBS = 6
-_MODULE = "nn.Module: "
 
 
 def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
@@ -48,7 +48,7 @@ def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
         return wanted.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
     name = names.str
     own = names.filter(name.contains(r"\.py\(\d+\): ") & ~name.contains("^(torch/|<)|/torch/"))
-    modules = names.filter(name.starts_with(_MODULE))
+    modules = names.filter(name.starts_with(conventions.MODULE_PREFIX))
     marks = ops.select(
         module=python & pl.col("name").is_in(modules.implode()), stack=python & pl.col("name").is_in(own.implode())
     )
@@ -60,7 +60,7 @@ def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
         marked = nesting.nearest(up, marks[kind].to_numpy())
         around, before = (sweep_line.at(marked, start, -1) for start in (rows, forward))
         row = np.where(around >= 0, around, before)
-        names_of_rows = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
+        names_of_rows = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(conventions.MODULE_PREFIX)
         found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(names_of_rows)).to_series()
     return wanted.with_columns(**found)
 

@@ -40,7 +40,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="KEY,…",
-            help="Explain the change of the step by operator or kernel; add path or shapes, separated by commas.",
+            help="Explain the change of the step by operator, kernel or module; add path or shapes with commas.",
         ),
     ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="With --by: show the N largest changes as text.")] = _TOP,

@@ -15,7 +15,8 @@ def kernels(
         str,
         typer.Option(
             metavar="KEY,…",
-            help="Group by name, op, shapes, unit, phase, span, step, device, stream or rank; separate keys by commas.",
+            help="Group by name, op, shapes, module, unit, phase, span, step, device, stream or rank; "
+            "separate keys by commas.",
         ),
     ] = "name",
     source: RunOptions,

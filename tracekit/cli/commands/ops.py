@@ -15,7 +15,7 @@ def ops(
         str,
         typer.Option(
             metavar="KEY,…",
-            help="Group by name, shapes, unit, phase, span, step, thread or rank; separate keys by commas.",
+            help="Group by name, shapes, module, unit, phase, span, step, thread or rank; separate keys by commas.",
         ),
     ] = "name",
     kinds: Annotated[

@@ -1,0 +1,110 @@
+"""Modules of a model with their time, operations, traffic and memory: their own, and with the modules inside them."""
+
+import polars as pl
+
+from tracekit.analysis.compute import flops, module_paths
+from tracekit.analysis.host import ops
+from tracekit.analysis.memory import allocations
+from tracekit.model import schema
+from tracekit.model.trace import Trace
+
+MEASURES = {
+    "compute_ns": "Time of its compute kernels.",
+    "communication_ns": "Time of its collectives, exposed or not.",
+    "copy_ns": "Time of its copies and memory sets.",
+    "host_ns": "Time that its slices take on the host without nested slices.",
+    "flops": "Floating-point operations of its products, convolutions and attention.",
+    "sent_bytes": "Bytes that its collectives send.",
+    "allocated_bytes": "Memory that it allocates on devices, on a CPU run on the host.",
+}
+"""What a module has of its own, and as total_… with the modules inside it."""
+MODULES = schema.table(
+    "modules",
+    "module of the model on a rank, its backward included; and one row for what is outside of all",
+    schema.column("module", "Path of the module, such as Transformer.layers.0; null: outside modules.", pl.String()),
+    schema.column("parent", "Path of the module around it; null for the outermost.", pl.String()),
+    schema.column("depth", "Modules around it: 0 for the outermost."),
+    schema.column("calls", "How often it was called; null where only FSDP's units are known."),
+    *(schema.column(name, f"{meaning} Without the modules inside it.") for name, meaning in MEASURES.items()),
+    *(schema.column(f"total_{name}", "The same with all modules inside it.") for name in MEASURES),
+)
+_KINDS = {"compute": "compute_ns", "communication": "communication_ns", "memcpy": "copy_ns", "memset": "copy_ns"}
+_SEPARATOR = module_paths.SEPARATOR
+
+
+def modules(trace: Trace) -> pl.DataFrame:
+    """Return what the modules of a rank take in the recorded window.
+
+    Columns of MODULES; one row per module, and one with module null for what is outside of all, which total_… has in
+    none. The own measures sum to those of the trace: compute_ns to copy_ns to the activities of `kernels`, host_ns to
+    the self times of `ops`. Sorted by path.
+    """
+    own = _own(trace)
+    paths = own.select("module").drop_nulls()
+    every = pl.concat([paths, *(paths.select(_ancestor(level)) for level in range(1, _deepest(paths)))])
+    calls = module_paths.module_calls(trace)
+    rows = pl.concat([every.drop_nulls().unique(), own.filter(pl.col("module").is_null()).select("module").head(1)])
+    module, names = pl.col("module"), pl.col("module").str.split(_SEPARATOR)
+    parent = pl.when(names.list.len() > 1).then(names.list.head(names.list.len() - 1).list.join(_SEPARATOR))
+    joined = (
+        rows.join(own, on="module", how="left", nulls_equal=True)
+        .join(_totals(own), on="module", how="left")
+        .join(calls, on="module", how="left")
+        .with_columns(
+            parent.alias("parent"),
+            module.str.count_matches(_SEPARATOR, literal=True).cast(pl.Int64).alias("depth"),
+            pl.when(module.is_not_null() & (calls.height > 0)).then(pl.col("calls").fill_null(0)).alias("calls"),
+            *(pl.col(name).fill_null(0) for name in MEASURES),
+        )
+        .with_columns(
+            pl.when(module.is_null()).then(name).otherwise(f"total_{name}").alias(f"total_{name}") for name in MEASURES
+        )
+    )
+    return MODULES.conform(joined.sort("module", nulls_last=True))
+
+
+def _own(trace: Trace) -> pl.DataFrame:
+    """Return the measures of each module without those inside it, null for outside: columns module and MEASURES."""
+    of_op = pl.DataFrame({"op_id": trace.ops["id"]}).with_columns(module_paths.op_modules(trace))
+    of_activity = trace.activities.select(
+        pl.col("id").alias("activity_id"), module_paths.activity_modules(trace), "kind", "dur_ns"
+    )
+    in_training = trace.allocations.filter(allocations.of_training(trace), pl.col("delta_bytes") > 0)
+    parts = [
+        of_activity.select("module", pl.col("kind").replace_strict(_KINDS).alias("measure"), value="dur_ns"),
+        of_op.select("module", pl.lit("host_ns").alias("measure"), value=ops.self_times(trace.ops)),
+        _valued(flops.counted(trace).drop_nulls("flops").rename({"id": "op_id"}), of_op, "op_id", "flops"),
+        _valued(trace.collectives.drop_nulls("sent_bytes"), of_activity, "activity_id", "sent_bytes"),
+        _valued(in_training, of_op, "op_id", "delta_bytes", measure="allocated_bytes"),
+    ]
+    long = pl.concat(part.with_columns(pl.col("value").cast(pl.Int64)) for part in parts)
+    value = pl.col("value")
+    return long.group_by("module").agg(value.filter(pl.col("measure") == name).sum().alias(name) for name in MEASURES)
+
+
+def _valued(
+    rows: pl.DataFrame, modules_of: pl.DataFrame, key: str, column: str, *, measure: str | None = None
+) -> pl.DataFrame:
+    """Return the values of a column with their modules: columns module, measure, value."""
+    joined = rows.join(modules_of.select(key, "module"), on=key, how="left")
+    return joined.select("module", pl.lit(measure or column).alias("measure"), pl.col(column).alias("value"))
+
+
+def _totals(own: pl.DataFrame) -> pl.DataFrame:
+    """Return the measures of each module with those inside it: columns module, total_…."""
+    known = own.drop_nulls("module")
+    levels = [known, *(known.with_columns(_ancestor(level)) for level in range(1, _deepest(known)))]
+    every = pl.concat(levels).drop_nulls("module")
+    return every.group_by("module").agg(pl.col(name).sum().alias(f"total_{name}") for name in MEASURES)
+
+
+def _ancestor(levels: int) -> pl.Expr:
+    """Return the path of the module so many levels up; null where there is none."""
+    names = pl.col("module").str.split(_SEPARATOR)
+    length = names.list.len().cast(pl.Int64) - levels
+    return pl.when(length > 0).then(names.list.head(length).list.join(_SEPARATOR)).alias("module")
+
+
+def _deepest(rows: pl.DataFrame) -> int:
+    """Return how many names the longest path has."""
+    return int(rows.select(pl.col("module").str.split(_SEPARATOR).list.len().max().fill_null(0)).item())
