@@ -1,5 +1,6 @@
 """Bytes moved by memory-bound operators beside the tensors of the same calls, and on traces of others."""
 
+import json
 from pathlib import Path
 
 import polars as pl
@@ -10,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import tracekit
+from tests.support.cli_runner import tracekit as command
 from tracekit.analysis.compute import efficiency, flops
 from tracekit.analysis.host import ops
 
@@ -123,3 +125,21 @@ def test_rates_of_memory_bound_operators_are_in_the_table_of_ops():
     assert row["tflops_per_s"] is None
     assert row["tbytes_per_s"] == pytest.approx(4.53, abs=0.01)
     assert row["roofline_ratio"] == pytest.approx(row["tbytes_per_s"] / 5.325)
+
+
+def test_what_a_user_states_of_devices_replaces_the_table_in_every_command(tmp_path):
+    """Twice the bandwidth and the peak halve the shares of them."""
+    others("tracelens_mi300_resnet_ddp")
+    run = str(OTHERS / "tracelens_mi300_resnet_ddp")
+    before = shares(run, tmp_path)
+    stated = "peak_bf16_tflops = 2614.8\nmemory_gb_per_s = 10650\n"
+    (tmp_path / "tracekit.toml").write_text(f'[devices."AMD Instinct MI300X"]\n{stated}')
+    assert shares(run, tmp_path) == pytest.approx([each / 2 for each in before])
+
+
+def shares(run, folder):
+    """Return the MFU of the first step and the share of the roofline of an elementwise operator, from the commands."""
+    step = json.loads(command("summary", run, "--by", "step", "--format", "json", cwd=folder).stdout)[0]
+    rows = json.loads(command("ops", run, "--format", "json", cwd=folder).stdout)
+    (row,) = (each for each in rows if each["name"] == "aten::threshold_backward")
+    return [step["mfu_ratio"], row["roofline_ratio"]]

@@ -8,6 +8,7 @@ from tracekit.cli import output
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
+    from tracekit.conventions.devices import DeviceOverride
     from tracekit.model.run import Run
     from tracekit.model.trace import Fact
     from tracekit.regression.baseline import Baseline
@@ -30,11 +31,16 @@ def sample_run() -> Path:
 
 
 def check_runs(
-    paths: Sequence[str], rules: "Sequence[Rule]", *, facts: "Sequence[Fact]" = (), cache: bool = True
+    paths: Sequence[str],
+    rules: "Sequence[Rule]",
+    *,
+    facts: "Sequence[Fact]" = (),
+    cache: bool = True,
+    devices: "Sequence[DeviceOverride]" = (),
 ) -> "list[tuple[Report, Run]]":
     """Return each run with its report and costs by replay, in the given order. Raises InputError if one is unusable.
 
-    `facts` are measured in the same pass.
+    `facts` are measured in the same pass. `devices` replace values of the table of devices.
     """
     from tracekit.ingest import loader
     from tracekit.rules import engine
@@ -42,7 +48,7 @@ def check_runs(
     reports = []
     with output.progress() as bar:
         for path in paths:
-            run = loader.load(path, on_progress=bar.on_file, cache=cache)
+            run = loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices)
             measured = bar.trace_callback(len(run.sources))
             reports.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
     return reports
@@ -56,22 +62,26 @@ def open_measured(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> 
     return run
 
 
-def open_baseline(path: str, rules: "Sequence[Rule]", *, cache: bool = True) -> "Baseline":
+def open_baseline(
+    path: str, rules: "Sequence[Rule]", *, cache: bool = True, devices: "Sequence[DeviceOverride]" = ()
+) -> "Baseline":
     """Return a saved baseline, or one of a run. Raises InputError if the path is neither."""
     from tracekit.regression import baseline as baselines
     from tracekit.report import baseline_json as saved
 
     if saved.is_baseline(Path(path)):
         return saved.read(Path(path))
-    return baselines.of_reports(check_runs([path], rules, facts=baselines.FACTS, cache=cache))
+    return baselines.of_reports(check_runs([path], rules, facts=baselines.FACTS, cache=cache, devices=devices))
 
 
 def open_run(path: str, *, cache: bool = True) -> "Run":
-    """Return a run. Raises InputError if it cannot be used."""
+    """Return a run, with the devices of the nearest settings file. Raises InputError if it cannot be used."""
+    from tracekit.cli import settings
     from tracekit.ingest import loader
 
+    devices = settings.nearest_devices()
     with output.progress() as bar:
-        return loader.load(path, on_progress=bar.on_file, cache=cache)
+        return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices)
 
 
 def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":

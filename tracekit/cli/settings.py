@@ -1,4 +1,4 @@
-"""Settings: the rules that run, their thresholds, ignored findings with reasons, and what fails a check.
+"""Settings: the rules that run, their thresholds, ignored findings with reasons, what fails a check, and devices.
 
 They are in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml; docs/ci.md shows all keys.
 """
@@ -17,6 +17,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
+from tracekit.conventions import devices
+from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import ConfigError
 from tracekit.regression import budgets, metrics
 from tracekit.regression.budgets import Budgets
@@ -55,6 +57,23 @@ class BaselineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_cpu_recordings: Annotated[int, Meta(ge=1)] = Thresholds.min_cpu_recordings
 
 
+PositiveNumber = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+
+class DeviceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table ``devices."NAME"`` of a settings file: peaks in 10^12 operations/s, bandwidths in 10^9 bytes/s."""
+
+    peak_fp64_tflops: PositiveNumber | None = None
+    peak_fp32_tflops: PositiveNumber | None = None
+    peak_tf32_tflops: PositiveNumber | None = None
+    peak_fp16_tflops: PositiveNumber | None = None
+    peak_bf16_tflops: PositiveNumber | None = None
+    peak_fp8_tflops: PositiveNumber | None = None
+    peak_int8_tflops: PositiveNumber | None = None
+    memory_gb_per_s: PositiveNumber | None = None
+    link_gb_per_s: PositiveNumber | None = None
+
+
 class SettingsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A settings file as it is written."""
 
@@ -64,6 +83,7 @@ class SettingsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: dict[str, object] = {}
     baseline: BaselineTable = BaselineTable()
     budget: dict[str, object] = {}
+    devices: dict[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,7 @@ class CheckSettings:
     ignore: tuple[Ignore, ...] = ()
     baseline: Thresholds = field(default_factory=Thresholds)
     budget: Budgets = field(default_factory=Budgets)
+    devices: tuple[DeviceOverride, ...] = ()
 
 
 def resolve(
@@ -122,6 +143,16 @@ def read(path: Path, catalog: Catalog) -> CheckSettings:
     if path.name == PROJECT_FILE and section is None:
         raise ConfigError(f"{path}: it has no [tool.tracekit]")
     return _resolved(path, _convert(section or {}, SettingsFile, str(path)), catalog)
+
+
+def nearest_devices() -> tuple[DeviceOverride, ...]:
+    """Return the devices of the nearest settings file upwards. Raises ConfigError where they cannot be used."""
+    path = find_file(Path.cwd())
+    section = _section(path, _parse(path)) if path else None
+    tables = (section or {}).get("devices", {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{path}: devices: expected a table, not {tables!r}")
+    return _device_overrides(tables, str(path))
 
 
 def parse_fail_on(text: str) -> Severity | None:
@@ -240,7 +271,24 @@ def _resolved(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings
         baseline = _located("baseline.metrics", _baseline_thresholds, file.baseline)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return CheckSettings(str(path), fail_on, file.select, thresholds, file.ignore, baseline, budget)
+    stated = _device_overrides(file.devices, str(path))
+    return CheckSettings(str(path), fail_on, file.select, thresholds, file.ignore, baseline, budget, stated)
+
+
+def _device_overrides(tables: Mapping[str, object], where: str) -> tuple[DeviceOverride, ...]:
+    return tuple(_device_override(name, table, f'{where}: devices."{name}"') for name, table in tables.items())
+
+
+def _device_override(name: str, table: object, where: str) -> DeviceOverride:
+    stated = _convert(table, DeviceTable, where)
+    values = {key: getattr(stated, key) for key in stated.__struct_fields__ if getattr(stated, key) is not None}
+    if not name.strip() or not values:
+        raise ConfigError(f"{where}: expected a name and some of {', '.join(stated.__struct_fields__)}")
+    if devices.find(name) is None and stated.memory_gb_per_s is None:
+        raise ConfigError(f"{where}: this device is not in tracekit's table, so memory_gb_per_s is required")
+    peaks = {key.split("_")[1]: rate * 1e12 for key, rate in values.items() if key.startswith("peak_")}
+    memory, link = (values.get(key) for key in ("memory_gb_per_s", "link_gb_per_s"))
+    return DeviceOverride(name, peaks, memory and memory * 1e9, link and link * 1e9)
 
 
 def _baseline_thresholds(table: BaselineTable) -> Thresholds:

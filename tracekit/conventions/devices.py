@@ -8,7 +8,7 @@ whitepaper), and of AMD Instinct MI100, MI210, MI250X, MI300X, MI325X, MI350X an
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -93,6 +93,45 @@ def find(name: str) -> Device | None:
     312000000000000.0
     """
     return next((device for device in DEVICES if re.search(device.pattern, name)), None)
+
+
+@dataclass(frozen=True)
+class DeviceOverride:
+    """What a user states of the devices whose names contain `name`; it replaces the values of the table."""
+
+    name: str
+    peaks: Mapping[str, float]
+    """In operations per second, by element type; fp16 is that of bf16 if only that is stated."""
+    memory_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+
+    def over(self, listed: Device | None) -> Device:
+        """Return a device with these values, and for the rest those of the listed one. Raises ValueError.
+
+        A device that is not listed needs the bandwidth of its memory.
+        """
+        memory = self.memory_bytes_per_s or (listed.memory_bytes_per_s if listed else None)
+        if memory is None:
+            raise ValueError(f"{self.name} is not listed, so memory_bytes_per_s is required")
+        stated = dict(self.peaks)
+        if BF16 in stated:
+            stated.setdefault(FP16, stated[BF16])
+        peaks = {**(listed.peaks if listed else {}), **stated}
+        link = self.link_bytes_per_s or (listed.link_bytes_per_s if listed else None)
+        name = listed.name if listed else self.name
+        return Device(name, re.escape(self.name), MappingProxyType(peaks), memory, link)
+
+
+def find_overridden(name: str, overrides: Sequence[DeviceOverride]) -> Device | None:
+    """Return the device of a driver's name with what the first override that its name contains states.
+
+    >>> mine = DeviceOverride("H100", {BF16: 8e14})
+    >>> find_overridden("NVIDIA H100 80GB HBM3", [mine]).peaks["bf16"]
+    800000000000000.0
+    """
+    listed = find(name)
+    override = next((each for each in overrides if each.name in name), None)
+    return listed if override is None else override.over(listed)
 
 
 def element_type(dtype: str | None) -> str | None:

@@ -8,12 +8,14 @@ from typing import Any, TypeAlias
 
 import polars as pl
 
+from tracekit.conventions.devices import DeviceOverride
 from tracekit.ingest import discovery, files, readers
 from tracekit.ingest.files import File, RunLocation
 from tracekit.ingest.readers import manifest
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
+from tracekit.model import environment
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import RUN_DATA_QUALITY, Run, Source
 from tracekit.model.trace import Trace
@@ -22,21 +24,28 @@ from tracekit.sync import alignment
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-def load(where: RunLocation, *, on_progress: Progress | None = None, cache: bool = True) -> Run:
+def load(
+    where: RunLocation,
+    *,
+    on_progress: Progress | None = None,
+    cache: bool = True,
+    devices: Sequence[DeviceOverride] = (),
+) -> Run:
     """Load a run: a folder of trace files, one trace file, a list or glob of them, or a URL (s3://, gs://, …).
 
     Only headers are read now; a trace is read when a table or fact is requested. ``run.data_quality`` lists what is
     missing, guessed or left out. `on_progress(done, total)` is called after each file. With `cache`, parsed tables are
-    stored in the user's cache and read from there. Raises InputError if a path does not exist or has no trace,
+    stored in the user's cache and read from there. `devices` states peaks and bandwidths that replace those of the
+    table of devices. Raises InputError if a path does not exist or has no trace,
     BadTraceError if no trace can be read.
     """
     found = files.find(where)
     manifests = {file.folder: file for file in found.manifests}
     traces, issues = discovery.identify(found.traces, manifest_folders=manifests, on_progress=on_progress)
     fields = _manifest(traces, manifests, issues)
-    sources = [_source(t, cache) for t in traces]
+    sources = [_with_devices(_source(t, cache), tuple(devices)) for t in traces]
     read_traces = {
-        source: with_companions(t.info.trace.replaced(window=t.window), t.file.path)
+        source: _stating(with_companions(t.info.trace.replaced(window=t.window), t.file.path), tuple(devices))
         for source, t in zip(sources, traces, strict=True)
         if t.info.trace is not None
     }
@@ -62,6 +71,19 @@ def with_companions(trace: Trace, path: str) -> Trace:
             if not table.is_empty():
                 tables.setdefault(table_name, [getattr(trace, table_name)]).append(table)
     return trace.replaced(**{name: pl.concat(parts) for name, parts in tables.items()})
+
+
+def _with_devices(source: Source, devices: tuple[DeviceOverride, ...]) -> Source:
+    return replace(source, read=partial(_read_stating, source.read, devices)) if devices else source
+
+
+def _read_stating(read: Callable[[], Trace], devices: tuple[DeviceOverride, ...]) -> Trace:
+    return _stating(read(), devices)
+
+
+def _stating(trace: Trace, devices: tuple[DeviceOverride, ...]) -> Trace:
+    """Return the trace with what the user states of devices in its header."""
+    return trace.replaced(header={**trace.header, environment.DEVICE_OVERRIDES: devices}) if devices else trace
 
 
 def _source(t: TraceFile, use_cache: bool) -> Source:

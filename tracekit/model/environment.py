@@ -8,6 +8,8 @@ from typing import Any
 _VERSION = re.compile(r"(^|_)version$")
 _DISTRIBUTED = ("nccl_version", "backend", "world_size")
 DEVICE = "device"
+DEVICE_OVERRIDES = "tracekit.devices"
+"""The key of a header with what the user states of devices: `conventions.devices.DeviceOverride` of each."""
 
 
 def environment(header: Mapping[str, Any]) -> dict[str, str]:

@@ -11,6 +11,8 @@ import pytest
 from tests.support import drawn_traces
 from tracekit.cli import settings as config
 from tracekit.cli.settings import CheckSettings, Ignore
+from tracekit.conventions import devices
+from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import ConfigError
 from tracekit.model.run import Run
 from tracekit.regression.thresholds import Thresholds
@@ -70,6 +72,25 @@ def test_every_setting_is_read(tmp_path: Path) -> None:
     assert settings.select == ("BOOT", "cold-cache")
     assert settings.ignore == (Ignore("BOOT001", "known", date(2027, 1, 31)), Ignore("cold-cache", "so it is"))
     assert settings.thresholds == {"BOOT001": {"max_start_ratio": 1.0, "strict": True}}
+
+
+def test_devices_are_read_in_operations_and_bytes_per_second(tmp_path: Path) -> None:
+    text = """
+        [devices."My GPU"]
+        peak_bf16_tflops = 400
+        memory_gb_per_s = 2000.0
+        [devices.H100]
+        link_gb_per_s = 300
+        """
+    mine, h100 = read(tmp_path, text).devices
+    assert mine == DeviceOverride("My GPU", {"bf16": 4e14}, 2e12)
+    assert h100 == DeviceOverride("H100", {}, None, 3e11)
+    listed = devices.find_overridden("NVIDIA H100 80GB HBM3", [mine, h100])
+    assert listed is not None
+    assert (listed.link_bytes_per_s, listed.peaks["bf16"], listed.memory_bytes_per_s) == (3e11, 989e12, 3350e9)
+    own = devices.find_overridden("ACME My GPU 2", [mine, h100])
+    assert own is not None
+    assert (own.peaks["fp16"], own.link_bytes_per_s) == (4e14, None)
 
 
 def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
@@ -138,6 +159,19 @@ WRONG = {
     "budget": ("[budget]\nstep_time = -1", "budget: step_time: "),
     "select item": ("select = [1]", "select[0]: expected text, not 1"),
     "date type": ('ignore = [{code = "BOOT001", reason = "x", until = 3}]', "ignore[0].until: expected a date"),
+    "devices type": ("devices = 3", "devices: expected a table, not 3"),
+    "device type": ("[devices]\nH100 = 3", 'devices."H100": expected a table of peak_fp64_tflops, '),
+    "device key": (
+        '[devices."My GPU"]\npeak_bf16 = 3',
+        "devices.\"My GPU\": unknown key 'peak_bf16': did you mean peak_bf16_tflops?",
+    ),
+    "device value": (
+        '[devices."H100"]\nmemory_gb_per_s = "3350"',
+        "devices.\"H100\": memory_gb_per_s: expected a number, not '3350'",
+    ),
+    "device zero": ("[devices.H100]\nmemory_gb_per_s = 0", 'devices."H100": memory_gb_per_s: expected a number > 0'),
+    "device memory": ('[devices."My GPU"]\npeak_bf16_tflops = 3', "so memory_gb_per_s is required"),
+    "device empty": ("[devices.H100]", 'devices."H100": expected a name and some of peak_fp64_tflops'),
     "toml": ("fail_on = ", "is not valid TOML"),
 }
 

@@ -97,10 +97,13 @@ def of_ops(trace: Trace) -> pl.DataFrame:
 
 
 def device_of(header: Mapping[str, Any]) -> Device | None:
-    """Return the kind of device that a header lists; None for none, several kinds, or one that is not in the table."""
-    names = environment.device_names(header)
-    found = [devices.find(name) for name in names.split(", ")] if names else []
-    return found[0] if found and all(each is found[0] for each in found) else None
+    """Return the kind of device that a header lists; None for none, several kinds, or one that is not known.
+
+    What a user states of devices (`environment.DEVICE_OVERRIDES`) replaces the values of the table.
+    """
+    names, overrides = environment.device_names(header), header.get(environment.DEVICE_OVERRIDES, ())
+    found = [devices.find_overridden(name, overrides) for name in names.split(", ")] if names else []
+    return found[0] if found and all(each == found[0] for each in found) else None
 
 
 def breakdown_by_step(run: Run) -> pl.DataFrame:

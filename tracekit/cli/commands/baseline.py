@@ -56,8 +56,9 @@ class RecordingOptions:
 
         if len(runs) > baselines.MAX_RECORDINGS:
             raise ConfigError(f"a baseline has at most {baselines.MAX_RECORDINGS} recordings, not {len(runs)}")
-        rules = settings.configured_rules(self.settings(), all_rules())
-        return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=self.cache)
+        resolved = self.settings()
+        rules = settings.configured_rules(resolved, all_rules())
+        return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=self.cache, devices=resolved.devices)
 
 
 @baseline.command(short_help="Save recordings as a baseline.")

@@ -85,11 +85,14 @@ def _results(
     catalog = all_rules()
     rules = configured_rules(settings, catalog)
     facts = checks.facts(settings.budget, with_baseline=options.baseline is not None)
-    baseline = None if options.baseline is None else run_loading.open_baseline(options.baseline, rules, cache=cache)
-    reports = [
-        apply_ignores(report, settings.ignore, catalog)
-        for report, _ in run_loading.check_runs(paths, rules, facts=[*facts, *reported], cache=cache)
-    ]
+    devices = settings.devices
+    baseline = (
+        None
+        if options.baseline is None
+        else run_loading.open_baseline(options.baseline, rules, cache=cache, devices=devices)
+    )
+    checked = run_loading.check_runs(paths, rules, facts=[*facts, *reported], cache=cache, devices=devices)
+    reports = [apply_ignores(report, settings.ignore, catalog) for report, _ in checked]
     recordings = [run_loading.open_measured(path, facts, cache=cache) for path in repeats]
     return [
         checks.judge(

@@ -132,7 +132,9 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
 
     catalog = all_rules()
     resolved = settings.resolve(None, catalog)
-    ((report, _),) = run_loading.check_runs([path], settings.configured_rules(resolved, catalog), cache=cache)
+    ((report, _),) = run_loading.check_runs(
+        [path], settings.configured_rules(resolved, catalog), cache=cache, devices=resolved.devices
+    )
     report = settings.apply_ignores(report, resolved.ignore, catalog)
     return _entries([checks.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
 
