@@ -1,15 +1,17 @@
-"""Kernels: kernels and operators, grouped by name, phase, module, operator or shapes, with launch delays."""
+"""Kernels: kernels and operators, grouped by name, phase, module, operator or shapes; time by call stack."""
 
 import polars as pl
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind, bind_several, bind_text
+from tracekit.errors import InputError
 from tracekit.report import charts
 
-KERNELS, OPERATORS = "kernels", "operators"
+KERNELS, OPERATORS, STACKS = "kernels", "operators", "call stacks"
 LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "launching operator", "shapes": "input shapes"}
 WIDE, NAME_PX = ("name", "op", "shapes"), 330
 
@@ -17,9 +19,12 @@ WIDE, NAME_PX = ("name", "op", "shapes"), 330
 def show(run: OpenRun) -> None:
     """List what ran on devices or on host threads, grouped by the chosen columns."""
     findings.show_families(run, "HOST", "COMP")
-    left, middle, right = st.columns([2, 4, 3])
-    levels = (KERNELS, OPERATORS)
+    left, middle, right = st.columns([3, 4, 3])
+    levels = (KERNELS, OPERATORS, STACKS)
     level = left.segmented_control("Show", levels, key=bind("what", levels), required=True)
+    if level == STACKS:
+        _show_stacks(run, middle)
+        return
     keys = tables.KERNEL_KEYS if level == KERNELS else tables.OPERATOR_KEYS
     shown = middle.multiselect(
         "Group by", keys, key=bind_several("by", keys, ["name"]), format_func=lambda key: LABELS.get(key, key)
@@ -41,6 +46,28 @@ def show(run: OpenRun) -> None:
         st.info("No name contains this text." if text else "The traces contain nothing of this kind.")
         return
     _show_rows(rows, by, level)
+
+
+def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
+    """Draw the time of the device or the host by call stack."""
+    kinds = tables.CALL_TREE_KINDS
+    of = place.segmented_control("Time of", kinds, key=bind("time_of", kinds, kinds[-1]), required=True)
+    try:
+        with st.spinner("Adding up"):
+            tree = run.cached((STACKS, of), lambda traces: tables.call_tree(traces, of))
+    except InputError as error:
+        st.info(str(error))
+        return
+    st.caption(
+        "Each frame is as wide as its time and that of the frames below it; click one to see it alone. "
+        + (
+            "Kernels and copies are below the ops, spans and Python frames around their launch. "
+            if of == kinds[-1]
+            else "The outermost frames are kinds of threads. "
+        )
+        + "Python frames need recorded stacks. `tracekit flamegraph` writes all of it for other viewers."
+    )
+    widgets.chart(charts.icicle(tree, f"{of} time of {run.entry.name}"), key="kernels-stacks")
 
 
 def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame:

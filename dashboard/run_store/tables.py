@@ -17,7 +17,7 @@ from tracekit.analysis.compute import (
     stall_attribution,
 )
 from tracekit.analysis.compute import kernels as kernel_totals
-from tracekit.analysis.host import ops
+from tracekit.analysis.host import call_trees, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
@@ -95,6 +95,7 @@ SAVES, SAVES_BY_RANK, SAVE_STAGES = _across(saves.by_save), _across(saves.by_ran
 SAVE_CRITICAL_PATH = _across(stalls.parts)
 
 KERNEL_KEYS, OPERATOR_KEYS, HOST_KINDS = kernel_totals.KEYS, ops.KEYS, ops.KINDS
+call_tree, CALL_TREE_KINDS = call_trees.call_tree, call_trees.KINDS
 mesh_coordinates, mesh_groups = mesh.coordinates, mesh.groups_of
 operators = ops.ops
 planning_inputs = planning.planning_inputs

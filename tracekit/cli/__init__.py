@@ -22,6 +22,7 @@ from tracekit.cli.commands.compare import compare
 from tracekit.cli.commands.critical_path import critical_path
 from tracekit.cli.commands.dashboard import dashboard
 from tracekit.cli.commands.export import export
+from tracekit.cli.commands.flamegraph import flamegraph
 from tracekit.cli.commands.history import history
 from tracekit.cli.commands.kernels import kernels
 from tracekit.cli.commands.memory import memory
@@ -65,6 +66,7 @@ for command, short_help in (
     (whatif, "Predict the step time without one cause of lost time."),
     (critical_path, "Show what one step waited for, over all ranks."),
     (export, "Write a run as one file for Perfetto."),
+    (flamegraph, "Write time by call stack for flame graph viewers."),
     (query, "Query a run in SQL."),
     (schema, "List the tables and columns for query."),
     (rules, "List the rules and their thresholds."),

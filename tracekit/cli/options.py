@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from tracekit.cli import output, run_loading
+from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from tracekit.model.run import Run
     from tracekit.model.trace import Fact
 
+_RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
+_MAX_RANKS = 1 << 20
 UseCache = Annotated[
     bool,
     typer.Option("--cache/--no-cache", help="Reuse tables parsed by earlier commands, and store newly parsed ones."),
@@ -278,3 +282,17 @@ def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
 
 def _is_option(parameter: inspect.Parameter) -> bool:
     return not any(isinstance(each, ArgumentInfo) for each in get_args(parameter.annotation))
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the ranks of an option such as 0,2-5, in order. Raises ConfigError where it has another form."""
+    found: set[int] = set()
+    for part in output.split_names(text):
+        match = _RANGE.match(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not 0 <= last - first < _MAX_RANKS:
+            raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
+        found.update(range(first, last + 1))
+    if not found:
+        raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
+    return sorted(found)

@@ -1,7 +1,6 @@
 """``tracekit export``: a run as one file for Perfetto."""
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
@@ -9,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 import typer
 
 from tracekit.cli import output
-from tracekit.cli.options import RunOptions, expand_options
-from tracekit.errors import ConfigError
+from tracekit.cli.options import RunOptions, expand_options, parse_ranks
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
 
-_RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _ZIP_LEVEL = 2
-_MAX_RANKS = 1 << 20
 
 
 @expand_options
@@ -53,9 +49,7 @@ def export(
     from tracekit.report.export import perfetto
     from tracekit.rules import engine
 
-    selected = None if ranks is None else sorted(set(_parse_ranks(ranks)))
-    if selected == []:
-        raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
+    selected = None if ranks is None else parse_ranks(ranks)
     run = source.open()
     with output.progress() as bar:
         callback = bar.trace_callback((1 + findings) * len(run.sources))
@@ -89,15 +83,6 @@ def _report_unaligned(run: "Run") -> None:
 
 def _count(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count != 1)}"
-
-
-def _parse_ranks(text: str) -> Iterator[int]:
-    for part in output.split_names(text):
-        match = _RANGE.match(part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-        if not 0 <= last - first < _MAX_RANKS:
-            raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
-        yield from range(first, last + 1)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ own, so that a figure fits a light page and a dark one.
 """
 
 from tracekit.report.charts.bars import breakdown, comparison, step_times, top_bars
+from tracekit.report.charts.call_trees import icicle
 from tracekit.report.charts.checkpoints import save_bandwidth, save_clocks, save_stages
 from tracekit.report.charts.communication import (
     ALGORITHM,
@@ -60,6 +61,7 @@ __all__ = [
     "delayed_preparation",
     "expert_heatmap",
     "expert_pair_heatmap",
+    "icicle",
     "lost_time",
     "memory_by_strategy",
     "memory_over_time",

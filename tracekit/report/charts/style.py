@@ -72,7 +72,9 @@ _GRID = "rgba(128, 138, 150, 0.22)"
 
 def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
     """Return a figure that fits any page: no background, no text colour, the legend on top."""
-    named = [trace for trace in figure.data if trace.showlegend or (trace.showlegend is None and trace.name)]
+    # An icicle has no legend.
+    listed = [trace for trace in figure.data if "showlegend" in trace]
+    named = [trace for trace in listed if trace.showlegend or (trace.showlegend is None and trace.name)]
     figure.update_layout(
         height=height_px,
         margin={"l": 8, "r": 16, "t": _LEGEND_PX if named else _BUTTONS_PX, "b": 44},

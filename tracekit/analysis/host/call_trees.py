@@ -1,0 +1,229 @@
+"""Call trees: host time by the stack of slices, device time by the stack that launched it; what flame graphs draw."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.analysis.host import ops
+from tracekit.errors import ConfigError, InputError
+from tracekit.model import nesting, schema
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import Fact, Trace
+
+HOST, DEVICE = KINDS = ("host", "device")
+TREE = schema.columns("node parent name count self_ns total_ns", name=pl.String)
+DIFFERENCE = schema.columns("node parent name before_self_ns after_self_ns before_ns after_ns", name=pl.String)
+UNLINKED = "(launch not recorded)"
+_STEP_NUMBER, _STEP = r"^ProfilerStep#\d+$", "ProfilerStep"
+_UNKNOWN = "?"
+_SUMS = ("count", "self_ns")
+_Ints = npt.NDArray[np.int64]
+_NONE: _Ints = np.empty(0, np.int64)
+
+
+def call_tree(
+    run: Run,
+    of: str = DEVICE,
+    *,
+    step: int | None = None,
+    ranks: Sequence[int] | None = None,
+    by_rank: bool = False,
+    on_progress: Callable[[Source], None] | None = None,
+) -> pl.DataFrame:
+    """Return the time of a run by call stack: columns TREE, one row per different stack.
+
+    Rows are numbered by node, each after its parent, which is -1 for the outermost frames. Of the host: the self time
+    of each slice under those that enclose it, below the kind of its thread. Of the device: the duration of each
+    activity under the slices that enclose its launch; activities that run at the same time all count. All spans of
+    steps have one name. total_ns includes the nodes below. `step` and `ranks` select a part; with `by_rank` the
+    outermost frames are ranks. Nodes without any slice or activity are left out. Raises ConfigError for an unknown
+    `of`, InputError for a rank that has no trace, or where nothing is left.
+    """
+    if of not in KINDS:
+        raise ConfigError(f"{of!r} is not a kind of time; use one of: {', '.join(KINDS)}")
+    missing = sorted(set(ranks or ()) - set(run.ranks))
+    if missing:
+        raise InputError(f"no trace of rank {missing[0]}; there are {len(run.ranks)}, from {run.ranks[0]}")
+    fact = _collected(of, step)
+    run.measure((fact,), on_progress)
+    rows = run.table(fact)
+    if ranks is not None:
+        rows = rows.filter(pl.col("rank").is_in(list(ranks)))
+    if rows.is_empty():
+        in_step = "" if step is None else f" in step {step}"
+        other = HOST if of == DEVICE else DEVICE
+        raise InputError(f"the traces have no work of the {of}{in_step}; there may be some of the {other}")
+    return _merged(rows, by_rank=by_rank)
+
+
+def difference(before: pl.DataFrame, after: pl.DataFrame, shares: tuple[float, float] = (1.0, 1.0)) -> pl.DataFrame:
+    """Return two call trees as one: columns DIFFERENCE, one row per stack of either.
+
+    The times of each tree are multiplied by its share, such as one over its steps and ranks, and rounded.
+    """
+    sides = [
+        tree.select("node", "parent", "name", (pl.col("self_ns") * share).round().cast(pl.Int64).alias("self_ns"))
+        for tree, share in zip((before, after), shares, strict=True)
+    ]
+    zeros = [np.zeros(side.height, np.int64) for side in sides]
+    joined = _joined_forest(sides)
+    own = [side["self_ns"].to_numpy() for side in sides]
+    table = _tree(
+        joined["name"],
+        joined["parent"].to_numpy(),
+        before_self_ns=np.concatenate([own[0], zeros[1]]),
+        after_self_ns=np.concatenate([zeros[0], own[1]]),
+    )
+    totals = {
+        f"{side}_ns": _totals(table["parent"].to_numpy(), table[f"{side}_self_ns"].to_numpy())
+        for side in ("before", "after")
+    }
+    return table.with_columns(pl.Series(name, values) for name, values in totals.items()).select(list(DIFFERENCE))
+
+
+def steps(run: Run, *, step: int | None = None, ranks: Sequence[int] | None = None) -> int:
+    """Return how many steps of ranks a call tree of the run covers; windows without steps count as one."""
+    rows = run.table(_step_count)
+    if ranks is not None:
+        rows = rows.filter(pl.col("rank").is_in(list(ranks)))
+    return max(1, rows.height if step is not None else int(rows["steps"].sum()))
+
+
+def stacks(tree: pl.DataFrame) -> list[tuple[str, ...]]:
+    """Return the stack of each node of a tree, outermost frame first."""
+    found: list[tuple[str, ...]] = []
+    for parent, name in tree.select("parent", "name").iter_rows():
+        found.append((*(found[parent] if parent >= 0 else ()), name))
+    return found
+
+
+def _step_count(trace: Trace) -> pl.DataFrame:
+    return pl.DataFrame({"steps": [max(1, trace.steps["step"].drop_nulls().n_unique())]})
+
+
+@functools.cache
+def _collected(of: str, step: int | None) -> Fact:
+    def fact(trace: Trace) -> pl.DataFrame:
+        return _of_host(trace, step) if of == HOST else _of_device(trace, step)
+
+    return fact
+
+
+def _of_host(trace: Trace, step: int | None) -> pl.DataFrame:
+    slices = trace.ops.select("lane", "parent_id", "step", _frame(), ops.self_times(trace.ops))
+    named = slices.join(trace.lanes.select("lane", thread="name"), on="lane", how="left", maintain_order="left")
+    # Without the thread's number, which differs between ranks: "thread 140 (pt_autograd_1)" is pt_autograd.
+    kind = pl.col("thread").str.extract(r"\((.+?)(?:_\d+)?\)$").fill_null("thread")
+    threads = named.select(kind)["thread"]
+    roots = threads.unique(maintain_order=True)
+    root_of = threads.replace_strict(roots, range(len(roots)), return_dtype=pl.Int64).to_numpy()
+    parent = slices["parent_id"].fill_null(-1).to_numpy()
+    counts = np.ones(slices.height, np.int64) if step is None else (slices["step"] == step).fill_null(False).to_numpy()
+    none = np.zeros(len(roots), np.int64)
+    return _tree(
+        pl.concat([roots.alias("frame"), slices["frame"]]),
+        np.concatenate([none - 1, np.where(parent >= 0, parent + len(roots), root_of)]),
+        count=np.concatenate([none, counts]),
+        self_ns=np.concatenate([none, np.where(counts, slices["self_ns"].to_numpy(), 0)]),
+    )
+
+
+def _of_device(trace: Trace, step: int | None) -> pl.DataFrame:
+    if not trace.on_device:
+        return _tree(pl.Series([], dtype=pl.String), _NONE, count=_NONE, self_ns=_NONE)
+    work = trace.activities if step is None else trace.activities.filter(step=step)
+    slices = trace.ops.select("kind", "parent_id", _frame())
+    parent = slices["parent_id"].fill_null(-1).to_numpy()
+    # Runtime calls, such as cudaLaunchKernel, say nothing that the kernel does not.
+    around = nesting.nearest(parent, (slices["kind"] != "runtime").fill_null(True).to_numpy())
+    launch = work["launch_id"].fill_null(-1).to_numpy()
+    op = np.full(work.height, slices.height, np.int64)
+    op[launch >= 0] = around[launch[launch >= 0]]
+    none = np.zeros(slices.height + 1, np.int64)
+    return _tree(
+        pl.concat([slices["frame"], pl.Series("frame", [UNLINKED]), work.select(_frame())["frame"]]),
+        np.concatenate([parent, [-1], op]),
+        count=np.concatenate([none, np.ones(work.height, np.int64)]),
+        self_ns=np.concatenate([none, work["dur_ns"].to_numpy()]),
+    )
+
+
+def _frame() -> pl.Expr:
+    name = pl.col("name").cast(pl.String).fill_null(_UNKNOWN)
+    return pl.when(name.str.contains(_STEP_NUMBER)).then(pl.lit(_STEP)).otherwise(name).alias("frame")
+
+
+def _merged(rows: pl.DataFrame, *, by_rank: bool) -> pl.DataFrame:
+    """Return the trees of several traces as one, with total_ns."""
+    parts = rows.partition_by("window", "rank", maintain_order=True)
+    if by_rank:
+        parts = [_under(f"rank {part['rank'][0]}", part) for part in parts]
+    joined = _joined_forest(parts)
+    sums = {name: np.concatenate([part[name].to_numpy() for part in parts]) for name in _SUMS}
+    table = _tree(joined["name"], joined["parent"].to_numpy(), **sums)
+    total_ns = _totals(table["parent"].to_numpy(), table["self_ns"].to_numpy())
+    return table.with_columns(pl.Series("total_ns", total_ns)).select(list(TREE))
+
+
+def _under(root: str, tree: pl.DataFrame) -> pl.DataFrame:
+    """Return a tree with one more frame around all."""
+    outer = pl.DataFrame({"node": [0], "parent": [-1], "name": [root], "count": [0], "self_ns": [0]})
+    return pl.concat([outer, tree.with_columns(pl.col("node", "parent") + 1).select(outer.columns)])
+
+
+def _joined_forest(trees: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """Return the names and parents of several trees below each other. Columns name, parent (the row)."""
+    parts, first = [], 0
+    for tree in trees:
+        parent = pl.when(pl.col("parent") >= 0).then(pl.col("parent") + first).otherwise(-1)
+        parts.append(tree.select("name", parent.alias("parent")))
+        first += tree.height
+    return pl.concat(parts)
+
+
+def _tree(names: pl.Series, parent: _Ints, **sums: _Ints) -> pl.DataFrame:
+    """Return frames with the same stack as one node: columns node, parent, name and `sums`.
+
+    `parent` is the row of the frame around each frame, -1 for none. Nodes below which all sums are 0 are left out.
+    """
+    texts = names.unique(maintain_order=True)
+    codes = names.replace_strict(texts, range(len(texts)), return_dtype=pl.Int64).to_numpy()
+    node_of = np.full(len(parent), -1, np.int64)
+    parts, first = [np.empty((0, 2), np.int64)], 0
+    for level in _levels(parent):
+        above = np.where(parent[level] >= 0, node_of[parent[level]], -1)
+        keys, which = np.unique(np.stack([above, codes[level]], axis=1), axis=0, return_inverse=True)
+        node_of[level] = first + which.reshape(-1)
+        parts.append(keys)
+        first += len(keys)
+    nodes = np.concatenate(parts)
+    columns = {name: np.zeros(first, np.int64) for name in sums}
+    for name, values in sums.items():
+        np.add.at(columns[name], node_of, values)
+    kept = sum((_totals(nodes[:, 0], own) for own in columns.values()), np.zeros(first, np.int64)) > 0
+    number = np.cumsum(kept) - 1
+    above = np.where(nodes[:, 0] >= 0, number[nodes[:, 0]], -1)
+    table = pl.DataFrame({"parent": above, "name": texts.gather(nodes[:, 1]), **columns}).filter(pl.Series(kept))
+    return table.with_row_index("node").with_columns(pl.col("node").cast(pl.Int64))
+
+
+def _levels(parent: _Ints) -> list[_Ints]:
+    """Return the rows of each depth, outermost first."""
+    depth, jump = (parent >= 0).astype(np.int64), parent.copy()
+    while len(below := np.flatnonzero(jump >= 0)):
+        above = jump[below]
+        depth[below], jump[below] = depth[below] + depth[above], jump[above]  # twice as far each time
+    order = np.argsort(depth, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(parent) else []
+
+
+def _totals(parent: _Ints, own: _Ints) -> _Ints:
+    """Return each node's own value and those of all nodes below it."""
+    total = own.copy()
+    for level in reversed(_levels(parent)):
+        inner = level[parent[level] >= 0]
+        np.add.at(total, parent[inner], total[inner])
+    return total
