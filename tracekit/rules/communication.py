@@ -15,7 +15,9 @@ from tracekit.analysis.parallelism import (
     pipeline_actions,
     pipeline_stages,
     pipeline_waits,
+    rank_places,
     strategy,
+    tensor_parallel,
     workload,
 )
 from tracekit.analysis.time import breakdown
@@ -51,7 +53,9 @@ class ExposedCommunication(Rule):
     exposed, if the device then waits for something else.
 
     Bandwidth below `slow_bytes_per_ns` GB/s is stated: that of all messages of 4 MiB or more of one op, in groups of
-    which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s).
+    which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s). Inside a node whose
+    devices have NVLink or Infinity Fabric, so is bandwidth below `min_link_ratio` of theirs, with messages of 16 MiB or
+    more, and the finding is a warning then. Ranks are inside a node if run.json, their hosts or their devices say so.
 
     How to fix: start all-gathers earlier (explicit prefetch), use larger units, or send fewer bytes. The fix in the
     finding depends on the strategy (from the manifest, else from the spans in the trace) and on the most exposed
@@ -74,12 +78,15 @@ class ExposedCommunication(Rule):
         pipeline_actions.pipeline_actions,
         collective_matching.calls,
         *group_bandwidth.FACTS,
+        *rank_places.FACTS,
+        tensor_parallel.links,
         contention.device_count,
     )
     info_exposed_ratio: float = 0.1
     max_exposed_ratio: float = 0.2
     error_exposed_ratio: float = 0.6
     slow_bytes_per_ns: float = 2.0
+    min_link_ratio: float = 0.1
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run that saves in every step cannot be judged."""
@@ -104,6 +111,8 @@ class ExposedCommunication(Rule):
         if axis == TP:
             severity = Severity.INFO
         slow = _slow_transfers(run, self.slow_bytes_per_ns)
+        if not slow and (slow := _slow_for_node(run, self.min_link_ratio)) and axis != TP:
+            severity = max(severity, Severity.WARNING)
         yield Finding(
             self.code,
             severity,
@@ -238,12 +247,34 @@ _SLOW_FIX = (
 def _slow_transfers(run: Run, slow_bytes_per_ns: float) -> str:
     """Return a sentence on the op with the longest transfers below a bandwidth; empty where there is none.
 
-    On a CPU run the bandwidth is that of the host. A rank without a trace may arrive late.
+    On a CPU run the bandwidth is that of the host.
     """
     if not run.table(contention.device_count)["devices"].sum():
         return ""
+    slow = _slowest(_whole_transfers(run, _LARGE_BYTES), slow_bytes_per_ns)
+    return slow and f"{slow}, far below any link inside a node."
+
+
+def _slow_for_node(run: Run, min_link_ratio: float) -> str:
+    """Return a sentence on the op with the longest transfers inside nodes that are slow for the devices' links."""
+    link = tensor_parallel.link_bandwidth(run)
+    if link is None:
+        return ""
+    calls = _whole_transfers(run, tensor_parallel.FULL_RATE_BYTES)
+    groups = calls["ranks"].unique().to_list()
+    inside = calls.filter(pl.col("ranks").is_in([ranks for ranks in groups if rank_places.share_node(run, ranks)]))
+    slow = _slowest(inside, min_link_ratio * link / collective_instances.SECOND_NS)
+    return slow and f"{slow} inside a node, where the devices' links carry {units.rate(link)}."
+
+
+def _whole_transfers(run: Run, least_bytes: int) -> pl.DataFrame:
+    """Return the large transfers of groups of which every rank has a trace: one without may arrive late."""
     is_whole = pl.col("ranks").list.len() >= pl.col("group_size")
-    large = run.run_table(group_bandwidth.transfers).filter(is_whole, pl.col("bytes") >= _LARGE_BYTES)
+    return run.run_table(group_bandwidth.transfers).filter(is_whole, pl.col("bytes") >= least_bytes)
+
+
+def _slowest(large: pl.DataFrame, slow_bytes_per_ns: float) -> str:
+    """Return how fast the op with the longest transfers below a bandwidth is; empty where there is none."""
     bus_bytes = (pl.col("bytes") * collective_instances.bus_factor()).sum().alias("bus_bytes")
     sums = large.group_by("op").agg(bus_bytes, pl.col("transfer_ns").sum(), pl.len().alias("calls"))
     slow = sums.filter(pl.col("bus_bytes") < slow_bytes_per_ns * pl.col("transfer_ns"))
@@ -251,10 +282,7 @@ def _slow_transfers(run: Run, slow_bytes_per_ns: float) -> str:
         return ""
     most = largest_first(slow, "transfer_ns", "op").row(0, named=True)
     speed = units.rate(most["bus_bytes"] * collective_instances.SECOND_NS / most["transfer_ns"])
-    return (
-        f" Its {most['calls']:,} large {most['op'].replace('_', '-')} collectives have a bus bandwidth of {speed}, far "
-        "below any link inside a node."
-    )
+    return f" Its {most['calls']:,} large {most['op'].replace('_', '-')} collectives have a bus bandwidth of {speed}"
 
 
 def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:

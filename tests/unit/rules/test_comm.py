@@ -173,18 +173,48 @@ def test_every_api_that_a_fix_names_exists_in_pytorch():
     assert DistributedDataParallel.register_comm_hook
 
 
+def gathering_rank(rank, picture, sent_bytes):
+    """Return a rank that runs `picture` with all-gathers of a group of two."""
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
+    plain = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
+    known = plain.collectives.with_columns(
+        group=pl.lit("0"), group_size=pl.lit(2, pl.Int64), received_bytes=pl.lit(2 * sent_bytes, pl.Int64)
+    )
+    return plain.replaced(collectives=known)
+
+
 @pytest.mark.parametrize(("sent_bytes", "is_slow"), [(40 << 20, False), (4 << 20, True), (1 << 20, False)])
 def test_bandwidth_below_any_link_inside_a_node_is_stated(sent_bytes, is_slow):
     # Two ranks all-gather for 9 ms: 40 MiB on the bus at 4.7 GB/s, 4 MiB at 0.5 GB/s; messages of 2 MiB are too small.
-    traces = []
-    for rank in range(2):
-        groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
-        picture = f"step {'0' * 400}\ncompute {('a' * 20 + '.' * 180) * 2}\ncomm {('.' * 20 + 'x' * 180) * 2}"
-        plain = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
-        known = plain.collectives.with_columns(
-            group=pl.lit("0"), group_size=pl.lit(2, pl.Int64), received_bytes=pl.lit(2 * sent_bytes, pl.Int64)
-        )
-        traces.append(plain.replaced(collectives=known))
-    (found,) = judge(*traces).findings
+    picture = f"step {'0' * 400}\ncompute {('a' * 20 + '.' * 180) * 2}\ncomm {('.' * 20 + 'x' * 180) * 2}"
+    (found,) = judge(*(gathering_rank(rank, picture, sent_bytes) for rank in range(2))).findings
     assert ("below any link inside a node" in found.message) == is_slow
     assert ("NCCL_DEBUG=INFO" in found.fix) == is_slow
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "device", "indices", "is_slow"),
+    [
+        (40, "NVIDIA H100 80GB HBM3", (0, 1), True),
+        (400, "NVIDIA H100 80GB HBM3", (0, 1), False),
+        (7, "NVIDIA H100 80GB HBM3", (0, 1), False),  # too small for the full rate
+        (40, "NVIDIA H100 PCIe", (0, 1), False),
+        (40, "NVIDIA H100 80GB HBM3", (0, 0), False),  # maybe on two nodes
+    ],
+)
+def test_bandwidth_far_below_nvlink_inside_a_node_is_a_warning(mebibytes, device, indices, is_slow):
+    # Two ranks all-gather for 1.5 ms, 15% of the step: 40 MiB on the bus at 28 GB/s.
+    picture = f"step {'0' * 400}\ncompute {('a' * 170 + '.' * 30) * 2}\ncomm {('.' * 170 + 'x' * 30) * 2}"
+    traces = [gathering_rank(rank, picture, mebibytes << 20) for rank in range(2)]
+    placed = [
+        trace.replaced(
+            lanes=trace.lanes.with_columns(pl.when(pl.col("device").is_not_null()).then(index).alias("device")),
+            steps=trace.steps.with_columns(pl.lit(index, pl.Int64).alias("device")),
+            header={"deviceProperties": [{"name": device}]},
+        )
+        for trace, index in zip(traces, indices, strict=True)
+    ]
+    (found,) = judge(*placed).findings
+    assert ("where the devices' links carry 450 GB/s" in found.message) == is_slow
+    assert ("NCCL_DEBUG=INFO" in found.fix) == is_slow
+    assert found.severity == (Severity.WARNING if is_slow else Severity.INFO)

@@ -78,6 +78,18 @@ def node_of_rank(run: Run) -> dict[int, str]:
     return found if len(set(found.values())) > 1 else {}
 
 
+def share_node(run: Run, ranks: Iterable[int]) -> bool:
+    """Return whether ranks are known to be on one node: by `nodes`, one host, or devices of different indices."""
+    chosen = sorted(set(ranks))
+    if node_of := dict(run.run_table(nodes).select("rank", "node").iter_rows()):
+        return len({node_of.get(rank) for rank in chosen}) == 1
+    places_of_ranks = run.table(rank_hosts).unique("rank").filter(pl.col("rank").is_in(chosen))
+    hosts, indices = places_of_ranks["host"], places_of_ranks["device"]
+    if places_of_ranks.height < len(chosen) or indices.null_count():
+        return False
+    return indices.n_unique() == len(chosen) or (hosts.null_count() == 0 and hosts.n_unique() == 1)
+
+
 def stages(run: Run) -> dict[int, int]:
     """Return the pipeline stage of each rank, by its first one; {} without pipeline parallelism.
 
