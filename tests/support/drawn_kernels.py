@@ -27,6 +27,7 @@ class Kernel:
     dtype: str = "float"
     name: str = "vectorized_elementwise_kernel"
     strides: Sequence[Shape] | None = None
+    grid: str | None = None
 
 
 def trace(*kernels: Kernel, device: str = A100, steps: int = 2, around: str = "") -> Trace:
@@ -39,7 +40,7 @@ def trace(*kernels: Kernel, device: str = A100, steps: int = 2, around: str = ""
         for kernel in kernels:
             activities.append(
                 {"id": len(activities), "launch_id": len(ops), "lane": STREAM, "name": kernel.name, "kind": "compute"}
-                | {"start_ns": now, "dur_ns": kernel.us * US, "step": step}
+                | {"start_ns": now, "dur_ns": kernel.us * US, "step": step, "grid": kernel.grid}
             )
             ops.append(_operator(kernel, len(ops), outer) | _at(now, step))
             now += kernel.us * US
@@ -53,7 +54,7 @@ def trace(*kernels: Kernel, device: str = A100, steps: int = 2, around: str = ""
     conformed = {
         name: schema.TABLES[name].conform(pl.DataFrame(rows, infer_schema_length=None)) for name, rows in tables.items()
     }
-    return Trace(0, 0, "drawn", **conformed, header={"deviceProperties": [{"name": device}]})
+    return Trace(0, 0, "drawn", **conformed, header={"deviceProperties": [{"name": device, "numSms": 108}]})
 
 
 def run(*kernels: Kernel, device: str = A100, around: str = "") -> Run:
@@ -108,3 +109,10 @@ def chain(*operators: str, us: int = 100, shape: Shape = (4096, 1024)) -> Run:
     """Return a run of elementwise operators in a row on tensors of one shape, and a product of 200 µs."""
     kernels = [Kernel(f"aten::{operator}", us, [shape]) for operator in operators]
     return run(*kernels, Kernel("aten::mm", 200, [[4096, 4096], [4096, 1024]], "c10::Half", "gemm"))
+
+
+def waves(columns: int, *, us: int = 220, grid: str = "") -> Run:
+    """Return a run of one product of 4096 rows, in tiles of 128 by 256, on 108 multiprocessors."""
+    kernel = "ampere_fp16_s16816gemm_fp16_128x256_ldg8_f2f_stages_64x3_tn"
+    shapes = [[4096, 4096], [4096, columns]]
+    return run(Kernel("aten::mm", us, shapes, "c10::Half", kernel, grid=grid or f"32x{columns // 256}x1"))

@@ -456,6 +456,7 @@ EXAMPLES: dict[str, Example] = {
         lambda: drawn_kernels.adam(*drawn_kernels.FOREACH_ADAM), lambda: drawn_kernels.adam("_fused_adamw_")
     ),
     "COMP004": Example(lambda: drawn_kernels.chain("exp", "neg", "sigmoid"), lambda: drawn_kernels.chain("exp", "exp")),
+    "COMP005": Example(lambda: drawn_kernels.waves(1024), lambda: drawn_kernels.waves(768)),
     "HOST004": Example(copying_run, lambda: copying_run(phase="checkpoint")),
     "STEP001": Example(lambda: stalled_run("late", "", ""), lambda: stalled_run("", "", "")),
     "STEP002": Example(

@@ -16,7 +16,7 @@ from tracekit.rules.checkpoint_policy import (
 from tracekit.rules.clock_drops import ClockDrop
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.communication import ExposedCommunication, PreparationGap
-from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, UnfusedKernels, UnfusedOptimizer
+from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.copies import ExposedCopy
 from tracekit.rules.data_quality import DoubtfulTrace
@@ -76,6 +76,7 @@ RULES: tuple[type[Rule], ...] = (
     IdleTensorCores,
     UnfusedOptimizer,
     UnfusedKernels,
+    PartialWaves,
     OutlierStep,
     ColdStart,
     ClockDrop,

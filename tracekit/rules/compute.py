@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels
+from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels, wave_quantization
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -41,7 +41,7 @@ class MisalignedProducts(Rule):
     Attention as scaled_dot_product_attention needs no product of padded rows.
 
     Blind spots: needs record_shapes=True for the saving and a known device. Products in CUDA graphs have no shapes.
-    Whether a different tile or number of waves would be faster is not judged.
+    Waves of blocks belong to COMP005.
     """
 
     code: ClassVar[str] = "COMP001"
@@ -241,6 +241,57 @@ class UnfusedKernels(Rule):
         )
 
 
+@dataclass(frozen=True)
+class PartialWaves(Rule):
+    """Matrix products whose last wave of blocks leaves most of the device idle.
+
+    What it does: reports products of two to four waves of blocks of which the last leaves 20% or more of the product's
+    time on the multiprocessors idle, if that is `info_saved_ratio` of the step; a warning from `max_saved_ratio`. It
+    names the sizes that take one wave less, and those that take no longer.
+
+    Why it costs: each multiprocessor computes one tile of the result at a time. If the tiles are a few more than the
+    multiprocessors, a second wave takes as long as the first, for a few tiles.
+
+    How it is measured: the tile in the kernel's name, its grid, the shapes of the call and the number of
+    multiprocessors in the trace's header. Only kernels with one block per tile are judged, of 20 µs or more and below
+    70% of the roofline. The saving is the idle part of the last wave. Steps that save are left out.
+
+    How to fix: choose batch, sequence, hidden or vocabulary size such that the tiles fill their waves; or let the
+    library choose another tile: torch.compile(mode="max-autotune"), a newer cuBLAS (which divides the inner dimension,
+    or keeps blocks for several tiles).
+
+    Blind spots: needs record_shapes=True and a known device. Small tiles, of which a multiprocessor computes several
+    at a time, lose less. Kernels that keep their blocks for several tiles (nvjet on H100) are not judged.
+    """
+
+    code: ClassVar[str] = "COMP005"
+    facts: ClassVar[tuple[Fact, ...]] = (wave_quantization.partial_waves, *steps_without_saves.FACTS)
+    info_saved_ratio: float = 0.02
+    max_saved_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        rows = run.table(wave_quantization.partial_waves)
+        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        if loss is None:
+            return
+        own = loss.rows(rows)
+        most = largest_first(own, "saved_ns", "start_ns").row(0, named=True)
+        yield loss.finding(
+            self,
+            _severity(loss, self.max_saved_ratio),
+            f"The last wave of blocks leaves the device idle in {own.height:,} matrix products of {_duration(own)}: "
+            f"{loss}. Most of it: {most['op']} {most['shapes']}, whose {most['blocks']:,} tiles take "
+            f"{most['wave_count']} waves on {most['multiprocessors']} multiprocessors.",
+            f"Change a size such that the tiles fill their waves: of {_sizes(most, 'rows')}, or of "
+            f"{_sizes(most, 'columns')}. Or let the library choose another tile "
+            '(torch.compile(mode="max-autotune"), a newer cuBLAS).',
+            confidence=0.5,
+            evidence=_evidence(rows, loss),
+            what_if=WhatIf("partial-waves"),
+        )
+
+
 _COMPILE = (
     "torch.compile the model, or the module with these operators: it fuses them into one kernel, forward and backward. "
     "Or use a fused operator (RMSNorm, SwiGLU, a fused loss)."
@@ -278,6 +329,13 @@ def _pads(own: pl.DataFrame) -> str:
     dims = dict(pair for padding in reversed(ordered) for pair in reversed(product_kernels.pads(padding)))
     shown = list(dims.items())[::-1][:_MAX_NAMED]
     return " and ".join(f"{size} to {to}" for size, to in shown)
+
+
+def _sizes(row: dict[str, Any], name: str) -> str:
+    """Return "the 4096 columns, 3456 take one wave less, and up to 6912 no longer"."""
+    fewer, more = row[f"fewer_{name}"], row[f"more_{name}"]
+    less = f"{fewer} take one wave less, and " if fewer else ""
+    return f"the {row[name]} {name}, {less}up to {more} {'no longer' if less else 'take no longer'}"
 
 
 def _short(kernel: str) -> str:

@@ -7,9 +7,9 @@ import pytest
 import tracekit
 from tests.support import drawn_kernels
 from tests.support.drawn_kernels import FOREACH_ADAM, H100, V100, Kernel
-from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels
+from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels, wave_quantization
 from tracekit.replay.graph import savings
-from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, UnfusedKernels, UnfusedOptimizer
+from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 
@@ -170,3 +170,36 @@ class TestUnfusedKernels:
 
     def test_compiled_kernels_are_no_chains(self):
         assert others("nanogpt_h100_8ranks").table(elementwise_chains.chains)["saved_ns"].sum() < 1e6
+
+
+class TestPartialWaves:
+    def test_the_sizes_that_fill_the_waves_are_stated(self):
+        # 32 by 4 tiles on 108 multiprocessors: one wave, and another for 20 tiles.
+        (found,) = findings(drawn_kernels.waves(1024), PartialWaves)
+        assert found.severity == Severity.WARNING
+        assert "128 tiles take 2 waves on 108 multiprocessors" in found.message
+        assert "the 1024 columns, 768 take one wave less, and up to 1536 no longer" in found.fix
+        assert "the 4096 rows, 3456 take one wave less, and up to 6912 no longer" in found.fix
+        assert found.cost_ns == pytest.approx(220_000 * (1 - 128 / 216), abs=1)
+
+    @pytest.mark.parametrize(
+        "run",
+        [
+            lambda: drawn_kernels.waves(768),  # 96 tiles: one wave
+            lambda: drawn_kernels.waves(1536),  # 192 tiles: 89% of two waves
+            lambda: drawn_kernels.waves(1024, us=120),  # 92% of the roofline
+            lambda: drawn_kernels.waves(1024, grid="108x1x1"),  # blocks that compute several tiles
+            lambda: drawn_kernels.waves(1024, grid="32x4x2"),  # the inner dimension is divided
+        ],
+        ids=["one wave", "full waves", "fast", "persistent", "split"],
+    )
+    def test_products_that_fill_the_device_or_divide_their_tiles_are_not_reported(self, run):
+        assert findings(run(), PartialWaves) == ()
+
+    @pytest.mark.parametrize(
+        "name", ["megatron_tp8_a100_8ranks", "nanogpt_h100_8ranks", "tracelens_h100_memory_stacks"]
+    )
+    def test_public_traces_lose_little_to_waves(self, name):
+        run = others(name)
+        assert run.table(wave_quantization.partial_waves)["saved_ns"].sum() < 5e6
+        assert findings(run, PartialWaves) == ()

@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels
+from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels, wave_quantization
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -13,15 +13,17 @@ _FACTS = (
     product_kernels.without_tensor_cores,
     optimizer_kernels.unfused,
     elementwise_chains.chains,
+    wave_quantization.partial_waves,
 )
-MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN = range(1, len(_FACTS) + 1)
+MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE = range(1, len(_FACTS) + 1)
 
 
 @memoize
 def avoidable(trace: Trace) -> pl.DataFrame:
     """Return the kernels that would take less time, each by its first cause.
 
-    Columns COLUMNS: cause (MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN); one row per kernel.
+    Columns COLUMNS: cause (MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE); one row per
+    kernel.
     """
     parts = [
         fact(trace).select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))

@@ -18,12 +18,12 @@ COLUMNS = schema.columns(
 )
 _UNIT_BYTES = 16
 """Tensor cores are fed by loads of 16 bytes, so rows in memory have to begin at multiples of that (CUTLASS, cuBLAS)."""
-_LEFT: Mapping[str, int] = {
+LEFT: Mapping[str, int] = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), 0),
     **dict.fromkeys(("aten::addmm", "aten::addmm_", "aten::_addmm_activation", "aten::baddbmm", "aten::baddbmm_"), 1),
 }
 """The place of the left factor among the inputs of an operator; the right one follows."""
-_MIN_NS = 20_000
+MIN_NS = 20_000
 """Shorter kernels are bound by latency."""
 _MIN_DIM = 16
 """Of a smaller dimension, padding adds more work than alignment saves."""
@@ -51,14 +51,14 @@ def misaligned(trace: Trace) -> pl.DataFrame:
     than 35% of the roofline.
     """
     device = efficiency.device_of(trace.header)
-    calls = _with_calls(trace).with_columns(
+    calls = with_calls(trace).with_columns(
         pl.col("name").str.extract(r"_align(\d+)").cast(pl.Int64).alias("align"),
         pl.when(pl.col("name").str.contains(_16_BIT)).then(2).otherwise(4).alias("element_bytes"),
     )
     if calls.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     by_name = pl.col("name").str.contains(_TENSOR_CORE) & (pl.col("align") * pl.col("element_bytes") < _UNIT_BYTES)
-    may_be_slow = (pl.col("dur_ns") >= _MIN_NS) & (pl.col("ratio") < _LOW_RATIO)
+    may_be_slow = (pl.col("dur_ns") >= MIN_NS) & (pl.col("ratio") < _LOW_RATIO)
     has_layout = device is not None and devices.TF32 in device.peaks and not device.name.startswith("mi")
     by_shape = pl.lit(has_layout) & may_be_slow & pl.col("align").is_null() & pl.col("is_contiguous")
     joined = calls.join(_paddings(calls), on=_INPUTS, how="left", nulls_equal=True, maintain_order="left")
@@ -82,7 +82,7 @@ def without_tensor_cores(trace: Trace) -> pl.DataFrame:
     if device is None or device.peaks.get(devices.TF32, 0) < 2 * device.peaks.get(devices.FP32, math.inf):
         return pl.DataFrame(schema=COLUMNS)
     is_fp32 = pl.col("name").str.contains(_FP32) & ~pl.col("name").str.contains(_NOT_FP32)
-    kernels = _with_calls(trace).filter(is_fp32, pl.col("dur_ns") >= _MIN_NS)
+    kernels = with_calls(trace).filter(is_fp32, pl.col("dur_ns") >= MIN_NS)
     rate = _TF32_RATIO * device.peaks[devices.TF32]
     share = pl.col("dur_ns") / pl.col("work_ns")
     known_ns = share * pl.max_horizontal(
@@ -96,7 +96,7 @@ def without_tensor_cores(trace: Trace) -> pl.DataFrame:
 _INPUTS = ["op", "shapes", "strides", "element_bytes"]
 
 
-def _with_calls(trace: Trace) -> pl.DataFrame:
+def with_calls(trace: Trace) -> pl.DataFrame:
     """Return the compute with the product call that each kernel is of: op, its inputs, work and roofline, if known."""
     activities = trace.activities.rename({"id": "activity_id"}).join(trace.lanes.select("lane", "device"), on="lane")
     ids = flops.counted(trace).drop_nulls("flops")["id"]
@@ -116,7 +116,7 @@ def _with_calls(trace: Trace) -> pl.DataFrame:
 
 def _usual_ratio(kernels: pl.DataFrame) -> float:
     """Return the median share of the roofline that aligned products reach, by their time, from 0.3 to 0.8."""
-    known = kernels.filter(~pl.col("is_faulty"), pl.col("ratio").is_not_null(), pl.col("dur_ns") >= _MIN_NS)
+    known = kernels.filter(~pl.col("is_faulty"), pl.col("ratio").is_not_null(), pl.col("dur_ns") >= MIN_NS)
     if known["call_id"].n_unique() < _MIN_CALLS:
         return _USUAL_RATIO
     ordered = known.sort("ratio").with_columns(pl.col("dur_ns").cum_sum().alias("until_ns"))
@@ -145,9 +145,9 @@ def _paddings(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _padding(op: str | None, shapes: str | None, strides: str | None, element_bytes: int) -> _Padding | None:
-    if op is None or op not in _LEFT or shapes is None:
+    if op is None or op not in LEFT or shapes is None:
         return None
-    at, unit = _LEFT[op], _UNIT_BYTES // element_bytes
+    at, unit = LEFT[op], _UNIT_BYTES // element_bytes
     (*_, rows, inner), (*_, columns) = json.loads(shapes)[at : at + 2]
     contiguous = _contiguous(json.loads(strides)[at : at + 2], (rows, inner, columns)) if strides else set()
     is_small = min(rows, inner, columns) < _MIN_DIM

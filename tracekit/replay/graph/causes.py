@@ -86,6 +86,13 @@ _LISTED = (
         0.6,
     ),
     Cause(
+        "partial-waves",
+        "COMP005",
+        "the last wave of blocks of a matrix product fills the device",
+        "blocks of products with one block per tile, by the number of multiprocessors",
+        0.6,
+    ),
+    Cause(
         "preparation",
         "COMM004",
         "no copy, cast or division is needed before a collective",

@@ -121,6 +121,7 @@ TRANSFORMS: Mapping[str, Transform] = {
             "idle-tensor-cores": avoidable_time.NO_TENSOR_CORES,
             "unfused-optimizer": avoidable_time.UNFUSED_OPTIMIZER,
             "unfused-kernels": avoidable_time.UNFUSED_CHAIN,
+            "partial-waves": avoidable_time.PARTIAL_WAVE,
         }.items()
     },
     "preparation": contention_free.without_preparation,
@@ -151,6 +152,7 @@ _FIRST = (
     "idle-tensor-cores",
     "unfused-optimizer",
     "unfused-kernels",
+    "partial-waves",
     "slowed-compute",
     "give-way",
     "slowed-collectives",
