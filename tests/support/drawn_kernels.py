@@ -28,6 +28,7 @@ class Kernel:
     name: str = "vectorized_elementwise_kernel"
     strides: Sequence[Shape] | None = None
     grid: str | None = None
+    phase: str | None = None
 
 
 def trace(*kernels: Kernel, device: str = A100, steps: int = 2, around: str = "") -> Trace:
@@ -41,6 +42,7 @@ def trace(*kernels: Kernel, device: str = A100, steps: int = 2, around: str = ""
             activities.append(
                 {"id": len(activities), "launch_id": len(ops), "lane": STREAM, "name": kernel.name, "kind": "compute"}
                 | {"start_ns": now, "dur_ns": kernel.us * US, "step": step, "grid": kernel.grid}
+                | {"phase": kernel.phase}
             )
             ops.append(_operator(kernel, len(ops), outer) | _at(now, step))
             now += kernel.us * US
@@ -96,8 +98,9 @@ def single(*, device: str = A100, name: str = "ampere_sgemm_128x64_nn", shapes: 
 def adam(*operators: str, name: str = "AdamW", us: int = 100) -> Run:
     """Return a run whose optimizer launches a kernel per operator, `us` µs each, of steps of 5 ms."""
     shapes = [[1024, 1024]] * 2
-    kernels = [Kernel(f"aten::{operator}", us, shapes) for operator in operators]
-    rest = Kernel("aten::mm", 5000 - us * len(kernels), [[4096, 4096], [4096, 4096]], "c10::Half", "gemm")
+    kernels = [Kernel(f"aten::{operator}", us, shapes, phase="optimizer") for operator in operators]
+    rest_us = 5000 - us * len(kernels)
+    rest = Kernel("aten::mm", rest_us, [[4096, 4096], [4096, 4096]], "c10::Half", "gemm", phase="forward")
     traced = trace(*kernels, rest, around=f"Optimizer.step#{name}.step")
     return drawn_traces.run(traced)
 

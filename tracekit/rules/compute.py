@@ -80,9 +80,9 @@ class MisalignedProducts(Rule):
             self.code,
             Severity.INFO,
             f"Matrix products for rows that do not begin at multiples of 16 bytes take {loss}, most of it in kernels "
-            f"such as {_short(kernel)}. Their shapes were not recorded, so the saving is not known.",
-            "Record with record_shapes=True to see which dimension to pad; dimensions of 16-bit tensors should be "
-            "multiples of 8, those of 32-bit tensors in TF32 multiples of 4.",
+            f"such as {_short(kernel)}. Their shapes are not in the trace, so the saving is not known.",
+            "Dimensions of 16-bit tensors should be multiples of 8, those of 32-bit tensors in TF32 multiples of 4. "
+            "Record with record_shapes=True and without CUDA graphs to see which dimension to pad.",
             confidence=0.7,
             ranks=(loss.row["rank"],),
             evidence=_evidence(rows, loss),
@@ -98,14 +98,16 @@ class IdleTensorCores(Rule):
     cores have TF32, if that would save `info_saved_ratio` of the step; a warning from `max_saved_ratio`.
 
     Why it costs: the peak in TF32 is 7 to 8 times that in 32 bits on A100 and H100. PyTorch computes matrix products in
-    full 32 bits unless it is told otherwise (convolutions use TF32 by default).
+    full 32 bits by default, convolutions in TF32.
 
     How it is measured: kernels of 20 µs or more whose names say 32-bit arithmetic (sgemm, simt, f32f32) and no tensor
     cores. The saving is the time beyond half the peak in TF32 or 80% of the memory bandwidth, by the call's shapes; in
-    a trace without shapes, by the ratio of the peaks. Steps that save are left out.
+    a trace without shapes, by the ratio of the peaks. Convolutions are left out if others of the trace use TF32. Steps
+    that save are left out.
 
-    How to fix: torch.set_float32_matmul_precision("high"), which rounds the factors to 10 bits of mantissa and adds
-    up in 32 bits; or torch.autocast(dtype=torch.bfloat16). Compare the loss of some hundred steps before and after.
+    How to fix: torch.set_float32_matmul_precision("high"), which rounds the factors to 10 bits of mantissa and adds up
+    in 32 bits, for convolutions torch.backends.cudnn.allow_tf32 = True; or torch.autocast(dtype=torch.bfloat16).
+    Compare the loss of some hundred steps before and after.
 
     Blind spots: whether the model needs all 32 bits is not known. Devices without TF32 (V100) and unknown devices are
     not judged; kernels of Triton do not say which units they use.
@@ -129,8 +131,9 @@ class IdleTensorCores(Rule):
             _severity(loss, self.max_saved_ratio),
             f"Tensor cores are unused: 32-bit matrix products without TF32 take {_duration(own)}, most of it in "
             f"kernels such as {_short(kernel)}; TF32 would save {loss}.",
-            'Set torch.set_float32_matmul_precision("high") if factors with 10 bits of mantissa are enough (sums stay '
-            "in 32 bits), or train under torch.autocast(dtype=torch.bfloat16). Compare the loss before and after.",
+            'Set torch.set_float32_matmul_precision("high"), for convolutions torch.backends.cudnn.allow_tf32 = True, '
+            "if factors with 10 bits of mantissa are enough (sums stay in 32 bits), or train under "
+            "torch.autocast(dtype=torch.bfloat16). Compare the loss before and after.",
             confidence=0.7,
             evidence=_evidence(rows, loss),
             what_if=WhatIf("idle-tensor-cores"),

@@ -65,7 +65,7 @@ class Flow(NamedTuple):
 
 
 def flow_of_call(name: str, shapes: str, dtypes: str | None, arguments: str | None, strides: str | None) -> Flow | None:
-    """Return what an elementwise operator, reduction, norm or softmax reads and writes; None for others.
+    """Return what an elementwise operator, reduction, norm or softmax reads and writes; None for others, and with out=.
 
     >>> flow_of_call("aten::exp", "[[2, 3]]", '["float"]', None, None).result
     [[2, 3], 'float', 24]
@@ -75,9 +75,15 @@ def flow_of_call(name: str, shapes: str, dtypes: str | None, arguments: str | No
         return None
     try:
         given = op_inputs.parse(shapes, dtypes, arguments, strides, None)
-        return None if given is None else _flow(name, given, operands)
+        return None if given is None or _has_given_output(name, given, operands) else _flow(name, given, operands)
     except (ValueError, TypeError, IndexError, KeyError):
         return None
+
+
+def _has_given_output(name: str, given: Inputs, operands: int) -> bool:
+    """Return whether a call writes to a tensor that it is given (out=), as DDP does with gradients."""
+    is_elementwise = name.removeprefix("aten::") in _ELEMENTWISE
+    return is_elementwise and any(each.elements for each in given.tensors(operands))
 
 
 def _flow(name: str, given: Inputs, operands: int) -> Flow:

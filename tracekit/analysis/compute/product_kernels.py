@@ -36,6 +36,8 @@ _TF32_RATIO, _MEMORY_RATIO = 0.5, 0.8
 _TENSOR_CORE = r"(?i)tensorop|s1688|s16816|s884|h1688|h884|wmma"
 _16_BIT = r"(?i)f16|fp16|half"
 _FP32 = r"sgemm|simt_s|f32f32_f32f32_f32|implicit_convolve_s|scudnn|cudnn::(cnn|detail)::\w+<float"
+_CONVOLUTION = r"(?i)conv|cudnn|wgrad|dgrad|fprop"
+_TF32 = r"(?i)tf32|s1688"
 _NOT_FP32 = r"(?i)tf32|tensorop|s1688|s16816|f16|half|gemv"
 
 
@@ -76,13 +78,17 @@ def without_tensor_cores(trace: Trace) -> pl.DataFrame:
 
     Columns COLUMNS: saved_ns (less the time at half the peak in TF32, or 80% of the memory bandwidth; where the call's
     shapes are not known, by the ratio of the peaks), padding null; one row per kernel. Empty where the device is
-    unknown, or its tensor cores have no TF32.
+    unknown, or its tensor cores have no TF32. Convolutions are left out where others of the trace use TF32: cuDNN may
+    take it then, and has chosen not to.
     """
     device = efficiency.device_of(trace.header)
     if device is None or device.peaks.get(devices.TF32, 0) < 2 * device.peaks.get(devices.FP32, math.inf):
         return pl.DataFrame(schema=COLUMNS)
     is_fp32 = pl.col("name").str.contains(_FP32) & ~pl.col("name").str.contains(_NOT_FP32)
-    kernels = with_calls(trace).filter(is_fp32, pl.col("dur_ns") >= MIN_NS)
+    names = trace.activities["name"].unique()
+    allows_tf32 = bool(names.filter(names.str.contains(_CONVOLUTION) & names.str.contains(_TF32)).len())
+    is_judged = is_fp32 & ~(pl.col("name").str.contains(_CONVOLUTION) & pl.lit(allows_tf32))
+    kernels = with_calls(trace).filter(is_judged, pl.col("dur_ns") >= MIN_NS)
     rate = _TF32_RATIO * device.peaks[devices.TF32]
     share = pl.col("dur_ns") / pl.col("work_ns")
     known_ns = share * pl.max_horizontal(
