@@ -13,6 +13,7 @@ import pytest
 import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
+from tracekit.analysis.host import module_tree
 
 WITHOUT_THE_ANALYSIS = """
 import sys
@@ -188,6 +189,16 @@ def test_whatever_way_optimizers_step_steps_are_counted(
     assert losses(done) == odd_alone[way] != []
     assert steps_by_rank(load(tmp_path / "run")) == {0: [4, 5, 6]}
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(9))
+
+
+def test_modules_are_recorded_on_request_and_the_training_stays_the_same(tmp_path: Path) -> None:
+    done = do(command("--quiet", "--modules", "--out", "run", "--", *script("plain_single.py")), tmp_path)
+    assert done.code == 0, done.err
+    assert not done.said
+    assert losses(done) == losses(do(script("plain_single.py"), tmp_path))
+    modules = load(tmp_path / "run").table(module_tree.modules)
+    calls = dict(modules.filter(modules["calls"] > 0).select("module", "calls").iter_rows())
+    assert calls == dict.fromkeys(["Sequential", "Sequential.0", "Sequential.1", "Sequential.2"], 5)
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Settings:
     memory: bool = True
     stacks: bool = False
     shapes: bool | None = None
+    modules: bool = False
     snapshot: bool = False
     disk_budget_bytes: int = 10 * GIBIBYTE
     tokens_per_step: int | None = None

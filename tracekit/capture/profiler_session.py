@@ -12,6 +12,7 @@ import torch
 from torch.autograd import profiler as torch_profiler
 from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 
+from tracekit.capture.module_spans import ModuleSpans
 from tracekit.capture.profiler_stderr import without_profiler_noise
 
 _STARTS, _ENDS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",)
@@ -32,6 +33,7 @@ class ProfilingOptions:
     snapshot: bool
     warmup: int
     scratch: Path | None
+    modules: bool = False
 
 
 class ProfilerSession:
@@ -51,6 +53,7 @@ class ProfilerSession:
             experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True) if cuda else None,
         )
         self._span: Any = None
+        self._modules = ModuleSpans() if options.modules else None
         self.prepared = self.started = False
 
     def prepare(self) -> None:
@@ -71,6 +74,8 @@ class ProfilerSession:
             # torch warns about the first freed block with an unseen allocation: free one here, with stderr filtered.
             del block
         self.started = True
+        if self._modules is not None:
+            self._modules.open()
 
     def mark(self, step: int) -> None:
         """End the span of the previous step, if there is one, and begin that of `step`."""
@@ -86,6 +91,8 @@ class ProfilerSession:
 
     def stop(self) -> None:
         """End the recording, or the warm-up."""
+        if self._modules is not None:
+            self._modules.close()
         self.unmark()
         if self.prepared:
             self.prepared = False

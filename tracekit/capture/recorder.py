@@ -35,12 +35,12 @@ class Recorder:
     file ``record.now`` in the run). The profiler warms up for `warmup` steps before each. The trace marks optimizer
     step N as ``ProfilerStep#N``, counted from 0, or from `first_step`, the optimizer steps done before.
 
-    `memory`, `stacks` and `shapes` (by default on the CPU only) add to the trace; `snapshot` adds the CUDA
-    allocator's history of each window. `manifest` goes into ``run.json`` (strategy, mesh, model, arguments), secrets
-    redacted. `device` is cuda or cpu, by default cuda where there is one. Traces are written to `scratch`
-    first, where given; those of a run take `disk_budget_bytes` at most: the oldest windows except the first
-    are removed. One rank `leads`, by default rank 0: it writes the manifest and answers requests. `mid_step`: the first
-    step has begun already, so its time is not logged.
+    `memory`, `stacks` and `shapes` (by default on the CPU only) add to the trace; `modules` adds a span for each
+    forward call of a module; `snapshot` adds the CUDA allocator's history of each window. `manifest` goes into
+    ``run.json`` (strategy, mesh, model, arguments), secrets redacted. `device` is cuda or cpu, by default cuda where
+    there is one. Traces are written to `scratch` first, where given; those of a run take `disk_budget_bytes` at most:
+    the oldest windows except the first are removed. One rank `leads`, by default rank 0: it writes the manifest and
+    answers requests. `mid_step`: the first step has begun already, so its time is not logged.
 
     Failures never raise: one line on stderr reports it, and that part of the recording ends.
 
@@ -70,6 +70,7 @@ class Recorder:
         memory: bool = True,
         stacks: bool = False,
         shapes: bool | None = None,
+        modules: bool = False,
         snapshot: bool = False,
         scratch: str | os.PathLike[str] | None = None,
         disk_budget_bytes: int | None = None,
@@ -89,7 +90,7 @@ class Recorder:
         # On a GPU the collectives' kernels carry their sizes; on the CPU only the shapes of ops do.
         shapes = self._device == "cpu" if shapes is None else shapes
         scratch_folder = Path(scratch) if scratch is not None else None
-        options = ProfilingOptions(self._device, memory, stacks, shapes, snapshot, warmup, scratch_folder)
+        options = ProfilingOptions(self._device, memory, stacks, shapes, snapshot, warmup, scratch_folder, modules)
         self._profiler = WindowProfiler(self.folder, self.rank, self._windows, options, written=self._on_written)
         self._requests: WindowRequests | None = None
         self._manifest: ManifestFile | None = None

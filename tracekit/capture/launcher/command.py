@@ -142,6 +142,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--warmup", type=_natural, default=2, metavar="N", help="profiler warm-up steps before a window [default: 2]")
     add("--out", type=Path, metavar="RUN", help="folder of the run [default: runs/ and the job id or the time]")
     add("--stacks", action="store_true", help="record Python stacks: traces grow tenfold, and steps take longer")
+    add("--modules", action="store_true", help="record the forward calls of torch.nn.Modules, without stacks")
     add("--shapes", action="store_true", default=None, help="record operator shapes, the default on the CPU")
     add("--no-memory", action="store_false", dest="memory", help="record no allocator events")
     add(

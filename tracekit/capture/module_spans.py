@@ -1,0 +1,127 @@
+"""Spans of the modules' forward calls in a trace, while a window is recorded: what `record --modules` adds.
+
+Hooks on all modules exist only between `open` and `close`; outside of windows nothing is called. The backward of a
+module needs no span: autograd's sequence numbers tie its operators to those of the forward.
+"""
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from tracekit import conventions
+from tracekit.capture import atomic_files
+
+_WRAPPING = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_PARALLEL = ("DistributedDataParallel", "DataParallel")
+_FSDP = "FSDP"
+_COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
+# A fraction of the time that record_function takes, for the same event.
+_enter, _exit = torch.autograd._record_function_with_args_enter, torch.autograd._record_function_with_args_exit
+
+
+class ModuleSpans:
+    """Opens a span ``nn.Module: Model.layers.0`` around each forward call of a module, from `open` to `close`.
+
+    A path begins with the class of the outermost module. A module that torch wraps (DistributedDataParallel, FSDP,
+    torch.compile, activation checkpointing) and its wrapper are one, with the name of the module; inside of a compiled
+    module nothing is called. A failure ends the spans with a line on stderr, and never reaches the training.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._names: dict[torch.nn.Module, str] = {}  # modules are alive: a window is short
+        self._thread = _Thread()
+
+    def open(self) -> None:
+        """Add the hooks."""
+        warnings.filterwarnings("ignore", message=_COMPILE_WARNING)
+        self._hooks = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks, end the spans that are open on this thread, and forget all modules."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        while self._thread.calls:
+            _end(self._thread.calls.pop()[1])
+        self._names.clear()
+
+    def _before(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # the module is traced, not called
+            return
+        try:
+            calls = self._thread.calls
+            around = calls[-1][2] if calls else None
+            name = self._names.get(module) or self._named(module, around)
+            if name == _UNNAMED:
+                calls.append((module, None, around or _UNNAMED))
+            else:
+                calls.append((module, _enter(conventions.MODULE_PREFIX + name), name))
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
+            atomic_files.report_failure("modules are not recorded", error)
+            self.close()
+
+    def _after(self, module: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        calls = self._thread.calls
+        # Calls inside whose hook was not called are over too; one that began before the hooks has no span.
+        if calls and (calls[-1][0] is module or any(each is module for each, _, _ in calls)):
+            called = None
+            while called is not module:
+                called, handle, _ = calls.pop()
+                _end(handle)
+
+    def _named(self, module: torch.nn.Module, around: str | None) -> str:
+        """Return the path of a module that was not seen before, and remember those of all modules in it.
+
+        A module that is no part of the one that calls it, such as a shared loss, gets a path in the caller's.
+        """
+        inner = _unwrapped(module)
+        root = type(inner).__name__.removeprefix(_FSDP) or _FSDP
+        prefix = root if around is None or around == _UNNAMED else f"{around}.{root}"
+        named = set()
+        for path, part in module.named_modules():
+            own = ".".join([prefix, *_parts(module, path)])
+            self._names.setdefault(part, _UNNAMED if own in named else own)  # the span is that of the wrapper
+            named.add(own)
+        return self._names[module]
+
+
+class _Thread(threading.local):
+    """The calls that are open on a thread: module, handle of the span, path."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.nn.Module, Any, str]] = []
+
+
+_UNNAMED = "?"
+"""The path of a module inside a wrapper, whose span is the wrapper's."""
+
+
+def _end(handle: Any) -> None:
+    if handle is not None:
+        _exit(handle)
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module of the training inside torch's wrappers."""
+    for name in ("module", *_WRAPPING) if type(module).__name__ in _PARALLEL else _WRAPPING:
+        inner = module._modules.get(name)
+        if inner is not None:
+            return _unwrapped(inner)
+    return module
+
+
+def _parts(root: torch.nn.Module, path: str) -> list[str]:
+    """Return the names on a path below the root without those of wrappers."""
+    names = path.split(".") if path else []
+    if names and names[0] == "module" and type(root).__name__ in _PARALLEL:
+        names = names[1:]
+    return [name for name in names if name not in _WRAPPING]
