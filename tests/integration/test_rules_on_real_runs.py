@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+import random
 import re
 import statistics
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from benchmarks import perturbation_graph, troubles
 from tests.integration import raw
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import collective_contention, contention
+from tracekit.analysis.time import breakdown
 from tracekit.ingest.loader import load
 from tracekit.model import units
 from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
@@ -285,6 +288,19 @@ def test_a_first_step_with_an_allocation_retry_is_not_called_warm_up():
         frees = [s for s in trace.of("cuda_runtime") if s.name == "cudaFree"]
         retry = max(s.end for s in frees) - min(s.start for s in frees)
         assert first > 2 * statistics.median(rest) > first - retry
+
+
+def test_a_first_step_that_is_long_for_a_pause_before_the_second_steps_work_is_not_called_warm_up(tmp_path: Path):
+    original = others("nanogpt_h100_8ranks")
+    job_of = perturbation_graph.load(Path(source.path) for source in original.sources)
+    troubles.nameless_save(job_of, 0.3, random.Random("nanogpt_h100_8ranks save without a name 0.3 700"))
+    job_of.replay()
+    for rank, document in zip(job_of.ranks, job_of.documents(), strict=True):
+        perturbation_graph.write(document, tmp_path / f"rank{rank.number}.pt.trace.json.gz")
+    run = load(str(tmp_path), cache=False)
+    steps = run.table(breakdown.by_step).filter(rank=0).sort("step")["duration_ns"].to_list()
+    assert steps[0] > 2 * statistics.median(steps[1:])
+    assert "warm_up_inside" not in judge(run, DoubtfulTrace())
 
 
 def test_launches_without_work_are_counted():

@@ -13,7 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.outlier_steps import OutlierStep, is_cold
+from tracekit.rules.outlier_steps import OutlierStep, is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.sync import alignment, collective_matching
 
@@ -178,15 +178,20 @@ def _measured(run: Run) -> pl.DataFrame:
 
     STEP001 reports stalls that are no first use.
     """
-    stalls = run.run_table(outlier_steps.outlier_steps).filter("is_first", ~is_cold())
-    steps = stalls.group_by("window", "step").agg(pl.col("step_ns", "reference_ns").max(), pl.col("lost_ns").sum())
-    rest_ns = pl.col("step_ns") - pl.col("lost_ns")
     lengths = run.table(breakdown.by_step).drop_nulls("step")
-    others = lengths.filter(pl.col("step") > pl.col("step").min().over("window"))
-    medians = others.group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
+    is_first = pl.col("step") == pl.col("step").min().over("window")
+    firsts = lengths.filter(is_first).group_by("window", "step").agg(pl.col("duration_ns").median())
+    medians = lengths.filter(~is_first).group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
+    # The device idles in gap_step; what the host launches late there may belong to the next step.
+    events = run.run_table(outlier_steps.outlier_steps).filter(~is_first_use())
+    stalls = firsts.join(events.drop("step"), left_on=["window", "step"], right_on=["window", "gap_step"])
+    judged = stalls.group_by("window").agg(
+        pl.col("duration_ns").first(), pl.col("lost_ns").sum(), pl.col("reference_ns").max()
+    )
+    compared = judged.join(medians, on="window", how="left")
+    rest_ns = pl.col("duration_ns") - pl.col("lost_ns")
     usual_ns = pl.max_horizontal("reference_ns", "median_ns")
-    judged = steps.join(medians, on="window", how="left")
-    explained = judged.filter(rest_ns <= trace_quality.WARM_UP_RATIO * usual_ns)["window"]
+    explained = compared.filter(rest_ns <= trace_quality.WARM_UP_RATIO * usual_ns)["window"]
     is_explained = (pl.col("kind") == "warm_up_inside") & pl.col("window").is_in(explained.implode())
     return run.table(trace_quality.data_quality).filter(~is_explained)
 

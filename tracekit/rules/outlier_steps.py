@@ -225,9 +225,13 @@ def is_warm_up(min_step_ratio: float = ColdStart.min_step_ratio) -> pl.Expr:
 
 def is_cold() -> pl.Expr:
     """Return whether an event of `outlier_steps.outlier_steps` is a first use in the first step."""
-    loads = pl.col("cause").is_in(host_stalls.FIRST_USE)
+    return pl.col("is_first") & is_first_use()
+
+
+def is_first_use() -> pl.Expr:
+    """Return whether an event of `outlier_steps.outlier_steps` is of a kind that first uses cause, in any step."""
     lazy = pl.col("cause").eq(host_stalls.LAUNCH) & pl.col("is_everyone")
-    return pl.col("is_first") & (loads | lazy)
+    return pl.col("cause").is_in(host_stalls.FIRST_USE) | lazy
 
 
 def _fix(event: dict[str, Any], run: Run) -> str:

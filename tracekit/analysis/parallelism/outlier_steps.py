@@ -15,7 +15,7 @@ STALL_COLUMNS = schema.columns(
     "is_first"
 )
 COLUMNS = {
-    **schema.columns("window step is_first cause detail name is_everyone start_ns stall_ns lost_ns"),
+    **schema.columns("window step gap_step is_first cause detail name is_everyone start_ns stall_ns lost_ns"),
     **schema.columns("step_ns reference_ns window_ns steps"),
     "ranks": pl.List(pl.Int64),
     "events": pl.List(pl.Int64),
@@ -110,11 +110,12 @@ def _with_retries_of_others(stalls: pl.DataFrame, outliers: pl.DataFrame) -> pl.
 def outlier_steps(run: Run) -> pl.DataFrame:
     """Return the steps that take longer because the host of one rank, or of all, stalled once; use ``run.run_table``.
 
-    Columns COLUMNS: step (null where none is marked), is_first (the first of several), cause (of `host_stalls.CAUSES`),
-    detail and name of the longest stall, ranks (those that stall; others wait for them), events (the numbers of their
-    stalls in `outlier_stalls`), is_everyone (whether all ranks do), stall_ns (how long, beyond what is usual in other
-    steps), lost_ns (the job's: at most what the step takes longer than the reference), step_ns and reference_ns (of the
-    step, and the median of steps without outliers: the median over ranks), window_ns and steps (of the window); one row
+    Columns COLUMNS: step (null where none is marked), gap_step (in which the device is idle; the work that comes late
+    may belong to the next step), is_first (the first of several), cause (of `host_stalls.CAUSES`), detail and name of
+    the longest stall, ranks (those that stall; others wait for them), events (the numbers of their stalls in
+    `outlier_stalls`), is_everyone (whether all ranks do), stall_ns (how long, beyond what is usual in other steps),
+    lost_ns (the job's: at most what the step takes longer than the reference), step_ns and reference_ns (of the step,
+    and the median of steps without outliers: the median over ranks), window_ns and steps (of the window); one row
     per step, cause and set of ranks.
     """
     events = _events(run)
