@@ -190,25 +190,35 @@ def _in_time(own_ns: Ints, waits: Waits, devices: _Devices) -> Ints:
     place, lane, room, shares, took = (
         each.tolist() for each in (devices.place, devices.lane, devices.room_ns, devices.shares_with, own_ns)
     )
-    running: dict[int, list[tuple[int, int, int]]] = {}
-    events = [(starts_at[node], starts_at[node], node) for node, waits_left in enumerate(left) if not waits_left]
+    running: dict[int, list[tuple[int, int, int]]] = {at: [] for at in set(place)}
+    released = [node for node, waits_left in enumerate(left) if not waits_left]
+    free = [node for node in released if place[node] < 0]
+    events = [(starts_at[node], starts_at[node], node) for node in released if place[node] >= 0]
     heapq.heapify(events)
-    while events:
-        now, ready, node = heapq.heappop(events)
-        full = running[place[node]] = [each for each in running.get(place[node], ()) if each[0] > now]
-        others = (until for until, by, of in full if of != lane[node] and by != shares[node])
-        until = max(others, default=now) if place[node] >= 0 else now
-        if until > now:
-            heapq.heappush(events, (until, ready, node))  # the first that was ready finds room first
-            continue
-        starts_at[node], end = now, now + took[node]
-        if room[node] >= 0 and end - room[node] > now:
-            full.append((end - room[node], node, lane[node]))
+    while free or events:
+        if free:  # what needs no room starts as soon as it may, whatever comes before
+            node = free.pop()
+            end = starts_at[node] + took[node]
+        else:
+            now, ready, node = heapq.heappop(events)
+            full = running[place[node]] = [each for each in running[place[node]] if each[0] > now]
+            others = [until for until, by, of in full if of != lane[node] and by != shares[node]]
+            if others:
+                heapq.heappush(events, (max(others), ready, node))  # the first that was ready finds room first
+                continue
+            starts_at[node], end = now, now + took[node]
+            if room[node] >= 0 and end - room[node] > now:
+                full.append((end - room[node], node, lane[node]))
         for edge in range(first[node], first[node + 1]):
-            other = following[edge]
-            starts_at[other] = max(starts_at[other], end + lags[edge])
+            other, earliest = following[edge], end + lags[edge]
+            if earliest > starts_at[other]:
+                starts_at[other] = earliest
             left[other] -= 1
-            if not left[other]:
+            if left[other]:
+                continue
+            if place[other] < 0:
+                free.append(other)
+            else:
                 heapq.heappush(events, (starts_at[other], starts_at[other], other))
     return np.array(starts_at, np.int64)
 
