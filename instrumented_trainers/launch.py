@@ -113,7 +113,7 @@ def _context(config: TrainingConfig) -> SpawnContext | ForkServerContext:
     if config.device == "cuda":  # whose libraries want a process from its beginning
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["instrumented_trainers.loop", "torch._dynamo"])  # a first step imports the second
+    context.set_forkserver_preload(["instrumented_trainers.imported_by_ranks"])
     return context
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tracekit.conventions.gc_pause import gc_paused
+
 # There are more workers than cores: further threads that wait for a core, or spin on it, cost more than they give.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 with pytest.MonkeyPatch.context() as only_here:  # commands that tests start have as many threads as a user's
@@ -63,6 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.support import xdist_scheduling
 
         items[:] = xdist_scheduling.long_files_first([(item.nodeid, item) for item in items])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    with gc_paused():  # what is imported stays
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

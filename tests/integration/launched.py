@@ -5,13 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.python_path import PYTHON_PATH
+
 MICRO = ["--device", "cpu", "--model", "micro", "--batch", "2", "--tokens", "32", "--log-every", "1"]
 
 
 def environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
 
 
 def start(

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import tracekit
+from tests.support.python_path import PYTHON_PATH
 from tracekit.model.run import Run
 
-REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 LEFT_OUT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TRACEKIT_RECORD"}
@@ -36,7 +36,7 @@ class Done:
 
 def environment(**more: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **more}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, **more}
 
 
 def command(*options: str, program: tuple[str, ...] = ("-m", "tracekit", "record")) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from tests.integration import launched
+from tests.support.python_path import REPOSITORY
 from tracekit import conventions
 from tracekit.model.run import Run
 
@@ -17,7 +18,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 def run_example(name: str, *arguments: str, ranks: int = 2) -> str:
     """Start an example as its docstring says and return what it printed. Fails if it does."""
-    example = str(launched.REPOSITORY / "examples" / f"{name}.py")
+    example = str(REPOSITORY / "examples" / f"{name}.py")
     launcher = TORCHRUN if ranks > 1 else ()
     command = [sys.executable, *launcher, example, *arguments]
     done = subprocess.run(command, env=launched.environment(), capture_output=True, text=True, timeout=240)

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.python_path import PYTHON_PATH
 from tracekit.errors import ConfigError
 from tracekit.testing import marks, plugin, summary
 
@@ -129,7 +130,7 @@ TESTS = """
 
 def run_pytest(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(filter(None, (PYTHON_PATH, os.environ.get("PYTHONPATH", ""))))
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *NAMED, *words],
         cwd=folder,

@@ -13,6 +13,7 @@ import pytest
 import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
+from tests.support.python_path import REPOSITORY
 from tracekit.analysis.host import module_tree
 
 WITHOUT_THE_ANALYSIS = """
@@ -324,7 +325,7 @@ def test_signals_reach_the_training_once(tmp_path: Path) -> None:
 def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['SEEN'] = 'yes'")
     program = [sys.executable, "-c", "import os, sitecustomize; print(os.environ.get('SEEN'), sitecustomize.__file__)"]
-    path = os.pathsep.join([str(recorded.REPOSITORY), str(tmp_path)])
+    path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
     done = do(command("--quiet", "--", *program), tmp_path, PYTHONPATH=path)
     assert done.out.split() == ["yes", str(tmp_path / "sitecustomize.py")]
 

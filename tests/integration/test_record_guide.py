@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.python_path import PYTHON_PATH, REPOSITORY
+
 # What torch 2.13 now and then dies of when a process ends that saved by gloo, without our recorder as well as with it
 # (1 in 28 plain trainings): a thread of its own that nobody joined.
 TORCH_DIED_AT_EXIT = "terminate called without an active exception"
@@ -19,7 +20,7 @@ def test_the_example_in_the_guide_records_a_run(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "train.py").write_text(example)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
     for _ in range(TRIES):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
         if TORCH_DIED_AT_EXIT not in done.stderr:

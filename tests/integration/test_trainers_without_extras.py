@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launched import MICRO, REPOSITORY, train
+from tests.integration.launched import MICRO, train
+from tests.support.python_path import REPOSITORY
 
 HIDE = """
 import sys

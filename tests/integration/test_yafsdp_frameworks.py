@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from instrumented_trainers.parallelism.yafsdp import fully_shard, module
 from tests.support import process_group
+from tests.support.python_path import PYTHON_PATH, REPOSITORY
 from tracekit import conventions
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install transformers"
 )
-REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = REPOSITORY / "tests" / "integration" / "scripts"
 TRAINER, ACCELERATED, LIGHTNING = (
     SCRIPTS / name for name in ("huggingface_trainer.py", "accelerated.py", "lightning_trainer.py")
@@ -32,7 +32,7 @@ needs_lightning = pytest.mark.skipif(not HAS_LIGHTNING, reason="pytorch-lightnin
 
 def start(script: Path, *arguments: str) -> None:
     """Start the script as one process and wait for its end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -98,7 +98,7 @@ def resumed(
 def test_the_example_learns_and_records_a_run(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     example = [str(REPOSITORY / "examples" / "huggingface.py"), "--out", str(tmp_path), "--steps", "12"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
     subprocess.run([*launcher, *example], env=environment, check=True, timeout=240)
     lines = (tmp_path / conventions.rank_file(0, conventions.METRICS_SUFFIX)).read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)[conventions.LOSS_METRIC] for line in lines]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import composite_action
+from tests.support.python_path import PYTHON_PATH, REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 SAMPLES = REPOSITORY / "sample_traces" / "ci"
 TUTORIAL = DOCS / "ci_tutorial.md"
@@ -85,7 +85,7 @@ def environment(folder: Path) -> dict[str, str]:
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
         program.chmod(0o755)
     path = f"{programs}:{composite_action.environment()['PATH']}"
-    return composite_action.environment(PATH=path, PYTHONPATH=str(REPOSITORY))
+    return composite_action.environment(PATH=path, PYTHONPATH=PYTHON_PATH)
 
 
 def plain(text: str) -> str:

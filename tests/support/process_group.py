@@ -28,17 +28,6 @@ from pathlib import Path
 from typing import Any
 
 _LOG_TAIL_CHARACTERS = 2000
-# The trainers, and what they, the strategies and torch itself import, if only when first used.
-_IMPORTED_ONCE = (
-    "pytest",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.distributed.tensor.parallel",
-    "torch.profiler",
-    "instrumented_trainers.loop",
-    "torch._dynamo",
-)
 # Threads that spin on a core that another rank needs cost more than they give.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # What NCCL needs where ranks on one GPU pass for ranks of several hosts: they talk by sockets.
@@ -181,7 +170,7 @@ def _context(cuda: bool) -> Any:
     if cuda:  # whose libraries want a process from its beginning
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED_ONCE))
+    context.set_forkserver_preload(["tests.support.imported_by_ranks"])
     return context
 
 
