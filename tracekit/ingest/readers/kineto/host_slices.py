@@ -119,7 +119,11 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
     order = nesting.order(lane, start, start + dur)
     lane, start, dur = lane[order], start[order], dur[order]
     named = frame["name"].to_numpy()[order].astype(np.int64)
-    kind = frame["kind"].to_numpy()[order]
+    kind = np.where(
+        names_info.is_module[named] & (frame["kind"].to_numpy()[order] == _KIND["cpu_op"]),
+        np.uint8(_KIND["annotation"]),  # a span of `record --modules`: torch writes its fast spans as operators
+        frame["kind"].to_numpy()[order],
+    )
     parent = nesting.parents(lane, start, start + dur)
     marked = (kind == _KIND["annotation"]) | (kind == _KIND["cpu_op"])
     found = steps.find(names_info, named, marked, start, start + dur)

@@ -48,6 +48,8 @@ class HostNames:
     """Slices that run a collective on the host, such as gloo:all_reduce."""
     is_compute_op: Flags
     """Dispatcher ops that compute."""
+    is_module: Flags
+    """Calls of modules."""
 
 
 def host_names(names: pl.Series) -> HostNames:
@@ -67,6 +69,7 @@ def host_names(names: pl.Series) -> HostNames:
         name.str.contains(_COMMUNICATION_OP).alias("is_communication_op"),
         (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"])).alias("runs_collective"),
         (name.str.contains(_DISPATCHER_OP) & ~name.str.contains(_NOT_COMPUTE)).alias("is_compute_op"),
+        name.str.starts_with(conventions.MODULE_PREFIX).alias("is_module"),
     )
     return HostNames(
         **{key: found[key] for key in ("name", "step", "span", "unit", "phase")},  # type: ignore[arg-type]
@@ -82,4 +85,5 @@ _FLAGS = (
     "is_communication_op",
     "runs_collective",
     "is_compute_op",
+    "is_module",
 )
