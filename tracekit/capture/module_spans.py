@@ -6,7 +6,7 @@ module needs no span: autograd's sequence numbers tie its operators to those of 
 
 import threading
 import warnings
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -18,7 +18,11 @@ _WRAPPING = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
 _FSDP = "FSDP"
 _COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
+_is_compiling = torch.compiler.is_compiling
 _Span = torch._C._profiler._RecordFunctionFast  # a twentieth of the time that record_function takes
+
+Calls: TypeAlias = list[tuple[torch.nn.Module, Any]]
+"""The calls that are open on a thread: module and span."""
 
 
 class ModuleSpans:
@@ -49,67 +53,59 @@ class ModuleSpans:
         for hook in hooks:
             hook.remove()
         while self._thread.calls:
-            _end(self._thread.calls.pop()[1])
+            _, span = self._thread.calls.pop()
+            if span is not None:
+                span.__exit__(None, None, None)
         self._names.clear()
 
     def _before(self, module: torch.nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling():  # the module is traced, not called
+        if _is_compiling():  # the module is traced, not called
             return
         try:
             calls = self._thread.calls
-            around = calls[-1][2] if calls else None
-            name = self._names.get(module) or self._named(module, around)
-            if name == _UNNAMED:
-                calls.append((module, None, around or _UNNAMED))
-            else:
-                span = _Span(conventions.MODULE_PREFIX + name)
+            name = self._names.get(module)
+            if name is None:
+                name = self._named(module, calls)
+            span = _Span(name) if name else None
+            if span is not None:
                 span.__enter__()
-                calls.append((module, span, name))
+            calls.append((module, span))
         except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
             atomic_files.report_failure("modules are not recorded", error)
             self.close()
 
     def _after(self, module: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return
         calls = self._thread.calls
         # Calls inside whose hook was not called are over too; one that began before the hooks has no span.
-        if calls and (calls[-1][0] is module or any(each is module for each, _, _ in calls)):
+        if calls and (calls[-1][0] is module or any(each is module for each, _ in calls)):
             called = None
             while called is not module:
-                called, span, _ = calls.pop()
-                _end(span)
+                called, span = calls.pop()
+                if span is not None:
+                    span.__exit__(None, None, None)
 
-    def _named(self, module: torch.nn.Module, around: str | None) -> str:
-        """Return the path of a module that was not seen before, and remember those of all modules in it.
+    def _named(self, module: torch.nn.Module, calls: "Calls") -> str:
+        """Return the span's name for a module that was not seen before, and remember those of all modules in it.
 
-        A module that is no part of the one that calls it, such as a shared loss, gets a path in the caller's.
+        A module that is no part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
+        module inside a wrapper the name is empty: the span is the wrapper's.
         """
-        inner = _unwrapped(module)
-        root = type(inner).__name__.removeprefix(_FSDP) or _FSDP
-        prefix = root if around is None or around == _UNNAMED else f"{around}.{root}"
+        around = next((name for each, _ in reversed(calls) if (name := self._names.get(each))), None)
+        root = type(_unwrapped(module)).__name__.removeprefix(_FSDP) or _FSDP
+        prefix = conventions.MODULE_PREFIX + root if around is None else f"{around}.{root}"
         named = set()
         for path, part in module.named_modules():
             own = ".".join([prefix, *_parts(module, path)])
-            self._names.setdefault(part, _UNNAMED if own in named else own)  # the span is that of the wrapper
+            self._names.setdefault(part, "" if own in named else own)
             named.add(own)
         return self._names[module]
 
 
 class _Thread(threading.local):
-    """The calls that are open on a thread: module, span, path."""
-
     def __init__(self) -> None:
-        self.calls: list[tuple[torch.nn.Module, Any, str]] = []
-
-
-_UNNAMED = "?"
-"""The path of a module inside a wrapper, whose span is the wrapper's."""
-
-
-def _end(span: Any) -> None:
-    if span is not None:
-        span.__exit__(None, None, None)
+        self.calls: Calls = []
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
