@@ -98,18 +98,10 @@ KERNEL_KEYS, OPERATOR_KEYS, HOST_KINDS = kernel_totals.KEYS, ops.KEYS, ops.KINDS
 call_tree, CALL_TREE_KINDS = call_trees.call_tree, call_trees.KINDS
 mesh_coordinates, mesh_groups = mesh.coordinates, mesh.groups_of
 operators = ops.ops
+kernels = kernel_totals.with_launch_delays
 planning_inputs = planning.planning_inputs
 rank_totals = rank_timelines.totals
 representative_step = summary.representative_step
-
-
-def kernels(run: Run, by: tuple[str, ...]) -> pl.DataFrame:
-    """Return the kernels added up by some of KERNEL_KEYS, with their launch delays where launches are known."""
-    table, delays = kernel_totals.kernels(run, by), kernel_totals.launch_delays(run, by)
-    if delays.is_empty():
-        return table
-    keys = [name for name in table.columns if name in (*by, "kind")]
-    return table.join(delays.drop("launched"), on=keys, how="left", nulls_equal=True, maintain_order="left")
 
 
 def step_span(run: Run, window: int, step: int | None) -> Window:

@@ -23,6 +23,15 @@ _HEADINGS = {
     "formula_bubble_ratio": "formula\nshare",
     "warmup_ns": "warm-up",
     "cooldown_ns": "cool-down",
+    "queue_mean": "queue\nmean",
+    "queue_p50": "queue\nmedian",
+    "queue_max": "queue\nmax",
+    "empty_ns": "queue\nempty",
+    "full_ns": "queue\nfull",
+    "delay_p50_ns": "delay\nmedian",
+    "delay_p95_ns": "delay\np95",
+    "short_ratio": "below\n10 µs",
+    "short_ns": "time of\nthose",
 }
 # The columns that are dropped on a narrow terminal, in this order: those on pipelines, or those after the breakdown.
 _PIPELINE_DROP_ORDER = (
@@ -49,6 +58,7 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
             "concurrent_kind": "work of two kinds that run concurrently on a device",
             "bubble_ns": "pipeline: no spans of a schedule, and no sends and receives from which to infer one",
             "axis": "collectives in steps",
+            "queue_max": "work on device streams",
         }
         missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")
         return f"The traces contain no {missing}.\n"

@@ -10,6 +10,8 @@ _HEADINGS = {
     "time_ratio": "share",
     "self_ratio": "share",
     "spread_ratio": "rank\nspread",
+    "delay_p50_ns": "delay\nmedian",
+    "delay_p95_ns": "delay\np95",
     "most_rank": "most\non",
     "self_ns": "by\nitself",
     "device_ns": "on\ndevice",
@@ -19,7 +21,8 @@ _HEADINGS = {
 }
 # The columns that are dropped on a narrow terminal, in this order.
 _DROP_ORDER = (
-    "most_rank", "spread_ratio", "p50_ns", "kind", "bytes", "flops", "mean_ns", "p95_ns", "max_ns", "total_ns",
+    "delay_p95_ns", "delay_p50_ns", "most_rank", "spread_ratio",
+    "p50_ns", "kind", "bytes", "flops", "mean_ns", "p95_ns", "max_ns", "total_ns",
 )  # fmt: skip
 
 

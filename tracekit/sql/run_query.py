@@ -19,7 +19,7 @@ import polars as pl
 import pyarrow as pa
 
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.host import module_tree
+from tracekit.analysis.host import launch_queues, module_tree
 from tracekit.analysis.parallelism import axis_communication, expert_load, group_axes, pipeline_bubbles
 from tracekit.analysis.parallelism.pipeline_actions import ACTIONS, pipeline_actions
 from tracekit.analysis.quality import trace_quality
@@ -71,7 +71,10 @@ _SNAPSHOT_NAMES = {name: f"snapshot_{name}" for name in schema.SNAPSHOT_TABLES}
 TABLES: Mapping[str, Table] = {
     **{t.name: replace(t, columns=(*_RANK_COLUMNS, *t.columns)) for t in (*schema.TABLES.values(), BREAKDOWN)},
     **{t.name: t for t in (OFFSETS, collective_instances.INSTANCES, collective_instances.WAITS, RUN_DATA_QUALITY)},
-    **{t.name: replace(t, columns=(*_RANK_COLUMNS, *t.columns)) for t in (ACTIONS, module_tree.MODULES)},
+    **{
+        t.name: replace(t, columns=(*_RANK_COLUMNS, *t.columns))
+        for t in (ACTIONS, module_tree.MODULES, launch_queues.QUEUES)
+    },
     **{t.name: t for t in (pipeline_bubbles.BUBBLES, group_axes.AXES, axis_communication.AXIS_COMMUNICATION)},
     expert_load.PAIRS.name: expert_load.PAIRS,
     **{
@@ -88,6 +91,7 @@ _DERIVED: dict[str, RunFact] = {
     collective_instances.INSTANCES.name: lambda run: run.run_table(collective_instances.instances),
     collective_instances.WAITS.name: lambda run: run.run_table(collective_instances.waits),
     ACTIONS.name: lambda run: run.table(pipeline_actions),
+    launch_queues.QUEUES.name: lambda run: run.table(launch_queues.launch_queues),
     module_tree.MODULES.name: lambda run: run.table(module_tree.modules),
     pipeline_bubbles.BUBBLES.name: lambda run: run.run_table(pipeline_bubbles.pipeline_bubbles),
     group_axes.AXES.name: lambda run: run.run_table(group_axes.group_axes),

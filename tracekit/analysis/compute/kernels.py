@@ -36,6 +36,20 @@ def kernels(
     return found.with_columns(time_ratio.alias("time_ratio"))
 
 
+def with_launch_delays(
+    run: Run, by: Sequence[str] = ("name",), *, on_progress: Callable[[Source], None] | None = None
+) -> pl.DataFrame:
+    """Return `kernels` with the columns delay_p50_ns and delay_p95_ns of `launch_delays`, if any launch is known."""
+    totals.require_known("--by", by, KEYS)
+    keys = tuple(key for key in dict.fromkeys((*by, "kind")) if key != "rank")
+    run.measure((_collected(keys), _delays(keys), breakdown.by_rank), on_progress)  # in one pass over the traces
+    table, delays = kernels(run, by), launch_delays(run, by)
+    if delays.is_empty():
+        return table
+    shared = [name for name in table.columns if name in (*by, "kind")]
+    return table.join(delays.drop("launched"), on=shared, how="left", nulls_equal=True, maintain_order="left")
+
+
 def launch_delays(run: Run, by: Sequence[str] = ("name",)) -> pl.DataFrame:
     """Return the time from launch to start of the activities of `kernels`.
 

@@ -25,12 +25,14 @@ def kernels(
     """Show the kernels, copies and collectives of a run: count, total, mean, median, 95th percentile, maximum.
 
     "share" is relative to the device time of all ranks, including idle time. "rank spread" is the difference between
-    the ranks with most and least time, relative to the mean. op and shapes belong to the launching op. On a CPU run,
-    rows are the ops that threads computed. Each name has its own row; different kinds of work are never merged.
+    the ranks with most and least time, relative to the mean. op and shapes belong to the launching op; "delay" is from
+    the end of the launching call to the start. On a CPU run, rows are the ops that threads computed. Each name has its
+    own row; different kinds of work are never merged.
     """
     from tracekit.analysis.compute import kernels as analysis
 
     run = source.open()
     with output.progress() as bar:
-        rows = analysis.kernels(run, output.split_names(by), on_progress=bar.trace_callback(len(run.sources)))
+        callback = bar.trace_callback(len(run.sources))
+        rows = analysis.with_launch_delays(run, output.split_names(by), on_progress=callback)
     table.write(rows)

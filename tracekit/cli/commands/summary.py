@@ -18,6 +18,7 @@ class By(StrEnum):
     CONTENTION = "contention"
     STAGE = "stage"
     AXIS = "axis"
+    STREAM = "stream"
 
 
 @expand_options
@@ -38,10 +39,12 @@ def summary(
     another kind runs, relative to running alone, with a 95% confidence interval. By stage: the bubble of each rank,
     stage and step of a pipeline, beside that of the schedule without communication, and its causes. By axis: the
     communication of each rank along each axis of the mesh
-    (pp, dp, tp, …), and its exposed part.
+    (pp, dp, tp, …), and its exposed part. By stream: how much work waits on each device stream, how late it starts
+    after its launch, and how much of it is short.
     """
     from tracekit.analysis.communication import collective_instances
     from tracekit.analysis.compute import collective_contention, contention, efficiency
+    from tracekit.analysis.host import launch_queues
     from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles
     from tracekit.analysis.time import breakdown
     from tracekit.analysis.time import summary as analysis
@@ -56,6 +59,7 @@ def summary(
         By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
         By.STAGE: [*pipeline_bubbles.FACTS],
         By.AXIS: [*axis_communication.FACTS],
+        By.STREAM: [launch_queues.launch_queues],
     }
     tables = {
         By.RANK: analysis.by_rank,
@@ -65,6 +69,7 @@ def summary(
         By.CONTENTION: collective_contention.all_pairs,
         By.STAGE: pipeline_bubbles.by_stage,
         By.AXIS: axis_communication.by_axis,
+        By.STREAM: launch_queues.by_stream,
     }
     run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]))
     table.write(summary_tables, tables[by](run))

@@ -1,0 +1,102 @@
+"""Our own numbers beside those of HTA's functions, on one public trace that both read alike (docs/hta.md)."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+pytest.importorskip("hta", reason="needs the extra [hta]")
+
+from hta.common.trace import Trace as HtaTrace
+from hta.trace_analysis import TraceAnalysis
+
+import tracekit
+from tests.support import cli_runner
+from tracekit.analysis.compute import kernels
+from tracekit.analysis.host import launch_queues
+from tracekit.analysis.time import breakdown
+
+TRACES = Path(__file__).parents[3] / "shared" / "traces" / "hta_nccl_args_a100"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning"),
+    pytest.mark.skipif(not TRACES.is_dir(), reason="the downloaded traces are not in ../shared"),
+]
+_US = 1e3
+
+
+@pytest.fixture(scope="module")
+def file():
+    return next(TRACES.glob("*.json.gz"))
+
+
+@pytest.fixture(scope="module")
+def theirs(file):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HTA_DISABLE_NS_ROUNDING", "1")
+        loaded = HtaTrace(trace_files={0: str(file)})
+        # Without the last step HTA leaves out work of the second to last one, too.
+        loaded.load_traces(include_last_profiler_step=True, use_multiprocessing=False)
+        analysis = TraceAnalysis.__new__(TraceAnalysis)
+        analysis.t = loaded
+        yield analysis
+
+
+@pytest.fixture(scope="module")
+def ours(file):
+    return tracekit.load(str(file), cache=False)
+
+
+def test_temporal_breakdown_and_overlap_are_those_of_the_summary(theirs, ours):
+    (own,) = ours.table(breakdown.by_rank).to_dicts()
+    hta = theirs.get_temporal_breakdown(visualize=False).iloc[0]
+    assert hta["idle_time(us)"] == pytest.approx(own["idle_ns"] / _US, abs=0.01)
+    assert hta["compute_time(us)"] == pytest.approx(own["compute_ns"] / _US, abs=0.01)
+    assert hta["non_compute_time(us)"] == pytest.approx(
+        (own["exposed_communication_ns"] + own["exposed_copy_ns"]) / _US, abs=0.01
+    )
+    overlap = theirs.get_comm_comp_overlap(visualize=False).iloc[0]["comp_comm_overlap_pctg"]
+    assert overlap == pytest.approx(100 * own["overlapped_ns"] / own["communication_ns"], abs=0.005)
+
+
+def test_queue_lengths_are_those_of_the_summary_by_stream(theirs, ours):
+    own = launch_queues.by_stream(ours)
+    hta = theirs.get_queue_length_summary(ranks=[0])["queue_length"]
+    assert {stream: (row["count"] // 2, row["max"]) for (_, stream), row in hta.iterrows()} == {
+        stream: (launched, most) for stream, launched, most in own.select("stream", "launched", "queue_max").iter_rows()
+    }
+    # HTA's mean is of the values after each change, however long they last.
+    series = theirs.get_queue_length_time_series(ranks=[0])[0]
+    busiest = series[series.stream == 7].sort_values("ts")
+    lasts = busiest.ts.shift(-1) - busiest.ts
+    assert own.filter(stream=7)["queue_mean"].item() == pytest.approx(
+        (busiest.queue_length * lasts).sum() / lasts.sum(), rel=1e-6
+    )
+
+
+def test_launch_statistics_are_those_of_the_launches(theirs, ours):
+    hta = theirs.get_cuda_kernel_launch_stats(ranks=[0], visualize=False)[0]
+    trace = ours.trace(ours.ranks[0])
+    calls = trace.ops.select(launch_id="id", called_ns=pl.col("start_ns") + pl.col("dur_ns"), call_ns="dur_ns")
+    work = trace.activities.join(calls, on="launch_id")
+    delays = (work["start_ns"] - work["called_ns"]).clip(0).sort()
+    assert len(hta) == work.height
+    assert hta.launch_delay.sort_values().to_list() == pytest.approx((delays / _US).to_list(), abs=0.3)
+    assert hta.cpu_duration.sum() == pytest.approx(work["call_ns"].sum() / _US, abs=1)
+
+
+def test_kernels_have_the_sums_of_the_kernel_breakdown(theirs, ours):
+    _, by_name = theirs.get_gpu_kernel_breakdown(visualize=False, num_kernels=5)
+    named = by_name[by_name.name != "others"]
+    own = dict(kernels.kernels(ours).select("name", "total_ns").iter_rows())
+    assert len(named) >= 5
+    for name, total in zip(named["name"], named["sum (us)"], strict=True):
+        assert total == pytest.approx(own[name] / _US, abs=0.01)
+
+
+def test_the_summary_by_stream_is_on_the_command_line(ours, file):
+    done = cli_runner.tracekit("summary", file, "--by", "stream")
+    assert done.returncode == 0, done.stderr
+    assert "queue" in done.stdout
+    rows = cli_runner.tracekit("query", file, "SELECT stream, queue_max FROM launch_queues ORDER BY 1")
+    assert rows.returncode == 0, rows.stderr
+    assert launch_queues.by_stream(ours)["queue_max"].to_list() == [10, 1]
