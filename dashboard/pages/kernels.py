@@ -1,4 +1,4 @@
-"""Kernels: kernels and operators, grouped by name, phase, module, operator or shapes; time by call stack."""
+"""Kernels: kernels and operators, grouped by name, phase, operator or shapes; what modules take; time by call stack."""
 
 import polars as pl
 import streamlit as st
@@ -9,21 +9,32 @@ from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind, bind_several, bind_text
 from tracekit.errors import InputError
+from tracekit.model import units
 from tracekit.report import charts
 
-KERNELS, OPERATORS, STACKS = "kernels", "operators", "call stacks"
+KERNELS, OPERATORS, MODULES, STACKS = "kernels", "operators", "modules", "call stacks"
 LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "launching operator", "shapes": "input shapes"}
+_MEASURES = {
+    "compute_ns": "compute time",
+    "communication_ns": "communication time",
+    "copy_ns": "copy time",
+    "host_ns": "host time",
+    "flops": "operations (FLOP)",
+    "sent_bytes": "bytes sent",
+    "allocated_bytes": "memory allocated",
+}
+_UNITS = {"flops": units.operations, "sent_bytes": units.size, "allocated_bytes": units.size}
 WIDE, NAME_PX = ("name", "op", "shapes"), 330
 
 
 def show(run: OpenRun) -> None:
     """List what ran on devices or on host threads, grouped by the chosen columns."""
     findings.show_families(run, "HOST", "COMP")
-    left, middle, right = st.columns([3, 4, 3])
-    levels = (KERNELS, OPERATORS, STACKS)
+    left, middle, right = st.columns([4, 4, 3])
+    levels = (KERNELS, OPERATORS, MODULES, STACKS)
     level = left.segmented_control("Show", levels, key=bind("what", levels), required=True)
-    if level == STACKS:
-        _show_stacks(run, middle)
+    if level in (MODULES, STACKS):
+        (_show_modules if level == MODULES else _show_stacks)(run, middle)
         return
     keys = tables.KERNEL_KEYS if level == KERNELS else tables.OPERATOR_KEYS
     shown = middle.multiselect(
@@ -46,6 +57,32 @@ def show(run: OpenRun) -> None:
         st.info("No name contains this text." if text else "The traces contain nothing of this kind.")
         return
     _show_rows(rows, by, level)
+
+
+def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
+    """Draw what the modules of the model take, and list them."""
+    measure = place.selectbox(
+        "Measure", tables.MODULE_MEASURES, key=bind("measure", tables.MODULE_MEASURES), format_func=_MEASURES.get
+    )
+    with st.spinner("Adding up"):
+        table = run.cached((MODULES,), tables.by_module)
+    if not table["module"].count():
+        st.info(
+            "The traces name no modules. Record with `tracekit record --modules`, or with the profiler's "
+            "`with_stack=True`; FSDP's units count as modules, too."
+        )
+        return
+    st.caption(
+        "Each module is as wide as what it takes with the modules inside it, backward included; click one to see it "
+        "alone. What belongs to no module, such as the optimizer, is beside them. Ranks are summed."
+    )
+    title = f"{_MEASURES[measure]} of {run.entry.name}"
+    shares = tables.module_shares(table, measure)
+    figure = charts.icicle(shares, title, _UNITS.get(measure, units.duration))
+    widgets.chart(figure, key="kernels-modules")
+    totals = [f"total_{name}" for name in tables.MODULE_MEASURES]
+    ordered = table.sort(f"total_{measure}", "module", descending=[True, False], nulls_last=True)
+    widgets.frame(ordered.select("module", "calls", *totals, measure), key="modules")
 
 
 def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:

@@ -17,7 +17,7 @@ from tracekit.analysis.compute import (
     stall_attribution,
 )
 from tracekit.analysis.compute import kernels as kernel_totals
-from tracekit.analysis.host import call_trees, ops
+from tracekit.analysis.host import call_trees, module_tree, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
@@ -96,6 +96,8 @@ SAVE_CRITICAL_PATH = _across(stalls.parts)
 
 KERNEL_KEYS, OPERATOR_KEYS, HOST_KINDS = kernel_totals.KEYS, ops.KEYS, ops.KINDS
 call_tree, CALL_TREE_KINDS = call_trees.call_tree, call_trees.KINDS
+by_module, MODULE_MEASURES = module_tree.by_module, tuple(module_tree.MEASURES)
+module_shares = module_tree.tree
 mesh_coordinates, mesh_groups = mesh.coordinates, mesh.groups_of
 operators = ops.ops
 kernels = kernel_totals.with_launch_delays

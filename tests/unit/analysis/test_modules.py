@@ -169,3 +169,23 @@ def test_totals_of_recorded_stacks_are_conserved(name: str, root: str, least_ins
     whole = found.row(by_predicate=pl.col("module") == root, named=True)
     assert whole["total_compute_ns"] >= least_inside * found["compute_ns"].sum()
     assert whole["total_flops"] == found["flops"].sum() > 1e12
+
+
+def test_modules_of_all_ranks_are_a_tree_of_one_measure():
+    run = drawn_traces.run(with_frames(), with_frames().replaced(rank=1))
+    table = module_tree.by_module(run)
+    tree = module_tree.tree(table, "compute_ns")
+    alone = dict(module_tree.modules(with_frames()).select("module", "total_compute_ns").iter_rows())
+    names = dict(tree.select("node", "name").iter_rows())
+    inside = {
+        name: (names.get(parent), total)
+        for name, parent, total in tree.select("name", "parent", "total_ns").iter_rows()
+    }
+    assert inside == {
+        "Model_0": (None, 2 * alone["Model_0"]),
+        "Block_0": ("Model_0", 2 * alone["Model_0.Block_0"]),
+        "Linear_0": ("Block_0", 2 * alone["Model_0.Block_0.Linear_0"]),
+        "Linear_1": ("Model_0", 2 * alone["Model_0.Linear_1"]),
+        module_tree.OUTSIDE: (None, 2 * alone[None]),
+    }
+    assert tree["self_ns"].sum() == tree.filter(parent=-1)["total_ns"].sum()

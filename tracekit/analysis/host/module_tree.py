@@ -6,6 +6,7 @@ from tracekit.analysis.compute import flops, module_paths
 from tracekit.analysis.host import ops
 from tracekit.analysis.memory import allocations
 from tracekit.model import schema
+from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
 MEASURES = {
@@ -30,6 +31,7 @@ MODULES = schema.table(
 )
 _KINDS = {"compute": "compute_ns", "communication": "communication_ns", "memcpy": "copy_ns", "memset": "copy_ns"}
 _SEPARATOR = module_paths.SEPARATOR
+OUTSIDE = "outside modules"
 
 
 def modules(trace: Trace) -> pl.DataFrame:
@@ -61,6 +63,32 @@ def modules(trace: Trace) -> pl.DataFrame:
         )
     )
     return MODULES.conform(joined.sort("module", nulls_last=True))
+
+
+def by_module(run: Run) -> pl.DataFrame:
+    """Return the modules of all ranks and windows: columns of MODULES without those of ranks, summed; by path."""
+    sums = pl.col("calls", *MEASURES, *(f"total_{name}" for name in MEASURES)).sum()
+    summed = run.table(modules).group_by("module").agg(pl.col("parent", "depth").first(), sums)
+    return MODULES.conform(summed.sort("module", nulls_last=True))
+
+
+def tree(table: pl.DataFrame, measure: str) -> pl.DataFrame:
+    """Return one of MEASURES of modules, as by `by_module`, as a tree: columns `call_trees.TREE`.
+
+    self_ns and total_ns have the measure, without and with the modules inside, in its own unit. Work outside of all
+    modules is a node without a parent, too.
+    """
+    ordered = table.sort("depth", "module", nulls_last=True).with_columns(pl.int_range(pl.len()).alias("node"))
+    parents = ordered.select(parent="module", above="node").drop_nulls()
+    joined = ordered.join(parents, on="parent", how="left", maintain_order="left")
+    return joined.select(
+        "node",
+        pl.col("above").fill_null(-1).alias("parent"),
+        pl.col("module").str.split(_SEPARATOR).list.last().fill_null(OUTSIDE).alias("name"),
+        pl.col("calls").fill_null(0).alias("count"),
+        pl.col(measure).alias("self_ns"),
+        pl.col(f"total_{measure}").alias("total_ns"),
+    )
 
 
 def _own(trace: Trace) -> pl.DataFrame:

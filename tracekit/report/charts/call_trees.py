@@ -1,6 +1,7 @@
 """Call trees as icicles: outermost frames at the top, each as wide as its time."""
 
 import zlib
+from collections.abc import Callable
 
 import plotly.graph_objects as go
 import polars as pl
@@ -17,11 +18,12 @@ _COLOURS = ("#9CC3DF", "#F2B98E", "#A8D8C5", "#F3D48A", "#C9BEDF", "#E3B7CE")
 _LABEL_LENGTH = 120
 
 
-def icicle(tree: pl.DataFrame, title: str) -> go.Figure:
+def icicle(tree: pl.DataFrame, title: str, in_units: Callable[[float], str] = units.duration) -> go.Figure:
     """Return a call tree (columns node, parent, name, count, self_ns, total_ns) as an icicle below one root.
 
     It starts at the innermost frame that holds nearly all of the time; those around it are in the bar above. Nodes of
-    less than 0.1% of the time are left out, and beyond 1,500 nodes the shortest; a click shows one node whole.
+    less than 0.1% of the time are left out, and beyond 1,500 nodes the shortest; a click shows one node whole. The
+    values may be of another kind than time, shown by `in_units`.
     """
     whole_ns = int(tree.filter(parent=-1)["total_ns"].sum())
     if not whole_ns:
@@ -33,7 +35,7 @@ def icicle(tree: pl.DataFrame, title: str) -> go.Figure:
     levels = min(max(depth, default=0) - around + 1, _SHOWN_LEVELS)
     labels = [escaping.escape(name, _LABEL_LENGTH) for name in shown["name"]]
     times = [
-        f"{units.duration(total)} ({units.share(total / whole_ns)}), {units.duration(own)} itself, {count:,}×"
+        f"{in_units(total)} ({units.share(total / whole_ns)}), {in_units(own)} itself, {count:,}×"
         for total, own, count in shown.select("total_ns", "self_ns", "count").iter_rows()
     ]
     figure = go.Figure(
@@ -42,7 +44,7 @@ def icicle(tree: pl.DataFrame, title: str) -> go.Figure:
             labels=[escaping.escape(title, _LABEL_LENGTH), *labels],
             parents=["", *("all" if parent < 0 else str(parent) for parent in shown["parent"])],
             values=[whole_ns, *shown["total_ns"]],
-            customdata=[units.duration(whole_ns), *times],
+            customdata=[in_units(whole_ns), *times],
             branchvalues="total",
             hovertemplate="%{label}<br>%{customdata}<extra></extra>",
             tiling={"orientation": "v"},
