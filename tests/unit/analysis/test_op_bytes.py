@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tracekit.analysis.compute import op_bytes, op_inputs
+from tracekit.analysis.compute import op_bytes, op_flops, op_inputs
 
 
 def moved(name, *inputs, list_dtype=None):
@@ -115,3 +115,13 @@ def test_a_fused_optimizer_reads_all_lists_and_writes_all_but_the_gradients():
 )
 def test_the_element_type_of_lists_is_in_the_name_of_a_kernel(kernel, dtype):
     assert op_inputs.list_dtype(kernel) == dtype
+
+
+@pytest.mark.parametrize("written", [[], [[4, 2]]], ids=["plain", "out"])
+def test_a_product_that_writes_to_a_given_tensor_does_not_read_it(written):
+    shapes, dtypes = [[4, 8], [8, 2], *written], ["c10::BFloat16"] * (2 + len(written))
+    given = op_flops.input_bytes("aten::mm", json.dumps(shapes), json.dumps(dtypes))
+    assert given == (2 * (4 * 8 + 8 * 2), "bf16")
+    done = op_flops.work("aten::mm", json.dumps(shapes), None)
+    assert done is not None
+    assert op_flops.moved_bytes(done, given) == 2 * (4 * 8 + 8 * 2 + 4 * 2)

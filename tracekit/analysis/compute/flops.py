@@ -148,7 +148,7 @@ _CALL = ["name", "shapes", "dtypes", "arguments", "strides", "list_dtype"]
 def _product_work(
     name: str, shapes: str, dtypes: str | None, arguments: str | None, outputs: op_flops.OutputShapes
 ) -> tuple[float | None, float | None, str | None]:
-    done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(shapes, dtypes)
+    done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(name, shapes, dtypes)
     flops_of, moved = (None, None) if done is None else (done.flops, op_flops.moved_bytes(done, sizes))
     return flops_of, moved, sizes.dtype
 

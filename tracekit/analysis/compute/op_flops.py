@@ -94,10 +94,13 @@ class InputBytes(NamedTuple):
     dtype: str | None
 
 
-def input_bytes(shapes: str, dtypes: str | None) -> InputBytes:
-    """Return the size of the inputs, from the columns of the ops table. Lists of tensors are not sized."""
+def input_bytes(name: str, shapes: str, dtypes: str | None) -> InputBytes:
+    """Return the size of the inputs, from the columns of the ops table. Lists of tensors are not sized.
+
+    What a product writes to (out=), which is recorded after its inputs, is none of them.
+    """
     try:
-        pairs = list(zip(json.loads(shapes), json.loads(dtypes or "[]"), strict=False))
+        pairs = list(zip(json.loads(shapes), json.loads(dtypes or "[]"), strict=False))[: _PARAMETERS.get(name)]
         tensors = [(devices.element_type(dtype), shape) for shape, dtype in pairs if shape]
         sizes = [devices.ELEMENT_BYTES[dtype] * math.prod(shape) for dtype, shape in tensors if dtype]
     except (ValueError, TypeError):
@@ -283,6 +286,14 @@ _FORMULAS: Mapping[str, _Formula] = {
     "aten::convolution_backward": _convolution_gradients,
     **_TOKENS_FIRST_ATTENTION,
 }
+
+_PARAMETERS: Mapping[str, int] = {
+    **{f"aten::{name}": 2 for name in ("mm", "bmm", "_int_mm", "mv", "dot", "vdot")},
+    **{f"aten::{name}": 5 for name in ("addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addmv")},
+    "aten::_addmm_activation": 6,
+    "aten::_scaled_mm": 8,
+}
+"""Products by the number of their arguments without out=."""
 
 
 def _formula(name: str) -> _Formula | None:
