@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("hta", reason="needs the extra [hta]")
 
 from hta.common.trace import Trace as HtaTrace
+from hta.configs.env_options import HTAEnvOptions
 from hta.trace_analysis import TraceAnalysis
 
 import tracekit
@@ -32,7 +33,8 @@ def file():
 @pytest.fixture(scope="module")
 def theirs(file):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HTA_DISABLE_NS_ROUNDING", "1")
+        options = HTAEnvOptions.instance()  # it may have read the environment already
+        patch.setitem(options._options, "HTA_DISABLE_NS_ROUNDING", True)
         loaded = HtaTrace(trace_files={0: str(file)})
         # Without the last step HTA leaves out work of the second to last one, too.
         loaded.load_traces(include_last_profiler_step=True, use_multiprocessing=False)
