@@ -74,7 +74,7 @@ def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
         return
     st.caption(
         "Each module is as wide as what it takes with the modules inside it, backward included; click one to see it "
-        "alone. What belongs to no module, such as the optimizer, is beside them. Ranks are summed."
+        "alone. What belongs to no module, such as the optimizer, is shown apart. Ranks are summed."
     )
     title = f"{_MEASURES[measure]} of {run.entry.name}"
     shares = tables.module_shares(table, measure)

@@ -1,4 +1,4 @@
-"""Bytes moved by memory-bound operators beside the tensors of the same calls, and on traces of others."""
+"""Bytes moved by memory-bound operators compared with the tensors of the same calls, and on traces of others."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Our own numbers beside those of HTA's functions, on one public trace that both read alike (docs/hta.md)."""
+"""Our numbers compared with those of HTA's functions, on one public trace that both read alike (docs/hta.md)."""
 
 from pathlib import Path
 

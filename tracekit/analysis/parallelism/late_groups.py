@@ -18,6 +18,8 @@ _TOGETHER = 2.0
 """How many times as much waiting must end without the whole group as without its latest rank alone."""
 _NEEDED = 0.8
 """A rank belongs to a group if without it, less than this share of the waiting would end in its own collectives."""
+_WAITED_FOR = 0.5
+"""Of pipeline stages, those are waited for that wait less by at least this share of what the one does by the most."""
 _MAX_OWN_WAIT = 0.5
 """The longest that a rank of a group may wait itself, as a share of what the median of the other ranks waits."""
 
@@ -95,25 +97,30 @@ def lead(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
 def _without_delayed_stages(run: Run, arrivals: pl.DataFrame, group: list[int]) -> list[int]:
     """Return a group without the ranks of pipeline stages that are late because they wait for others of it.
 
-    Such ranks wait longer for sends and receives than ranks of the same stage outside of the group, by at least as long
-    as these wait for them.
+    Waits are those for sends and receives, compared with ranks of the same stage outside of the group. A stage that
+    others wait for waits less itself: if one does, by at least as long as the ranks outside wait for it, the stages
+    that do not are left out. Else those are, which wait longer by at least as long as the ranks outside wait for them.
     """
     stage_of = rank_places.stages(run)
     if len({stage_of.get(rank) for rank in group}) < 2:
         return group
     waits = run.run_table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
     waits_ns = dict(waits.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
-
-    def is_delayed(stage: int) -> bool:
+    longer_ns: dict[int, float] = {}
+    behind_ns: dict[int, int] = {}
+    for stage in {stage_of[rank] for rank in group if rank in stage_of}:
         same = [rank for rank, of in stage_of.items() if of == stage and rank in waits_ns]
         own, others = [rank for rank in same if rank in group], [rank for rank in same if rank not in group]
-        if not own or not others:
-            return False
-        late_ns, usual_ns = (statistics.median(waits_ns[rank] for rank in ranks) for ranks in (own, others))
-        behind_ns = lead(arrivals, own).group_by("window", "step").agg(pl.col("lead_ns").max())["lead_ns"].sum()
-        return bool(late_ns - usual_ns >= behind_ns > 0)
-
-    delayed = {stage for stage in {stage_of.get(rank) for rank in group} if stage is not None and is_delayed(stage)}
+        if own and others:
+            late_ns, usual_ns = (statistics.median(waits_ns[rank] for rank in ranks) for ranks in (own, others))
+            longer_ns[stage] = late_ns - usual_ns
+            leads = lead(arrivals, own).group_by("window", "step").agg(pl.col("lead_ns").max())
+            behind_ns[stage] = int(leads["lead_ns"].sum())
+    least_ns = min(longer_ns.values(), default=0.0)
+    if any(longer_ns[stage] <= -behind_ns[stage] < 0 for stage in longer_ns):
+        delayed = {stage for stage, ns in longer_ns.items() if ns > _WAITED_FOR * least_ns}
+    else:
+        delayed = {stage for stage, ns in longer_ns.items() if ns >= behind_ns[stage] > 0}
     return [rank for rank in group if stage_of.get(rank) not in delayed] or group
 
 
