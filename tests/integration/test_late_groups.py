@@ -100,6 +100,15 @@ def test_a_stage_that_waits_for_a_late_one_is_not_in_its_group(
     assert found[0].message.startswith(starts)
 
 
+def test_the_last_stage_that_waits_hardly_longer_for_a_late_node_is_not_in_its_group(tmp_path: Path) -> None:
+    # The last of four stages gets no gradients from another one, so that it waits less often than those before it.
+    healthy = pipelined(16, pp=4, tp=2, layers=4, schedule="zb-h1", micro_batches=12, steps=3)
+    machine = replace(healthy.hardware, gpus_per_node=2, jitter_ratio=0.01)
+    late = replace(healthy, hardware=machine, impairments=Impairments(slow_ranks=dict.fromkeys((2, 3), (1.3, 0))))
+    written(late, tmp_path / "run")
+    assert late_groups.groups(tracekit.load(tmp_path / "run", cache=False))["rank"].to_list() == [2, 3]
+
+
 def test_ranks_that_are_late_for_their_tokens_are_overloaded_and_no_late_group(tmp_path: Path) -> None:
     sizes = ["--model", "8x7b", "--layers", "1", "--gpus", "8", "--ep", "4", "--seq", "1024", "--steps", "3"]
     done = tracekit_command("simulate", *sizes, "--fault", "hot-expert:1:4", "--out", tmp_path / "run")
