@@ -284,6 +284,18 @@ def _is_option(parameter: inspect.Parameter) -> bool:
     return not any(isinstance(each, ArgumentInfo) for each in get_args(parameter.annotation))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SelectedWork:
+    """The part of a run that is written."""
+
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only work in this step.")] = None
+    ranks: Annotated[str | None, typer.Option(metavar="0,2-5", help="Only these ranks.")] = None
+
+    def rank_numbers(self) -> list[int] | None:
+        """Return the ranks in order; None for all. Raises ConfigError where the option has another form."""
+        return None if self.ranks is None else parse_ranks(self.ranks)
+
+
 def parse_ranks(text: str) -> list[int]:
     """Return the ranks of an option such as 0,2-5, in order. Raises ConfigError where it has another form."""
     found: set[int] = set()

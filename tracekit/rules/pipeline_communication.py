@@ -56,13 +56,14 @@ class ShardedMicroBatches(Rule):
         often = rows.filter(
             pl.col("with_calls") >= self.min_micro_batches, pl.col("with_calls") * 2 >= pl.col("micro_batches")
         )
-        if often.is_empty():
+        passes = run.run_table(sharded_micro_batches.passes)
+        if often.is_empty() or passes.is_empty():
             return
         ops = often.group_by("rank", "step", "axis").agg(
             pl.col("op").unique().sort(), pl.col("with_calls", "micro_batches").max(), pl.col("bytes").sum()
         )
         worst = median_row(ops, "bytes", "rank", "step")
-        costly = median_row(run.run_table(sharded_micro_batches.passes), "lost_ns", "duration_ns")
+        costly = median_row(passes, "lost_ns", "duration_ns")
         lost_ns, duration_ns = costly["lost_ns"], costly["duration_ns"]
         ratio = lost_ns / max(1, duration_ns)
         named = "s and ".join(worst["op"]).replace("_", "-").capitalize()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 import typer
 
 from tracekit.cli import output
-from tracekit.cli.options import RunOptions, expand_options, parse_ranks
+from tracekit.cli.options import RunOptions, SelectedWork, expand_options
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
@@ -29,14 +29,13 @@ def export(
             help="Trace file to write, such as run.pftrace; compressed if the name ends in .gz.",
         ),
     ],
-    step: Annotated[int | None, typer.Option(metavar="N", help="Only work in this step.")] = None,
-    ranks: Annotated[str | None, typer.Option(metavar="0,2-5", help="Only these ranks.")] = None,
     findings: Annotated[
         bool, typer.Option("--findings/--no-findings", help="Add a track with the findings of tracekit check.")
     ] = True,
     critical_path: Annotated[
         bool, typer.Option("--critical-path", help="Add a track with the critical path of the step.")
     ] = False,
+    work: SelectedWork,
     source: RunOptions,
 ) -> None:
     """Write a run as one Perfetto trace for ui.perfetto.dev: all ranks, on one clock.
@@ -49,7 +48,7 @@ def export(
     from tracekit.report.export import perfetto
     from tracekit.rules import engine
 
-    selected = None if ranks is None else parse_ranks(ranks)
+    step, selected = work.step, work.rank_numbers()
     run = source.open()
     with output.progress() as bar:
         callback = bar.trace_callback((1 + findings) * len(run.sources))

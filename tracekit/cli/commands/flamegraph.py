@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import RunOptions, expand_options, parse_ranks
+from tracekit.cli.options import RunOptions, SelectedWork, expand_options
 from tracekit.errors import ConfigError
 
 
@@ -27,13 +27,12 @@ def flamegraph(
         str,
         typer.Option("--of", metavar="KIND", help="Time of the device, by stack of the launch, or of the host."),
     ] = "device",
-    step: Annotated[int | None, typer.Option(metavar="N", help="Only work in this step.")] = None,
-    ranks: Annotated[str | None, typer.Option(metavar="0,2-5", help="Only these ranks.")] = None,
     by_rank: Annotated[bool, typer.Option("--by-rank", help="Show each rank by itself, not their sum.")] = False,
     against: Annotated[
         str | None,
         typer.Option(metavar="RUN", help="Compare with this run, per step and rank; only as .folded."),
     ] = None,
+    work: SelectedWork,
     source: RunOptions,
 ) -> None:
     """Write the time of a run by call stack, for speedscope.app, flamegraph.pl or ui.perfetto.dev.
@@ -48,7 +47,7 @@ def flamegraph(
     write = flame_graphs.writer_for(out)
     if against is not None and write is not flame_graphs.collapsed:
         raise ConfigError("--against: only .folded files have two values per stack")
-    selected = None if ranks is None else parse_ranks(ranks)
+    step, selected = work.step, work.rank_numbers()
     run = source.open()
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
