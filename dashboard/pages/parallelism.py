@@ -26,22 +26,34 @@ def show(run: OpenRun) -> None:
         st.caption("The run has no pipeline: no spans of a schedule, and no sends and receives between stages.")
     else:
         _pipeline(run, bubbles)
-    _experts(run.table(tables.EXPERT_LOAD), run.table(tables.EXPERT_PAIRS))
+    _experts(run, run.table(tables.EXPERT_LOAD))
     _axes(by_axis)
 
 
-def _experts(load: pl.DataFrame, pairs: pl.DataFrame) -> None:
+def _experts(run: OpenRun, load: pl.DataFrame) -> None:
     """Draw how the tokens are divided among the ranks' experts, where their all-to-alls say so."""
     if load.is_empty():
         return
     st.subheader("Tokens of each rank's experts")
     widgets.chart(charts.expert_heatmap(load), key="parallelism-experts")
     st.caption("Bytes that the first all-to-all of a layer brings a rank, over the mean of its group; mean of steps.")
+    pairs = run.table(tables.EXPERT_PAIRS)
     if pairs.is_empty():
         return
     st.subheader("Tokens between ranks")
     widgets.chart(charts.expert_pair_heatmap(pairs), key="parallelism-expert-pairs")
-    st.caption("Bytes of the first all-to-alls of all layers from rank to rank, over the mean of the group's pairs.")
+    st.caption(
+        "Bytes of the first all-to-alls of all layers from rank to rank, over the mean of the group's pairs. "
+        + _slowest_pair(run.table(tables.EXPERT_PAIR_TRANSFERS))
+    )
+
+
+def _slowest_pair(transfers: pl.DataFrame) -> str:
+    timed = transfers.drop_nulls("bytes_per_s")
+    if timed.is_empty():
+        return "No transfer between two ranks takes longer than the clock error."
+    rank, peer, rate = timed.select("rank", "peer", "bytes_per_s").row(0)
+    return f"Slowest pair: from rank {rank} to rank {peer}, at least {units.rate(rate)}."
 
 
 def _mesh(groups: pl.DataFrame) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import tracekit
 from tests.support.cli_runner import tracekit as tracekit_command
-from tracekit.analysis.parallelism import expert_load
+from tracekit.analysis.parallelism import expert_load, expert_pairs
 from tracekit.ingest.loader import load
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "parallelism" / "moe-ep2"
@@ -29,11 +29,11 @@ def sent_rows(rank: int) -> Counter[int]:
 
 
 def test_a_recorded_mixture_has_what_each_rank_sends_to_each():
-    pairs = load(SAMPLE, cache=False).run_table(expert_load.expert_pairs)
-    of_pair = pairs.group_by("rank", "peer").agg(pl.col("bytes").sum()).sort("rank", "peer")
+    pairs = load(SAMPLE, cache=False).run_table(expert_pairs.expert_pairs)
+    of_pair = pairs.group_by("rank", "peer").agg(pl.col("tokens", "bytes").sum()).sort("rank", "peer")
     row_bytes = 64 * 4  # width of the model, fp32
     expected = [
-        (rank, rank // 2 * 2 + place, rows * row_bytes)
+        (rank, rank // 2 * 2 + place, rows, rows * row_bytes)
         for rank in range(4)
         for place, rows in sorted(sent_rows(rank).items())
     ]
@@ -45,7 +45,7 @@ def test_a_recorded_mixture_has_what_each_rank_sends_to_each():
 
 def test_what_pairs_send_is_what_the_experts_get():
     run = load(SAMPLE, cache=False)
-    pairs, loads = run.run_table(expert_load.expert_pairs), run.run_table(expert_load.expert_load)
+    pairs, loads = run.run_table(expert_pairs.expert_pairs), run.run_table(expert_load.expert_load)
     received = pairs.group_by("step", rank="peer").agg(pl.col("bytes").sum()).sort("step", "rank")
     assert received.rows() == loads.group_by("step", "rank").agg(pl.col("load_bytes").sum()).sort("step", "rank").rows()
 
@@ -54,12 +54,28 @@ def test_a_hot_expert_shows_in_the_pairs_of_a_simulated_job(tmp_path):
     sizes = ("--model", "8x7b", "--layers", "1", "--gpus", "4", "--ep", "4", "--seq", "1024", "--steps", "1")
     done = tracekit_command("simulate", *sizes, "--fault", "hot-expert:5:4", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    pairs = tracekit.load(tmp_path / "run", cache=False).run_table(expert_load.expert_pairs)
+    run = tracekit.load(tmp_path / "run", cache=False)
+    pairs = run.run_table(expert_pairs.expert_pairs)
     assert pairs.height == 16
     # The experts of rank 2 are 4 and 5: they get 5 of 11 tokens.
     assert pairs.filter(pl.col("peer") == 2)["load_ratio"].to_list() == pytest.approx([4 * 5 / 11] * 4, rel=0.15)
+    # All ranks of the simulator leave an all-to-all together: the pair that moves most is the slowest.
+    assert expert_pairs.by_pair(run)["peer"][0] == 2
+
+
+def test_the_command_shows_tokens_by_expert_and_by_pair():
+    of_rank, of_pair = (
+        json.loads(tracekit_command("summary", SAMPLE, "--by", by, "--format", "json").stdout)
+        for by in ("expert", "expert-pair")
+    )
+    sent = {rank: sent_rows(rank) for rank in range(4)}
+    received = [sum(sent[rank // 2 * 2 + sender][rank % 2] for sender in range(2)) for rank in range(4)]
+    assert [row["tokens"] for row in of_rank] == received
+    assert [row["tokens"] for row in of_pair] == [sent[rank][place] for rank in range(4) for place in range(2)]
+    # gloo on a shared machine: no transfer is longer than the error of the clocks.
+    assert {row["bytes_per_s"] for row in of_pair} == {None}
 
 
 def test_a_run_without_experts_has_no_pairs():
     sample = SAMPLE.parents[1] / "demo-fsdp2"
-    assert load(sample, cache=False).run_table(expert_load.expert_pairs).is_empty()
+    assert load(sample, cache=False).run_table(expert_pairs.expert_pairs).is_empty()

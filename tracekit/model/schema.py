@@ -187,6 +187,7 @@ COLLECTIVES = table(
         "Bytes that an all-to-all sends to each rank of the group, in its order; null where equal or not known.",
         pl.List(pl.Int64()),
     ),
+    column("row_bytes", "Bytes of a row (a token) of an all-to-all; null where splits are."),
 )
 
 GROUPS = table(

@@ -23,6 +23,10 @@ _HEADINGS = {
     "formula_bubble_ratio": "formula\nshare",
     "warmup_ns": "warm-up",
     "cooldown_ns": "cool-down",
+    "max_load_ratio": "max\nload",
+    "load_ratio": "load over\nmean",
+    "expert_ns": "experts'\ncompute",
+    "bytes_per_s": "bandwidth,\nat least",
     "queue_mean": "queue\nmean",
     "queue_p50": "queue\nmedian",
     "queue_max": "queue\nmax",
@@ -58,6 +62,8 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
             "concurrent_kind": "work of two kinds that run concurrently on a device",
             "bubble_ns": "pipeline: no spans of a schedule, and no sends and receives from which to infer one",
             "axis": "collectives in steps",
+            "passes": "pairs of all-to-alls around experts",
+            "peer": "all-to-alls around experts with known split sizes",
             "queue_max": "work on device streams",
         }
         missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")

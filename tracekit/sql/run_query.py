@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.host import launch_queues, module_tree
-from tracekit.analysis.parallelism import axis_communication, expert_load, group_axes, pipeline_bubbles
+from tracekit.analysis.parallelism import axis_communication, expert_pairs, group_axes, pipeline_bubbles
 from tracekit.analysis.parallelism.pipeline_actions import ACTIONS, pipeline_actions
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
@@ -76,7 +76,7 @@ TABLES: Mapping[str, Table] = {
         for t in (ACTIONS, module_tree.MODULES, launch_queues.QUEUES)
     },
     **{t.name: t for t in (pipeline_bubbles.BUBBLES, group_axes.AXES, axis_communication.AXIS_COMMUNICATION)},
-    expert_load.PAIRS.name: expert_load.PAIRS,
+    expert_pairs.PAIRS.name: expert_pairs.PAIRS,
     **{
         name: replace(t, name=name, columns=(*_RANK_COLUMNS, *t.columns))
         for name, t in zip(_SNAPSHOT_NAMES.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
@@ -95,7 +95,7 @@ _DERIVED: dict[str, RunFact] = {
     module_tree.MODULES.name: lambda run: run.table(module_tree.modules),
     pipeline_bubbles.BUBBLES.name: lambda run: run.run_table(pipeline_bubbles.pipeline_bubbles),
     group_axes.AXES.name: lambda run: run.run_table(group_axes.group_axes),
-    expert_load.PAIRS.name: lambda run: run.run_table(expert_load.expert_pairs),
+    expert_pairs.PAIRS.name: lambda run: run.run_table(expert_pairs.expert_pairs),
     axis_communication.AXIS_COMMUNICATION.name: lambda run: run.run_table(axis_communication.axis_communication),
     RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),
     **{table_name: run_snapshots.table(name) for name, table_name in _SNAPSHOT_NAMES.items()},

@@ -243,7 +243,7 @@ COLLECTIVE_ARGS = {
 }  # fmt: skip
 ROW = {
     "op": "reduce_scatter", "group": "0", "seq": 17, "dtype": "BFloat16", "sent_bytes": 1600, "received_bytes": 400,
-    "group_size": 4, "peer": None, "splits": None,
+    "group_size": 4, "peer": None, "splits": None, "row_bytes": None,
 }  # fmt: skip
 
 
@@ -490,7 +490,8 @@ def test_a_gloo_all_to_all_takes_its_splits_from_the_ops_inputs(tmp_path):
         op("c10d::alltoall_base_", 0, 9, **inputs, **{"Input Dims": [[8], [8], [], [], []]}),
         op("gloo:all_to_all", 1, 5, category="user_annotation"),
     )
-    assert only(read(tmp_path, *events))["splits"] == [24, 8]
+    row = only(read(tmp_path, *events))
+    assert (row["splits"], row["row_bytes"]) == ([24, 8], 4)
 
 
 def dims(*shapes):

@@ -1,4 +1,4 @@
-"""Load of experts: how many bytes of tokens each rank's experts get, and how long they compute."""
+"""Load of experts: how many tokens each rank's experts get, and how long they compute."""
 
 import polars as pl
 
@@ -10,31 +10,22 @@ from tracekit.model.trace import Fact, Trace
 from tracekit.sync.collective_matching import EXPERT
 
 COLUMNS = schema.columns(
-    "window step rank group members layer load_bytes mean_bytes load_ratio expert_ns start_ns dur_ns "
+    "window step rank group members layer load_bytes load_tokens mean_bytes load_ratio expert_ns start_ns dur_ns "
     "first_id second_id",
     group=pl.String, members=pl.String,
 )  # fmt: skip
-PAIRS = schema.table(
-    "expert_pairs",
-    "pair of ranks of an expert-parallel group: tokens that one sends to the other's experts",
-    schema.column("window", "Profiled window of the run, from 0."),
-    schema.column("step", "Training step."),
-    schema.column("group", "Process group; null where not known.", pl.String()),
-    schema.column("rank", "Global rank that sends tokens."),
-    schema.column("peer", "Global rank whose experts get them."),
-    schema.column("bytes", "Size of the tokens, over all layers."),
-    schema.Column("load_ratio", pl.Float64(), "ratio", "bytes over the mean of the group's pairs."),
-)
 _PLACE = ["window", "rank", "step", "group", "members"]
+PASS = ("window", "step", "group", "members", "layer")
+"""The columns of `expert_load` that number a pass through a layer of experts: one row of each rank."""
 _OF_NEXT = ("sent_bytes", "received_bytes", "start_ns", "end_ns", "activity_id")
 _MIN_PAIRED_RATIO = 0.9
 """Share of the bytes that pairs must move: exchanges of counts move few."""
 
 
 def message_sizes(trace: Trace) -> pl.DataFrame:
-    """Return what each all-to-all sends and receives. Columns activity_id, sent_bytes, received_bytes, splits."""
+    """Return what each all-to-all moves. Columns activity_id, sent_bytes, received_bytes, splits, row_bytes."""
     calls = trace.collectives.filter(pl.col("op").is_in(["all_to_all", *EXPERT]))
-    return calls.select("activity_id", "sent_bytes", "received_bytes", "splits")
+    return calls.select("activity_id", "sent_bytes", "received_bytes", "splits", "row_bytes")
 
 
 FACTS: tuple[Fact, ...] = (*axis_communication.FACTS, message_sizes)
@@ -45,9 +36,10 @@ def expert_load(run: Run) -> pl.DataFrame:
     """Return the load of each rank's experts, per pass through a layer of experts; use ``run.run_table``.
 
     Columns COLUMNS; one row per rank and pair of all-to-alls: the first brings tokens to the experts, the second
-    returns as many. load_bytes is what the first brings, mean_bytes its mean over the ranks of the group, load_ratio
-    their quotient, expert_ns the compute between the two, first_id and second_id their activities. Empty where sizes of
-    messages are unknown, or all-to-alls do not come in such pairs.
+    returns as many. load_bytes is what the first brings, load_tokens its rows (null where not known), mean_bytes the
+    mean of load_bytes over the ranks of the group, load_ratio their quotient, expert_ns the compute between the two,
+    first_id and second_id their activities. Empty where sizes of messages are unknown, or all-to-alls do not come in
+    such pairs.
     """
     if not group_axes.has_axis(run, EP) and EP not in mesh.groups_of(run.manifest):
         return pl.DataFrame(schema=COLUMNS)
@@ -58,39 +50,47 @@ def expert_load(run: Run) -> pl.DataFrame:
     pairs = _pairs(calls)
     if pairs.is_empty():
         return pl.DataFrame(schema=COLUMNS)
-    of_layer = ["window", "step", "group", "members", "layer"]
-    mean = pl.col("load_bytes").mean().over(of_layer)
+    mean = pl.col("load_bytes").mean().over(PASS)
     table = _with_compute(run, pairs).with_columns(
         mean.round().cast(pl.Int64).alias("mean_bytes"), (pl.col("load_bytes") / mean).alias("load_ratio")
     )
-    complete = table.filter(pl.len().over(of_layer) > 1)
+    complete = table.filter(pl.len().over(PASS) > 1)
     return schema.conform(complete, COLUMNS).sort("window", "step", "group", "layer", "rank")
 
 
-def expert_pairs(run: Run) -> pl.DataFrame:
-    """Return what each rank sends to the experts of each rank of its group, itself too; use ``run.run_table``.
+def by_rank(run: Run) -> pl.DataFrame:
+    """Return the load of each rank's experts over all steps, for display.
 
-    Columns as PAIRS; one row per step, rank and peer. The all-to-alls are those that bring tokens to the experts: the
-    others return as many. Empty where traces do not record how messages are split, or the group's ranks are not known.
+    Columns members, rank, passes (through layers, forward and backward), tokens, bytes, load_ratio (mean over passes),
+    max_load_ratio, expert_ns; one row per rank. tokens is null where traces do not record how messages are split.
     """
-    loads = run.run_table(expert_load)
-    if loads.is_empty():
-        return PAIRS.empty()
-    sizes = run.table(message_sizes).select("window", "rank", "splits", first_id="activity_id").drop_nulls("splits")
-    ranks = run.run_table(group_axes.group_axes).filter(axis=EP).select("group", "members", "ranks")
+    tokens = pl.col("load_tokens")
+    loads = (
+        run.run_table(expert_load)
+        .group_by("members", "rank")
+        .agg(
+            pl.len().cast(pl.Int64).alias("passes"),
+            pl.when(tokens.is_not_null().all()).then(tokens.sum()).alias("tokens"),
+            pl.col("load_bytes").sum().alias("bytes"),
+            pl.col("load_ratio").mean(),
+            pl.col("load_ratio").max().alias("max_load_ratio"),
+            pl.col("expert_ns").sum(),
+        )
+    )
+    return loads.sort("members", "rank")
+
+
+def ranks_of_groups(run: Run, table: pl.DataFrame) -> pl.DataFrame:
+    """Return a table, which has columns group and members, with the ranks of each group in its order: column ranks."""
+    named = run.run_table(group_axes.group_axes).filter(axis=EP).select("group", "members", "ranks")
     listed = [(",".join(map(str, of)), of) for of in mesh.groups_of(run.manifest).get(EP, [])]
     stated = pl.DataFrame(listed, {"members": pl.String, "stated": pl.List(pl.Int64)}, orient="row")
-    named = (
-        loads.join(sizes, on=["window", "rank", "first_id"])
-        .join(ranks.unique(["group", "members"]), on=["group", "members"], how="left", nulls_equal=True)
+    return (
+        table.join(named.unique(["group", "members"]), on=["group", "members"], how="left", nulls_equal=True)
         .join(stated, on="members", how="left")
-        .with_columns(pl.coalesce("stated", "ranks").alias("peer"))
-        .filter(pl.col("peer").list.len() == pl.col("splits").list.len())
+        .with_columns(pl.coalesce("stated", "ranks").alias("ranks"))
+        .drop("stated")
     )
-    pair = ["window", "step", "group", "members", "rank", "peer"]
-    sent = named.select(*pair, bytes="splits").explode("peer", "bytes").group_by(pair).agg(pl.col("bytes").sum())
-    ratio = pl.col("bytes") / pl.col("bytes").mean().over("window", "step", "group", "members")
-    return PAIRS.conform(sent.with_columns(ratio.alias("load_ratio"))).sort("window", "step", "rank", "peer")
 
 
 def _with_members(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
@@ -123,7 +123,8 @@ def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
     if paired_bytes < _MIN_PAIRED_RATIO * float(flagged["sent_bytes"].sum() or 1):
         pairs = pairs.clear()
     return pairs.select(
-        *_PLACE, "layer", "start_ns", load_bytes="received_bytes", from_ns="end_ns", to_ns="next_start_ns",
+        *_PLACE, "layer", "start_ns", load_bytes="received_bytes",
+        load_tokens=pl.col("received_bytes") // pl.col("row_bytes"), from_ns="end_ns", to_ns="next_start_ns",
         dur_ns=pl.col("next_end_ns") - pl.col("start_ns"), first_id="activity_id", second_id="next_activity_id",
     )  # fmt: skip
 

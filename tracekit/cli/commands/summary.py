@@ -18,6 +18,8 @@ class By(StrEnum):
     CONTENTION = "contention"
     STAGE = "stage"
     AXIS = "axis"
+    EXPERT = "expert"
+    EXPERT_PAIR = "expert-pair"
     STREAM = "stream"
 
 
@@ -39,13 +41,15 @@ def summary(
     another kind runs, relative to running alone, with a 95% confidence interval. By stage: the bubble of each rank,
     stage and step of a pipeline, beside that of the schedule without communication, and its causes. By axis: the
     communication of each rank along each axis of the mesh
-    (pp, dp, tp, …), and its exposed part. By stream: how much work waits on each device stream, how late it starts
+    (pp, dp, tp, …), and its exposed part. By expert: the tokens that each rank's experts get in an expert-parallel run,
+    relative to the mean of the group. By expert-pair: the tokens that each rank sends to the experts of each, and how
+    long they travel, the slowest pair first. By stream: how much work waits on each device stream, how late it starts
     after its launch, and how much of it is short.
     """
     from tracekit.analysis.communication import collective_instances
     from tracekit.analysis.compute import collective_contention, contention, efficiency
     from tracekit.analysis.host import launch_queues
-    from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles
+    from tracekit.analysis.parallelism import axis_communication, expert_load, expert_pairs, pipeline_bubbles
     from tracekit.analysis.time import breakdown
     from tracekit.analysis.time import summary as analysis
     from tracekit.model.trace import Fact
@@ -59,6 +63,8 @@ def summary(
         By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
         By.STAGE: [*pipeline_bubbles.FACTS],
         By.AXIS: [*axis_communication.FACTS],
+        By.EXPERT: [*expert_load.FACTS],
+        By.EXPERT_PAIR: [*expert_load.FACTS],
         By.STREAM: [launch_queues.launch_queues],
     }
     tables = {
@@ -69,6 +75,8 @@ def summary(
         By.CONTENTION: collective_contention.all_pairs,
         By.STAGE: pipeline_bubbles.by_stage,
         By.AXIS: axis_communication.by_axis,
+        By.EXPERT: expert_load.by_rank,
+        By.EXPERT_PAIR: expert_pairs.by_pair,
         By.STREAM: launch_queues.by_stream,
     }
     run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]))

@@ -112,7 +112,7 @@ def expert_heatmap(load: pl.DataFrame) -> go.Figure:
 def expert_pair_heatmap(pairs: pl.DataFrame) -> go.Figure:
     """Return a heatmap of what ranks (rows) send to the experts of ranks (columns): relative to the group's mean.
 
-    `pairs` is `expert_load.expert_pairs`; the colour is the mean of load_ratio over steps, white where it is 1.
+    `pairs` is `expert_pairs.expert_pairs`; the colour is the mean of load_ratio over steps, white where it is 1.
     """
     if pairs.is_empty():
         return style.empty()

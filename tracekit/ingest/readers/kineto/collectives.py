@@ -31,7 +31,7 @@ def table(
     """
     found = [_row(activity, host, slice_args) for activity in communication]
     ranks = _ranks_of_sends({place for *_, place in found if place is not None}, groups, rank)
-    rows = [(*row, peer if place is None else ranks.get(place), splits) for *row, splits, peer, place in found]
+    rows = [(*row, peer if place is None else ranks.get(place), *of) for *row, of, peer, place in found]
     return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
 
 
@@ -100,7 +100,7 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
         sent,
         received,
         _whole(described.group_size),
-        _splits(described, around, sent) if op == _ALL_TO_ALL else None,
+        _splits(described, around, sent) if op == _ALL_TO_ALL else (None, None),
         _peer(described) if described.collective is not None else None,
         _place_by_inputs(op, around) if described.collective is None else None,
     )
@@ -115,16 +115,18 @@ def _peer(described: Args) -> int | None:
     return ranks[place] if ranks is not None and place < len(ranks) else place
 
 
-def _splits(described: Args, around: list[tuple[str, Args]], sent_bytes: int | None) -> list[int] | None:
-    """Return the bytes that an all-to-all sends to each rank; None where all get equally many, or not known."""
+def _splits(
+    described: Args, around: list[tuple[str, Args]], sent_bytes: int | None
+) -> tuple[list[int] | None, int | None]:
+    """Return the bytes that an all-to-all sends to each rank, and those of a row; None where equal, or not known."""
     splits = _listed(described.in_split)
     if splits is None:
         issued = next((args for name, args in around if name.startswith(_ALL_TO_ALL_OP)), _NO_ARGS)
         splits = _listed(_input(issued, 4))
     rows = sum(splits or ())
     if not splits or not rows or sent_bytes is None or sent_bytes % rows:
-        return None
-    return [sent_bytes // rows * split for split in splits]
+        return None, None
+    return [sent_bytes // rows * split for split in splits], sent_bytes // rows
 
 
 def _place_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | None:
