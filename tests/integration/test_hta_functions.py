@@ -1,5 +1,6 @@
 """Our numbers compared with those of HTA's functions, on one public trace that both read alike (docs/hta.md)."""
 
+import json
 from pathlib import Path
 
 import polars as pl
@@ -13,7 +14,7 @@ from hta.trace_analysis import TraceAnalysis
 
 import tracekit
 from tests.support import cli_runner
-from tracekit.analysis.compute import kernels
+from tracekit.analysis.compute import kernel_sequences, kernels
 from tracekit.analysis.host import launch_queues
 from tracekit.analysis.time import breakdown
 
@@ -95,6 +96,20 @@ def test_kernels_have_the_sums_of_the_kernel_breakdown(theirs, ours):
         assert total == pytest.approx(own[name] / _US, abs=0.01)
 
 
+@pytest.mark.parametrize("op", ["aten::linear", "aten::cudnn_convolution", "ConvolutionBackward"])
+def test_sequences_that_operators_launch_are_those_of_hta(theirs, ours, tmp_path, op):
+    hta = theirs.get_frequent_cuda_kernel_sequences(op, str(tmp_path), min_pattern_len=2, visualize=False)
+    own = {"|".join((row["op"], *row["kernels"])): row for row in kernel_sequences.by_call(ours, op).to_dicts()}
+    assert set(hta["pattern"]) == set(own)
+    for pattern, count, on_device, on_host in hta[
+        ["pattern", "count", "GPU kernel duration (us)", "CPU op duration (us)"]
+    ].itertuples(index=False):
+        row = own[pattern]
+        assert count == row["count"]
+        assert on_device == pytest.approx(row["total_ns"] / _US, abs=0.01)
+        assert on_host == pytest.approx(row["op_ns"] / _US, abs=0.01)
+
+
 def test_the_summary_by_stream_is_on_the_command_line(ours, file):
     done = cli_runner.tracekit("summary", file, "--by", "stream")
     assert done.returncode == 0, done.stderr
@@ -102,3 +117,17 @@ def test_the_summary_by_stream_is_on_the_command_line(ours, file):
     rows = cli_runner.tracekit("query", file, "SELECT stream, queue_max FROM launch_queues ORDER BY 1")
     assert rows.returncode == 0, rows.stderr
     assert launch_queues.by_stream(ours)["queue_max"].to_list() == [10, 1]
+
+
+def test_sequences_are_on_the_command_line_and_in_sql(ours, file):
+    done = cli_runner.tracekit("kernels", file, "--sequences", "4", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)[0]
+    assert first["kernels"] == kernel_sequences.by_sequence(ours, 4)["kernels"][0].to_list()
+    done = cli_runner.tracekit("kernels", file, "--launched-by", "aten::linear")
+    assert "aten::linear" in done.stdout
+    done = cli_runner.tracekit("kernels", file, "--launched-by", "aten::linear", "--sequences", "4")
+    assert done.returncode == 2
+    assert "two tables" in done.stderr
+    rows = cli_runner.tracekit("query", file, "SELECT max(length) AS longest FROM kernel_sequences")
+    assert "8" in rows.stdout

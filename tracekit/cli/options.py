@@ -177,12 +177,12 @@ class TotalsOptions(OutputOptions):
     ] = None
     totals_format: Annotated[TotalsFormat, typer.Option("--format", help="Output format.")] = TotalsFormat.TEXT
 
-    def write(self, rows: "pl.DataFrame") -> None:
-        """Write the first `top` rows; by default 20 as text, and all rows as CSV or JSON."""
+    def write(self, rows: "pl.DataFrame", as_text: Callable[..., str] | None = None) -> None:
+        """Write the first `top` rows; by default 20 as text, by `as_text` or as totals, and all rows as CSV or JSON."""
         from tracekit.report import query_rows, totals
 
         if self.totals_format is TotalsFormat.TEXT:
-            self.emit(totals.as_text(rows, top=self.top or output.DEFAULT_TOP, **self.style))
+            self.emit((as_text or totals.as_text)(rows, top=self.top or output.DEFAULT_TOP, **self.style))
             return
         shown = rows if self.top is None else rows.head(self.top)
         is_csv = self.totals_format is TotalsFormat.CSV

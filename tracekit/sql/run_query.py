@@ -19,6 +19,7 @@ import polars as pl
 import pyarrow as pa
 
 from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.compute import kernel_sequences
 from tracekit.analysis.host import launch_queues, module_tree
 from tracekit.analysis.parallelism import axis_communication, expert_pairs, group_axes, pipeline_bubbles
 from tracekit.analysis.parallelism.pipeline_actions import ACTIONS, pipeline_actions
@@ -73,7 +74,7 @@ TABLES: Mapping[str, Table] = {
     **{t.name: t for t in (OFFSETS, collective_instances.INSTANCES, collective_instances.WAITS, RUN_DATA_QUALITY)},
     **{
         t.name: replace(t, columns=(*_RANK_COLUMNS, *t.columns))
-        for t in (ACTIONS, module_tree.MODULES, launch_queues.QUEUES)
+        for t in (ACTIONS, module_tree.MODULES, launch_queues.QUEUES, kernel_sequences.SEQUENCES)
     },
     **{t.name: t for t in (pipeline_bubbles.BUBBLES, group_axes.AXES, axis_communication.AXIS_COMMUNICATION)},
     expert_pairs.PAIRS.name: expert_pairs.PAIRS,
@@ -92,6 +93,7 @@ _DERIVED: dict[str, RunFact] = {
     collective_instances.WAITS.name: lambda run: run.run_table(collective_instances.waits),
     ACTIONS.name: lambda run: run.table(pipeline_actions),
     launch_queues.QUEUES.name: lambda run: run.table(launch_queues.launch_queues),
+    kernel_sequences.SEQUENCES.name: lambda run: run.table(kernel_sequences.kernel_sequences),
     module_tree.MODULES.name: lambda run: run.table(module_tree.modules),
     pipeline_bubbles.BUBBLES.name: lambda run: run.run_table(pipeline_bubbles.pipeline_bubbles),
     group_axes.AXES.name: lambda run: run.run_table(group_axes.group_axes),
