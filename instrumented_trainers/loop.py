@@ -102,6 +102,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         warmup=config.profile_warmup,
         memory=config.memory,
         stacks=config.stacks,
+        device_metrics=config.device_metrics,
         manifest={**_manifest(config, mesh, active_faults, origin), "command": command},
     ) as recorder:
         for step in range(first_step, config.steps):

@@ -188,6 +188,9 @@ def add_recording(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--profile-active", type=positive, metavar="N", help="steps in the trace")
     group.add_argument("--stacks", action="store_true", help="record Python stacks too (traces grow tenfold)")
     group.add_argument(
+        "--device-metrics", action="store_true", help="record clocks, power, temperature and throttling of the GPUs"
+    )
+    group.add_argument(
         "--memory-report",
         action="store_true",
         help="report the memory of the third step, predicted and measured, at the end and in run.json",

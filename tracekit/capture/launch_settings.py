@@ -32,6 +32,7 @@ class Settings:
     shapes: bool | None = None
     modules: bool = False
     snapshot: bool = False
+    device_metrics: bool = False
     disk_budget_bytes: int = 10 * GIBIBYTE
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step; only the training knows them."""

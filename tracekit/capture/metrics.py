@@ -36,8 +36,8 @@ class PendingScalar:
         return float(self._host)
 
 
-Number = float | int | Callable[[], float] | PendingScalar
-"""A number; a function that returns one, called one step later; or one being copied from the device."""
+Number = float | int | None | Callable[[], float] | PendingScalar
+"""A number; None, which becomes null; a function that returns one, called a step later; one copied from the device."""
 
 
 class MetricsLog:
@@ -56,7 +56,7 @@ class MetricsLog:
         self._file.writelines(earlier)
         self._file.flush()
         self._pending: deque[Mapping[str, Number]] = deque()
-        self._collected: list[dict[str, float]] = []
+        self._collected: list[dict[str, float | None]] = []
         self._written_s = time.monotonic()
 
     def add(self, row: Mapping[str, Number]) -> None:
@@ -89,7 +89,7 @@ def _is_ready(row: Mapping[str, Number]) -> bool:
     return all(value.ready for value in row.values() if isinstance(value, PendingScalar))
 
 
-def _number(value: Number) -> float:
+def _number(value: Number) -> float | None:
     if isinstance(value, PendingScalar):
         return value.value()
     return value() if callable(value) else value

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from tracekit import conventions
 from tracekit.capture import atomic_files, trace_writer
 from tracekit.capture.checkpoints.dcp import record_save
+from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
 from tracekit.capture.on_demand_windows import WindowRequests
@@ -36,7 +37,8 @@ class Recorder:
     step N as ``ProfilerStep#N``, counted from 0, or from `first_step`, the optimizer steps done before.
 
     `memory`, `stacks` and `shapes` (by default on the CPU only) add to the trace; `modules` adds a span for each
-    forward call of a module; `snapshot` adds the CUDA allocator's history of each window. `manifest` goes into
+    forward call of a module; `snapshot` adds the CUDA allocator's history of each window. `device_metrics` adds the
+    GPU's clocks, power, temperature, throttle reasons and memory errors to the metrics. `manifest` goes into
     ``run.json`` (strategy, mesh, model, arguments), secrets redacted. `device` is cuda or cpu, by default cuda where
     there is one. Traces are written to `scratch` first, where given; those of a run take `disk_budget_bytes` at most:
     the oldest windows except the first are removed. One rank `leads`, by default rank 0: it writes the manifest and
@@ -72,6 +74,7 @@ class Recorder:
         shapes: bool | None = None,
         modules: bool = False,
         snapshot: bool = False,
+        device_metrics: bool = False,
         scratch: str | os.PathLike[str] | None = None,
         disk_budget_bytes: int | None = None,
         manifest: Mapping[str, Any] | None = None,
@@ -95,6 +98,7 @@ class Recorder:
         self._requests: WindowRequests | None = None
         self._manifest: ManifestFile | None = None
         self._metrics: MetricsLog | None = None
+        self._device_metrics = DeviceMetrics(self.rank) if device_metrics else None
         self._data_wait_ns: int | None = None
         self._mid_step = mid_step
         self._began_ns: int | None = None
@@ -135,6 +139,8 @@ class Recorder:
             with self._guard("the metrics log is incomplete"):
                 self._metrics.close()
             self._metrics = None
+        if self._device_metrics is not None:
+            self._device_metrics.close()
 
     def describe(self, more: Mapping[str, Any]) -> None:
         """Add to ``run.json`` what became known during training, secrets redacted. The leading rank writes it."""
@@ -188,7 +194,8 @@ class Recorder:
         row = self._row(tokens)
         if self._metrics is not None:
             with self._guard("metrics are no longer recorded", self._drop_metrics):
-                self._metrics.add({**row, **(metrics or {}), **allocator_counters()})
+                counters = self._device_metrics.take() if self._device_metrics is not None else {}
+                self._metrics.add({**row, **(metrics or {}), **allocator_counters(), **counters})
         self._profiler.end(self._step)
         self._step += 1
         if not last:

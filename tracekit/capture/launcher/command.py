@@ -151,6 +151,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         action="store_true",
         help="record the CUDA allocator's history of each window",
     )
+    add("--device-metrics", action="store_true", help="record clocks, power, temperature and throttling of the GPUs")
     add(
         "--tokens-per-step",
         type=_positive,
