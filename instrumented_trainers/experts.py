@@ -1,11 +1,14 @@
-"""A mixture of experts: each token goes through the K of N feed-forward experts that a router chooses (dropless).
+"""A mixture of experts: each token goes through the K of N feed-forward experts that a router chooses.
 
 Mixtral's (https://arxiv.org/abs/2401.04088), with the balancing loss of https://arxiv.org/abs/2101.03961, section 2.2.
+It is dropless, or its experts have a capacity for each sequence (https://arxiv.org/abs/2006.16668, where a sequence is
+called a group): what a token would get from an expert that is full is left out.
 
 Letters in shapes, in addition to those of `instrumented_trainers.model`:
     S  tokens of all sequences, B * T      N  experts      K  experts per token
 """
 
+import math
 from typing import Any
 
 import torch
@@ -23,9 +26,16 @@ class MixtureOfExperts(nn.Module):
     whichever tokens it has.
     """
 
-    def __init__(self, width: int, hidden_width: int, *, experts: int, active: int, balance: float) -> None:
+    dropped: Tensor | None = None
+    """How many choices of experts training has dropped since `drop_ratio` was last called."""
+    choices: int = 0
+    """Of how many."""
+
+    def __init__(
+        self, width: int, hidden_width: int, *, experts: int, active: int, balance: float, capacity: float | None = None
+    ) -> None:
         super().__init__()
-        self.experts, self.active, self.balance = experts, active, balance
+        self.experts, self.active, self.balance, self.capacity = experts, active, balance, capacity
         self.router = nn.Linear(width, experts, bias=False)
         self.gate = nn.Parameter(torch.empty(experts, hidden_width, width))
         self.up = nn.Parameter(torch.empty(experts, hidden_width, width))
@@ -37,13 +47,31 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = chances.topk(self.active)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        routed = torch.bincount(chosen.flatten(), minlength=self.experts)
+        order, counts = (order, routed) if self.capacity is None else self._within_capacity(chosen, order, len(stream))
         outputs = self._computed(tokens[order // self.active], counts)
         outputs = outputs * weights.flatten()[order, None].to(outputs.dtype)
         mixed = torch.zeros_like(tokens).index_add(0, order // self.active, outputs)
         if self.balance and torch.is_grad_enabled():
-            mixed = _AddLoss.apply(mixed, self.balance * balancing_loss(chances, counts / counts.sum()))
+            mixed = _AddLoss.apply(mixed, self.balance * balancing_loss(chances, routed / routed.sum()))
         return mixed.view_as(stream)
+
+    def _within_capacity(self, chosen: Tensor, order: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Return which of the choices (S, K) an expert has room for, in the given order, and how many of each expert.
+
+        Of a sequence of T tokens each expert takes ``ceil(capacity * T * K / N)`` choices at most, whichever rank has
+        the sequence.
+        """
+        assert self.capacity is not None
+        of_sequence = chosen.view(sequences, -1, self.active)
+        room = math.ceil(self.capacity * of_sequence.shape[1] * self.active / self.experts)
+        fits = (places(of_sequence, self.experts) < room).flatten()
+        if self.training:
+            dropped = (~fits).sum()
+            self.dropped = dropped if self.dropped is None else self.dropped + dropped
+            self.choices += fits.numel()
+        kept = order[fits[order]]
+        return kept, torch.bincount(chosen.flatten()[kept], minlength=self.experts)
 
     def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs of rows that are sorted by expert, (S * K, D)."""
@@ -61,6 +89,32 @@ class MixtureOfExperts(nn.Module):
     def _weights(self) -> tuple[Tensor, ...]:
         """Return the experts' weights: `gate`, `up` and `down`."""
         return self.gate, self.up, self.down
+
+
+def places(chosen: Tensor, experts: int) -> Tensor:
+    """Return the place of each choice in its expert's queue, from 0, for each of the sequences (B, T, K).
+
+    First choices go before second ones, and earlier tokens before later ones.
+
+    >>> places(torch.tensor([[[0, 1], [1, 0], [0, 1]]]), 2)[0].tolist()
+    [[0, 1], [0, 2], [1, 2]]
+    """
+    by_priority = chosen.transpose(1, 2).flatten(1)
+    queues = functional.one_hot(by_priority, experts).cumsum(dim=1) - 1
+    queued = queues.gather(2, by_priority[:, :, None])
+    return queued.view(len(chosen), chosen.shape[2], chosen.shape[1]).transpose(1, 2)
+
+
+def drop_ratio(model: nn.Module) -> Tensor | None:
+    """Return the share of choices that a model's experts have dropped since the last call; None without a capacity."""
+    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    counts = [layer.dropped for layer in layers if layer.dropped is not None]
+    if not counts:
+        return None
+    ratio = torch.stack(counts).sum() / sum(layer.choices for layer in layers)
+    for layer in layers:
+        layer.dropped, layer.choices = None, 0
+    return ratio
 
 
 def balancing_loss(chances: Tensor, shares: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.checkpoints.saver import CheckpointSaver
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.evaluation import Evaluation, EvaluationResult
+from instrumented_trainers.experts import drop_ratio
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.loss import upcast
 from instrumented_trainers.memory import MemoryWatch
@@ -43,6 +44,7 @@ from tracekit.capture.metrics import Number, PendingScalar
 from tracekit.conventions.strategies import EP, STRATEGIES
 
 _STOP_KEY = "after step"
+_DROPPED_METRIC = "dropped_token_ratio"
 
 # A rank that received the signal can be this many steps behind the others: on the CPU every collective waits for
 # all ranks; on a GPU the host runs ahead of the device, but waits for the loss of the step before the last.
@@ -118,7 +120,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                     active_faults=active_faults,
                     axes=axes,
                 )
-            loss = PendingScalar(number)
+            loss, dropped = PendingScalar(number), _dropped(model)
             stopped = stop.due(step, device=config.device)
             saved = None
             if stopped or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
@@ -128,7 +130,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                 )
             evaluated = None if stopped else _evaluated(evaluation, step, model, recorder)
             last = stopped or step == config.steps - 1
-            recorder.step(_metrics(loss, evaluated), tokens=config.tokens_per_step, last=last)
+            recorder.step(_metrics(loss, evaluated) | dropped, tokens=config.tokens_per_step, last=last)
             progress.step(step, loss, elapsed_ns=recorder.step_time_ns)
             trackers.add(step, _scalars(step, loss, config, throughput.scalars(recorder.step_time_ns), evaluated))
             for line in _lines_after(step, evaluated, saved, blocking=checkpoints.blocking):
@@ -153,6 +155,12 @@ def _evaluated(
         return None
     with recorder.evaluation():
         return evaluation.run(model)
+
+
+def _dropped(model: nn.Module) -> dict[str, Number]:
+    """Return the share of choices of this rank's tokens that the step has dropped, where experts have a capacity."""
+    ratio = drop_ratio(model)
+    return {} if ratio is None else {_DROPPED_METRIC: PendingScalar(ratio)}
 
 
 def _metrics(loss: PendingScalar, evaluated: EvaluationResult | None) -> dict[str, Number]:

@@ -168,6 +168,7 @@ def _feed_forward(config: ModelConfig) -> nn.Module:
         experts=config.experts,
         active=config.active_experts,
         balance=config.balance,
+        capacity=config.capacity,
     )
 
 

@@ -31,6 +31,8 @@ class ModelConfig:
     """How many of them each token goes through."""
     balance: float = 0.0
     """The weight of the loss that balances the tokens over the experts, per forward pass."""
+    capacity: float | None = None
+    """How many times the mean number of a sequence's tokens an expert takes at most; None: all that choose it."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads or self.heads % self.key_value_heads or self.head_width % 2:

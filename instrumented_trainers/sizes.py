@@ -29,6 +29,7 @@ def model_config(config: TrainingConfig) -> ModelConfig:
         experts=experts,
         active_experts=config.active_experts,
         balance=config.balance_loss / config.micro_batches if experts else 0.0,
+        capacity=config.capacity if experts else None,
         dropout=config.dropout,
         checkpointed_layers=config.checkpoint_layers,
         reentrant=config.reentrant,

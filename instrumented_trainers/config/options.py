@@ -67,6 +67,13 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--active-experts", type=positive, metavar="K", help="experts that each token goes through")
     group.add_argument("--balance-loss", type=float, metavar="X", help="weight of the loss that balances the experts")
     group.add_argument(
+        "--capacity",
+        type=float,
+        metavar="FACTOR",
+        help="an expert takes at most FACTOR times the mean number of a sequence's tokens, and what is above is "
+        "dropped; by default it takes all",
+    )
+    group.add_argument(
         "--init-from",
         type=Path,
         metavar="FOLDER",

@@ -61,6 +61,7 @@ class TrainingConfig:
     experts: int | None = None
     active_experts: int = 2
     balance_loss: float = 0.01
+    capacity: float | None = None
     init_from: Path | None = None
     data: tuple[Path, ...] = ()
     text_field: str = "text"

@@ -1,5 +1,6 @@
 """Why a run cannot start as configured."""
 
+import math
 import os
 from pathlib import Path
 
@@ -22,9 +23,8 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
         return f"{'--dry-run' if is_dry_run else '--memory-report'}: has no formula for {reason}"
     if config.init_from is None and config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
-    experts = PRESETS[config.model].experts if config.experts is None else config.experts
-    if experts and config.active_experts > experts:
-        return f"--active-experts {config.active_experts}: there are {experts} experts"
+    if reason := _expert_problem(config):
+        return reason
     if config.recompute == SELECTIVE and (config.reentrant or not config.checkpoint_layers):
         return "--recompute selective: needs --checkpoint-layers N, and not --reentrant"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
@@ -40,6 +40,22 @@ def problem(config: TrainingConfig, *, is_dry_run: bool = False) -> str | None:
         or _optimization_problem(config)
         or _fault_problem(config)
     )
+
+
+def _expert_problem(config: TrainingConfig) -> str | None:
+    """Return why there cannot be such experts, or None."""
+    experts = PRESETS[config.model].experts if config.experts is None else config.experts
+    if experts and config.active_experts > experts:
+        return f"--active-experts {config.active_experts}: there are {experts} experts"
+    if config.capacity is None:
+        return None
+    if not experts:
+        return f"--capacity {config.capacity:g}: {config.model_name} has no experts; add --experts N"
+    if not 0 < config.capacity < math.inf:
+        return f"--capacity {config.capacity:g}: times the mean number of tokens of an expert, such as 1.25"
+    if config.cp > 1:
+        return f"--capacity {config.capacity:g}: is of whole sequences, which --cp {config.cp} divides over ranks"
+    return None
 
 
 def _formula_problem(config: TrainingConfig) -> str | None:

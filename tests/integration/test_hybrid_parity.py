@@ -19,6 +19,7 @@ REENTRANT = dataclasses.replace(RECOMPUTED, reentrant=True)
 DROPPED = dataclasses.replace(RECOMPUTED, dropout=0.3)
 SELECTIVE = dataclasses.replace(CONFIG, checkpointed_layers=1, selective=True)
 EXPERTS = dataclasses.replace(CONFIG, experts=4)
+CAPACITY = dataclasses.replace(EXPERTS, capacity=0.75)  # about a third of the choices is dropped
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 
 ON_TWO = {
@@ -34,6 +35,8 @@ ON_TWO = {
     "cp": Hybrid(cp=2),
     "cp, selectively recomputed": Hybrid(cp=2, config=SELECTIVE),
     "ep": Hybrid(ep=2, config=EXPERTS),
+    "ep, capacity": Hybrid(ep=2, config=CAPACITY),
+    "tp, sequence, experts with capacity": Hybrid(**SEQUENCE, config=CAPACITY),
 }
 _WAYS = {
     "tp": Hybrid(tp=2, micro_batches=2, max_norm=0.1),
@@ -42,12 +45,13 @@ _WAYS = {
     "tp x cp": Hybrid(**SEQUENCE, cp=2),
     "ep": Hybrid(ep=2, config=EXPERTS, micro_batches=2, max_norm=0.1),
     "ep x tp": Hybrid(**SEQUENCE, ep=2, config=EXPERTS, max_norm=0.1),
+    "ep, capacity": Hybrid(ep=2, config=CAPACITY, micro_batches=2, max_norm=0.1),
     "all experts once": Hybrid(ep=4, config=EXPERTS, max_norm=0.1),
 }
 _UNDER = {
-    "ddp": ("tp", "cp", "ep"),
+    "ddp": ("tp", "cp", "ep", "ep, capacity"),
     "zero1": ("tp, sequence and loss", "ep"),
-    "fsdp2": ("tp, sequence and loss", "cp", "ep", "ep x tp", "all experts once"),
+    "fsdp2": ("tp, sequence and loss", "cp", "ep", "ep x tp", "all experts once", "ep, capacity"),
     "yafsdp": ("tp", "tp, sequence and loss", "tp x cp"),
 }
 ON_FOUR = {
@@ -69,6 +73,7 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "pp x tp, zero bubble": {"strategy": "zero1", "schedule": "zb-h1", **_STAGES, **_DIVIDED},
     "pp x tp x yafsdp": {"strategy": "yafsdp", **_STAGES, **_DIVIDED},
     "pp x ep": {"strategy": "zero1", **_EXPERTS, **_STAGES},
+    "pp x ep, capacity": {"strategy": "zero1", **_EXPERTS, **_STAGES, "capacity": 0.75},
 }
 EIGHT = {"strategy": "zero1", "pp": 2, "micro_batches": 4, **_DIVIDED}
 WRONG = Hybrid(**SEQUENCE, strategy="fsdp2", divisor_error=1.0001)

@@ -1,20 +1,25 @@
 """A mixture of experts against a loop over tokens, and its balancing loss against one that is added."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from instrumented_trainers.experts import MixtureOfExperts, balancing_loss
+from instrumented_trainers.experts import MixtureOfExperts, balancing_loss, drop_ratio
 from instrumented_trainers.model import Llama
 from instrumented_trainers.model_config import PRESETS, ModelConfig
 
 WIDTH, HIDDEN, EXPERTS, ACTIVE = 8, 12, 5, 2
 
 
-def mixture(balance: float = 0.0, experts: int = EXPERTS, active: int = ACTIVE) -> MixtureOfExperts:
+def mixture(
+    balance: float = 0.0, experts: int = EXPERTS, active: int = ACTIVE, capacity: float | None = None
+) -> MixtureOfExperts:
     torch.manual_seed(0)
-    made = MixtureOfExperts(WIDTH, HIDDEN, experts=experts, active=active, balance=balance).double()
+    sizes = {"experts": experts, "active": active}
+    made = MixtureOfExperts(WIDTH, HIDDEN, **sizes, balance=balance, capacity=capacity).double()
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.5)
     return made
@@ -42,6 +47,49 @@ def by_token(layer: MixtureOfExperts, stream: Tensor) -> Tensor:
 def test_each_token_goes_through_its_best_experts(active: int) -> None:
     layer, stream = mixture(active=active), tokens()
     assert torch.allclose(layer(stream), by_token(layer, stream), rtol=1e-12, atol=1e-14)
+
+
+def with_capacity(layer: MixtureOfExperts, stream: Tensor) -> tuple[Tensor, int]:
+    """Return the outputs of a loop over sequences, choices and tokens, and how many choices found no room."""
+    assert layer.capacity is not None
+    outputs, dropped = torch.zeros_like(stream), 0
+    for sequence, tokens_of in enumerate(stream):
+        chances = (tokens_of @ layer.router.weight.T).softmax(dim=1)
+        best = chances.argsort(dim=1, descending=True)[:, : layer.active]
+        room = [math.ceil(layer.capacity * len(tokens_of) * layer.active / layer.experts)] * layer.experts
+        for choice in range(layer.active):
+            for at, token in enumerate(tokens_of):
+                number = int(best[at, choice])
+                room[number] -= 1
+                dropped += room[number] < 0
+                if room[number] >= 0:
+                    hidden = functional.silu(layer.gate[number] @ token) * (layer.up[number] @ token)
+                    weight = chances[at, number] / chances[at, best[at]].sum()
+                    outputs[sequence, at] += weight * (layer.down[number] @ hidden)
+    return outputs, dropped
+
+
+@pytest.mark.parametrize(("capacity", "active"), [(0.1, 2), (0.5, 1), (1.0, 2), (1.5, 2), (float(EXPERTS), 2)])
+def test_experts_take_no_more_than_their_capacity(capacity: float, active: int) -> None:
+    layer, stream = mixture(capacity=capacity, active=active), tokens()
+    wanted, dropped = with_capacity(layer, stream)
+    assert torch.allclose(layer(stream), wanted, rtol=1e-12, atol=1e-14)
+    assert (dropped > 0) == (capacity <= 1)
+    ratio = drop_ratio(layer)
+    assert ratio is not None
+    assert ratio.item() == pytest.approx(dropped / (stream.shape[0] * stream.shape[1] * active))
+    assert drop_ratio(layer) is None
+
+
+def test_capacity_does_not_depend_on_which_sequences_are_in_a_batch() -> None:
+    layer, stream = mixture(capacity=0.7), tokens()
+    assert torch.allclose(layer(stream), torch.cat([layer(each) for each in stream.split(1)]), rtol=1e-12, atol=1e-14)
+
+
+def test_only_training_counts_what_is_dropped() -> None:
+    layer = mixture(capacity=0.5).eval()
+    layer(tokens())
+    assert drop_ratio(layer) is None
 
 
 def test_gradients_are_those_of_a_loop_over_tokens() -> None:
