@@ -126,7 +126,7 @@ def _measured(folders: Sequence[Path], recordings: Path | None, seeds: range, sc
 
 
 def _halves(folder: Path, scratch: Path) -> Pairs:
-    steps = _steps(folder)
+    steps = marked_steps(folder)
     middle = len(steps) // 2
     pairs = Pairs(f"{folder.name}: {middle} of {len(steps)} steps with {len(steps) - middle} others")
     if middle:
@@ -152,7 +152,7 @@ def _of_recordings(folder: Path, scratch: Path) -> Iterator[Pairs]:
             Pairs(f"{count} steps of them, the same"),
             Pairs(f"{count} steps of them, with {count} later ones"),
         )
-        pieces = (_pieces(path, [_steps(path)[:count], _steps(path)[-count:]], scratch) for path in paths)
+        pieces = (_pieces(path, [marked_steps(path)[:count], marked_steps(path)[-count:]], scratch) for path in paths)
         for before, after in pairwise(pieces):
             _add_all(same, [before[0], after[0]])
             _add_all(same, [before[1], after[1]])
@@ -189,18 +189,23 @@ def _pieces(folder: Path, parts: Sequence[Sequence[int]], scratch: Path) -> list
     found = []
     for number, steps in enumerate(parts):
         out = scratch / f"{folder.name}-{number}"
-        out.mkdir()
-        for path in folder.iterdir():
-            if path.suffix == ".gz":
-                _write(piece(_read(path), steps), out / path.name)
-            elif path.suffix == ".jsonl":
-                lines = (line for line in path.read_text().splitlines(True) if json.loads(line).get("step") in steps)
-                (out / path.name).write_text("".join(lines))
-            elif path.is_file():
-                shutil.copy(path, out / path.name)
+        write_piece(folder, steps, out)
         found.append(Checked.of(out, f"{folder.name} steps {steps[0]} to {steps[-1]}"))
         shutil.rmtree(out)
     return found
+
+
+def write_piece(folder: Path, steps: Sequence[int], out: Path) -> None:
+    """Write a recording cut to some neighbouring steps to a new folder."""
+    out.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".gz":
+            _write(piece(_read(path), steps), out / path.name)
+        elif path.suffix == ".jsonl":
+            lines = (line for line in path.read_text().splitlines(True) if json.loads(line).get("step") in steps)
+            (out / path.name).write_text("".join(lines))
+        elif path.is_file():
+            shutil.copy(path, out / path.name)
 
 
 def piece(document: Document, steps: Sequence[int]) -> Document:
@@ -224,7 +229,7 @@ def piece(document: Document, steps: Sequence[int]) -> Document:
     return {**document, "traceEvents": [event for event in events if is_inside(event)]}
 
 
-def _steps(folder: Path) -> list[int]:
+def marked_steps(folder: Path) -> list[int]:
     """Return the steps that all ranks of a folder mark, in order."""
     marked = [set(_marks(_read(path))) for path in folder.glob("*.json.gz")]
     return sorted(set.intersection(*marked)) if marked else []

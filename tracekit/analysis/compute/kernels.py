@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import polars as pl
@@ -14,21 +15,32 @@ from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "op", "shapes", "module", "unit", "phase", "span", "step", "device", "stream", "rank")
 """Keys to group kernels by; kind is always one, so that work of two kinds is never merged."""
+OpColumns: TypeAlias = Callable[[Trace], Sequence[pl.Series]]
+"""What names the operator of each activity, and the shapes of its inputs: two columns of a trace's activities."""
+
+
+def recorded_ops(trace: Trace) -> list[pl.Series]:
+    """Return name and shapes of the innermost op around the launch of each activity; null where unknown."""
+    return launching_op_columns(trace, ("name", "shapes"))
 
 
 def kernels(
-    run: Run, by: Sequence[str] = ("name",), *, on_progress: Callable[[Source], None] | None = None
+    run: Run,
+    by: Sequence[str] = ("name",),
+    *,
+    ops: OpColumns = recorded_ops,
+    on_progress: Callable[[Source], None] | None = None,
 ) -> pl.DataFrame:
     """Return the activities of a run summed by kind and `by` (of KEYS), most total time first.
 
     Columns by, kind, `totals.MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to
-    last. Concurrent kernels on two streams both count. `op` and `shapes` are of the innermost op around the launch,
-    `module` is as in `module_paths`. One row per combination; names are never cut or merged. Raises ConfigError on an
-    unknown key.
+    last. Concurrent kernels on two streams both count. `op` and `shapes` are those of `ops`, by default of the
+    innermost op around the launch, `module` is as in `module_paths`. One row per combination; names are never cut or
+    merged. Raises ConfigError on an unknown key.
     """
     totals.require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
-    fact = _collected(tuple(key for key in keys if key != "rank"))
+    fact = _collected(tuple(key for key in keys if key != "rank"), ops)
     run.measure((fact, breakdown.by_rank), on_progress)
     device_ns = run.table(breakdown.by_rank)["duration_ns"].sum()
     found = totals.merge_durations(run.table(fact), keys, ranks=run.ranks)
@@ -37,20 +49,26 @@ def kernels(
 
 
 def with_launch_delays(
-    run: Run, by: Sequence[str] = ("name",), *, on_progress: Callable[[Source], None] | None = None
+    run: Run,
+    by: Sequence[str] = ("name",),
+    *,
+    ops: OpColumns = recorded_ops,
+    on_progress: Callable[[Source], None] | None = None,
 ) -> pl.DataFrame:
     """Return `kernels` with the columns delay_p50_ns and delay_p95_ns of `launch_delays`, if any launch is known."""
     totals.require_known("--by", by, KEYS)
     keys = tuple(key for key in dict.fromkeys((*by, "kind")) if key != "rank")
-    run.measure((_collected(keys), _delays(keys), breakdown.by_rank), on_progress)  # in one pass over the traces
-    table, delays = kernels(run, by), launch_delays(run, by)
+    run.measure(
+        (_collected(keys, ops), _delays(keys, ops), breakdown.by_rank), on_progress
+    )  # in one pass over the traces
+    table, delays = kernels(run, by, ops=ops), launch_delays(run, by, ops)
     if delays.is_empty():
         return table
     shared = [name for name in table.columns if name in (*by, "kind")]
     return table.join(delays.drop("launched"), on=shared, how="left", nulls_equal=True, maintain_order="left")
 
 
-def launch_delays(run: Run, by: Sequence[str] = ("name",)) -> pl.DataFrame:
+def launch_delays(run: Run, by: Sequence[str] = ("name",), ops: OpColumns = recorded_ops) -> pl.DataFrame:
     """Return the time from launch to start of the activities of `kernels`.
 
     Columns by, kind, launched (how many have a recorded launch), delay_p50_ns and delay_p95_ns: median and 95th
@@ -60,7 +78,7 @@ def launch_delays(run: Run, by: Sequence[str] = ("name",)) -> pl.DataFrame:
     """
     totals.require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
-    fact = _delays(tuple(key for key in keys if key != "rank"))
+    fact = _delays(tuple(key for key in keys if key != "rank"), ops)
     ordered = pl.col("delay_ns").sort()
     return (
         run.table(fact)
@@ -79,9 +97,9 @@ def launch_delays(run: Run, by: Sequence[str] = ("name",)) -> pl.DataFrame:
 
 
 @functools.cache
-def _delays(keys: tuple[str, ...]) -> Fact:
+def _delays(keys: tuple[str, ...], ops: OpColumns) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
-        work = _described(trace, keys)
+        work = _described(trace, keys, ops)
         launched_ns = (pl.col("start_ns") + pl.col("dur_ns")).alias("launched_ns")
         calls = trace.ops.select(pl.col("id").alias("launch_id"), launched_ns)
         known = work.clear() if not trace.on_device else work.drop_nulls("launch_id")
@@ -94,21 +112,21 @@ def _delays(keys: tuple[str, ...]) -> Fact:
 
 
 @functools.cache
-def _collected(keys: tuple[str, ...]) -> Fact:
+def _collected(keys: tuple[str, ...], ops: OpColumns) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
-        return totals.collect_durations(_described(trace, keys), keys)
+        return totals.collect_durations(_described(trace, keys, ops), keys)
 
     return fact
 
 
-def _described(trace: Trace, keys: Sequence[str]) -> pl.DataFrame:
+def _described(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFrame:
     """Return the activities with whatever of the keys is not a column of theirs."""
     work = trace.activities
     if "stream" in keys or "device" in keys:
         lanes = trace.lanes.select("lane", "device", stream="name")
         work = work.join(lanes, on="lane", maintain_order="left")
     if "op" in keys or "shapes" in keys:
-        op, shapes = launching_op_columns(trace, ("name", "shapes"))
+        op, shapes = ops(trace)
         work = work.with_columns(op=op, shapes=shapes)
     if "module" in keys:
         work = work.with_columns(module_paths.activity_modules(trace))

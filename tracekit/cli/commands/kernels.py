@@ -1,12 +1,16 @@
 """``tracekit kernels``: device work, summed by name or other keys."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli import output
+from tracekit.cli import output, run_loading
 from tracekit.cli.options import RunOptions, TotalsOptions, expand_options
 from tracekit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tracekit.analysis.compute import kernels as kernels_analysis
+    from tracekit.model.run import Run
 
 
 @expand_options
@@ -27,6 +31,12 @@ def kernels(
     launched_by: Annotated[
         str | None,
         typer.Option(metavar="OP", help="Instead show the sequences that calls of operators named …OP… launch."),
+    ] = None,
+    eager_twin: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="The same program recorded without CUDA graphs: names the ops of kernels in graphs."
+        ),
     ] = None,
     source: RunOptions,
     table: TotalsOptions,
@@ -54,7 +64,18 @@ def kernels(
     if launched_by is not None:
         table.write(kernel_sequences.by_call(run, launched_by), sequence_table.as_text)
         return
+    ops = analysis.recorded_ops if eager_twin is None else _captured(run, eager_twin, cache=source.cache)
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
-        rows = analysis.with_launch_delays(run, output.split_names(by), on_progress=callback)
+        rows = analysis.with_launch_delays(run, output.split_names(by), ops=ops, on_progress=callback)
     table.write(rows)
+
+
+def _captured(run: "Run", twin: str, *, cache: bool) -> "kernels_analysis.OpColumns":
+    """Return what names the ops of kernels in CUDA graphs by their twin; say of how many it does."""
+    from tracekit.analysis.compute import graph_replays
+
+    eager = graph_replays.EagerTwin(run_loading.open_run(twin, cache=cache))
+    replayed, known = graph_replays.attribution(run, eager)
+    output.notify(f"{known:,} of {replayed:,} kernels in CUDA graphs have the op of the same kernels in {twin}")
+    return eager.op_columns
