@@ -29,6 +29,9 @@ def show(run: OpenRun) -> None:
     _chart(run, found)
     st.subheader("Owners of the path")
     widgets.frame(widgets.drop_empty(found.shares.head(_MOST_ROWS)), key="critical-path-owners")
+    if found.has_modules:
+        st.subheader("Modules of the path")
+        widgets.frame(found.shares_by("module", "kind").head(_MOST_ROWS), key="critical-path-modules")
     st.subheader("Not on the path")
     st.caption("Slack: how much later the work can end without delaying the step; the least of its pieces.")
     widgets.frame(widgets.drop_empty(found.slack.head(_MOST_ROWS)), key="critical-path-slack")

@@ -126,6 +126,19 @@ def test_a_cell_of_the_map_of_ranks_leads_to_its_step(at):
     assert_clean(page)
 
 
+def test_a_part_of_the_critical_path_leads_to_its_moment_with_the_path_as_the_top_row(at):
+    page = at("Critical path")
+    bars = page.locator("[class*=st-key-critical-path-] .barlayer .point path")
+    expect(bars.first).to_be_visible()
+    settle(page)
+    bars.nth(1).click(force=True)
+    page.get_by_role("button", name=re.compile(r"Show rank \d in the timeline")).click()
+    expect(page).to_have_url(re.compile(r"timeline\?.*from=\d+"))
+    expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Timeline")
+    expect(page.locator(TEXT)).to_contain_text(re.compile("critical path", re.IGNORECASE))
+    assert_clean(page)
+
+
 def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
     page = at("Memory")
     _says(page, "profile_memory=True")

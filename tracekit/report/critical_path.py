@@ -29,6 +29,7 @@ def as_json(path: CriticalPath, *, run: str) -> str:
         "owners": path.shares.to_dicts(),
         "by_kind": path.shares_by("kind").to_dicts(),
         "by_rank": path.shares_by("rank").to_dicts(),
+        "by_module": path.shares_by("module").to_dicts() if path.has_modules else [],
         "slack": path.slack.to_dicts(),
         "doubts": list(path.doubts),
     }
@@ -65,6 +66,8 @@ def summary(path: CriticalPath, run: str) -> str:
 def _tables(path: CriticalPath, top: int) -> Iterator[tuple[str, pl.DataFrame, tuple[str, ...]]]:
     order = ("step_ratio", "dur_ns", "rank", "kind")
     yield "By rank and kind", path.shares_by("rank", "kind").select(order), ()
+    if path.has_modules:
+        yield "By module", path.shares_by("module", "kind").head(top).select(*order[:2], "module", "kind"), ()
     columns = ("step_ratio", "dur_ns", "rank", "kind", "name", "unit", "state", "count")
     yield "Owners of the path", path.shares.head(top).select(columns), _OWNERS_DROPPED
     if path.slack.height:

@@ -30,6 +30,7 @@ from tracekit.model import schema
 from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run, RunFact, Source
 from tracekit.model.schema import Column, Table
 from tracekit.replay.allocator.facts import run_snapshots
+from tracekit.replay.graph.critical_path import path as critical_path
 from tracekit.sql import sandbox
 from tracekit.sync import alignment
 
@@ -78,6 +79,7 @@ TABLES: Mapping[str, Table] = {
     },
     **{t.name: t for t in (pipeline_bubbles.BUBBLES, group_axes.AXES, axis_communication.AXIS_COMMUNICATION)},
     expert_pairs.PAIRS.name: expert_pairs.PAIRS,
+    critical_path.PATHS.name: critical_path.PATHS,
     **{
         name: replace(t, name=name, columns=(*_RANK_COLUMNS, *t.columns))
         for name, t in zip(_SNAPSHOT_NAMES.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
@@ -97,6 +99,7 @@ _DERIVED: dict[str, RunFact] = {
     module_tree.MODULES.name: lambda run: run.table(module_tree.modules),
     pipeline_bubbles.BUBBLES.name: lambda run: run.run_table(pipeline_bubbles.pipeline_bubbles),
     group_axes.AXES.name: lambda run: run.run_table(group_axes.group_axes),
+    critical_path.PATHS.name: lambda run: run.run_table(critical_path.critical_paths),
     expert_pairs.PAIRS.name: lambda run: run.run_table(expert_pairs.expert_pairs),
     axis_communication.AXIS_COMMUNICATION.name: lambda run: run.run_table(axis_communication.axis_communication),
     RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),

@@ -13,7 +13,7 @@ from tests.support.path_replay import ends, saved_ns
 from tracekit.errors import InputError
 from tracekit.ingest.loader import load
 from tracekit.replay.graph.critical_path import owners
-from tracekit.replay.graph.critical_path.path import chain, critical_path
+from tracekit.replay.graph.critical_path.path import chain, critical_path, critical_paths
 from tracekit.replay.graph.dependency_graph import replay
 
 ROOT = Path(__file__).parents[4]
@@ -91,6 +91,32 @@ def test_a_collective_leads_to_the_rank_that_arrives_last(tmp_path):
     assert described(found, "rank", "kind") == [(1, "compute", 300), (1, "idle", 1), (1, "communication", 500)]
     waiting = found.slack.filter(rank=0, name="gemm")
     assert waiting["slack_ns"].to_list() == [200_000]
+
+
+def test_parts_have_the_module_around_the_launch_and_on_the_host(tmp_path):
+    # host     l . [ l ] . . l     [ ]: a module around the second launch
+    # device   . k . . k k k k
+    module = slice_("user_annotation", "nn.Module: Net.layers.0", 150, 60, tid=1)
+    events = [*kernel("k", 100, 105, 20, number=1), module, *kernel("k", 170, 177, 923, number=2)]
+    rank_file(tmp_path, 0, [*events, *kernel("k", 1000, 1101, 20, number=3)], world_size=1)
+    run = load(tmp_path)
+    found = critical_path(run, 0)
+    by_module = dict(found.shares_by("module").select("module", "dur_ns").rows())
+    assert by_module["Net.layers.0"] >= 923_000 + 20_000
+    assert sum(by_module.values()) == found.step_ns
+    table = critical_paths(run)
+    assert table.filter(step=0).drop("window", "step", "step_rank").rows() == found.parts.rows()
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
+def test_the_table_has_the_path_of_each_step(path):
+    run = one(path)
+    table = critical_paths(run)
+    for (window, step), parts in table.group_by("window", "step"):
+        found = critical_path(run, step)
+        if found.window == window:
+            assert parts["dur_ns"].sum() == found.step_ns
+            assert parts["step_rank"].unique().to_list() == [found.rank]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)

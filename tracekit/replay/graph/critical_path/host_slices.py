@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.compute import module_paths
 from tracekit.analysis.time import host_state
 from tracekit.model import nesting, schema, sweep_line
 from tracekit.model.intervals import Spans
@@ -11,7 +12,10 @@ from tracekit.model.trace import Trace
 
 PYTHON = "Python"
 """The name of host time in which the trace records no slice."""
-PIECES = schema.columns("of start_ns end_ns name operator unit phase state lane", operator=pl.String, state=pl.String)
+PIECES = schema.columns(
+    "of start_ns end_ns name operator module unit phase state lane",
+    **dict.fromkeys(("operator", "module", "state"), pl.String),
+)
 _STEP_MARK = "ProfilerStep#"
 _COLUMNS = ("unit", "phase")
 
@@ -21,7 +25,8 @@ def host_pieces(trace: Trace, spans: Spans, lane: Ints, other_lane: Ints) -> pl.
 
     A span belongs to the thread `lane`; where the trace records nothing on it, to `other_lane` (-1: none). Columns
     PIECES: of (the span's index), start_ns, end_ns, name (the innermost slice, or PYTHON), operator (the innermost
-    framework op), unit, phase, state (of `host_state.HOST_STATES`) and lane. The pieces of a span cover it exactly.
+    framework op), module, unit, phase, state (of `host_state.HOST_STATES`) and lane. The pieces of a span cover it
+    exactly.
     """
     ops = trace.ops
     start, parent = ops["start_ns"].to_numpy(), ops["parent_id"].fill_null(-1).to_numpy()
@@ -38,6 +43,7 @@ def host_pieces(trace: Trace, spans: Spans, lane: Ints, other_lane: Ints) -> pl.
     return table.with_columns(
         _gathered(ops["name"], row).fill_null(PYTHON).alias("name"),
         _gathered(ops["name"], operator).alias("operator"),
+        _gathered(module_paths.op_modules(trace), row).alias("module"),
         *(_gathered(ops[name], row).alias(name) for name in _COLUMNS),
         states.gather(host_state.state_at(trace, pieces.start_ns)).alias("state"),
         _gathered(ops["lane"], row).fill_null(pl.Series(lane[pieces.of])).alias("lane"),

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import kernels
+from tracekit.analysis.compute import kernels, module_paths
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
@@ -25,9 +25,10 @@ UNEXPLAINED, GAP, LAUNCH_LATENCY, STALL, BEFORE = (
 )
 """Names of parts of the kinds IDLE and UNRECORDED."""
 PARTS = schema.columns(
-    "rank kind name operator unit phase state lane start_ns dur_ns", operator=pl.String, state=pl.String
+    "rank kind name operator module unit phase state lane start_ns dur_ns",
+    **dict.fromkeys(("operator", "module", "state"), pl.String),
 )
-OWNER = ("rank", "kind", "name", "operator", "unit", "phase", "state", "lane")
+OWNER = ("rank", "kind", "name", "operator", "module", "unit", "phase", "state", "lane")
 _USUAL_GAP_NS = 20_000
 """A device that is idle for longer between a wait's end and its work is idle for a reason that the trace lacks."""
 _PLACED = schema.columns("rank what kind name unit phase lane ref other_ref other_lane start_ns end_ns", what=pl.String)
@@ -40,7 +41,8 @@ def parts(run: Run, times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
 
     kind is that of an activity (compute, communication, memcpy, memset), host, idle or unrecorded. name is the kernel,
     the innermost slice of the host's thread, or why a device was idle; operator the innermost framework op around the
-    launch or on the host; state that of the host (`host_state.HOST_STATES`). Neighbours have different owners.
+    launch or on the host; module its torch.nn.Module, where modules are known; state that of the host
+    (`host_state.HOST_STATES`). Neighbours have different owners.
     """
     window, origin_ns = times.graph.window, times.graph.origin_ns
     placed = _placed(times, spans).with_columns(pl.col("start_ns", "end_ns") + origin_ns)
@@ -109,11 +111,9 @@ def _idle_names(times: RecordedTimes, table: pl.DataFrame, node: Ints, wait: Int
 
 
 def _with_operator(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
-    """Return spans of work with the innermost op around the launch of each."""
-    if not trace.on_device:
-        return work.with_columns(operator="name")
-    (operator,) = kernels.launching_op_columns(trace, ("name",))
-    known = trace.activities.select(ref="id", operator=operator)
+    """Return spans of work with the innermost op around the launch of each, and its module."""
+    (operator,) = kernels.launching_op_columns(trace, ("name",)) if trace.on_device else (trace.activities["name"],)
+    known = trace.activities.select(ref="id", operator=operator, module=module_paths.activity_modules(trace))
     return work.join(known, on="ref", how="left", maintain_order="left")
 
 

@@ -62,6 +62,11 @@ class CriticalPath:
         shares = sums.with_columns(step_ratio=pl.col("dur_ns") / max(self.step_ns, 1))
         return schema.select(shares.sort("dur_ns", descending=True, maintain_order=True), SHARES)
 
+    @property
+    def has_modules(self) -> bool:
+        """Return whether the torch.nn.Module of some part is known."""
+        return self.parts["module"].null_count() < self.parts.height
+
     def shares_by(self, *keys: str) -> pl.DataFrame:
         """Return the time of the path by columns of its parts: those, dur_ns and step_ratio; the largest first."""
         sums = self.parts.group_by(keys, maintain_order=True).agg(pl.col("dur_ns").sum())
@@ -90,6 +95,47 @@ class Chain:
         return np.unique([span.node for span in self.spans if span.wait < 0])
 
 
+PATHS = schema.table(
+    "critical_paths",
+    "part of the critical path of a step: the parts tile it",
+    schema.column("window", "Profiled window of the run, from 0."),
+    schema.column("step", "Step whose path it is; null where the trace has no steps and is taken as one window."),
+    schema.column("step_rank", "Rank on which the step took longest: its device window is the step."),
+    schema.column("rank", "Rank that owns the time."),
+    schema.column("kind", "compute, communication, memcpy, memset, host, idle or unrecorded.", pl.String()),
+    schema.column("name", "Kernel or collective, innermost slice of the host, or why a device is idle.", pl.String()),
+    schema.column("operator", "Innermost framework op around the launch, or on the host.", pl.String()),
+    schema.column("module", "Path of its torch.nn.Module, or FSDP unit; null where none is known.", pl.String()),
+    schema.column("unit", "FSDP unit (layer) by module path, '' for the root.", pl.String()),
+    schema.column(
+        "phase", "forward, backward, clip, optimizer, data or checkpoint; null where not known.", pl.String()
+    ),
+    schema.column("state", "What the host does: op, python, data, allocator, synchronize, ….", pl.String()),
+    schema.column("lane", "Stream or thread, as lanes.lane of the rank."),
+    schema.column("start_ns", "Start, on the run's clock."),
+    schema.column("dur_ns", "Duration; those of a step add up to it."),
+)
+
+
+def critical_paths(run: Run) -> pl.DataFrame:
+    """Return the critical path of every step: columns as PATHS, one row per part, in time order within a step.
+
+    Empty where no step has work that can be replayed.
+    """
+    run.measure(FACTS)
+    windows = [graph.windows for graph in savings.graphs_of(run)]
+    if not any(table.height for table in windows):
+        return PATHS.empty()
+    steps = pl.concat(windows).select("window", "step").unique().sort("window", "step").iter_rows()
+    rows = []
+    for window, step in steps:
+        found = _chain_of(run, pl.concat(windows).filter(window=window), step)
+        parts = owners.parts(run, found.times, found.spans)
+        place = {"window": window, "step": step, "step_rank": found.step["rank"]}
+        rows.append(parts.with_columns(pl.lit(value, pl.Int64).alias(name) for name, value in place.items()))
+    return PATHS.conform(pl.concat(rows))
+
+
 def critical_path(run: Run, step: int | None = None) -> CriticalPath:
     """Return the critical path of a step, by default of the representative one.
 
@@ -114,8 +160,12 @@ def critical_path(run: Run, step: int | None = None) -> CriticalPath:
 def chain(run: Run, step: int | None = None) -> Chain:
     """Return the chain of waits that ends with a step, as `critical_path` explains it."""
     run.measure(FACTS)
+    return _chain_of(run, pl.concat([graph.windows for graph in savings.graphs_of(run)]), step)
+
+
+def _chain_of(run: Run, windows: pl.DataFrame, step: int | None) -> Chain:
     graphs = {graph.window: graph for graph in savings.graphs_of(run)}
-    chosen = _chosen_step(run, pl.concat([graph.windows for graph in graphs.values()]), step)
+    chosen = _chosen_step(run, windows, step)
     times = recorded_times(graphs[chosen["window"]])
     start_ns = int(times.begin_ns[chosen["first"]])
     end_ns = start_ns + chosen["end_ns"] - chosen["start_ns"]
