@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from benchmarks.labelled_runs import Judged
 
 _DATA = "DATA"
-_PLAIN = tuple(name for name, fault in faults.FAULTS.items() if fault.plain)  # the others: benchmarks.hybrid_runs
+_PLAIN = tuple(
+    name for name, fault in faults.FAULTS.items() if fault.plain and not fault.traces_of
+)  # the others: benchmarks.hybrid_runs
 _SPREAD = "CKPT001"
 _CLOSE = 0.1
 _INTRODUCTION = """# Accuracy of the rules on labelled runs

@@ -132,7 +132,7 @@ def _without_evidence(found: Finding) -> Finding:
     return replace(found, evidence=found.evidence.clear())
 
 
-_PLAIN = {name: fault for name, fault in faults.FAULTS.items() if fault.plain}
+_PLAIN = {name: fault for name, fault in faults.FAULTS.items() if fault.plain and not fault.traces_of}
 FAULT_OF: dict[str, Fault | None] = {"healthy": None, **_PLAIN}
 
 

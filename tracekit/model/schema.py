@@ -95,7 +95,7 @@ def table(name: str, grain: str, *columns: Column) -> Table:
     return Table(name, grain, columns)
 
 
-_UNIT_BY_ENDING = {"_ns": "ns", "_bytes": "bytes", "_bytes_per_s": "bytes/s"}
+_UNIT_BY_ENDING = {"_ns": "ns", "_bytes": "bytes", "_bytes_per_s": "bytes/s", "_mhz": "MHz", "_w": "W", "_c": "°C"}
 
 
 def _by_name(*tables: Table) -> Mapping[str, Table]:

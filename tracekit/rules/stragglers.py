@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.parallelism import late_ranks, rank_places, stragglers
+from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_places, stragglers
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.rules.device_evidence import DeviceEvidence
 from tracekit.rules.expert_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.representative_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
@@ -45,11 +46,15 @@ class Straggler(Rule):
     the others, or its device is idle for longer meanwhile, and that has a warning, it is what the rank costs besides.
     Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the finding is
     information. Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are late because
-    their experts are overloaded belong to EP001.
+    their experts are overloaded belong to EP001. Where the metrics log has counters of the GPUs (`record
+    --device-metrics`), the clock of the late rank is compared with the median of the others in the late steps: below
+    97% in at least half of them, its hardware is slower, and the message names the throttle reason that most of the
+    others do not have.
 
-    How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
-    -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
-    the rank to another node to separate hardware from data.
+    How to fix: where the GPU is slower, remove the cause: cooling, power supply, power limit, a clock setting. Where
+    the clocks are equal, check the data and the host: uneven batches or experts, a busy host (HOST001, HOST003), other
+    jobs on the node. Without counters, record with `--device-metrics`, or move the rank to another node, to separate
+    hardware from data.
 
     Blind spots: needs traces of several ranks of a group and three shared collectives; a rank without a trace may
     arrive even later. Delays that move between ranks, as with uneven data, belong to RANK003. A rank that another
@@ -57,7 +62,11 @@ class Straggler(Rule):
     """
 
     code: ClassVar[str] = "RANK001"
-    facts: ClassVar[tuple[Fact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        *late_ranks.FACTS,
+        *OverloadedExperts.facts,
+        *device_comparison.FACTS,
+    )
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
@@ -120,7 +129,7 @@ class Straggler(Rule):
         name = f"rank{'s' * several} {units.ranges(ranks)}"
         place = rank_places.shared_place(run, ranks) if several else None
         is_latest = ranks == late_ranks.latest(run)
-        cause, fix = _cause(run, ranks, worst["lost_ns"])
+        cause, fix = _cause(run, ranks, worst)
         return Finding(
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
@@ -194,21 +203,32 @@ _UNKNOWN = (
     "Check what {ranks} does before its collectives: GPU clocks and temperature, uneven work, a busy host "
     "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data."
 )
+_OF_DEVICE = (late_ranks.COMPUTE, late_ranks.STALL)
 _MIN_EXPLAINED = 0.5
 _MIN_LAUNCHED_LATE = 0.25
 
 
-def _cause(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str, str]:
-    """Return what the late ranks take longer for, and the fix."""
+def _cause(run: Run, ranks: tuple[int, ...], worst: dict[str, Any]) -> tuple[str, str]:
+    """Return what the late ranks take longer for and what their GPUs report, and the fix."""
+    part, cause, fix = _extra_time(run, ranks, worst["lost_ns"])
+    late: pl.DataFrame = worst["late"]
+    compared = device_comparison.compare(run, ranks, late.select(_STEP))
+    evidence = DeviceEvidence(compared, device_comparison.memory_errors(run, ranks))
+    advice = evidence.fix(fix, is_compute=part in _OF_DEVICE, is_host=fix is _SLOW_HOST)
+    return cause + evidence.message(several=len(ranks) > 1), advice
+
+
+def _extra_time(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str | None, str, str]:
+    """Return the part (of `late_ranks.PARTS`) that the late ranks take longer for, in words, and the fix by traces."""
     longer = late_ranks.extra_time(run, ranks).filter(pl.col("extra_ns") >= _MIN_EXPLAINED * lost_ns)
     if longer.height:
         part, extra_ns = longer.row(0)
-        is_compute = part in (late_ranks.COMPUTE, late_ranks.STALL)
-        return f" {_CAUSES[part].format(units.duration(extra_ns))}", _SLOW_KERNELS if is_compute else _SLOW_HOST
+        fix = _SLOW_KERNELS if part in _OF_DEVICE else _SLOW_HOST
+        return part, f" {_CAUSES[part].format(units.duration(extra_ns))}", fix
     ratio = late_ranks.launched_late_ratio(run, ranks)
     if ratio >= _MIN_LAUNCHED_LATE:
-        return f" {_LAUNCHED_LATE.format(units.share(ratio))}", _SLOW_HOST
-    return "", _UNKNOWN
+        return late_ranks.LAUNCH, f" {_LAUNCHED_LATE.format(units.share(ratio))}", _SLOW_HOST
+    return None, "", _UNKNOWN
 
 
 def _worst_collective(quoted: pl.DataFrame) -> str:

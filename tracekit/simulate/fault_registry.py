@@ -35,6 +35,8 @@ class Fault:
     """Whether it is possible with data parallelism only."""
     hybrid: bool = False
     """Whether it is possible in a job with a layout."""
+    traces_of: str = ""
+    """The fault that has the same traces: only the metrics log differs."""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,21 @@ def _slow_rank(job: Job, given: Sequence[str]) -> Job:
 
 
 @_fault(
+    "throttled-gpu",
+    "RANK001",
+    "[:RANK[:FACTOR]]",
+    "one rank's GPU is too hot: its clock is 1/FACTOR of the others' (1.3), and the metrics log has the counters",
+    prepare=lambda job: replace(job, device_metrics=True),
+    ranks=lambda job: job.impairments.throttled_ranks,
+    hybrid=True,
+    traces_of="slow-rank",
+)
+def _throttled_gpu(job: Job, given: Sequence[str]) -> Job:
+    slow, rank = _slow_rank(job, given), fault_arguments.rank(job, given, 0)
+    return impaired(slow, throttled_ranks=(*job.impairments.throttled_ranks, rank))
+
+
+@_fault(
     "straggler-from-step",
     "RANK001",
     "[:STEP[:RANK[:FACTOR]]]",

@@ -25,6 +25,8 @@ class Impairments:
 
     slow_ranks: Mapping[int, tuple[float, int]] = field(default_factory=dict)
     """By rank: how many times as long its kernels take, and from which step on."""
+    throttled_ranks: tuple[int, ...] = ()
+    """Slow ranks whose GPU runs at a lower clock; the others have more work."""
     slow_links: Mapping[int, tuple[float, int]] = field(default_factory=dict)
     """By rank: how many times as long the collectives through its network link take, and from which step on."""
     launch_delay_ns: int = 0
@@ -83,6 +85,8 @@ class Job:
     step_overhead_ns: int = 0
     """Additional device time of every step: logging, clipping, optimizer launches."""
     impairments: Impairments = field(default_factory=Impairments)
+    device_metrics: bool = False
+    """Whether the metrics log has counters of the GPUs."""
     hybrid: Hybrid | None = None
     """How pipeline, tensor and expert parallelism are laid out; None: data parallelism only."""
 

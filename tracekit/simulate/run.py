@@ -9,7 +9,7 @@ from typing import Any
 from tracekit import conventions
 from tracekit.errors import InputError
 from tracekit.plan.checkpoint import ADAM_BYTES_PER_PARAM
-from tracekit.simulate import bubbles, engine, faults, hybrid, kineto_writer, memory, truth
+from tracekit.simulate import bubbles, counters, engine, faults, hybrid, kineto_writer, memory, truth
 from tracekit.simulate.fault_registry import FaultRequest
 from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
 from tracekit.simulate.recording import Recording
@@ -109,6 +109,7 @@ def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
             conventions.TOKENS_METRIC: 1e9 * job.step_tokens / max(1, end_ns - start_ns),
             conventions.RESERVED_METRIC: memory.rounded(memory.peak_bytes(job, rank)),
             conventions.ALLOC_RETRIES_METRIC: sum(retry <= step for retry in job.impairments.retry_steps),
+            **(counters.counters(job, rank, step, start_ns=start_ns, end_ns=end_ns) if job.device_metrics else {}),
         }
         for step, (start_ns, end_ns) in sorted(recording.ranks[rank].account.windows.items())
     ]

@@ -19,7 +19,7 @@ import polars as pl
 import pyarrow as pa
 
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.compute import kernel_sequences
+from tracekit.analysis.compute import device_counters, kernel_sequences
 from tracekit.analysis.host import launch_queues, module_tree
 from tracekit.analysis.parallelism import axis_communication, expert_pairs, group_axes, pipeline_bubbles
 from tracekit.analysis.parallelism.pipeline_actions import ACTIONS, pipeline_actions
@@ -75,7 +75,13 @@ TABLES: Mapping[str, Table] = {
     **{t.name: t for t in (OFFSETS, collective_instances.INSTANCES, collective_instances.WAITS, RUN_DATA_QUALITY)},
     **{
         t.name: replace(t, columns=(*_RANK_COLUMNS, *t.columns))
-        for t in (ACTIONS, module_tree.MODULES, launch_queues.QUEUES, kernel_sequences.SEQUENCES)
+        for t in (
+            ACTIONS,
+            module_tree.MODULES,
+            launch_queues.QUEUES,
+            kernel_sequences.SEQUENCES,
+            device_counters.DEVICE_METRICS,
+        )
     },
     **{t.name: t for t in (pipeline_bubbles.BUBBLES, group_axes.AXES, axis_communication.AXIS_COMMUNICATION)},
     expert_pairs.PAIRS.name: expert_pairs.PAIRS,
@@ -96,6 +102,7 @@ _DERIVED: dict[str, RunFact] = {
     ACTIONS.name: lambda run: run.table(pipeline_actions),
     launch_queues.QUEUES.name: lambda run: run.table(launch_queues.launch_queues),
     kernel_sequences.SEQUENCES.name: lambda run: run.table(kernel_sequences.kernel_sequences),
+    device_counters.DEVICE_METRICS.name: lambda run: run.table(device_counters.device_counters),
     module_tree.MODULES.name: lambda run: run.table(module_tree.modules),
     pipeline_bubbles.BUBBLES.name: lambda run: run.run_table(pipeline_bubbles.pipeline_bubbles),
     group_axes.AXES.name: lambda run: run.run_table(group_axes.group_axes),

@@ -31,6 +31,7 @@ def _kernels(recording: Recording, part: str, rank: int = 0) -> int:
 # By fault: a number that it changes, as (with it, without it).
 MARKS: dict[str, Callable[[Recording], float]] = {
     "slow-rank": lambda r: _kernels(r, "gemm", 1),
+    "throttled-gpu": lambda r: _kernels(r, "gemm", 1),
     "straggler-from-step": lambda r: _kernels(r, "gemm", 1),
     "slow-link": lambda r: _kernels(r, "AllReduce", 1),
     "late-launch": lambda r: _spans(r, "tracekit::forward"),

@@ -56,6 +56,10 @@ class JobOptions:
         int, typer.Option(metavar="N", help="Random seed of the jitter; the same seed gives the same bytes.")
     ] = 0
 
+    device_metrics: Annotated[
+        bool, typer.Option("--device-metrics", help="Write clocks, power and temperature of the GPUs to the metrics.")
+    ] = False
+
     pp: Annotated[int, typer.Option(metavar="N", help="Ranks along the pipeline axis.")] = 1
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks of tensor parallelism.")] = 1
     ep: Annotated[int, typer.Option(metavar="N", help="Ranks that share a layer's experts.")] = 1
@@ -76,6 +80,8 @@ class JobOptions:
         stated = dataclasses.asdict(self)
         if not self.has_layout():
             stated = {name: value for name, value in stated.items() if name not in _LAYOUT}
+        if not self.device_metrics:
+            del stated["device_metrics"]
         return stated | {
             "layers": job.model.layers,
             "fault": self.fault or [],
@@ -100,6 +106,7 @@ class JobOptions:
             checkpoint_layers=self.checkpoint_layers,
             steps=self.steps,
             seed=self.seed,
+            device_metrics=self.device_metrics,
             ranks_written=self.ranks_written or (self.gpus if self.has_layout() else _RANKS_WRITTEN),
             hybrid=self._layout(model) if self.has_layout() else None,
         )

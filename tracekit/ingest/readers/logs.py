@@ -76,7 +76,12 @@ def _lines(path: str) -> tuple[list[dict[str, Any]], pl.DataFrame]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float64 can represent
+        return False
 
 
 def _conform(table: schema.Table, rows: list[dict[str, Any]]) -> pl.DataFrame:

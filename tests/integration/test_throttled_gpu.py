@@ -1,0 +1,59 @@
+"""Simulated stragglers with counters of the GPUs: a hot GPU is a hardware fault, more work is none."""
+
+import json
+from pathlib import Path
+
+import tracekit
+from tests.support.cli_runner import tracekit as command
+from tracekit.rules.engine import check
+from tracekit.rules.late_groups import LateGroup
+from tracekit.rules.rule import Finding, Rule
+from tracekit.rules.stragglers import Straggler
+
+JOB = ("--model", "llama2-7b", "--layers", "2", "--gpus", "4", "--steps", "4")
+
+
+def simulated(run: Path, *options: str) -> Path:
+    done = command("simulate", *JOB, *options, "--out", run)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def finding(run: Path, rule: Rule) -> Finding:
+    (found,) = check(tracekit.load(run), [rule]).findings
+    return found
+
+
+def test_a_throttled_gpu_is_hardware_and_the_table_shows_it(tmp_path: Path) -> None:
+    run = simulated(tmp_path / "run", "--fault", "throttled-gpu:2:1.6")
+    found = finding(run, Straggler())
+    assert found.ranks == (2,)
+    assert "thermal slowdown in 4 of 4 steps, 91 °C against" in found.message
+    assert found.fix.startswith("Heat slows rank 2")
+    (truth,) = [each for each in json.loads((run / "truth.json").read_text())["faults"] if each["code"] == "RANK001"]
+    assert (truth["fault"], truth["ranks"]) == ("throttled-gpu", [2])
+    columns = "rank, max(sm_clock_mhz) < 1000 AS slow, any_value(throttle_reasons)"
+    query = f"SELECT {columns} FROM device_metrics GROUP BY rank ORDER BY rank"
+    done = command("query", run, query, "--format", "json")
+    assert [list(row.values())[:2] for row in json.loads(done.stdout)] == [[rank, rank == 2] for rank in range(4)]
+    assert "hardware thermal slowdown" in done.stdout
+
+
+def test_more_work_at_the_same_clock_is_no_hardware_fault(tmp_path: Path) -> None:
+    found = finding(simulated(tmp_path / "run", "--fault", "slow-rank:2:1.6", "--device-metrics"), Straggler())
+    assert "the hardware is not slower" in found.message
+    assert found.fix.startswith("The clocks are equal, so check the work of rank 2")
+
+
+def test_without_counters_the_fix_says_how_to_record_them(tmp_path: Path) -> None:
+    run = simulated(tmp_path / "run", "--fault", "slow-rank:2:1.6")
+    assert finding(run, Straggler()).fix.endswith("tracekit record --device-metrics.")
+    assert "sm_clock_mhz" not in (run / "rank00002.metrics.jsonl").read_text()
+
+
+def test_late_ranks_of_one_node_have_their_clocks_compared_together(tmp_path: Path) -> None:
+    hot = ("--fault", "throttled-gpu:1:1.6", "--fault", "throttled-gpu:2:1.6")
+    found = finding(simulated(tmp_path / "run", *hot, "--gpus", "8"), LateGroup())
+    assert found.ranks == (1, 2)
+    assert "Their GPUs run at" in found.message
+    assert "thermal slowdown in 4 of 4 steps" in found.message

@@ -1,0 +1,104 @@
+"""RANK001 by the counters of GPUs: a straggler with a lower clock is a hardware fault, one at the same clock is not."""
+
+from collections.abc import Mapping
+
+import polars as pl
+
+from tests.support import drawn_hosts, drawn_traces
+from tracekit.conventions import device_metrics as names
+from tracekit.model.run import Run
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Finding
+from tracekit.rules.stragglers import Straggler
+
+STEPS = "".join(str(step) * 40 for step in range(3))
+HEALTHY: Mapping[str, float] = {names.SM_CLOCK: 1755, names.TEMPERATURE: 68, names.THROTTLE_REASONS: 0}
+
+
+def run(counters: Mapping[int, Mapping[str, float]], *, launched_late: bool = False) -> Run:
+    """Return a run of three ranks in which rank 1 is late at each collective, with these counters in every step."""
+    early, late = ("aa" + "." * 8, "." * 2 + "yyyyyy.."), ("aaaaa.....", "." * 5 + "yyy..")
+    if launched_late:
+        late = ("...aa.....", "." * 5 + "yyy..")
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1, 2]]})
+    traces = [
+        drawn_hosts.trace(
+            f"step {STEPS}\ncompute {compute * 12}\ncomm {communication * 12}", {"a": 0},
+            rank=rank, groups=groups, ops={"y": "all_reduce"},
+        ).replaced(metrics=_metrics(counters.get(rank, {})))
+        for rank, (compute, communication) in enumerate((early, late, early))
+    ]  # fmt: skip
+    return drawn_traces.run(*traces)
+
+
+def _metrics(counters: Mapping[str, float]) -> pl.DataFrame:
+    rows = [(step, name, float(value)) for step in range(3) for name, value in counters.items()]
+    schema = {"step": pl.Int64, "name": pl.String, "value": pl.Float64}
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def straggler(late: Mapping[str, float], others: Mapping[str, float] = HEALTHY) -> Finding:
+    (found,) = check(run({0: others, 1: late, 2: others}), [Straggler()]).findings
+    return found
+
+
+def test_a_hot_gpu_is_named_with_numbers() -> None:
+    found = straggler(
+        {
+            names.SM_CLOCK: 1095,
+            names.TEMPERATURE: 91,
+            names.THROTTLE_REASONS: names.HW_SLOWDOWN | names.HW_THERMAL,
+        }
+    )
+    said = "Its GPU runs at 1,095 MHz against 1,755 MHz: thermal slowdown in 3 of 3 steps, 91 °C against 68 °C."
+    assert said in found.message
+    assert found.fix.startswith("Heat slows rank 1: check fans")
+
+
+def test_equal_clocks_point_to_the_data() -> None:
+    found = straggler({**HEALTHY, names.SM_CLOCK: 1740})
+    assert "Its GPU runs at 1,740 MHz, the others at 1,755 MHz: the hardware is not slower." in found.message
+    assert found.fix.startswith("The clocks are equal, so check the work of rank 1")
+
+
+def test_without_counters_the_fix_advises_to_record_them() -> None:
+    for counters in ({}, {1: HEALTHY}, {0: HEALTHY, 2: HEALTHY}):
+        (found,) = check(run(counters), [Straggler()]).findings
+        assert "MHz" not in found.message
+        assert found.fix.endswith("tracekit record --device-metrics.")
+
+
+def test_a_lower_power_limit_is_named_though_all_gpus_are_at_their_limits() -> None:
+    capped = {names.THROTTLE_REASONS: names.POWER_CAP}
+    found = straggler(
+        {**capped, names.SM_CLOCK: 1300, names.POWER_LIMIT: 500}, {**HEALTHY, **capped, names.POWER_LIMIT: 700}
+    )
+    assert "power cap in 3 of 3 steps, power limit 500 W against 700 W." in found.message
+    assert "nvidia-smi -pl" in found.fix
+
+
+def test_the_reason_is_one_that_the_others_do_not_have() -> None:
+    capped = {names.THROTTLE_REASONS: names.POWER_CAP}
+    late = {names.SM_CLOCK: 1300, names.THROTTLE_REASONS: names.POWER_CAP | names.POWER_BRAKE}
+    assert "power brake in 3 of 3 steps" in straggler(late, {**HEALTHY, **capped}).message
+
+
+def test_a_lower_clock_without_a_reason_is_hardware_too() -> None:
+    found = straggler({names.SM_CLOCK: 1300})
+    assert "Its GPU runs at 1,300 MHz against 1,755 MHz: no throttle reason is reported." in found.message
+    assert found.fix.startswith("See why the clock of rank 1 is lower")
+
+
+def test_the_clock_of_a_gpu_that_idles_is_the_highest_of_the_step() -> None:
+    idle = {
+        names.SM_CLOCK: 900,
+        names.most(names.SM_CLOCK): 1755,
+        names.THROTTLE_REASONS: names.GPU_IDLE,
+    }
+    assert "the hardware is not slower" in straggler(idle).message
+
+
+def test_uncorrected_memory_errors_are_stated() -> None:
+    found = straggler({**HEALTHY, names.ECC_UNCORRECTED: 2, names.PENDING_ROW_REMAP: 1})
+    assert "Its GPU has 2 uncorrected memory errors (ECC). A memory row is to be replaced" in found.message
+    assert "nvidia-smi --gpu-reset" in found.fix

@@ -1,0 +1,103 @@
+"""What the counters of GPUs say about late ranks: hardware, or data and host."""
+
+from dataclasses import dataclass
+
+from tracekit.analysis.parallelism import device_comparison
+from tracekit.analysis.parallelism.device_comparison import DeviceComparison, MemoryErrors
+
+_FIXES = {
+    device_comparison.THERMAL: (
+        "Heat slows {ranks}: check fans, airflow and inlet temperature of the node "
+        "(nvidia-smi -q -d TEMPERATURE,PERFORMANCE), and take it out of the job until it is cool."
+    ),
+    device_comparison.POWER_BRAKE: (
+        "The power supply slows {ranks}: check the power supplies and cables of the node "
+        "(nvidia-smi -q -d POWER,PERFORMANCE), and take it out of the job until then."
+    ),
+    device_comparison.POWER_CAP: (
+        "The power limit slows {ranks}: compare the limits (nvidia-smi -q -d POWER), raise a limit that is lower than "
+        "the others' (nvidia-smi -pl), or replace a GPU that needs more power for the same clock."
+    ),
+    device_comparison.HARDWARE: (
+        "The GPU hardware lowers the clock of {ranks}: see why (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER), and "
+        "take the node out of the job until then."
+    ),
+    device_comparison.CLOCK_SETTING: (
+        "The clock of {ranks} is set lower than that of the others: reset it (nvidia-smi -rgc, nvidia-smi -rac)."
+    ),
+    device_comparison.SYNC_BOOST: (
+        "Another GPU of a sync boost group slows {ranks}: see which (nvidia-smi -q -d PERFORMANCE)."
+    ),
+}
+_UNEXPLAINED = (
+    "See why the clock of {ranks} is lower (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER,TEMPERATURE), or use another node."
+)
+_MORE_WORK = (
+    "The clocks are equal, so check the work of {ranks}: uneven batches (sequence lengths, experts), or other jobs on "
+    "the same GPU."
+)
+_DATA_OR_HOST = (
+    "The clocks are equal, so check data and host of {ranks}: uneven batches, a busy host (HOST001, HOST003), other "
+    "jobs on the node."
+)
+_RECORD = " Or record the clocks of the GPUs: tracekit record --device-metrics."
+_RESET = " Reset the GPU with memory errors (nvidia-smi --gpu-reset), and replace it if they return."
+
+
+@dataclass(frozen=True)
+class DeviceEvidence:
+    """What is known of the GPUs of late ranks."""
+
+    comparison: DeviceComparison | None
+    errors: MemoryErrors
+
+    def message(self, *, several: bool) -> str:
+        """Return the sentences on the GPUs, each after a space; "" where nothing is known."""
+        return f"{self._clocks(several=several)}{self._errors(several=several)}"
+
+    def fix(self, fix: str, *, is_compute: bool, is_host: bool) -> str:
+        """Return the fix where a finding would advise `fix` without counters.
+
+        `is_compute`, `is_host`: whether the late ranks' kernels, or their hosts, are known to take longer. A slow GPU
+        does not explain a late host.
+        """
+        reset = _RESET if self.errors.uncorrected or self.errors.is_remap_pending else ""
+        compared = self.comparison
+        if compared is None:
+            return fix + reset + ("" if is_host else _RECORD)
+        if is_host:
+            return fix + reset
+        if compared.is_slower:
+            return (_FIXES[compared.cause] if compared.cause else _UNEXPLAINED) + reset
+        return (_MORE_WORK if is_compute else _DATA_OR_HOST) + reset
+
+    def _clocks(self, *, several: bool) -> str:
+        compared = self.comparison
+        if compared is None:
+            return ""
+        subject = "Their GPUs run" if several else "Its GPU runs"
+        others = f"{compared.others_clock_mhz:,.0f} MHz"
+        if not compared.is_slower:
+            return f" {subject} at {compared.clock_mhz:,.0f} MHz, the others at {others}: the hardware is not slower."
+        return f" {subject} at {compared.clock_mhz:,.0f} MHz against {others}: {_why(compared)}."
+
+    def _errors(self, *, several: bool) -> str:
+        count = self.errors.uncorrected
+        subject = "Their GPUs have" if several else "Its GPU has"
+        said = f" {subject} {count:,} uncorrected memory error{'s' * (count > 1)} (ECC)." if count else ""
+        return said + (" A memory row is to be replaced at the next reset." if self.errors.is_remap_pending else "")
+
+
+def _why(compared: DeviceComparison) -> str:
+    parts = [
+        f"{compared.cause} in {compared.cause_steps} of {compared.steps} steps"
+        if compared.cause
+        else "no throttle reason is reported"
+    ]
+    own, others = compared.temperature_c, compared.others_temperature_c
+    if own is not None and others is not None:
+        parts.append(f"{own:.0f} °C against {others:.0f} °C")
+    own, others = compared.power_limit_w, compared.others_power_limit_w
+    if own is not None and others is not None and own < others:
+        parts.append(f"power limit {own:,.0f} W against {others:,.0f} W")
+    return ", ".join(parts)
