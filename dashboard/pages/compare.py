@@ -14,6 +14,8 @@ from tracekit.errors import NotComparableError
 from tracekit.model import escaping
 from tracekit.report import charts, comparison, html_fragments, step_change
 
+_BEFORE = "before"
+_WIDTHS = {"after": "as wide as after", _BEFORE: "as wide as before"}
 MAX_NAME = 40
 """Characters of a run's name above its column."""
 
@@ -28,7 +30,9 @@ def show(chosen: Sequence[RunEntry]) -> None:
     usable = [entry for entry, table in steps if table is not None]
     if len(usable) >= 2:
         _differences(usable[0], usable[1:])
-        _step_change(usable[0], usable[1:])
+        candidate = _chosen(usable[1:])
+        _step_change(usable[0], candidate)
+        _call_stacks(usable[0], candidate)
     drawn = {entry.name: table for entry, table in steps if table is not None and table.height}
     st.subheader("Mean step")
     if drawn:
@@ -67,11 +71,34 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
                 st.markdown("- " + widgets.plain(note))
 
 
-def _step_change(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
-    """Show which operators or kernels changed the step of one candidate."""
+def _chosen(candidates: Sequence[RunEntry]) -> RunEntry:
+    """Return the candidate whose step is explained."""
     st.subheader("What changed the step")
     by_name = {entry.name: entry for entry in candidates}
-    candidate = by_name[widgets.segments("Run", "changed_run", list(by_name))] if len(by_name) > 1 else candidates[0]
+    return by_name[widgets.segments("Run", "changed_run", list(by_name))] if len(by_name) > 1 else candidates[0]
+
+
+def _call_stacks(reference: RunEntry, candidate: RunEntry) -> None:
+    """Draw the time of both runs by call stack, coloured by change."""
+    st.subheader("Call stacks that changed")
+    with st.spinner("Adding up"):
+        trees = regression.call_tree_difference(reference, candidate)
+    if not trees:
+        st.info("The two runs have no work of the device or of the host in common.")
+        return
+    kinds = [kind for kind in regression.CALL_TREE_KINDS if kind in trees]
+    of = widgets.segments("Time of", "changed_time_of", kinds[::-1])
+    side = widgets.segments("Width", "changed_width", _WIDTHS)
+    figure = charts.difference_icicle(trees[of], f"{of} time, {candidate.name}", is_before=side == _BEFORE)
+    widgets.chart(figure, key="comparison-stacks")
+    st.caption(
+        "Time per step and rank. Red frames take longer than before, blue ones less, full colour from half as long "
+        "again; stacks that are gone show with the width before. Click a frame to see it alone."
+    )
+
+
+def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
+    """Show which operators or kernels changed the step of one candidate."""
     key = widgets.segments("By", "changed_by", regression.STEP_KEYS)
     try:
         with st.spinner(f"Comparing the steps of {widgets.plain(candidate.name)}"):

@@ -1,14 +1,17 @@
 """Comparisons of runs, and histories of checked runs, as `tracekit compare` and `tracekit history` judge them."""
 
-from dataclasses import replace
+import contextlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import polars as pl
 import streamlit as st
 
 from dashboard import run_store
 from dashboard.run_catalog import RunEntry
 from dashboard.run_store import cached_per_run
-from tracekit.errors import TracekitError
+from tracekit.analysis.host import call_trees
+from tracekit.errors import InputError, TracekitError
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
 from tracekit.regression import comparison, gate, step_change
@@ -21,6 +24,7 @@ from tracekit.regression.metrics import metric_of
 from tracekit.regression.step_change import RunSteps, StepChange
 
 __all__ = ["Change", "Comparison", "Group", "Series", "StepChange"]
+CALL_TREE_KINDS = call_trees.KINDS
 STEP_KEYS = ("operator", "kernel", "module")
 """What the change of a step is explained by."""
 MAX_COMPARISONS = 64
@@ -52,6 +56,15 @@ def check(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
     return replace(result, report=replace(result.report, run=Run(b.run.path, ())))
 
 
+@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
+def call_tree_difference(reference: RunEntry, candidate: RunEntry) -> dict[str, pl.DataFrame]:
+    """Return the time by call stack of both runs per step and rank, by kind: the kinds of which both have work."""
+    trees = [_call_trees(entry) for entry in (reference, candidate)]
+    shares = (1 / trees[0].steps, 1 / trees[1].steps)
+    common = [kind for kind in call_trees.KINDS if all(kind in each.trees for each in trees)]
+    return {kind: call_trees.difference(trees[0].trees[kind], trees[1].trees[kind], shares) for kind in common}
+
+
 def history(path: Path) -> tuple[Group, ...]:
     """Return the runs of a history file by kind, read again when the file changes. Raises TracekitError."""
     files = (path, path.with_name(path.name + ".wal"))
@@ -70,6 +83,24 @@ def _history(path: str, stamp: str) -> tuple[Group, ...]:  # noqa: ARG001  # the
 
 def _samples(entry: RunEntry) -> RunSamples:
     return run_store.open_run(entry).compute(lambda run: RunSamples.of(run, entry.name))
+
+
+@dataclass(frozen=True, eq=False)
+class _CallTrees:
+    trees: dict[str, pl.DataFrame]
+    steps: int
+    """Steps of ranks that they cover."""
+
+
+def _call_trees(entry: RunEntry) -> _CallTrees:
+    def made(run: Run) -> _CallTrees:
+        trees = {}
+        for kind in call_trees.KINDS:
+            with contextlib.suppress(InputError):  # no work of this kind
+                trees[kind] = call_trees.call_tree(run, kind)
+        return _CallTrees(trees, call_trees.steps(run))
+
+    return run_store.open_run(entry).compute(made)
 
 
 def _run_steps(entry: RunEntry) -> RunSteps:

@@ -47,6 +47,13 @@ def test_several_runs_are_compared(page, server):
     assert recorded.GOOD in table.inner_text()
     assert recorded.HOSTILE in table.inner_text()
     _visible(page, ".js-plotly-plot .barlayer")
+    frames = page.locator(".st-key-comparison-stacks .slice .slicetext")
+    expect(frames.filter(has_text="ProfilerStep").first).to_be_visible()
+    expect(frames.filter(has_text="gemm_kernel")).to_have_count(0)  # the other run has another kernel
+    settle(page)
+    page.get_by_text("as wide as before", exact=True).click()
+    expect(page).to_have_url(re.compile("changed_width=before"))
+    expect(frames.filter(has_text="gemm_kernel").first).to_be_visible()
     assert_clean(page)
 
 

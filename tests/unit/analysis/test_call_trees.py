@@ -173,6 +173,23 @@ def test_a_perfetto_file_nests_a_slice_per_stack():
     assert shown == {"ProfilerStep": (0, 8), "mm": (0, 8), "gemm": (0, 8), UNLINKED: (8, 10), "copy": (8, 10)}
 
 
+def test_an_icicle_of_two_trees_is_as_wide_as_one_side_and_coloured_by_change():
+    tree = call_trees.TREE
+    before = pl.DataFrame([(0, -1, "a", 1, 40, 40), (1, -1, "b", 1, 60, 60)], tree, orient="row")
+    after = pl.DataFrame([(0, -1, "a", 1, 80, 80), (1, -1, "c", 1, 20, 20)], tree, orient="row")
+    changed = call_trees.difference(before, after)
+    figure = charts.difference_icicle(changed, "device time").data[0]
+    assert dict(zip(figure.labels, figure.values, strict=True)) == {"device time": 100, "a": 80, "c": 20}
+    assert figure.customdata[list(figure.labels).index("a")] == "40 ns → 80 ns (+40 ns, +100.0%)"
+    colours = dict(zip(figure.labels, figure.marker.colors, strict=True))
+    assert colours["a"] == colours["c"]  # twice as long, and new: both in full
+    gone = charts.difference_icicle(changed, "device time", is_before=True).data[0]
+    assert dict(zip(gone.labels, gone.values, strict=True)) == {"device time": 100, "a": 40, "b": 60}
+    by_name = dict(zip(gone.labels, gone.marker.colors, strict=True))
+    assert by_name["b"] not in (by_name["a"], colours["a"])
+    assert charts.difference_icicle(changed.clear(), "nothing").data == ()
+
+
 def test_an_icicle_starts_where_the_time_is_divided():
     figure = charts.icicle(call_trees.call_tree(drawn()), "device time")
     (shown,) = figure.data

@@ -6,7 +6,7 @@ own, so that a figure fits a light page and a dark one.
 """
 
 from tracekit.report.charts.bars import breakdown, comparison, step_times, top_bars
-from tracekit.report.charts.call_trees import icicle
+from tracekit.report.charts.call_trees import difference_icicle, icicle
 from tracekit.report.charts.checkpoints import save_bandwidth, save_clocks, save_stages
 from tracekit.report.charts.communication import (
     ALGORITHM,
@@ -59,6 +59,7 @@ __all__ = [
     "concurrent_time",
     "critical_path",
     "delayed_preparation",
+    "difference_icicle",
     "expert_heatmap",
     "expert_pair_heatmap",
     "icicle",

@@ -16,6 +16,9 @@ _AROUND_PX, _LEVEL_PX, _SHOWN_LEVELS = 110, 24, 24
 _COLOURS = ("#9CC3DF", "#F2B98E", "#A8D8C5", "#F3D48A", "#C9BEDF", "#E3B7CE")
 """Light ones, for dark labels: frames are told apart by them, and have the same one everywhere."""
 _LABEL_LENGTH = 120
+_SAME, _MORE, _LESS = "#F1F1F1", "#E58A7B", "#7FB0DA"
+"""The colours of frames that take as long, longer and less long than before: light ones likewise."""
+_FULL_CHANGE_RATIO = 0.5
 
 
 def icicle(tree: pl.DataFrame, title: str, in_units: Callable[[float], str] = units.duration) -> go.Figure:
@@ -25,30 +28,59 @@ def icicle(tree: pl.DataFrame, title: str, in_units: Callable[[float], str] = un
     less than 0.1% of the time are left out, and beyond 1,500 nodes the shortest; a click shows one node whole. The
     values may be of another kind than time, shown by `in_units`.
     """
-    whole_ns = int(tree.filter(parent=-1)["total_ns"].sum())
+    whole_ns, shown = _shown(tree)
     if not whole_ns:
         return style.empty()
-    shown = tree.filter(pl.col("total_ns") >= _MIN_RATIO * whole_ns)
-    shown = shown.sort("total_ns", "node", descending=[True, False]).head(_MAX_NODES).sort("node")
-    depth, level = _depth(shown), _branching(shown, whole_ns)
-    around = depth[shown["node"].to_list().index(int(level))] if level != "all" else -1
-    levels = min(max(depth, default=0) - around + 1, _SHOWN_LEVELS)
-    labels = [escaping.escape(name, _LABEL_LENGTH) for name in shown["name"]]
     times = [
         f"{in_units(total)} ({units.share(total / whole_ns)}), {in_units(own)} itself, {count:,}×"
         for total, own, count in shown.select("total_ns", "self_ns", "count").iter_rows()
     ]
+    about = pl.Series("about", times, pl.String)
+    colours = [_colour(name) for name in shown["name"]]
+    return _figure(shown.with_columns(about), title, colours, whole=(whole_ns, in_units(whole_ns)))
+
+
+def difference_icicle(tree: pl.DataFrame, title: str, *, is_before: bool = False) -> go.Figure:
+    """Return the difference of two call trees (`call_trees.DIFFERENCE`) as an icicle, coloured by change.
+
+    Frames are as wide as their time after, or before, so that stacks that are gone show; red ones take more time after,
+    blue ones less: the fuller, the larger the change relative to the longer of both, full from a half.
+    """
+    side = "before" if is_before else "after"
+    whole_ns, shown = _shown(tree.with_columns(pl.col(f"{side}_ns").alias("total_ns")))
+    if not whole_ns:
+        return style.empty()
+    pairs = shown.select("before_ns", "after_ns").rows()
+    about = pl.Series("about", [_change(*pair) for pair in pairs], pl.String)
+    totals = tree.filter(parent=-1).select(pl.col("before_ns", "after_ns").sum()).row(0)
+    colours = [_change_colour(*pair) for pair in pairs]
+    return _figure(shown.with_columns(about), title, colours, whole=(whole_ns, _change(*totals)))
+
+
+def _shown(tree: pl.DataFrame) -> tuple[int, pl.DataFrame]:
+    """Return the time of all frames, and the nodes that are long enough to be drawn."""
+    whole_ns = int(tree.filter(parent=-1)["total_ns"].sum())
+    shown = tree.filter(pl.col("total_ns") >= max(_MIN_RATIO * whole_ns, 1))
+    return whole_ns, shown.sort("total_ns", "node", descending=[True, False]).head(_MAX_NODES).sort("node")
+
+
+def _figure(shown: pl.DataFrame, title: str, colours: list[str], *, whole: tuple[int, str]) -> go.Figure:
+    """Return nodes (columns node, parent, name, total_ns, about) as an icicle below a root of `whole`."""
+    depth, level = _depth(shown), _branching(shown, whole[0])
+    around = depth[shown["node"].to_list().index(int(level))] if level != "all" else -1
+    levels = min(max(depth, default=0) - around + 1, _SHOWN_LEVELS)
+    labels = [escaping.escape(name, _LABEL_LENGTH) for name in shown["name"]]
     figure = go.Figure(
         go.Icicle(
             ids=["all", *map(str, shown["node"])],
             labels=[escaping.escape(title, _LABEL_LENGTH), *labels],
             parents=["", *("all" if parent < 0 else str(parent) for parent in shown["parent"])],
-            values=[whole_ns, *shown["total_ns"]],
-            customdata=[in_units(whole_ns), *times],
+            values=[whole[0], *shown["total_ns"]],
+            customdata=[whole[1], *shown["about"]],
             branchvalues="total",
             hovertemplate="%{label}<br>%{customdata}<extra></extra>",
             tiling={"orientation": "v"},
-            marker={"line": {"width": 1}, "colors": [style.COLOURS["idle"], *map(_colour, shown["name"])]},
+            marker={"line": {"width": 1}, "colors": [style.COLOURS["idle"], *colours]},
             level=level,
             maxdepth=_SHOWN_LEVELS,
             sort=True,
@@ -62,6 +94,21 @@ def _branching(tree: pl.DataFrame, whole_ns: int) -> str:
     """Return the id of the innermost node that holds nearly all of the time: outer frames do not divide it."""
     holds = tree.filter(pl.col("total_ns") >= _WHOLE_RATIO * whole_ns)["node"]
     return "all" if holds.is_empty() else str(holds.max())
+
+
+def _change(before_ns: int, after_ns: int) -> str:
+    """Return both times and the change: "4 ms → 5 ms (+1 ms, +25%)"."""
+    change_ns = after_ns - before_ns
+    sign = "+" if change_ns > 0 else "−"
+    ratio = f", {sign}{units.share(abs(change_ns) / before_ns)}" if before_ns else ", new"
+    said = f"{sign}{units.duration(abs(change_ns))}{ratio}" if change_ns else "the same"
+    return f"{units.duration(before_ns)} → {units.duration(after_ns)} ({said})"
+
+
+def _change_colour(before_ns: int, after_ns: int) -> str:
+    ratio = (after_ns - before_ns) / max(before_ns, after_ns, 1)
+    full = min(abs(ratio) / _FULL_CHANGE_RATIO, 1)
+    return style.mixed(_SAME, _MORE if ratio > 0 else _LESS, full)
 
 
 def _colour(name: str) -> str:

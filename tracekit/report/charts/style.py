@@ -168,3 +168,13 @@ def log_axis(values: Iterable[float | None], write: Callable[[float], str], *, b
 
 _EDGES = ((min, math.floor, 1), (max, math.ceil, -1))
 _FEW_POWERS, _MOST_TICKS, _MOST_NAMES = 3, 12, 64
+
+
+def mixed(first: str, second: str, ratio: float) -> str:
+    """Return the colour at `ratio` between two, both as #RRGGBB.
+
+    >>> mixed("#000000", "#FF0080", 0.5)
+    '#800040'
+    """
+    pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * ratio):02X}" for a, b in pairs)
