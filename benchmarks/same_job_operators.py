@@ -132,6 +132,8 @@ def _replays(folder: Path, seeds: Iterable[int], scratch: Path) -> Pairs:
     found = []
     for seed in seeds:
         job = perturbation_graph.load(folder.glob("*.json.gz"))
+        if not all(rank.kernels for rank in job.ranks):  # a recording on a CPU
+            return pairs
         false_alarms.resample(job, random.Random(f"{folder.name} {seed}"))  # a draw to be repeated, no secret
         job.replay()
         out = scratch / "replay"

@@ -38,6 +38,9 @@ ROW_COLUMNS = schema.columns(
 OUTSIDE_MODULES = "(outside modules)"
 MIN_STEP_RATIO = 0.001
 """A change of less of the reference's step is never better or worse."""
+# Copies share links, too.
+_METRICS = ("compute_ns", "exposed_communication_ns", "exposed_communication_ns", "idle_ns")
+_PART_METRICS = dict(zip(step_charges.PARTS, _METRICS, strict=True))
 _SIDES = ("before", "after")
 _MEASURES = ("ns", "count", "work_ns")
 _MIN_CHANGE_NS = 1e-3
@@ -176,7 +179,8 @@ def _rows(a: _Side, b: _Side, by: Sequence[str], step: Change, limits: Threshold
     numbered = calls.join(grouped.select(*group, "group"), on=group, nulls_equal=True).select("call", "group")
     of_site = [side.select(*site, "call").join(numbered, on="call").drop("call") for side in matched]
     series = [side.samples(site, groups, grouped.height) for side, groups in zip((a, b), of_site, strict=True)]
-    margins = _margins(*series, is_paired=a.steps.equals(b.steps), limits=limits)
+    usual = _usual_spread(grouped["part"])
+    margins = _margins(*series, usual, is_paired=a.steps.equals(b.steps), limits=limits)
     judged = _judged(grouped, margins, step, limits).rename({by[0]: "name"})
     extra = {name: pl.String for name in by[1:] if name not in ROW_COLUMNS}
     return schema.select(judged, ROW_COLUMNS | extra)
@@ -221,12 +225,18 @@ def _grouped(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
     return summed.with_row_index("group")
 
 
-def _margins(before: Values, after: Values, *, is_paired: bool, limits: Thresholds) -> Values | None:
+def _usual_spread(parts: pl.Series) -> Values:
+    """Return by how much the time of each row usually differs between recordings: as the metric of its part."""
+    spreads = {part: metric_of(metric).usual_spread for part, metric in _PART_METRICS.items()}
+    return parts.replace_strict(spreads, return_dtype=pl.Float64).to_numpy()
+
+
+def _margins(before: Values, after: Values, usual_spread: Values, *, is_paired: bool, limits: Thresholds) -> Values | None:
     """Return how far the interval of each group's change reaches on either side, in ns; None with too few steps."""
     if min(len(before), len(after)) < step_separation.MIN_STEPS:
         return None
     a, b = significance.observations([before], [after], is_paired=is_paired)
-    usual = metric_of(STEP_TIME).usual_spread * np.maximum(a.mean, b.mean)
+    usual = usual_spread * np.maximum(a.mean, b.mean)
     return significance.Spread.of(a, b, usual).margin(limits.confidence)
 
 
