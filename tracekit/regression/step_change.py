@@ -231,7 +231,9 @@ def _usual_spread(parts: pl.Series) -> Values:
     return parts.replace_strict(spreads, return_dtype=pl.Float64).to_numpy()
 
 
-def _margins(before: Values, after: Values, usual_spread: Values, *, is_paired: bool, limits: Thresholds) -> Values | None:
+def _margins(
+    before: Values, after: Values, usual_spread: Values, *, is_paired: bool, limits: Thresholds
+) -> Values | None:
     """Return how far the interval of each group's change reaches on either side, in ns; None with too few steps."""
     if min(len(before), len(after)) < step_separation.MIN_STEPS:
         return None
