@@ -180,7 +180,7 @@ def _rows(a: _Side, b: _Side, by: Sequence[str], step: Change, limits: Threshold
     of_site = [side.select(*site, "call").join(numbered, on="call").drop("call") for side in matched]
     series = [side.samples(site, groups, grouped.height) for side, groups in zip((a, b), of_site, strict=True)]
     usual = _usual_spread(grouped["part"])
-    margins = _margins(*series, usual, is_paired=a.steps.equals(b.steps), limits=limits)
+    margins = _margins(*series, usual=usual, is_paired=a.steps.equals(b.steps), limits=limits)
     judged = _judged(grouped, margins, step, limits).rename({by[0]: "name"})
     extra = {name: pl.String for name in by[1:] if name not in ROW_COLUMNS}
     return schema.select(judged, ROW_COLUMNS | extra)
@@ -231,15 +231,12 @@ def _usual_spread(parts: pl.Series) -> Values:
     return parts.replace_strict(spreads, return_dtype=pl.Float64).to_numpy()
 
 
-def _margins(
-    before: Values, after: Values, usual_spread: Values, *, is_paired: bool, limits: Thresholds
-) -> Values | None:
+def _margins(before: Values, after: Values, *, usual: Values, is_paired: bool, limits: Thresholds) -> Values | None:
     """Return how far the interval of each group's change reaches on either side, in ns; None with too few steps."""
     if min(len(before), len(after)) < step_separation.MIN_STEPS:
         return None
     a, b = significance.observations([before], [after], is_paired=is_paired)
-    usual = usual_spread * np.maximum(a.mean, b.mean)
-    return significance.Spread.of(a, b, usual).margin(limits.confidence)
+    return significance.Spread.of(a, b, usual * np.maximum(a.mean, b.mean)).margin(limits.confidence)
 
 
 def _judged(grouped: pl.DataFrame, margins: Values | None, step: Change, limits: Thresholds) -> pl.DataFrame:
