@@ -11,9 +11,9 @@ from tracekit.capture.device_identity import DeviceIdentity, this_device
 from tracekit.capture.nvml import Nvml
 from tracekit.conventions import device_metrics
 
-SAMPLE_EVERY_S = 0.2  # a step of a large model has some samples; drivers refresh power and utilization hardly faster
+SAMPLE_EVERY_S = 1.0  # throttling lasts for seconds; each sample takes the interpreter lock some times
 _MAX_CPU_RATIO = 0.01  # of one core: where reads take long, they are made less often
-_MAX_AGE = 5  # sampling periods for which a sample is valid
+_MAX_AGE = 3  # sampling periods for which a sample is valid
 _MAX_FAILED = 3  # samples in a row without any value
 _JOIN_S = 1.0  # a read that hangs must not delay the end of the training
 _PRECISION = 3

@@ -11,7 +11,7 @@ _LIMITS_W = MappingProxyType({"a100-80": 400, "h100-80": 700, "v100-32": 300})
 _OTHERS_MHZ, _OTHERS_W = (1500, 1500), 400
 _CLOCK_SPREAD = 0.01
 _COOL_C, _SPREAD_C, _HOT_C = 60.0, 8.0, 91.0
-_SAMPLE_NS = 200_000_000
+_SAMPLE_NS = 1_000_000_000
 
 
 def counters(job: Job, rank: int, step: int, *, start_ns: int, end_ns: int) -> dict[str, float]:
