@@ -178,8 +178,8 @@ class Rank:
         done: list[Kernel] = []
         for kernel in self.kernels:
             ready = self._ready(kernel)
-            done = [other for other in done if other.end > kernel.start - 1e6]
             if kernel.start - ready > _ROOM_US:
+                done = [other for other in done if other.end > kernel.start - 1e6]
                 others = [
                     other
                     for other in done
@@ -403,7 +403,7 @@ def resolve(kernel: Kernel, rank: Rank) -> float:
 
 def load(paths: Iterable[Path]) -> Job:
     """Read the recordings of a job: one file a rank, in the order of ranks, or one file that merges those of all."""
-    documents = [part for path in sorted(paths) for part in _of_ranks(_read(path))]
+    documents = [part for path in sorted(paths) for part in _read(path)]
     return Job([Rank(document, number) for number, document in enumerate(documents)])
 
 
@@ -414,10 +414,9 @@ def write(document: dict[str, Any], path: Path) -> None:
 
 
 @functools.lru_cache(maxsize=8)  # each case of a folder reads the same files, and changes none of the events
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
-        document: dict[str, Any] = json.load(file)
-    return document
+        return _of_ranks(json.load(file))
 
 
 def _of_ranks(document: dict[str, Any]) -> list[dict[str, Any]]:
