@@ -11,12 +11,20 @@ from xdist.scheduler import LoadFileScheduling
 
 ONE_WORKER_FOLDERS = ("tests/browser/",)
 LONG_FILES = (
+    "tests/integration/test_record.py",
+    "tests/integration/test_prices.py",
+    "tests/integration/test_late_groups.py",
+    "tests/integration/test_yafsdp_frameworks.py",
+    "tests/integration/test_pipelines.py",
+    "tests/integration/test_windows_without_steps.py",
+    "tests/integration/test_pytest_plugin.py",
+    "tests/integration/test_trainers_robust.py",
     "tests/unit/regression/test_agreement.py",
     "tests/unit/sql/test_run_query.py",
     "tests/unit/sql/test_query_attacks.py",
     "tests/unit/dashboard/test_dashboard.py",
 )
-"""Files of the last folders that take a minute: one that began last would leave the other workers idle."""
+"""Files that take a minute or more, the longest first: one that began last would leave the other workers idle."""
 _Test = TypeVar("_Test")
 _MAX_WORKERS = 4
 
@@ -28,13 +36,17 @@ def worker_count() -> int:
 
 
 def long_files_first(tests: list[tuple[str, _Test]]) -> list[_Test]:
-    """Return tests, given with their ids, in order, but those of one worker and of long files before all others.
+    """Return tests, given with their ids, in order, but those of one worker and then of long files before all others.
 
     >>> long_files_first([("tests/a.py::test_x", 1), (f"{LONG_FILES[1]}::test_y", 2), ("tests/b.py::test_z", 3)])
     [2, 1, 3]
     """
     first = (*ONE_WORKER_FOLDERS, *LONG_FILES)
-    return [test for _, test in sorted(tests, key=lambda each: not each[0].startswith(first))]
+
+    def place(test: tuple[str, _Test]) -> int:
+        return next((place for place, start in enumerate(first) if test[0].startswith(start)), len(first))
+
+    return [test for _, test in sorted(tests, key=place)]
 
 
 class ScheduleByFile(LoadFileScheduling):

@@ -1,0 +1,20 @@
+"""The distribution of tests over workers names files that are there."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import xdist_scheduling
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", [*xdist_scheduling.LONG_FILES, *xdist_scheduling.ONE_WORKER_FOLDERS])
+def test_what_is_scheduled_first_exists(name: str) -> None:
+    assert (ROOT / name).exists()
+
+
+def test_long_files_are_scheduled_in_the_order_that_is_named() -> None:
+    named = xdist_scheduling.LONG_FILES
+    tests = [("tests/unit/test_a.py::test", "a"), *((f"{name}::test", name) for name in reversed(named))]
+    assert xdist_scheduling.long_files_first(tests) == [*named, "a"]
