@@ -10,7 +10,6 @@ import pytest
 
 import tracekit
 from benchmarks import perturbation_graph, perturbed, troubles
-from tests.support import shared_findings
 from tracekit.replay.graph import savings, steps
 from tracekit.rules import cost_attribution
 from tracekit.rules.rule import Severity
@@ -23,7 +22,13 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the downloaded trac
 
 @pytest.fixture(scope="module")
 def control():
-    return costs(shared_findings.findings(FOLDER))
+    return costs(as_recorded(FOLDER).findings)
+
+
+@functools.cache
+def as_recorded(folder):
+    """Return the report on a recording as it is."""
+    return tracekit.check(tracekit.load(folder))
 
 
 def costs(findings):
@@ -103,7 +108,7 @@ def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others
     seed = "merged_ddp_mi300_4ranks blocking pause of one rank 0.3 310"
     assert troubles.blocking_pause(job, SIZE, random.Random(seed)) == 2
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
-    (before,) = (each for each in shared_findings.findings(merged) if each.code == "HOST002")
+    (before,) = (each for each in as_recorded(merged).findings if each.code == "HOST002")
     assert (2 in found.ranks, 2 in before.ranks) == (True, False)
     assert found.cost_ns - before.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
 
@@ -149,7 +154,7 @@ def test_kernels_that_fill_the_device_meet_in_a_replay_without_late_ranks_as_in_
     kind = next(each for each in troubles.KINDS if each.name == name)
     kind.apply(job, 0.12, random.Random(f"{FOLDER.name} {name} 0.12 {seed}"))
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == code)
-    before = tracekit.check(tracekit.load(FOLDER))
+    before = as_recorded(FOLDER)
     saved_ns = found.cost_ns - cost_attribution.saved_by(before, found.removals)
     assert saved_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
 
@@ -161,13 +166,13 @@ def test_pauses_after_one_call_count_whole_where_it_waits_in_another_step(tmp_pa
     job = perturbation_graph.load(folder.glob("*.json.gz"))
     troubles.blocking_pause(job, 0.12, random.Random(f"{folder.name} blocking pause of one rank 0.12 311"))
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
-    before = tracekit.check(tracekit.load(folder))
+    before = as_recorded(folder)
     saved_ns = found.cost_ns - cost_attribution.saved_by(before, found.removals)
     assert saved_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.1)
 
 
 def test_kernels_that_wait_for_room_start_in_a_replay_as_recorded():
-    run = tracekit.load(FOLDER)
+    run = as_recorded(FOLDER).run
     (graph,) = savings.graphs_of(run)
     fills = graph.frame.filter(pl.col("room_ns") >= 0, pl.col("end_ns") - pl.col("start_ns") > 1_000_000)
     assert set(fills["name"].str.extract(r"(CatArrayBatchedCopy|volta_sgemm)")) == {
@@ -184,14 +189,14 @@ def test_a_retry_that_is_no_outlier_among_others_is_in_the_price_of_both_recordi
     troubles.allocation_retries(job, SIZE, random.Random(f"{FOLDER.name} allocation retries 0.3 312"))
     report = perturbed.checked(job, tmp_path)
     (found,) = (each for each in report.findings if each.code == "MEM001")
-    before = tracekit.check(tracekit.load(FOLDER))
+    before = as_recorded(FOLDER)
     assert ("STEP001" in costs(before.findings), "STEP001" in costs(report.findings)) == (True, False)
     saved_ns = found.cost_ns - cost_attribution.saved_by(before, found.removals)
     assert saved_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
 
 
 def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
-    run = tracekit.load(FOLDER.parent / "merged_ddp_mi300_4ranks")
+    run = as_recorded(FOLDER.parent / "merged_ddp_mi300_4ranks").run
     assert steps.worst_error_ratio(savings.replayed_steps(run)) < 0.01
 
 
