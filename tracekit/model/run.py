@@ -61,6 +61,8 @@ class Run:
         self._cache_bytes = cache_bytes
         self._max_concurrent_reads = max_concurrent_reads or min(os.cpu_count() or 1, _DEFAULT_CONCURRENT_READS)
         self._cached_traces: dict[Source, Trace] = {}
+        self._cached_bytes: dict[Source, int] = {}
+        """The size of each cached trace when it was last used: to add up all tables after each trace takes long."""
         self._facts: dict[Fact, pl.DataFrame] = {}
         self._run_facts: dict[RunFact, pl.DataFrame] = {}
         self._lookup: Callable[[str], pl.DataFrame | None] = lambda _: None
@@ -162,6 +164,7 @@ class Run:
     def cache_traces(self, traces: Mapping[Source, Trace]) -> None:
         """Cache traces that were read already, as far as they fit in `cache_bytes`."""
         self._cached_traces |= traces
+        self._cached_bytes |= {source: _size_bytes(trace) for source, trace in traces.items()}
         self._evict()
 
     def _measured_concurrently(self, facts: list[Fact]) -> Iterator[tuple[Source, list[pl.DataFrame]]]:
@@ -209,13 +212,15 @@ class Run:
     def _cache(self, source: Source, trace: Trace) -> None:
         self._cached_traces.pop(source, None)
         self._cached_traces[source] = trace  # last in order: the most recently used
+        self._cached_bytes[source] = _size_bytes(trace)
         self._evict()
 
     def _evict(self) -> None:
-        total_bytes = sum(_size_bytes(trace) for trace in self._cached_traces.values())
+        total_bytes = sum(self._cached_bytes[source] for source in self._cached_traces)
         while total_bytes > self._cache_bytes and len(self._cached_traces) > 1:
             least_recent = next(iter(self._cached_traces))
-            total_bytes -= _size_bytes(self._cached_traces.pop(least_recent))
+            del self._cached_traces[least_recent]
+            total_bytes -= self._cached_bytes.pop(least_recent)
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {len(self.ranks)} ranks, {len(self.sources)} traces>"
