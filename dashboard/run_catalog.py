@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dashboard import settings
 from tracekit import conventions
 from tracekit.ingest import files, readers
 from tracekit.ingest.readers import manifest as manifests
@@ -142,7 +143,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         traces_stamp=_traces_stamp(run_files),
         is_private=is_private,
         roots=roots,
-        summary=None if problem or is_private else report_cache.summary(str(path), state),
+        summary=None if problem or is_private else report_cache.summary(str(path), state, settings.devices()),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import polars as pl
 import streamlit as st
 
-from dashboard import run_catalog
+from dashboard import run_catalog, settings
 from dashboard.run_catalog import RunEntry
 from dashboard.run_store.tables import Table
 from tracekit.analysis.time import breakdown, summary
@@ -123,16 +123,16 @@ def open_run(entry: RunEntry) -> OpenRun:
 def check(entry: RunEntry) -> None:
     """Check a run and cache its report without keeping the run open. Raises TracekitError."""
     refuse_links(entry)
-    report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS)
+    report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, devices=settings.devices())
 
 
 @cached_per_run(max_entries=MAX_LOADED_RUNS)
 def load(entry: RunEntry) -> LoadedRun:
     """Return the run with its files listed and no trace read. Raises TracekitError."""
     if entry.is_private:
-        return LoadedRun(loader.load(entry.path, cache=False))
+        return LoadedRun(loader.load(entry.path, cache=False, devices=settings.devices()))
     refuse_links(entry)
-    return LoadedRun(loader.load(entry.path))
+    return LoadedRun(loader.load(entry.path, devices=settings.devices()))
 
 
 @cached_per_run(max_entries=200)
@@ -193,8 +193,8 @@ def _watch(path: str) -> tuple[Watch, Any]:
 @cached_per_run(max_entries=MAX_OPEN_RUNS)
 def _open(entry: RunEntry) -> OpenRun:
     if entry.is_private:
-        run = loader.load(entry.path, cache=False)
+        run = loader.load(entry.path, cache=False, devices=settings.devices())
         return OpenRun(run, report=engine.check(run, facts=_FACTS), entry=entry)
     refuse_links(entry)
-    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS)
+    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, devices=settings.devices())
     return OpenRun(report.run, report=report, entry=entry)

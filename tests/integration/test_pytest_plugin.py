@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,9 @@ import pytest
 
 from tests.support.python_path import PYTHON_PATH
 from tracekit.errors import ConfigError
+from tracekit.model import environment
 from tracekit.testing import marks, plugin, summary
+from tracekit.testing.recording import TraceRun
 
 ROOT = Path(__file__).parents[2]
 # Installed, the plugin comes by its entry point; in a bare checkout it has to be named.
@@ -275,6 +278,14 @@ def test_the_example_of_the_guide_says_what_the_guide_says(tmp_path):
     assert message.replace("\n    ", "\n") in printed
     # A busy machine may add a finding to the line, in a column of its own.
     assert re.search(r"::test_a_step_is_fast_and_small .* met(  .*)?\n", printed)
+
+
+def test_the_devices_of_the_settings_nearest_to_the_test_count_in_its_run(tmp_path):
+    shutil.copytree(ROOT / "sample_traces" / "faults" / "healthy-ddp", tmp_path / "run")
+    (tmp_path / "tracekit.toml").write_text('[devices."CPU"]\npeak_fp32_tflops = 2.0\nmemory_gb_per_s = 100\n')
+    recorded = TraceRun(tmp_path / "run", steps=(0, 0), settings_from=tmp_path)
+    (stated,) = recorded.run.trace(0).header[environment.DEVICE_OVERRIDES]
+    assert (stated.name, stated.peaks["fp32"], stated.memory_bytes_per_s) == ("CPU", 2e12, 1e11)
 
 
 def test_an_invalid_mark_is_a_collection_error_that_lists_valid_names(tmp_path):

@@ -145,9 +145,12 @@ def read(path: Path, catalog: Catalog) -> CheckSettings:
     return _resolved(path, _convert(section or {}, SettingsFile, str(path)), catalog)
 
 
-def nearest_devices() -> tuple[DeviceOverride, ...]:
-    """Return the devices of the nearest settings file upwards. Raises ConfigError where they cannot be used."""
-    path = find_file(Path.cwd())
+def nearest_devices(folder: Path | None = None) -> tuple[DeviceOverride, ...]:
+    """Return the devices of the nearest settings file upwards, from `folder` or the current one.
+
+    Raises ConfigError where they cannot be used.
+    """
+    path = find_file(folder or Path.cwd())
     section = _section(path, _parse(path)) if path else None
     tables = (section or {}).get("devices", {})
     if not isinstance(tables, dict):

@@ -208,5 +208,7 @@ def _recording(item: pytest.Item) -> "TraceRun":
             pytest.fail("a recorded test needs PyTorch: pip install 'torch-tracekit[train]'", pytrace=False)
         budget = item.stash.get(_BUDGET, None)
         folder = item.config.stash[_STATE].folder(item.nodeid)
-        item.stash[_RECORDING] = TraceRun(folder, steps=budget.steps if budget else DEFAULT_STEPS)
+        item.stash[_RECORDING] = TraceRun(
+            folder, steps=budget.steps if budget else DEFAULT_STEPS, settings_from=item.path.parent
+        )
     return item.stash[_RECORDING]

@@ -12,6 +12,7 @@ from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import launch
 from tracekit.capture.optimizer_hooks import OptimizerSteps
 from tracekit.capture.recorder import WARMUP_STEPS, Recorder
+from tracekit.cli import settings
 from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.model.run import Run
@@ -24,8 +25,10 @@ class TraceRun:
     for a block. `run` ends it and gives what was recorded, for the test's own assertions.
     """
 
-    def __init__(self, folder: Path, *, steps: tuple[int, int]) -> None:
+    def __init__(self, folder: Path, *, steps: tuple[int, int], settings_from: Path | None = None) -> None:
+        """Record to a folder; the devices of the settings file nearest to `settings_from` count in `run`."""
         self.folder = folder
+        self._settings_from = settings_from
         self.steps = steps
         self._recorder: Recorder | None = None
         self._watched: OptimizerSteps | None = None
@@ -44,12 +47,15 @@ class TraceRun:
     def run(self) -> Run:
         """Return what was recorded, loaded; this ends the recording.
 
-        Raises InputError where the steps that were to be recorded were not all seen.
+        Raises InputError where the steps that were to be recorded were not all seen, and ConfigError where the settings
+        file states devices that cannot be used.
         """
         self.stop()
         if self._run is None:
             self._require_steps()
-            self._run = loader.load(str(self.folder), cache=False)
+            self._run = loader.load(
+                str(self.folder), cache=False, devices=settings.nearest_devices(self._settings_from)
+            )
         return self._run
 
     def step(self, metrics: Mapping[str, float] | None = None, *, tokens: int | None = None) -> None:
@@ -87,7 +93,7 @@ class TraceRun:
         first, end = self.steps
         with tempfile.TemporaryDirectory(prefix="tracekit-") as place:
             (Path(place) / "notes").mkdir()
-            settings = Settings(
+            launched = Settings(
                 out=str(self.folder.absolute()),
                 launch=launch.new_name(),
                 notes=str(Path(place) / "notes"),
@@ -95,7 +101,7 @@ class TraceRun:
                 steps=f"{first}:{end}",
                 warmup=min(WARMUP_STEPS, first),
             )
-            with _environment(launch.environment(settings)):
+            with _environment(launch.environment(launched)):
                 yield self
 
     def begin(self) -> None:

@@ -15,13 +15,14 @@ import pytest
 
 pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
 
-from dashboard import downloads, run_catalog, run_store, runs_table, uploads, widgets
+from dashboard import downloads, run_catalog, run_store, runs_table, settings, uploads, widgets
 from dashboard.run_catalog import RunEntry
 from dashboard.runs_table import RunFilter
 from tests.browser import recorded
 from tracekit.cli.commands.dashboard import dashboard as serve
 from tracekit.errors import InputError
 from tracekit.ingest import disk_cache
+from tracekit.model import environment
 from tracekit.rules import report_cache
 from tracekit.rules.report_cache import Summary
 
@@ -404,3 +405,16 @@ def test_the_dashboards_own_settings_keep_its_protections():
 )
 def test_sizes_of_a_column_share_a_unit_that_fits_the_smallest(sizes, expected):
     assert widgets._scale(pl.Series("sent_bytes", sizes, dtype=pl.Int64)) == expected
+
+
+def test_runs_have_the_devices_of_the_settings_where_the_dashboard_was_started(tmp_path, monkeypatch):
+    recorded.write_run(tmp_path / "run", kernel="gemm")
+    (tmp_path / "tracekit.toml").write_text('[devices."a device"]\npeak_bf16_tflops = 800\nmemory_gb_per_s = 3000\n')
+    monkeypatch.chdir(tmp_path)
+    settings.devices.cache_clear()
+    try:
+        (entry,) = run_catalog.list_runs([str(tmp_path / "run")]).entries
+        (stated,) = run_store.open_run(entry).run.trace(0).header[environment.DEVICE_OVERRIDES]
+        assert (stated.name, stated.peaks["bf16"]) == ("a device", 8e14)
+    finally:
+        settings.devices.cache_clear()

@@ -18,8 +18,10 @@ from tests.browser import recorded
 from tests.support.drawn_traces import trace as drawn_trace
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
+from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import InputError
 from tracekit.ingest import disk_cache, loader
+from tracekit.model import environment
 from tracekit.model.run import Run, Source
 from tracekit.regression import samples
 from tracekit.report import html
@@ -222,6 +224,19 @@ def test_the_key_depends_on_how_the_path_is_written(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     names = [str(run), str(copy), "run", "./run", str(run / "rank00000.pt.trace.json.gz")]
     assert len({keys.run_key(name) for name in names}) == len(names)  # a report names files as the caller does
+
+
+def test_what_a_user_states_of_devices_is_in_the_run_and_changes_the_key(run):
+    stated = (DeviceOverride("a device", {"bf16": 8e14}, 3e12),)
+    report_cache.report(str(run))
+    computed = report_cache.report(str(run), devices=stated)
+    cached = report_cache.report(str(run), devices=stated)
+    assert [_is_cached(each) for each in (computed, cached)] == [False, True]
+    for each in (computed, cached):
+        assert each.run.trace(0).header[environment.DEVICE_OVERRIDES] == stated
+    assert report_cache.summary(str(run), devices=stated) is not None
+    assert report_cache.summary(str(run), devices=(DeviceOverride("a device", {"bf16": 9e14}, 3e12),)) is None
+    assert environment.DEVICE_OVERRIDES not in report_cache.report(str(run)).run.trace(0).header
 
 
 @pytest.mark.parametrize("what", ["threshold", "plugin", "code"])

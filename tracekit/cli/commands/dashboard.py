@@ -38,11 +38,14 @@ def dashboard(
     It listens on 127.0.0.1 unless --host sets another address, sends no statistics and loads nothing from the network.
     There is no password: anyone who can reach the address can see the runs. It reads only the runs and folders given.
     """
+    from tracekit.cli import settings
+
     for run in [*runs, *([str(history)] if history else [])]:
         if not Path(run).exists():
             raise InputError(f"{run}: there is no such file or folder; check the path")
     if importlib.util.find_spec("streamlit") is None:
         raise MissingExtraError("the dashboard needs Streamlit: pip install 'torch-tracekit[dashboard]'")
+    settings.nearest_devices()  # an error in a settings file is said here, not on a page
     _require_free_port(host, port)
     if host not in _LOOPBACK:
         output.notify(

@@ -8,13 +8,14 @@ does, and a failed build must depend on the files themselves, not on a cache.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
 
 import polars as pl
 
+from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.ingest.disk_cache import DiskCache
@@ -35,32 +36,33 @@ def report(
     *,
     facts: Iterable[Fact] = (),
     surveys: Iterable[RunFact] = (),
+    devices: Sequence[DeviceOverride] = (),
     on_progress: Callable[[Source], None] | None = None,
 ) -> Report:
     """Return the report of a run by all rules with default thresholds, from the cache if it is there.
 
-    Its run has measured `facts` and `surveys`, and the facts of all rules. Raises the errors of `loader.load` and
-    `engine.check`.
+    Its run has measured `facts` and `surveys`, and the facts of all rules; `devices` are as in `loader.load`. Raises
+    the errors of `loader.load` and `engine.check`.
     """
-    key = keys.run_key(path)
-    cached = get(key, path) if key is not None else None
+    key = keys.run_key(path, devices=devices)
+    cached = get(key, path, devices) if key is not None else None
     if cached is not None:
         return cached
-    run = loader.load(path)
+    run = loader.load(path, devices=devices)
     made = engine.check(run, facts=facts, on_progress=on_progress)
     for survey in surveys:
         run.run_table(survey)
-    if key is not None and keys.run_key(path) == key:  # else the run changed while it was read
+    if key is not None and keys.run_key(path, devices=devices) == key:  # else the run changed while it was read
         put(key, made)
     return made
 
 
-def summary(path: str, state: keys.FileStates | None = None) -> Summary | None:
+def summary(path: str, state: keys.FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> Summary | None:
     """Return the summary of a run; None if it was not checked, or changed since.
 
     `state` is the state of its files, if the caller has it already.
     """
-    key = keys.run_key(path, state)
+    key = keys.run_key(path, state, devices)
     return None if key is None else user_cache().get(key, entry.read_summary)
 
 
@@ -70,9 +72,9 @@ def user_cache() -> DiskCache:
     return DiskCache(Path(os.devnull), _SUFFIX, 0) if cache is None else cache
 
 
-def get(key: str, path: str) -> Report | None:
+def get(key: str, path: str, devices: Sequence[DeviceOverride] = ()) -> Report | None:
     """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
-    cache, run = user_cache(), _LazyRun(path, key)
+    cache, run = user_cache(), _LazyRun(path, key, devices)
 
     def read_cached(number: int) -> pl.DataFrame | None:
         return cache.get(key, partial(entry.read_fact, number))
@@ -88,8 +90,8 @@ def put(key: str, report: Report) -> None:
 class _LazyRun:
     """A run that is loaded when one of its traces is needed."""
 
-    def __init__(self, path: str, key: str) -> None:
-        self._path, self._key = path, key
+    def __init__(self, path: str, key: str, devices: Sequence[DeviceOverride]) -> None:
+        self._path, self._key, self._devices = path, key, tuple(devices)
         self._run: Run | None = None
         self._lock = Lock()
 
@@ -99,10 +101,10 @@ class _LazyRun:
     def _read(self, window: int, rank: int, path: str) -> Trace:
         with self._lock:
             if self._run is None:
-                if keys.run_key(self._path) != self._key:
+                if keys.run_key(self._path, devices=self._devices) != self._key:
                     # Not BadTraceError: a run would continue without that rank.
                     raise InputError(f"{self._path}: changed since it was checked; open it again")
-                self._run = loader.load(self._path)
+                self._run = loader.load(self._path, devices=self._devices)
         for source in self._run.sources:
             if (source.window, source.rank, source.path) == (window, rank, path):
                 return source.read()

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.conventions.devices import DeviceOverride
 from tracekit.ingest import disk_cache, readers
 from tracekit.rules import RULES, all_rules
 
@@ -70,13 +71,16 @@ def file_states(path: str) -> FileStates | None:
     return FileStates(tuple(sorted(found, key=lambda file: file.path)))
 
 
-def run_key(path: str, known: FileStates | None = None) -> str | None:
-    """Return the key of a run's report; None if it cannot be cached, such as that of a URL."""
+def run_key(path: str, known: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> str | None:
+    """Return the key of a run's report; None if it cannot be cached, such as that of a URL.
+
+    `devices` are what a user states of devices.
+    """
     states = file_states(path) if known is None else known
     if states is None:
         return None
     # The report's file names depend on how the run's path was written.
-    text = repr((_code_hash(), path, str(Path(path).absolute()), states.stamp))
+    text = repr((_code_hash(), path, str(Path(path).absolute()), states.stamp, *devices))
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
