@@ -14,6 +14,7 @@ import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
 from tests.support.python_path import REPOSITORY
+from tracekit.analysis.compute import device_counters
 from tracekit.analysis.host import module_tree
 
 WITHOUT_THE_ANALYSIS = """
@@ -200,6 +201,16 @@ def test_modules_are_recorded_on_request_and_the_training_stays_the_same(tmp_pat
     modules = load(tmp_path / "run").table(module_tree.modules)
     calls = dict(modules.filter(modules["calls"] > 0).select("module", "calls").iter_rows())
     assert calls == dict.fromkeys(["Sequential", "Sequential.0", "Sequential.1", "Sequential.2"], 5)
+
+
+def test_device_metrics_on_a_machine_without_a_gpu_are_null_and_the_training_stays_the_same(tmp_path: Path) -> None:
+    done = do(command("--quiet", "--device-metrics", "--out", "run", "--", *script("plain_single.py")), tmp_path)
+    assert done.code == 0, done.err
+    (line,) = done.said
+    assert "rank 0: device metrics are not recorded: RuntimeError: this process uses no GPU" in line
+    assert losses(done) == losses(do(script("plain_single.py"), tmp_path))
+    assert {row["sm_clock_mhz"] for row in metrics(tmp_path / "run")} == {None}
+    assert load(tmp_path / "run").table(device_counters.device_counters).is_empty()
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path) -> None:
