@@ -11,8 +11,10 @@ from benchmarks import perturbation_graph, troubles
 from tests.support.cli_runner import tracekit as tracekit_command
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit import conventions
-from tracekit.analysis.parallelism import late_groups
+from tracekit.analysis.parallelism import late_groups, pipeline_balance
 from tracekit.rules.late_groups import LateGroup
+from tracekit.rules.pipeline import UnbalancedStages
+from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.simulate import engine, kineto_writer
 from tracekit.simulate.job import Impairments
@@ -100,13 +102,38 @@ def test_a_stage_that_waits_for_a_late_one_is_not_in_its_group(
     assert found[0].message.startswith(starts)
 
 
-def test_the_last_stage_that_waits_hardly_longer_for_a_late_node_is_not_in_its_group(tmp_path: Path) -> None:
-    # The last of four stages gets no gradients from another one, so that it waits less often than those before it.
-    healthy = pipelined(16, pp=4, tp=2, layers=4, schedule="zb-h1", micro_batches=12, steps=3)
+@pytest.mark.parametrize(
+    ("gpus", "tp", "schedule", "slow", "code"),
+    [(16, 2, "zb-h1", (2, 3), "RANK004"), (16, 2, "1f1b", (2, 3), "RANK004"), (8, 1, "1f1b", (5,), "RANK001")],
+    ids=["node, zb-h1", "node, 1f1b", "single rank of a middle stage"],
+)
+def test_collectives_of_stages_that_a_late_rank_delays_are_charged_to_it(
+    tmp_path: Path, gpus: int, tp: int, schedule: str, slow: tuple[int, ...], code: str
+) -> None:
+    # Most waiting is for ranks of the three other stages of its replica, which get their inputs later.
+    healthy = pipelined(gpus, pp=4, tp=tp, layers=4, schedule=schedule, micro_batches=12, steps=3)
     machine = replace(healthy.hardware, gpus_per_node=2, jitter_ratio=0.01)
-    late = replace(healthy, hardware=machine, impairments=Impairments(slow_ranks=dict.fromkeys((2, 3), (1.3, 0))))
+    late = replace(healthy, hardware=machine, impairments=Impairments(slow_ranks=dict.fromkeys(slow, (2.0, 0))))
     written(late, tmp_path / "run")
-    assert late_groups.groups(tracekit.load(tmp_path / "run", cache=False))["rank"].to_list() == [2, 3]
+    loaded = tracekit.load(tmp_path / "run", cache=False)
+    found = tracekit.check(loaded, (Straggler(), LateGroup(), UnbalancedStages())).findings
+    warnings = [each for each in found if each.severity is Severity.WARNING]
+    assert [(each.code, each.ranks) for each in warnings] == [(code, slow)]
+    lost_ns = engine.total_ns(late) - engine.total_ns(replace(late, impairments=Impairments()))
+    assert warnings[0].cost_ns == pytest.approx(lost_ns / late.steps, rel=0.15)
+
+
+def test_stages_take_their_time_without_late_replicas_and_without_gathering_weights(tmp_path: Path) -> None:
+    # Only the first stage gathers weights within its first action: across nodes of one GPU, that takes longer.
+    healthy = pipelined(8, pp=2, layers=2, micro_batches=6, steps=2, strategy="fsdp2", shards_data=True)
+    times = {}
+    for nodes, slow in ((8, (1, 5)), (1, ())):
+        machine = replace(healthy.hardware, gpus_per_node=8 // nodes)
+        faults = Impairments(slow_ranks=dict.fromkeys(slow, (1.3, 0)))
+        written(replace(healthy, hardware=machine, impairments=faults), tmp_path / str(nodes))
+        loaded = tracekit.load(tmp_path / str(nodes), cache=False)
+        times[nodes] = loaded.run_table(pipeline_balance.stage_times)["stage_ns"].to_list()
+    assert times[8] == pytest.approx(times[1], rel=0.005)
 
 
 def test_ranks_that_are_late_for_their_tokens_are_overloaded_and_no_late_group(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.parallelism import (
+    late_ranks,
     mesh,
     pipeline_balance,
     pipeline_bubbles,
@@ -22,7 +23,12 @@ from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
-FACTS: tuple[Fact, ...] = (*pipeline_bubbles.FACTS, *rank_places.FACTS, *sharded_micro_batches.FACTS)
+FACTS: tuple[Fact, ...] = (
+    *pipeline_bubbles.FACTS,
+    *rank_places.FACTS,
+    *sharded_micro_batches.FACTS,
+    *late_ranks.FACTS,
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,8 @@ class UnbalancedStages(Rule):
     slowest one. All other ranks are idle for the difference, once per micro-batch.
 
     How it is measured: the time of a stage is that of its forwards and backwards in a step, the median over replicas
-    and steps. With the layers of each stage from run.json, the time of a layer is known; the output layer counts as
+    and steps, without replicas of late ranks, and without idle time in collectives that wait for late ranks, gather
+    weights or scatter gradients. With the layers of each stage from run.json, the time of a layer is known; the output layer counts as
     many layers as it has parameters. Layers are moved one at a time while that shortens the slowest rank. The cost is
     the difference between two schedules of the recorded actions without delay between ranks: with the times as
     measured, and with the new ones; where layers are slow or unknown, with that stage as fast as the others.

@@ -40,7 +40,8 @@ class Straggler(Rule):
     between steps: a slow rank is late by the same time in each. Differences below the clock error are ignored. Steps
     that save are left out. Where no steps are marked, the window's collectives are divided into four parts: the rank
     must have most of the waiting in three of them, and no single collective more than a quarter of it. A rank that is
-    late because it waited for a rank of another process group passes the blame on to that one. The cost is the saving
+    late because it waited for a rank of another process group passes the blame on to that one; so does a rank that
+    waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is the saving
     of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts run ahead, so
     that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves for longer than
     the others, or its device is idle for longer meanwhile, and that has a warning, it is what the rank costs besides.

@@ -90,8 +90,11 @@ def test_sharded_weights_are_gathered_once_per_step_or_for_each_action(fault: st
     assert (gathered > first_backward) == bool(fault)
 
 
-def test_the_price_of_sharded_micro_batches_is_what_a_simulation_without_them_saves(tmp_path: Path) -> None:
-    job = pipelined(8, pp=4, layers=4, micro_batches=8, strategy="fsdp2", shards_data=True)
+@pytest.mark.parametrize(("pp", "schedule"), [(4, "1f1b"), (2, "gpipe")])
+def test_the_price_of_sharded_micro_batches_is_what_a_simulation_without_them_saves(
+    tmp_path: Path, pp: int, schedule: str
+) -> None:
+    job = pipelined(8, pp=pp, layers=4, micro_batches=8, schedule=schedule, strategy="fsdp2", shards_data=True)
     done = written(job, tmp_path, "sharded-micro-batches")
     found = check(tracekit.load(tmp_path), [rule() for rule in RULES if rule.code.startswith("PIPE")]).findings
     assert [each.code for each in found if each.severity is Severity.WARNING] == ["PIPE004"]

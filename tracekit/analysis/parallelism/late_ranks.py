@@ -5,7 +5,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.parallelism import late_groups, rank_places
+from tracekit.analysis.parallelism import late_groups, pipeline_delays, rank_places
 from tracekit.analysis.time import breakdown, host_state, launches
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -133,7 +133,8 @@ def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> p
         *_KEY, "step", waited_ns="wait_ns", waiting=_leader("rank", members)
     )
     own = waits.join(last.select(*_KEY, cause="late_rank"), on=_KEY).filter(pl.col("waiting") != pl.col("cause"))
-    delays = own.group_by(*_STEP, "waiting", "cause").agg(pl.col("waited_ns").sum())
+    within = own.group_by(*_STEP, "waiting", "cause").agg(pl.col("waited_ns").sum())
+    delays = pl.concat([within, pipeline_delays.delays(run, members).select(within.columns)])
     for _ in range(_MAX_HOPS):
         others_ns = pl.col("max_wait_ns").sum().over(*_STEP, "late_rank", "ranks")
         candidates = last.with_columns(others_ns.alias("others_ns")).join(

@@ -7,9 +7,18 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.parallelism import mesh, pipeline_bubbles, pipeline_schedule, pipeline_stages
+from tracekit.analysis.parallelism import (
+    late_ranks,
+    mesh,
+    pipeline_bubbles,
+    pipeline_schedule,
+    pipeline_stages,
+    sharded_micro_batches,
+    stragglers,
+)
 from tracekit.analysis.parallelism.pipeline_schedule import Floats
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.model import intervals
 from tracekit.model.run import Run
 
 
@@ -50,12 +59,34 @@ class Balance:
 def stage_times(run: Run) -> pl.DataFrame:
     """Return the time of each stage in each step: columns window, step, stage, stage_ns; use ``run.run_table``.
 
-    It is the median over replicas of its forwards and backwards: a replica that is slow alone is a straggler.
+    It is the median over replicas of its forwards and backwards, without idle time in collectives for late ranks, and
+    without replicas of late ranks: a replica that is slow alone is a straggler.
     """
-    rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
-    taken_ns = (pl.col("forward_ns") + pl.col("backward_ns")).alias("stage_ns")
-    medians = rows.select(*PIPELINE, "stage", taken_ns).group_by("window", "step", "iteration", "stage")
+    rows = _without_late_replicas(run, run.run_table(pipeline_bubbles.pipeline_bubbles))
+    key = [*PIPELINE, "rank", "stage"]
+    idle = run.run_table(own_times).group_by(key).agg(pl.col("idle_ns").sum())
+    joined = rows.join(idle, on=key, how="left", nulls_equal=True)
+    taken_ns = pl.col("forward_ns") + pl.col("backward_ns") - pl.col("idle_ns").fill_null(0)
+    medians = joined.with_columns(taken_ns.alias("stage_ns")).group_by("window", "step", "iteration", "stage")
     return medians.agg(pl.col("stage_ns").median().round().cast(pl.Int64)).sort("window", "step", "iteration", "stage")
+
+
+def own_times(run: Run) -> pl.DataFrame:
+    """Return `pipeline_stages.staged_actions` with own_ns and idle_ns, which sum to their time; use ``run.run_table``.
+
+    idle_ns is the time without compute in which the rank waits in collectives for late ranks, or in which weights are
+    gathered and gradients scattered: a stage whose first forward contains the only gather of a step is not slow.
+    """
+    actions = run.run_table(pipeline_stages.staged_actions)
+    sharded = sharded_micro_batches.exposed_spans(run)
+    pieces = stragglers.waiting_pieces(run).partition_by("window", "rank", as_dict=True)
+    parts = [actions.clear().with_columns(idle_ns=pl.lit(0, pl.Int64))]
+    for place, own in actions.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
+        waits = intervals.from_table(pieces[place]) if place in pieces else intervals.EMPTY
+        idle = intervals.union(waits, sharded.get(place, intervals.EMPTY))
+        spans = intervals.from_columns(own["trace_start_ns"], own["end_ns"] - own["start_ns"])
+        parts.append(own.with_columns(pl.Series("idle_ns", intervals.coverage(spans, idle), pl.Int64)))
+    return pl.concat(parts).with_columns((pl.col("end_ns") - pl.col("start_ns") - pl.col("idle_ns")).alias("own_ns"))
 
 
 def balance(run: Run) -> Balance | None:
@@ -90,6 +121,14 @@ def balance(run: Run) -> Balance | None:
     slow = found.slowest
     usual = [1 / max(1.0, found.slowdown(slow)) if at == slow else 1.0 for at in range(stages)]
     return replace(found, slow_saved_ns=_saved_ns(example, usual))
+
+
+def _without_late_replicas(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows of pipelines that have no late rank; all, if each has one."""
+    actions = run.run_table(pipeline_stages.staged_actions).filter(pl.col("rank").is_in(late_ranks.latest(run)))
+    late = actions.select("window", "pipeline").unique()
+    kept = rows.join(late, on=["window", "pipeline"], how="anti")
+    return rows if kept.is_empty() else kept
 
 
 def _without(values: Sequence[float], at: int) -> list[float]:
@@ -152,7 +191,7 @@ def _divided(
         if slowest(best) >= slowest(better):
             break
         better = best
-    return better if better and slowest(better)[0] < slowest(counts)[0] else list(counts)
+    return better
 
 
 _LAYER_STEP = 0.05
@@ -160,11 +199,12 @@ _LAYER_STEP = 0.05
 
 
 def _representative_actions(run: Run) -> pl.DataFrame:
-    """Return the actions of the pass whose schedule takes the median time."""
-    cases = run.run_table(pipeline_bubbles.schedule_cases).unique(PIPELINE).sort("stages_duration_ns", *PIPELINE)
+    """Return the actions of the pass whose schedule takes the median time, of replicas without late ranks."""
+    cases = _without_late_replicas(run, run.run_table(pipeline_bubbles.schedule_cases))
+    cases = cases.unique(PIPELINE).sort("stages_duration_ns", *PIPELINE)
     row = cases.row((cases.height - 1) // 2, named=True)
     is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in PIPELINE)
-    return run.run_table(pipeline_stages.staged_actions).filter(is_own).sort("rank", "start_ns")
+    return run.run_table(own_times).filter(is_own).sort("rank", "start_ns")
 
 
 def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:
@@ -173,8 +213,7 @@ def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:
     schedule = pipeline_schedule.graph(order)
     if schedule is None:
         return 0
-    dur_ns = (pl.col("end_ns") - pl.col("start_ns")).mean().over("stage", "action")
-    means: Floats = actions.select(dur_ns).to_series().to_numpy()
+    means: Floats = actions.select(pl.col("own_ns").mean().over("stage", "action")).to_series().to_numpy()
     factors = np.array([scale[stage] for _, stage, _, _ in order])
     ends = pipeline_schedule.end_times(schedule, np.stack([means, means * factors], axis=1)).max(axis=0)
     return max(0, round(float(ends[0] - ends[1])))

@@ -71,16 +71,18 @@ def passes(run: Run) -> pl.DataFrame:
     cost, each with its own duration and the exposed collectives right before it: delayed_ns is what the pass is longer
     than without the latter, lost_ns what it is longer than if the collectives took the time of one micro-batch.
     """
-    exposed = _exposed_spans(run)
+    exposed = exposed_spans(run)
+    after_ns = pl.max_horizontal("start_ns", pl.min_horizontal(pl.coalesce("ready_ns", "start_ns"), "end_ns"))
     gaps = run.run_table(pipeline_bubbles.idle_gaps).drop_nulls("action")
+    delays = gaps.select(*_KEY, idle_ns=pl.col("end_ns") - after_ns)
     rows = []
     for (window, pipeline), actions in pipeline_stages.representative_passes(run).items():
         place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
         schedule = pipeline_schedule.graph(tuple(actions.select(place, *_ACTION).iter_rows()))
         if schedule is None:
             continue
-        late_ns = actions.join(gaps, on=_KEY, how="left", nulls_equal=True, maintain_order="left")["late_ns"]
-        before_ns, within_ns = _exposed_ns(actions, late_ns.fill_null(0), exposed)
+        idle_ns = actions.join(delays, on=_KEY, how="left", nulls_equal=True, maintain_order="left")["idle_ns"]
+        before_ns, within_ns = _exposed_ns(actions, idle_ns.fill_null(0), exposed)
         own_ns = (actions["end_ns"] - actions["start_ns"]).to_numpy().astype(np.float64)
         one_ns = (before_ns + within_ns) / actions["micro_batch"].n_unique()
         cases = np.stack([own_ns + before_ns, own_ns, own_ns - within_ns + one_ns], axis=1)
@@ -88,6 +90,19 @@ def passes(run: Run) -> pl.DataFrame:
         step, lost_ns = actions["step"][0], round(max(0.0, with_ns - once_ns))
         rows.append((window, pipeline, step, lost_ns, round(with_ns - undelayed_ns), round(with_ns)))
     return pl.DataFrame(rows, schema=PASSES, orient="row")
+
+
+def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
+    """Return when each rank runs such collectives, all of whose ranks have arrived, and computes nothing.
+
+    Keys are (window, rank), times on the clock of the rank's trace.
+    """
+    compute = axis_communication.compute_spans(run)
+    of_rank = run.run_table(_data_parallel_calls).partition_by("window", "rank", as_dict=True)
+    return {
+        place: intervals.subtract(exposed_communication.transfer_spans(own), compute.get(place, intervals.EMPTY))
+        for place, own in of_rank.items()
+    }
 
 
 def _data_parallel_calls(run: Run) -> pl.DataFrame:
@@ -103,25 +118,15 @@ def _data_parallel_calls(run: Run) -> pl.DataFrame:
     )
 
 
-def _exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
-    """Return when each rank runs such collectives, all of whose ranks have arrived, and computes nothing."""
-    compute = axis_communication.compute_spans(run)
-    of_rank = run.run_table(_data_parallel_calls).partition_by("window", "rank", as_dict=True)
-    return {
-        place: intervals.subtract(exposed_communication.transfer_spans(own), compute.get(place, intervals.EMPTY))
-        for place, own in of_rank.items()
-    }
-
-
 def _exposed_ns(
-    actions: pl.DataFrame, late_ns: pl.Series, exposed: Mapping[tuple[object, ...], intervals.Spans]
+    actions: pl.DataFrame, idle_ns: pl.Series, exposed: Mapping[tuple[object, ...], intervals.Spans]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the exposed time of collectives between the arrival of each action's input and its start, and within."""
     before, within = np.zeros((2, actions.height), np.int64)
-    numbered = actions.with_row_index("at").with_columns(late_ns, (pl.col("end_ns") - pl.col("start_ns")).alias("own"))
+    numbered = actions.with_row_index("at").with_columns(idle_ns, (pl.col("end_ns") - pl.col("start_ns")).alias("own"))
     for place, rows in numbered.partition_by("window", "rank", as_dict=True).items():
-        at, start_ns, late = (rows[name] for name in ("at", "trace_start_ns", "late_ns"))
+        at, start_ns, idle = (rows[name] for name in ("at", "trace_start_ns", "idle_ns"))
         spans = exposed.get(place, intervals.EMPTY)
-        before[at] = intervals.coverage(intervals.from_columns(start_ns - late, late), spans)
+        before[at] = intervals.coverage(intervals.from_columns(start_ns - idle, idle), spans)
         within[at] = intervals.coverage(intervals.from_columns(start_ns, rows["own"]), spans)
     return before, within

@@ -1,7 +1,5 @@
 """Stragglers: the time that other ranks lose in each step to the rank that arrives last."""
 
-import collections
-
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
@@ -139,27 +137,33 @@ def _of_others(run: Run, per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.Dat
 
     Ranks without a row waited 0. Under pipeline parallelism the others are those of the same stages.
     """
-    sums = per_rank.group_by(*_KEY, "late_rank").agg(
-        pl.col("wait_ns").sort(descending=True).alias("each"), pl.col("wait_ns").sum().alias("all_ns")
-    )
-    late_count = pl.col("late_ranks").list.len().cast(pl.Int64)
-    others = pl.min_horizontal("ranks", _stage_size(run)) - late_count
+    late = _late_ranks(run, per_rank)
+    mates = _mates(run, late)
+    counts = mates.group_by("late_rank").agg(pl.len().cast(pl.Int64).alias("mates")).join(late, on="late_rank")
+    of_mates = per_rank.join(mates, on=["late_rank", "rank"], how="semi").group_by(*_KEY, "late_rank")
+    each = of_mates.agg(pl.col("wait_ns").sort(descending=True).alias("each"))
+    sums = per_rank.group_by(*_KEY, "late_rank").agg(pl.col("wait_ns").sum().alias("all_ns"))
+    known = judged.select(*_KEY, "ranks")
+    joined = sums.join(known, on=_KEY, nulls_equal=True).join(counts, on="late_rank", how="left")
+    others = pl.min_horizontal(pl.col("ranks") - pl.col("late_ranks").list.len().cast(pl.Int64), "mates").fill_null(0)
     middle = pl.col("each").list.get(others // 2, null_on_oob=True)
-    with_ranks = sums.join(judged.select(*_KEY, "ranks"), on=_KEY, nulls_equal=True).join(
-        _late_ranks(run, sums), on="late_rank"
+    return joined.join(each, on=[*_KEY, "late_rank"], how="left", nulls_equal=True).with_columns(
+        middle.fill_null(0).alias("median_ns")
     )
-    return with_ranks.with_columns(middle.fill_null(0).alias("median_ns"))
 
 
-def _stage_size(run: Run) -> pl.Expr:
-    """Return how many ranks the pipeline stages of late_ranks have; null without pipeline parallelism."""
+def _mates(run: Run, late: pl.DataFrame) -> pl.DataFrame:
+    """Return the ranks that late ones are compared with: columns late_rank, rank.
+
+    Those of the pipeline stages of late_ranks, or all, without late_ranks.
+    """
     stage_of = rank_places.stages(run)
-    sizes = collections.Counter(stage_of[rank] for rank in run.ranks if rank in stage_of)
-    stages = pl.col("late_ranks").list.eval(
-        pl.element().replace_strict(stage_of, default=None, return_dtype=pl.Int64).unique()
-    )
-    of_stages = stages.list.eval(pl.element().replace_strict(sizes, default=None, return_dtype=pl.Int64))
-    return of_stages.list.sum() if stage_of else pl.lit(None, pl.Int64)
+    ranks = pl.DataFrame({"rank": run.ranks}, schema={"rank": pl.Int64})
+    stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")
+    members = late.explode("late_ranks").select("late_rank", rank="late_ranks")
+    stages = members.with_columns(stage).select("late_rank", "stage").unique()
+    others = ranks.with_columns(stage).join(stages, on="stage", nulls_equal=True)
+    return others.join(members, on=["late_rank", "rank"], how="anti").select("late_rank", "rank")
 
 
 def _idle(run: Run) -> pl.DataFrame:
