@@ -105,10 +105,10 @@ class UnbalancedStages(Rule):
 
     How it is measured: the time of a stage is that of its forwards and backwards in a step, the median over replicas
     and steps, without replicas of late ranks, and without idle time in collectives that wait for late ranks, gather
-    weights or scatter gradients. With the layers of each stage from run.json, the time of a layer is known; the output layer counts as
-    many layers as it has parameters. Layers are moved one at a time while that shortens the slowest rank. The cost is
-    the difference between two schedules of the recorded actions without delay between ranks: with the times as
-    measured, and with the new ones; where layers are slow or unknown, with that stage as fast as the others.
+    weights or scatter gradients. With the layers of each stage from run.json, the time of a layer is known; the output
+    layer counts as many layers as it has parameters. Layers are moved one at a time while that shortens the slowest
+    rank. The cost is the difference between two schedules of the recorded actions without delay between ranks: with the
+    times as measured, and with the new ones; where layers are slow or unknown, with that stage as fast as the others.
 
     How to fix: move the named layers (split points of pipeline_module, --decoder-first-pipeline-num-layers and
     --decoder-last-pipeline-num-layers of Megatron-LM, partition_method of DeepSpeed). Give the first and last stage
