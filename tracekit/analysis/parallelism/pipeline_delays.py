@@ -25,7 +25,7 @@ def delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
     pipeline = pl.col("rank").replace_strict(_pipelines(waits), return_dtype=pl.Int64).alias("pipeline")
     each = waits.group_by(*_STEP, "rank").agg(pl.col("wait_ns").sum()).with_columns(stage, pipeline)
     compared = _beside_their_stage(each.drop_nulls("stage")).join(members.select("rank", "leader"), "rank", how="left")
-    return _EMPTY.vstack(_with_causes(compared).select(_EMPTY.columns).cast(dict(_EMPTY.schema)))
+    return _EMPTY.vstack(_with_causes(compared).select(_EMPTY.columns).cast(pl.Int64))
 
 
 _EMPTY = pl.DataFrame(schema=dict.fromkeys((*_STEP, "waiting", "cause", "waited_ns"), pl.Int64))
