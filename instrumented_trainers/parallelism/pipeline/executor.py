@@ -93,9 +93,12 @@ class _Step:
                 self._hooks.synchronize(stage.stage_index)
 
     def finish(self) -> None:
-        """Wait until everything has been sent."""
+        """Wait until everything has been sent, and all gradients are reduced."""
         for works in self._sends:
             _wait_batch_p2p(works)
+        if self._schedule._has_backward:
+            for number in self._stages:
+                self._hooks.finish(number)
 
     def _wait(self, stage: int, kind: _ComputationType, number: int) -> None:
         """Wait for what the next action takes in, if another rank sends it."""

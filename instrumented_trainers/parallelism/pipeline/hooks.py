@@ -12,6 +12,8 @@ class StageHooks:
     accumulate: Callable[[int, bool], AbstractContextManager[None]]
     """Context of a backward; its second argument says whether it is the stage's last one in the step."""
     synchronize: Callable[[int], None]
-    """Called after the stage's last backward in the step."""
+    """Begins to reduce gradients. Called after the stage's last backward in the step."""
+    finish: Callable[[int], None]
+    """Called for each stage after the rank's last action: gradients are complete then."""
     around: Callable[[int], AbstractContextManager[None]]
     """Context of each forward and backward."""

@@ -84,6 +84,7 @@ class PipelineModel(nn.Module):
         hooks = StageHooks(
             accumulate=lambda number, is_last: accumulate(self._parts[number], is_last),
             synchronize=self._synchronize,
+            finish=self._finish,
             around=around,
         )
         self._schedule: Any = make_schedule(plan.schedule, stages, plan.micro_batches, loss_fn=loss, hooks=hooks)
@@ -113,6 +114,11 @@ class PipelineModel(nn.Module):
         part = self._parts[number]
         if isinstance(part, ReplicatedPart):
             part.synchronize()
+
+    def _finish(self, number: int) -> None:
+        part = self._parts[number]
+        if isinstance(part, ReplicatedPart):
+            part.finish()
 
 
 class _Called(nn.Module):

@@ -21,7 +21,7 @@ class ReplicatedPart(nn.Module):
     """A part of a model whose replicas are the ranks of a mesh of one dim.
 
     DDP averages during each backward, and does not see those that compute inputs' and weights' gradients apart. Here
-    `synchronize` averages the gradients of all micro-batches together.
+    `synchronize` and `finish` average the gradients of all micro-batches together.
 
     Raises NotImplementedError for another `reduce_dtype` than the weights', or a mesh of more than one dim.
     """
@@ -33,6 +33,8 @@ class ReplicatedPart(nn.Module):
         self.module = module.to(device_of(mesh))
         self.process_group = mesh.get_group()
         self._autocast = mesh.device_type, options.param_dtype
+        self._average_experts: Callable[[], None] | None = None
+        self._reductions: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         device_type, dtype = self._autocast
@@ -43,21 +45,31 @@ class ReplicatedPart(nn.Module):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Average the gradients over the replicas. All of them call it."""
+        """Begin to average the gradients over the replicas; `finish` ends it. All of them call both."""
         experts = expert.expert_parameters(self).values()
         for parameter in experts:  # whose replicas are other ranks
             _gradient(parameter)
-        if (average := expert.gradient_mean(self)) is not None:
-            average()
+        self._average_experts = expert.gradient_mean(self)
         ranks, divided = dist.get_world_size(self.process_group), {id(parameter) for parameter in experts}
         if ranks == 1:
             return
         for bucket in _buckets(parameter for parameter in self.parameters() if id(parameter) not in divided):
             gradients = [_gradient(parameter) for parameter in bucket]
             flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(ranks)
-            dist.all_reduce(flat, group=self.process_group)
+            # Other stages of this rank go on meanwhile: the replicas of this one are not always at the same action.
+            work = dist.all_reduce(flat, group=self.process_group, async_op=True)
+            self._reductions.append((work, flat, gradients))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait until the gradients are averaged."""
+        if self._average_experts is not None:
+            self._average_experts()
+        for work, flat, gradients in self._reductions:
+            work.wait()
             for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
+        self._average_experts, self._reductions = None, []
 
 
 class Zero1Part(ReplicatedPart):
