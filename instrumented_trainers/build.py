@@ -200,6 +200,7 @@ def model_axes(config: TrainingConfig, mesh: DeviceMesh) -> ModelAxes:
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
         shards_experts=strategies.STRATEGIES[config.strategy].shards_parameters,
+        cp_method=config.cp_method,
     )
 
 

@@ -2,6 +2,7 @@
 
 from instrumented_trainers.config.command_line import parse
 from instrumented_trainers.config.settings import (
+    CP_METHODS,
     LR_SCHEDULES,
     MEMORY_STEP,
     NEWEST,
@@ -15,6 +16,7 @@ from instrumented_trainers.config.settings import (
 )
 
 __all__ = [
+    "CP_METHODS",
     "LR_SCHEDULES",
     "MEMORY_STEP",
     "NEWEST",

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from instrumented_trainers.config.settings import (
+    CP_METHODS,
     LR_SCHEDULES,
     NEWEST,
     OPTIMIZERS,
@@ -50,6 +51,9 @@ def add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--sequence-parallel", action="store_true", help="divide what is between the matrices, too")
     group.add_argument("--loss-parallel", action="store_true", help="divide the logits by vocabulary, up to the loss")
     group.add_argument("--cp", type=positive, metavar="C", help="ranks that each sequence is divided among")
+    group.add_argument(
+        "--cp-method", choices=CP_METHODS, help="attention gathers keys and values, or they go round a ring of ranks"
+    )
     group.add_argument(
         "--ep", type=positive, metavar="E", help="ranks that the experts are divided among, of those that shard"
     )

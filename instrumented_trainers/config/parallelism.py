@@ -7,6 +7,7 @@ from instrumented_trainers.config.settings import (
     GPIPE,
     INTERLEAVED,
     ONE_FORWARD_ONE_BACKWARD,
+    RING,
     ZB_H1,
     ZBV,
     TrainingConfig,
@@ -24,6 +25,8 @@ def layout_problem(config: TrainingConfig) -> str | None:
         return "--sequence-parallel: needs --tp 2 or more"
     if config.loss_parallel and config.tp == 1:
         return "--loss-parallel: needs --tp 2 or more"
+    if config.cp_method == RING and config.cp == 1:
+        return "--cp-method ring: needs --cp 2 or more"
     ranks = config.pp * config.cp * config.tp
     if config.world_size % ranks:
         return f"--world-size {config.world_size}: not divisible by pp × cp × tp = {ranks}"

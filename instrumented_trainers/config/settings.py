@@ -21,6 +21,8 @@ SCHEDULES = ONE_FORWARD_ONE_BACKWARD, INTERLEAVED, GPIPE, ZB_H1, ZBV, DUALPIPEV 
     "dualpipev",
 )
 """Of a pipeline. In the last two, a rank's two stages lie on the way down and on the way up of a V."""
+CP_METHODS = GATHER, RING = ("gather", "ring")
+"""The keys of `parallelism.context.ATTENTION`, which imports torch."""
 MOST_HELD_OUT_RATIO = 0.5
 NEWEST = "newest"
 SMALLEST_VOCABULARY = 257
@@ -88,6 +90,7 @@ class TrainingConfig:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     cp: int = 1
+    cp_method: str = GATHER
     ep: int = 1
     offload: bool = False
     optimizer: str = "adamw"

@@ -1,9 +1,11 @@
-"""Context parallelism: each rank has some tokens of every sequence; attention gathers the keys and values of all.
+"""Context parallelism: each rank has some tokens of every sequence, and attention sees the keys and values of all.
 
-As Llama 3 was trained (https://arxiv.org/abs/2407.21783, section 3.3.2): an all-gather in place of a ring, and each
-sequence cut into twice as many chunks as there are ranks, of which rank r has chunks r and 2n − 1 − r. Together these
-see as many keys on every rank, so causal attention is balanced.
+It gathers them, as Llama 3 was trained (https://arxiv.org/abs/2407.21783, section 3.3.2), or they go round a ring of
+the ranks. Each sequence is cut into twice as many chunks as there are ranks, of which rank r has chunks r and
+2n − 1 − r. Together these see as many keys on every rank, so causal attention is balanced.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,10 @@ from torch.nn import functional
 
 from instrumented_trainers.model import Attention
 from instrumented_trainers.parallelism.collective_functions import gathered
+from instrumented_trainers.parallelism.ring_attention import ring_attention
 from instrumented_trainers.regions import Axis
 
+GATHER, RING = "gather", "ring"
 _TOKENS = 2  # dim of queries, keys and values (B, H, T, E)
 
 
@@ -60,16 +64,28 @@ class ContextParallelAttention(Attention):
         return (rank + 1) * length, (2 * ranks - rank) * length
 
 
-def parallelize(model: nn.Module, axis: Axis) -> nn.Module:
+class RingAttention(ContextParallelAttention):
+    """Attention of this rank's queries to the keys and values of all ranks, which go round a ring."""
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ring_attention(query, key, value, self.split.axis)
+
+
+ATTENTION: Mapping[str, type[ContextParallelAttention]] = {GATHER: ContextParallelAttention, RING: RingAttention}
+"""The ways to see the keys and values of all ranks, by name."""
+
+
+def parallelize(model: nn.Module, axis: Axis, method: str = GATHER) -> nn.Module:
     """Let a Llama, or a pipeline stage of one, work on this rank's tokens of each sequence; return it.
 
-    It is called with `TokenSplit(axis).own` of the tokens, and its logits are those of these.
+    It is called with `TokenSplit(axis).own` of the tokens, and its logits are those of these. `method` is one of
+    ATTENTION.
     """
     split = TokenSplit(axis)
     model.token_split = split  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Attention):
-            module.__class__ = ContextParallelAttention
+            module.__class__ = ATTENTION[method]
             module.split = split  # type: ignore[assignment]
     return model
 

@@ -29,12 +29,13 @@ class ModelAxes:
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
         shards_experts: bool = False,
+        cp_method: str = context.GATHER,
     ) -> None:
         self.tp, self.cp = (_axis(mesh, name) for name in (TP, CP))
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         self._split = context.TokenSplit(self.cp) if self.cp is not None else None
         self._experts = _expert_mesh(layout, mesh.device_type) if layout.ep > 1 else None
-        self._shards_experts = shards_experts
+        self._shards_experts, self._cp_method = shards_experts, cp_method
 
     def divide(self, model: nn.Module) -> nn.Module:
         """Divide a Llama, or a pipeline stage of one, over the axes, in place, before it is sharded; return it."""
@@ -42,7 +43,7 @@ class ModelAxes:
             sequence, gather = self.sequence_parallel, not self.loss_parallel
             tensor.parallelize(model, self.tp, sequence_parallel=sequence, gather_logits=gather)
         if self.cp is not None:
-            context.parallelize(model, self.cp)
+            context.parallelize(model, self.cp, self._cp_method)
         if self._experts is not None:
             axis = Axis(EP, self._experts.get_group(EP))
             expert.parallelize(model, axis, _replicas(self._experts, shards=self._shards_experts))

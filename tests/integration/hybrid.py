@@ -42,6 +42,7 @@ class Hybrid:
     loss_parallel: bool = False
     config: ModelConfig = CONFIG
     options: ShardOptions = field(default_factory=ShardOptions)
+    cp_method: str = "gather"
     micro_batches: int = 1
     max_norm: float | None = None
     optimizer: str = "sgd"
@@ -80,7 +81,7 @@ class Trainer:
                 model, self.tp, sequence_parallel=case.sequence_parallel, gather_logits=not case.loss_parallel
             )
         if case.cp > 1:
-            context.parallelize(model, self.cp)
+            context.parallelize(model, self.cp, case.cp_method)
         if case.ep > 1:
             experts = _expert_mesh(case)
             expert.parallelize(model, Axis("ep", experts.get_group("ep")), experts["replicas"])

@@ -34,6 +34,9 @@ ON_TWO = {
     "tp, sequence, experts": Hybrid(**SEQUENCE, config=EXPERTS),
     "cp": Hybrid(cp=2),
     "cp, selectively recomputed": Hybrid(cp=2, config=SELECTIVE),
+    "cp, ring": Hybrid(cp=2, cp_method="ring"),
+    "cp, ring, selectively recomputed": Hybrid(cp=2, cp_method="ring", config=SELECTIVE),
+    "cp, ring, recomputed": Hybrid(cp=2, cp_method="ring", config=RECOMPUTED),
     "ep": Hybrid(ep=2, config=EXPERTS),
     "ep, capacity": Hybrid(ep=2, config=CAPACITY),
     "tp, sequence, experts with capacity": Hybrid(**SEQUENCE, config=CAPACITY),
@@ -42,6 +45,8 @@ _WAYS = {
     "tp": Hybrid(tp=2, micro_batches=2, max_norm=0.1),
     "tp, sequence and loss": Hybrid(**SEQUENCE, loss_parallel=True, max_norm=0.1),
     "cp": Hybrid(cp=2, micro_batches=2, max_norm=0.1),
+    "cp, ring": Hybrid(cp=2, cp_method="ring", micro_batches=2, max_norm=0.1),
+    "cp, ring of four": Hybrid(cp=4, cp_method="ring"),
     "tp x cp": Hybrid(**SEQUENCE, cp=2),
     "ep": Hybrid(ep=2, config=EXPERTS, micro_batches=2, max_norm=0.1),
     "ep x tp": Hybrid(**SEQUENCE, ep=2, config=EXPERTS, max_norm=0.1),
@@ -49,10 +54,10 @@ _WAYS = {
     "all experts once": Hybrid(ep=4, config=EXPERTS, max_norm=0.1),
 }
 _UNDER = {
-    "ddp": ("tp", "cp", "ep", "ep, capacity"),
+    "ddp": ("tp", "cp", "cp, ring", "cp, ring of four", "ep", "ep, capacity"),
     "zero1": ("tp, sequence and loss", "ep"),
     "fsdp2": ("tp, sequence and loss", "cp", "ep", "ep x tp", "all experts once", "ep, capacity"),
-    "yafsdp": ("tp", "tp, sequence and loss", "tp x cp"),
+    "yafsdp": ("tp", "tp, sequence and loss", "tp x cp", "cp, ring"),
 }
 ON_FOUR = {
     f"{name} x {strategy}": dataclasses.replace(_WAYS[name], strategy=strategy)
@@ -70,6 +75,7 @@ _STAGES = {"pp": 2, "micro_batches": 4}
 _EXPERTS = {"ep": 2, "experts": 4, "balance_loss": 0.0}
 CONFIGURED: dict[str, dict[str, Any]] = {
     "replicas x cp": {"strategy": "fsdp2", "replicate": 2, "cp": 2, "micro_batches": 2},
+    "pp x cp, ring": {"strategy": "zero1", "cp": 2, "cp_method": "ring", **_STAGES},
     "pp x tp, zero bubble": {"strategy": "zero1", "schedule": "zb-h1", **_STAGES, **_DIVIDED},
     "pp x tp x yafsdp": {"strategy": "yafsdp", **_STAGES, **_DIVIDED},
     "pp x ep": {"strategy": "zero1", **_EXPERTS, **_STAGES},

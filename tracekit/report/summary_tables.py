@@ -23,6 +23,9 @@ _HEADINGS = {
     "formula_bubble_ratio": "formula\nshare",
     "warmup_ns": "warm-up",
     "cooldown_ns": "cool-down",
+    "hidden_ns": "hidden",
+    "waited_ns": "waited for\npeer",
+    "hidden_ratio": "hidden\nshare",
     "max_load_ratio": "max\nload",
     "load_ratio": "load over\nmean",
     "expert_ns": "experts'\ncompute",
@@ -63,6 +66,7 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
             "bubble_ns": "pipeline: no spans of a schedule, and no sends and receives from which to infer one",
             "axis": "collectives in steps",
             "passes": "pairs of all-to-alls around experts",
+            "hidden_ns": "sends and receives of ring attention (axis cp)",
             "peer": "all-to-alls around experts with known split sizes",
             "queue_max": "work on device streams",
         }

@@ -21,7 +21,7 @@ import pyarrow as pa
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import device_counters, kernel_sequences
 from tracekit.analysis.host import launch_queues, module_tree
-from tracekit.analysis.parallelism import axis_communication, expert_pairs, group_axes, pipeline_bubbles
+from tracekit.analysis.parallelism import axis_communication, expert_pairs, group_axes, pipeline_bubbles, ring_overlap
 from tracekit.analysis.parallelism.pipeline_actions import ACTIONS, pipeline_actions
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
@@ -84,8 +84,7 @@ TABLES: Mapping[str, Table] = {
         )
     },
     **{t.name: t for t in (pipeline_bubbles.BUBBLES, group_axes.AXES, axis_communication.AXIS_COMMUNICATION)},
-    expert_pairs.PAIRS.name: expert_pairs.PAIRS,
-    critical_path.PATHS.name: critical_path.PATHS,
+    **{t.name: t for t in (expert_pairs.PAIRS, ring_overlap.RINGS, critical_path.PATHS)},
     **{
         name: replace(t, name=name, columns=(*_RANK_COLUMNS, *t.columns))
         for name, t in zip(_SNAPSHOT_NAMES.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
@@ -108,6 +107,7 @@ _DERIVED: dict[str, RunFact] = {
     group_axes.AXES.name: lambda run: run.run_table(group_axes.group_axes),
     critical_path.PATHS.name: lambda run: run.run_table(critical_path.critical_paths),
     expert_pairs.PAIRS.name: lambda run: run.run_table(expert_pairs.expert_pairs),
+    ring_overlap.RINGS.name: lambda run: run.run_table(ring_overlap.ring_overlap),
     axis_communication.AXIS_COMMUNICATION.name: lambda run: run.run_table(axis_communication.axis_communication),
     RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),
     **{table_name: run_snapshots.table(name) for name, table_name in _SNAPSHOT_NAMES.items()},

@@ -116,6 +116,7 @@ def test_the_launchers_world_size_has_priority(monkeypatch: pytest.MonkeyPatch) 
         ([*REQUIRED, "--cp", "2", "--tokens", "6"], "--cp 2: cannot divide --tokens 6 into 4 chunks"),
         ([*REQUIRED, "--ep", "2"], "--ep 2: tiny has no experts; add --experts N"),
         ([*REQUIRED, "--ep", "2", "--experts", "3"], "--ep 2: cannot divide 3 experts"),
+        ([*REQUIRED, "--cp-method", "ring"], "--cp-method ring: needs --cp 2 or more"),
         ([*REQUIRED, "--capacity", "1.25"], "--capacity 1.25: tiny has no experts; add --experts N"),
         ([*REQUIRED, "--experts", "4", "--capacity", "0"], "--capacity 0: times the mean number of tokens"),
         ([*REQUIRED, "--experts", "4", "--capacity", "1", "--cp", "2"], "--capacity 1: is of whole sequences"),

@@ -4,7 +4,7 @@ import polars as pl
 
 from tracekit.analysis.parallelism import group_axes, mesh
 from tracekit.analysis.time import breakdown
-from tracekit.conventions.strategies import EP, PP
+from tracekit.conventions.strategies import CP, EP, PP
 from tracekit.model import intervals, schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -53,7 +53,8 @@ def calls(run: Run) -> pl.DataFrame:
     """Return the collectives in steps with their axis; where no steps are marked, all. Columns as `axis_of_calls`.
 
     Where the trace does not name the group of a collective (gloo) but the run's axes are known, its op decides: sends
-    and receives are pp, all-to-all is ep, others are of the one other axis; if there are several, the axis is null.
+    and receives are pp, or cp without pp, all-to-all is ep, others are of the one other axis; if there are several, the
+    axis is null.
     """
     every = run.run_table(group_axes.axis_of_calls)
     marked = run.table(breakdown.by_step)["step"].is_not_null().any()
@@ -63,8 +64,8 @@ def calls(run: Run) -> pl.DataFrame:
     others = sorted(axes - {PP, EP})
     rest = others[0] if len(others) == 1 else None
     by_op = (
-        pl.when(pl.col("op").is_in([PAIRED, "send", "recv"]) & (PP in axes))
-        .then(pl.lit(PP))
+        pl.when(pl.col("op").is_in([PAIRED, "send", "recv"]) & bool(axes & {PP, CP}))
+        .then(pl.lit(PP if PP in axes else CP))
         .when(pl.col("op").is_in(["all_to_all", *EXPERT]) & (EP in axes))
         .then(pl.lit(EP))
         .otherwise(pl.lit(rest, pl.String))

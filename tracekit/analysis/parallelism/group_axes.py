@@ -7,7 +7,7 @@ import polars as pl
 from tracekit.analysis.communication import group_bandwidth
 from tracekit.analysis.parallelism import mesh
 from tracekit.conventions.process_groups import DP, axis_of_description
-from tracekit.conventions.strategies import DP_SHARD, EP, PP, TP
+from tracekit.conventions.strategies import CP, DP_SHARD, EP, PP, TP
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -55,21 +55,27 @@ def group_axes(run: Run) -> pl.DataFrame:
     """Return the axis of each group in which collectives ran; use ``run.run_table``.
 
     Columns as AXES; one row per group and members. A description that names an axis counts first, then the manifest,
-    whose mesh has a group of these ranks; otherwise the axis is inferred from the group's collectives: sends and
+    whose mesh has a group of these ranks (or, for two ranks that send to each other, one that contains both, of pp or
+    of cp); otherwise the axis is inferred from the group's collectives: sends and
     receives are pp; mostly all-to-all is ep; reduce-scatters in forward, or many all-reduces of one size that are not
     only in backward, are tp; all-gathers with reduce-scatters are dp_shard; all-reduces in backward are dp.
     """
     calls = run.table(collective_matching.calls)
     if calls.is_empty():
         return AXES.empty()
-    described = {(group, _text(ranks)): axis for group, ranks, axis in described_groups(run).iter_rows()}
+    named = list(described_groups(run).iter_rows())
+    described = {(group, _text(ranks)): axis for group, ranks, axis in named}
     stated = {_text(ranks): axis for axis, groups in mesh.groups_of(run.manifest).items() for ranks in groups}
     rows = []
     for usage in _usage(run, calls).iter_rows(named=True):
         group, ranks = usage["group"], usage["ranks"]
         axis, source, confidence = described.get((group, _text(ranks))), DESCRIPTION, 1.0
+        if axis is None and usage["is_pair"]:
+            axis = next((axis for name, of, axis in named if name == group and set(ranks) <= set(of)), None)
         if axis is None:
             axis, source = stated.get(_text(ranks)), MANIFEST
+        if axis is None and usage["is_pair"]:
+            axis = _axis_of_pair(ranks, run)
         if axis is None:
             axis, confidence = _inferred(usage, len(run.ranks), bool(described or stated))
             source = INFERRED
@@ -96,6 +102,13 @@ def has_axis(run: Run, axis: str) -> bool:
     return bool((run.run_table(group_axes)["axis"] == axis).any())
 
 
+def _axis_of_pair(ranks: list[int], run: Run) -> str | None:
+    """Return along which axis of the manifest two ranks send to each other, where it can be only one."""
+    groups = mesh.groups_of(run.manifest)
+    possible = [axis for axis in (PP, CP) if any(set(ranks) <= set(of) for of in groups.get(axis, []))]
+    return possible[0] if len(possible) == 1 else None
+
+
 def _text(ranks: list[int] | None) -> str:
     return ",".join(map(str, sorted(ranks or [])))
 
@@ -119,6 +132,7 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
             pl.len().alias("calls"),
             per.alias("places"),
             op.is_in([PAIRED, "send", "recv"]).sum().alias("sends"),
+            (op == PAIRED).all().alias("is_pair"),
             op.is_in(["all_to_all", *EXPERT]).sum().alias("all_to_alls"),
             reduces.sum().alias("all_reduces"),
             (op == "all_gather").sum().alias("all_gathers"),

@@ -20,6 +20,7 @@ class By(StrEnum):
     AXIS = "axis"
     EXPERT = "expert"
     EXPERT_PAIR = "expert-pair"
+    RING = "ring"
     STREAM = "stream"
 
 
@@ -40,16 +41,22 @@ def summary(
     smaller differences between ranks are not significant. By contention: the slowdown of each kind of work while
     another kind runs, relative to running alone, with a 95% confidence interval. By stage: the bubble of each rank,
     stage and step of a pipeline, beside that of the schedule without communication, and its causes. By axis: the
-    communication of each rank along each axis of the mesh
-    (pp, dp, tp, …), and its exposed part. By expert: the tokens that each rank's experts get in an expert-parallel run,
-    relative to the mean of the group. By expert-pair: the tokens that each rank sends to the experts of each, and how
-    long they travel, the slowest pair first. By stream: how much work waits on each device stream, how late it starts
-    after its launch, and how much of it is short.
+    communication of each rank along each axis of the mesh (pp, dp, tp, …), and its exposed part. By expert: the tokens
+    that each rank's experts get in an expert-parallel run, relative to the mean of the group. By expert-pair: the
+    tokens that each rank sends to the experts of each, and how long they travel, the slowest pair first. By ring: how
+    much of the sends and receives of ring attention (context parallelism) compute hides, by rank and step. By stream:
+    how much work waits on each device stream, how late it starts after its launch, and how much of it is short.
     """
     from tracekit.analysis.communication import collective_instances
     from tracekit.analysis.compute import collective_contention, contention, efficiency
     from tracekit.analysis.host import launch_queues
-    from tracekit.analysis.parallelism import axis_communication, expert_load, expert_pairs, pipeline_bubbles
+    from tracekit.analysis.parallelism import (
+        axis_communication,
+        expert_load,
+        expert_pairs,
+        pipeline_bubbles,
+        ring_overlap,
+    )
     from tracekit.analysis.time import breakdown
     from tracekit.analysis.time import summary as analysis
     from tracekit.model.trace import Fact
@@ -65,6 +72,7 @@ def summary(
         By.AXIS: [*axis_communication.FACTS],
         By.EXPERT: [*expert_load.FACTS],
         By.EXPERT_PAIR: [*expert_load.FACTS],
+        By.RING: [*axis_communication.FACTS],
         By.STREAM: [launch_queues.launch_queues],
     }
     tables = {
@@ -77,6 +85,7 @@ def summary(
         By.AXIS: axis_communication.by_axis,
         By.EXPERT: expert_load.by_rank,
         By.EXPERT_PAIR: expert_pairs.by_pair,
+        By.RING: lambda run: run.run_table(ring_overlap.ring_overlap),
         By.STREAM: launch_queues.by_stream,
     }
     run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]))
