@@ -533,6 +533,37 @@ def test_collectives_issued_before_the_trace_do_not_stop_matching_by_kind(tmp_pa
     assert rows["launch_id"].is_null().to_list() == [True, False]
 
 
+def test_a_reduction_that_runs_after_later_sends_does_not_make_their_thread_one_of_communication(tmp_path):
+    # main      [all_reduce][send, gloo:send......][mm]
+    # thread 9  ..............................[gloo:all_reduce]
+    trace = read(
+        tmp_path,
+        op("c10d::allreduce_", 1, 3, **dims([64])),
+        op("c10d::send", 5, 3, **dims([8])),
+        op("gloo:send", 6, 40, category="user_annotation", **dims([8])),
+        op("aten::mm", 10, 20, **dims([8, 8], [8, 8])),
+        op("gloo:all_reduce", 30, 15, tid=9, category="user_annotation", **dims([64])),
+    )
+    assert trace.activities.filter(pl.col("kind") == "compute")["name"].to_list() == ["aten::mm"]
+    rows = trace.collectives.join(trace.activities, left_on="activity_id", right_on="id", maintain_order="left")
+    issuers = dict(trace.ops.select("id", "name").iter_rows())
+    assert [(row["name"], issuers[row["launch_id"]]) for row in rows.iter_rows(named=True)] == [
+        ("gloo:send", "c10d::send"),
+        ("gloo:all_reduce", "c10d::allreduce_"),
+    ]
+
+
+def test_a_send_that_cannot_be_tied_to_its_op_does_not_hide_the_compute_of_its_thread(tmp_path):
+    trace = read(
+        tmp_path,
+        op("gloo:recv", 1, 30, category="user_annotation", **dims([8])),  # issued before the trace
+        op("c10d::send", 5, 3, **dims([8])),
+        op("gloo:send", 6, 4, category="user_annotation", **dims([8])),
+        op("aten::mm", 12, 8, **dims([8, 8], [8, 8])),
+    )
+    assert trace.activities.filter(pl.col("kind") == "compute")["name"].to_list() == ["aten::mm"]
+
+
 # Allocations -------------------------------------------------------------------------------------------------------
 
 

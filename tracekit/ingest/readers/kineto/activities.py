@@ -127,7 +127,8 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
     running = running[np.argsort(host.start_ns[running], kind="stable")]
     issuer = _issuers_in_order(host, running)
     within_issuer = _within_issuer(host, running, issuer)
-    busy = np.unique(host.lane[running[~within_issuer]])
+    # A thread on which some of them begin within their issuers makes the requests; what is not tied to one is its too.
+    busy = np.setdiff1d(host.lane[running[~within_issuer]], host.lane[running[within_issuer]])
     dispatches = host.is_kind("cpu_op") & names.is_compute_op[named] & ~np.isin(host.lane, busy)
     above = nesting.nearest(host.parent, dispatches)
     inside = (host.parent >= 0) & (above[np.maximum(host.parent, 0)] >= 0) if len(named) else dispatches
@@ -161,16 +162,16 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
 def _issuers_in_order(host: Host, running: Ints) -> Ints:
     """Return, for slices that run collectives on the host, by start, the c10d op that issued each; -1 where not known.
 
-    Nothing in a trace ties them. As many are issued as run, so the i-th issued is the i-th run: of all where their
-    numbers agree, else among those whose kinds do.
+    Nothing in a trace ties them. As many are issued as run, so the i-th issued is the i-th run: of each kind where the
+    numbers of a kind agree, for threads run sends and receives at once and others later; else of all, if these agree.
     """
     issued = np.flatnonzero(host.names.issues_collective[host.named]) if len(host.named) else running
     issued = issued[np.argsort(host.start_ns[issued], kind="stable")]
-    if len(issued) == len(running):
+    run_as = np.array([_ran(name) for name in host.names.name.gather(host.named[running])], str)
+    issued_as = np.array([_runs_as(name) for name in host.names.name.gather(host.named[issued])], str)
+    if len(issued) == len(running) and not np.array_equal(np.sort(run_as), np.sort(issued_as)):
         return issued
     found = np.full(len(running), -1, np.int64)
-    run_as = np.array([_ran(name) for name in host.names.name.gather(host.named[running])])
-    issued_as = np.array([_runs_as(name) for name in host.names.name.gather(host.named[issued])])
     for kind in np.unique(run_as):
         runs, issues = np.flatnonzero(run_as == kind), issued[issued_as == kind]
         if len(runs) == len(issues):
