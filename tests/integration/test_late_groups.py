@@ -12,12 +12,14 @@ from tests.support.cli_runner import tracekit as tracekit_command
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit import conventions
 from tracekit.analysis.parallelism import late_groups, pipeline_balance
+from tracekit.plan import hardware, models
 from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.pipeline import UnbalancedStages
 from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.simulate import engine, kineto_writer
-from tracekit.simulate.job import Impairments
+from tracekit.simulate.hybrid import laid_out
+from tracekit.simulate.job import Impairments, Job
 
 NANOGPT = Path(__file__).parents[3] / "shared" / "traces" / "nanogpt_h100_8ranks"
 CASES = {
@@ -121,6 +123,16 @@ def test_collectives_of_stages_that_a_late_rank_delays_are_charged_to_it(
     assert [(each.code, each.ranks) for each in warnings] == [(code, slow)]
     lost_ns = engine.total_ns(late) - engine.total_ns(replace(late, impairments=Impairments()))
     assert warnings[0].cost_ns == pytest.approx(lost_ns / late.steps, rel=0.15)
+
+
+def test_all_stages_of_a_late_replica_are_late_where_experts_make_the_others_wait_in_each_layer(tmp_path: Path) -> None:
+    model = replace(models.find("mixtral-8x7b", layers=4), vocabulary=2048)
+    layout = laid_out(gpus=8, model=model, pp=2, ep=4)
+    machine = replace(hardware.find("h100-80"), gpus_per_node=2)
+    late = Impairments(slow_ranks=dict.fromkeys((1, 5), (1.5, 0)))
+    of = Job("ddp", model, machine, 8, 2048, micro_batches=6, steps=3, ranks_written=8, hybrid=layout, impairments=late)
+    written(of, tmp_path / "run")
+    assert late_groups.groups(tracekit.load(tmp_path / "run", cache=False))["rank"].to_list() == [1, 5]
 
 
 def test_stages_take_their_time_without_late_replicas_and_without_gathering_weights(tmp_path: Path) -> None:

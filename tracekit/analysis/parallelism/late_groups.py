@@ -100,6 +100,7 @@ def _without_delayed_stages(run: Run, arrivals: pl.DataFrame, group: list[int]) 
     Waits are those for sends and receives, compared with ranks of the same stage outside of the group. A stage that
     others wait for waits less itself: if one does, by at least as long as the ranks outside wait for it, the stages
     that do not are left out. Else those are, which wait longer by at least as long as the ranks outside wait for them.
+    Stages whose own ranks compute longer stay.
     """
     stage_of = rank_places.stages(run)
     if len({stage_of.get(rank) for rank in group}) < 2:
@@ -121,7 +122,24 @@ def _without_delayed_stages(run: Run, arrivals: pl.DataFrame, group: list[int]) 
         delayed = {stage for stage, ns in longer_ns.items() if ns > _WAITED_FOR * least_ns}
     else:
         delayed = {stage for stage, ns in longer_ns.items() if ns >= behind_ns[stage] > 0}
+    delayed -= _computing_longer(run, group, behind_ns)
     return [rank for rank in group if stage_of.get(rank) not in delayed] or group
+
+
+def _computing_longer(run: Run, group: list[int], behind_ns: dict[int, int]) -> set[int]:
+    """Return the stages of which the ranks of a group compute longer than others: by half of what these wait for them.
+
+    With experts, all replicas of a stage wait for the slowest in each layer, so that none waits longer for a stage.
+    """
+    steps = steps_without_saves.steps(run).group_by("window", "step", "rank").agg(pl.col("compute_ns").max())
+    compute_ns = dict(steps.group_by("rank").agg(pl.col("compute_ns").sum()).iter_rows())
+    stage_of, longer = rank_places.stages(run), set()
+    for stage, ns in behind_ns.items():
+        same = [rank for rank in compute_ns if stage_of.get(rank) == stage]
+        own, others = ([compute_ns[rank] for rank in same if (rank in group) == is_own] for is_own in (True, False))
+        if own and others and 2 * (statistics.median(own) - statistics.median(others)) >= ns > 0:
+            longer.add(stage)
+    return longer
 
 
 def _in_parallel_groups(run: Run, waits: dict[int, int]) -> list[list[int]]:
