@@ -127,8 +127,8 @@ def _without_late_replicas(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows of pipelines that have no late rank; all, if each has one."""
     actions = run.run_table(pipeline_stages.staged_actions).filter(pl.col("rank").is_in(late_ranks.latest(run)))
     late = actions.select("window", "pipeline").unique()
-    kept = rows.join(late, on=["window", "pipeline"], how="anti")
-    return rows if kept.is_empty() else kept
+    on_time = rows.join(late, on=["window", "pipeline"], how="anti")
+    return rows if on_time.is_empty() else on_time
 
 
 def _without(values: Sequence[float], at: int) -> list[float]:
