@@ -9,6 +9,9 @@ among the options, never used as it is. What differs from the default is written
 
 A browser that sends two requests at once reports an address from before the first response with the second one, however
 late that arrives. So an address that a person has left counts again only if the browser's history or the app opened it.
+
+A browser draws the last of several responses only. If the page is left before a widget was drawn, the response that set
+its value is lost, and the browser would report an empty one. So a value is set until the browser reports the widget.
 """
 
 import math
@@ -138,7 +141,7 @@ def _bound(
     value = _value(name, default, in_address, last, parse=parse)
     if not is_choice(value):
         value = last.value if last is not None and is_choice(last.value) else default
-    if name not in state or state[name] != value:
+    if name not in state or state[name] != value or not _is_reported(name):
         state[name] = value
     is_plain = not in_address and value == default and not (last and last.texts)
     texts = () if is_plain else to_texts(value)
@@ -168,6 +171,14 @@ def _value(name: str, default: Any, in_address: Texts, last: _Binding | None, *,
     if has_widget:
         return state[name]
     return last.value if last is not None else default
+
+
+def _is_reported(name: str) -> bool:
+    """Return whether the browser's request has a value of the widget, so that its state is known there."""
+    context = get_script_run_ctx(suppress_warning=True)
+    return context is not None and any(
+        state.id.endswith(f"-{name}") for state in context.session_state.get_widget_states()
+    )
 
 
 def _is_current(in_address: Texts, last: _Binding) -> bool:

@@ -1,7 +1,5 @@
 """The address and the widgets of a page, bound together."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from tests.support import dashboard_pages
@@ -9,6 +7,10 @@ from tests.support import dashboard_pages
 _keep_main = dashboard_pages.keep_main
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
+get_script_run_ctx = pytest.importorskip("streamlit.runtime.scriptrunner").get_script_run_ctx
+WidgetStates = pytest.importorskip("streamlit.proto.WidgetStates_pb2").WidgetStates
+
+WAIT_S = 60
 
 
 def _page():
@@ -27,7 +29,7 @@ def _page():
 
 @pytest.fixture
 def shown():
-    return testing.AppTest.from_function(_page)
+    return testing.AppTest.from_function(_page, default_timeout=WAIT_S)
 
 
 def _values(app):
@@ -72,7 +74,7 @@ def test_an_address_that_asks_for_too_many_runs_gets_as_many_as_are_compared():
         chosen, *others = widgets.choose_runs([RunEntry(f"r{number}", f"/r{number}") for number in range(14)])
         st.text(" ".join(entry.name for entry in (chosen, *others)))
 
-    shown = testing.AppTest.from_function(page)
+    shown = testing.AppTest.from_function(page, default_timeout=WAIT_S)
     shown.query_params.update(run="r0", compare=[f"r{number}" for number in range(1, 12)])
     shown.run()
     assert not shown.exception
@@ -85,6 +87,25 @@ def test_an_address_sets_every_widget(shown):
     assert not shown.exception
     assert _values(shown) == {"rank": 2, "others": ["c", "b"], "part": (1.5, 3.0), "find": "gemm", "all": True}
     assert _address(shown)["part"] == ["1.5", "3.0"]
+
+
+def _set_by_the_server(app):
+    """Return the names of the widgets whose value the response sets."""
+    drawn = (app.selectbox[0], app.multiselect[0], app.slider[0], app.text_input[0], app.toggle[0])
+    return {name for name, widget in zip(FIRST, drawn, strict=True) if widget.proto.set_value}
+
+
+def test_a_value_is_set_until_the_browser_reports_the_widget(shown):
+    """A browser that leaves the page before it has drawn a response has lost the values that this response set."""
+    unreported = WidgetStates()
+    shown.run()
+    assert _set_by_the_server(shown) == set(FIRST)
+    shown._run(unreported)
+    assert _set_by_the_server(shown) == set(FIRST)
+    assert _values(shown) == FIRST
+    shown.run()  # reports all of them
+    assert _set_by_the_server(shown) == set()  # what a person is typing meanwhile stays
+    assert _values(shown) == FIRST
 
 
 @pytest.mark.parametrize(
@@ -124,9 +145,14 @@ def test_a_choice_is_written_to_the_address_and_so_is_a_return_to_the_default(sh
 @pytest.fixture
 def way_back(monkeypatch):
     """Let requests come from the browser's history, which the test's browser has not."""
+
+    def from_history(**options):
+        context = get_script_run_ctx(**options)
+        context.is_history_navigation = True
+        return context
+
     with monkeypatch.context() as patched:
-        context = SimpleNamespace(is_history_navigation=True)
-        patched.setattr("dashboard.url_state.get_script_run_ctx", lambda **_: context)
+        patched.setattr("dashboard.url_state.get_script_run_ctx", from_history)
         yield
 
 
