@@ -6,7 +6,9 @@ The seed is random unless --seed is given. Layouts have up to three axes and 64 
 A rule must report a fault with its code if it costs 3% of the run or more, and must not report a code that the truth
 does not contain; PIPE001 is right where transfers between stages cost as much by themselves: overlapping them is what
 the user can change. The rules on pipelines, tensor parallelism, experts and late ranks judge a run, which takes less
-than half the time of all rules. Measured bubbles are compared with those of the simulator's own timeline.
+than half the time of all rules. Measured bubbles are compared with those of the simulator's own timeline. What-if
+questions about other schedules, micro-batches, layers of stages, faster links and equally loaded experts are asked of
+each run where its layout has them, and answered by simulating the changed job, too.
 
 A slow link between stages is drawn in pipelines of four places or more. Between two, all transfers take the same link:
 nothing in the traces says that it should be faster, as PIPE005 states. PIPE001 then says what the transfers cost.
@@ -30,6 +32,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import tracekit
+from benchmarks import hybrid_answers
+from benchmarks.hybrid_answers import Answer
 from tracekit.analysis.parallelism import pipeline_bubbles
 from tracekit.conventions import pipeline_schedules
 from tracekit.errors import InputError
@@ -61,7 +65,8 @@ class Judged:
     """One run: its layout, the code of its fault and its share of the run, the codes that rules reported.
 
     `inherent` are the codes of what the layout costs by itself: PIPE001 where transfers between stages cost 3% of the
-    run without a fault. `errors` are the differences of measured bubbles from the true ones, in points.
+    run without a fault. `errors` are the differences of measured bubbles from the true ones, in points; `answers` what
+    whatif predicts of changes, beside the truth.
     """
 
     name: str
@@ -71,6 +76,7 @@ class Judged:
     reported: tuple[str, ...]
     inherent: tuple[str, ...]
     errors: tuple[float, ...]
+    answers: tuple[Answer, ...]
     seconds: float
 
     @property
@@ -141,14 +147,15 @@ def judged(seed: int, kind: str, ranks: int = _MOST_RANKS) -> Judged:
     draw = random.Random(seed)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        job, code, share = _simulated(draw, kind, ranks, Path(folder))
+        job, faulty, code, share = _simulated(draw, kind, ranks, Path(folder))
         loaded = tracekit.load(folder, cache=False)
         rules = [rule() for rule in all_rules() if rule.code.startswith(FAMILIES)]
         found = {each.code for each in check(loaded, rules).findings if each.severity >= Severity.WARNING}
         errors = tuple(_bubble_errors(Path(folder), loaded))
+        answers = hybrid_answers.answers(loaded, faulty, job)
     reported = tuple(sorted(each for each in found if each.startswith(PREFIXES)))
     inherent = _inherent(job) if "PIPE001" in reported else ()
-    return Judged(_name(job), kind, code, share, reported, inherent, errors, time.perf_counter() - begun)
+    return Judged(_name(job), kind, code, share, reported, inherent, errors, answers, time.perf_counter() - begun)
 
 
 def _inherent(job: Job) -> tuple[str, ...]:
@@ -159,8 +166,8 @@ def _inherent(job: Job) -> tuple[str, ...]:
     return ("PIPE001",) if whole_ns - without_ns >= _MATTERS * whole_ns else ()
 
 
-def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, str, float]:
-    """Return a simulated and written job, the code of its fault, and the share of the run that it costs."""
+def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, Job, str, float]:
+    """Return a healthy job, the same with a fault as written, the fault's code, and the share of the run it costs."""
     requests = [] if kind == "healthy" else [faults.parse(kind)]
     drawn = 0
     while True:
@@ -176,9 +183,9 @@ def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[J
             continue
         done = run.simulate(job, requests, out, arguments={"seed": job.seed, "fault": kind})
         if not requests:
-            return job, "", 0.0
+            return job, job, "", 0.0
         known = done.known[0]
-        return job, known.code, known.cost_ns * len(known.steps) / done.recording.total_ns
+        return job, faulty, known.code, known.cost_ns * len(known.steps) / done.recording.total_ns
 
 
 def _share(job: Job, faulty: Job) -> float:
@@ -253,7 +260,7 @@ def document(runs: Sequence[Judged], seed: int) -> str:
     """Return the tables as Markdown."""
     head = f"# Accuracy of the rules on hybrid layouts\n\n{__doc__.split(chr(10), 1)[1].strip()}\n\n"
     head += f"{len(runs)} simulated runs, seeds {seed} to {seed + len(runs) - 1}.\n\n"
-    return head + "\n\n".join([_scores(runs), _by_fault(runs), _bubbles(runs), _mistakes(runs)]) + "\n"
+    return head + "\n\n".join([_scores(runs), _by_fault(runs), _bubbles(runs), _answers(runs), _mistakes(runs)]) + "\n"
 
 
 def _scores(runs: Sequence[Judged]) -> str:
@@ -298,6 +305,11 @@ def _bubbles(runs: Sequence[Judged]) -> str:
         close = f"{sum(error <= 1 for error in errors) / len(errors):.1%}" if errors else ""
         lines.append(f"| {name} | {count} | {len(errors)} | {unknown} | {' | '.join(shown)} | {close} |")
     return "Bubbles of ranks and steps, in points of the pipeline's duration:\n\n" + "\n".join(lines)
+
+
+def _answers(runs: Iterable[Judged]) -> str:
+    table = hybrid_answers.table([answer for each in runs for answer in each.answers])
+    return f"Steps that `tracekit whatif` predicts, beside those of the changed job when it is simulated:\n\n{table}"
 
 
 def _mistakes(runs: Iterable[Judged]) -> str:

@@ -71,6 +71,37 @@ def test_balanced_stages_have_equal_numbers_of_equal_layers(job: Job, run: Run) 
     assert found.saved_ratio > 0.1
 
 
+@pytest.fixture(scope="module", params=[("1f1b", 1), ("interleaved", 2)], ids=["1f1b", "interleaved"])
+def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Run]:
+    """Return a pipeline of FSDP2 stages that gathers weights for each action and scatters gradients after it."""
+    schedule, stages = request.param
+    healthy = pipelined(
+        4, pp=2, layers=4, schedule=schedule, stages=stages, micro_batches=8, strategy="fsdp2", shards_data=True
+    )
+    often = Impairments(gathers_every_micro_batch=True, reduces_every_micro_batch=True)
+    of = replace(healthy, seq=1024, impairments=often)
+    folder = tmp_path_factory.mktemp("sharded")
+    written(of, folder)
+    return of, tracekit.load(str(folder), cache=False)
+
+
+def test_fewer_micro_batches_gather_fewer_times(sharded: tuple[Job, Run]) -> None:
+    job, run = sharded
+    found = pipeline_changes.predict(run, PipelineChange(micro_batches=4))
+    true_ns = _simulated_ns(replace(job, micro_batches=4, batch=2))
+    assert found.predicted_ns == pytest.approx(true_ns, rel=CLOSE)
+    assert true_ns < 0.95 * found.step_ns
+
+
+def test_weights_are_gathered_while_a_rank_waits_under_another_schedule(sharded: tuple[Job, Run]) -> None:
+    job, run = sharded
+    assert job.hybrid is not None
+    for schedule in {"gpipe", "1f1b"} - {job.hybrid.schedule}:
+        found = pipeline_changes.predict(run, PipelineChange(schedule=schedule))
+        true_ns = _simulated_ns(job, schedule=schedule, virtual_stages=1, stage_layers=(2, 2))
+        assert found.predicted_ns == pytest.approx(true_ns, rel=CLOSE)
+
+
 @pytest.mark.parametrize(
     ("axes", "slow", "other"),
     [

@@ -99,7 +99,7 @@ def balance(run: Run) -> Balance | None:
     stage_ns = times["stage_ns"].to_list()
     counts = [len(layers) for layers in mesh.pipeline_of(run.manifest).stage_layers]
     counts = counts if len(counts) == stages and all(counts) else []
-    extra = _head_layers(run.manifest)
+    extra = head_layers(run.manifest)
     layer_ns = _layer_times(stage_ns, counts or [1] * stages, extra)
     example = _representative_actions(run)
     rank_of = dict(example.select("stage", "rank").unique().iter_rows())
@@ -147,7 +147,7 @@ def _stage_ns(count: int, at: int, layer_ns: Sequence[float], extra: float | Non
     return layer_ns[at] * (count + (extra or 0.0) * (at == len(layer_ns) - 1))
 
 
-def _head_layers(manifest: Mapping[str, Any]) -> float | None:
+def head_layers(manifest: Mapping[str, Any]) -> float | None:
     """Return the output layer's parameters over those of a layer, as far as the manifest states the model."""
     model = manifest.get("model")
     model = model if isinstance(model, dict) else {}

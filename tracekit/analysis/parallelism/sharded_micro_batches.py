@@ -82,7 +82,7 @@ def passes(run: Run) -> pl.DataFrame:
         if schedule is None:
             continue
         idle_ns = actions.join(delays, on=_KEY, how="left", nulls_equal=True, maintain_order="left")["idle_ns"]
-        before_ns, within_ns = _exposed_ns(actions, idle_ns.fill_null(0), exposed)
+        before_ns, within_ns = exposed_around(actions, idle_ns.fill_null(0), exposed)
         own_ns = (actions["end_ns"] - actions["start_ns"]).to_numpy().astype(np.float64)
         one_ns = (before_ns + within_ns) / actions["micro_batch"].n_unique()
         cases = np.stack([own_ns + before_ns, own_ns, own_ns - within_ns + one_ns], axis=1)
@@ -118,12 +118,17 @@ def _data_parallel_calls(run: Run) -> pl.DataFrame:
     )
 
 
-def _exposed_ns(
+def exposed_around(
     actions: pl.DataFrame, idle_ns: pl.Series, exposed: Mapping[tuple[object, ...], intervals.Spans]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the exposed time of collectives between the arrival of each action's input and its start, and within."""
+    """Return the exposed time of collectives in the idle_ns before each action, and within it.
+
+    `exposed` are the spans of `exposed_spans`.
+    """
     before, within = np.zeros((2, actions.height), np.int64)
-    numbered = actions.with_row_index("at").with_columns(idle_ns, (pl.col("end_ns") - pl.col("start_ns")).alias("own"))
+    numbered = actions.with_row_index("at").with_columns(
+        idle_ns.alias("idle_ns"), (pl.col("end_ns") - pl.col("start_ns")).alias("own")
+    )
     for place, rows in numbered.partition_by("window", "rank", as_dict=True).items():
         at, start_ns, idle = (rows[name] for name in ("at", "trace_start_ns", "idle_ns"))
         spans = exposed.get(place, intervals.EMPTY)

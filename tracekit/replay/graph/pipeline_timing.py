@@ -1,12 +1,19 @@
 """The actions of a recorded pipeline run again in any order: with other times, micro-batches, stages or links."""
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import polars as pl
 
-from tracekit.analysis.parallelism import mesh, pipeline_actions, pipeline_bubbles, pipeline_stages
+from tracekit.analysis.parallelism import (
+    mesh,
+    pipeline_actions,
+    pipeline_balance,
+    pipeline_bubbles,
+    pipeline_stages,
+    sharded_micro_batches,
+)
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.pipeline_schedules import (
     BACKWARD,
@@ -47,6 +54,12 @@ class PipelineTiming:
     transfer_ns: float
     head_layers: float = 0.0
     """How many layers the last stage's head takes as long as."""
+    forward_gather_ns: tuple[float, ...] = ()
+    backward_gather_ns: tuple[float, ...] = ()
+    forward_exposed_ns: tuple[float, ...] = ()
+    backward_exposed_ns: tuple[float, ...] = ()
+    """Collectives that each action has for the weights, by stage and whatever its tokens: the time in which the rank
+    gathers before it can start, and the exposed time within the action. Empty: none."""
 
     @property
     def stages(self) -> int:
@@ -63,7 +76,8 @@ class PipelineTiming:
             for rank, order in enumerate(orders):
                 while at[rank] < len(order) and (start := self._start_ns(order[at[rank]], done)) is not None:
                     action = order[at[rank]]
-                    free_ns[rank] = done[action] = max(free_ns[rank], start) + self._takes_ns(action)
+                    gathered_ns = free_ns[rank] + self._gather_ns(action)
+                    free_ns[rank] = done[action] = max(gathered_ns, start) + self._takes_ns(action)
                     at[rank] += 1
             assert sum(at) > before, "a schedule whose actions wait for each other"
         return max(free_ns)
@@ -81,9 +95,13 @@ class PipelineTiming:
         divided = replace(self, shape=shape, layers=tuple(layers))
         weights = [divided._weight(stage, count) for stage, count in enumerate(layers)]
         scaled = {}
-        for name in _TIMES:
+        for name in (*_TIMES, *(name for name in _EXPOSED if getattr(self, name))):
             layer_ns = self._layer_ns(getattr(self, name))
             scaled[name] = tuple(weight * layer_ns[at % shape.ranks] for at, weight in enumerate(weights))
+        for name in (name for name in _GATHERS if getattr(self, name)):
+            # An action waits for its first layer; the others are gathered meanwhile.
+            of_rank = [statistics.mean(getattr(self, name)[rank :: shape.ranks]) for rank in range(shape.ranks)]
+            scaled[name] = tuple(of_rank[at % shape.ranks] for at in range(divided.stages))
         return replace(divided, **scaled)  # type: ignore[arg-type]
 
     def shortened(self, saved_ns: Mapping[tuple[int, str], float]) -> "PipelineTiming":
@@ -138,15 +156,24 @@ class PipelineTiming:
 
     def _takes_ns(self, action: Action) -> float:
         stage = action.stage
-        parts = {
-            FORWARD: self.forward_ns[stage],
-            INPUT_GRADIENT: self.input_ns[stage],
-            WEIGHT_GRADIENT: self.weight_ns[stage],
-        }
-        return parts.get(action.kind, self.input_ns[stage] + self.weight_ns[stage])
+        if action.kind == WEIGHT_GRADIENT:
+            return self.weight_ns[stage]
+        parts = {FORWARD: self.forward_ns[stage], INPUT_GRADIENT: self.input_ns[stage]}
+        own = parts.get(action.kind, self.input_ns[stage] + self.weight_ns[stage])
+        exposed_ns = self.forward_exposed_ns if action.kind == FORWARD else self.backward_exposed_ns
+        return own + (exposed_ns[stage] if exposed_ns else 0.0)
+
+    def _gather_ns(self, action: Action) -> float:
+        """Return how long after the action before it an action has its weights."""
+        if action.kind == WEIGHT_GRADIENT:
+            return 0.0
+        gather_ns = self.forward_gather_ns if action.kind == FORWARD else self.backward_gather_ns
+        return gather_ns[action.stage] if gather_ns else 0.0
 
 
 _TIMES = ("forward_ns", "input_ns", "weight_ns")
+_GATHERS = ("forward_gather_ns", "backward_gather_ns")
+_EXPOSED = ("forward_exposed_ns", "backward_exposed_ns")
 
 
 def recorded(run: Run) -> PipelineTiming:
@@ -163,10 +190,14 @@ def recorded(run: Run) -> PipelineTiming:
         raise InputError(f"{run.path}: run.json does not state the layers of stages and a schedule out of {known}")
     ranks = actions.filter(pl.col("pipeline") == actions["pipeline"].min())["rank"].n_unique()
     stages = len(stated.stage_layers)
-    mean = actions.group_by("stage", "action").agg((pl.col("end_ns") - pl.col("start_ns")).mean().alias("ns"))
-    times = {(stage, KINDS[action]): ns for stage, action, ns in mean.iter_rows()}
-    forward = tuple(times[stage, FORWARD] for stage in range(stages))
-    inputs, weights = zip(*(_backward(times, stage) for stage in range(stages)), strict=True)
+    mean = _mean_times(run)
+    own, gather, exposed = (
+        {(stage, KINDS[action]): ns for stage, action, ns in mean.select("stage", "action", name).iter_rows()}
+        for name in ("own_ns", "gather_ns", "exposed_ns")
+    )
+    whole = FORWARD, BACKWARD if (0, BACKWARD) in own else INPUT_GRADIENT
+    forward = tuple(own[stage, FORWARD] for stage in range(stages))
+    inputs, weights = zip(*(_backward(own, stage) for stage in range(stages)), strict=True)
     return PipelineTiming(
         stated.schedule,
         Shape(ranks, stages // ranks, int(actions["micro_batch"].n_unique())),
@@ -175,21 +206,26 @@ def recorded(run: Run) -> PipelineTiming:
         inputs,
         weights,
         _transfer_ns(run),
-        _head_layers(run.manifest),
+        pipeline_balance.head_layers(run.manifest) or 0.0,
+        *(tuple(of[stage, kind] for stage in range(stages)) for of in (gather, exposed) for kind in whole),
     )
 
 
-def _head_layers(manifest: Mapping[str, Any]) -> float:
-    """Return the weights of the head over those of a layer, as far as run.json states the model; else 0."""
-    model = manifest.get("model")
-    stated = model if isinstance(model, dict) else {}
-    numbers = [stated.get(name) for name in ("vocabulary", "width", "layers", "parameters")]
-    if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):
-        return 0.0
-    vocabulary, width, layers, parameters = (float(number or 0) for number in numbers)
-    head = vocabulary * width
-    layer = (parameters - head * (1 if stated.get("tied") else 2)) / layers
-    return head / layer if layer > 0 else 0.0
+def _mean_times(run: Run) -> pl.DataFrame:
+    """Return the mean own_ns of each stage's actions, and what collectives add: gather_ns before, exposed_ns within.
+
+    These two are medians: what a step gathers once shows at one micro-batch only.
+    """
+    previous_ns = pl.col("end_ns").shift().over("window", "rank", "step", "iteration", order_by="start_ns")
+    actions = run.run_table(pipeline_stages.staged_actions)
+    idle_ns = actions.select((pl.col("start_ns") - previous_ns).clip(0).fill_null(0)).to_series()
+    exposed = sharded_micro_batches.exposed_spans(run)
+    gather_ns, exposed_ns = sharded_micro_batches.exposed_around(actions, idle_ns, exposed)
+    named = actions.with_columns(pl.Series("gather_ns", gather_ns), pl.Series("exposed_ns", exposed_ns))
+    return named.group_by("stage", "action").agg(
+        ((pl.col("end_ns") - pl.col("start_ns")).mean() - pl.col("exposed_ns").median()).alias("own_ns"),
+        pl.col("gather_ns", "exposed_ns").median(),
+    )
 
 
 def _backward(times: Mapping[tuple[int, str], float], stage: int) -> tuple[float, float]:
