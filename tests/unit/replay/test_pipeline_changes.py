@@ -90,7 +90,6 @@ def test_fewer_micro_batches_gather_fewer_times(sharded: tuple[Job, Run]) -> Non
     found = pipeline_changes.predict(run, PipelineChange(micro_batches=4))
     true_ns = _simulated_ns(replace(job, micro_batches=4, batch=2))
     assert found.predicted_ns == pytest.approx(true_ns, rel=CLOSE)
-    assert true_ns < 0.95 * found.step_ns
 
 
 def test_weights_are_gathered_while_a_rank_waits_under_another_schedule(sharded: tuple[Job, Run]) -> None:
