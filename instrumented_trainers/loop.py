@@ -104,6 +104,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         warmup=config.profile_warmup,
         memory=config.memory,
         stacks=config.stacks,
+        modules=config.modules,
         device_metrics=config.device_metrics,
         manifest={**_manifest(config, mesh, active_faults, origin), "command": command},
     ) as recorder:

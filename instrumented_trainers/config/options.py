@@ -198,6 +198,7 @@ def add_recording(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--profile-warmup", type=natural, metavar="N", help="steps it warms up for")
     group.add_argument("--profile-active", type=positive, metavar="N", help="steps in the trace")
     group.add_argument("--stacks", action="store_true", help="record Python stacks too (traces grow tenfold)")
+    group.add_argument("--modules", action="store_true", help="record a span for each forward call of a module")
     group.add_argument(
         "--device-metrics", action="store_true", help="record clocks, power, temperature and throttling of the GPUs"
     )

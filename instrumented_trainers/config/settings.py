@@ -110,6 +110,7 @@ class TrainingConfig:
     profile_warmup: int = 2
     profile_active: int = 5
     stacks: bool = False
+    modules: bool = False
     device_metrics: bool = False
     memory: bool = True
     checkpoint_every: int = 0

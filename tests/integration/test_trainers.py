@@ -16,6 +16,7 @@ from tests.integration import trainings
 from tests.integration.launched import train
 from tests.support import process_group
 from tracekit import conventions
+from tracekit.analysis.compute import module_paths
 from tracekit.conventions.strategies import STRATEGIES
 
 LEAN = ["--device", "cpu", "--batch", "2", "--tokens", "64", "--log-every", "1"]
@@ -191,3 +192,14 @@ def test_a_step_of_a_replicated_model_moves_what_the_strategy_says(replicated: P
     assert message_bytes == {
         collective.op: 4 * PRESETS["micro"].parameters for collective in STRATEGIES[strategy].collectives
     }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "yafsdp"])
+def test_modules_have_the_names_of_the_model_under_each_wrapper(strategy: str, tmp_path: Path) -> None:
+    config = trainings.micro(strategy, tmp_path / strategy, steps=4, modules=True)
+    process_group.run_cases(2, {strategy: trainings.case(config)})[strategy].results()
+    run = tracekit.load(config.out, cache=False)
+    names = ["Llama", *(f"Llama.layers.{n}" for n in range(PRESETS["micro"].layers)), "Llama.layers.0.attention"]
+    for trace in (run.trace(rank) for rank in range(2)):
+        calls = dict(module_paths.module_calls(trace).iter_rows())
+        assert [calls.get(name) for name in names] == [config.profile_active] * len(names), calls

@@ -15,7 +15,7 @@ from tracekit import conventions
 from tracekit.capture import atomic_files
 
 _WRAPPING = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_PARALLEL = ("DistributedDataParallel", "DataParallel")
+_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _FSDP = "FSDP"
 _COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
 _is_compiling = torch.compiler.is_compiling
@@ -110,7 +110,7 @@ class _Thread(threading.local):
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module of the training inside torch's wrappers."""
-    for name in ("module", *_WRAPPING) if type(module).__name__ in _PARALLEL else _WRAPPING:
+    for name in ("module", *_WRAPPING) if isinstance(module, _PARALLEL) else _WRAPPING:
         inner = module._modules.get(name)
         if inner is not None:
             return _unwrapped(inner)
@@ -120,6 +120,6 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 def _parts(root: torch.nn.Module, path: str) -> list[str]:
     """Return the names on a path below the root without those of wrappers."""
     names = path.split(".") if path else []
-    if names and names[0] == "module" and type(root).__name__ in _PARALLEL:
+    if names and names[0] == "module" and isinstance(root, _PARALLEL):
         names = names[1:]
     return [name for name in names if name not in _WRAPPING]

@@ -99,6 +99,13 @@ def test_a_wrapped_model_has_the_names_of_the_model(tmp_path: Path) -> None:
     assert set(calls(record(torch.nn.DataParallel(Model()), tmp_path))) == {*NAMES, "MSELoss"}
 
 
+def test_a_subclass_of_a_wrapper_is_a_wrapper(tmp_path: Path) -> None:
+    class OwnParallel(torch.nn.DataParallel):
+        """A wrapper as trainings write them."""
+
+    assert set(calls(record(OwnParallel(Model()), tmp_path))) == {*NAMES, "MSELoss"}
+
+
 def test_a_module_that_raises_ends_its_span(tmp_path: Path) -> None:
     def failing(_model: torch.nn.Module) -> None:
         with pytest.raises(ValueError, match="refused"):
