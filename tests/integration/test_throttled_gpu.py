@@ -57,3 +57,21 @@ def test_late_ranks_of_one_node_have_their_clocks_compared_together(tmp_path: Pa
     assert found.ranks == (1, 2)
     assert "Their GPUs run at" in found.message
     assert "thermal slowdown in 4 of 4 steps" in found.message
+
+
+def test_a_summary_by_step_has_the_counters_of_each_step(tmp_path: Path) -> None:
+    run = simulated(tmp_path / "run", "--fault", "throttled-gpu:2:1.6")
+    rows = json.loads(command("summary", run, "--by", "step", "--format", "json").stdout)
+    hot = [row for row in rows if row["throttle_reasons"]]
+    assert {(row["rank"], row["step"]) for row in hot} == {(2, step) for step in range(4)}
+    assert all(row["sm_clock_mhz"] < 1000 and row["temperature_c"] == 91 for row in hot)
+    text = command("summary", run, "--by", "step", COLUMNS="220").stdout
+    assert "876 MHz  1,593 MHz  219 W  91 °C  hardware slowdown, hardware thermal slowdown" in text
+
+
+def test_a_summary_by_step_without_counters_has_nulls_and_no_columns_for_them(tmp_path: Path) -> None:
+    run = simulated(tmp_path / "run")
+    (row, *_) = json.loads(command("summary", run, "--by", "step", "--format", "json").stdout)
+    absent = ["sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle_reasons"]
+    assert [row[name] for name in absent] == [None] * 5
+    assert "clock" not in command("summary", run, "--by", "step").stdout

@@ -109,7 +109,7 @@ def heading(column: str) -> str:
     >>> heading("exposed_communication_ns")
     'exposed communication'
     """
-    for ending, word in (("_ns", ""), ("_bytes", ""), ("_ratio", " share"), ("_bytes_per_s", " bandwidth")):
+    for ending, word in _HEADING_ENDINGS:
         if column.endswith(ending):
             column = column.removesuffix(ending) + word
     return {"dur": "duration"}.get(column, column.replace("_", " "))
@@ -160,6 +160,20 @@ _WRITTEN = (
     ("_ratio", units.share),
     ("_bytes_per_s", units.rate),
     ("_flops", units.operations),
+    ("_mhz", "{:,.0f} MHz".format),
+    ("power_w", "{:,.0f} W".format),
+    ("power_limit_w", "{:,.0f} W".format),
+    ("temperature_c", "{:,.0f} °C".format),
+)
+_HEADING_ENDINGS = (
+    ("_ns", ""),
+    ("_bytes", ""),
+    ("_ratio", " share"),
+    ("_bytes_per_s", " bandwidth"),
+    ("_mhz", ""),
+    ("power_w", "power"),
+    ("power_limit_w", "power limit"),
+    ("temperature_c", "temperature"),
 )
 # Control characters, format characters (right-to-left overrides among them), surrogates, private use, unassigned.
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")

@@ -14,6 +14,10 @@ _HEADINGS = {
     "work_coverage_ratio": "work\nknown",
     "mfu_ratio": "MFU",
     "hfu_ratio": "HFU",
+    "sm_clock_mhz": "SM\nclock",
+    "memory_clock_mhz": "memory\nclock",
+    "temperature_c": "temp.",
+    "throttle_reasons": "throttled by",
     "bus_bytes_per_s": "bus\nbandwidth",
     "pairs": "shared\ncollectives",
     "matched_by": "matched by",
@@ -45,7 +49,10 @@ _PIPELINE_DROP_ORDER = (
     "uneven_ns", "schedule_ns", "host_ns", "communication_ns", "imbalance_ns", "steady_ns", "cooldown_ns", "warmup_ns",
     "formula_bubble_ratio",
 )  # fmt: skip
-_DROP_ORDER = ("work_coverage_ratio", "hfu_ratio", "flops_coverage_ratio", "flops", "mfu_ratio")
+_DROP_ORDER = (
+    "memory_clock_mhz", "power_w", "temperature_c", "work_coverage_ratio", "hfu_ratio", "flops_coverage_ratio", "flops",
+    "mfu_ratio", "throttle_reasons", "sm_clock_mhz",
+)  # fmt: skip
 
 
 def as_json(rows: pl.DataFrame) -> str:

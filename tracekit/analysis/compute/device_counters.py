@@ -45,6 +45,8 @@ DEVICE_METRICS = schema.table(
     schema.column(names.SAMPLES, "Samples in the step; 0: the values are those of the latest sample before."),
 )
 _COUNTERS = [name for name in names.NAMES if name != names.THROTTLE_REASONS]
+OF_STEPS = (names.SM_CLOCK, names.MEMORY_CLOCK, names.POWER, names.TEMPERATURE, names.THROTTLE_REASONS)
+"""The counters that a breakdown by step has."""
 
 
 def device_counters(trace: Trace) -> pl.DataFrame:
@@ -61,6 +63,15 @@ def device_counters(trace: Trace) -> pl.DataFrame:
         *(_plausible(name) for name in _COUNTERS), _reasons().alias(names.THROTTLE_REASONS)
     )
     return DEVICE_METRICS.conform(counters.filter(pl.any_horizontal(pl.all().exclude("step").is_not_null())))
+
+
+def busy_clock() -> pl.Expr:
+    """Return the clock of the multiprocessors while the GPU is busy, in MHz, from the columns of DEVICE_METRICS.
+
+    In a step in which the GPU is idle at times, its clock drops without a fault: then the highest one counts.
+    """
+    is_idle = pl.col(names.THROTTLE_REASONS).list.contains(names.REASONS[names.GPU_IDLE]).fill_null(value=False)
+    return pl.when(is_idle).then(names.most(names.SM_CLOCK)).otherwise(names.SM_CLOCK)
 
 
 def _plausible(name: str) -> pl.Expr:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import flops
+from tracekit.analysis.compute import device_counters, flops
 from tracekit.analysis.time import breakdown, summary
 from tracekit.conventions import devices
 from tracekit.conventions.devices import Device
@@ -31,6 +31,7 @@ OP_COLUMNS = {
 MIN_COVERAGE_RATIO = 0.9
 """Operations of steps are judged and compared only where at least this share of the compute time is known."""
 _NS = 1e9
+_STEP = ("window", "rank", "step")
 
 
 def by_step(trace: Trace) -> pl.DataFrame:
@@ -107,9 +108,15 @@ def device_of(header: Mapping[str, Any]) -> Device | None:
 
 
 def breakdown_by_step(run: Run) -> pl.DataFrame:
-    """Return the breakdown of each rank's steps (`summary.by_step`) with the columns of `by_step` after it."""
-    own = run.table(by_step).drop_nulls("step")
-    return summary.by_step(run).join(own, on=["window", "rank", "step"], how="left", maintain_order="left")
+    """Return the breakdown of each rank's steps (`summary.by_step`), with what their compute and GPUs did after it.
+
+    These are the columns of `by_step`, then those of `device_counters.OF_STEPS`: null without counters of the GPUs.
+    """
+    rows = summary.by_step(run)
+    counters = run.table(device_counters.device_counters).select(*_STEP, *device_counters.OF_STEPS)
+    for table in (run.table(by_step), counters):
+        rows = rows.join(table.drop_nulls("step"), on=_STEP, how="left", maintain_order="left")
+    return rows
 
 
 def _timed(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:

@@ -31,7 +31,6 @@ _CAUSE_OF_REASON = {
     names.REASONS[names.SYNC_BOOST]: SYNC_BOOST,
 }
 _CAUSES = (THERMAL, POWER_BRAKE, POWER_CAP, HARDWARE, CLOCK_SETTING, SYNC_BOOST)
-_IDLE = names.REASONS[names.GPU_IDLE]
 _MAX_CLOCK_RATIO = 0.97
 """A GPU is slower if its clock is below this share of the others' in at least half of the steps."""
 _STEP = ["window", "step"]
@@ -111,15 +110,11 @@ def memory_errors(run: Run, late: Collection[int]) -> MemoryErrors:
 
 
 def _counters(run: Run, late: Collection[int], steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the counters of all ranks with a clock, in these steps: columns of the table, is_late and clock_mhz.
-
-    In a step in which the GPU is idle at times, its clock drops without a fault: then the highest one counts.
-    """
+    """Return the counters of all ranks with a clock, in these steps: columns of the table, is_late and clock_mhz."""
     logged = run.table(device_counters.device_counters)
     if not steps["step"].is_null().any():
         logged = logged.join(steps.select(_STEP).unique(), on=_STEP, how="semi")
-    is_idle = pl.col(names.THROTTLE_REASONS).list.contains(_IDLE).fill_null(value=False)
-    clock = pl.when(is_idle).then(names.most(names.SM_CLOCK)).otherwise(names.SM_CLOCK)
+    clock = device_counters.busy_clock()
     return logged.with_columns(pl.col("rank").is_in(list(late)).alias("is_late"), clock.alias("clock_mhz")).drop_nulls(
         "clock_mhz"
     )

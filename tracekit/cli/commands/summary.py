@@ -36,7 +36,8 @@ def summary(
     compute + exposed communication + exposed copy + idle = duration, exactly. By rank, a row is the rank's device
     window from first to last activity; by step, that of each step, with its floating-point operations, the share of the
     compute time for which they, or the bytes moved, are known, and their share of the device's peak (MFU without
-    recomputation, HFU with it). By collective: how long each rank waited for the last arrival, how often it arrived
+    recomputation, HFU with it), and, where they were recorded (record --device-metrics), clocks, power, temperature and
+    throttle reasons of its GPU. By collective: how long each rank waited for the last arrival, how often it arrived
     last, and the transfer rate after that. By clock: the offset of each rank's clock and its residual error;
     smaller differences between ranks are not significant. By contention: the slowdown of each kind of work while
     another kind runs, relative to running alone, with a 95% confidence interval. By stage: the bubble of each rank,
@@ -48,7 +49,7 @@ def summary(
     how much work waits on each device stream, how late it starts after its launch, and how much of it is short.
     """
     from tracekit.analysis.communication import collective_instances
-    from tracekit.analysis.compute import collective_contention, contention, efficiency
+    from tracekit.analysis.compute import collective_contention, contention, device_counters, efficiency
     from tracekit.analysis.host import launch_queues
     from tracekit.analysis.parallelism import (
         axis_communication,
@@ -66,7 +67,7 @@ def summary(
     facts: dict[By, list[Fact]] = {
         By.COLLECTIVE: [collective_matching.calls],
         By.CLOCK: [collective_matching.calls],
-        By.STEP: [breakdown.by_step, efficiency.by_step],
+        By.STEP: [breakdown.by_step, efficiency.by_step, device_counters.device_counters],
         By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
         By.STAGE: [*pipeline_bubbles.FACTS],
         By.AXIS: [*axis_communication.FACTS],
