@@ -75,3 +75,16 @@ def test_a_summary_by_step_without_counters_has_nulls_and_no_columns_for_them(tm
     absent = ["sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle_reasons"]
     assert [row[name] for name in absent] == [None] * 5
     assert "clock" not in command("summary", run, "--by", "step").stdout
+
+
+def test_a_comparison_states_a_change_of_the_clock_and_what_it_does(tmp_path: Path) -> None:
+    hot = simulated(tmp_path / "hot", "--fault", "throttled-gpu:2:1.6")
+    cool, again = (simulated(tmp_path / f"cool{seed}", "--device-metrics", "--seed", str(seed)) for seed in (0, 1))
+    changed = command("compare", cool, hot, "--allow-different", COLUMNS="300").stdout
+    assert "the SM clock of the slowest GPU differs: 1,403 MHz in cool0, 877 MHz in hot" in changed
+    assert "take 1.60 times as long in hot as in cool0" in changed
+    by_operator = command("compare", hot, cool, "--allow-different", "--by", "operator", COLUMNS="300").stdout
+    assert "take 1.60 times as long in hot as in cool0" in by_operator
+    same = command("compare", cool, again, COLUMNS="300").stdout
+    assert "SM clock" in same
+    assert "differs: 1" not in same

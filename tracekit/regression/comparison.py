@@ -138,7 +138,24 @@ def compare_groups(
     starved: tuple[str, ...] = ()
     if on_host:
         changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables, thresholds)
-    return Comparison(a_name, b_name, changes, (*notes, *rank_notes, *separated, *starved), thresholds.confidence)
+    remarks = (*notes, *rank_notes, *_clock_notes(changes, (a_name, b_name)), *separated, *starved)
+    return Comparison(a_name, b_name, changes, remarks, thresholds.confidence)
+
+
+def _clock_notes(changes: Iterable[Change], names: tuple[str, str]) -> Iterator[str]:
+    """Yield what a significant change of the GPUs' clock does to the step, where there is one."""
+    for change in changes:
+        if change.metric != metrics.SM_CLOCK or change.verdict not in (Verdict.BETTER, Verdict.WORSE):
+            continue
+        metric, (before, after) = metrics.metric_of(change.metric), names
+        stated = f"{metric.text(change.reference)} in {before}, {metric.text(change.candidate)} in {after}"
+        slower, faster = (after, before) if change.verdict is Verdict.WORSE else (before, after)
+        low, high = sorted((change.reference, change.candidate))
+        times = f"{high / low:.2f} times as long in {slower} as in {faster}" if low > 0 else f"longer in {slower}"
+        yield (
+            f"the SM clock of the slowest GPU differs: {stated}; kernels that it limits take {times}; "
+            "the throttle reasons are in tracekit summary --by step"
+        )
 
 
 def _all_differences(

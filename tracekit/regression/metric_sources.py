@@ -9,9 +9,10 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.communication import collective_instances, exposed_communication
-from tracekit.analysis.compute import efficiency, flops
+from tracekit.analysis.compute import device_counters, efficiency, flops
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown, step_parts
+from tracekit.conventions import device_metrics
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -23,7 +24,7 @@ _CHECKPOINT_COLUMNS = {
     "checkpoint_calls": "calls",
 }
 _PEAKS = {conventions.ALLOCATED_METRIC: "peak_allocated_bytes", conventions.RESERVED_METRIC: "peak_reserved_bytes"}
-LOGGED_METRICS = (*_LOGGED, *_PEAKS.values(), *_CHECKPOINT_COLUMNS)
+LOGGED_METRICS = (*_LOGGED, *_PEAKS.values(), *_CHECKPOINT_COLUMNS, device_metrics.SM_CLOCK)
 """Metrics that a rank's logs hold: those of its process, not of a window."""
 PART_PREFIX = "part/"
 """Samples of a step's parts have this prefix: they are no metrics, but show where a step takes longer."""
@@ -108,6 +109,12 @@ def logged_samples(trace: Trace) -> pl.DataFrame:
     peaks = trace.metrics.clear() if trace.allocations.height else trace.metrics.filter(name.is_in(list(_PEAKS)))
     rows = pl.concat([logged, peaks.with_columns(name.replace(_PEAKS))])
     return rows.select("step", name.alias("metric"), "value")
+
+
+def clock_samples(trace: Trace) -> pl.DataFrame:
+    """Return the clock of the GPU in each step of the metrics log, while the GPU is busy."""
+    counters = device_counters.device_counters(trace)
+    return _long(counters.select("step", device_counters.busy_clock().alias(device_metrics.SM_CLOCK)))
 
 
 def part_samples(trace: Trace) -> pl.DataFrame:

@@ -12,15 +12,17 @@ from enum import StrEnum
 from importlib.metadata import entry_points
 
 from tracekit import conventions
+from tracekit.conventions import device_metrics
 from tracekit.errors import ConfigError
 from tracekit.model import escaping
 from tracekit.model.run import RunFact
 from tracekit.model.trace import Fact
 from tracekit.regression import metric_sources as sources
-from tracekit.regression.quantities import BYTES, COUNT, FLOP, NS, PER_SECOND, SHARE, Unit
+from tracekit.regression.quantities import BYTES, COUNT, FLOP, MHZ, NS, PER_SECOND, SHARE, Unit
 
 ENTRY_POINTS = "tracekit.metrics"
 STEP_TIME = conventions.STEP_TIME_METRIC
+SM_CLOCK = device_metrics.SM_CLOCK
 
 
 class Scope(StrEnum):
@@ -88,7 +90,7 @@ class Metric:
     @property
     def short(self) -> str:
         """Return the key without its unit: step_time_ns is step_time."""
-        return self.key.removesuffix("_ns").removesuffix("_bytes")
+        return self.key.removesuffix("_ns").removesuffix("_bytes").removesuffix("_mhz")
 
     @property
     def is_share(self) -> bool:
@@ -218,6 +220,12 @@ METRICS = (
         if_missing="no log records the tokens of a step (tracekit.capture: Recorder.step(tokens=…))",
     ),
     Metric(
+        SM_CLOCK, "SM clock", MHZ, "Clock of the GPU's multiprocessors while it is busy, by the metrics log.",
+        of_trace=sources.clock_samples, lower_is_better=False, over_ranks=Aggregation.WORST, least_change_ratio=0.03,
+        usual_spread=0.01, cause="compute", phrase="the SM clock is",
+        if_missing="no log records the counters of the GPUs (tracekit record --device-metrics)",
+    ),
+    Metric(
         "checkpoint_overhead_ratio", "checkpoint overhead", SHARE, "Share of training time that saves take.",
         of_run=sources.checkpoint_overhead, scope=Scope.RUN, has_rank_values=False, if_missing=_RECORD_SAVES,
     ),
@@ -262,5 +270,5 @@ def find(name: str, metrics: Iterable[Metric]) -> Metric:
 
 
 def _unit_of(key: str) -> Unit:
-    units = {"_ns": NS, "_bytes": BYTES, "_ratio": SHARE}
+    units = {"_ns": NS, "_bytes": BYTES, "_ratio": SHARE, "_mhz": MHZ}
     return next((unit for ending, unit in units.items() if key.endswith(ending)), COUNT)

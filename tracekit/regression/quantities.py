@@ -34,7 +34,7 @@ class Unit:
     def amount(self, value: object) -> float:
         """Return an amount in this unit: ``"412ms"``, ``"70GiB"``, 0.15 or ``"15%"`` of a share.
 
-        A time and a size need their unit; a share and a count are numbers. Raises ConfigError naming what is expected.
+        A time, a size and a clock need their unit; a share and a count are numbers. Raises ConfigError naming what is expected.
 
         >>> NS.amount("412ms"), SHARE.amount("15%")
         (412000000.0, 0.15)
@@ -47,7 +47,7 @@ class Unit:
             return _finite(float(value), value)
         if "" in self.suffixes:
             raise ConfigError(f"expected a number that is not negative, not {value!r}")
-        example = "412ms" if self is NS else "70GiB"
+        example = {NS.name: "412ms", MHZ.name: "1755MHz"}.get(self.name, "70GiB")
         raise ConfigError(
             f'expected text of a number and a unit such as "{example}" ({", ".join(self.suffixes)}), not {value!r}'
         )
@@ -74,6 +74,7 @@ SHARE = Unit("ratio", units.share, {}, ((0.01, "%"),))
 """A share from 0 to 1. Limits on its points need %: a bare number of them would be ambiguous."""
 COUNT = Unit("count", suffixes={"": 1})
 PER_SECOND = Unit("1/s", suffixes={"": 1}, is_time=True)
+MHZ = Unit("MHz", "{:,.0f} MHz".format, {"MHz": 1, "GHz": 1e3}, ((1.0, " MHz"),))
 FLOP = Unit("FLOP", units.operations, {"": 1})
 
 

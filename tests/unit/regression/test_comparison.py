@@ -13,7 +13,7 @@ from tracekit.errors import ConfigError, NotComparableError
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
 from tracekit.regression import baseline, gate
-from tracekit.regression.change import Change
+from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.samples import SAMPLE_COLUMNS, job_samples
@@ -296,3 +296,32 @@ def test_real_runs_on_other_devices_are_compared_with_the_difference_first() -> 
     assert comparison.differences[0].startswith("device differs: AMD Instinct MI300X in")
     assert comparison.differences[1].startswith("The work differs: 0%")
     assert {change.metric: change.verdict.value for change in comparison.changes}["flops"] == "inconclusive"
+
+
+def with_clock(name: str, clocks_mhz: tuple[float, float], *, idle: bool = False) -> RunSamples:
+    """Return two ranks of eight steps whose GPUs have these clocks, at idle times half of them."""
+    traces = []
+    for rank, clock in enumerate(clocks_mhz):
+        reading = {"sm_clock_mhz": clock / 2 if idle else clock, "max_sm_clock_mhz": clock, "throttle_reasons": idle}
+        rows = [(step, key, float(value)) for step in range(8) for key, value in reading.items()]
+        lanes = [("step", "01234567"), ("compute", "abcdabcd")]
+        drawn = drawn_traces.trace("\n".join(f"{lane} {cells}" for lane, cells in lanes), rank=rank)
+        traces.append(drawn.replaced(metrics=pl.DataFrame(rows, schema=drawn.metrics.schema, orient="row")))
+    return RunSamples.of(drawn_traces.run(*traces, path=f"runs/{name}", **MANIFEST))
+
+
+def test_the_clock_of_the_slowest_gpu_is_compared() -> None:
+    compared = compare(with_clock("a", (1755, 1750)), with_clock("b", (1750, 1404)))
+    change = next(change for change in compared.changes if change.metric == "sm_clock_mhz")
+    assert (change.reference, change.candidate) == pytest.approx((1750, 1404))
+    assert change.verdict is Verdict.WORSE
+    (note,) = [note for note in compared.notes if "SM clock" in note]
+    assert "1,750 MHz in a, 1,404 MHz in b; kernels that it limits take 1.25 times as long in b as in a" in note
+
+
+@pytest.mark.parametrize("after", [with_clock("b", (1750, 1745)), with_clock("b", (1755, 1750), idle=True)])
+def test_clocks_that_differ_little_or_of_idle_gpus_are_not_stated(after: RunSamples) -> None:
+    compared = compare(with_clock("a", (1755, 1750)), after)
+    change = next(change for change in compared.changes if change.metric == "sm_clock_mhz")
+    assert change.verdict in (Verdict.SAME, Verdict.INCONCLUSIVE)
+    assert not [note for note in compared.notes if "SM clock" in note]
