@@ -10,8 +10,9 @@ import pytest
 
 import tracekit
 from tests.support.cli_runner import tracekit as tracekit_command
-from tracekit.analysis.parallelism import expert_load, expert_pairs
+from tracekit.analysis.parallelism import expert_load, expert_pairs, pipeline_balance
 from tracekit.ingest.loader import load
+from tracekit.rules.expert_parallel import OverloadedExperts
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "parallelism" / "moe-ep2"
 
@@ -79,3 +80,22 @@ def test_the_command_shows_tokens_by_expert_and_by_pair():
 def test_a_run_without_experts_has_no_pairs():
     sample = SAMPLE.parents[1] / "demo-fsdp2"
     assert load(sample, cache=False).run_table(expert_pairs.expert_pairs).is_empty()
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [(("--schedule", "gpipe", "--tp", "2", "--ep", "2", "--gpus", "8"), 3), (("--ep", "4", "--gpus", "8"), 4)],
+    ids=["tensor parallel, half of the replicas", "one replica of four"],
+)
+def test_overloaded_experts_make_no_stage_look_slow(tmp_path, options, factor):
+    sizes = ("--model", "8x7b", "--layers", "2", "--pp", "2", "--micro-batches", "6", "--seq", "2048", "--steps", "2")
+    ratios = []
+    for name, faults in (("healthy", ()), ("hot", ("--fault", f"hot-expert:1:{factor}"))):
+        done = tracekit_command("simulate", *sizes, *options, "--seed", "3", *faults, "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        run = tracekit.load(tmp_path / name, cache=False)
+        found = pipeline_balance.balance(run)
+        assert found is not None
+        ratios.append(found.ratio(0))
+    assert list(OverloadedExperts().check(run))
+    assert ratios[1] == pytest.approx(ratios[0], rel=0.03)

@@ -90,8 +90,8 @@ def _losses(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
     """Return what each step loses to the rank with the highest load in each pair, in the group that loses most."""
     of_layer = ["window", "step", "group", "members", "layer"]
     hottest = loads.sort("load_ratio", descending=True).group_by(of_layer, maintain_order=True).first()
-    lost_ns = (pl.col("expert_ns") * (1 - 1 / pl.col("load_ratio"))).round().cast(pl.Int64)
-    of_group = hottest.group_by("window", "step", "group", "members").agg(lost_ns.sum().alias("lost_ns"))
+    lost_ns = (pl.col("expert_ns") - pl.col("balanced_ns")).sum().alias("lost_ns")
+    of_group = hottest.group_by("window", "step", "group", "members").agg(lost_ns)
     worst = of_group.group_by("window", "step").agg(pl.col("lost_ns").max())
     steps = run.table(breakdown.by_step).group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
     joined = worst.join(steps, on=["window", "step"], nulls_equal=True).filter(pl.col("duration_ns") > 0)

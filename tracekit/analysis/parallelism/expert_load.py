@@ -10,8 +10,8 @@ from tracekit.model.trace import Fact, Trace
 from tracekit.sync.collective_matching import EXPERT
 
 COLUMNS = schema.columns(
-    "window step rank group members layer load_bytes load_tokens mean_bytes load_ratio expert_ns start_ns dur_ns "
-    "first_id second_id",
+    "window step rank group members layer load_bytes load_tokens mean_bytes load_ratio expert_ns balanced_ns start_ns "
+    "dur_ns first_id second_id",
     group=pl.String, members=pl.String,
 )  # fmt: skip
 _PLACE = ["window", "rank", "step", "group", "members"]
@@ -38,7 +38,8 @@ def expert_load(run: Run) -> pl.DataFrame:
     Columns COLUMNS; one row per rank and pair of all-to-alls: the first brings tokens to the experts, the second
     returns as many. load_bytes is what the first brings, load_tokens its rows (null where not known), mean_bytes the
     mean of load_bytes over the ranks of the group, load_ratio their quotient, expert_ns the compute between the two,
-    first_id and second_id their activities. Empty where sizes of messages are unknown, or all-to-alls do not come in
+    balanced_ns what it would take with the mean load (in proportion, within the times of the group), first_id and
+    second_id their activities. Empty where sizes of messages are unknown, or all-to-alls do not come in
     such pairs.
     """
     if not group_axes.has_axis(run, EP) and EP not in mesh.groups_of(run.manifest):
@@ -54,6 +55,10 @@ def expert_load(run: Run) -> pl.DataFrame:
     table = _with_compute(run, pairs).with_columns(
         mean.round().cast(pl.Int64).alias("mean_bytes"), (pl.col("load_bytes") / mean).alias("load_ratio")
     )
+    expert_ns, times = pl.col("expert_ns"), (pl.col("expert_ns").min().over(PASS), pl.col("expert_ns").max().over(PASS))
+    # Experts without tokens take as long as the fastest of the group.
+    scaled_ns = pl.when(pl.col("load_ratio") > 0).then(expert_ns / pl.col("load_ratio")).otherwise(0)
+    table = table.with_columns(scaled_ns.clip(*times).round().cast(pl.Int64).alias("balanced_ns"))
     complete = table.filter(pl.len().over(PASS) > 1)
     return schema.conform(complete, COLUMNS).sort("window", "step", "group", "layer", "rank")
 

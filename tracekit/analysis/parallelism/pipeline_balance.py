@@ -5,9 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.parallelism import (
+    axis_communication,
+    expert_load,
+    late_groups,
     late_ranks,
     mesh,
     pipeline_bubbles,
@@ -75,17 +79,23 @@ def own_times(run: Run) -> pl.DataFrame:
     """Return `pipeline_stages.staged_actions` with own_ns and idle_ns, which sum to their time; use ``run.run_table``.
 
     idle_ns is the time without compute in which the rank waits in collectives for late ranks, or in which weights are
-    gathered and gradients scattered: a stage whose first forward contains the only gather of a step is not slow.
+    gathered and gradients scattered: a stage whose first forward contains the only gather of a step is not slow. Ranks
+    whose experts get more tokens than the mean of their group are judged as if they got the mean (EP001 reports them):
+    own_ns is shorter for them, and longer for the others.
     """
     actions = run.run_table(pipeline_stages.staged_actions)
     sharded = sharded_micro_batches.exposed_spans(run)
-    pieces = stragglers.waiting_pieces(run).partition_by("window", "rank", as_dict=True)
+    waits, compute = _waits_within_stages(run), axis_communication.compute_spans(run)
+    loads = run.run_table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
     parts = [actions.clear().with_columns(idle_ns=pl.lit(0, pl.Int64))]
     for place, own in actions.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
-        waits = intervals.from_table(pieces[place]) if place in pieces else intervals.EMPTY
-        idle = intervals.union(waits, sharded.get(place, intervals.EMPTY))
+        waited = intervals.subtract(waits.get(place, intervals.EMPTY), compute.get(place, intervals.EMPTY))
+        idle = intervals.union(waited, sharded.get(place, intervals.EMPTY))
         spans = intervals.from_columns(own["trace_start_ns"], own["end_ns"] - own["start_ns"])
-        parts.append(own.with_columns(pl.Series("idle_ns", intervals.coverage(spans, idle), pl.Int64)))
+        idle_ns = intervals.coverage(spans, idle)
+        if place in loads:
+            idle_ns = idle_ns + _overload_ns(spans, loads[place])
+        parts.append(own.with_columns(pl.Series("idle_ns", idle_ns, pl.Int64)))
     return pl.concat(parts).with_columns((pl.col("end_ns") - pl.col("start_ns") - pl.col("idle_ns")).alias("own_ns"))
 
 
@@ -121,6 +131,30 @@ def balance(run: Run) -> Balance | None:
     slow = found.slowest
     usual = [1 / max(1.0, found.slowdown(slow)) if at == slow else 1.0 for at in range(stages)]
     return replace(found, slow_saved_ns=_saved_ns(example, usual))
+
+
+def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
+    """Return when ranks wait in collectives for late ranks, by window and rank, on the clock of the rank's trace.
+
+    In collectives of several stages the order of the stages decides who waits.
+    """
+    waits = run.run_table(stragglers.late_calls)
+    within = waits.join(run.run_table(late_groups.across_stages), on=["window", "instance"], how="anti")
+    of_rank = within.partition_by("window", "rank", as_dict=True)
+    return {
+        place: intervals.union(intervals.from_columns(own["start_ns"], own["wait_ns"])) for place, own in of_rank.items()
+    }
+
+
+def _overload_ns(spans: intervals.Spans, loads: pl.DataFrame) -> npt.NDArray[np.int64]:
+    """Return how much longer the experts of a rank compute in each of its actions than with their group's mean load."""
+    extra_ns = (loads["expert_ns"] - loads["balanced_ns"]).to_numpy()
+    order = np.argsort(spans[:, 0], kind="stable")
+    at = np.searchsorted(spans[order, 0], loads["start_ns"].to_numpy(), side="right") - 1
+    is_within = (at >= 0) & (loads["start_ns"].to_numpy() < spans[order[at], 1])
+    found = np.zeros(len(spans), np.int64)
+    np.add.at(found, order[at[is_within]], extra_ns[is_within])
+    return found
 
 
 def _without_late_replicas(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
