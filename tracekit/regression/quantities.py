@@ -34,7 +34,8 @@ class Unit:
     def amount(self, value: object) -> float:
         """Return an amount in this unit: ``"412ms"``, ``"70GiB"``, 0.15 or ``"15%"`` of a share.
 
-        A time, a size and a clock need their unit; a share and a count are numbers. Raises ConfigError naming what is expected.
+        A time, a size and a clock need their unit; a share and a count are numbers. Raises ConfigError naming what is
+        expected.
 
         >>> NS.amount("412ms"), SHARE.amount("15%")
         (412000000.0, 0.15)

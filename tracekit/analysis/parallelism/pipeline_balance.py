@@ -142,7 +142,8 @@ def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     within = waits.join(run.run_table(late_groups.across_stages), on=["window", "instance"], how="anti")
     of_rank = within.partition_by("window", "rank", as_dict=True)
     return {
-        place: intervals.union(intervals.from_columns(own["start_ns"], own["wait_ns"])) for place, own in of_rank.items()
+        place: intervals.union(intervals.from_columns(calls["start_ns"], calls["wait_ns"]))
+        for place, calls in of_rank.items()
     }
 
 
