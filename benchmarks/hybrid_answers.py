@@ -104,7 +104,7 @@ def _pipelines(job: Job, hybrid: Hybrid) -> Iterator[_Question]:
 
 def _with_schedule(hybrid: Hybrid, layers: int, schedule: str) -> Hybrid:
     """Return the layout under a schedule, with as many stages per rank as whatif takes by default."""
-    stages = 2 if schedule == pipeline_schedules.INTERLEAVED else 1
+    stages = pipeline_schedules.usual_stages_per_rank(schedule)
     kept = hybrid.stage_layers if stages == hybrid.virtual_stages else equal_stages(layers, stages * hybrid.layout.pp)
     return replace(hybrid, schedule=schedule, virtual_stages=stages, stage_layers=kept)
 

@@ -207,8 +207,8 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
     if kind == "late-node" and (gpus <= _NODE or _NODE % (gpus // pp) == 0):
         raise InputError("a node of one or more whole stages is a slow stage")
     schedule = draw.choice(pipeline_schedules.SCHEDULES) if pp > 1 else pipeline_schedules.ONE_F_ONE_B
-    stages = 2 if schedule == pipeline_schedules.INTERLEAVED else 1
-    shards = pp > 1 and data > 1 and schedule != pipeline_schedules.ZB_H1
+    stages = pipeline_schedules.usual_stages_per_rank(schedule)
+    shards = pp > 1 and data > 1 and schedule not in pipeline_schedules.SPLIT_BACKWARD
     if kind == "sharded-micro-batches" and not shards:
         raise InputError("it needs a pipeline whose stages are sharded")
     strategy = draw.choice(("ddp", "zero1", *["fsdp2"] * shards))

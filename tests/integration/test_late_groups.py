@@ -148,6 +148,17 @@ def test_stages_take_their_time_without_late_replicas_and_without_gathering_weig
     assert times[8] == pytest.approx(times[1], rel=0.005)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_all_stages_of_a_slow_rank_are_slow(tmp_path: Path, schedule: str) -> None:
+    healthy = pipelined(4, pp=4, layers=16, schedule=schedule, stages=2, micro_batches=12, steps=2)
+    done = written(healthy, tmp_path / "run", "slow-stage:1:1.4")
+    (finding,) = UnbalancedStages().check(tracekit.load(tmp_path / "run", cache=False))
+    stages = {"interleaved": "1, 5", "zbv": "1, 6"}[schedule]
+    assert finding.message.startswith(f"Stages {stages} (rank 1) take up to 1.")
+    assert finding.fix.startswith("Check the device and host of rank 1 ")
+    assert finding.cost_ns == pytest.approx(done.known[0].cost_ns, rel=0.1)
+
+
 def test_ranks_that_are_late_for_their_tokens_are_overloaded_and_no_late_group(tmp_path: Path) -> None:
     sizes = ["--model", "8x7b", "--layers", "1", "--gpus", "8", "--ep", "4", "--seq", "1024", "--steps", "3"]
     done = tracekit_command("simulate", *sizes, "--fault", "hot-expert:1:4", "--out", tmp_path / "run")

@@ -141,21 +141,25 @@ class UnbalancedStages(Rule):
             return
         rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
         ranks = distinct(rows.filter(pl.col("stage") == stage), "rank")
+        of_rank = [at for at in balance.of_same_rank(stage) if balance.slowdown(at) >= self.min_slowdown]
+        stages = sorted({stage, *of_rank}) if is_slow else [stage]
+        named = f"Stages {units.ranges(stages)}" if len(stages) > 1 else f"Stage {stage}"
         yield Finding(
             self.code,
             Severity.WARNING if lost_ratio >= self.warning_lost_ratio else Severity.INFO,
-            f"Stage {stage} ({'ranks' if len(ranks) > 1 else 'rank'} {units.ranges(ranks)}) takes "
-            f"{balance.ratio(stage):.2f} times as long as the other "
+            f"{named} ({'ranks' if len(ranks) > 1 else 'rank'} {units.ranges(ranks)}) "
+            f"{'take up to' if len(stages) > 1 else 'takes'} {balance.ratio(stage):.2f} times as long as the other "
             f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
-            f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for it."
-            f"{_why(balance, stage, is_slow)}",
-            _move(run, balance, stage, is_slow),
+            f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for "
+            f"{'them' if len(stages) > 1 else 'it'}."
+            f"{_why(balance, stages, is_slow)}",
+            _move(run, balance, ranks, is_slow),
             impact=min(1.0, lost_ratio),
             cost_ns=saved_ns,
             confidence=0.8 if balance.layers else 0.6,
             ranks=ranks,
             steps=distinct(rows, "step"),
-            evidence=rows.filter(pl.col("stage") == stage)
+            evidence=rows.filter(pl.col("stage").is_in(stages))
             .select(
                 "window",
                 "rank",
@@ -309,17 +313,24 @@ def _slow_steps_ratio(run: Run, balance: Balance, stage: int) -> float:
     return int(slow.sum()) / max(1, len(slow))
 
 
-def _why(balance: Balance, stage: int, is_slow: bool) -> str:
+def _why(balance: Balance, stages: list[int], is_slow: bool) -> str:
+    stage = max(stages, key=balance.slowdown)
     if is_slow and balance.layers:
-        return f" Its layers take {balance.slowdown(stage):.2f} times as long as those of other stages."
+        whose = "Their" if len(stages) > 1 else "Its"
+        return f" {whose} layers take {balance.slowdown(stage):.2f} times as long as those of other stages."
     return f" It has {balance.layers[stage]} of {sum(balance.layers)} layers." if balance.layers else ""
 
 
-def _move(run: Run, balance: Balance, stage: int, is_slow: bool) -> str:
+def _move(run: Run, balance: Balance, ranks: tuple[int, ...], is_slow: bool) -> str:
+    stage = balance.slowest
+    whose = (
+        f"devices and hosts of ranks {units.ranges(ranks)}" if len(ranks) > 1 else f"device and host of rank {ranks[0]}"
+    )
     check = (
-        f"Check the devices and hosts of stage {stage} (clocks, nvidia-smi -q -d PERFORMANCE; other jobs): its layers "
-        "are slower. " if is_slow and balance.layers else ""
-    )  # fmt: skip
+        f"Check the {whose} (clocks, nvidia-smi -q -d PERFORMANCE; other jobs): the layers there are slower. "
+        if is_slow and balance.layers
+        else ""
+    )
     if not balance.layers or balance.better_layers == balance.layers:
         share = units.share(1 - 1 / balance.ratio(stage))
         rest = (

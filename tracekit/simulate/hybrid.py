@@ -20,7 +20,8 @@ EXPERT_DATA = "dp_shard_of_experts"
 class Hybrid:
     """How a job is laid out on its ranks.
 
-    `stage_layers` are the numbers of layers of each stage; stage s runs on the ranks at place s % pp of the pp axis.
+    `stage_layers` are the numbers of layers of each stage; which place of the pp axis runs which stages,
+    the schedule says.
     """
 
     layout: Layout
@@ -47,7 +48,7 @@ class Hybrid:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank runs."""
         place = self.layout.coordinate(rank)[PP]
-        return tuple(range(place, self.stages, self.layout.pp))
+        return pipeline_schedules.stages_at(self.schedule, self.stages, self.layout.pp, place)
 
     def layers_of(self, stage: int) -> range:
         """Return the layers of a stage."""
@@ -56,13 +57,16 @@ class Hybrid:
 
     def ranks_of(self, stage: int) -> list[int]:
         """Return the ranks that run a stage."""
-        place = stage % self.layout.pp
+        place = self._place_of(stage)
         return [rank for rank in range(self.layout.world_size) if self.layout.coordinate(rank)[PP] == place]
 
     def peer(self, rank: int, stage: int) -> int:
         """Return the rank that runs another stage of the same micro-batches: it is at the same place otherwise."""
         inner = self.layout.world_size // self.layout.pp
-        return stage % self.layout.pp * inner + rank % inner
+        return self._place_of(stage) * inner + rank % inner
+
+    def _place_of(self, stage: int) -> int:
+        return pipeline_schedules.place_of(self.schedule, stage, self.layout.pp)
 
     def shape(self, micro_batches: int) -> pipeline_schedules.Shape:
         """Return the size of the pipeline."""
@@ -87,10 +91,12 @@ def laid_out(
     ep: int = 1,
     shards_data: bool = False,
     schedule: str = pipeline_schedules.ONE_F_ONE_B,
-    virtual_stages: int = 1,
+    virtual_stages: int | None = None,
     sequence_parallel: bool = False,
 ) -> Hybrid:
     """Return the layout of so many GPUs, with equal stages; what pp and tp leave is data parallelism.
+
+    By default a rank has as many stages as its schedule needs.
 
     Raises InputError where the sizes do not divide.
     """
@@ -101,8 +107,8 @@ def laid_out(
         raise InputError(f"--ep {ep} does not divide the {data} ranks of data parallelism (--gpus / (--pp × --tp))")
     on_shards = shards_data or ep > 1
     layout = Layout(pp=pp, tp=tp, ep=ep, dp_shard=data if on_shards else 1, dp_replicate=1 if on_shards else data)
-    layers = equal_stages(model.layers, max(1, pp * virtual_stages))
-    return Hybrid(layout, schedule, virtual_stages, layers, sequence_parallel)
+    stages = virtual_stages or pipeline_schedules.usual_stages_per_rank(schedule)
+    return Hybrid(layout, schedule, stages, equal_stages(model.layers, pp * stages), sequence_parallel)
 
 
 def require_possible(
@@ -111,12 +117,12 @@ def require_possible(
     """Raise InputError where a layout is not possible, or is not simulated."""
     layout, experts = hybrid.layout, model.experts
     shards_weights = strategy == strategies.FSDP2.name
-    interleaves = hybrid.schedule == pipeline_schedules.INTERLEAVED
+    refusal = pipeline_schedules.refusal(hybrid.schedule, hybrid.shape(micro_batches))
     checks: Sequence[tuple[bool, str]] = (
         (strategy not in STRATEGIES, f"--strategy {strategy} with a layout; use one of: {', '.join(STRATEGIES)}"),
         (
-            shards_weights and hybrid.schedule == pipeline_schedules.ZB_H1,
-            "--strategy fsdp2 with --schedule zb-h1 is not simulated: trained so, gradients are wrong",
+            shards_weights and hybrid.schedule in pipeline_schedules.SPLIT_BACKWARD,
+            f"--strategy fsdp2 with --schedule {hybrid.schedule} is not simulated: trained so, gradients are wrong",
         ),
         (
             shards_weights and layout.dp_replicate > 1,
@@ -125,16 +131,8 @@ def require_possible(
         (layout.world_size != gpus, f"the layout has {layout.world_size} ranks; --gpus is {gpus}"),
         (layout.cp > 1, "context parallelism is not simulated"),
         (checkpoint_layers > 0, "--checkpoint-layers is not simulated with --pp, --tp or --ep"),
-        (
-            hybrid.schedule not in pipeline_schedules.SCHEDULES,
-            f"--schedule is {hybrid.schedule!r}; simulated are {', '.join(pipeline_schedules.SCHEDULES)}",
-        ),
-        (interleaves != (hybrid.virtual_stages > 1), "--virtual-stages above 1 and --schedule interleaved go together"),
-        (interleaves and layout.pp == 1, "--schedule interleaved needs --pp 2 or more"),
-        (
-            interleaves and micro_batches % layout.pp > 0,
-            f"--micro-batches is {micro_batches}; the interleaved schedule needs a multiple of --pp {layout.pp}",
-        ),
+        (hybrid.virtual_stages > 1 and layout.pp == 1, f"--schedule {hybrid.schedule} needs --pp 2 or more"),
+        (refusal is not None, refusal or ""),
         (
             len(hybrid.stage_layers) != hybrid.stages or min(hybrid.stage_layers, default=0) < 1,
             f"{hybrid.stages} stages need a layer each; there are {model.layers} layers",

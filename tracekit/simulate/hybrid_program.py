@@ -25,6 +25,7 @@ from tracekit.simulate.kernels import Op
 from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction
 
 _PCIE_BYTES_PER_S = 20e9
+_ADD_GRADIENTS = (BACKWARD, WEIGHT_GRADIENT)
 _STREAMS = {"tp": program.TENSOR_STREAM, "ep": program.EXPERT_STREAM, WORLD: program.WORLD_STREAM}
 
 
@@ -56,6 +57,7 @@ class RankProgram:
         place = self.hybrid.layout.coordinate(rank)[PP]
         self._weights = GatheredWeights(job, self.host, self._issue)
         self._actions = pipeline_schedules.order(self.hybrid.schedule, self.hybrid.shape(job.micro_batches), place)
+        self._last_of_stage = {action.stage: action for action in self._actions if action.kind in _ADD_GRADIENTS}
 
     def written(self) -> list[Instruction]:
         """Return the program of all steps."""
@@ -83,9 +85,8 @@ class RankProgram:
             self._finish(number)
 
     def _completes_gradients(self, action: Action) -> bool:
-        last = WEIGHT_GRADIENT if self.hybrid.schedule == pipeline_schedules.ZB_H1 else BACKWARD
-        is_last = action.micro_batch == self.job.micro_batches - 1
-        return action.kind == last and (is_last or self.job.impairments.reduces_every_micro_batch)
+        is_last = action == self._last_of_stage[action.stage]
+        return action.kind in _ADD_GRADIENTS and (is_last or self.job.impairments.reduces_every_micro_batch)
 
     def _gather(self, number: int) -> None:
         """Gather the sharded weights of all stages, where they are kept for the whole step."""
@@ -266,36 +267,39 @@ class RankProgram:
         """Post the receive of an action's input, if another rank sends it."""
         step = {FORWARD: -1, BACKWARD: 1, INPUT_GRADIENT: 1}.get(action.kind, 0)
         source = action.stage + step
-        if not step or not 0 <= source < self.hybrid.stages:
+        if not step or not 0 <= source < self.hybrid.stages or self.hybrid.peer(self.rank, source) == self.rank:
             return
         kind = FORWARD if step < 0 else BACKWARD
         with self.host.span(f"PP:{action.stage}RECV_{kind}{action.micro_batch}"):
             self._begin(f"{number} {action.micro_batch} {source} transfer {kind}")
-            self._transfer("recv", kind, self.hybrid.peer(self.rank, source))
-        self._received[action] = self.host.record(program.RECEIVE_STREAMS[kind])
+            stream = self._transfer("recv", action, kind, self.hybrid.peer(self.rank, source))
+        self._received[action] = self.host.record(stream)
 
     def _send(self, number: int, action: Action) -> None:
         """Send an action's output to the stage that needs it."""
         step = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: -1}.get(action.kind, 0)
         target = action.stage + step
-        if not step or not 0 <= target < self.hybrid.stages:
+        if not step or not 0 <= target < self.hybrid.stages or self.hybrid.peer(self.rank, target) == self.rank:
             return
         kind = FORWARD if step > 0 else BACKWARD
         with self.host.span(f"PP:{action.stage}SEND_{kind}{action.micro_batch}"):
             self._begin(f"{number} {action.micro_batch} {action.stage} transfer {kind}")
-            self._transfer("send", kind, self.hybrid.peer(self.rank, target))
-        stream = program.SEND_STREAMS[kind]
+            stream = self._transfer("send", action, kind, self.hybrid.peer(self.rank, target))
         self._sends[stream] = self.host.record(stream)
 
-    def _transfer(self, op: str, kind: str, peer: int) -> None:
+    def _transfer(self, op: str, action: Action, kind: str, peer: int) -> int:
+        """Send an action's result to a rank, or receive its input; return the stream."""
         sends = op == "send"
+        is_second = self.hybrid.schedule in pipeline_schedules.V_SHAPED and action.stage >= self.hybrid.layout.pp
         stream = (program.SEND_STREAMS if sends else program.RECEIVE_STREAMS)[kind]
+        stream += program.SECOND_CHUNK if is_second else 0
         own, place = (self._world.group(PP, self.rank).ranks.index(rank) for rank in (self.rank, peer))
         between = channel(own, place, kind) if sends else channel(place, own, kind)
         elements = self._transferred
         self.host.follow(stream, MAIN_STREAM)
         message = Collective(op, between, "BFloat16", elements, elements, peer=place)
         self._issue(kernels.send_receive(message, stream))
+        return stream
 
     @cached_property
     def _transferred(self) -> int:

@@ -13,6 +13,8 @@ MAIN_STREAM, GATHER_STREAM, REDUCE_STREAM, COPY_IN_STREAM, ALL_REDUCE_STREAM = 7
 EXPERT_STREAM, TENSOR_STREAM, WORLD_STREAM = 36, 40, 44
 SEND_STREAMS, RECEIVE_STREAMS = {"F": 48, "B": 52}, {"F": 56, "B": 60}
 """Of activations (F) and of gradients (B)."""
+SECOND_CHUNK = 16
+"""What is added to such a stream for transfers of the second stages of a V-shaped schedule, which go the other way."""
 MAIN_THREAD, AUTOGRAD_THREAD = 4242, 4243
 
 SHARD, REPLICATE = "shard", "replicate"

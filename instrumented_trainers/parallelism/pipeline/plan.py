@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import PP, Layout
-
-_V_SHAPED = ("zbv", "dualpipev")
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,7 @@ class PipelinePlan:
         >>> PipelinePlan("interleaved", 4, 2, 8, 8).stages_on(1), PipelinePlan("zbv", 4, 2, 8, 8).stages_on(1)
         ((1, 5), (1, 6))
         """
-        if self.schedule in _V_SHAPED:
-            return place, self.stages - 1 - place
-        return tuple(range(place, self.stages, self.ranks))
+        return pipeline_schedules.stages_at(self.schedule, self.stages, self.ranks, place)
 
     def as_manifest(self, layout: Layout) -> Mapping[str, Any]:
         """Return what `run.json` says under ``pipeline``: by stage the ranks that run it, and its layers."""

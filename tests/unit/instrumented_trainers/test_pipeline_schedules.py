@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from instrumented_trainers.parallelism.pipeline import PipelinePlan
 from instrumented_trainers.parallelism.pipeline.schedules import make_schedule
+from tracekit.conventions import pipeline_schedules
 
 # time      0 1 2 3 4 5 6 7 8      1F1B of 2 stages and 2 micro-batches; I and W are a backward
 # stage 0   F F . . . I W I W      bubble 3 of 6, as (p - 1) / m
@@ -85,6 +86,24 @@ def test_the_bubble_is_that_of_the_schedules_formula(
     # ZBV begins on the last rank only when the first micro-batch is there.
     fill = ranks - 1 if schedule == "zbv" else 0
     assert (ends - fill - work) / work == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "micro_batches", "per_rank"),
+    [
+        *[(schedule, ranks, count, 1) for schedule in ("gpipe", "1f1b", "zb-h1") for ranks, count in ((2, 4), (4, 8))],
+        *[("interleaved", *shape) for shape in ((2, 4, 2), (4, 8, 2), (4, 8, 3))],
+        *[("zbv", *shape) for shape in ((1, 1, 2), (2, 3, 2), (3, 7, 2), (4, 12, 2))],
+        *[("dualpipev", *shape) for shape in ((1, 2, 2), (2, 4, 2), (3, 7, 2), (4, 8, 2), (4, 13, 2))],
+    ],
+)
+def test_the_simulator_runs_actions_in_the_order_of_torch(
+    schedule: str, ranks: int, micro_batches: int, per_rank: int
+) -> None:
+    shape = pipeline_schedules.Shape(ranks, per_rank, micro_batches)
+    for rank, actions in order(schedule, ranks, micro_batches, per_rank).items():
+        expected = [(each.stage_index, each.computation_type.value, each.microbatch_index) for each in actions]
+        assert pipeline_schedules.order(schedule, shape, rank) == expected
 
 
 @pytest.mark.parametrize(("schedule", "expected"), IN_FLIGHT)

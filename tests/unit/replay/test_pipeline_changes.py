@@ -48,7 +48,9 @@ def test_more_micro_batches_of_fewer_tokens_are_predicted(job: Job, run: Run) ->
     assert any("same tokens per step" in each for each in found.assumptions)
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("zb-h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zbv", 2), ("dualpipev", 2)]
+)
 def test_another_schedule_is_predicted(job: Job, run: Run, schedule: str, stages: int) -> None:
     found = pipeline_changes.predict(run, PipelineChange(schedule=schedule))
     assert job.hybrid is not None
@@ -140,10 +142,11 @@ def test_other_links_of_axes_are_predicted(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (PipelineChange(schedule="dualpipev"), "'dualpipev'; one of gpipe, 1f1b"),
-        (PipelineChange(virtual_stages=2), "--virtual-stages above 1 and --schedule interleaved go together"),
+        (PipelineChange(schedule="loop"), "'loop'; one of gpipe, 1f1b"),
+        (PipelineChange(virtual_stages=2), "1f1b has 1 stage on each rank, not 2"),
         (PipelineChange(schedule="interleaved", virtual_stages=3), "12 stages need a layer each; there are 9 layers"),
         (PipelineChange(schedule="interleaved", micro_batches=6), "needs a multiple of 4 micro-batches"),
+        (PipelineChange(schedule="zbv", micro_batches=4), "zbv on 4 ranks needs 7 micro-batches or more"),
         (PipelineChange(micro_batches=0), "--micro-batches is 0"),
         (PipelineChange(stage_layers="3,3,3"), "the run has 4 stages with 9 layers in all"),
         (PipelineChange(stage_layers="many"), "numbers such as 3,3,2, or balanced"),

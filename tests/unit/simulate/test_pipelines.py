@@ -1,13 +1,28 @@
 """Pipeline schedules: their orders, and the bubbles of simulated runs against the published formulas."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from tests.unit.simulate.jobs import pipelined
+from tracekit.analysis.parallelism import pipeline_actions, pipeline_schedule
 from tracekit.conventions import pipeline_schedules
-from tracekit.conventions.pipeline_schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1, Action, Shape, order
+from tracekit.conventions.pipeline_schedules import (
+    DUALPIPEV,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    ZB_H1,
+    Action,
+    Shape,
+    order,
+    refusal,
+    stages_at,
+)
 from tracekit.simulate import engine
 from tracekit.simulate.bubbles import bubbles
 from tracekit.simulate.job import Impairments, Job
@@ -68,22 +83,50 @@ def test_the_bubble_of_zb_h1_is_a_third_of_that_of_1f1b() -> None:
         assert each.bubble_ns / ideal_ns == pytest.approx(3 / (3 * 8), abs=0.05)
 
 
+@pytest.mark.parametrize("schedule", V_SHAPED)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 11)])
+def test_the_bubble_of_a_v_shaped_schedule_is_that_of_its_actions_without_links(
+    schedule: str, ranks: int, micro_batches: int
+) -> None:
+    job = _ideal(schedule, ranks, 2, micro_batches)
+    recording = engine.simulate(job)
+    timed = [
+        (start, rank, action, end - start)
+        for rank, own in recording.ranks.items()
+        for (_, action), (start, end) in own.actions.items()
+    ]
+    names = dict(zip("FBIW", pipeline_actions.COMPUTE_ACTIONS, strict=True))
+    found = sorted(timed)
+    graph = pipeline_schedule.graph(tuple((rank, of.stage, of.micro_batch, names[of.kind]) for _, rank, of, _ in found))
+    assert graph is not None
+    durations = np.array([[ns] for *_, ns in found], float)
+    whole_ns = pipeline_schedule.end_times(graph, durations).max()
+    for each in bubbles(job, recording):
+        busy_ns = sum(ns for _, rank, _, ns in found if rank == each.rank)
+        assert each.bubble_ratio == pytest.approx(1 - busy_ns / whole_ns, abs=EQUAL)
+
+
 @pytest.mark.parametrize("schedule", pipeline_schedules.SCHEDULES)
 @pytest.mark.parametrize("shape", [Shape(2, 2, 4), Shape(4, 2, 8), Shape(4, 3, 4)], ids=str)
 def test_every_stage_runs_every_micro_batch_once_forward_first(schedule: str, shape: Shape) -> None:
-    shape = shape if schedule == INTERLEAVED else shape._replace(virtual_stages=1)
+    if schedule != INTERLEAVED:
+        shape = shape._replace(virtual_stages=2 if schedule in V_SHAPED else 1)
+    if schedule in V_SHAPED and shape.micro_batches < 2 * shape.ranks:
+        assert "micro-batches or more" in str(refusal(schedule, shape))
+        return
+    assert refusal(schedule, shape) is None
     for rank in range(shape.ranks):
         actions = order(schedule, shape, rank)
-        kinds = "FIW" if schedule == ZB_H1 else "FB"
-        stages = range(rank, shape.ranks * shape.virtual_stages, shape.ranks)
-        every = {Action(stage, kind, each) for stage in stages for kind in kinds for each in range(shape.micro_batches)}
-        assert set(actions) == every
-        assert len(actions) == len(every)
+        stages = stages_at(schedule, shape.ranks * shape.virtual_stages, shape.ranks, rank)
+        assert {action.stage for action in actions} == set(stages)
         place = {action: index for index, action in enumerate(actions)}
-        for stage in stages:
-            for each in range(shape.micro_batches):
-                passes = [place[Action(stage, kind, each)] for kind in kinds]
-                assert all(before < after for before, after in pairwise(passes))
+        assert len(place) == len(actions)
+        for stage, each in product(stages, range(shape.micro_batches)):
+            whole = Action(stage, "B", each) in place
+            passes = [place.pop(Action(stage, kind, each)) for kind in ("FB" if whole else "FIW")]
+            assert whole == (schedule not in SPLIT_BACKWARD) or schedule == DUALPIPEV
+            assert all(before < after for before, after in pairwise(passes))
+        assert not place
 
 
 def test_1f1b_holds_as_many_micro_batches_as_stages_are_left() -> None:

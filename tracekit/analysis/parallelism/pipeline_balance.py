@@ -30,13 +30,15 @@ from tracekit.model.run import Run
 class Balance:
     """The stages of a pipeline: median times, layers now and in a better division, and what that saves per step.
 
-    `layer_ns` is the time of a layer on each stage; `layers` and `better_layers` are empty where the manifest states
-    none. `saved_ns` is what the step is shorter with the better division, `slow_saved_ns` if the layers of the slowest
-    stage took as long as those of the others; both by the schedule, without links, on a step of `duration_ns`.
+    `layer_ns` is the time of a layer on each stage, `rank_of` the place of its rank in the pipeline; `layers` and
+    `better_layers` are empty where the manifest states none. `saved_ns` is what the step is shorter with the better
+    division, `slow_saved_ns` if the layers of the slowest stage, and of others on its rank, took as long as those of
+    other stages; both by the schedule, without links, on a step of `duration_ns`.
     """
 
     stage_ns: tuple[int, ...]
     layer_ns: tuple[float, ...]
+    rank_of: tuple[int, ...]
     layers: tuple[int, ...]
     better_layers: tuple[int, ...]
     saved_ns: int
@@ -50,6 +52,10 @@ class Balance:
         if gives:
             return max(gives, key=lambda at: self.stage_ns[at])
         return max(range(len(self.layer_ns)), key=lambda at: self.layer_ns[at])
+
+    def of_same_rank(self, stage: int) -> list[int]:
+        """Return the stages that run on the same rank, the given one included."""
+        return [at for at, rank in enumerate(self.rank_of) if rank == self.rank_of[stage]]
 
     def ratio(self, stage: int) -> float:
         """Return the time of a stage over the median of the others."""
@@ -113,7 +119,8 @@ def balance(run: Run) -> Balance | None:
     layer_ns = _layer_times(stage_ns, counts or [1] * stages, extra)
     example = _representative_actions(run)
     rank_of = dict(example.select("stage", "rank").unique().iter_rows())
-    better = _divided(counts, layer_ns, extra, [rank_of[stage] for stage in range(stages)])
+    places = tuple(rank_of[stage] for stage in range(stages))
+    better = _divided(counts, layer_ns, extra, places)
     scale = [
         _stage_ns(n, at, layer_ns, extra) / _stage_ns(m, at, layer_ns, extra)
         for at, (n, m) in enumerate(zip(better, counts, strict=True))
@@ -122,14 +129,15 @@ def balance(run: Run) -> Balance | None:
     found = Balance(
         tuple(map(round, stage_ns)),
         tuple(layer_ns),
+        places,
         tuple(counts),
         tuple(better),
         saved_ns=saved_ns,
         slow_saved_ns=0,
         duration_ns=round(cases["stages_duration_ns"].median() or 0),  # type: ignore[arg-type]
     )
-    slow = found.slowest
-    usual = [1 / max(1.0, found.slowdown(slow)) if at == slow else 1.0 for at in range(stages)]
+    slow = found.of_same_rank(found.slowest)
+    usual = [1 / max(1.0, found.slowdown(at)) if at in slow else 1.0 for at in range(stages)]
     return replace(found, slow_saved_ns=_saved_ns(example, usual))
 
 

@@ -64,9 +64,12 @@ class JobOptions:
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks of tensor parallelism.")] = 1
     ep: Annotated[int, typer.Option(metavar="N", help="Ranks that share a layer's experts.")] = 1
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved or zb-h1.  [default: 1f1b]")
+        str | None,
+        typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev.  [default: 1f1b]"),
     ] = None
-    virtual_stages: Annotated[int, typer.Option(metavar="N", help="Stages per rank, if interleaved.")] = 1
+    virtual_stages: Annotated[
+        int, typer.Option(metavar="N", help="Stages per rank.  [default: 2 if interleaved, zbv or dualpipev, else 1]")
+    ] = 0
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Divide norms along the sequence, among the ranks of --tp.")
     ] = False
@@ -78,8 +81,10 @@ class JobOptions:
     def arguments(self, job: "Job") -> dict[str, object]:
         """Return what run.json states as the arguments."""
         stated = dataclasses.asdict(self)
-        if not self.has_layout():
+        if job.hybrid is None:
             stated = {name: value for name, value in stated.items() if name not in _LAYOUT}
+        else:
+            stated["virtual_stages"] = job.hybrid.virtual_stages
         if not self.device_metrics:
             del stated["device_metrics"]
         return stated | {

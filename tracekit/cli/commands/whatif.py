@@ -40,7 +40,8 @@ class ChangeOptions:
         int | None, typer.Option(metavar="N", help="Predict N micro-batches per step, of as many tokens in all.")
     ] = None
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Predict a pipeline's gpipe, 1f1b, interleaved or zb-h1.")
+        str | None,
+        typer.Option(metavar="NAME", help="Predict a pipeline's gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev."),
     ] = None
     virtual_stages: Annotated[
         int, typer.Option(metavar="N", help="Stages per rank of the predicted interleaved schedule.")

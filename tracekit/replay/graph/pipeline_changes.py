@@ -62,12 +62,8 @@ def _changed(before: PipelineTiming, change: PipelineChange) -> PipelineTiming:
         after = after.with_micro_batches(change.micro_batches)
     if change.stage_layers is not None:
         after = after.with_layers(pipeline_timing.parsed_layers(change.stage_layers, after))
-    interleaves = after.schedule == pipeline_schedules.INTERLEAVED
-    if interleaves and after.shape.micro_batches % after.shape.ranks:
-        raise InputError(
-            f"the interleaved schedule needs a multiple of {after.shape.ranks} micro-batches; there are "
-            f"{after.shape.micro_batches}"
-        )
+    if refusal := pipeline_schedules.refusal(after.schedule, after.shape):
+        raise InputError(refusal)
     return after
 
 
@@ -76,18 +72,16 @@ def _with_schedule(before: PipelineTiming, schedule: str, virtual_stages: int) -
         raise InputError(
             f"--schedule is {schedule!r}; one of {', '.join(pipeline_schedules.SCHEDULES)} can be predicted"
         )
-    interleaves = schedule == pipeline_schedules.INTERLEAVED
-    usual = max(2, before.shape.virtual_stages) if interleaves else 1
+    usual = pipeline_schedules.usual_stages_per_rank(schedule)
+    if schedule == pipeline_schedules.INTERLEAVED:
+        usual = max(usual, before.shape.virtual_stages)
     stages = virtual_stages or usual
-    if interleaves != (stages > 1):
-        raise InputError("--virtual-stages above 1 and --schedule interleaved go together")
     total, count = sum(before.layers), stages * before.shape.ranks
-    if stages == before.shape.virtual_stages:
-        return replace(before, schedule=schedule)
     if count > total:
         raise InputError(f"{count} stages need a layer each; there are {total} layers")
-    layers = tuple(pipeline_timing.equal_layers(total, count))
-    return replace(before.with_layers(layers, virtual_stages=stages), schedule=schedule)
+    if count == before.stages:
+        return before.with_schedule(schedule)
+    return before.with_layers(tuple(pipeline_timing.equal_layers(total, count)), schedule, stages)
 
 
 def _names(before: PipelineTiming, after: PipelineTiming) -> list[str]:
@@ -108,7 +102,7 @@ def _assumptions(before: PipelineTiming, after: PipelineTiming) -> tuple[str, ..
         found.append("the same tokens per step: the time of an action proportional to the tokens of a micro-batch")
     if before.layers != after.layers:
         found.append("layers take equally long on a rank; the head as many layers as its weights are")
-    if after.schedule == pipeline_schedules.ZB_H1 and before.schedule != after.schedule:
+    if after.schedule in pipeline_schedules.SPLIT_BACKWARD and before.schedule not in pipeline_schedules.SPLIT_BACKWARD:
         found.append("weight gradients take as long as forward without attention")
     if after.shape.micro_batches > before.shape.micro_batches:
         found.append("kernels as efficient on smaller micro-batches")

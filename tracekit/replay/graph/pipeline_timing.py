@@ -89,19 +89,27 @@ class PipelineTiming:
         shape = self.shape._replace(micro_batches=count)
         return replace(self, shape=shape, transfer_ns=ratio * self.transfer_ns, **scaled)  # type: ignore[arg-type]
 
-    def with_layers(self, layers: Sequence[int], *, virtual_stages: int | None = None) -> "PipelineTiming":
+    def with_schedule(self, schedule: str) -> "PipelineTiming":
+        """Return the timing under a schedule with as many stages per rank."""
+        after = replace(self, schedule=schedule)
+        moves = any(self._place(stage) != after._place(stage) for stage in range(self.stages))
+        return self.with_layers(self.layers, schedule) if moves else after
+
+    def with_layers(
+        self, layers: Sequence[int], schedule: str | None = None, virtual_stages: int | None = None
+    ) -> "PipelineTiming":
         """Return the timing with so many layers per stage; the head stays in the last stage."""
         shape = self.shape._replace(virtual_stages=virtual_stages or self.shape.virtual_stages)
-        divided = replace(self, shape=shape, layers=tuple(layers))
+        divided = replace(self, schedule=schedule or self.schedule, shape=shape, layers=tuple(layers))
         weights = [divided._weight(stage, count) for stage, count in enumerate(layers)]
         scaled = {}
         for name in (*_TIMES, *(name for name in _EXPOSED if getattr(self, name))):
             layer_ns = self._layer_ns(getattr(self, name))
-            scaled[name] = tuple(weight * layer_ns[at % shape.ranks] for at, weight in enumerate(weights))
+            scaled[name] = tuple(weight * layer_ns[divided._place(at)] for at, weight in enumerate(weights))
         for name in (name for name in _GATHERS if getattr(self, name)):
             # An action waits for its first layer; the others are gathered meanwhile.
-            of_rank = [statistics.mean(getattr(self, name)[rank :: shape.ranks]) for rank in range(shape.ranks)]
-            scaled[name] = tuple(of_rank[at % shape.ranks] for at in range(divided.stages))
+            of_rank = [statistics.mean(getattr(self, name)[at] for at in own) for own in self._stages_of_ranks()]
+            scaled[name] = tuple(of_rank[divided._place(at)] for at in range(divided.stages))
         return replace(divided, **scaled)  # type: ignore[arg-type]
 
     def shortened(self, saved_ns: Mapping[tuple[int, str], float]) -> "PipelineTiming":
@@ -122,12 +130,11 @@ class PipelineTiming:
         """Return the layers per stage with which the busiest rank has least to do: one at a time to the least busy."""
         total = [sum(ns) for ns in zip(self.forward_ns, self.input_ns, self.weight_ns, strict=True)]
         layer_ns = self._layer_ns(total)
-        counts = [1] * self.stages
+        counts, stages_of = [1] * self.stages, self._stages_of_ranks()
 
         def load_ns(stage: int) -> float:
-            rank = stage % self.shape.ranks
-            own = range(rank, self.stages, self.shape.ranks)
-            return layer_ns[rank] * (1 + sum(self._weight(each, counts[each]) for each in own))
+            rank = self._place(stage)
+            return layer_ns[rank] * (1 + sum(self._weight(each, counts[each]) for each in stages_of[rank]))
 
         for _ in range(sum(self.layers) - self.stages):
             counts[min(range(self.stages), key=lambda stage: (load_ns(stage), counts[stage], stage))] += 1
@@ -138,11 +145,17 @@ class PipelineTiming:
 
     def _layer_ns(self, times: Sequence[float]) -> list[float]:
         """Return the time of a layer on each rank."""
-        places = [range(rank, self.stages, self.shape.ranks) for rank in range(self.shape.ranks)]
         return [
             sum(times[stage] for stage in own) / sum(self._weight(stage, self.layers[stage]) for stage in own)
-            for own in places
+            for own in self._stages_of_ranks()
         ]
+
+    def _place(self, stage: int) -> int:
+        return pipeline_schedules.place_of(self.schedule, stage, self.shape.ranks)
+
+    def _stages_of_ranks(self) -> list[tuple[int, ...]]:
+        ranks = self.shape.ranks
+        return [pipeline_schedules.stages_at(self.schedule, self.stages, ranks, rank) for rank in range(ranks)]
 
     def _start_ns(self, action: Action, done: Mapping[Action, float]) -> float | None:
         """Return when an action's input is there; None while what makes it has not run."""
@@ -151,8 +164,12 @@ class PipelineTiming:
         source = action.stage + (-1 if action.kind == FORWARD else 1)
         if not 0 <= source < self.stages:
             return 0.0
-        made = done.get(Action(source, action.kind, action.micro_batch))
-        return None if made is None else made + self.transfer_ns
+        kinds = (FORWARD,) if action.kind == FORWARD else (BACKWARD, INPUT_GRADIENT)
+        found = (done.get(Action(source, kind, action.micro_batch)) for kind in kinds)
+        made = next((ns for ns in found if ns is not None), None)
+        if made is None or self._place(source) == self._place(action.stage):
+            return made
+        return made + self.transfer_ns
 
     def _takes_ns(self, action: Action) -> float:
         stage = action.stage
@@ -195,7 +212,6 @@ def recorded(run: Run) -> PipelineTiming:
         {(stage, KINDS[action]): ns for stage, action, ns in mean.select("stage", "action", name).iter_rows()}
         for name in ("own_ns", "gather_ns", "exposed_ns")
     )
-    whole = FORWARD, BACKWARD if (0, BACKWARD) in own else INPUT_GRADIENT
     forward = tuple(own[stage, FORWARD] for stage in range(stages))
     inputs, weights = zip(*(_backward(own, stage) for stage in range(stages)), strict=True)
     return PipelineTiming(
@@ -207,7 +223,11 @@ def recorded(run: Run) -> PipelineTiming:
         weights,
         _transfer_ns(run),
         pipeline_balance.head_layers(run.manifest) or 0.0,
-        *(tuple(of[stage, kind] for stage in range(stages)) for of in (gather, exposed) for kind in whole),
+        *(
+            tuple(next(of[stage, kind] for kind in kinds if (stage, kind) in of) for stage in range(stages))
+            for of in (gather, exposed)
+            for kinds in ((FORWARD,), (BACKWARD, INPUT_GRADIENT))
+        ),
     )
 
 
