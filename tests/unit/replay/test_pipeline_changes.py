@@ -162,3 +162,21 @@ def test_a_run_without_a_pipeline_is_refused(tmp_path: Path) -> None:
     written(replace(of, model=models.find("llama2-7b", layers=1)), tmp_path)
     with pytest.raises(InputError, match="no actions of a pipeline schedule"):
         pipeline_changes.predict(tracekit.load(str(tmp_path), cache=False), PipelineChange(schedule="gpipe"))
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)])
+def test_one_slow_link_of_several_is_predicted(tmp_path: Path, schedule: str, stages: int) -> None:
+    healthy = pipelined(4, pp=4, layers=8, schedule=schedule, stages=stages, micro_batches=12, steps=2)
+    slow = replace(healthy, impairments=Impairments(slow_boundaries={1: 400.0}))
+    written(slow, tmp_path / "run")
+    run = tracekit.load(tmp_path / "run", cache=False)
+    faster = replace(healthy, impairments=Impairments(slow_boundaries={0: 0.25, 1: 100.0, 2: 0.25}))
+    found = pipeline_changes.predict_axes(run, {"pp": 4})
+    assert found.predicted_ns == pytest.approx(_simulated_ns(faster), rel=CLOSE)
+    assert found.saved_ratio > 0.3
+    for other in {"gpipe", "zb-h1", "zbv"}:
+        found = pipeline_changes.predict(run, PipelineChange(schedule=other))
+        per_rank = 2 if other == "zbv" else 1
+        layers = equal_stages(8, 4 * per_rank)
+        true_ns = _simulated_ns(slow, schedule=other, virtual_stages=per_rank, stage_layers=layers)
+        assert found.predicted_ns == pytest.approx(true_ns, rel=0.05)

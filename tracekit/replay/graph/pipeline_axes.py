@@ -1,7 +1,5 @@
 """Faster links of one axis in a run with a pipeline: transfers between stages, or collectives within its actions."""
 
-from dataclasses import replace
-
 import polars as pl
 
 from tracekit.analysis.parallelism import group_axes, pipeline_stages
@@ -23,7 +21,7 @@ def with_faster_axis(run: Run, timing: PipelineTiming, axis: str, times: float) 
     over the ranks. Raises InputError where the run has no collective of the axis.
     """
     if axis == PP:
-        return replace(timing, transfer_ns=timing.transfer_ns / times)
+        return timing.with_transfers(1 / times)
     saved = _transfers_by_action(run, axis)
     kinds = pipeline_timing.KINDS
     saved_ns = {(stage, kinds[action]): (1 - 1 / times) * ns for stage, action, ns in saved.iter_rows()}

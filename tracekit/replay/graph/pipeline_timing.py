@@ -1,7 +1,7 @@
 """The actions of a recorded pipeline run again in any order: with other times, micro-batches, stages or links."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -42,7 +42,8 @@ class PipelineTiming:
     """What decides how long a step of a pipeline takes.
 
     `forward_ns`, `input_ns` and `weight_ns` are times of an action by stage: a whole backward pass is the sum of the
-    latter two. `transfer_ns` is what a transfer between a stage and the next takes.
+    latter two. `transfer_ns` is what a transfer between two ranks takes, by their places in the pipeline: first the
+    sender's; of other links it is the median. A link carries one transfer after the other in each direction.
     """
 
     schedule: str
@@ -51,7 +52,7 @@ class PipelineTiming:
     forward_ns: tuple[float, ...]
     input_ns: tuple[float, ...]
     weight_ns: tuple[float, ...]
-    transfer_ns: float
+    transfer_ns: Mapping[tuple[int, int], float]
     head_layers: float = 0.0
     """How many layers the last stage's head takes as long as."""
     forward_gather_ns: tuple[float, ...] = ()
@@ -67,17 +68,23 @@ class PipelineTiming:
         return self.shape.ranks * self.shape.virtual_stages
 
     def duration_ns(self) -> float:
-        """Return the time from the first action to the last, if each starts as soon as it can."""
+        """Return the time from the first action to the last, if each starts as soon as it can.
+
+        A receive is posted when the action before the one that needs it starts.
+        """
         done: dict[Action, float] = {}
+        link_free_ns: dict[tuple[int, int], float] = {}
         orders = [pipeline_schedules.order(self.schedule, self.shape, rank) for rank in range(self.shape.ranks)]
-        at, free_ns = [0] * len(orders), [0.0] * len(orders)
+        at, free_ns, posted_ns = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
         while any(index < len(order) for index, order in zip(at, orders, strict=True)):
             before = sum(at)
             for rank, order in enumerate(orders):
-                while at[rank] < len(order) and (start := self._start_ns(order[at[rank]], done)) is not None:
+                while at[rank] < len(order) and (made := self._made_ns(order[at[rank]], done)) is not None:
                     action = order[at[rank]]
+                    arrived_ns = self._arrived_ns(action, max(made, posted_ns[rank]), link_free_ns)
                     gathered_ns = free_ns[rank] + self._gather_ns(action)
-                    free_ns[rank] = done[action] = max(gathered_ns, start) + self._takes_ns(action)
+                    posted_ns[rank] = free_ns[rank]
+                    free_ns[rank] = done[action] = max(gathered_ns, arrived_ns, made) + self._takes_ns(action)
                     at[rank] += 1
             assert sum(at) > before, "a schedule whose actions wait for each other"
         return max(free_ns)
@@ -87,7 +94,11 @@ class PipelineTiming:
         ratio = self.shape.micro_batches / count
         scaled = {name: tuple(ratio * ns for ns in getattr(self, name)) for name in _TIMES}
         shape = self.shape._replace(micro_batches=count)
-        return replace(self, shape=shape, transfer_ns=ratio * self.transfer_ns, **scaled)  # type: ignore[arg-type]
+        return replace(self.with_transfers(ratio), shape=shape, **scaled)  # type: ignore[arg-type]
+
+    def with_transfers(self, ratio: float) -> "PipelineTiming":
+        """Return the timing with transfers between stages that take `ratio` times as long."""
+        return replace(self, transfer_ns={link: ratio * ns for link, ns in self.transfer_ns.items()})
 
     def with_schedule(self, schedule: str) -> "PipelineTiming":
         """Return the timing under a schedule with as many stages per rank."""
@@ -157,19 +168,30 @@ class PipelineTiming:
         ranks = self.shape.ranks
         return [pipeline_schedules.stages_at(self.schedule, self.stages, ranks, rank) for rank in range(ranks)]
 
-    def _start_ns(self, action: Action, done: Mapping[Action, float]) -> float | None:
-        """Return when an action's input is there; None while what makes it has not run."""
-        if action.kind == WEIGHT_GRADIENT:
-            return 0.0
-        source = action.stage + (-1 if action.kind == FORWARD else 1)
-        if not 0 <= source < self.stages:
+    def _made_ns(self, action: Action, done: Mapping[Action, float]) -> float | None:
+        """Return when an action's input is computed; None while what makes it has not run."""
+        source = self._source(action)
+        if source is None:
             return 0.0
         kinds = (FORWARD,) if action.kind == FORWARD else (BACKWARD, INPUT_GRADIENT)
         found = (done.get(Action(source, kind, action.micro_batch)) for kind in kinds)
-        made = next((ns for ns in found if ns is not None), None)
-        if made is None or self._place(source) == self._place(action.stage):
-            return made
-        return made + self.transfer_ns
+        return next((ns for ns in found if ns is not None), None)
+
+    def _arrived_ns(self, action: Action, begun_ns: float, link_free_ns: dict[tuple[int, int], float]) -> float:
+        """Return when an action has its input, whose transfer can begin at `begun_ns`; note when the link is free."""
+        source = self._source(action)
+        link = (-1 if source is None else self._place(source)), self._place(action.stage)
+        if source is None or link[0] == link[1]:
+            return 0.0
+        usual_ns = statistics.median(self.transfer_ns.values()) if self.transfer_ns else 0.0
+        arrived_ns = max(begun_ns, link_free_ns.get(link, 0.0)) + self.transfer_ns.get(link, usual_ns)
+        link_free_ns[link] = arrived_ns
+        return arrived_ns
+
+    def _source(self, action: Action) -> int | None:
+        """Return the stage whose result an action needs, if another one's."""
+        source = action.stage + (-1 if action.kind == FORWARD else 1)
+        return source if action.kind != WEIGHT_GRADIENT and 0 <= source < self.stages else None
 
     def _takes_ns(self, action: Action) -> float:
         stage = action.stage
@@ -221,7 +243,7 @@ def recorded(run: Run) -> PipelineTiming:
         forward,
         inputs,
         weights,
-        _transfer_ns(run),
+        _transfer_ns(run, lambda stage: pipeline_schedules.place_of(stated.schedule or "", stage, ranks)),
         pipeline_balance.head_layers(run.manifest) or 0.0,
         *(
             tuple(next(of[stage, kind] for kind in kinds if (stage, kind) in of) for stage in range(stages))
@@ -258,8 +280,14 @@ def _backward(times: Mapping[tuple[int, str], float], stage: int) -> tuple[float
     return both - weight, weight
 
 
-def _transfer_ns(run: Run) -> float:
-    """Return the median time of a transfer between stages: the shorter of a send and its receive, which waits."""
+_ALONE = 0.1
+"""This quantile of transfers had their link alone: activations and gradients share it where stages form a V."""
+
+
+def _transfer_ns(run: Run, place_of: Callable[[int], int]) -> dict[tuple[int, int], float]:
+    """Return the time of a transfer from a place to another: the shorter of a send and its receive."""
+    stages = run.run_table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min()).iter_rows()
+    places = {rank: place_of(stage) for rank, stage in stages}
     spans = run.table(pipeline_bubbles.transfer_spans)
     sends, receives = (
         spans.filter(pl.col("op") == op).with_columns(
@@ -271,7 +299,11 @@ def _transfer_ns(run: Run) -> float:
         receives.select("window", "step", "number", rank="peer", peer="rank", other_ns="dur_ns"),
         on=["window", "step", "number", "rank", "peer"],
     )
-    return float(pairs.select(pl.min_horizontal("dur_ns", "other_ns").median()).item() or 0.0)
+    ends = [pl.col(end).replace_strict(places, default=None, return_dtype=pl.Int64) for end in ("rank", "peer")]
+    of_link = (
+        pairs.with_columns(ends).group_by("rank", "peer").agg(pl.min_horizontal("dur_ns", "other_ns").quantile(_ALONE))
+    )
+    return {(sender, receiver): ns for sender, receiver, ns in of_link.drop_nulls().iter_rows()}
 
 
 def parsed_layers(text: str, timing: PipelineTiming) -> tuple[int, ...]:
