@@ -180,3 +180,19 @@ def test_one_slow_link_of_several_is_predicted(tmp_path: Path, schedule: str, st
         layers = equal_stages(8, 4 * per_rank)
         true_ns = _simulated_ns(slow, schedule=other, virtual_stages=per_rank, stage_layers=layers)
         assert found.predicted_ns == pytest.approx(true_ns, rel=0.05)
+
+
+def test_gradients_of_fewer_layers_are_reduced_sooner(tmp_path: Path) -> None:
+    # Replicas on nodes of their own with a slow network: the stage with three layers reduces their gradients last.
+    healthy = pipelined(4, pp=2, layers=4, micro_batches=6, steps=2)
+    assert healthy.hybrid is not None
+    machine = replace(healthy.hardware, gpus_per_node=1)
+    slow = Impairments(slow_axes={"dp_replicate": 8.0})
+    unequal = replace(healthy.hybrid, stage_layers=(1, 3))
+    job = replace(healthy, hardware=machine, hybrid=unequal, impairments=slow)
+    written(job, tmp_path / "run")
+    run = tracekit.load(tmp_path / "run", cache=False)
+    timing = pipeline_timing.recorded(run)
+    assert timing.reduction_ns[1] > 0.1 * engine.simulate(job).total_ns / job.steps
+    found = pipeline_changes.predict(run, PipelineChange(stage_layers="2,2"))
+    assert found.predicted_ns == pytest.approx(_simulated_ns(job, stage_layers=(2, 2)), rel=CLOSE)

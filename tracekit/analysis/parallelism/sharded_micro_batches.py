@@ -39,7 +39,7 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     micro-batch), duration_ns (of the pipeline in that step). Empty without a pipeline.
     """
     bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles)
-    calls = run.run_table(_data_parallel_calls)
+    calls = run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS))
     if bubbles.is_empty() or calls.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     placed = alignment.on_run_clock(calls, run.offsets, ("start_ns",)).sort("start_ns")
@@ -98,19 +98,22 @@ def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     Keys are (window, rank), times on the clock of the rank's trace.
     """
     compute = axis_communication.compute_spans(run)
-    of_rank = run.run_table(_data_parallel_calls).partition_by("window", "rank", as_dict=True)
+    of_rank = (
+        run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS)).partition_by("window", "rank", as_dict=True)
+    )
     return {
         place: intervals.subtract(exposed_communication.transfer_spans(own), compute.get(place, intervals.EMPTY))
         for place, own in of_rank.items()
     }
 
 
-def _data_parallel_calls(run: Run) -> pl.DataFrame:
-    """Return the calls of `axis_communication.calls` on data-parallel axes, with their exposed_ns and waited_ns."""
+def data_parallel_calls(run: Run) -> pl.DataFrame:
+    """Return the calls of `axis_communication.calls` on data-parallel axes, with exposed_ns and waited_ns.
+
+    Use ``run.run_table``.
+    """
     other_axes = [PP, TP, EP, CP, "world"]
-    named = run.run_table(axis_communication.calls).filter(
-        pl.col("op").is_in(_OPS), ~pl.col("axis").is_in(other_axes).fill_null(value=True)
-    )
+    named = run.run_table(axis_communication.calls).filter(~pl.col("axis").is_in(other_axes).fill_null(value=True))
     times = ("exposed_ns", "waited_ns", "dur_ns")
     exposed = run.run_table(exposed_communication.exposed_transfers).select("window", "rank", "activity_id", *times)
     return named.drop(times, strict=False).join(

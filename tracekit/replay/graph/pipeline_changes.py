@@ -14,7 +14,7 @@ from tracekit.replay.graph.pipeline_timing import PipelineTiming
 from tracekit.replay.graph.strategies import Prediction
 
 _ASSUMED = "mean time of each stage's actions"
-_OUTSIDE = "time outside the pipeline unchanged (reduction of gradients, optimizer)"
+_OUTSIDE = "time outside the pipeline unchanged (optimizer); reduction of gradients in proportion to a rank's weights"
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ class PipelineTiming:
     backward_exposed_ns: tuple[float, ...] = ()
     """Collectives that each action has for the weights, by stage and whatever its tokens: the time in which the rank
     gathers before it can start, and the exposed time within the action. Empty: none."""
+    reduction_ns: tuple[float, ...] = ()
+    """Exposed collectives of data parallelism after the last action of each place, in proportion to its weights."""
 
     @property
     def stages(self) -> int:
@@ -68,7 +70,7 @@ class PipelineTiming:
         return self.shape.ranks * self.shape.virtual_stages
 
     def duration_ns(self) -> float:
-        """Return the time from the first action to the last, if each starts as soon as it can.
+        """Return the time from the first action to the end of the last reduction, if each starts as soon as it can.
 
         A receive is posted when the action before the one that needs it starts.
         """
@@ -87,7 +89,7 @@ class PipelineTiming:
                     free_ns[rank] = done[action] = max(gathered_ns, arrived_ns, made) + self._takes_ns(action)
                     at[rank] += 1
             assert sum(at) > before, "a schedule whose actions wait for each other"
-        return max(free_ns)
+        return max(map(sum, zip(free_ns, self.reduction_ns or [0.0] * len(orders), strict=True)))
 
     def with_micro_batches(self, count: int) -> "PipelineTiming":
         """Return the timing with the tokens of a step divided into another number of micro-batches."""
@@ -121,6 +123,9 @@ class PipelineTiming:
             # An action waits for its first layer; the others are gathered meanwhile.
             of_rank = [statistics.mean(getattr(self, name)[at] for at in own) for own in self._stages_of_ranks()]
             scaled[name] = tuple(of_rank[divided._place(at)] for at in range(divided.stages))
+        if self.reduction_ns:
+            changes = zip(self.reduction_ns, self._parameters(), divided._parameters(), strict=True)
+            scaled["reduction_ns"] = tuple(ns * after / before for ns, before, after in changes)
         return replace(divided, **scaled)  # type: ignore[arg-type]
 
     def shortened(self, saved_ns: Mapping[tuple[int, str], float]) -> "PipelineTiming":
@@ -157,9 +162,18 @@ class PipelineTiming:
     def _layer_ns(self, times: Sequence[float]) -> list[float]:
         """Return the time of a layer on each rank."""
         return [
-            sum(times[stage] for stage in own) / sum(self._weight(stage, self.layers[stage]) for stage in own)
-            for own in self._stages_of_ranks()
+            sum(times[stage] for stage in own) / weight
+            for own, weight in zip(self._stages_of_ranks(), self._rank_weights(), strict=True)
         ]
+
+    def _rank_weights(self) -> list[float]:
+        """Return how many layers each rank has, the head as many as it takes as long as."""
+        return [sum(self._weight(stage, self.layers[stage]) for stage in own) for own in self._stages_of_ranks()]
+
+    def _parameters(self) -> list[float]:
+        """Return the weights of each rank in layers: the first stage has an embedding as large as the head."""
+        first = self._place(0)
+        return [weight + self.head_layers * (rank == first) for rank, weight in enumerate(self._rank_weights())]
 
     def _place(self, stage: int) -> int:
         return pipeline_schedules.place_of(self.schedule, stage, self.shape.ranks)
@@ -236,6 +250,16 @@ def recorded(run: Run) -> PipelineTiming:
     )
     forward = tuple(own[stage, FORWARD] for stage in range(stages))
     inputs, weights = zip(*(_backward(own, stage) for stage in range(stages)), strict=True)
+
+    per_action = [
+        tuple(next(of[stage, kind] for kind in kinds if (stage, kind) in of) for stage in range(stages))
+        for of in (gather, exposed)
+        for kinds in ((FORWARD,), (BACKWARD, INPUT_GRADIENT))
+    ]
+
+    def place_of(stage: int) -> int:
+        return pipeline_schedules.place_of(stated.schedule or "", stage, ranks)
+
     return PipelineTiming(
         stated.schedule,
         Shape(ranks, stages // ranks, int(actions["micro_batch"].n_unique())),
@@ -243,14 +267,31 @@ def recorded(run: Run) -> PipelineTiming:
         forward,
         inputs,
         weights,
-        _transfer_ns(run, lambda stage: pipeline_schedules.place_of(stated.schedule or "", stage, ranks)),
+        _transfer_ns(run, _places(run, place_of)),
         pipeline_balance.head_layers(run.manifest) or 0.0,
-        *(
-            tuple(next(of[stage, kind] for kind in kinds if (stage, kind) in of) for stage in range(stages))
-            for of in (gather, exposed)
-            for kinds in ((FORWARD,), (BACKWARD, INPUT_GRADIENT))
-        ),
+        **dict(zip((*_GATHERS, *_EXPOSED), per_action, strict=True)),
+        reduction_ns=_reduction_ns(run, _places(run, place_of), ranks),
     )
+
+
+def _places(run: Run, place_of: Callable[[int], int]) -> dict[int, int]:
+    """Return the place in the pipeline of each rank."""
+    stages = run.run_table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min())
+    return {rank: place_of(stage) for rank, stage in stages.iter_rows()}
+
+
+def _reduction_ns(run: Run, places: Mapping[int, int], ranks: int) -> tuple[float, ...]:
+    """Return the exposed time of data-parallel collectives after the last action, by place: medians over steps."""
+    key = ["window", "rank", "step"]
+    actions = run.run_table(pipeline_stages.staged_actions)
+    end_ns = pl.col("trace_start_ns") + pl.col("end_ns") - pl.col("start_ns")
+    last = actions.group_by(key).agg(end_ns.max().alias("last_ns"))
+    calls = run.run_table(sharded_micro_batches.data_parallel_calls)
+    calls = calls.join(last, on=key, nulls_equal=True).filter(pl.col("end_ns") > pl.col("last_ns"))
+    sums = last.join(calls.group_by(key).agg(pl.col("exposed_ns").sum()), on=key, how="left", nulls_equal=True)
+    place = pl.col("rank").replace_strict(places, return_dtype=pl.Int64).alias("place")
+    found = dict(sums.group_by(place).agg(pl.col("exposed_ns").fill_null(0).median()).iter_rows())
+    return tuple(found.get(at, 0.0) for at in range(ranks))
 
 
 def _mean_times(run: Run) -> pl.DataFrame:
@@ -284,10 +325,8 @@ _ALONE = 0.1
 """This quantile of transfers had their link alone: activations and gradients share it where stages form a V."""
 
 
-def _transfer_ns(run: Run, place_of: Callable[[int], int]) -> dict[tuple[int, int], float]:
+def _transfer_ns(run: Run, places: Mapping[int, int]) -> dict[tuple[int, int], float]:
     """Return the time of a transfer from a place to another: the shorter of a send and its receive."""
-    stages = run.run_table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min()).iter_rows()
-    places = {rank: place_of(stage) for rank, stage in stages}
     spans = run.table(pipeline_bubbles.transfer_spans)
     sends, receives = (
         spans.filter(pl.col("op") == op).with_columns(
