@@ -7,10 +7,10 @@ from functools import partial
 from typing import TypeAlias
 
 from tracekit.conventions import pipeline_schedules
-from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, PP, TP
+from tracekit.conventions.strategies import AXES, DP_REPLICATE, DP_SHARD, PP, TP
 from tracekit.errors import InputError
 from tracekit.model.run import Run
-from tracekit.replay.graph import pipeline_changes, savings
+from tracekit.replay.graph import pipeline_changes, rank_order, savings
 from tracekit.replay.graph.pipeline_changes import PipelineChange
 from tracekit.simulate import engine
 from tracekit.simulate.hybrid import Hybrid, equal_stages
@@ -18,6 +18,7 @@ from tracekit.simulate.job import Impairments, Job
 
 MATTERS = 0.03  # share of the step from which a change is an answer worth having
 CLOSE = 0.1
+_SAME = 0.001  # of the step
 _FASTER = 4.0
 _UNBALANCED_EXPERTS = "unbalanced-experts"
 _Predict: TypeAlias = Callable[[Run], float]
@@ -79,6 +80,7 @@ def _questions(job: Job, healthy: Job) -> Iterator[_Question]:
         yield from _pipelines(job, job.hybrid)
     if job.impairments.hot_expert != healthy.impairments.hot_expert:
         yield "experts", f"--without {_UNBALANCED_EXPERTS}", _without_unbalanced_experts, lambda: healthy
+    yield from _placements(job, job.hybrid)
     for axis, changed in _faster_axes(job, job.hybrid):
         text = f"--axis-times {axis}={_FASTER:g}"
         yield f"links of {axis}", text, _axis(axis), partial(replace, job, impairments=changed)
@@ -100,6 +102,23 @@ def _pipelines(job: Job, hybrid: Hybrid) -> Iterator[_Question]:
         text = ",".join(map(str, layers))
         changed_job = partial(replace, job, hybrid=replace(hybrid, stage_layers=layers))
         yield "layers of stages", f"--stage-layers {text}", _pipeline(PipelineChange(stage_layers=text)), changed_job
+
+
+def _placements(job: Job, hybrid: Hybrid) -> Iterator[_Question]:
+    """Ask for the two inner axes in the other order, where that moves ranks between nodes.
+
+    Links that are slow by a fault are not asked about: whether the fault moves with the ranks is not known.
+    """
+    slow = job.impairments
+    inner = [axis for axis in reversed(AXES) if hybrid.layout.sizes[axis] > 1]
+    if len(inner) < 2 or job.gpus <= job.hardware.gpus_per_node or slow.slow_axes or slow.slow_boundaries:
+        return
+    order = (inner[1], inner[0], *inner[2:])
+    changed = partial(replace, job, hybrid=replace(hybrid, rank_order=order))
+    if abs(_step_ns(changed()) - _step_ns(job)) < _SAME * _step_ns(job):
+        return
+    text = "-".join(order)
+    yield "ranks on nodes", f"--rank-order {text}", lambda run: rank_order.predict(run, text).predicted_ns, changed
 
 
 def _with_schedule(hybrid: Hybrid, layers: int, schedule: str) -> Hybrid:

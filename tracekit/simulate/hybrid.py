@@ -29,6 +29,9 @@ class Hybrid:
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] = ()
     sequence_parallel: bool = False
+    rank_order: tuple[str, ...] = ()
+    """Axes by which ranks are placed on nodes, innermost first; the rest follow as ranks are numbered. Such a job is
+    simulated, but not written: traces say that consecutive ranks share a node."""
 
     @cached_property
     def data_axis(self) -> str:
@@ -64,6 +67,14 @@ class Hybrid:
         """Return the rank that runs another stage of the same micro-batches: it is at the same place otherwise."""
         inner = self.layout.world_size // self.layout.pp
         return self._place_of(stage) * inner + rank % inner
+
+    def slot(self, rank: int) -> int:
+        """Return the number of a rank's GPU, nodes having consecutive ones."""
+        found, stride, places = 0, 1, self.layout.coordinate(rank)
+        for axis in dict.fromkeys((*self.rank_order, *reversed(AXES))):
+            found += stride * places[axis]
+            stride *= self.layout.sizes[axis]
+        return found
 
     def _place_of(self, stage: int) -> int:
         return pipeline_schedules.place_of(self.schedule, stage, self.layout.pp)

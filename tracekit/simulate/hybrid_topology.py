@@ -1,5 +1,6 @@
 """The process groups of a hybrid job, one for each place on an axis of its mesh, and their links."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
@@ -84,7 +85,7 @@ class HybridWorld:
         places, sent = kind.split(":")[1:]
         parent = self.group(PP, rank)
         sender, receiver = (parent.ranks[int(place)] for place in places.split(">"))
-        same = sender // self._job.node == receiver // self._job.node
+        same = self._hybrid.slot(sender) // self._job.node == self._hybrid.slot(receiver) // self._job.node
         link = f"{NODE if same else NETWORK} {sender}>{receiver}"  # links between two ranks are shared by nobody
         return Group(channel(sender, receiver, sent), parent.description, (sender, receiver), link, parent)
 
@@ -93,9 +94,8 @@ class HybridWorld:
             return rates(self._job.hardware, spans_nodes=False)
         of = rates(self._job.hardware, spans_nodes=True)
         # A node's network is shared evenly by its GPUs, a ring has the shares of its ranks there.
-        most = max(
-            sum(other // self._job.node == rank // self._job.node for other in group.ranks) for rank in group.ranks
-        )
+        nodes = Counter(self._hybrid.slot(rank) // self._job.node for rank in group.ranks)
+        most = max(nodes.values())
         share = 1 if group.parent is not None else most
         return replace(of, bus_bytes_per_s=of.bus_bytes_per_s * share / self._job.node)
 
@@ -108,7 +108,7 @@ def _all_groups(hybrid: Hybrid, node: int) -> dict[str, list[Group]]:
         description = "default_pg" if kind == WORLD else f"mesh_{kind}"
         found[kind] = []
         for ranks in listed:
-            link = NODE if len({rank // node for rank in ranks}) == 1 else NETWORK
+            link = NODE if len({hybrid.slot(rank) // node for rank in ranks}) == 1 else NETWORK
             found[kind].append(Group(str(number), description, tuple(ranks), link))
             number += 1
     return found

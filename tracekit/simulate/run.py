@@ -47,6 +47,8 @@ def simulate(
     """
     job = faults.inject(healthy, requests)
     memory.require_fit(job)
+    if job.hybrid is not None and job.hybrid.rank_order:
+        raise InputError("a job with another order of ranks is simulated, but not written")
     _make_room(out, force=force)
     recording = engine.simulate(job)
     known = truth.known_faults(healthy, requests, job, recording)

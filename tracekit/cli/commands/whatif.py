@@ -23,7 +23,7 @@ class ChangeOptions:
     ] = None
     gpus_per_node: Annotated[int, typer.Option(metavar="N", help="For hsdp: GPUs per node.")] = 8
     node_bandwidth: Annotated[
-        float | None, typer.Option(metavar="B", help="For hsdp: bus bandwidth within a node, in bytes/s.")
+        float | None, typer.Option(metavar="B", help="For hsdp, --rank-order: bus bandwidth within a node, in bytes/s.")
     ] = None
     recompute_fewer: Annotated[
         int | None, typer.Option(metavar="N", help="Predict the effect of recomputing N layers fewer.")
@@ -35,6 +35,10 @@ class ChangeOptions:
     axis_times: Annotated[
         list[str] | None,
         typer.Option(metavar="AXIS=X", help="Predict links of a mesh axis with X times the bandwidth. Repeatable."),
+    ] = None
+    rank_order: Annotated[
+        str | None,
+        typer.Option(metavar="A-B-…", help="Predict ranks on nodes in this order of axes, innermost first: tp-dp-pp."),
     ] = None
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", help="Predict N micro-batches per step, of as many tokens in all.")
@@ -69,6 +73,10 @@ class ChangeOptions:
         if self.axis_times:
             axes = [text.partition("=") for text in self.axis_times]
             predictions.append(pipeline_changes.predict_axes(run, {axis: _number(times) for axis, _, times in axes}))
+        if self.rank_order is not None:
+            from tracekit.replay.graph import rank_order
+
+            predictions.append(rank_order.predict(run, self.rank_order, self.node_bandwidth))
         return predictions
 
     def _node(self) -> "NodeSpec | None":

@@ -1,0 +1,157 @@
+"""Ranks placed on nodes in another order: the axes that move into nodes, or out of them, get other links."""
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import polars as pl
+
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.parallelism import mesh, rank_places, tensor_parallel
+from tracekit.conventions.process_groups import DP
+from tracekit.conventions.strategies import AXES, CP, DP_REPLICATE, DP_SHARD, EP, PP
+from tracekit.errors import InputError
+from tracekit.model.run import Run
+from tracekit.replay.graph import pipeline_changes
+from tracekit.replay.graph.strategies import Prediction
+from tracekit.sync import collective_matching
+
+_LARGE_BYTES = 1 << 20
+"""From which size on the bandwidth of a message counts, as for TP001."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    """How the groups of an axis lie on nodes: the most ranks of a group on one node, and whether that is all of it."""
+
+    ranks_per_node: int
+    is_inside: bool
+
+
+def predict(run: Run, text: str, node_bytes_per_s: float | None = None) -> Prediction:
+    """Return the predicted step time with ranks numbered, and so placed on nodes, in another order of the mesh's axes.
+
+    `text` names the axes, the first one being that of consecutive ranks, such as "tp-dp-pp" (as Megatron-LM's
+    rank orders). The bus bandwidth of an axis across nodes is that of a rank's share of its node's network times the
+    ranks of a group on a node; inside nodes it is that of other groups there, else `node_bytes_per_s`, else that of the
+    devices' links. Raises InputError where axes, nodes or bandwidths are not known, or where no axis moves.
+    """
+    sizes = _sizes(run)
+    order = _order(text, sizes)
+    node_of = rank_places.node_of_rank(run)
+    if not node_of:
+        raise InputError(f"--rank-order: the nodes of {run.path}'s ranks are not known, or all ranks are on one")
+    node = max(Counter(node_of.values()).values())
+    before = {axis: _recorded(groups, node_of) for axis, groups in mesh.groups_of(run.manifest).items()}
+    after = {axis: _placed(axis, order, sizes, node, run) for axis in before}
+    moved = {axis: after[axis] for axis in before if before[axis] != after[axis]}
+    rates = _Rates(run, node_of, node_bytes_per_s)
+    times = {axis: rates.of(span) / rates.of_axis(axis, before[axis]) for axis, span in moved.items()}
+    times = {axis: ratio for axis, ratio in times.items() if rates.has_calls(axis)}
+    if not times:
+        raise InputError(f"--rank-order {text}: no axis moves into nodes or out of them; links stay as they are")
+    found = pipeline_changes.predict_axes(run, times)
+    links = (f"{axis} {'inside nodes' if moved[axis].is_inside else 'across nodes'}" for axis in times)
+    name = f"ranks in the order {'-'.join(order)} ({', '.join(links)})"
+    return replace(found, name=name, assumptions=(*found.assumptions, "messages as large, and links that axes share"))
+
+
+class _Rates:
+    """Bus bandwidths of a run's groups inside nodes and across them, in bytes/s."""
+
+    def __init__(self, run: Run, node_of: Mapping[int, str], inside: float | None) -> None:
+        self._run, self._node_of = run, node_of
+        calls = run.run_table(collective_matching.matched_calls).filter(pl.col("bytes") >= _LARGE_BYTES)
+        # The last rank to arrive waits for nobody: the shortest duration is the transfer's, whatever the clocks.
+        shortest = (pl.col("end_ns") - pl.col("start_ns")).min()
+        each = (
+            calls.drop_nulls("instance")
+            .group_by("window", "instance")
+            .agg(
+                pl.col("rank").unique().sort().alias("ranks"),
+                pl.col("op", "group_size", "bytes").first(),
+                shortest.alias("ns"),
+            )
+        )
+        rate = pl.col("bytes") * collective_instances.bus_factor() * collective_instances.SECOND_NS / pl.col("ns")
+        known = each.filter(pl.col("ranks").list.len() > 1, pl.col("ns") > 0).select("ranks", rate.alias("rate"))
+        self._measured = list(known.drop_nulls().iter_rows())
+        spans = [(_recorded([ranks], node_of), rate) for ranks, rate in self._measured]
+        self._inside = inside or _median(rate for span, rate in spans if span.is_inside)
+        self._share = _median(rate / span.ranks_per_node for span, rate in spans if not span.is_inside)
+
+    def of(self, span: _Span) -> float:
+        """Return what groups that lie so on nodes get. Raises InputError where it is not known."""
+        if not span.is_inside:
+            if self._share is None:
+                raise InputError("--rank-order: no group of the run spans nodes; the network's bandwidth is not known")
+            return self._share * span.ranks_per_node
+        known = self._inside or tensor_parallel.link_bandwidth(self._run)
+        if known is None:
+            raise InputError(
+                "--rank-order: no group of the run lies inside a node; give its bus bandwidth by --node-bandwidth"
+            )
+        return known
+
+    def of_axis(self, axis: str, span: _Span) -> float:
+        """Return what the groups of an axis have in the run, else what groups that lie as they do have."""
+        return _median(self._of_groups(axis)) or self.of(span)
+
+    def has_calls(self, axis: str) -> bool:
+        """Return whether the run has large messages of an axis."""
+        return bool(self._of_groups(axis))
+
+    def _of_groups(self, axis: str) -> list[float]:
+        groups = [frozenset(ranks) for ranks in mesh.groups_of(self._run.manifest)[axis]]
+        whole = set(groups)
+        pairs = axis == PP
+        return [
+            rate
+            for ranks, rate in self._measured
+            if frozenset(ranks) in whole or (pairs and any(frozenset(ranks) <= each for each in groups))
+        ]
+
+
+def _median(rates: Iterable[float]) -> float | None:
+    found = list(rates)
+    return statistics.median(found) if found else None
+
+
+def _sizes(run: Run) -> dict[str, int]:
+    """Return the ranks along each axis of the mesh. Raises InputError where run.json states none."""
+    groups = mesh.groups_of(run.manifest)
+    found = {axis: len(groups[axis][0]) for axis in AXES if groups.get(axis)}
+    if not found or math.prod(found.values()) != len(run.ranks):
+        raise InputError(f"--rank-order: run.json of {run.path} does not state the mesh of its {len(run.ranks)} ranks")
+    return found
+
+
+def _order(text: str, sizes: Mapping[str, int]) -> list[str]:
+    """Return the axes from the innermost one on; dp stands for dp_shard and dp_replicate."""
+    given = [part for part in re.split(r"[-,]", text.lower()) if part]
+    named = [axis for part in given for axis in ((DP_SHARD, DP_REPLICATE) if part == DP else (part,))]
+    order = [axis for axis in named if axis in sizes]
+    unknown = [axis for axis in named if axis not in AXES]
+    if unknown or sorted(order) != sorted(sizes):
+        axes = dict.fromkeys(
+            DP if axis in (DP_SHARD, DP_REPLICATE) else axis for axis in reversed(AXES) if axis in sizes
+        )
+        raise InputError(f"--rank-order is {text!r}; it must name each axis of the mesh once, such as {'-'.join(axes)}")
+    return order
+
+
+def _recorded(groups: Sequence[Sequence[int]], node_of: Mapping[int, str]) -> _Span:
+    counts = [Counter(node_of.get(rank) for rank in ranks) for ranks in groups]
+    return _Span(max(max(each.values()) for each in counts), all(len(each) == 1 for each in counts))
+
+
+def _placed(axis: str, order: Sequence[str], sizes: Mapping[str, int], node: int, run: Run) -> _Span:
+    """Return how the groups of an axis lie on nodes of consecutive ranks, if ranks are numbered in an order."""
+    size = len(mesh.groups_of(run.manifest)[axis][0])
+    along = next(each for each in order if each in (DP_SHARD, CP, DP_REPLICATE)) if axis == EP else axis
+    stride = math.prod(sizes[each] for each in order[: order.index(along)])
+    inside = min(size, max(1, node // stride))
+    return _Span(inside, inside == size)
