@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import polars as pl
 
@@ -18,6 +18,13 @@ _FIX = (
     "See why the clock drops: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE (rocm-smi -a on AMD). Improve "
     "cooling, raise the power limit (nvidia-smi -pl), or lock a clock that all GPUs can keep (nvidia-smi -lgc)."
 )
+_OTHER_FIX = (
+    "The clock does not fall, so look for other work on the device: nvidia-smi pmon -c 1 and "
+    "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv list its processes (rocm-smi --showpids on AMD)."
+)
+_CONFIDENCES = {True: 0.9, None: 0.7, False: 0.4}
+_LOWER = 0.97
+"""A clock below this share of what it was before has fallen."""
 _DEVICE = ["window", "rank", "device"]
 
 
@@ -36,7 +43,8 @@ class ClockDrop(Rule):
     which kernels take longest. The slowdown is the median over kernels by their time. It must exceed 3% and how much
     the same kernel varies, and kernels with three quarters of the time must be slower by a third of it or more: a lower
     clock slows all kernels, those bound by memory less. The cost is the saving of a replay in which these kernels take
-    their time before, as a mean over all steps of the window.
+    time before, as a mean over all steps of the window. If the metrics log has counters of the GPU (tracekit record
+    --device-metrics), the message says whether its clock fell, and why; if it did not, another process is likely.
 
     How to fix: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE shows why the clock drops (rocm-smi -a on AMD):
     improve cooling, raise the power limit (nvidia-smi -pl) or lock a clock that all GPUs can keep (nvidia-smi -lgc);
@@ -50,6 +58,7 @@ class ClockDrop(Rule):
     facts: ClassVar[tuple[Fact, ...]] = (
         clock_drops.clock_drops,
         clock_drops.slowed_kernels,
+        clock_drops.recorded_clocks,
         *steps_without_saves.FACTS,
     )
     min_cost_ratio: float = 0.01
@@ -78,19 +87,44 @@ class ClockDrop(Rule):
         is_warning = worst["lost_ratio"] >= self.warning_cost_ratio
         since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
+        clock = _recorded_clock(run, worst)
+        what = f"The clock of {on} drops" if clock.fell is not False else f"All kernels of {on} become slower"
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
-            f"The clock of {on} drops: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
+            f"{what}: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
             f"times as long as before, all together ({worst['low']:.2f} to {worst['high']:.2f} for half of their "
-            f"time). That adds {units.duration(worst['lost_ns'])} to the window ({units.share(worst['lost_ratio'])}).",
-            _FIX,
+            f"time). That adds {units.duration(worst['lost_ns'])} to the window ({units.share(worst['lost_ratio'])})."
+            f"{clock.text}",
+            _FIX if clock.fell is not False else _OTHER_FIX,
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"] // max(1, worst["steps"]),
-            confidence=0.7,
+            confidence=_CONFIDENCES[clock.fell],
             ranks=ranks,
             steps=distinct(places, "step"),
             evidence=largest_first(slowed, "excess_ns", "rank", "start_ns").head(_EVIDENCE_ROWS),
             what_if=WhatIf("clock-drop"),
             is_of_window=bool(worst["is_of_window"]),
         )
+
+
+class _RecordedClock(NamedTuple):
+    """Whether the recorded clock fell, None if none is recorded, and what to say about it."""
+
+    fell: bool | None
+    text: str
+
+
+def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
+    """Return what the counters of the GPU say about a drop."""
+    is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(drop[name], pl.Int64)) for name in _DEVICE)
+    rows = run.table(clock_drops.recorded_clocks).filter(is_own)
+    if rows.is_empty():
+        return _RecordedClock(None, "")
+    before_mhz, since_mhz, reasons = rows.select("before_mhz", "since_mhz", "reasons").row(0)
+    if since_mhz >= _LOWER * before_mhz:
+        return _RecordedClock(fell=False, text=f" Its recorded clock stays: {before_mhz:,.0f} to {since_mhz:,.0f} MHz.")
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    return _RecordedClock(
+        fell=True, text=f" Its recorded clock falls from {before_mhz:,.0f} to {since_mhz:,.0f} MHz{why}."
+    )

@@ -1,4 +1,4 @@
-"""RANK001 by the counters of GPUs: a straggler with a lower clock is a hardware fault, one at the same clock is not."""
+"""RANK001 and STEP003 by the counters of GPUs: a lower clock is a hardware fault, an equal one is not."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,7 @@ import polars as pl
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.conventions import device_metrics as names
 from tracekit.model.run import Run
+from tracekit.rules.clock_drops import ClockDrop
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Finding
 from tracekit.rules.stragglers import Straggler
@@ -102,3 +103,29 @@ def test_uncorrected_memory_errors_are_stated() -> None:
     found = straggler({**HEALTHY, names.ECC_UNCORRECTED: 2, names.PENDING_ROW_REMAP: 1})
     assert "Its GPU has 2 uncorrected memory errors (ECC). A memory row is to be replaced" in found.message
     assert "nvidia-smi --gpu-reset" in found.fix
+
+
+def slowing(*clocks_mhz: float, reasons: int = 0) -> Finding:
+    """Return STEP003's finding on a rank whose kernels take longer from step 2 on, with these clocks by step."""
+    rows = [(step, names.SM_CLOCK, mhz) for step, mhz in enumerate(clocks_mhz)]
+    rows += [(step, names.THROTTLE_REASONS, float(reasons * (step > 2))) for step in range(len(clocks_mhz))]
+    schema = {"step": pl.Int64, "name": pl.String, "value": pl.Float64}
+    metrics = pl.DataFrame(rows, schema=schema, orient="row")
+    trace = drawn_traces.slowing(dict.fromkeys("abcdefgh", 12)).replaced(metrics=metrics)
+    (found,) = check(drawn_traces.run(trace), [ClockDrop()]).findings
+    return found
+
+
+def test_a_clock_drop_is_confirmed_by_the_recorded_clock() -> None:
+    found = slowing(1755, 1755, 1600, 1410, reasons=names.HW_THERMAL)
+    assert found.message.startswith("The clock of rank 0 drops: from step 2 on")
+    assert "Its recorded clock falls from 1,755 to 1,410 MHz (hardware thermal slowdown)." in found.message
+    assert found.confidence == 0.9
+
+
+def test_without_a_lower_clock_another_process_is_suspected() -> None:
+    found = slowing(1755, 1755, 1755, 1740)
+    assert found.message.startswith("All kernels of rank 0 become slower: from step 2 on")
+    assert "Its recorded clock stays: 1,755 to 1,740 MHz." in found.message
+    assert "nvidia-smi pmon" in found.fix
+    assert found.confidence < slowing(1755, 1755).confidence == 0.7

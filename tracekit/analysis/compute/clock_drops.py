@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import concurrency
+from tracekit.analysis.compute import concurrency, device_counters
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS, DeviceWork
 from tracekit.analysis.compute.slowdown import Floats
 from tracekit.analysis.time import device_stalls
+from tracekit.conventions import device_metrics
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
@@ -18,6 +19,9 @@ COLUMNS = schema.columns(
     "device step since_ns slowdown low high kernels", slowdown=pl.Float64, low=pl.Float64, high=pl.Float64
 )
 KERNEL_COLUMNS = schema.columns("device activity_id name step lane start_ns dur_ns excess_ns")
+CLOCK_COLUMNS = schema.columns(
+    "device before_mhz since_mhz reasons", before_mhz=pl.Float64, since_mhz=pl.Float64, reasons=pl.List(pl.String)
+)
 MIN_SLOWDOWN = 1.03
 """A smaller change is within what clocks vary by themselves."""
 _MIN_KERNELS = 5
@@ -63,6 +67,30 @@ def slowed_kernels(trace: Trace) -> pl.DataFrame:
         with_excess = kernels.with_columns(pl.Series("excess_ns", np.round(excess_ns), pl.Int64))
         parts.append(schema.select(with_excess, KERNEL_COLUMNS))
     return pl.concat(parts)
+
+
+@memoize
+def recorded_clocks(trace: Trace) -> pl.DataFrame:
+    """Return the recorded clock of the rank's GPU before and after each drop of `clock_drops`.
+
+    Columns CLOCK_COLUMNS: before_mhz and since_mhz (medians over steps of the clock while the GPU is busy, the step of
+    the drop left out), reasons (what limits the clock in most steps since, but not before); no rows without counters of
+    both times.
+    """
+    counters = device_counters.device_counters(trace).with_columns(clock_mhz=device_counters.busy_clock())
+    known = counters.drop_nulls(["step", "clock_mhz"])
+    rows = []
+    for device, at in clock_drops(trace).drop_nulls("step").select("device", "step").iter_rows():
+        before, since = known.filter(pl.col("step") < at), known.filter(pl.col("step") > at)
+        if before.height and since.height:
+            reasons = [each for each in _usual_reasons(since) if each not in _usual_reasons(before)]
+            rows.append((device, before["clock_mhz"].median(), since["clock_mhz"].median(), reasons))
+    return pl.DataFrame(rows, schema=CLOCK_COLUMNS, orient="row")
+
+
+def _usual_reasons(counters: pl.DataFrame) -> list[str]:
+    each = counters[device_metrics.THROTTLE_REASONS].drop_nulls().explode().drop_nulls().value_counts()
+    return each.filter(pl.col("count") * 2 > counters.height)[device_metrics.THROTTLE_REASONS].sort().to_list()
 
 
 @dataclass(frozen=True)
