@@ -47,9 +47,12 @@ def _heatmap(run: OpenRun) -> None:
         return
     windows = by_step["window"].unique().sort().to_list()
     window = st.session_state.get("window")
-    table = by_step.filter(window=window if window in windows else windows[0])
+    counters = run.table(tables.DEVICE_COUNTERS)
+    table = by_step.filter(window=window if window in windows else windows[0]).join(
+        counters, on=["window", "rank", "step"], how="left", nulls_equal=True, maintain_order="left"
+    )
     st.subheader("Ranks and steps")
-    measure = widgets.segments("Colour", "colour", charts.MEASURES)
+    measure = widgets.segments("Colour", "colour", charts.measures(table))
     clicked = widgets.clickable(charts.step_heatmap(table, measure), key=f"ranks-map-{run.entry.name}")
     _show_cell(run, table, clicked and clicked[:2])
 

@@ -14,6 +14,7 @@ from tracekit.analysis.compute import (
     concurrency,
     contention,
     contention_totals,
+    device_counters,
     stall_attribution,
 )
 from tracekit.analysis.compute import kernels as kernel_totals
@@ -83,6 +84,7 @@ PIPELINE_BUBBLES = _across(pipeline_bubbles.pipeline_bubbles, *pipeline_bubbles.
 PIPELINE_ACTIONS = _across(pipeline_stages.staged_actions, *pipeline_stages.FACTS)
 PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)
 
+DEVICE_COUNTERS = _per_trace(device_counters.device_counters)
 DEVICES = _per_trace(contention.device_count)
 CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *contention_totals.FACTS)
 CONTENTION_BY_PHASE = _across(contention_totals.by_phase)

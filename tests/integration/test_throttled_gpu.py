@@ -5,6 +5,10 @@ from pathlib import Path
 
 import tracekit
 from tests.support.cli_runner import tracekit as command
+from tracekit.analysis.communication import exposed_communication
+from tracekit.analysis.compute import device_counters
+from tracekit.conventions import device_metrics
+from tracekit.report import charts
 from tracekit.rules.engine import check
 from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.rule import Finding, Rule
@@ -88,3 +92,21 @@ def test_a_comparison_states_a_change_of_the_clock_and_what_it_does(tmp_path: Pa
     same = command("compare", cool, again, COLUMNS="300").stdout
     assert "SM clock" in same
     assert "differs: 1" not in same
+
+
+def test_the_heatmap_of_ranks_shows_recorded_clocks(tmp_path: Path) -> None:
+    run = tracekit.load(simulated(tmp_path / "run", "--fault", "throttled-gpu:2:1.6"))
+    table = run.run_table(exposed_communication.spread)
+    assert device_metrics.SM_CLOCK not in charts.measures(table)
+    counters = run.table(device_counters.device_counters)
+    table = table.join(counters, on=["window", "rank", "step"], how="left", maintain_order="left")
+    assert [charts.measures(table)[name] for name in ("sm_clock_mhz", "temperature_c", "power_w")] == [
+        "SM clock", "temperature", "power",
+    ]  # fmt: skip
+    bars = charts.step_heatmap(table, device_metrics.SM_CLOCK).data[0]
+    slow = [clock for (rank, *_), clock in zip(bars.customdata, bars.marker.color, strict=True) if rank == 2]
+    assert max(slow) < 1000 < min(set(bars.marker.color) - set(slow))
+    assert (bars.marker.cmin, bars.marker.cmax) == (min(bars.marker.color), max(bars.marker.color))
+    hover = next(cell[2] for cell in bars.customdata if cell[0] == 2)
+    assert "MHz, 91 °C" in hover
+    assert "hardware thermal slowdown" in hover

@@ -29,7 +29,7 @@ from tracekit.report.charts.parallelism import (
     stage_balance,
 )
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
-from tracekit.report.charts.ranks import MEASURES, rank_activity, step_heatmap
+from tracekit.report.charts.ranks import measures, rank_activity, step_heatmap
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
 from tracekit.report.charts.what_if import potential_savings, savings_by_rank
@@ -44,7 +44,6 @@ __all__ = [
     "LIGHT_KINDS",
     "LOST",
     "MAX_SLICES",
-    "MEASURES",
     "PARTS",
     "PATH_COLOURS",
     "REPEATED",
@@ -64,6 +63,7 @@ __all__ = [
     "expert_pair_heatmap",
     "icicle",
     "lost_time",
+    "measures",
     "memory_by_strategy",
     "memory_over_time",
     "mesh_map",

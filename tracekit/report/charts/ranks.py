@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.analysis.parallelism import rank_timelines
+from tracekit.conventions import device_metrics
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
 from tracekit.report.charts import style
@@ -26,7 +27,16 @@ MEASURES = {
     EXPOSED: "exposed communication",
     WAITED: "waiting for a late rank",
 }
-"""The columns that can be drawn, each with its label."""
+"""The columns of every run that can be drawn, each with its label."""
+COUNTERS = {
+    device_metrics.SM_CLOCK: "SM clock",
+    device_metrics.TEMPERATURE: "temperature",
+    device_metrics.POWER: "power",
+}
+"""Counters of the GPUs that can be drawn where they were recorded."""
+_SUFFIXES = {device_metrics.SM_CLOCK: " MHz", device_metrics.TEMPERATURE: " °C", device_metrics.POWER: " W"}
+_LEAST_SPREAD_RATIO = 0.1
+"""Counters that differ by less than this share of the largest one get less than the full range of colours."""
 MAX_CELLS = 4000
 _SHADES = {EXPOSED: style.COLOURS["communication"], WAITED: style.COLOURS["waiting"]}
 _QUICK, _SLOW, _PLAIN = "#0072B2", "#D55E00", "rgba(160, 168, 180, 0.25)"
@@ -99,14 +109,22 @@ def _hover(row: Mapping[str, Any], label: str) -> str:
     return "<br>".join([*lines, " · ".join(what)] if what else lines)
 
 
-def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
-    """Return a heatmap of ranks (rows) and steps (columns), coloured by `measure`, one of MEASURES.
+def measures(table: pl.DataFrame) -> dict[str, str]:
+    """Return the columns of a table that `step_heatmap` can draw, each with its label."""
+    recorded = {name: label for name, label in COUNTERS.items() if name in table.columns and table[name].count()}
+    return MEASURES | recorded
 
-    `table` is `exposed_communication.spread`, of one window. The customdata of a cell starts with its rank and step.
-    With more than MAX_CELLS cells, a click does not select a cell.
+
+def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
+    """Return a heatmap of ranks (rows) and steps (columns), coloured by `measure`, one of `measures`.
+
+    `table` is `exposed_communication.spread`, of one window, and may have the columns of `device_counters`. The
+    customdata of a cell starts with its rank and step. Steps without the counter have no cell. With more
+    than MAX_CELLS cells, a click does not select a cell.
     """
     steps = {step: place for place, step in enumerate(table["step"].unique().sort())}
     ranks = {rank: place for place, rank in enumerate(table["rank"].unique().sort())}
+    table = table.drop_nulls(measure)
     rows = table.to_dicts()
     colours = _colours(table, measure)
     columns = [steps[row["step"]] for row in rows]
@@ -146,6 +164,10 @@ def _ticks(update: object, places: dict[int, int], title: str, window: list[floa
 
 def _colours(table: pl.DataFrame, measure: str) -> dict[str, object]:
     largest = float(str(table[measure].abs().max() or 0.0))
+    if measure in COUNTERS:
+        least = min(float(str(table[measure].min() or 0.0)), (1 - _LEAST_SPREAD_RATIO) * largest)
+        ends = [_SLOW, _PLAIN] if measure == device_metrics.SM_CLOCK else [_PLAIN, _SLOW]
+        return {"cmin": least, "cmax": max(largest, least + 1), "colorscale": [[0, ends[0]], [1, ends[1]]]}
     if measure == SLOWER:
         far = max(largest, _MIN_SCALE)
         return {"cmin": -far, "cmax": far, "colorscale": [[0, _QUICK], [0.5, _PLAIN], [1, _SLOW]]}
@@ -153,12 +175,18 @@ def _colours(table: pl.DataFrame, measure: str) -> dict[str, object]:
 
 
 def _bar(measure: str) -> dict[str, object]:
-    return {"tickformat": "+.0%" if measure == SLOWER else ".0%", "thickness": 14, "nticks": 5, "outlinewidth": 0}
+    ticks = {"tickformat": "+.0%" if measure == SLOWER else ".0%"}
+    if measure in COUNTERS:
+        ticks = {"tickformat": ",.0f", "ticksuffix": _SUFFIXES[measure]}
+    return {**ticks, "thickness": 14, "nticks": 5, "outlinewidth": 0}
 
 
-def _cell_hover(row: dict[str, int]) -> str:
+def _cell_hover(row: dict[str, Any]) -> str:
+    counters = [f"{row[name]:,.0f}{_SUFFIXES[name]}" for name in COUNTERS if row.get(name) is not None]
+    counters += [escaping.escape(reason) for reason in row.get(device_metrics.THROTTLE_REASONS) or ()]
     return (
         f"<b>rank {row['rank']}, step {row['step']}</b><br>{units.duration(row['duration_ns'])}, median of ranks "
         f"{units.duration(row['median_ns'])} ({row[SLOWER]:+.1%})<br>exposed communication "
         f"{units.share(row[EXPOSED])}, waiting for a late rank {units.share(row[WAITED])}"
+        f"{'<br>GPU: ' if counters else ''}{', '.join(counters)}"
     )
