@@ -12,7 +12,7 @@ from tracekit.report import text_layout
 
 _HEADINGS = {"step_ratio": "share", "count": "parts", "slack_ns": "least\nslack", "state": "host\nstate"}
 _OWNERS_DROPPED = ("state", "count", "unit", "dur_ns")
-_SLACK_DROPPED = ("count", "unit")
+_SLACK_DROPPED = ("count", "unit", "module")
 
 
 def as_json(path: CriticalPath, *, run: str) -> str:
@@ -71,5 +71,6 @@ def _tables(path: CriticalPath, top: int) -> Iterator[tuple[str, pl.DataFrame, t
     columns = ("step_ratio", "dur_ns", "rank", "kind", "name", "unit", "state", "count")
     yield "Owners of the path", path.shares.head(top).select(columns), _OWNERS_DROPPED
     if path.slack.height:
-        near = path.slack.head(top).select("slack_ns", "dur_ns", "rank", "kind", "name", "unit", "count")
+        modules = ["module"] if path.slack["module"].count() else []
+        near = path.slack.head(top).select("slack_ns", "dur_ns", "rank", "kind", "name", *modules, "unit", "count")
         yield "Not on the path, least slack first", near, _SLACK_DROPPED

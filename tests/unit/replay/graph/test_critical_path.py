@@ -108,6 +108,16 @@ def test_parts_have_the_module_around_the_launch_and_on_the_host(tmp_path):
     assert table.filter(step=0).drop("window", "step", "step_rank").rows() == found.parts.rows()
 
 
+def test_work_off_the_path_has_its_module(tmp_path):
+    module = slice_("user_annotation", "nn.Module: Net.layers.0", 150, 60, tid=1)
+    short = kernel("short", 190, 197, 20, number=4, stream=20)
+    events = [*kernel("k", 100, 105, 20, number=1), module, *kernel("k", 170, 177, 923, number=2), *short]
+    rank_file(tmp_path, 0, [*events, *kernel("k", 1000, 1101, 20, number=3)], world_size=1)
+    found = critical_path(load(tmp_path), 0)
+    assert found.slack.filter(name="short").select("module", "dur_ns", "count").rows() == [("Net.layers.0", 20_000, 1)]
+    assert found.slack["dur_ns"].sum() >= 20_000
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_the_table_has_the_path_of_each_step(path):
     run = one(path)

@@ -1,5 +1,7 @@
 """Who owns each time on the path: a rank's kernel, collective, host operator or idle device, by name and unit."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import polars as pl
 
@@ -115,6 +117,19 @@ def _with_operator(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
     (operator,) = kernels.launching_op_columns(trace, ("name",)) if trace.on_device else (trace.activities["name"],)
     known = trace.activities.select(ref="id", operator=operator, module=module_paths.activity_modules(trace))
     return work.join(known, on="ref", how="left", maintain_order="left")
+
+
+def activity_modules(run: Run, window: int, ranks: Iterable[int]) -> pl.DataFrame:
+    """Return the torch.nn.Module of each activity of ranks. Columns rank, ref (its id), is_activity (true), module."""
+    columns = {"rank": pl.Int64, "ref": pl.Int64, "is_activity": pl.Boolean, "module": pl.String}
+    parts = [pl.DataFrame(schema=columns)]
+    for rank in ranks:
+        trace = run.trace(rank, window)
+        modules = trace.activities.select(ref="id", module=module_paths.activity_modules(trace)).drop_nulls("module")
+        parts.append(
+            modules.select(pl.lit(rank, pl.Int64).alias("rank"), "ref", is_activity=pl.lit(True), module="module")
+        )
+    return pl.concat(parts)
 
 
 def _host_parts(trace: Trace, host: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:

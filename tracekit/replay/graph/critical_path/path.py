@@ -19,7 +19,7 @@ from tracekit.replay.graph.nodes import HOST
 FACTS = dependency_graph.FACTS
 """The facts of a critical path, measured in one pass over the traces."""
 SHARES = schema.columns("rank kind name unit state count dur_ns step_ratio", state=pl.String)
-SLACK = schema.columns("rank kind name unit count dur_ns slack_ns")
+SLACK = schema.columns("rank kind name module unit count dur_ns slack_ns", module=pl.String)
 HOST_CALLS = "host calls"
 """The name in `slack` of a host's calls to the device, which have no name in the graph."""
 
@@ -152,7 +152,7 @@ def critical_path(run: Run, step: int | None = None) -> CriticalPath:
         found.start_ns + graph.origin_ns,
         found.end_ns - found.start_ns,
         table,
-        _slack(found),
+        _slack(run, found),
         data_gaps.doubts(run, graph, found.spans, table, is_step=found.step["step"] is not None),
     )
 
@@ -213,8 +213,8 @@ def _last_node(times: RecordedTimes, chosen: dict[str, int], end_ns: int) -> int
     return int(graph.done[rows[np.argmin(np.abs(ended_ns - end_ns))]])
 
 
-def _slack(found: Chain) -> pl.DataFrame:
-    """Return the work in the step that is not on the path. Columns SLACK; one row per rank, kind, name and unit.
+def _slack(run: Run, found: Chain) -> pl.DataFrame:
+    """Return the work in the step that is not on the path: columns SLACK, one row per owner (rank to unit).
 
     slack_ns is the least of its pieces: the time by which it can end later without delaying the end of the step.
     """
@@ -228,6 +228,8 @@ def _slack(found: Chain) -> pl.DataFrame:
     inside_ns = np.minimum(ended, end_ns) - np.maximum(began, start_ns)
     nodes = graph.frame.select(
         "rank",
+        "ref",
+        pl.col("kind").is_not_null().alias("is_activity"),
         pl.coalesce("kind", pl.when(pl.col("what") == HOST).then(pl.lit(owners.HOST_KIND))).alias("kind"),
         pl.coalesce("name", pl.lit(HOST_CALLS)).alias("name"),
         "unit",
@@ -235,7 +237,13 @@ def _slack(found: Chain) -> pl.DataFrame:
         pl.Series("slack_ns", slack_ns),
     )
     shown = nodes.filter(pl.Series(known & (inside_ns > 0))).drop_nulls("kind")
-    keys = ["rank", "kind", "name", "unit"]
+    keys = ["rank", "kind", "name", "module", "unit"]
+    shown = shown.join(
+        owners.activity_modules(run, graph.window, shown["rank"].unique().sort().to_list()),
+        on=["rank", "ref", "is_activity"],
+        how="left",
+        maintain_order="left",
+    )
     sums = shown.group_by(keys, maintain_order=True).agg(
         pl.len().cast(pl.Int64).alias("count"), pl.col("dur_ns").sum(), pl.col("slack_ns").min()
     )
