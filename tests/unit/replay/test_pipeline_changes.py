@@ -1,5 +1,6 @@
 """Predictions of other pipelines against a simulation of each: what whatif says of a run, and what happens."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +138,21 @@ def test_other_links_of_axes_are_predicted(
         pipeline_changes.predict_axes(run, axes | {"cp": 2})
     with pytest.raises(InputError, match="--axis-times is 0"):
         pipeline_changes.predict_axes(run, axes | {"tp": 0})
+
+
+def test_a_manifest_that_contradicts_the_traces_is_refused(job: Job, tmp_path: Path) -> None:
+    written(job, tmp_path / "run")
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    layers = manifest["pipeline"]["stage_layers"]
+    for change, message in (
+        ({"schedule": "zbv"}, "zbv has 2 stages on each rank, not 1"),
+        ({"stage_layers": [[layer] for of in layers for layer in of]}, "states 9 stages; the traces have 4 ranks"),
+        ({"stage_layers": layers * 2, "schedule": "interleaved"}, "no forward and backward of stage 4–7"),
+    ):
+        changed = manifest | {"pipeline": manifest["pipeline"] | change}
+        (tmp_path / "run" / "run.json").write_text(json.dumps(changed))
+        with pytest.raises(InputError, match=message):
+            pipeline_changes.predict(tracekit.load(tmp_path / "run", cache=False), PipelineChange(micro_batches=4))
 
 
 @pytest.mark.parametrize(

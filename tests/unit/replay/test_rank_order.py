@@ -74,6 +74,15 @@ def test_an_order_that_is_none_is_refused(tmp_path: Path, text: str, message: st
         rank_order.predict(run, text)
 
 
+def test_groups_of_other_axes_in_the_manifest_are_left_out(tmp_path: Path) -> None:
+    job = _job(4, tp=4)
+    run = _run(job, tmp_path / "run")
+    expected = rank_order.predict(run, "dp-tp")
+    for more in ({"rows": [[0, 1]]}, {"cp": [[]]}, {"ep": [[], [0, 1]]}):
+        run.manifest["groups"] |= more  # type: ignore[index]
+    assert rank_order.predict(run, "dp-tp") == expected
+
+
 def test_ranks_of_one_node_have_no_other_order(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="or all ranks are on one"):
         rank_order.predict(_run(_job(8, tp=2, pp=2), tmp_path / "run"), "tp-dp-pp")

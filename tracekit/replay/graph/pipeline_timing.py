@@ -24,6 +24,7 @@ from tracekit.conventions.pipeline_schedules import (
     Shape,
 )
 from tracekit.errors import InputError
+from tracekit.model import units
 from tracekit.model.run import Run
 
 KINDS = {
@@ -243,11 +244,19 @@ def recorded(run: Run) -> PipelineTiming:
         raise InputError(f"{run.path}: run.json does not state the layers of stages and a schedule out of {known}")
     ranks = actions.filter(pl.col("pipeline") == actions["pipeline"].min())["rank"].n_unique()
     stages = len(stated.stage_layers)
+    shape = Shape(ranks, stages // ranks, int(actions["micro_batch"].n_unique()))
+    if stages % ranks:
+        raise InputError(f"{run.path}: run.json states {stages} stages; the traces have {ranks} ranks of a pipeline")
+    if refusal := pipeline_schedules.refusal(stated.schedule, shape):
+        raise InputError(f"{run.path}: {refusal}")
     mean = _mean_times(run)
     own, gather, exposed = (
         {(stage, KINDS[action]): ns for stage, action, ns in mean.select("stage", "action", name).iter_rows()}
         for name in ("own_ns", "gather_ns", "exposed_ns")
     )
+    backwards = {stage for stage, kind in own if kind in (BACKWARD, INPUT_GRADIENT)}
+    if missing := [stage for stage in range(stages) if (stage, FORWARD) not in own or stage not in backwards]:
+        raise InputError(f"{run.path}: the traces have no forward and backward of stage {units.ranges(missing)}")
     forward = tuple(own[stage, FORWARD] for stage in range(stages))
     inputs, weights = zip(*(_backward(own, stage) for stage in range(stages)), strict=True)
 
@@ -258,11 +267,11 @@ def recorded(run: Run) -> PipelineTiming:
     ]
 
     def place_of(stage: int) -> int:
-        return pipeline_schedules.place_of(stated.schedule or "", stage, ranks)
+        return pipeline_schedules.place_of(stated.schedule or "", stage, ranks)  # known: see above
 
     return PipelineTiming(
         stated.schedule,
-        Shape(ranks, stages // ranks, int(actions["micro_batch"].n_unique())),
+        shape,
         tuple(len(layers) for layers in stated.stage_layers),
         forward,
         inputs,

@@ -15,7 +15,7 @@ from tracekit.conventions.process_groups import DP
 from tracekit.conventions.strategies import AXES, CP, DP_REPLICATE, DP_SHARD, EP, PP
 from tracekit.errors import InputError
 from tracekit.model.run import Run
-from tracekit.replay.graph import pipeline_changes
+from tracekit.replay.graph import pipeline_changes, strategies
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.sync import collective_matching
 
@@ -45,14 +45,21 @@ def predict(run: Run, text: str, node_bytes_per_s: float | None = None) -> Predi
     if not node_of:
         raise InputError(f"--rank-order: the nodes of {run.path}'s ranks are not known, or all ranks are on one")
     node = max(Counter(node_of.values()).values())
-    before = {axis: _recorded(groups, node_of) for axis, groups in mesh.groups_of(run.manifest).items()}
-    after = {axis: _placed(axis, order, sizes, node, run) for axis in before}
+    groups = {axis: of for axis, of in mesh.groups_of(run.manifest).items() if axis in (*sizes, EP) and all(of)}
+    before = {axis: _recorded(of, node_of) for axis, of in groups.items()}
+    after = {axis: _placed(axis, len(of[0]), order, sizes, node) for axis, of in groups.items()}
     moved = {axis: after[axis] for axis in before if before[axis] != after[axis]}
     rates = _Rates(run, node_of, node_bytes_per_s)
     times = {axis: rates.of(span) / rates.of_axis(axis, before[axis]) for axis, span in moved.items()}
     times = {axis: ratio for axis, ratio in times.items() if rates.has_calls(axis)}
     if not times:
         raise InputError(f"--rank-order {text}: no axis moves into nodes or out of them; links stay as they are")
+    for axis, ratio in times.items():
+        if not strategies.SLOWEST <= ratio <= 1 / strategies.SLOWEST:
+            raise InputError(
+                f"--rank-order {text}: links of {axis} would be {ratio:.3g} times as fast; no more than "
+                f"{1 / strategies.SLOWEST:g} times, or {strategies.SLOWEST:g}, is predicted"
+            )
     found = pipeline_changes.predict_axes(run, times)
     links = (f"{axis} {'inside nodes' if moved[axis].is_inside else 'across nodes'}" for axis in times)
     name = f"ranks in the order {'-'.join(order)} ({', '.join(links)})"
@@ -77,7 +84,9 @@ class _Rates:
             )
         )
         rate = pl.col("bytes") * collective_instances.bus_factor() * collective_instances.SECOND_NS / pl.col("ns")
-        known = each.filter(pl.col("ranks").list.len() > 1, pl.col("ns") > 0).select("ranks", rate.alias("rate"))
+        known = each.filter(pl.col("ranks").list.len() > 1, pl.col("ns") > 0, rate > 0).select(
+            "ranks", rate.alias("rate")
+        )
         self._measured = list(known.drop_nulls().iter_rows())
         spans = [(_recorded([ranks], node_of), rate) for ranks, rate in self._measured]
         self._inside = inside or _median(rate for span, rate in spans if span.is_inside)
@@ -123,7 +132,7 @@ def _median(rates: Iterable[float]) -> float | None:
 def _sizes(run: Run) -> dict[str, int]:
     """Return the ranks along each axis of the mesh. Raises InputError where run.json states none."""
     groups = mesh.groups_of(run.manifest)
-    found = {axis: len(groups[axis][0]) for axis in AXES if groups.get(axis)}
+    found = {axis: len(groups[axis][0]) for axis in AXES if groups.get(axis) and all(groups[axis])}
     if not found or math.prod(found.values()) != len(run.ranks):
         raise InputError(f"--rank-order: run.json of {run.path} does not state the mesh of its {len(run.ranks)} ranks")
     return found
@@ -148,9 +157,8 @@ def _recorded(groups: Sequence[Sequence[int]], node_of: Mapping[int, str]) -> _S
     return _Span(max(max(each.values()) for each in counts), all(len(each) == 1 for each in counts))
 
 
-def _placed(axis: str, order: Sequence[str], sizes: Mapping[str, int], node: int, run: Run) -> _Span:
-    """Return how the groups of an axis lie on nodes of consecutive ranks, if ranks are numbered in an order."""
-    size = len(mesh.groups_of(run.manifest)[axis][0])
+def _placed(axis: str, size: int, order: Sequence[str], sizes: Mapping[str, int], node: int) -> _Span:
+    """Return how groups of `size` ranks along an axis lie on nodes of consecutive ranks numbered in an order."""
     along = next(each for each in order if each in (DP_SHARD, CP, DP_REPLICATE)) if axis == EP else axis
     stride = math.prod(sizes[each] for each in order[: order.index(along)])
     inside = min(size, max(1, node // stride))

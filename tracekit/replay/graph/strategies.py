@@ -39,7 +39,7 @@ _BUFFERS = (
 )
 _COPIES = "copies into and out of gathered buffers, which the new strategy may add, not included"
 _COPYING = r"copy_in|copy_out"
-_SLOWEST = 0.01
+SLOWEST = 0.01
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def axes_text(axes: pl.DataFrame) -> str:
 
 def checked_times(times: float, option: str) -> float:
     """Return how many times as fast links are to be. Raises InputError for what is out of range."""
-    if not _SLOWEST <= times <= 1 / _SLOWEST:
-        raise InputError(f"{option} is {times}; it must be from {_SLOWEST:g} to {1 / _SLOWEST:g}")
+    if not SLOWEST <= times <= 1 / SLOWEST:
+        raise InputError(f"{option} is {times}; it must be from {SLOWEST:g} to {1 / SLOWEST:g}")
     return times
 
 
