@@ -7,8 +7,8 @@ A rule must report a fault with its code if it costs 3% of the run or more, and 
 does not contain; PIPE001 is right where transfers between stages cost as much by themselves: overlapping them is what
 the user can change. The rules on pipelines, tensor parallelism, experts and late ranks judge a run, which takes less
 than half the time of all rules. Measured bubbles are compared with those of the simulator's own timeline. What-if
-questions about other schedules, micro-batches, layers of stages, faster links and equally loaded experts are asked of
-each run where its layout has them, and answered by simulating the changed job, too.
+questions about other schedules, micro-batches, layers of stages, faster links, ranks on other nodes and equally loaded
+experts are asked of each run where its layout has them, and answered by simulating the changed job, too.
 
 A slow link between stages is drawn in pipelines of four places or more. Between two, all transfers take the same link:
 nothing in the traces says that it should be faster, as PIPE005 states. PIPE001 then says what the transfers cost.
