@@ -85,17 +85,19 @@ class ExposedTensorParallel(Rule):
 
     What it does: reports runs in which tensor-parallel collectives run without compute for more than
     `max_exposed_ratio` of the step: how much of it is transfer, how much waiting for late ranks, and how long per
-    layer. It is a warning if the transfer alone is that much, or if it is `min_slow_ratio` of the step at a slow bus
-    bandwidth: below `slow_bytes_per_ns` GB/s, or, of collectives of 16 MiB or more, below `min_link_ratio` of what
-    the device's NVLink carries in one direction. Else it is information. Groups across nodes belong to TP001.
+    pass of a micro-batch through a layer. It is a warning if the transfer alone is that much, or if it is
+    `min_slow_ratio` of the step at a slow bus bandwidth: below `slow_bytes_per_ns` GB/s, or, of collectives of 16 MiB
+    or more, below `min_link_ratio` of what the device's NVLink carries in one direction. Else it is information.
+    Groups across nodes belong to TP001.
 
     Why it costs: the result of an all-reduce of activations is needed at once, so nothing hides it: two all-reduces per
     layer in forward and two in backward.
 
     How it is measured: the axis of each group comes from its description, the manifest, or its collectives (see
     docs/parallelism.md). Exposed is the time of its collectives in which the device computes nothing, per rank and
-    step; transfer is what remains after all ranks have arrived. The message quotes the representative step. Layers are
-    counted by two large collectives each in forward, or in all if phases are not known. The cost is the transfer.
+    step; transfer is what remains after all ranks have arrived. The message quotes the representative step. A pass
+    through a layer has two large all-reduces in forward, or in all if phases are not known; with sequence
+    parallelism, two all-gathers and two reduce-scatters. The cost is the transfer.
 
     How to fix: overlap each collective with its matrix product (async tensor parallelism: torch.compile with
     torch._inductor.config._micro_pipeline_tp, --tp-comm-overlap of Megatron-LM) together with sequence parallelism;
@@ -132,8 +134,8 @@ class ExposedTensorParallel(Rule):
             f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['exposed_ratio'])}) in {_step(worst)} of rank {worst['rank']}: "
             f"{units.duration(worst['transfer_ns'])} transfer and {units.duration(worst['waited_ns'])} waiting for "
-            f"late ranks, {units.duration(worst['per_layer_ns'])} for each of {worst['layers']} layers."
-            + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
+            f"late ranks, {units.duration(worst['per_pass_ns'])} for each of {worst['passes']} passes of a "
+            "micro-batch through a layer." + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
             _SLOW if is_slow else _OVERLAP if is_warning else _WAITING,
             impact=min(1.0, transfer_ratio),
             cost_ns=worst["transfer_ns"],

@@ -86,7 +86,7 @@ def test_a_tensor_parallel_group_across_nodes_is_one_finding():
 def test_exposed_tensor_parallel_time_is_stated_per_layer():
     (found,) = judge(pipeline_examples.tensor_parallel(pipeline_examples.EXPOSED_TP))
     assert (found.code, found.cost_ns) == ("TP002", 8000)
-    assert "8 µs for each of 1 layers" in found.message
+    assert "8 µs for each of 1 passes of a micro-batch through a layer" in found.message
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 
 COLUMNS = schema.columns(
-    "window rank step calls layers exposed_ns transfer_ns waited_ns per_layer_ns start_ns duration_ns exposed_ratio"
+    "window rank step calls passes exposed_ns transfer_ns waited_ns per_pass_ns start_ns duration_ns exposed_ratio"
 )
 
 
@@ -37,8 +37,10 @@ _ACTIVITY = ["window", "rank", "activity_id"]
 _LARGE_BYTES = 1 << 20
 FULL_RATE_BYTES = 16 << 20
 """Collectives of so many bytes get near to the bandwidth of NVLink; latency dominates smaller ones."""
-_CALLS_PER_LAYER = 2
+_CALLS_PER_PASS = 2
 """All-reduces of a transformer layer in one direction: after attention and after the feed-forward part."""
+_HALVES = ("all_gather", "reduce_scatter")
+"""With sequence parallelism, these two are what an all-reduce is without."""
 
 
 def exposed_calls(run: Run) -> pl.DataFrame:
@@ -57,19 +59,21 @@ def exposed_calls(run: Run) -> pl.DataFrame:
 def exposed_by_step(run: Run) -> pl.DataFrame:
     """Return the exposed communication of tensor parallelism per rank and step; use ``run.run_table``.
 
-    Columns COLUMNS: layers (half of the large collectives in forward, where phases are known; of all otherwise),
-    exposed_ns = transfer_ns + waited_ns, per_layer_ns (exposed_ns over layers), exposed_ratio (of the step's duration).
-    Empty without tensor parallelism.
+    Columns COLUMNS: passes (of a micro-batch through a layer: half of the large all-reduces in forward, or of all if
+    phases are not known; an all-gather and a reduce-scatter count as one), exposed_ns = transfer_ns + waited_ns,
+    per_pass_ns (exposed_ns over passes), exposed_ratio (of the step's duration). Empty without tensor parallelism.
     """
     if not group_axes.has_axis(run, TP):
         return pl.DataFrame(schema=COLUMNS)
     calls = run.run_table(exposed_calls)
     is_large = pl.col("bytes") >= _LARGE_BYTES
-    in_forward = (is_large & (pl.col("phase") == "forward")).sum()
-    layers = pl.when(in_forward > 0).then(in_forward).otherwise(is_large.sum()) // _CALLS_PER_LAYER
+    reduces = pl.when(pl.col("op").is_in(_HALVES)).then(0.5).otherwise(1.0)
+    in_forward = reduces.filter(is_large & (pl.col("phase") == "forward")).sum()
+    of_passes = pl.when(in_forward > 0).then(in_forward).otherwise(reduces.filter(is_large).sum())
+    passes = (of_passes / _CALLS_PER_PASS).floor().cast(pl.Int64)
     sums = calls.group_by("window", "rank", "step").agg(
         pl.len().alias("calls"),
-        layers.alias("layers"),
+        passes.alias("passes"),
         pl.col("all_exposed_ns").sum(),
         pl.col("exposed_ns").sum().alias("transfer_ns"),
         pl.col("start_ns").min(),
@@ -78,7 +82,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     joined = sums.join(steps, on=["window", "rank", "step"], nulls_equal=True).filter(pl.col("duration_ns") > 0)
     table = joined.rename({"all_exposed_ns": "exposed_ns"}).with_columns(
         (pl.col("exposed_ns") - pl.col("transfer_ns")).alias("waited_ns"),
-        (pl.col("exposed_ns") // pl.col("layers").clip(1)).alias("per_layer_ns"),
+        (pl.col("exposed_ns") // pl.col("passes").clip(1)).alias("per_pass_ns"),
         (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio"),
     )
     return schema.conform(table, COLUMNS).sort("window", "rank", "step")
