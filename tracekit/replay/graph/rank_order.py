@@ -63,14 +63,18 @@ def predict(run: Run, text: str, node_bytes_per_s: float | None = None) -> Predi
     found = pipeline_changes.predict_axes(run, times)
     links = (f"{axis} {'inside nodes' if moved[axis].is_inside else 'across nodes'}" for axis in times)
     name = f"ranks in the order {'-'.join(order)} ({', '.join(links)})"
-    return replace(found, name=name, assumptions=(*found.assumptions, "messages as large, and links that axes share"))
+    return replace(
+        found,
+        name=name,
+        assumptions=(*found.assumptions, "messages of the same sizes; a node's network shared by its ranks as before"),
+    )
 
 
 class _Rates:
     """Bus bandwidths of a run's groups inside nodes and across them, in bytes/s."""
 
     def __init__(self, run: Run, node_of: Mapping[int, str], inside: float | None) -> None:
-        self._run, self._node_of = run, node_of
+        self._run = run
         calls = run.run_table(collective_matching.matched_calls).filter(pl.col("bytes") >= _LARGE_BYTES)
         # The last rank to arrive waits for nobody: the shortest duration is the transfer's, whatever the clocks.
         shortest = (pl.col("end_ns") - pl.col("start_ns")).min()
