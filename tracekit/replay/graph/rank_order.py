@@ -6,11 +6,12 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.parallelism import mesh, rank_places, tensor_parallel
+from tracekit.analysis.communication import collective_instances, latency
+from tracekit.analysis.parallelism import group_axes, mesh, rank_places, tensor_parallel
 from tracekit.conventions.process_groups import DP
 from tracekit.conventions.strategies import AXES, CP, DP_REPLICATE, DP_SHARD, EP, PP
 from tracekit.errors import InputError
@@ -50,8 +51,7 @@ def predict(run: Run, text: str, node_bytes_per_s: float | None = None) -> Predi
     after = {axis: _placed(axis, len(of[0]), order, sizes, node) for axis, of in groups.items()}
     moved = {axis: after[axis] for axis in before if before[axis] != after[axis]}
     rates = _Rates(run, node_of, node_bytes_per_s)
-    times = {axis: rates.of(span) / rates.of_axis(axis, before[axis]) for axis, span in moved.items()}
-    times = {axis: ratio for axis, ratio in times.items() if rates.has_calls(axis)}
+    times = {axis: ratio for axis, span in moved.items() if (ratio := rates.times(axis, span)) is not None}
     if not times:
         raise InputError(f"--rank-order {text}: no axis moves into nodes or out of them; links stay as they are")
     for axis, ratio in times.items():
@@ -70,8 +70,17 @@ def predict(run: Run, text: str, node_bytes_per_s: float | None = None) -> Predi
     )
 
 
+class _Call(NamedTuple):
+    """A message of a group: its hops, the bytes that each rank sends, and how long it takes in ns."""
+
+    ranks: tuple[int, ...]
+    hops: int
+    moved: float
+    ns: int
+
+
 class _Rates:
-    """Bus bandwidths of a run's groups inside nodes and across them, in bytes/s."""
+    """Latencies and bus bandwidths of a run's groups inside nodes and across them, in bytes/s."""
 
     def __init__(self, run: Run, node_of: Mapping[int, str], inside: float | None) -> None:
         self._run = run
@@ -87,17 +96,46 @@ class _Rates:
                 shortest.alias("ns"),
             )
         )
-        rate = pl.col("bytes") * collective_instances.bus_factor() * collective_instances.SECOND_NS / pl.col("ns")
-        known = each.filter(pl.col("ranks").list.len() > 1, pl.col("ns") > 0, rate > 0).select(
-            "ranks", rate.alias("rate")
+        moved_bytes = pl.col("bytes") * collective_instances.bus_factor()
+        known = each.filter(pl.col("ranks").list.len() > 1, pl.col("ns") > 0, moved_bytes > 0)
+        rows = known.select("ranks", latency.hops().fill_null(1), moved_bytes.alias("moved"), "ns").drop_nulls()
+        self._calls = [_Call(tuple(ranks), *numbers) for ranks, *numbers in rows.iter_rows()]
+        fitted = self._fitted_hops(node_of)
+        self._hop_ns = {
+            inside: _median(ns for is_inside, ns in fitted if is_inside == inside) for inside in (True, False)
+        }
+        spans = [(_recorded([call.ranks], node_of), call) for call in self._calls]
+        self._inside = inside or _median(self._rate(call, True) for span, call in spans if span.is_inside)
+        self._share = _median(
+            self._rate(call, False) / span.ranks_per_node for span, call in spans if not span.is_inside
         )
-        self._measured = list(known.drop_nulls().iter_rows())
-        spans = [(_recorded([ranks], node_of), rate) for ranks, rate in self._measured]
-        self._inside = inside or _median(rate for span, rate in spans if span.is_inside)
-        self._share = _median(rate / span.ranks_per_node for span, rate in spans if not span.is_inside)
 
-    def of(self, span: _Span) -> float:
-        """Return what groups that lie so on nodes get. Raises InputError where it is not known."""
+    def times(self, axis: str, span: _Span) -> float | None:
+        """Return how many times as fast an axis' large messages are if its groups lie so; None where it has none.
+
+        A message takes the latency of its hops, where that is known for such links, and its bytes over the bandwidth.
+        """
+        calls = self._of_groups(axis)
+        if not calls:
+            return None
+        rate = self._bandwidth(span) / collective_instances.SECOND_NS
+        after_ns = sum(call.hops * (self._hop_ns[span.is_inside] or 0.0) + call.moved / rate for call in calls)
+        return sum(call.ns for call in calls) / after_ns
+
+    def _rate(self, call: _Call, is_inside: bool) -> float:
+        """Return the bus bandwidth of a message without the latency of its hops, in bytes/s."""
+        hops_ns = min(call.hops * (self._hop_ns[is_inside] or 0.0), call.ns / 2)
+        return call.moved * collective_instances.SECOND_NS / (call.ns - hops_ns)
+
+    def _fitted_hops(self, node_of: Mapping[int, str]) -> list[tuple[bool, float]]:
+        """Return the latency of a hop of each group for which it is known, and whether the group is inside a node."""
+        fits = self._run.run_table(latency.by_group).drop_nulls("hop_ns")
+        ranks = self._run.run_table(group_axes.group_axes).select("group", "ranks").unique("group")
+        rows = fits.join(ranks, on="group").select("ranks", "hop_ns").iter_rows()
+        return [(_recorded([of], node_of).is_inside, hop_ns) for of, hop_ns in rows if len(of) > 1]
+
+    def _bandwidth(self, span: _Span) -> float:
+        """Return the bandwidth of groups that lie so on nodes, in bytes/s. Raises InputError where it is not known."""
         if not span.is_inside:
             if self._share is None:
                 raise InputError("--rank-order: no group of the run spans nodes; the network's bandwidth is not known")
@@ -109,22 +147,14 @@ class _Rates:
             )
         return known
 
-    def of_axis(self, axis: str, span: _Span) -> float:
-        """Return what the groups of an axis have in the run, else what groups that lie as they do have."""
-        return _median(self._of_groups(axis)) or self.of(span)
-
-    def has_calls(self, axis: str) -> bool:
-        """Return whether the run has large messages of an axis."""
-        return bool(self._of_groups(axis))
-
-    def _of_groups(self, axis: str) -> list[float]:
+    def _of_groups(self, axis: str) -> list[_Call]:
         groups = [frozenset(ranks) for ranks in mesh.groups_of(self._run.manifest)[axis]]
         whole = set(groups)
         pairs = axis == PP
         return [
-            rate
-            for ranks, rate in self._measured
-            if frozenset(ranks) in whole or (pairs and any(frozenset(ranks) <= each for each in groups))
+            call
+            for call in self._calls
+            if frozenset(call.ranks) in whole or (pairs and any(frozenset(call.ranks) <= each for each in groups))
         ]
 
 
