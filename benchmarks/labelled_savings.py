@@ -20,7 +20,8 @@ from pathlib import Path
 import tracekit
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 from tracekit.plan import hardware, models
 from tracekit.replay.graph import savings

@@ -12,7 +12,8 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.model import schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 from tracekit.replay.allocator import Allocator, SegmentEvent
 from tracekit.replay.allocator.blocks import Block

@@ -24,7 +24,8 @@ from benchmarks.results import machine_description
 from benchmarks.stall_scenarios import SCENARIOS, WORLD_SIZE
 from tracekit.analysis.checkpoint import saves
 from tracekit.ingest import loader
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 from tracekit.rules import RULES
 from tracekit.rules.engine import check

@@ -22,7 +22,8 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import saves, stalls
 from tracekit.capture import record_save
 from tracekit.model import schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 
 DELAY_S = 0.5

@@ -11,7 +11,8 @@ import polars as pl
 import pytest
 
 from tracekit.ingest.loader import load
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.sync import alignment, collective_matching
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,9 @@ from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.loader import load
 from tracekit.ingest.scrub import scrub
-from tracekit.model.run import Run, Source
+from tracekit.model.executor import Threads
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.rules.engine import check
 
 ROOT = Path(__file__).parents[2]
@@ -364,7 +366,7 @@ def test_traces_are_read_once_in_order_and_evicted(readers):
         seen.append(done.rank)
         most = max(most, len(alive))
 
-    run = Run("many", [source(rank) for rank in range(64)], cache_bytes=1, max_concurrent_reads=readers)
+    run = Run("many", [source(rank) for rank in range(64)], cache_bytes=1, executor=Threads(readers))
     run.measure((breakdown.by_rank, breakdown.by_step), on_progress)
     assert sorted(read) == list(range(64))
     assert seen == list(range(64))
@@ -387,7 +389,7 @@ def test_large_files_are_not_read_concurrently():
 
         return Source(rank, 0, f"rank{rank}", 300 << 20, read_it)
 
-    Run("large", [source(rank) for rank in range(6)], max_concurrent_reads=4).measure((breakdown.by_rank,))
+    Run("large", [source(rank) for rank in range(6)], executor=Threads(4)).measure((breakdown.by_rank,))
     assert most == 1
 
 

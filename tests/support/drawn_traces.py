@@ -17,7 +17,8 @@ from collections.abc import Mapping
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 from tracekit.sync import alignment
 

@@ -1,5 +1,6 @@
 """Options that several commands share: dataclasses that `expand_options` turns into a command's parameters."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracekit.cli.settings import Catalog, CheckSettings
+    from tracekit.model.executor import Executor
     from tracekit.model.run import Run
     from tracekit.model.trace import Fact
 
@@ -90,6 +92,14 @@ DocumentFormatOption = Annotated[DocumentFormat, typer.Option("--format", help="
 TextOrJson = Annotated[Format, typer.Option("--format", help="Text for people, JSON for programs.")]
 
 
+class ExecutorKind(StrEnum):
+    """What measures the traces of a run."""
+
+    THREADS = "threads"
+    PROCESSES = "processes"
+    DASK = "dask"
+
+
 class Renderer(Protocol):
     """A module of `tracekit.report` that writes one kind of value."""
 
@@ -119,13 +129,35 @@ class RunOptions:
     ]
     cache: UseCache = True
 
-    def open(self) -> "Run":
+    def open(self, executor: "Executor | None" = None) -> "Run":
         """Return the run. Raises InputError if it cannot be read."""
-        return run_loading.open_run(self.run, cache=self.cache)
+        return run_loading.open_run(self.run, cache=self.cache, executor=executor)
 
-    def measure(self, facts: "Sequence[Fact]") -> "Run":
+    def measure(self, facts: "Sequence[Fact]", executor: "Executor | None" = None) -> "Run":
         """Return the run with facts measured. Raises InputError if it cannot be read."""
-        return run_loading.open_measured(self.run, facts, cache=self.cache)
+        return run_loading.open_measured(self.run, facts, cache=self.cache, executor=executor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorOptions:
+    """What measures the traces of a run."""
+
+    executor: Annotated[
+        ExecutorKind, typer.Option(help="Measure traces in threads, in processes, or on a Dask cluster.")
+    ] = ExecutorKind.THREADS
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Threads or processes.  [default: one per processor]")
+    ] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="A Dask cluster: local:N, slurm:N or a scheduler, tcp://HOST:PORT."),
+    ] = None
+
+    def open(self) -> "contextlib.AbstractContextManager[Executor]":
+        """Return a context with the executor, whose workers stop at its end. Raises ConfigError."""
+        from tracekit.executors import open_executor
+
+        return open_executor(self.executor.value, workers=self.workers, cluster=self.cluster)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from tracekit.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from tracekit.model.run import Source
+    from tracekit.model.source import Source
 
 FALLBACK_WIDTH = 100
 BROKEN_PIPE = 141  # as a process that SIGPIPE ends

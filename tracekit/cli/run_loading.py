@@ -9,6 +9,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.conventions.devices import DeviceOverride
+    from tracekit.model.executor import Executor
     from tracekit.model.run import Run
     from tracekit.model.trace import Fact
     from tracekit.regression.baseline import Baseline
@@ -37,10 +38,11 @@ def check_runs(
     facts: "Sequence[Fact]" = (),
     cache: bool = True,
     devices: "Sequence[DeviceOverride]" = (),
+    executor: "Executor | None" = None,
 ) -> "list[tuple[Report, Run]]":
     """Return each run with its report and costs by replay, in the given order. Raises InputError if one is unusable.
 
-    `facts` are measured in the same pass. `devices` replace values of the table of devices.
+    `facts` are measured in the same pass. `devices` replace values of the table of devices. `executor` measures.
     """
     from tracekit.ingest import loader
     from tracekit.rules import engine
@@ -48,22 +50,29 @@ def check_runs(
     reports = []
     with output.progress() as bar:
         for path in paths:
-            run = loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices)
+            run = loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
             measured = bar.trace_callback(len(run.sources))
             reports.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
     return reports
 
 
-def open_measured(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> "Run":
-    """Return a run with facts measured. Raises InputError if it cannot be used."""
-    run = open_run(path, cache=cache)
+def open_measured(
+    path: str, facts: "Sequence[Fact]", *, cache: bool = True, executor: "Executor | None" = None
+) -> "Run":
+    """Return a run with facts measured, by `executor`. Raises InputError if it cannot be used."""
+    run = open_run(path, cache=cache, executor=executor)
     with output.progress() as bar:
         run.measure(facts, bar.trace_callback(len(run.sources)))
     return run
 
 
 def open_baseline(
-    path: str, rules: "Sequence[Rule]", *, cache: bool = True, devices: "Sequence[DeviceOverride]" = ()
+    path: str,
+    rules: "Sequence[Rule]",
+    *,
+    cache: bool = True,
+    devices: "Sequence[DeviceOverride]" = (),
+    executor: "Executor | None" = None,
 ) -> "Baseline":
     """Return a saved baseline, or one of a run. Raises InputError if the path is neither."""
     from tracekit.regression import baseline as baselines
@@ -71,17 +80,18 @@ def open_baseline(
 
     if saved.is_baseline(Path(path)):
         return saved.read(Path(path))
-    return baselines.of_reports(check_runs([path], rules, facts=baselines.FACTS, cache=cache, devices=devices))
+    checked = check_runs([path], rules, facts=baselines.FACTS, cache=cache, devices=devices, executor=executor)
+    return baselines.of_reports(checked)
 
 
-def open_run(path: str, *, cache: bool = True) -> "Run":
+def open_run(path: str, *, cache: bool = True, executor: "Executor | None" = None) -> "Run":
     """Return a run, with the devices of the nearest settings file. Raises InputError if it cannot be used."""
     from tracekit.cli import settings
     from tracekit.ingest import loader
 
     devices = settings.nearest_devices()
     with output.progress() as bar:
-        return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices)
+        return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
 
 
 def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":

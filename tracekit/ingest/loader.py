@@ -16,8 +16,10 @@ from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
 from tracekit.model import environment
+from tracekit.model.executor import Executor
 from tracekit.model.manifest import Manifest
-from tracekit.model.run import RUN_DATA_QUALITY, Run, Source
+from tracekit.model.run import RUN_DATA_QUALITY, Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 from tracekit.sync import alignment
 
@@ -30,14 +32,15 @@ def load(
     on_progress: Progress | None = None,
     cache: bool = True,
     devices: Sequence[DeviceOverride] = (),
+    executor: Executor | None = None,
 ) -> Run:
     """Load a run: a folder of trace files, one trace file, a list or glob of them, or a URL (s3://, gs://, …).
 
     Only headers are read now; a trace is read when a table or fact is requested. ``run.data_quality`` lists what is
     missing, guessed or left out. `on_progress(done, total)` is called after each file. With `cache`, parsed tables are
     stored in the user's cache and read from there. `devices` states peaks and bandwidths that replace those of the
-    table of devices. Raises InputError if a path does not exist or has no trace,
-    BadTraceError if no trace can be read.
+    table of devices. `executor` measures the traces, by default threads of this process. Raises InputError if a path
+    does not exist or has no trace, BadTraceError if no trace can be read.
     """
     found = files.find(where)
     manifests = {file.folder: file for file in found.manifests}
@@ -53,7 +56,9 @@ def load(
         read_traces = {sources[0]: sources[0].read()}  # it is read in any case, and its errors are raised at once
     unreadable_ranks = {issue.rank for issue in issues if issue.kind == "unreadable"}
     issues += discovery.missing_ranks(traces, Manifest.of(fields).world_size, unreadable_ranks)
-    run = Run(found.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets)
+    run = Run(
+        found.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets, executor=executor
+    )
     run.cache_traces(read_traces)
     return run
 

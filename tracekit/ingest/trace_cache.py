@@ -27,7 +27,7 @@ from tracekit.errors import BadTraceError
 from tracekit.ingest import disk_cache, readers
 from tracekit.ingest.disk_cache import DiskCache
 from tracekit.model import schema
-from tracekit.model.run import Source
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 
 _SUFFIX = ".trace"

@@ -1,33 +1,21 @@
 """Run: all traces of one job, with its manifest and its measured tables."""
 
-import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import polars as pl
 
 from tracekit.errors import BadTraceError
 from tracekit.model import escaping, schema, units
-from tracekit.model.trace import Fact, LazyTrace, Trace
+from tracekit.model.executor import Executor, Threads
+from tracekit.model.fact_tables import FactTables
+from tracekit.model.source import LoadedTraces, Source
+from tracekit.model.trace import Fact, Trace
 
 RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
 """A measurement of all ranks together: a function of a run's tables to a table. See `Run.run_table`."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """The file of one trace of a run, and how to read it, again if it was evicted from memory."""
-
-    rank: int
-    window: int
-    path: str
-    size_bytes: int
-    read: Callable[[], Trace] = field(repr=False)
 
 
 class Run:
@@ -46,24 +34,23 @@ class Run:
         data_quality: pl.DataFrame | None = None,
         align: RunFact | None = None,
         cache_bytes: int = 64 << 20,
-        max_concurrent_reads: int | None = None,
+        fact_bytes: int = 256 << 20,
+        executor: Executor | None = None,
     ) -> None:
         """Build a run from `sources`; `data_quality` has the issues of the run itself, columns as RUN_DATA_QUALITY.
 
-        `align` computes each trace's offset to the run's clock. Traces are cached in memory up to `cache_bytes`, and
-        at most `max_concurrent_reads` are read at a time: by default one per processor, at most four.
+        `align` computes each trace's offset to the run's clock. Traces are cached in memory up to `cache_bytes`, tables
+        of facts up to `fact_bytes`, beyond that in temporary files. `executor` measures the facts of traces; by default
+        threads of this process: one per processor, at most four.
         """
         self.path = path
         self.sources = tuple(sorted(sources, key=lambda s: (s.window, s.rank)))
         self.manifest: Mapping[str, Any] = manifest or {}
         self._data_quality = RUN_DATA_QUALITY.conform(pl.DataFrame() if data_quality is None else data_quality)
         self._align = align
-        self._cache_bytes = cache_bytes
-        self._max_concurrent_reads = max_concurrent_reads or min(os.cpu_count() or 1, _DEFAULT_CONCURRENT_READS)
-        self._cached_traces: dict[Source, Trace] = {}
-        self._cached_bytes: dict[Source, int] = {}
-        """The size of each cached trace when it was last used: to add up all tables after each trace takes long."""
-        self._facts: dict[Fact, pl.DataFrame] = {}
+        self._executor = executor or Threads()
+        self._loaded = LoadedTraces(cache_bytes)
+        self._facts = FactTables(fact_bytes)
         self._run_facts: dict[RunFact, pl.DataFrame] = {}
         self._lookup: Callable[[str], pl.DataFrame | None] = lambda _: None
 
@@ -98,18 +85,18 @@ class Run:
         """Return the trace of one rank, by default of its first window. Raises KeyError if there is none."""
         for source in self.sources:
             if source.rank == rank and window in (None, source.window):
-                return self._open(source)
+                return self._loaded.open(source)
         raise KeyError(f"no trace of rank {rank}" + ("" if window is None else f" in window {window}"))
 
     def read(self, source: Source) -> Trace:
         """Return the trace of a source without caching it, for a caller that needs large traces one at a time."""
-        return self._cached_traces.get(source) or source.read()
+        return self._loaded.get(source) or source.read()
 
     def traces(self) -> Iterator[Trace]:
         """Yield every trace, by window and rank, one at a time."""
         for source in self.sources:
             try:
-                yield self._open(source)
+                yield self._loaded.open(source)
             except BadTraceError as error:
                 self._leave_out(source, error)
 
@@ -128,30 +115,41 @@ class Run:
     def measure(self, facts: Iterable[Fact], on_progress: Callable[[Source], None] | None = None) -> None:
         """Measure several facts in one pass over the traces; `table` then returns them from the cache.
 
-        Several traces are read concurrently: at most `max_concurrent_reads`, and at most 256 MiB of files at a time.
-        Raises BadTraceError if no trace can be read.
+        The run's executor decides how many traces are read at a time. Raises BadTraceError if no trace can be read.
         """
         wanted = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
         known = {fact: table for fact in wanted if (table := self._cached_table(fact)) is not None}
-        self._facts |= known
+        for fact, table in known.items():
+            self._facts[fact] = table
         wanted = [fact for fact in wanted if fact not in known]
         if not wanted:
             return
-        parts: dict[Fact, list[pl.DataFrame]] = {fact: [] for fact in wanted}
-        places: list[tuple[int, int]] = []
-        for source, measured in self._measured_concurrently(wanted):
-            if measured:
-                places.append((source.window, source.rank))
-            for fact, frame in zip(wanted, measured, strict=False):
-                parts[fact].append(frame)
+        collector = self._facts.collector(wanted)
+        for measured in self._executor.measure(self.sources, wanted, self._loaded):
+            source = measured.source
+            if measured.error is not None:
+                self._leave_out(source, measured.error)
+            else:
+                collector.add((source.window, source.rank), measured.tables)
             if on_progress:
                 on_progress(source)
-        self._facts |= {fact: _by_trace(frames, places) for fact, frames in parts.items()}
+        collector.finish()
+
+    def scan(self, fact: Fact) -> pl.LazyFrame:
+        """Return a fact of every trace to select from: as `table`, but not all of it has to fit in memory."""
+        self.measure((fact,))
+        return self._facts.scan(fact)
+
+    def parts(self, fact: Fact) -> tuple[Path, ...]:
+        """Return the Parquet files that together have the table of a fact; none if the table is in memory."""
+        self.measure((fact,))
+        return self._facts.parts(fact)
 
     @property
     def measured_tables(self) -> dict[str, pl.DataFrame]:
         """Return all tables measured so far, by full name of the fact; facts without a full name are left out."""
-        both: list[tuple[Fact | RunFact, pl.DataFrame]] = [*self._facts.items(), *self._run_facts.items()]
+        measured: list[tuple[Fact | RunFact, pl.DataFrame]] = [(fact, self._facts[fact]) for fact in self._facts]
+        both = [*measured, *self._run_facts.items()]
         return {name: table for measure, table in both if (name := _full_name(measure)) is not None}
 
     def use_cached_tables(self, lookup: Callable[[str], pl.DataFrame | None]) -> None:
@@ -163,38 +161,12 @@ class Run:
 
     def cache_traces(self, traces: Mapping[Source, Trace]) -> None:
         """Cache traces that were read already, as far as they fit in `cache_bytes`."""
-        self._cached_traces |= traces
-        self._cached_bytes |= {source: _size_bytes(trace) for source, trace in traces.items()}
-        self._evict()
-
-    def _measured_concurrently(self, facts: list[Fact]) -> Iterator[tuple[Source, list[pl.DataFrame]]]:
-        """Yield each source, in order, with its facts; an unreadable one with none."""
-        waiting: deque[Source] = deque(self.sources)
-        running: deque[tuple[Source, Future[tuple[Trace, list[pl.DataFrame]]]]] = deque()
-        with ThreadPoolExecutor(max_workers=self._max_concurrent_reads) as pool:
-            while waiting or running:
-                while waiting and self._has_room(waiting[0], [source for source, _ in running]):
-                    source = waiting.popleft()
-                    running.append((source, pool.submit(_measure, source, self._cached_traces.get(source), facts)))
-                source, future = running.popleft()
-                try:
-                    trace, measured = future.result()
-                except BadTraceError as error:
-                    self._leave_out(source, error)
-                    measured = []
-                else:
-                    self._cache(source, trace)
-                yield source, measured
+        for source, trace in traces.items():
+            self._loaded.add(source, trace)
 
     def _cached_table(self, measure: Fact | RunFact) -> pl.DataFrame | None:
         name = _full_name(measure)
         return None if name is None else self._lookup(name)
-
-    def _has_room(self, source: Source, running: list[Source]) -> bool:
-        ahead_bytes = sum(other.size_bytes for other in running)
-        return not running or (
-            len(running) < self._max_concurrent_reads and ahead_bytes + source.size_bytes < _MAX_AHEAD_BYTES
-        )
 
     def _leave_out(self, source: Source, error: BadTraceError) -> None:
         if len(self.sources) == 1:
@@ -203,24 +175,6 @@ class Run:
         row |= {"affected_ratio": 1 / len(self.sources)}
         self.sources = tuple(other for other in self.sources if other != source)
         self._data_quality = pl.concat([self._data_quality, pl.DataFrame([row], schema=RUN_DATA_QUALITY.schema)])
-
-    def _open(self, source: Source) -> Trace:
-        trace = self._cached_traces.get(source) or source.read()
-        self._cache(source, trace)
-        return trace
-
-    def _cache(self, source: Source, trace: Trace) -> None:
-        self._cached_traces.pop(source, None)
-        self._cached_traces[source] = trace  # last in order: the most recently used
-        self._cached_bytes[source] = _size_bytes(trace)
-        self._evict()
-
-    def _evict(self) -> None:
-        total_bytes = sum(self._cached_bytes[source] for source in self._cached_traces)
-        while total_bytes > self._cache_bytes and len(self._cached_traces) > 1:
-            least_recent = next(iter(self._cached_traces))
-            del self._cached_traces[least_recent]
-            total_bytes -= self._cached_bytes.pop(least_recent)
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {len(self.ranks)} ranks, {len(self.sources)} traces>"
@@ -235,8 +189,6 @@ class Run:
 
 
 _MAX_SHOWN = 16
-_DEFAULT_CONCURRENT_READS = 4
-_MAX_AHEAD_BYTES = 256 << 20
 
 
 RUN_DATA_QUALITY = schema.table(
@@ -280,30 +232,3 @@ def _unaligned(run: Run) -> pl.DataFrame:
         for domain, s in enumerate(run.sources)
     ]
     return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None)) if rows else OFFSETS.empty()
-
-
-def _measure(source: Source, cached: Trace | None, facts: list[Fact]) -> tuple[Trace, list[pl.DataFrame]]:
-    trace = cached or source.read()
-    return trace, [fact(trace) for fact in facts]
-
-
-def _by_trace(frames: list[pl.DataFrame], places: list[tuple[int, int]]) -> pl.DataFrame:
-    """Return the tables of several traces as one, each with the window and rank of its trace as first columns."""
-    heights = [frame.height for frame in frames]
-    window, rank = (
-        pl.Series(name, np.repeat(np.array(values, np.int64), heights))
-        for name, values in zip(("window", "rank"), zip(*places, strict=True), strict=True)
-    )
-    every = pl.concat([_without_place(frame) for frame in frames])
-    return pl.DataFrame([window, rank, *every.get_columns()])
-
-
-def _without_place(frame: pl.DataFrame) -> pl.DataFrame:
-    own = {"window", "rank"}.intersection(frame.columns)
-    return frame.drop(own) if own else frame
-
-
-def _size_bytes(trace: Trace) -> int:
-    # Tables in memory only: a trace from the disk cache reads each table on first access.
-    made = sum(table.estimated_size() for table in vars(trace).values() if isinstance(table, pl.DataFrame))
-    return int(made) + (trace.deferred_bytes if isinstance(trace, LazyTrace) else 0)

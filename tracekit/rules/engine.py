@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tracekit.conventions import VERSION
 from tracekit.errors import RuleError
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Fact
 from tracekit.rules import all_rules, cost_attribution, found_iterations, judgeability
 from tracekit.rules.rule import Finding, Input, Report, Rule, sort_findings

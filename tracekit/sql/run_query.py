@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import polars as pl
 import pyarrow as pa
@@ -27,12 +27,17 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run, RunFact, Source
+from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run, RunFact
 from tracekit.model.schema import Column, Table
+from tracekit.model.source import Source
+from tracekit.model.trace import TraceTable
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.replay.graph.critical_path import path as critical_path
 from tracekit.sql import sandbox
 from tracekit.sync import alignment
+
+Rows: TypeAlias = pl.DataFrame | Sequence[Path]
+"""The rows of a table: in memory, or in Parquet files that the query's process reads as far as it needs them."""
 
 TIMEOUT_S = 60.0
 MEMORY_BYTES = 4 << 30
@@ -217,13 +222,15 @@ class SandboxedQuery:
         """Return the result of the query on a run."""
         return self.execute(self.collect_tables(run, on_progress))
 
-    def collect_tables(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> dict[str, pl.DataFrame]:
+    def collect_tables(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> dict[str, Rows]:
         """Return the tables of a run that the query names."""
-        return dict(_frames(run, self._table_names, on_progress))
+        return dict(_tables(run, self._table_names, on_progress))
 
-    def execute(self, tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+    def execute(self, tables: Mapping[str, Rows]) -> pl.DataFrame:
         """Return the result of the query on these tables."""
-        self._send({"tables": list(tables)}, tables.values())
+        streamed = {name: rows for name, rows in tables.items() if isinstance(rows, pl.DataFrame)}
+        files = {name: [] if name in streamed else [str(path) for path in rows] for name, rows in tables.items()}
+        self._send({"tables": files}, streamed.values())
         with self._deadline():
             self._read_line()
             with self._explain_exit(), pa.ipc.open_stream(self._stdout) as stream:
@@ -314,24 +321,14 @@ def _environment() -> dict[str, str]:
     return variables | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
 
 
-def _frames(
-    run: Run, named: Sequence[str], on_progress: Callable[[Source], None] | None
-) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Yield the named tables, built in one pass over the traces."""
+def _tables(run: Run, named: Sequence[str], on_progress: Callable[[Source], None] | None) -> Iterator[tuple[str, Rows]]:
+    """Yield the named tables; those that are read are built in one pass over the traces."""
     plugins = _plugin_tables()
     derived = _DERIVED | {name: plugin.measure for name, plugin in plugins.items()}
-    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name not in derived}
-    sources = {(source.window, source.rank): source for source in run.sources}
-    if parts:
-        for trace in run.traces():
-            keys = (pl.lit(trace.window, pl.Int64).alias("window"), pl.lit(trace.rank, pl.Int64).alias("rank"))
-            for name, frames in parts.items():
-                frames.append(getattr(trace, name).select(*keys, pl.all()))
-            if on_progress:
-                on_progress(sources[trace.window, trace.rank])
+    run.measure([TraceTable(name) for name in named if name not in derived], on_progress)
     for name in named:
-        if name in parts:
-            yield name, pl.concat(parts.pop(name))
+        if name not in derived:
+            yield name, run.parts(TraceTable(name)) or run.table(TraceTable(name))
         else:
             rows = derived[name](run)
             yield name, plugins[name].table.conform(rows) if name in plugins else rows

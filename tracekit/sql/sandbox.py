@@ -6,8 +6,8 @@ program. It imports DuckDB and Arrow but nothing of tracekit, so it starts quick
 
 Protocol: stdin has a line of JSON (sql, tables, timeout_s, memory_bytes, max_rows) and each table without rows as an
 Arrow stream; stdout has a line with the tables that the query names. Then stdin has a line with the names of those
-tables, and their rows; stdout has the result as an Arrow stream between two lines. A line with `error` (kind, message)
-ends the exchange.
+tables, each with the Parquet files that it is in, and the rows of those that are in none; stdout has the result as an
+Arrow stream between two lines. A line with `error` (kind, message) ends the exchange.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import duckdb
@@ -54,7 +54,7 @@ def main() -> None:
     try:
         with connect(memory_bytes) as connection:
             known: list[str] = request["tables"]
-            _register(connection, known, source)
+            _register(connection, dict.fromkeys(known, ()), source)
             _limit_process(memory_bytes)
             with _deadline(connection, request["timeout_s"]):
                 statement, named = validated(connection, request["sql"], known)
@@ -215,10 +215,16 @@ def _kind(error: Exception) -> str:
 # Input and output ----------------------------------------------------------------------------------------------------
 
 
-def _register(connection: duckdb.DuckDBPyConnection, names: Sequence[str], source: BinaryIO) -> None:
-    for name in names:
-        with pa.ipc.open_stream(source) as stream:
-            connection.register(name, stream.read_all())
+def _register(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, Sequence[str]], source: BinaryIO) -> None:
+    """Register tables by name: those in Parquet files, which a query reads as far as it needs them, and the others."""
+    for name, files in tables.items():
+        if files:
+            from pyarrow import dataset  # few queries need it
+
+            connection.register(name, dataset.dataset(list(files), format="parquet"))
+        else:
+            with pa.ipc.open_stream(source) as stream:
+                connection.register(name, stream.read_all())
 
 
 def _answer(

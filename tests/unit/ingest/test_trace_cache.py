@@ -23,7 +23,7 @@ from tracekit.ingest import disk_cache, loader, trace_cache
 from tracekit.ingest.disk_cache import DiskCache
 from tracekit.ingest.trace_cache import TraceCache
 from tracekit.model import schema
-from tracekit.model.run import Source
+from tracekit.model.source import Source
 
 TINY = {
     "traceEvents": [

@@ -4,7 +4,8 @@ import polars as pl
 import pytest
 
 from tracekit.model import schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import LazyTrace, Trace
 
 STEPS = schema.STEPS.empty()

@@ -22,7 +22,8 @@ from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import InputError
 from tracekit.ingest import disk_cache, loader
 from tracekit.model import environment
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.regression import samples
 from tracekit.report import html
 from tracekit.report import json as report_json

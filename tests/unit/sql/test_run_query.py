@@ -14,7 +14,8 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.report import query_rows
 from tracekit.sql import run_query
 from tracekit.sync import alignment

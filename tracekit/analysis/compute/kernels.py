@@ -10,7 +10,8 @@ import polars as pl
 from tracekit.analysis.compute import module_paths, totals
 from tracekit.analysis.time import breakdown
 from tracekit.model import nesting
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "op", "shapes", "module", "unit", "phase", "span", "step", "device", "stream", "rank")

@@ -10,7 +10,8 @@ import polars as pl
 from tracekit.analysis.host import ops
 from tracekit.errors import ConfigError, InputError
 from tracekit.model import nesting, schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Fact, Trace
 
 HOST, DEVICE = KINDS = ("host", "device")

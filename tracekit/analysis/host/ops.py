@@ -7,7 +7,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import efficiency, kernels, module_paths, totals
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "shapes", "module", "unit", "phase", "span", "step", "thread", "rank")

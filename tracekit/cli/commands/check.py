@@ -9,11 +9,12 @@ import typer
 
 from tracekit.cli import output, run_loading
 from tracekit.cli.formats import ReportOptions
-from tracekit.cli.options import BaselineOptions, SettingsOptions, UseCache, expand_options
+from tracekit.cli.options import BaselineOptions, ExecutorOptions, SettingsOptions, UseCache, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import CheckSettings
+    from tracekit.model.executor import Executor
     from tracekit.model.trace import Fact
     from tracekit.regression.gate import CheckResult
 
@@ -29,6 +30,7 @@ def check(
     *,
     settings: SettingsOptions,
     baseline: BaselineOptions,
+    executor: ExecutorOptions,
     reports: ReportOptions,
     history: Annotated[Path | None, typer.Option(metavar="FILE", help="Add the results to this history.")] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
@@ -60,8 +62,10 @@ def check(
 
     from tracekit.rules import all_rules
 
-    results = _results(paths, settings.resolve(all_rules()), baseline, repeats, reports.facts(), cache=cache)
-    reports.write(results)
+    resolved = settings.resolve(all_rules())
+    with executor.open() as opened:
+        results = _results(paths, resolved, baseline, repeats, reports.facts(), cache=cache, executor=opened)
+        reports.write(results)
     if history is not None:
         from tracekit.cli.commands.history import add_results
 
@@ -77,6 +81,7 @@ def _results(
     reported: "Sequence[Fact]",
     *,
     cache: bool,
+    executor: "Executor",
 ) -> "list[CheckResult]":
     from tracekit.cli.settings import apply_ignores, configured_rules
     from tracekit.regression import gate as checks
@@ -89,11 +94,12 @@ def _results(
     baseline = (
         None
         if options.baseline is None
-        else run_loading.open_baseline(options.baseline, rules, cache=cache, devices=devices)
+        else run_loading.open_baseline(options.baseline, rules, cache=cache, devices=devices, executor=executor)
     )
-    checked = run_loading.check_runs(paths, rules, facts=[*facts, *reported], cache=cache, devices=devices)
+    wanted = [*facts, *reported]
+    checked = run_loading.check_runs(paths, rules, facts=wanted, cache=cache, devices=devices, executor=executor)
     reports = [apply_ignores(report, settings.ignore, catalog) for report, _ in checked]
-    recordings = [run_loading.open_measured(path, facts, cache=cache) for path in repeats]
+    recordings = [run_loading.open_measured(path, facts, cache=cache, executor=executor) for path in repeats]
     return [
         checks.judge(
             report,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output
-from tracekit.cli.options import OutputOptions, RunOptions, expand_options
+from tracekit.cli.options import ExecutorOptions, OutputOptions, RunOptions, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def query(
     max_rows: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Write at most N rows.  [default: table 100, else all]")
     ] = None,
+    executor: ExecutorOptions,
     result: OutputOptions,
 ) -> None:
     """Query a run in SQL: one SELECT in DuckDB's dialect over the tables of all ranks.
@@ -60,10 +61,9 @@ def query(
     # One row more shows whether rows are left out.
     max_read = None if limit is None else limit + 1
     statement = sys.stdin.read() if sql == "-" else sql
-    with run_query.open_query(
-        statement, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_read
-    ) as sandboxed:
-        run = source.open()
+    opened_query = run_query.open_query(statement, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_read)
+    with opened_query as sandboxed, executor.open() as opened:
+        run = source.open(opened)
         with output.progress() as bar:
             rows = sandboxed.run(run, bar.trace_callback(len(run.sources)))
     _write(rows if limit is None else rows.head(limit), rows.height, row_format, result)

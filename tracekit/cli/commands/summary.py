@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tracekit.cli.options import RunOptions, TableOptions, expand_options
+from tracekit.cli.options import ExecutorOptions, RunOptions, TableOptions, expand_options
 
 
 class By(StrEnum):
@@ -29,6 +29,7 @@ def summary(
     *,
     by: Annotated[By, typer.Option(help="What a row stands for: see above.")] = By.RANK,
     source: RunOptions,
+    executor: ExecutorOptions,
     table: TableOptions,
 ) -> None:
     """Show where the time goes: compute, communication, copies, their overlap and exposed parts, idle time.
@@ -89,5 +90,7 @@ def summary(
         By.RING: lambda run: run.run_table(ring_overlap.ring_overlap),
         By.STREAM: launch_queues.by_stream,
     }
-    run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]))
-    table.write(summary_tables, tables[by](run))
+    with executor.open() as opened:
+        run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), opened)
+        rows = tables[by](run)
+    table.write(summary_tables, rows)

@@ -8,7 +8,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.errors import InputError
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.report.export import perfetto_encoder

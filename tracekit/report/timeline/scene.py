@@ -18,7 +18,8 @@ from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, trace_cache
 from tracekit.ingest.disk_cache import DiskCache
 from tracekit.model.intervals import Window
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
 from tracekit.report.timeline import layout

@@ -19,7 +19,8 @@ from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.ingest.disk_cache import DiskCache
-from tracekit.model.run import Run, RunFact, Source
+from tracekit.model.run import Run, RunFact
+from tracekit.model.source import Source
 from tracekit.model.trace import Fact, Trace
 from tracekit.rules import engine
 from tracekit.rules.report_cache import entry, keys

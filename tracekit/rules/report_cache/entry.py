@@ -16,7 +16,8 @@ import msgspec
 import polars as pl
 
 from tracekit.analysis.time import summary as facts
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 from tracekit.rules.rule import Finding, Input, Report, Severity, is_data_quality
 from tracekit.sync import alignment

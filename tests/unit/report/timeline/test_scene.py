@@ -16,7 +16,8 @@ from tests.support import drawn_traces
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache
 from tracekit.model import schema
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run
+from tracekit.model.source import Source
 from tracekit.report import timeline
 from tracekit.report.timeline import level_of_detail
 from tracekit.report.timeline import scene as scenes

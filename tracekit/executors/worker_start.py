@@ -1,0 +1,10 @@
+"""What a worker process does first, before it imports Polars. Imports the standard library only."""
+
+import os
+import signal
+
+
+def prepare(threads: int) -> None:
+    """Leave Ctrl-C to the process that started this one, and let Polars use `threads` threads."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["POLARS_MAX_THREADS"] = str(threads)

@@ -1,0 +1,130 @@
+"""Tables of facts of all traces of a run: in memory, or, for many ranks, as Parquet parts in a temporary folder."""
+
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from tracekit.model.trace import Fact
+
+Place = tuple[int, int]
+"""Window and rank of a trace."""
+
+
+class FactTables:
+    """The table of each fact: columns window and rank, then those of the fact, by trace in the order of measuring.
+
+    While traces are measured, their tables are in memory up to `max_bytes`; beyond that, those of the fact with most
+    bytes become a Parquet file. Such a table is read again each time that it is requested, unless it still exists.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Start without tables."""
+        self._max_bytes = max_bytes
+        self._tables: dict[Fact, pl.DataFrame] = {}
+        self._parts: dict[Fact, tuple[Path, ...]] = {}
+        self._read: weakref.WeakValueDictionary[Fact, pl.DataFrame] = weakref.WeakValueDictionary()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __contains__(self, fact: object) -> bool:
+        return fact in self._tables or fact in self._parts
+
+    def __iter__(self) -> Iterator[Fact]:
+        return iter([*self._tables, *self._parts])
+
+    def __getitem__(self, fact: Fact) -> pl.DataFrame:
+        """Return the table of a fact. Raises KeyError if it was not measured."""
+        if fact in self._tables:
+            return self._tables[fact]
+        table = self._read.get(fact)
+        if table is None:
+            table = self._read[fact] = self.scan(fact).collect()
+        return table
+
+    def __setitem__(self, fact: Fact, table: pl.DataFrame) -> None:
+        self._tables[fact] = table
+
+    def scan(self, fact: Fact) -> pl.LazyFrame:
+        """Return the table of a fact to select from, without reading it whole. Raises KeyError if not measured."""
+        if fact in self._tables:
+            return self._tables[fact].lazy()
+        return pl.scan_parquet(list(self._parts[fact]), glob=False)
+
+    def parts(self, fact: Fact) -> tuple[Path, ...]:
+        """Return the Parquet files of a fact; none if its table is in memory."""
+        return self._parts.get(fact, ())
+
+    def collector(self, facts: Sequence[Fact]) -> "Collector":
+        """Return what takes the tables of these facts trace by trace."""
+        in_memory_bytes = sum(int(table.estimated_size()) for table in self._tables.values())
+        return Collector(self, facts, max(self._max_bytes - in_memory_bytes, 0))
+
+    def new_part(self) -> Path:
+        """Return the path of a new Parquet file, which is removed with these tables."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="tracekit-facts-")
+        return Path(self._folder.name, f"{sum(1 for _ in Path(self._folder.name).iterdir()):06}.parquet")
+
+    def add_parts(self, fact: Fact, parts: Sequence[Path]) -> None:
+        """Add a fact whose table is in Parquet files."""
+        self._parts[fact] = tuple(parts)
+
+
+class Collector:
+    """Takes the tables of several facts, trace by trace."""
+
+    def __init__(self, into: FactTables, facts: Sequence[Fact], max_bytes: int) -> None:
+        """Collect the tables of `facts`; more than `max_bytes` of them are written to files."""
+        self._into, self._max_bytes = into, max_bytes
+        self._frames: dict[Fact, list[pl.DataFrame]] = {fact: [] for fact in facts}
+        self._places: dict[Fact, list[Place]] = {fact: [] for fact in facts}
+        self._bytes: dict[Fact, int] = dict.fromkeys(facts, 0)
+        self._parts: dict[Fact, list[Path]] = {}
+
+    def add(self, place: Place, tables: Sequence[pl.DataFrame]) -> None:
+        """Add the tables of one trace, in the order of the facts."""
+        for fact, table in zip(self._frames, tables, strict=True):
+            self._frames[fact].append(table)
+            self._places[fact].append(place)
+            self._bytes[fact] += int(table.estimated_size())
+        while sum(self._bytes.values()) > self._max_bytes:
+            self._write(max(self._bytes, key=self._bytes.__getitem__))
+
+    def finish(self) -> None:
+        """Pass the complete tables on."""
+        for fact in self._frames:
+            if fact in self._parts:
+                self._write(fact)
+                self._into.add_parts(fact, self._parts[fact])
+            elif self._frames[fact]:
+                self._into[fact] = self._table(fact)
+
+    def _write(self, fact: Fact) -> None:
+        if not self._frames[fact]:
+            return
+        part = self._into.new_part()
+        self._table(fact).write_parquet(part, compression="zstd", compression_level=1)
+        self._parts.setdefault(fact, []).append(part)
+        self._frames[fact], self._places[fact], self._bytes[fact] = [], [], 0
+
+    def _table(self, fact: Fact) -> pl.DataFrame:
+        return _by_trace(self._frames[fact], self._places[fact])
+
+
+def _by_trace(frames: Sequence[pl.DataFrame], places: Sequence[Place]) -> pl.DataFrame:
+    """Return the tables of several traces as one, each with the window and rank of its trace as first columns."""
+    heights = [frame.height for frame in frames]
+    window, rank = (
+        pl.Series(name, np.repeat(np.array(values, np.int64), heights))
+        for name, values in zip(("window", "rank"), zip(*places, strict=True), strict=True)
+    )
+    every = pl.concat([_without_place(frame) for frame in frames])
+    return pl.DataFrame([window, rank, *every.get_columns()])
+
+
+def _without_place(frame: pl.DataFrame) -> pl.DataFrame:
+    own = {"window", "rank"}.intersection(frame.columns)
+    return frame.drop(own) if own else frame
