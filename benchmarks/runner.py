@@ -115,7 +115,7 @@ def _run(subject: str, folder: Path, environment: Mapping[str, str]) -> Sample:
     else:
         command = ["-m", "benchmarks.measure", subject, str(folder)]
     began_s = time.perf_counter()
-    out, error, status, usage = _run_process([sys.executable, *command], environment)
+    out, error, status, usage = run_process([sys.executable, *command], environment)
     whole_wall_s = time.perf_counter() - began_s
     if status:
         last = (error.strip().splitlines() or ["nothing on stderr"])[-1]
@@ -130,7 +130,7 @@ def _run(subject: str, folder: Path, environment: Mapping[str, str]) -> Sample:
     )
 
 
-def _run_process(command: list[str], environment: Mapping[str, str]) -> tuple[str, str, int, resource.struct_rusage]:
+def run_process(command: list[str], environment: Mapping[str, str]) -> tuple[str, str, int, resource.struct_rusage]:
     """Run a command; return its output, exit code, and the resources that it and its children used."""
     with (
         subprocess.Popen(
