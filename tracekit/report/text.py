@@ -9,7 +9,7 @@ from rich.table import Table
 from tracekit.analysis.time import summary
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.report import phrases, text_layout
+from tracekit.report import phrases, rank_rows, text_layout
 from tracekit.rules import found_iterations
 from tracekit.rules.rule import Finding, Report
 
@@ -87,26 +87,17 @@ def _counts(findings: Sequence[Finding]) -> RenderableType:
 
 
 def _breakdown(run: Run) -> list[RenderableType]:
-    ranks = summary.by_rank(run)
+    ranks = rank_rows.shares(run)
     if ranks.is_empty():
         return [text_layout.dim("The traces contain no activities.")]
-    duration_ns, communication_ns = pl.col("duration_ns"), pl.col("communication_ns")
-    shares = ranks.head(MAX_RANKS).select(
-        "rank",
-        pl.col("duration_ns").alias("traced_ns"),
-        (pl.col("compute_ns") / duration_ns).alias("compute_ratio"),
-        (pl.col("exposed_communication_ns") / duration_ns).alias("exposed comm_ratio"),
-        (pl.col("exposed_copy_ns") / duration_ns).alias("exposed copy_ratio"),
-        (pl.col("idle_ns") / duration_ns).alias("idle_ratio"),
-        pl.when(communication_ns > 0).then(pl.col("overlapped_ns") / communication_ns).alias("comm hidden_ratio"),
-    )
-    headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in shares.columns}
+    shown = ranks if ranks.height <= MAX_RANKS else rank_rows.with_quantiles(ranks)
+    headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in shown.columns}
     parts: list[RenderableType] = [
         text_layout.title("Where the time goes", _steps(run)),
-        text_layout.indented(text_layout.frame(shares, headings)),
+        text_layout.indented(text_layout.frame(shown, headings)),
     ]
     if ranks.height > MAX_RANKS:
-        parts.append(text_layout.dim(f"  and {ranks.height - MAX_RANKS:,} more ranks: tracekit summary {run.path}"))
+        parts.append(text_layout.dim(f"  of {ranks.height:,} ranks; all of them: tracekit summary {run.path}"))
     return parts
 
 

@@ -6,12 +6,15 @@ GitHub and GitLab show images only by URL, not as data, and a comment cannot car
 
 from collections.abc import Sequence
 
+import polars as pl
+
 from tracekit.analysis.time import summary
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.metrics import metric_of
+from tracekit.report import rank_rows
 
 WIDTH = 36
 MAX_RANKS = 8
@@ -36,17 +39,17 @@ def by_rank(run: Run) -> str:
     ranks = ranks.filter(ranks["duration_ns"] > 0)
     if ranks.is_empty():
         return ""
-    rows = ranks.head(MAX_RANKS).to_dicts()
-    names = [f"rank {row['rank']}" for row in rows]
+    chosen = dict.fromkeys(ranks["rank"], "") if ranks.height <= MAX_RANKS else rank_rows.notable(rank_rows.shares(run))
+    rows = ranks.filter(pl.col("rank").is_in(list(chosen))).to_dicts()
+    names = [f"rank {row['rank']} {chosen[row['rank']]}".rstrip() for row in rows]
     width = max(map(len, names))
     lines = [
         f"{name:<{width}} {_stacked_bar([row[part] / row['duration_ns'] for part in _PARTS])}"
         for name, row in zip(names, rows, strict=True)
     ]
-    used = [part for part in _PARTS if any(row[part] for row in rows)]
-    shares = {part: sum(row[part] for row in rows) / sum(row["duration_ns"] for row in rows) for part in used}
-    legend = "  ".join(f"{_PARTS[part]} {_LABELS[part]} {units.share(shares[part])}" for part in used)
-    more = [f"and {ranks.height - MAX_RANKS:,} more ranks"] if ranks.height > MAX_RANKS else []
+    shares = {part: ranks[part].sum() / ranks["duration_ns"].sum() for part in _PARTS if ranks[part].sum()}
+    legend = "  ".join(f"{_PARTS[part]} {_LABELS[part]} {units.share(shares[part])}" for part in shares)
+    more = [f"of {ranks.height:,} ranks"] if ranks.height > MAX_RANKS else []
     return "\n".join([*lines, *more, legend])
 
 

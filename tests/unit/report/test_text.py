@@ -90,12 +90,14 @@ def test_names_in_a_trace_cannot_steer_the_terminal() -> None:
     assert "[bold red]x[/]" in shown  # no markup language is read from it either
 
 
-def test_a_run_of_many_ranks_shows_some_and_says_where_the_rest_is() -> None:
+def test_a_run_of_many_ranks_shows_the_typical_one_and_says_where_the_rest_is() -> None:
     many = drawn_traces.run(
         *(drawn_traces.trace(sample_report.PICTURE, rank=rank) for rank in range(40)), path="runs/many"
     )
     shown = text.render(sample_report.report(many), many)
-    assert "and 24 more ranks: tracekit summary runs/many" in shown
+    assert "of 40 ranks; all of them: tracekit summary runs/many" in shown
+    assert re.search(r"typical +0 ", shown)
+    assert re.search(r"95th percentile +— ", shown)
 
 
 def test_a_run_without_work_says_so() -> None:
