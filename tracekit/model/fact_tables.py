@@ -14,6 +14,10 @@ Place = tuple[int, int]
 """Window and rank of a trace."""
 
 
+_MAX_FRAMES = 32
+"""So many tables become one: a small table takes 100 times the memory of its rows."""
+
+
 class FactTables:
     """The table of each fact: columns window and rank, then those of the fact, by trace in the order of measuring.
 
@@ -79,50 +83,57 @@ class Collector:
     def __init__(self, into: FactTables, facts: Sequence[Fact], max_bytes: int) -> None:
         """Collect the tables of `facts`; more than `max_bytes` of them are written to files."""
         self._into, self._max_bytes = into, max_bytes
-        self._frames: dict[Fact, list[pl.DataFrame]] = {fact: [] for fact in facts}
-        self._places: dict[Fact, list[Place]] = {fact: [] for fact in facts}
-        self._bytes: dict[Fact, int] = dict.fromkeys(facts, 0)
+        self._pending: dict[Fact, _Pending] = {fact: _Pending() for fact in facts}
         self._parts: dict[Fact, list[Path]] = {}
 
     def add(self, place: Place, tables: Sequence[pl.DataFrame]) -> None:
         """Add the tables of one trace, in the order of the facts."""
-        for fact, table in zip(self._frames, tables, strict=True):
-            self._frames[fact].append(table)
-            self._places[fact].append(place)
-            self._bytes[fact] += int(table.estimated_size())
-        while sum(self._bytes.values()) > self._max_bytes:
-            self._write(max(self._bytes, key=self._bytes.__getitem__))
+        for pending, table in zip(self._pending.values(), tables, strict=True):
+            pending.add(place, table)
+        while sum(pending.size_bytes for pending in self._pending.values()) > self._max_bytes:
+            self._write(max(self._pending, key=lambda fact: self._pending[fact].size_bytes))
 
     def finish(self) -> None:
         """Pass the complete tables on."""
-        for fact in self._frames:
+        for fact, pending in self._pending.items():
             if fact in self._parts:
                 self._write(fact)
                 self._into.add_parts(fact, self._parts[fact])
-            elif self._frames[fact]:
-                self._into[fact] = self._table(fact)
+            elif pending.places:
+                self._into[fact] = pending.table()
 
     def _write(self, fact: Fact) -> None:
-        if not self._frames[fact]:
-            return
-        part = self._into.new_part()
-        self._table(fact).write_parquet(part, compression="zstd", compression_level=1)
-        self._parts.setdefault(fact, []).append(part)
-        self._frames[fact], self._places[fact], self._bytes[fact] = [], [], 0
-
-    def _table(self, fact: Fact) -> pl.DataFrame:
-        return _by_trace(self._frames[fact], self._places[fact])
+        pending, self._pending[fact] = self._pending[fact], _Pending()
+        if pending.places:
+            part = self._into.new_part()
+            pending.table().write_parquet(part, compression="zstd", compression_level=1)
+            self._parts.setdefault(fact, []).append(part)
 
 
-def _by_trace(frames: Sequence[pl.DataFrame], places: Sequence[Place]) -> pl.DataFrame:
-    """Return the tables of several traces as one, each with the window and rank of its trace as first columns."""
-    heights = [frame.height for frame in frames]
-    window, rank = (
-        pl.Series(name, np.repeat(np.array(values, np.int64), heights))
-        for name, values in zip(("window", "rank"), zip(*places, strict=True), strict=True)
-    )
-    every = pl.concat([_without_place(frame) for frame in frames])
-    return pl.DataFrame([window, rank, *every.get_columns()])
+class _Pending:
+    """The tables of one fact that are in memory."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.size_bytes = 0
+        self._heights: list[int] = []
+        self._frames: list[pl.DataFrame] = []
+
+    def add(self, place: Place, table: pl.DataFrame) -> None:
+        self.places.append(place)
+        self._heights.append(table.height)
+        self._frames.append(_without_place(table))
+        self.size_bytes += int(table.estimated_size())
+        if len(self._frames) >= _MAX_FRAMES:
+            self._frames = [pl.concat(self._frames, rechunk=True)]
+
+    def table(self) -> pl.DataFrame:
+        """Return all tables as one, with the window and rank of the trace of each row as first columns."""
+        window, rank = (
+            pl.Series(name, np.repeat(np.array(values, np.int64), self._heights))
+            for name, values in zip(("window", "rank"), zip(*self.places, strict=True), strict=True)
+        )
+        return pl.DataFrame([window, rank, *pl.concat(self._frames, rechunk=True).get_columns()])
 
 
 def _without_place(frame: pl.DataFrame) -> pl.DataFrame:

@@ -75,7 +75,7 @@ class ContendedCompute(Rule):
         slowdown = _slowdown_on(slow, loss)
         on_ranks = pl.col("rank").is_in(distinct(loss.steps, "rank"))
         suspicion = _suspicion(slowdown, self.min_calls)
-        kernels = run.table(contention.by_kernel).filter(_DURING_COLLECTIVES, on_ranks)
+        kernels = run.scan(contention.by_kernel).filter(_DURING_COLLECTIVES, on_ranks).collect()
         quoted_first = kernels.sort(pl.col("rank") == loss.row["rank"], "lost_ns", descending=True)
         yield loss.finding(
             self,

@@ -72,7 +72,7 @@ class LateLaunch(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's representative step exceeds the threshold."""
         on_device = _on_device(run)
-        late = run.table(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE))
+        late = run.scan(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE)).collect()
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
         loss = step_losses.worst(steps_without_saves.losses(run, late, "dur_ns"), self.min_late_ratio)
         if loss is None:
@@ -164,8 +164,10 @@ class BlockingSync(Rule):
         if not _on_device(run):
             yield from self._reads(run)
             return
-        late = run.table(launch_delay.host_gaps).filter(
-            pl.col("synced") & pl.col("detail").is_in([*_LATE, host_state.SYNCHRONIZE])
+        late = (
+            run.scan(launch_delay.host_gaps)
+            .filter(pl.col("synced") & pl.col("detail").is_in([*_LATE, host_state.SYNCHRONIZE]))
+            .collect()
         )
         loss = step_losses.worst(steps_without_saves.losses(run, late, "dur_ns"), self.min_idle_ratio)
         if loss is None:
@@ -243,7 +245,7 @@ class DataStall(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's representative step exceeds the threshold."""
-        late = run.table(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA)
+        late = run.scan(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA).collect()
         loss = step_losses.worst(_all_but_last(run, late), self.min_stall_ratio)
         if loss is None:
             yield from self._hidden_stall(run)

@@ -108,13 +108,17 @@ def save_collectives(trace: Trace) -> pl.DataFrame:
 
 
 def _exposed_spans(run: Run) -> dict[tuple[object, ...], pl.DataFrame]:
-    spans = run.table(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION)
+    spans = run.scan(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION).collect()
     return spans.partition_by(_OF, as_dict=True)
 
 
 def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:
-    """Return when each collective (a table with waited_ns) has all its known ranks; one span per row."""
-    return intervals.from_columns(calls["start_ns"] + calls["waited_ns"], calls["dur_ns"] - calls["waited_ns"])
+    """Return when each collective (a table with waited_ns) has all its known ranks; one span per row.
+
+    Where waited_ns is null, because no other rank of the collective is known, that is its whole duration.
+    """
+    waited_ns = calls["waited_ns"].fill_null(0)
+    return intervals.from_columns(calls["start_ns"] + waited_ns, calls["dur_ns"] - waited_ns)
 
 
 def _spans(rows: pl.DataFrame | None) -> intervals.Spans:

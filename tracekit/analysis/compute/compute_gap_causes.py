@@ -1,5 +1,6 @@
 """Causes of compute gaps: each gap is split among causes, linked to the communication gap that caused it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ CHAIN_COLUMNS = schema.columns(
     "communication_gap device step phase unit collective_id start_ns dur_ns host_ns preparation_ns contention_ns "
     "compute_ns copy_ns device_stall_ns unknown_ns waited_ns"
 )
+
+_ORDER = ("window", "rank", "device", "start_ns")
 
 
 @memoize
@@ -54,13 +57,34 @@ def compute_gap_causes_across(run: Run) -> pl.DataFrame:
     Columns window, rank, COLUMNS', peer_rank (the last arrival among ranks with a trace; null where unknown). The time
     of a collective until that rank arrived becomes cause `peer`, evidence instances; the rest stays `collective`.
     """
-    pieces = run.table(compute_gap_causes)
+    waiting, rest = _with_peers_apart(run)
+    return pl.concat([waiting, rest]).sort(_ORDER).collect()
+
+
+def waits_for_peers(run: Run) -> pl.DataFrame:
+    """Return the rows of `compute_gap_causes_across` with cause `peer`; use ``run.run_table``."""
+    waiting, _ = _with_peers_apart(run)
+    return waiting.sort(_ORDER).collect()
+
+
+def sums_across(run: Run, by: Sequence[str]) -> pl.DataFrame:
+    """Return `compute_gap_causes_across` summed: columns `by`, pieces (rows), dur_ns; sorted by `by`."""
+    both = pl.concat(_with_peers_apart(run))
+    return both.group_by(by).agg(pl.len().cast(pl.Int64).alias("pieces"), pl.col("dur_ns").sum()).sort(by).collect()
+
+
+def _with_peers_apart(run: Run) -> tuple[pl.LazyFrame, pl.LazyFrame]:
+    """Return the waiting for peers and the rest of all compute gaps, with the columns of `compute_gap_causes_across`.
+
+    Lazy: the pieces of thousands of ranks need not be in memory at the same time.
+    """
     key = ["window", "instance"]
     last = run.run_table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
     waits = run.run_table(collective_instances.waits).join(last, on=key, how="left")
     waits = waits.select("window", "rank", pl.col("activity_id").alias("collective_id"), "wait_ns", "peer_rank")
     waits = waits.unique(["window", "rank", "collective_id"])
-    joined = pieces.join(waits, on=["window", "rank", "collective_id"], how="left", maintain_order="left")
+    pieces = run.scan(compute_gap_causes)
+    joined = pieces.join(waits.lazy(), on=["window", "rank", "collective_id"], how="left", maintain_order="left")
     last_ns = pl.col("collective_start_ns") + pl.col("wait_ns").fill_null(0)
     peer_ns = pl.when(pl.col("cause") == causes.COLLECTIVE).then((last_ns - pl.col("start_ns")).clip(0)).fill_null(0)
     pieces_with_wait = joined.with_columns(pl.min_horizontal(peer_ns, "dur_ns").alias("peer_ns"))
@@ -76,7 +100,7 @@ def compute_gap_causes_across(run: Run) -> pl.DataFrame:
         pl.lit(None, pl.Int64).alias("peer_rank"),
     ).filter(pl.col("dur_ns") > 0)
     columns = ["window", "rank", *COLUMNS, "peer_rank"]
-    return pl.concat([waiting.select(columns), rest.select(columns)]).sort("window", "rank", "device", "start_ns")
+    return waiting.select(columns), rest.select(columns)
 
 
 def chains(trace: Trace) -> pl.DataFrame:

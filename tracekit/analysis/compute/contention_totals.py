@@ -43,7 +43,7 @@ def costliest_calls(run: Run) -> pl.DataFrame:
     prepared = prepared.filter(pl.col("overlapped_ns") * 2 > pl.col("dur_ns")).with_columns(
         kind=pl.lit(PREPARATION), concurrent_kind=pl.lit(COMPUTE)
     )
-    kernels = run.table(contention.by_kernel).filter(pl.col("kind") == COMPUTE)
+    kernels = run.scan(contention.by_kernel).filter(pl.col("kind") == COMPUTE).collect()
     calls = (
         run.run_table(collective_contention.compared_calls)
         .filter("judged")

@@ -27,9 +27,7 @@ def by_cause(run: Run) -> pl.DataFrame:
     """
     place = ("window", "rank", *_PLACE)
     quiet = run.table(communication_gap_time).with_columns(gap_kind=pl.lit(COMMUNICATION))
-    idle = _summed(run.run_table(compute_gap_causes.compute_gap_causes_across), place).with_columns(
-        gap_kind=pl.lit(COMPUTE)
-    )
+    idle = compute_gap_causes.sums_across(run, place).with_columns(gap_kind=pl.lit(COMPUTE))
     both = pl.concat(schema.select(part, COLUMNS) for part in (quiet, idle))
     return both.sort("gap_kind", "window", "rank", "device", "step", "phase", "dur_ns", descending=[False] * 6 + [True])
 
@@ -41,8 +39,8 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 def idle_by_rank(run: Run) -> pl.DataFrame:
     """Return the compute part of `by_rank`, which needs fewer facts; use ``run.run_table``."""
-    pieces = run.run_table(compute_gap_causes.compute_gap_causes_across)
-    return _of_ranks(pieces.with_columns(gap_kind=pl.lit(COMPUTE), pieces=pl.lit(1, pl.Int64)))
+    sums = compute_gap_causes.sums_across(run, ("rank", "cause"))
+    return _of_ranks(sums.with_columns(gap_kind=pl.lit(COMPUTE)))
 
 
 def _of_ranks(rows: pl.DataFrame) -> pl.DataFrame:

@@ -158,7 +158,7 @@ def _own_time(run: Run) -> pl.DataFrame:
     ranks = steps.group_by(*_STEP, "rank").agg(pl.col("compute_ns").max().alias("dur_ns"))
     is_stall = pl.col("cause") == communication_gap_causes.DEVICE_STALL
     by_host = (pl.col("cause") == communication_gap_causes.HOST) & pl.col("detail").is_in(list(_PART_OF_STATE))
-    pieces = run.table(compute_gap_causes.compute_gap_causes).filter(is_stall | by_host)
+    pieces = run.scan(compute_gap_causes.compute_gap_causes).filter(is_stall | by_host).collect()
     part = pl.col("detail").replace_strict(_PART_OF_STATE, default=None, return_dtype=pl.String)
     idle = (
         pieces.with_columns(pl.when(is_stall).then(pl.lit(STALL)).otherwise(part).alias("part"))

@@ -20,7 +20,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     calls = run.run_table(exposed_communication.exposed_transfers)
     sends = _spans_of(calls.filter(_is_send()))
     others = _spans_of(calls.filter(~_is_send()))
-    alone = run.table(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION)
+    alone = run.scan(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION).collect()
     exposed = {place: intervals.from_table(rows) for place, rows in alone.partition_by(_OF, as_dict=True).items()}
     parts = [steps.clear()]
     for place, own in steps.partition_by(_OF, as_dict=True, maintain_order=True).items():

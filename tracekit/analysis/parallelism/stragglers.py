@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.communication import collective_instances, communication_gap_causes
+from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import late_groups, late_ranks, rank_places
 from tracekit.analysis.time import breakdown
@@ -94,9 +94,7 @@ def waiting_pieces(run: Run) -> pl.DataFrame:
 
     Without collectives of several pipeline stages, where the order of the stages decides who waits.
     """
-    pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
-        pl.col("cause") == communication_gap_causes.PEER
-    )
+    pieces = run.run_table(compute_gap_causes.waits_for_peers)
     across = run.run_table(late_groups.across_stages)
     if across.is_empty():
         return pieces
