@@ -124,3 +124,8 @@ def test_a_heatmap_of_very_many_cells_is_drawn_as_an_image():
     figure = charts.step_heatmap(pl.DataFrame(rows))
     assert figure.data[0].type == "heatmap"
     assert sorted(set(figure.data[0].z)) == [0.0, 0.5]
+
+
+def test_a_collective_whose_peers_are_not_known_transfers_for_its_whole_duration():
+    calls = pl.DataFrame({"start_ns": [5, 20], "dur_ns": [3, 10], "waited_ns": [None, 4]})
+    assert exposed_communication.transfer_spans(calls).tolist() == [[5, 8], [24, 30]]
