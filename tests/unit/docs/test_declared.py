@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"hta": "traceinsight", "pytorch_lightning": "pytorch-lightning"}
+DISTRIBUTIONS = {
+    "dask_jobqueue": "dask-jobqueue",
+    "hta": "traceinsight",
+    "pytorch_lightning": "pytorch-lightning",
+}
 OUR_OWN = {"tracekit", "dashboard", "instrumented_trainers", "tests"}
 OF_THE_INTERPRETER = {"sitecustomize"}
 
@@ -38,7 +42,7 @@ def declared(*extras: str) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tracekit", ("train", "hta", "pandas", "huggingface", "pytest")),
+        ("tracekit", ("train", "cluster", "hta", "pandas", "huggingface", "pytest")),
         ("dashboard", ("dashboard",)),
         ("instrumented_trainers", ("train", "tokenizers", "datasets", "wandb", "huggingface", "lightning")),
     ],
