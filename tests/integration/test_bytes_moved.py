@@ -105,7 +105,7 @@ def others(name):
         ("tracelens_h100_memory_stacks", 0.99),
         ("tracelens_mi300_resnet_ddp", 0.99),
         ("merged_ddp_mi300_4ranks", 0.94),
-        ("megatron_tp8_a100_8ranks", 0.70),
+        ("megatron_tp8_a100_8ranks", 0.91),
         ("nanogpt_h100_8ranks", 0.65),
     ],
 )

@@ -1,5 +1,6 @@
 """FLOPs from a recorded trace, beside torch's own counter of the same training step, and on traces of others."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tracekit
 from instrumented_trainers.model import Llama
 from instrumented_trainers.model_config import ModelConfig
-from tracekit.analysis.compute import efficiency, flops
+from tests.support.cli_runner import tracekit as command
+from tracekit.analysis.compute import efficiency, flops, unknown_work
 from tracekit.model.trace import Trace
 
 OTHERS = Path(__file__).parents[3] / "shared" / "traces"
@@ -136,7 +138,9 @@ def test_operations_are_unknown_where_an_operator_has_no_formula(tmp_path):
     trace = recorded(lambda: cell(inputs)[0].sum(), tmp_path)
     assert flops.coverage(trace).select(pl.col("known_ns") / pl.col("compute_ns")).item() < 0.9
     assert efficiency.by_step(trace)["mfu_ratio"].to_list() == [None]
-    assert any("rnn" in name or "lstm" in name for name in flops.unknown(trace)["name"])
+    missing = unknown_work.unknown_work(trace).filter(pl.col("flops_unknown_ns") > 0)
+    assert any("rnn" in name or "lstm" in name for name in missing["name"])
+    assert set(missing["reason"]) == {unknown_work.NO_FORMULA}
 
 
 def others(name):
@@ -157,14 +161,36 @@ def test_a_step_of_resnet50_is_785_gflop_although_its_trace_has_no_strides():
         ("tracelens_h100_memory_stacks", 1.0, None),
         ("tracelens_mi300_resnet_ddp", 1.0, None),
         ("megatron_tp8_a100_8ranks", 1.0, None),
-        ("nanogpt_h100_8ranks", 0.88, "flash_attn_3::bwd"),
+        ("nanogpt_h100_8ranks", 0.88, ("flash_attn_3::bwd", unknown_work.INSUFFICIENT)),
+        ("hta_dlrm_a100", 0.415, ("CompiledFunctionBackward", unknown_work.NO_FORMULA)),
+        ("torchrec_v100_4ranks", 0.391, ("aten::mm", unknown_work.NO_SHAPES)),
     ],
 )
 def test_operations_are_known_for_compute_of_others_or_what_is_missing_is_named(name, ratio, missing):
     trace = others(name)
     known, whole = flops.coverage(trace).select("known_ns", "compute_ns").sum().row(0)
     assert known / whole == pytest.approx(ratio, abs=0.005)
-    assert next(iter(flops.unknown(trace)["name"]), None) == missing
+    unknown = unknown_work.unknown_work(trace)
+    assert unknown["flops_unknown_ns"].sum() == whole - known
+    assert unknown["compute_ratio"].sum() >= 1 - known / whole - 1e-9
+    named = unknown.filter(pl.col("flops_unknown_ns") > 0).select("name", "reason").rows()
+    assert next(iter(named), None) == missing
+
+
+def test_the_summary_says_what_is_missing_where_there_is_no_mfu():
+    others("hta_dlrm_a100")
+    shown = command("summary", OTHERS / "hta_dlrm_a100", "--by", "step")
+    assert shown.returncode == 0, shown.stderr
+    assert "operations are known for 41.5% of the compute time" in shown.stderr
+    assert "CompiledFunctionBackward 54.0% (no formula)" in shown.stderr
+    listed = command("summary", OTHERS / "hta_dlrm_a100", "--by", "unknown-work", "--format", "json")
+    (first, *_) = json.loads(listed.stdout)
+    assert (first["name"], first["reason"]) == ("CompiledFunctionBackward", "no formula")
+    assert first["compute_ratio"] == pytest.approx(0.540, abs=0.0005)
+    queried = command("query", OTHERS / "hta_dlrm_a100", "SELECT max(total_ns) AS most FROM unknown_work")
+    assert str(first["total_ns"]) in queried.stdout
+    full = command("summary", OTHERS / "kineto_resnet_v100_memory", "--by", "step")
+    assert "operations are known" not in full.stderr
 
 
 def test_utilization_of_a_tensor_parallel_rank_is_that_of_a_reckoning_by_hand():

@@ -43,6 +43,8 @@ _HEADINGS = {
     "delay_p95_ns": "delay\np95",
     "short_ratio": "below\n10 µs",
     "short_ns": "time of\nthose",
+    "flops_unknown_ns": "operations\nunknown",
+    "compute_ratio": "of compute",
 }
 # The columns that are dropped on a narrow terminal, in this order: those on pipelines, or those after the breakdown.
 _PIPELINE_DROP_ORDER = (
@@ -76,6 +78,7 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
             "hidden_ns": "sends and receives of ring attention (axis cp)",
             "peer": "all-to-alls around experts with known split sizes",
             "queue_max": "work on device streams",
+            "flops_unknown_ns": "compute whose work is unknown",
         }
         missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")
         return f"The traces contain no {missing}.\n"

@@ -19,7 +19,7 @@ import polars as pl
 import pyarrow as pa
 
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.compute import device_counters, kernel_sequences
+from tracekit.analysis.compute import device_counters, kernel_sequences, unknown_work
 from tracekit.analysis.host import launch_queues, module_tree
 from tracekit.analysis.parallelism import axis_communication, expert_pairs, group_axes, pipeline_bubbles, ring_overlap
 from tracekit.analysis.parallelism.pipeline_actions import ACTIONS, pipeline_actions
@@ -85,6 +85,7 @@ TABLES: Mapping[str, Table] = {
             module_tree.MODULES,
             launch_queues.QUEUES,
             kernel_sequences.SEQUENCES,
+            unknown_work.UNKNOWN_WORK,
             device_counters.DEVICE_METRICS,
         )
     },
@@ -106,6 +107,7 @@ _DERIVED: dict[str, RunFact] = {
     ACTIONS.name: lambda run: run.table(pipeline_actions),
     launch_queues.QUEUES.name: lambda run: run.table(launch_queues.launch_queues),
     kernel_sequences.SEQUENCES.name: lambda run: run.table(kernel_sequences.kernel_sequences),
+    unknown_work.UNKNOWN_WORK.name: lambda run: run.table(unknown_work.unknown_work),
     device_counters.DEVICE_METRICS.name: lambda run: run.table(device_counters.device_counters),
     module_tree.MODULES.name: lambda run: run.table(module_tree.modules),
     pipeline_bubbles.BUBBLES.name: lambda run: run.run_table(pipeline_bubbles.pipeline_bubbles),

@@ -125,3 +125,27 @@ def test_a_product_that_writes_to_a_given_tensor_does_not_read_it(written):
     done = op_flops.work("aten::mm", json.dumps(shapes), None)
     assert done is not None
     assert op_flops.moved_bytes(done, given) == 2 * (4 * 8 + 8 * 2 + 4 * 2)
+
+
+def test_norms_softmax_and_activations_of_libraries_read_inputs_and_write_results():
+    norm = ([8, 3, 4], HALF), ([4], HALF), ([4], HALF), "(4,)", 1e-5
+    assert moved("FusedLayerNormAffineFunction", *norm) == 2 * 96 * 2 + 2 * 4 * 2 + 24 * 2 * 4
+    assert moved("FusedRMSNormAffineFunction", norm[0], norm[1]) == 2 * 96 * 2 + 4 * 2 + 24 * 4
+    assert moved("LigerRMSNormFunctionBackward", ([8, 3, 4], HALF)) == 3 * 96 * 2  # the gradients and the saved input
+    scores, mask = ([2, 4, 5, 5], HALF), ([2, 1, 5, 5], BOOL)
+    assert moved("ScaledMaskedSoftmax", scores, mask, 1.0) == 2 * 200 * 2 + 50
+    assert moved("ScaledUpperTriangMaskedSoftmax", ([8, 5, 5], HALF), 1.0) == 8 * (15 + 25) * 2  # to the diagonal
+    assert moved("ScaledUpperTriangMaskedSoftmaxBackward", ([8, 5, 5], HALF)) == 3 * 200 * 2
+    assert moved("LigerSiLUMulFunction", ([8, 4], BF16), ([8, 4], BF16)) == 3 * 32 * 2
+    assert moved("LigerSiLUMulFunctionBackward", ([8, 4], BF16)) == 5 * 32 * 2
+    assert moved("ScaledUpperTriangMaskedSoftmax") is None
+    assert op_flops.has_no_products("LigerSiLUMulFunction")
+
+
+def test_a_template_of_inductor_states_its_result_among_its_buffers():
+    buffers = json.dumps([[64, 32], [32, 48], [64, 48]])
+    dtypes = json.dumps(["float"] * 3)
+    name = "triton_tem_fused_mm_0"
+    done = op_flops.work(name, buffers, None)
+    assert op_flops.moved_bytes(done, op_flops.input_bytes(name, buffers, dtypes)) == 4 * (64 * 32 + 32 * 48 + 64 * 48)
+    assert not op_flops.is_memory_bound_kernel("triton_tem_fused_mm_softmax_1")

@@ -16,7 +16,6 @@ COUNTED_COLUMNS = {
     "id": pl.Int64, "flops": pl.Float64, "bytes": pl.Float64, "dtype": pl.String, "is_recomputed": pl.Boolean,
 }  # fmt: skip
 COVERAGE_COLUMNS = {"step": pl.Int64, "known_ns": pl.Int64, "work_ns": pl.Int64, "compute_ns": pl.Int64}
-UNKNOWN_COLUMNS = {"name": pl.String, "calls": pl.Int64, "dur_ns": pl.Int64}
 _IN_STEP = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
 
 
@@ -74,7 +73,7 @@ def coverage(trace: Trace) -> pl.DataFrame:
     step. Times of concurrent kernels add up.
     """
     return (
-        _compute(trace)
+        compute(trace)
         .filter(_IN_STEP)
         .group_by("step")
         .agg(
@@ -87,18 +86,29 @@ def coverage(trace: Trace) -> pl.DataFrame:
     )
 
 
-def unknown(trace: Trace) -> pl.DataFrame:
-    """Return the operators and kernels whose operations are not known, saves excluded, most time first.
+def compute(trace: Trace) -> pl.DataFrame:
+    """Return the compute of a trace, and which of its work is known.
 
-    Columns UNKNOWN_COLUMNS; one row per operator, or kernel without one. Times of concurrent kernels add up.
+    Columns of activities, op and shapes (the innermost operator around the launch and its inputs, or null), is_known
+    (whether its floating-point operations are known), has_work (whether they or its bytes are); one row per activity.
     """
-    sums = (
-        _compute(trace)
-        .filter(~pl.col("is_known"), pl.col("phase").ne_missing(conventions.CHECKPOINT))
-        .group_by(pl.coalesce("op", "name").alias("name"))
-        .agg(pl.len().alias("calls"), pl.col("dur_ns").sum())
-    )
-    return schema.select(sums, UNKNOWN_COLUMNS).sort("dur_ns", "name", descending=[True, False])
+    work, owner = trace.activities, kernels.innermost_op(trace)
+    if not trace.ops.height:
+        none = pl.lit(value=False)
+        text = pl.lit(None, pl.String)
+        return work.with_columns(op=text, shapes=text, is_known=none, has_work=none).filter(_IS_COMPUTE)
+    ids = _products(trace)["id"]
+    launcher = pl.Series("op", owner).set(pl.Series(owner < 0), None)
+    op, shapes = trace.ops["name"].gather(launcher).alias("op"), trace.ops["shapes"].gather(launcher)
+    names, kernel_names = (each.drop_nulls().unique().to_list() for each in (op, work["name"]))
+    with_formula = [name for name in names if op_flops.has_formula(name)]
+    memory_bound = op.is_in([name for name in names if op_flops.has_no_products(name)]).fill_null(value=False)
+    if trace.on_device:
+        by_kernel = [name for name in kernel_names if op_flops.is_memory_bound_kernel(name)]
+        memory_bound |= work["name"].is_in(by_kernel) & ~op.is_in(with_formula).fill_null(value=False)
+    is_counted, has_work = (_in_calls(trace, calls, owner) for calls in (ids, counted(trace)["id"]))
+    known = pl.Series(is_counted) | memory_bound
+    return work.with_columns(op, shapes, is_known=known, has_work=pl.Series(has_work)).filter(_IS_COMPUTE)
 
 
 def operator_calls(trace: Trace) -> pl.DataFrame:
@@ -196,26 +206,6 @@ def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
     rows = counted_op_of_activities(trace, ids)
     rows = rows[trace.activities["id"].is_in(repeated["id"].implode()).to_numpy() & (rows >= 0)]
     return trace.ops["id"].gather(rows).unique()
-
-
-def _compute(trace: Trace) -> pl.DataFrame:
-    """Return the compute: columns of activities, op (the operator that launched it, or null), is_known, has_work."""
-    work, owner = trace.activities, kernels.innermost_op(trace)
-    if not trace.ops.height:
-        none = pl.lit(value=False)
-        return work.with_columns(op=pl.lit(None, pl.String), is_known=none, has_work=none).filter(_IS_COMPUTE)
-    ids = _products(trace)["id"]
-    launcher = pl.Series("op", owner).set(pl.Series(owner < 0), None)
-    op = trace.ops["name"].gather(launcher).alias("op")
-    names, kernel_names = (each.drop_nulls().unique().to_list() for each in (op, work["name"]))
-    with_formula = [name for name in names if op_flops.has_formula(name)]
-    memory_bound = op.is_in([name for name in names if op_flops.has_no_products(name)]).fill_null(value=False)
-    if trace.on_device:
-        by_kernel = [name for name in kernel_names if op_flops.is_memory_bound_kernel(name)]
-        memory_bound |= work["name"].is_in(by_kernel) & ~op.is_in(with_formula).fill_null(value=False)
-    is_counted, has_work = (_in_calls(trace, calls, owner) for calls in (ids, counted(trace)["id"]))
-    known = pl.Series(is_counted) | memory_bound
-    return work.with_columns(op, is_known=known, has_work=pl.Series(has_work)).filter(_IS_COMPUTE)
 
 
 def _in_calls(trace: Trace, ids: pl.Series, owner: nesting.Ints) -> nesting.Flags:

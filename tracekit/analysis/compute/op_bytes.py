@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from tracekit.analysis.compute import op_inputs
+from tracekit.analysis.compute import library_bytes, list_bytes, op_inputs
 from tracekit.analysis.compute.op_inputs import Inputs, Tensor, element_bytes
 
 _Formula: TypeAlias = Callable[[Inputs], "int | None"]
@@ -369,37 +369,6 @@ def _nll_loss_backward(given: Inputs) -> int:
     return given.tensor(1).bytes + given.tensor(2).bytes
 
 
-# Lists of tensors and optimizers -------------------------------------------------------------------------------------
-
-
-def _for_each(lists: int, *, writes: bool = True) -> _Formula:
-    """Return the formula of an operator on lists of tensors, elementwise: it writes as much as the first list."""
-
-    def formula(given: Inputs) -> int:
-        first, others = given.tensor_list(0), given.lists(1, lists)
-        if any(len(each) != len(first) for each in others):
-            raise ValueError("lists whose shapes are not known")
-        return _total(first) * (1 + writes) + sum(map(_total, others))
-
-    return formula
-
-
-def _fused_optimizer(needed: int, lists: int) -> _Formula:
-    """Return the formula of an optimizer's kernel: parameters, gradients, then states, of `lists` lists at most.
-
-    It reads all lists and writes all but the gradients. The first `needed` lists cannot be empty.
-    """
-
-    def formula(given: Inputs) -> int:
-        found = given.lists(0, lists)
-        if any(len(each) != len(found[0]) for each in found[:needed]) or not found[0]:
-            raise ValueError("lists whose shapes are not known")
-        sizes = [_total(each) for each in found]
-        return 2 * sum(sizes) - sizes[1]
-
-    return formula
-
-
 # Kernels of Inductor -------------------------------------------------------------------------------------------------
 
 _TRITON = re.compile(r"^triton_(poi|red|per|split_scan|for)_")
@@ -486,7 +455,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     "aten::cat": _concatenation,
     "aten::nll_loss_backward": _nll_loss_backward,
     **{
-        f"aten::_foreach_{name}{suffix}": _for_each(lists)
+        f"aten::_foreach_{name}{suffix}": list_bytes.for_each(lists)
         for names, lists in (
             ("neg sqrt reciprocal exp sign abs", 1),
             ("add sub mul div maximum clamp_min clamp_max pow", 2),
@@ -495,9 +464,9 @@ _FORMULAS: Mapping[str, _Formula] = {
         for name in names.split()
         for suffix in ("", "_")
     },
-    "aten::_foreach_norm": _for_each(1, writes=False),
-    **{f"aten::_fused_{name}_": _fused_optimizer(4, 5) for name in ("adam", "adamw")},
-    "aten::_fused_sgd_": _fused_optimizer(2, 3),
+    "aten::_foreach_norm": list_bytes.for_each(1, writes=False),
+    **{f"aten::_fused_{name}_": list_bytes.fused_optimizer(4, 5) for name in ("adam", "adamw")},
+    "aten::_fused_sgd_": list_bytes.fused_optimizer(2, 3),
 }
 
 
@@ -515,4 +484,4 @@ _OPERANDS = {
 def _formula(name: str) -> _Formula | None:
     if _TRITON.match(name):
         return None if _PARTIAL.search(name.partition("_fused")[2]) else _buffers
-    return _FORMULAS.get(name)
+    return _FORMULAS.get(name) or library_bytes.formula(name)

@@ -5,16 +5,19 @@ addition are two operations, and a causal mask halves nothing. Operators outside
 limits; `has_no_products` says which are known to be such.
 
 Formulas: torch/utils/flop_counter.py of PyTorch 2.13, but the gradient of a grouped convolution's weights counts each
-group once, as its forward pass does. Attention's backward pass multiplies five times where forward does twice
-(arXiv 2307.08691, section 3.2). Names of Inductor's kernels: torch/_inductor/codegen/triton.py.
+group once, as its forward pass does; attention: `attention_flops`. Names of Inductor's kernels:
+torch/_inductor/codegen/triton.py.
 """
 
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
+from tracekit.analysis.compute import attention_flops, library_bytes
 from tracekit.conventions import devices
 
 Shape: TypeAlias = Sequence[int]
@@ -60,6 +63,8 @@ def has_formula(name: str) -> bool:
 def has_no_products(name: str) -> bool:
     """Return whether an operator, or a kernel that Inductor made, is known to multiply no matrices."""
     if _INDUCTOR.match(name):
+        return True
+    if library_bytes.formula(name) is not None:
         return True
     if has_formula(name) or not _MEMORY_BOUND.match(name):
         return False
@@ -156,6 +161,25 @@ def _grouped_product(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG0
     return Work(2.0 * math.prod(left) * right[-1], math.prod(left[:-1]) * right[-1])
 
 
+def _template_product(dims: Shapes, values: Sequence[str]) -> Work | None:  # noqa: ARG001
+    """Count a product of Inductor's templates, whose buffers are the factors, fused operands and results in any order.
+
+    The factors are neighbours that fit, and whose product has the elements of a later buffer; None where pairs of
+    different work do.
+    """
+    buffers = [each for each in dims if len(each) in (2, 3)]
+    sizes = [math.prod(each) for each in dims]
+    found = {
+        _product(0)((left, right), ())
+        for left, right in pairwise(buffers)
+        if left[-1] == right[-2] and left[:-2] == right[:-2]
+    }
+    fitting = [each for each in found if each is not None and each.output_elements in sizes]
+    return Work(fitting[0].flops, 0.0) if len(fitting) == 1 else None  # the result is one of the buffers
+
+
+_TEMPLATE_PRODUCT = re.compile(r"^triton_tem_fused_(\w*_)?(add|b|badd)?mm(_|$)")
+
 # Convolutions --------------------------------------------------------------------------------------------------------
 
 
@@ -212,46 +236,6 @@ def _library_gradients(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: AR
     return Work(2.0 * _convolved(given, weight, gradient).flops, math.prod(given) + math.prod(weight))
 
 
-# Attention -----------------------------------------------------------------------------------------------------------
-
-
-def _attention(
-    first: int, *, backward: bool = False, tokens_first: bool = False, varying: int | None = None
-) -> _Formula:
-    """Return the formula of an attention whose query is input `first`, followed by key and value.
-
-    Shapes are batch, heads, tokens, width; with `tokens_first` batch, tokens, heads, width. `varying` is the place of
-    the sequences' bounds: with them, shapes don't tell the lengths that are multiplied.
-    """
-
-    def formula(dims: Shapes, values: Sequence[str]) -> Work | None:  # noqa: ARG001
-        query, key, value = dims[first : first + 3]
-        if len(query) != 4 or (varying is not None and len(dims) > varying and dims[varying]):
-            return None
-        if tokens_first:
-            query, key, value = ([each[0], each[2], each[1], each[3]] for each in (query, key, value))
-        scores = 2.0 * math.prod(query[:3]) * key[2]
-        width, value_width = query[3], value[3]
-        if backward:
-            return Work(scores * (3 * width + 2 * value_width), sum(map(math.prod, (query, key, value))))
-        return Work(scores * (width + value_width), math.prod(query[:3]) * value_width)
-
-    return formula
-
-
-_TOKENS_FIRST_ATTENTION = {
-    "aten::_flash_attention_forward": _attention(0, tokens_first=True, varying=3),
-    "aten::_efficient_attention_forward": _attention(0, tokens_first=True, varying=4),
-    "aten::_flash_attention_backward": _attention(1, backward=True, tokens_first=True, varying=6),
-    "aten::_efficient_attention_backward": _attention(1, backward=True, tokens_first=True, varying=6),
-    "flash_attn::_flash_attn_forward": _attention(0, tokens_first=True),
-    "flash_attn::_flash_attn_backward": _attention(1, backward=True, tokens_first=True),
-    "flash_attn_3::fwd": _attention(0, tokens_first=True),
-    "flash_attn_3::bwd": _attention(1, backward=True, tokens_first=True),
-}
-_ATTENTION = re.compile(r"^aten::_scaled_dot_product_(?!attention_math)\w*attention(_for_cpu|_overrideable|_for_mps)?$")
-_ATTENTION_BACKWARD = re.compile(r"^aten::_scaled_dot_product_\w*attention\w*_backward$")
-
 _CONVOLUTIONS: Mapping[str, _Formula] = {
     "aten::convolution": _convolution(3, 4, 5, 6),
     "aten::_convolution": _convolution(3, 4, 5, 6),
@@ -284,7 +268,6 @@ _FORMULAS: Mapping[str, _Formula] = {
     **_CONVOLUTIONS,
     **dict.fromkeys(CONVOLUTION_BACKWARDS[1:], _library_gradients),
     "aten::convolution_backward": _convolution_gradients,
-    **_TOKENS_FIRST_ATTENTION,
 }
 
 _PARAMETERS: Mapping[str, int] = {
@@ -299,9 +282,21 @@ _PARAMETERS: Mapping[str, int] = {
 def _formula(name: str) -> _Formula | None:
     if name in _FORMULAS:
         return _FORMULAS[name]
-    if _ATTENTION_BACKWARD.match(name):
-        return _attention(1, backward=True)
-    return _attention(0) if _ATTENTION.match(name) else None
+    if _TEMPLATE_PRODUCT.match(name):
+        return _template_product
+    return None if attention_flops.attention(name) is None else partial(_attention, name)
+
+
+def _attention(name: str, dims: Shapes, values: Sequence[str]) -> Work | None:
+    counted = attention_flops.operations(name, dims, values)
+    if counted is None:
+        return None
+    flops, output_elements = counted
+    return Work(flops, 0.0 if name.startswith(_TEMPLATE) else output_elements)
+
+
+_TEMPLATE = "triton_tem_"
+"""Inductor's templates; a call of one states the buffers that it writes to, too."""
 
 
 # Work without products -----------------------------------------------------------------------------------------------
@@ -321,4 +316,6 @@ _MEMORY_BOUND_KERNEL = re.compile(
     r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|multi_tensor_apply|CatArrayBatchedCopy|embedding|dropout",
     re.IGNORECASE,
 )
-_PRODUCT_KERNEL = re.compile(r"gemm|mma|conv|attn|attention|flash|cutlass|bmm|matmul|nvjet", re.IGNORECASE)
+_PRODUCT_KERNEL = re.compile(
+    rf"gemm|mma|conv|attn|attention|flash|cutlass|bmm|matmul|nvjet|^{_TEMPLATE}", re.IGNORECASE
+)

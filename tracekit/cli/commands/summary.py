@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tracekit.cli import output
 from tracekit.cli.options import ExecutorOptions, RunOptions, TableOptions, expand_options
 
 
@@ -22,6 +23,7 @@ class By(StrEnum):
     EXPERT_PAIR = "expert-pair"
     RING = "ring"
     STREAM = "stream"
+    UNKNOWN_WORK = "unknown-work"
 
 
 @expand_options
@@ -47,10 +49,11 @@ def summary(
     that each rank's experts get in an expert-parallel run, relative to the mean of the group. By expert-pair: the
     tokens that each rank sends to the experts of each, and how long they travel, the slowest pair first. By ring: how
     much of the sends and receives of ring attention (context parallelism) compute hides, by rank and step. By stream:
-    how much work waits on each device stream, how late it starts after its launch, and how much of it is short.
+    how much work waits on each device stream, how late it starts after its launch, and how much of it is short. By
+    unknown-work: the operators and kernels whose operations or bytes are not known, and why they are not.
     """
     from tracekit.analysis.communication import collective_instances
-    from tracekit.analysis.compute import collective_contention, contention, device_counters, efficiency
+    from tracekit.analysis.compute import collective_contention, contention, device_counters, efficiency, unknown_work
     from tracekit.analysis.host import launch_queues
     from tracekit.analysis.parallelism import (
         axis_communication,
@@ -68,7 +71,7 @@ def summary(
     facts: dict[By, list[Fact]] = {
         By.COLLECTIVE: [collective_matching.calls],
         By.CLOCK: [collective_matching.calls],
-        By.STEP: [breakdown.by_step, efficiency.by_step, device_counters.device_counters],
+        By.STEP: [breakdown.by_step, efficiency.by_step, device_counters.device_counters, *unknown_work.FACTS],
         By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
         By.STAGE: [*pipeline_bubbles.FACTS],
         By.AXIS: [*axis_communication.FACTS],
@@ -76,6 +79,7 @@ def summary(
         By.EXPERT_PAIR: [*expert_load.FACTS],
         By.RING: [*axis_communication.FACTS],
         By.STREAM: [launch_queues.launch_queues],
+        By.UNKNOWN_WORK: [*unknown_work.FACTS],
     }
     tables = {
         By.RANK: analysis.by_rank,
@@ -89,8 +93,12 @@ def summary(
         By.EXPERT_PAIR: expert_pairs.by_pair,
         By.RING: lambda run: run.run_table(ring_overlap.ring_overlap),
         By.STREAM: launch_queues.by_stream,
+        By.UNKNOWN_WORK: unknown_work.by_operator,
     }
     with executor.open() as opened:
         run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), opened)
         rows = tables[by](run)
+        why_no_mfu = unknown_work.note(run) if by is By.STEP else None
     table.write(summary_tables, rows)
+    if why_no_mfu:
+        output.notify(why_no_mfu)

@@ -1,0 +1,43 @@
+"""Bytes that operators on lists of tensors move: `_foreach_*` and fused optimizers.
+
+Signatures: aten/src/ATen/native/native_functions.yaml of PyTorch 2.13.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from tracekit.analysis.compute.op_inputs import Inputs, Tensor
+
+_Formula: TypeAlias = Callable[[Inputs], int]
+
+
+def for_each(lists: int, *, writes: bool = True) -> _Formula:
+    """Return the formula of an operator on lists of tensors, elementwise: it writes as much as the first list."""
+
+    def formula(given: Inputs) -> int:
+        first, others = given.tensor_list(0), given.lists(1, lists)
+        if any(len(each) != len(first) for each in others):
+            raise ValueError("lists whose shapes are not known")
+        return _total_bytes(first) * (1 + writes) + sum(map(_total_bytes, others))
+
+    return formula
+
+
+def fused_optimizer(needed: int, lists: int) -> _Formula:
+    """Return the formula of an optimizer's kernel: parameters, gradients, then states, of `lists` lists at most.
+
+    It reads all lists and writes all but the gradients. The first `needed` lists cannot be empty.
+    """
+
+    def formula(given: Inputs) -> int:
+        found = given.lists(0, lists)
+        if any(len(each) != len(found[0]) for each in found[:needed]) or not found[0]:
+            raise ValueError("lists whose shapes are not known")
+        sizes = [_total_bytes(each) for each in found]
+        return 2 * sum(sizes) - sizes[1]
+
+    return formula
+
+
+def _total_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.bytes for each in tensors)
