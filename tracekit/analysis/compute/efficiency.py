@@ -29,7 +29,7 @@ OP_COLUMNS = {
     "ideal_ns": pl.Float64, "rated_ns": pl.Int64,
 }  # fmt: skip
 MIN_COVERAGE_RATIO = 0.9
-"""Operations of steps are judged and compared only where at least this share of the compute time is known."""
+"""Operations of steps are compared and held to budgets only where they are known for this share of the compute time."""
 _NS = 1e9
 _STEP = ("window", "rank", "step")
 
@@ -39,9 +39,10 @@ def by_step(trace: Trace) -> pl.DataFrame:
 
     Columns step, flops (counted, see `flops`; null without recorded shapes), flops_coverage_ratio (share of the compute
     time for which they are known), work_coverage_ratio (share of the compute time of calls whose operations or bytes
-    are known, so that the roofline applies), mfu_ratio (time that the operations need at the peak of their element
-    types, over the step's device window; null where the device is unknown or coverage is below MIN_COVERAGE_RATIO),
-    hfu_ratio (the same with the operations that activation checkpointing repeats); one row per step.
+    are known, so that the roofline applies), mfu_ratio (time that the known operations need at the peak of their
+    element types, over the step's device window; null where the device is unknown), hfu_ratio (the same with the
+    operations that activation checkpointing repeats); one row per step. Below a coverage of 1, flops and both ratios
+    are lower bounds.
     """
     steps = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
     each = _timed(flops.counted(trace).drop_nulls("flops"), device_of(trace.header))
@@ -61,14 +62,10 @@ def by_step(trace: Trace) -> pl.DataFrame:
         (pl.col("known_ns") / compute_ns).alias("flops_coverage_ratio"),
         (pl.col("work_ns") / compute_ns).alias("work_coverage_ratio"),
     )
-    is_covered = pl.col("flops_coverage_ratio") >= MIN_COVERAGE_RATIO
     return (
         steps.join(sums, on="step", how="left")
         .join(known, on="step", how="left")
-        .with_columns(
-            pl.when(is_covered).then(pl.col(f"{name}_ns") / pl.col("duration_ns")).alias(f"{name}_ratio")
-            for name in ("mfu", "hfu")
-        )
+        .with_columns((pl.col(f"{name}_ns") / pl.col("duration_ns")).alias(f"{name}_ratio") for name in ("mfu", "hfu"))
         .pipe(schema.select, COLUMNS)
         .sort("step")
     )

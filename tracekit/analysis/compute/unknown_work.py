@@ -58,7 +58,7 @@ def by_operator(run: Run) -> pl.DataFrame:
 
 
 def note(run: Run) -> str | None:
-    """Return why steps have no MFU where operations are known for too little of the compute; None where they do."""
+    """Return what is missing where operations are known for too little of the compute to compare; None elsewhere."""
     known_ns, whole_ns = run.table(flops.coverage).select("known_ns", "compute_ns").sum().row(0)
     if not whole_ns or known_ns / whole_ns >= efficiency.MIN_COVERAGE_RATIO:
         return None
@@ -69,8 +69,8 @@ def note(run: Run) -> str | None:
     )
     return (
         f"operations are known for {known_ns / whole_ns:.1%} of the compute time, less than "
-        f"{efficiency.MIN_COVERAGE_RATIO:.0%}: steps have no MFU, and flops are not compared. Not known are {named}; "
-        "all are in --by unknown-work"
+        f"{efficiency.MIN_COVERAGE_RATIO:.0%}: flops and MFU are lower bounds, and are not compared. Not known are "
+        f"{named}; all are in --by unknown-work"
     )
 
 

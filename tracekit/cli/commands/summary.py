@@ -98,7 +98,7 @@ def summary(
     with executor.open() as opened:
         run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), opened)
         rows = tables[by](run)
-        why_no_mfu = unknown_work.note(run) if by is By.STEP else None
+        missing = unknown_work.note(run) if by is By.STEP else None
     table.write(summary_tables, rows)
-    if why_no_mfu:
-        output.notify(why_no_mfu)
+    if missing:
+        output.notify(missing)
