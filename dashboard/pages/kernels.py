@@ -1,4 +1,4 @@
-"""Kernels: kernels and operators, grouped by name, phase, operator or shapes; what modules take; time by call stack."""
+"""Kernels: kernels and operators by name, phase, operator or shapes; modules; time by call stack; the roofline."""
 
 import polars as pl
 import streamlit as st
@@ -12,7 +12,7 @@ from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.report import charts
 
-KERNELS, OPERATORS, MODULES, STACKS = "kernels", "operators", "modules", "call stacks"
+KERNELS, OPERATORS, MODULES, STACKS, ROOFLINE = "kernels", "operators", "modules", "call stacks", "roofline"
 LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "launching operator", "shapes": "input shapes"}
 _MEASURES = {
     "compute_ns": "compute time",
@@ -30,11 +30,11 @@ WIDE, NAME_PX = ("name", "op", "shapes"), 330
 def show(run: OpenRun) -> None:
     """List what ran on devices or on host threads, grouped by the chosen columns."""
     findings.show_families(run, "HOST", "COMP")
-    left, middle, right = st.columns([4, 4, 3])
-    levels = (KERNELS, OPERATORS, MODULES, STACKS)
+    left, middle, right = st.columns([11, 7, 6])
+    levels = (KERNELS, OPERATORS, MODULES, STACKS, ROOFLINE)
     level = left.segmented_control("Show", levels, key=bind("what", levels), required=True)
-    if level in (MODULES, STACKS):
-        (_show_modules if level == MODULES else _show_stacks)(run, middle)
+    if level in _VIEWS:
+        _VIEWS[level](run, middle)
         return
     keys = tables.KERNEL_KEYS if level == KERNELS else tables.OPERATOR_KEYS
     shown = middle.multiselect(
@@ -105,6 +105,31 @@ def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
         + "Python frames need recorded stacks. `tracekit flamegraph` writes all of it for other viewers."
     )
     widgets.chart(charts.icicle(tree, f"{of} time of {run.entry.name}"), key="kernels-stacks")
+
+
+def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001 the signature of a view
+    """Draw how far calls are from what the device allows, and list them, the most time above that first."""
+    roofs = run.table(tables.ROOFS).select("device", "dtype", "flops_per_s", "memory_bytes_per_s").unique()
+    with st.spinner("Adding up"):
+        rows = run.cached((ROOFLINE,), tables.rooflines_by_call)
+    if rows.is_empty() or roofs["device"].n_unique() != 1:
+        st.info(
+            "There is no roofline: it needs input shapes (`record_shapes=True`) and one known kind of device. The "
+            "table `devices` of the settings file describes devices that are not listed."
+        )
+        return
+    st.caption(
+        "Each marker is an operator with inputs of the same shapes, its area the time of its kernels. The lines are "
+        f"the peaks of {roofs['device'][0]} by element type. Operators without products have no operations: they are "
+        f"drawn at {charts.WITHOUT_PRODUCTS} operations per byte, by their bandwidth. Calls of the last 1% of "
+        "the time are in the table only. above is the time beyond the roofline: faster kernels save at most that."
+    )
+    widgets.chart(charts.roofline(rows, roofs), key="kernels-roofline")
+    first = ["name", "shapes", "count", "work_ns", "above_ns", "roofline_ratio"]
+    widgets.frame(rows.select(*first, pl.exclude(first)), key="roofline")
+
+
+_VIEWS = {MODULES: _show_modules, STACKS: _show_stacks, ROOFLINE: _show_roofline}
 
 
 def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame:

@@ -18,7 +18,7 @@ from tracekit.analysis.compute import (
     stall_attribution,
 )
 from tracekit.analysis.compute import kernels as kernel_totals
-from tracekit.analysis.host import call_trees, module_tree, ops
+from tracekit.analysis.host import call_trees, module_tree, ops, rooflines
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
@@ -86,6 +86,7 @@ PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)
 
 DEVICE_COUNTERS = _per_trace(device_counters.device_counters)
 DEVICES = _per_trace(contention.device_count)
+ROOFS = _per_trace(rooflines.roofs)
 CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *contention_totals.FACTS)
 CONTENTION_BY_PHASE = _across(contention_totals.by_phase)
 MOST_DELAYED_CALLS = _across(contention_totals.costliest_calls)
@@ -104,6 +105,7 @@ by_module, MODULE_MEASURES = module_tree.by_module, tuple(module_tree.MEASURES)
 module_shares = module_tree.tree
 mesh_coordinates, mesh_groups = mesh.coordinates, mesh.groups_of
 operators = ops.ops
+rooflines_by_call = rooflines.by_call
 kernels = kernel_totals.with_launch_delays
 planning_inputs = planning.planning_inputs
 rank_totals = rank_timelines.totals

@@ -30,6 +30,7 @@ from tracekit.report.charts.parallelism import (
 )
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.ranks import measures, rank_activity, step_heatmap
+from tracekit.report.charts.roofline import WITHOUT_PRODUCTS, roofline
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
 from tracekit.report.charts.what_if import potential_savings, savings_by_rank
@@ -48,6 +49,7 @@ __all__ = [
     "PATH_COLOURS",
     "REPEATED",
     "SAVING",
+    "WITHOUT_PRODUCTS",
     "axis_communication",
     "bandwidth",
     "block_lifetimes",
@@ -72,6 +74,7 @@ __all__ = [
     "potential_savings",
     "rank_activity",
     "reserved_memory",
+    "roofline",
     "save_bandwidth",
     "save_clocks",
     "save_stages",
