@@ -39,6 +39,23 @@ def write_run(
         os.utime(file, (time.time() - 3600,) * 2)  # what changed a moment ago is taken as being recorded
 
 
+def write_products(folder: Path) -> None:
+    """Write a run of one rank on H100 whose step has a product of 16 bits at half of the peak, and an addition."""
+    size, name = [4096, 4096], "NVIDIA H100 80GB HBM3"
+    events = [{"cat": "user_annotation", "name": "ProfilerStep#3", "ts": 0, "dur": 2000} | _HOST]
+    for number, (op, at_us, dur_us) in enumerate((("aten::mm", 100, 278), ("aten::add", 600, 60)), start=1):
+        inputs = {"Input Dims": [size, size], "Input type": ["c10::BFloat16"] * 2, "External id": number}
+        events.append({"cat": "cpu_op", "name": op, "ts": at_us, "dur": 90, "args": inputs} | _HOST)
+        events += _kernel(f"{op[6:]}_kernel", at_us + 110, dur_us, stream=7, correlation=number)
+    trace = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": name}], "traceEvents": events}
+    trace["distributedInfo"] = {"backend": "nccl", "rank": 0, "world_size": 1}
+    folder.mkdir()
+    (folder / "rank00000.pt.trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+
+_HOST = {"pid": 100, "tid": 100, "ph": "X"}
+
+
 def _trace(rank: int, kernel: str, communication_us: int, thread: str) -> dict:
     events = [
         {"ph": "M", "name": "thread_name", "pid": 100, "tid": 100, "ts": 0, "args": {"name": thread}},
@@ -58,7 +75,7 @@ def _trace(rank: int, kernel: str, communication_us: int, thread: str) -> dict:
 
 
 def _step(step: int, at_us: int, kernel: str, communication_us: int, *, correlation: int) -> list[dict]:
-    host = {"pid": 100, "tid": 100, "ph": "X"}
+    host = _HOST
     work_us = STEP_US - 1000 - communication_us
     return [
         host | {"cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": at_us, "dur": STEP_US},

@@ -82,6 +82,14 @@ def test_kernels_are_listed_searched_and_drawn(at):
     assert_clean(page)
 
 
+def test_the_roofline_says_what_it_needs(at):
+    page = at("Kernels")
+    page.get_by_text("roofline", exact=True).click()
+    _says(page, "There is no roofline")
+    expect(page).to_have_url(re.compile("what=roofline"))
+    assert_clean(page)
+
+
 def test_a_query_runs_on_request_and_a_refused_one_shows_an_error(at, server, shown):
     page = at("SQL")
     page.get_by_text("step times", exact=True).click()

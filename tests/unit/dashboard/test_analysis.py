@@ -106,6 +106,19 @@ def test_kernels_are_added_up_as_the_address_says(runs):
     assert table["delay_p50_ns"].notna().all()
 
 
+def test_the_roofline_is_drawn_where_shapes_and_device_are_known(runs, tmp_path):
+    recorded.write_products(tmp_path / "products")
+    shown = page("kernels", tmp_path / "products", what="roofline")
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 1
+    (table,) = (each.value for each in shown.dataframe if "roofline_ratio" in each.value.columns)
+    assert table["name"].tolist() == ["aten::mm", "aten::add"]
+    assert table["roofline_ratio"].tolist() == pytest.approx([50.0, 50.0], abs=0.1)  # percent
+    unknown = page("kernels", runs / recorded.GOOD, what="roofline")
+    assert "There is no roofline" in _said(unknown)
+    assert not unknown.get("plotly_chart")
+
+
 def test_a_finding_is_shown_on_the_page_of_its_family(runs):
     shown = page("communication", runs / recorded.GOOD)
     assert not shown.exception
