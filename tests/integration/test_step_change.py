@@ -42,6 +42,29 @@ def test_contributions_sum_to_the_change_of_the_step_of_compare() -> None:
     assert {"fsdp::all_gather_copy_in", "fsdp::chunk_cat"} <= gone
 
 
+RESNETS = ("kineto_resnet_v100_memory", "hta_nccl_args_a100", "merged_ddp_mi300_4ranks")
+
+
+@pytest.mark.parametrize("pair", [RESNETS[:2], RESNETS[1:]], ids="-".join)
+def test_contributions_sum_for_public_recordings_of_resnet50_under_different_settings(pair) -> None:
+    """One process on V100, DDP on A100, DDP in 16 bits on MI300X: 53 convolutions and batch norms a step in each."""
+    folders = [TRACES / name for name in pair]
+    if not all(folder.is_dir() for folder in folders):
+        pytest.skip("the downloaded traces are not in ../shared")
+    done = command("compare", *folders, "--by", "operator", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for sums, whole in (
+        ("change_ns", "change_ns"),
+        ("before_ns", "reference_step_ns"),
+        ("after_ns", "candidate_step_ns"),
+    ):
+        assert sum(row[sums] for row in found["rows"]) == pytest.approx(found[whole], rel=1e-9)
+    assert sum(row["contribution_ratio"] for row in found["rows"]) == pytest.approx(1, rel=1e-9)
+    counts = {row["name"]: (row["before_count"], row["after_count"]) for row in found["rows"]}
+    assert counts["aten::threshold_backward"] == (49, 49)
+
+
 def test_every_format_has_the_same_rows() -> None:
     rows = json.loads(compared("--by", "kernel,shapes", "--format", "json"))["rows"]
     written = list(csv.DictReader(io.StringIO(compared("--by", "kernel,shapes", "--format", "csv"))))
