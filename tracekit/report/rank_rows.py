@@ -56,9 +56,11 @@ def notable(ranks: pl.DataFrame) -> Mapping[int, str]:
         "least comm hidden": -pl.col("comm hidden_ratio")
     }
     for why, size in extremes.items():
-        by_size = ranks.select("rank", size.alias("size")).drop_nulls().sort("size", "rank", descending=[True, False])
-        if by_size.height and by_size["size"][0] >= by_size["size"].median() + _EXTREME_RATIO:
-            found.setdefault(by_size["rank"][0], []).append(why)
+        above = (size - size.median()).alias("above")
+        by_size = ranks.select("rank", above).drop_nulls().sort("above", "rank", descending=[True, False])
+        for rank, above_median in by_size.head(1).iter_rows():
+            if above_median >= _EXTREME_RATIO:
+                found.setdefault(rank, []).append(why)
     return {rank: ", ".join(why) for rank, why in found.items()}
 
 

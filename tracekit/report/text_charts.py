@@ -47,7 +47,8 @@ def by_rank(run: Run) -> str:
         f"{name:<{width}} {_stacked_bar([row[part] / row['duration_ns'] for part in _PARTS])}"
         for name, row in zip(names, rows, strict=True)
     ]
-    shares = {part: ranks[part].sum() / ranks["duration_ns"].sum() for part in _PARTS if ranks[part].sum()}
+    totals_ns = ranks.select(pl.col("duration_ns", *_PARTS).sum()).row(0, named=True)
+    shares = {part: totals_ns[part] / totals_ns["duration_ns"] for part in _PARTS if totals_ns[part]}
     legend = "  ".join(f"{_PARTS[part]} {_LABELS[part]} {units.share(shares[part])}" for part in shares)
     more = [f"of {ranks.height:,} ranks"] if ranks.height > MAX_RANKS else []
     return "\n".join([*lines, *more, legend])
