@@ -40,7 +40,7 @@ def with_quantiles(ranks: pl.DataFrame) -> pl.DataFrame:
     rows = [chosen.join(ranks, on="rank", maintain_order="left").select("", *ranks.columns)]
     for name, quantile in _QUANTILES.items():
         values = ranks.select(pl.lit(name).alias(""), pl.lit(None, pl.Int64).alias("rank"), _quantiles(ranks, quantile))
-        rows.append(values.cast(dict(ranks.schema)))
+        rows.append(values.cast(ranks.schema))
     return pl.concat(rows)
 
 
