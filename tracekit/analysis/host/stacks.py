@@ -51,6 +51,8 @@ def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
         return pl.Series("stack", [None] * len(at_ns), pl.String)
     is_own = (pl.col("kind") == "python") & pl.col("name").is_in(names.implode())
     ops = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi").with_columns(own=is_own)
+    if ops.is_empty():
+        return pl.Series("stack", [None] * len(at_ns), pl.String)
     ops = ops.sort("start_ns", "id").with_row_index("at")
     row_of = ops.select(parent_id="id", row=pl.col("at").cast(pl.Int64))
     parent = ops.join(row_of, on="parent_id", how="left", maintain_order="left")["row"].fill_null(-1).to_numpy()

@@ -98,8 +98,15 @@ def _marked(trace: Trace) -> pl.DataFrame:
     for pattern in (_BY_LOOP, _FRAMEWORK):
         found = _named(framework, pattern)
         if found.height:
-            return _numbered(found)
+            return _numbered(_outermost(found))
     return own
+
+
+def _outermost(found: pl.DataFrame) -> pl.DataFrame:
+    """Return actions without those inside another of their kind: Megatron-LM's forward_step calls the user's own."""
+    ordered = found.sort("host_start_ns", "host_end_ns", descending=[False, True])
+    before_ns = pl.col("host_end_ns").cum_max().shift().over("step", "action")
+    return ordered.filter((before_ns <= pl.col("host_start_ns")).fill_null(value=True))
 
 
 def _of_torch(trace: Trace, spans: pl.DataFrame) -> pl.DataFrame:

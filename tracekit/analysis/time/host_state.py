@@ -62,9 +62,11 @@ def launching_threads(trace: Trace) -> pl.DataFrame:
     """Return the threads (column lane) that launch work."""
     ids = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()
     found = trace.ops.join(ids, on="id", how="semi").select("lane").unique()
-    # Gloo's threads run collectives; they are not host threads that delay launches.
+    # Gloo's threads run collectives only: they are no host threads that delay launches. A thread that mostly waits in
+    # receives computes, too.
+    computing = trace.activities.filter(pl.col("kind") == "compute").select("lane").unique()
     carrying = trace.lanes.filter(pl.col("role") == "communication").select("lane")
-    return found.join(carrying, on="lane", how="anti")
+    return found.join(carrying.join(computing, on="lane", how="anti"), on="lane", how="anti")
 
 
 def is_synchronizing(state: Ints) -> Flags:

@@ -142,7 +142,7 @@ def _ranks_of_sends(places: set[int], groups: pl.DataFrame, rank: int) -> dict[i
     """Return the global ranks at these places of the group in which `rank` sends and receives; {} where unknown.
 
     The ops do not record the group. It contains `rank` at none of the places, since no rank sends to itself. Of several
-    such groups it is the one described as pipeline-parallel, otherwise the group of all ranks.
+    such groups it is the one described as pipeline-parallel, otherwise the largest.
     """
     listed = groups.select("description", "ranks").drop_nulls("ranks").iter_rows()
     possible = [(axis_of_description(text), ranks) for text, ranks in listed if rank in ranks and len(ranks) > 1]
@@ -151,8 +151,8 @@ def _ranks_of_sends(places: set[int], groups: pl.DataFrame, rank: int) -> dict[i
     fitting = [(axis, ranks) for axis, ranks in possible if _fits(places, ranks, rank)]
     fitting = [of for of in fitting if of[0] == PP] or fitting
     most = max((len(ranks) for _, ranks in fitting), default=0)
-    largest = [ranks for _, ranks in fitting if len(ranks) == most]
-    return {place: largest[0][place] for place in places} if len(largest) == 1 else {}
+    largest = {tuple(ranks) for _, ranks in fitting if len(ranks) == most}  # frameworks make several groups of the same
+    return {place: ranks[place] for ranks in largest for place in places} if len(largest) == 1 else {}
 
 
 def _fits(places: set[int], ranks: list[int], rank: int) -> bool:
