@@ -57,11 +57,16 @@ class Answer:
         return MATTERS * self.before_ns
 
 
-def answers(run: Run, job: Job, healthy: Job) -> tuple[Answer, ...]:
-    """Ask a simulated run what its job allows: another pipeline, faster links, experts with equally many tokens."""
+def answers(run: Run, job: Job, healthy: Job, wanted: Sequence[str] = ()) -> tuple[Answer, ...]:
+    """Ask a simulated run what its job allows: another pipeline, faster links, experts with equally many tokens.
+
+    `wanted` limits the questions to those about these subjects.
+    """
     before_ns = _step_ns(job)
     found = []
     for about, question, predict, changed in _questions(job, healthy):
+        if wanted and about not in wanted:
+            continue
         try:
             true_ns = _step_ns(changed())
         except InputError:  # such a job is not possible, or is not simulated

@@ -4,8 +4,9 @@
 
 The seed is random unless --seed is given. Layouts have up to three axes and 64 ranks; a quarter of the runs is healthy.
 A rule must report a fault with its code if it costs 3% of the run or more, and must not report a code that the truth
-does not contain; PIPE001 is right where transfers between stages cost as much by themselves: overlapping them is what
-the user can change. The rules on pipelines, tensor parallelism, experts and late ranks judge a run, which takes less
+does not contain. What a layout costs by itself is in the truth, too, since the user can change it: PIPE001 is right
+where the run would be 2% shorter without transfers between stages, TP002 where it would be 20% shorter without
+tensor-parallel collectives. The rules on pipelines, tensor parallelism, experts and late ranks judge a run, which takes less
 than half the time of all rules. Measured bubbles are compared with those of the simulator's own timeline. What-if
 questions about other schedules, micro-batches, layers of stages, faster links, ranks on other nodes and equally loaded
 experts are asked of each run where its layout has them, and answered by simulating the changed job, too.
@@ -36,6 +37,7 @@ from benchmarks import hybrid_answers
 from benchmarks.hybrid_answers import Answer
 from tracekit.analysis.parallelism import pipeline_bubbles
 from tracekit.conventions import pipeline_schedules
+from tracekit.conventions.strategies import TP
 from tracekit.errors import InputError
 from tracekit.plan import hardware, models
 from tracekit.rules import all_rules
@@ -43,7 +45,7 @@ from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, memory, run
 from tracekit.simulate.hybrid import laid_out
-from tracekit.simulate.job import Job
+from tracekit.simulate.job import Impairments, Job
 
 PREFIXES = ("PIPE", "TP", "EP", "RANK004")
 FAMILIES = ("PIPE", "TP", "EP", "RANK")
@@ -52,9 +54,14 @@ _HEALTHY = 0.25  # share of the runs without a fault
 _MATTERS = 0.03  # share of the run from which a fault must be found
 _MOST_DRAWS = 6  # draws of a run whose fault costs too little
 _MOST_RANKS = 64
-_Drawn: TypeAlias = tuple[int, str, int]
+_Drawn: TypeAlias = tuple[int, str, int, Sequence[str]]
 _NODE = 8
 _NO_TIME = 1e-6  # times what a transfer takes
+_INHERENT = {
+    "PIPE001": (Impairments(slow_boundaries=dict.fromkeys(range(_MOST_RANKS), _NO_TIME)), 0.02),
+    "TP002": (Impairments(slow_axes={TP: _NO_TIME}), 0.2),
+}
+"""By code: a job without such communication, and the share of the run that it must cost."""
 _FULL = 0.9  # share of the device's memory that a run may need
 # A bubble above the schedule's own has these causes; communication across nodes is exposed.
 _EXPLAINED_BY = {"PIPE001": ("PIPE002", "PIPE005", "RANK004", "EP001", "PIPE003"), "TP002": ("TP001",)}
@@ -64,8 +71,7 @@ _EXPLAINED_BY = {"PIPE001": ("PIPE002", "PIPE005", "RANK004", "EP001", "PIPE003"
 class Judged:
     """One run: its layout, the code of its fault and its share of the run, the codes that rules reported.
 
-    `inherent` are the codes of what the layout costs by itself: PIPE001 where transfers between stages cost 3% of the
-    run without a fault. `errors` are the differences of measured bubbles from the true ones, in points; `answers` what
+    `inherent` are the codes of what the layout costs by itself, without a fault: see `_INHERENT`. `errors` are the differences of measured bubbles from the true ones, in points; `answers` what
     whatif predicts of changes, beside the truth.
     """
 
@@ -97,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the draws (default: the time)")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the runs (default: 1)")
     parser.add_argument("--fault", action="append", default=[], help="draw only this fault, or healthy; repeatable")
+    parser.add_argument("--about", action="append", default=[], help="ask what-if about this only, or none; repeatable")
     parser.add_argument("--ranks", type=int, default=_MOST_RANKS, help=f"at most (default: {_MOST_RANKS})")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--out", type=Path, default=None, help="also write the tables to this file")
@@ -104,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
     kinds = options.fault or _kinds(random.Random(seed), options.runs)
     runs: list[Judged] = []
-    drawn = _until(options.minutes, ((seed + at, kinds[at % len(kinds)], options.ranks) for at in range(options.runs)))
+    drawn = _until(
+        options.minutes,
+        ((seed + at, kinds[at % len(kinds)], options.ranks, options.about) for at in range(options.runs)),
+    )
     for number, each in enumerate(_shared(drawn, options.jobs)):
         runs.append(each)
         sys.stderr.write(f"{number}: {_line(each)}\n")
@@ -142,7 +152,7 @@ def _kinds(draw: random.Random, count: int) -> list[str]:
     return kinds
 
 
-def judged(seed: int, kind: str, ranks: int = _MOST_RANKS) -> Judged:
+def judged(seed: int, kind: str, ranks: int = _MOST_RANKS, about: Sequence[str] = ()) -> Judged:
     """Draw a run with a fault, simulate it, and let the rules judge it."""
     draw = random.Random(seed)
     begun = time.perf_counter()
@@ -152,18 +162,17 @@ def judged(seed: int, kind: str, ranks: int = _MOST_RANKS) -> Judged:
         rules = [rule() for rule in all_rules() if rule.code.startswith(FAMILIES)]
         found = {each.code for each in check(loaded, rules).findings if each.severity >= Severity.WARNING}
         errors = tuple(_bubble_errors(Path(folder), loaded))
-        answers = hybrid_answers.answers(loaded, faulty, job)
+        answers = hybrid_answers.answers(loaded, faulty, job, about)
     reported = tuple(sorted(each for each in found if each.startswith(PREFIXES)))
-    inherent = _inherent(job) if "PIPE001" in reported else ()
+    inherent = tuple(code for code in reported if code in _INHERENT and _is_inherent(job, code))
     return Judged(_name(job), kind, code, share, reported, inherent, errors, answers, time.perf_counter() - begun)
 
 
-def _inherent(job: Job) -> tuple[str, ...]:
-    """Return PIPE001 if the healthy job is 3% shorter where transfers between stages take no time."""
-    assert job.hybrid is not None
-    free = replace(job.impairments, slow_boundaries=dict.fromkeys(range(job.hybrid.layout.pp), _NO_TIME))
+def _is_inherent(job: Job, code: str) -> bool:
+    """Return whether a healthy job is shorter by the code's share where the communication it is about takes no time."""
+    free, least = _INHERENT[code]
     whole_ns, without_ns = (engine.total_ns(replace(job, impairments=each)) for each in (job.impairments, free))
-    return ("PIPE001",) if whole_ns - without_ns >= _MATTERS * whole_ns else ()
+    return whole_ns - without_ns >= least * whole_ns
 
 
 def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, Job, str, float]:

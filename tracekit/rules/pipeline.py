@@ -59,7 +59,7 @@ class PipelineBubble(Rule):
 
     code: ClassVar[str] = "PIPE001"
     facts: ClassVar[tuple[Fact, ...]] = FACTS
-    min_lost_ratio: float = 0.05
+    min_lost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the representative step loses enough."""
@@ -122,7 +122,7 @@ class UnbalancedStages(Rule):
     code: ClassVar[str] = "PIPE002"
     facts: ClassVar[tuple[Fact, ...]] = FACTS
     min_lost_ratio: float = 0.005
-    warning_lost_ratio: float = 0.03
+    warning_lost_ratio: float = 0.02
     min_slowdown: float = 1.15
     min_steps_ratio: float = 0.75
 

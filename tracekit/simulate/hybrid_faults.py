@@ -103,6 +103,19 @@ def _slow_pipeline_link(job: Job, given: Sequence[str]) -> Job:
 
 
 @_fault(
+    "slow-pipeline-links",
+    "PIPE001",
+    "[:FACTOR]",
+    "transfers between all stages take FACTOR times as long (20), as without RDMA",
+    axis=PP,
+)
+def _slow_pipeline_links(job: Job, given: Sequence[str]) -> Job:
+    _require_pipeline(job)
+    factor = fault_arguments.factor(given, 0, 20.0)
+    return impaired(job, slow_boundaries=dict.fromkeys(range(_layout(job).layout.pp), factor))
+
+
+@_fault(
     "slow-tensor-link",
     "TP002",
     "[:FACTOR]",

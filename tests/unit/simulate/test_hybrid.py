@@ -189,6 +189,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "few-micro-batches:2": {"pp": 2},
     "sharded-micro-batches": {"pp": 2, "gpus": 4, "strategy": "fsdp2", "shards_data": True},
     "slow-pipeline-link:0:100": {"pp": 2},
+    "slow-pipeline-links:100": {"pp": 2},
     "slow-tensor-link": {"tp": 2},
     "tp-across-nodes": {"tp": 2},
     "late-replica": {"pp": 2, "gpus": 4},
