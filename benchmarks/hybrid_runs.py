@@ -26,11 +26,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tracekit
 from benchmarks import hybrid_answers
@@ -45,7 +45,7 @@ from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, memory, run
 from tracekit.simulate.hybrid import laid_out
-from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.job import Job
 
 PREFIXES = ("PIPE", "TP", "EP", "RANK004")
 FAMILIES = ("PIPE", "TP", "EP", "RANK")
@@ -57,11 +57,11 @@ _MOST_RANKS = 64
 _Drawn: TypeAlias = tuple[int, str, int, Sequence[str]]
 _NODE = 8
 _NO_TIME = 1e-6  # times what a transfer takes
-_INHERENT = {
-    "PIPE001": (Impairments(slow_boundaries=dict.fromkeys(range(_MOST_RANKS), _NO_TIME)), 0.02),
-    "TP002": (Impairments(slow_axes={TP: _NO_TIME}), 0.2),
+_INHERENT: dict[str, tuple[str, Mapping[Any, float], float]] = {
+    "PIPE001": ("slow_boundaries", dict.fromkeys(range(_MOST_RANKS), _NO_TIME), 0.02),
+    "TP002": ("slow_axes", {TP: _NO_TIME}, 0.2),
 }
-"""By code: a job without such communication, and the share of the run that it must cost."""
+"""By code: the impairment by which such communication takes no time, and the share of the run that it must cost."""
 _FULL = 0.9  # share of the device's memory that a run may need
 # A bubble above the schedule's own has these causes; communication across nodes is exposed.
 _EXPLAINED_BY = {"PIPE001": ("PIPE002", "PIPE005", "RANK004", "EP001", "PIPE003"), "TP002": ("TP001",)}
@@ -71,7 +71,7 @@ _EXPLAINED_BY = {"PIPE001": ("PIPE002", "PIPE005", "RANK004", "EP001", "PIPE003"
 class Judged:
     """One run: its layout, the code of its fault and its share of the run, the codes that rules reported.
 
-    `inherent` are the codes of what the layout costs by itself, without a fault: see `_INHERENT`. `errors` are the differences of measured bubbles from the true ones, in points; `answers` what
+    `inherent` are the codes of what its communication costs by itself: see `_INHERENT`. `errors` are the differences of measured bubbles from the true ones, in points; `answers` what
     whatif predicts of changes, beside the truth.
     """
 
@@ -164,15 +164,16 @@ def judged(seed: int, kind: str, ranks: int = _MOST_RANKS, about: Sequence[str] 
         errors = tuple(_bubble_errors(Path(folder), loaded))
         answers = hybrid_answers.answers(loaded, faulty, job, about)
     reported = tuple(sorted(each for each in found if each.startswith(PREFIXES)))
-    inherent = tuple(code for code in reported if code in _INHERENT and _is_inherent(job, code))
+    inherent = tuple(code for code in reported if code in _INHERENT and _is_inherent(faulty, code))
     return Judged(_name(job), kind, code, share, reported, inherent, errors, answers, time.perf_counter() - begun)
 
 
 def _is_inherent(job: Job, code: str) -> bool:
-    """Return whether a healthy job is shorter by the code's share where the communication it is about takes no time."""
-    free, least = _INHERENT[code]
-    whole_ns, without_ns = (engine.total_ns(replace(job, impairments=each)) for each in (job.impairments, free))
-    return whole_ns - without_ns >= least * whole_ns
+    """Return whether a job is shorter by the code's share where the communication that it is about takes no time."""
+    field, free, least = _INHERENT[code]
+    without = replace(job, impairments=replace(job.impairments, **{field: free}))
+    whole_ns = engine.total_ns(job)
+    return whole_ns - engine.total_ns(without) >= least * whole_ns
 
 
 def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, Job, str, float]:

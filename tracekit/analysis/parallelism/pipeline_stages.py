@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.analysis.parallelism import mesh
+from tracekit.analysis.parallelism import interleaving, mesh
 from tracekit.analysis.parallelism.pipeline_actions import (
     BACKWARD,
     COMPUTE_ACTIONS,
@@ -57,6 +57,8 @@ def staged_actions(run: Run) -> pl.DataFrame:
     known = actions.with_columns(pl.coalesce("stage", _stage_of(run, actions)).alias("stage")).drop_nulls("stage")
     if known.is_empty():
         return pl.DataFrame(schema=COLUMNS)
+    if actions["stage"].is_null().all():
+        known = interleaving.with_virtual_stages(known)
     repeated = pl.int_range(pl.len()).over(
         "window", "rank", "step", "stage", "micro_batch", "action", order_by="start_ns"
     )
