@@ -6,8 +6,8 @@ The seed is random unless --seed is given. Layouts have up to three axes and 64 
 A rule must report a fault with its code if it costs 3% of the run or more, and must not report a code that the truth
 does not contain. What a layout costs by itself is in the truth, too, since the user can change it: PIPE001 is right
 where the run would be 2% shorter without transfers between stages, TP002 where it would be 20% shorter without
-tensor-parallel collectives. The rules on pipelines, tensor parallelism, experts and late ranks judge a run, which takes less
-than half the time of all rules. Measured bubbles are compared with those of the simulator's own timeline. What-if
+tensor-parallel collectives. The rules on pipelines, tensor parallelism, experts and late ranks judge a run, which takes
+less than half the time of all rules. Measured bubbles are compared with those of the simulator's own timeline. What-if
 questions about other schedules, micro-batches, layers of stages, faster links, ranks on other nodes and equally loaded
 experts are asked of each run where its layout has them, and answered by simulating the changed job, too.
 
@@ -71,8 +71,9 @@ _EXPLAINED_BY = {"PIPE001": ("PIPE002", "PIPE005", "RANK004", "EP001", "PIPE003"
 class Judged:
     """One run: its layout, the code of its fault and its share of the run, the codes that rules reported.
 
-    `inherent` are the codes of what its communication costs by itself: see `_INHERENT`. `errors` are the differences of measured bubbles from the true ones, in points; `answers` what
-    whatif predicts of changes, beside the truth.
+    `inherent` are the codes of what its communication costs by itself: see `_INHERENT`. `errors` are the differences of
+    measured bubbles from the true ones, in points; `answers` what whatif
+    predicts of changes, beside the truth.
     """
 
     name: str

@@ -30,6 +30,8 @@ _BY_MEGATRON_NAME = (
     (r"data_parallel", DP),
     (r"^model_parallel", "mp"),
 )
+JOINT = frozenset({"embedding", "ep_tp", "dp_expert", "dp_tp", "cp_tp", "mp"})
+"""Names of Megatron-LM's groups that are no axis of the mesh: over several axes, or over a part of one."""
 
 
 def axis_of_description(description: str | None) -> str | None:

@@ -4,6 +4,7 @@ import polars as pl
 
 from tracekit.analysis.parallelism import group_axes, mesh
 from tracekit.analysis.time import breakdown
+from tracekit.conventions.process_groups import JOINT
 from tracekit.conventions.strategies import CP, EP, PP
 from tracekit.model import intervals, schema
 from tracekit.model.run import Run
@@ -60,7 +61,7 @@ def calls(run: Run) -> pl.DataFrame:
     marked = run.table(breakdown.by_step)["step"].is_not_null().any()
     inside = every.drop_nulls("step") if marked else every
     described = group_axes.described_groups(run).filter(pl.col("ranks").list.len() > 1)
-    axes = set(mesh.groups_of(run.manifest)) | set(described["axis"])
+    axes = (set(mesh.groups_of(run.manifest)) | set(described["axis"])) - JOINT
     others = sorted(axes - {PP, EP})
     rest = others[0] if len(others) == 1 else None
     by_op = (

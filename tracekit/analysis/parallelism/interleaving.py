@@ -32,7 +32,7 @@ def with_virtual_stages(actions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _warm_ups(actions: pl.DataFrame) -> pl.DataFrame:
-    """Return the forwards of each rank and step, and those before the first backward. Columns stage, forwards, first."""
+    """Return how many forwards each rank runs in a step, and before its first backward: stage, forwards, first."""
     is_forward = pl.col("action") == FORWARD
     begun_ns = pl.col("host_start_ns").filter(~is_forward).min()
     return actions.group_by(_ACTIONS_OF).agg(
