@@ -14,6 +14,7 @@ from tracekit.analysis.parallelism import (
     pipeline_links,
     rank_places,
     sharded_micro_batches,
+    tensor_parallel,
 )
 from tracekit.analysis.parallelism.pipeline_balance import Balance
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
@@ -28,6 +29,7 @@ FACTS: tuple[Fact, ...] = (
     *rank_places.FACTS,
     *sharded_micro_batches.FACTS,
     *late_ranks.FACTS,
+    tensor_parallel.links,
 )
 
 
@@ -37,7 +39,9 @@ class PipelineBubble(Rule):
 
     What it does: reports pipelines that take `min_lost_ratio` of their time longer than the same forwards and backwards
     would in the same order, if each started as soon as its input is complete. It says how much of that is sends and
-    receives, and how much the host.
+    receives, and how much the host. It is a warning from `warning_lost_ratio`, and below that if transfers between
+    stages are slow: less than `slow_network_bytes_per_ns` GB/s between nodes, or than `min_link_ratio` of what the
+    device's NVLink carries inside a node. Else it is information.
 
     Why it costs: while a rank waits for activations or gradients that another rank has computed already, its device is
     idle, and the delay travels from stage to stage.
@@ -60,6 +64,9 @@ class PipelineBubble(Rule):
     code: ClassVar[str] = "PIPE001"
     facts: ClassVar[tuple[Fact, ...]] = FACTS
     min_lost_ratio: float = 0.03
+    warning_lost_ratio: float = 0.05
+    slow_network_bytes_per_ns: float = 5.0
+    min_link_ratio: float = 0.25
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the representative step loses enough."""
@@ -72,15 +79,18 @@ class PipelineBubble(Rule):
         if lost_ns < self.min_lost_ratio * worst["duration_ns"]:
             return
         is_communication = worst["communication_ns"] >= worst["host_ns"]
+        rate = self._slow_rate(run) if is_communication else None
+        is_warning = rate is not None or lost_ns >= self.warning_lost_ratio * worst["duration_ns"]
         parts = f"{units.share(worst['communication_share'])} of it while ranks send or receive"
         yield Finding(
             self.code,
-            Severity.WARNING,
+            Severity.WARNING if is_warning else Severity.INFO,
             f"The pipeline takes {units.duration(lost_ns)} of {units.duration(worst['duration_ns'])} "
             f"({units.share(lost_ns / worst['duration_ns'])}) longer than its schedule allows in {_step(worst)}, "
             f"{parts}. Ranks are idle for {units.share(worst['bubble_ratio'])} of it; the same actions without delay "
-            f"between ranks leave {units.share(worst['ideal_bubble_ratio'])}.",
-            _OVERLAP if is_communication else _LAUNCH,
+            f"between ranks leave {units.share(worst['ideal_bubble_ratio'])}."
+            + (f" Transfers between stages reach {units.rate(rate)} only." if rate else ""),
+            _SLOW if rate else _OVERLAP if is_communication else _LAUNCH,
             impact=min(1.0, lost_ns / worst["duration_ns"]),
             cost_ns=lost_ns,
             confidence=0.7,
@@ -89,6 +99,14 @@ class PipelineBubble(Rule):
             evidence=_evidence(run, worst),
             is_of_window=worst["step"] is None,
         )
+
+    def _slow_rate(self, run: Run) -> float | None:
+        """Return the bandwidth of transfers between stages where it is slow for such links, in bytes/s; else None."""
+        rates = pipeline_links.transfer_rates(run)
+        least = {False: self.slow_network_bytes_per_ns * 1e9}
+        if link := tensor_parallel.link_bandwidth(run):
+            least[True] = self.min_link_ratio * link
+        return min((rate for inside, rate in rates.items() if rate < least.get(inside, 0.0)), default=None)
 
 
 @dataclass(frozen=True)
@@ -241,6 +259,11 @@ _OVERLAP = (
     "Overlap sends and receives with compute: post receives one micro-batch ahead, do not wait for sends "
     "(batch_isend_irecv; overlap_p2p_comm of an interleaved schedule), keep neighboring stages inside a node, or send "
     "less: bf16 activations, scatter-gather over the tensor-parallel ranks."
+)
+_SLOW = (
+    "Find out why transfers between stages are slow: NCCL_DEBUG=INFO shows the transport (NET/Socket instead of "
+    "NET/IB, SHM instead of P2P), nvidia-smi topo -m and ibstat the links, nccl-tests (sendrecv_perf) their speed. "
+    "Meanwhile send less (bf16 activations, scatter-gather over the tensor-parallel ranks) or use fewer pipeline stages."
 )
 _LAUNCH = (
     "Let the host launch ahead: no synchronization (.item(), printing a loss) between micro-batches, data loaded "

@@ -3,16 +3,20 @@
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_schedule, pipeline_stages, rank_places
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import schema
 from tracekit.model.run import Run
+from tracekit.sync import collective_matching
+from tracekit.sync.collective_matching import PAIRED
 
 LINKS = schema.columns(
     "window pipeline source_rank rank source_stage rank_stage calls low_ns delay_ns usual_ns saved_ns duration_ns"
 )
 _LINK = ["window", "pipeline", "source_rank", "rank"]
 _ACTION = ["stage", "micro_batch", "action"]
+_LARGE_BYTES = 1 << 20
 
 
 def arrivals(run: Run) -> pl.DataFrame:
@@ -48,6 +52,27 @@ def links(run: Run) -> pl.DataFrame:
         pl.len().cast(pl.Int64).alias("calls"),
     )
     return schema.conform(_with_savings(run, _with_usual(run, table.sort(_LINK))), LINKS)
+
+
+def transfer_rates(run: Run) -> dict[bool, float]:
+    """Return the median bandwidth of large transfers between stages inside nodes (True) and across them, in bytes/s.
+
+    A send and its receive end together, so the shorter of the two has no wait for the other rank in it. Ranks count as
+    of one node where nodes are not known.
+    """
+    calls = run.table(collective_matching.calls).filter(pl.col("op") == PAIRED, pl.col("bytes") >= _LARGE_BYTES)
+    pipelined = run.run_table(pipeline_stages.staged_actions)["rank"].unique()
+    turn = pl.int_range(pl.len()).over("window", "rank", "members", order_by="start_ns").alias("turn")
+    took_ns = (pl.col("end_ns") - pl.col("start_ns")).min()
+    pairs = calls.filter(pl.col("rank").is_in(pipelined.implode())).with_columns(turn)
+    pairs = pairs.group_by("window", "members", "turn").agg(took_ns.alias("took_ns"), pl.col("bytes").first(), pl.len())
+    known = pairs.filter(pl.col("len") == 2, pl.col("took_ns") > 0)
+    node_of = rank_places.node_of_rank(run)
+    rates: dict[bool, list[float]] = {}
+    for members, size_bytes, took in known.select("members", "bytes", "took_ns").iter_rows():
+        source, target = (node_of.get(int(rank)) for rank in members.split(">"))
+        rates.setdefault(source == target, []).append(collective_instances.SECOND_NS * size_bytes / took)
+    return {is_inside: float(np.median(found)) for is_inside, found in rates.items()}
 
 
 def _with_usual(run: Run, table: pl.DataFrame) -> pl.DataFrame:
