@@ -263,7 +263,7 @@ _OVERLAP = (
 _SLOW = (
     "Find out why transfers between stages are slow: NCCL_DEBUG=INFO shows the transport (NET/Socket instead of "
     "NET/IB, SHM instead of P2P), nvidia-smi topo -m and ibstat the links, nccl-tests (sendrecv_perf) their speed. "
-    "Meanwhile send less (bf16 activations, scatter-gather over the tensor-parallel ranks) or use fewer pipeline stages."
+    "Meanwhile send less (bf16 activations, scatter-gather over the tensor-parallel ranks)."
 )
 _LAUNCH = (
     "Let the host launch ahead: no synchronization (.item(), printing a loss) between micro-batches, data loaded "
