@@ -1,0 +1,74 @@
+"""Pipelines that DeepSpeed and Megatron-core ran: their actions, stages and axes (tests/recordings/README.md)."""
+
+import polars as pl
+import pytest
+
+import tracekit
+from tests.support.python_path import REPOSITORY
+from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, pipeline_stages
+from tracekit.analysis.parallelism.pipeline_actions import BACKWARD, FORWARD, pipeline_actions
+from tracekit.model.run import Run
+from tracekit.rules.engine import check
+
+MICRO_BATCHES = 4
+STAGES_OF = {
+    "deepspeed_pipeline": {0: [0], 1: [1]},
+    "megatron_interleaved": {0: [0, 2], 1: [1, 3]},
+    "megatron_tp2_pp2": {0: [0], 1: [0], 2: [1], 3: [1]},
+}
+AXES = {
+    "deepspeed_pipeline": {"dp", "pp"},
+    "megatron_interleaved": {"pp"},
+    "megatron_tp2_pp2": {"pp", "tp"},
+}
+
+
+def recorded(name: str) -> Run:
+    return tracekit.load(str(REPOSITORY / "tests" / "recordings" / name), cache=False)
+
+
+@pytest.mark.parametrize("name", STAGES_OF)
+def test_each_micro_batch_passes_each_stage_once_forward_and_once_backward(name: str) -> None:
+    run = recorded(name)
+    assert set(run.table(pipeline_actions)["source"]) == {"span"}
+    actions = run.run_table(pipeline_stages.staged_actions)
+    for rank, stages in STAGES_OF[name].items():
+        own = actions.filter(pl.col("rank") == rank).select("stage", "micro_batch", "action")
+        every = {
+            (stage, micro_batch, action)
+            for stage in stages
+            for micro_batch in range(MICRO_BATCHES)
+            for action in (FORWARD, BACKWARD)
+        }
+        assert own.height == len(every)
+        assert set(own.iter_rows()) == every
+
+
+@pytest.mark.parametrize("name", STAGES_OF)
+def test_no_action_starts_before_the_stage_before_has_sent(name: str) -> None:
+    needed = pipeline_stages.dependencies(recorded(name).run_table(pipeline_stages.staged_actions))
+    assert needed.height
+    assert needed.filter(pl.col("start_ns") < pl.col("ready_ns")).is_empty()
+
+
+@pytest.mark.parametrize("name", STAGES_OF)
+def test_bubbles_are_at_least_those_of_the_schedule(name: str) -> None:
+    rows = recorded(name).run_table(pipeline_bubbles.pipeline_bubbles)
+    stages = sum(len(stages) for stages in STAGES_OF[name].values())
+    assert rows.height == stages
+    assert set(rows["micro_batches"]) == {MICRO_BATCHES}
+    assert (rows["ideal_duration_ns"] <= rows["duration_ns"]).all()
+    per_rank = max(map(len, STAGES_OF[name].values()))
+    assert rows["formula_bubble_ratio"].to_list() == pytest.approx([1 / (per_rank * MICRO_BATCHES + 1)] * stages)
+
+
+@pytest.mark.parametrize("name", STAGES_OF)
+def test_axes_are_those_of_the_layout(name: str) -> None:
+    assert set(axis_communication.by_axis(recorded(name))["axis"]) == AXES[name]
+
+
+@pytest.mark.parametrize("name", STAGES_OF)
+def test_all_rules_judge_it(name: str) -> None:
+    codes = {finding.code for finding in check(recorded(name)).findings}
+    assert "DATA001" in codes
+    assert not codes & {"TP001", "EP001", "PIPE004", "PIPE005"}
