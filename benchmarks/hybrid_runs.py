@@ -44,6 +44,7 @@ from tracekit.rules import all_rules
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, memory, run
+from tracekit.simulate.fault_registry import impaired
 from tracekit.simulate.hybrid import laid_out
 from tracekit.simulate.job import Job
 
@@ -172,9 +173,8 @@ def judged(seed: int, kind: str, ranks: int = _MOST_RANKS, about: Sequence[str] 
 def _is_inherent(job: Job, code: str) -> bool:
     """Return whether a job is shorter by the code's share where the communication that it is about takes no time."""
     field, free, least = _INHERENT[code]
-    without = replace(job, impairments=replace(job.impairments, **{field: free}))
     whole_ns = engine.total_ns(job)
-    return whole_ns - engine.total_ns(without) >= least * whole_ns
+    return whole_ns - engine.total_ns(impaired(job, **{field: free})) >= least * whole_ns
 
 
 def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, Job, str, float]:
