@@ -1,10 +1,12 @@
 """Figures of hybrid parallelism."""
 
+import plotly.graph_objects as go
 import polars as pl
 
 from tests.support import drawn_pipelines
 from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_stages
 from tracekit.report import charts
+from tracekit.report.charts import style
 
 PIPELINE = """
     0 0  01..aabb
@@ -98,3 +100,9 @@ def test_without_groups_and_actions_there_are_empty_figures():
     assert not charts.pipeline_step(actions, gaps).data
     assert not charts.stage_balance(bubbles).data
     assert not charts.mesh_map(groups).data
+
+
+def test_long_steps_have_ticks_in_whole_milliseconds():
+    figure = style.with_labelled_rows(go.Figure().add_bar(x=[12_000.0], y=[0], orientation="h"), ["stage 0"])
+    axis = figure.layout.xaxis
+    assert (axis.ticksuffix, axis.exponentformat, axis.separatethousands) == (" ms", "none", True)

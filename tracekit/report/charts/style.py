@@ -86,8 +86,11 @@ def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
         hoverlabel={"align": "left", "namelength": -1},
         font={"size": 13},
     )
-    figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=4)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8, title_standoff=20)
+    # Plotly writes 12,000 ms as "12k ms".
+    common = {"gridcolor": _GRID, "zeroline": False, "automargin": True}
+    common |= {"exponentformat": "none", "separatethousands": True}
+    figure.update_xaxes(common, ticklabelstandoff=4)
+    figure.update_yaxes(common, ticklabelstandoff=8, title_standoff=20)
     return figure
 
 
