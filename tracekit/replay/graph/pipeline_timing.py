@@ -130,10 +130,14 @@ class PipelineTiming:
         return replace(divided, **scaled)  # type: ignore[arg-type]
 
     def shortened(self, saved_ns: Mapping[tuple[int, str], float]) -> "PipelineTiming":
-        """Return the timing with actions shorter by so much, by stage and kind; a whole backward counts as input's."""
+        """Return the timing with actions shorter by so much, by stage and kind; a whole backward counts as input's.
+
+        A stage can have both whole and divided backwards (dualpipev): what they save is taken as equal.
+        """
 
         def without(times: Sequence[float], *kinds: str) -> tuple[float, ...]:
-            saved = [sum(saved_ns.get((stage, kind), 0.0) for kind in kinds) for stage in range(self.stages)]
+            known = ([saved_ns.get((stage, kind)) for kind in kinds] for stage in range(self.stages))
+            saved = (statistics.mean([ns for ns in of if ns is not None] or [0.0]) for of in known)
             return tuple(max(0.0, ns - less) for ns, less in zip(times, saved, strict=True))
 
         return replace(
