@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tracekit.capture import atomic_files, folder_claim, launch_settings, rank_info
+from tracekit.capture import atomic_files, folder_claim, launch_settings, rank_info, uploader
 from tracekit.capture.checkpoints import auto_recording
 from tracekit.capture.step_inference import StepCounter
+from tracekit.conventions import object_storage
 
 if TYPE_CHECKING:
     from tracekit.capture.metrics import PendingScalar
     from tracekit.capture.recorder import Recorder
+    from tracekit.capture.run_upload import RunUpload
 
 _SHARED_KEY = "tracekit/training"
 
@@ -217,12 +219,12 @@ class AutoRecorder:
         from tracekit.capture.recorder import Recorder
 
         try:
-            folder = folder_claim.claim(Path(settings.out), training_name(settings))
+            out = _claimed(settings)
         except OSError as error:
             self._write_note({"failed": True})
             raise OSError(f"--out {settings.out} cannot be written ({error.strerror or error})") from error
         self._recorder = Recorder(
-            folder,
+            out,
             leads=rank == (0 if ranks is None else min(ranks)),
             device=self._device(),
             mid_step=True,
@@ -257,6 +259,7 @@ class AutoRecorder:
             self._recorder = None
             if not Path(self._settings.notes).is_dir():  # no launcher on this node cleans up
                 with contextlib.suppress(OSError):
+                    uploader.target_file(recorder.folder).unlink(missing_ok=True)
                     Path(self._settings.scratch).rmdir()
 
     def _write_status(self, *, ended: bool) -> None:
@@ -302,6 +305,16 @@ class AutoRecorder:
 
         vars(safe)["_torchdynamo_disable"] = True  # torch.compile must not trace this
         return safe
+
+
+def _claimed(settings: launch_settings.Settings) -> "Path | RunUpload":
+    """Return the run's folder, or its upload to a URL from a folder that the ranks on this node share."""
+    training = training_name(settings)
+    if not object_storage.is_url(settings.out):
+        return folder_claim.claim(Path(settings.out), training)
+    from tracekit.capture.run_upload import STAGING_PREFIX, RunUpload
+
+    return RunUpload(settings.out, Path(settings.scratch, STAGING_PREFIX + training), training=training)
 
 
 def training_name(settings: launch_settings.Settings) -> str:

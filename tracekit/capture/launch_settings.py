@@ -15,7 +15,7 @@ class Settings:
     """How to record. Paths are absolute: ranks may work elsewhere than their launcher."""
 
     out: str
-    """The run's folder; another training of the same command takes ``OUT-2``, and so on."""
+    """The run's folder or URL; another training of the same command takes ``OUT-2``, and so on."""
     launch: str
     """A unique name of this start of the command."""
     notes: str

@@ -20,8 +20,10 @@ from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
 from tracekit.capture.on_demand_windows import WindowRequests
 from tracekit.capture.profiler_session import ProfilingOptions
 from tracekit.capture.rank_info import this_rank
+from tracekit.capture.run_upload import RunUpload
 from tracekit.capture.window_profiler import WindowProfiler
 from tracekit.capture.window_schedule import Window, WindowSchedule, parse_steps
+from tracekit.conventions import object_storage
 
 DEFAULT_STEPS = "10:15"
 WARMUP_STEPS = 2
@@ -30,6 +32,8 @@ WARMUP_STEPS = 2
 class Recorder:
     """Records one rank of a training: traces of windows of steps, a line of metrics per step, checkpoint logs.
 
+    `out` is the run's folder, or a URL such as s3://bucket/run: then files are recorded into a local folder, uploaded
+    in the background after each window, and removed; `disk_budget_bytes` bounds what waits to be uploaded.
     Create it after the process group, and call `step` at the end of each optimizer step. `steps` is the window
     to profile, half-open, counted from where this recorder begins: "10:15", or (10, 15), is its 11th to 15th step;
     another such window follows `every` so many steps; None profiles only windows requested while it runs (touch the
@@ -58,7 +62,7 @@ class Recorder:
 
     def __init__(
         self,
-        out: str | os.PathLike[str],
+        out: str | os.PathLike[str] | RunUpload,
         *,
         steps: str | tuple[int, int] | None = DEFAULT_STEPS,
         every: int | None = None,
@@ -79,7 +83,10 @@ class Recorder:
         disk_budget_bytes: int | None = None,
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder = Path(out)
+        if isinstance(out, str) and object_storage.is_url(out):
+            out = RunUpload.to(out, scratch)
+        self._upload = out if isinstance(out, RunUpload) else None
+        self.folder = out.folder if isinstance(out, RunUpload) else Path(out)
         self.rank = this_rank() if rank is None else rank
         self.step_time_ns = 0  # of the last step
         self._leads = self.rank == 0 if leads is None else leads
@@ -90,11 +97,16 @@ class Recorder:
         self._windows, self._length = _windows(steps, every, first_step)
         self._warmup = warmup
         self._disk_budget_bytes = disk_budget_bytes
+        if self._upload is not None and disk_budget_bytes is not None:
+            self._upload.max_bytes = disk_budget_bytes
         # On a GPU the collectives' kernels carry their sizes; on the CPU only the shapes of ops do.
         shapes = self._device == "cpu" if shapes is None else shapes
         scratch_folder = Path(scratch) if scratch is not None else None
         options = ProfilingOptions(self._device, memory, stacks, shapes, snapshot, warmup, scratch_folder, modules)
-        self._profiler = WindowProfiler(self.folder, self.rank, self._windows, options, written=self._on_written)
+        require_room = self._upload.require_room if self._upload is not None else None
+        self._profiler = WindowProfiler(
+            self.folder, self.rank, self._windows, options, written=self._on_written, require_room=require_room
+        )
         self._requests: WindowRequests | None = None
         self._manifest: ManifestFile | None = None
         self._metrics: MetricsLog | None = None
@@ -118,6 +130,9 @@ class Recorder:
                     self.folder, self._manifest_fields, device=self._device, world_size=self._world_size
                 )
                 self._manifest.write()
+        if self._upload is not None:
+            with self._guard(f"nothing is uploaded to {self._upload.url}"):
+                self._upload.begin(self.rank, leads=self._leads)
         with self._guard("metrics are not recorded"):
             path = self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX)
             self._metrics = MetricsLog(path, first_step=self._first_step)
@@ -141,6 +156,9 @@ class Recorder:
             self._metrics = None
         if self._device_metrics is not None:
             self._device_metrics.close()
+        if self._upload is not None:
+            with self._guard("the upload is incomplete"):
+                self._upload.finish()
 
     def describe(self, more: Mapping[str, Any]) -> None:
         """Add to ``run.json`` what became known during training, secrets redacted. The leading rank writes it."""
@@ -227,11 +245,25 @@ class Recorder:
                 self._requests.poll(self._step, self.step_time_ns)
 
     def _on_written(self, window: Window, steps: int) -> None:
-        """Remove old windows beyond the disk budget, and list the rest in the manifest."""
+        """Remove old windows beyond the disk budget, and list the rest in the manifest; or upload the window."""
         if self._manifest is not None:
-            budget_bytes = self._disk_budget_bytes
-            removed = trace_writer.prune(self.folder, budget_bytes) if budget_bytes is not None else []
+            is_pruned = self._disk_budget_bytes is not None and self._upload is None
+            removed = trace_writer.prune(self.folder, self._disk_budget_bytes or 0) if is_pruned else []
             self._manifest.add_window(window.number, first_step=window.first, steps=steps, removed=removed)
+        if self._upload is not None:
+            with self._guard(f"window {window.number} is not uploaded yet"):
+                self._upload.submit(self._files_of(window))
+
+    def _files_of(self, window: Window) -> list[Path]:
+        """Return the paths of this rank's files of a window, of its logs and, if it leads, of the manifest."""
+        folder = self.folder / conventions.window_folder(window.number) if window.number else self.folder
+        traces = [
+            conventions.rank_file(self.rank, s) for s in (conventions.TRACE_SUFFIX, conventions.MEMORY_SNAPSHOT_SUFFIX)
+        ]
+        logs = (conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
+        others = [conventions.rank_file(self.rank, suffix) for suffix in logs]
+        others += [conventions.MANIFEST_FILE] if self._leads else []
+        return [*(folder / name for name in traces), *(self.folder / name for name in others)]
 
     @contextlib.contextmanager
     def _timed_data_wait(self, span: contextlib.AbstractContextManager[Any]) -> Iterator[None]:

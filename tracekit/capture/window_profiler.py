@@ -24,17 +24,26 @@ OnWritten = Callable[[Window, int], None]
 class WindowProfiler:
     """Profiles windows of steps into the folder of a run.
 
+    `require_room` raises RuntimeError where the next window has no room on disk.
     Failures never raise: one line on stderr reports it, and that window is not recorded.
     """
 
     def __init__(
-        self, folder: Path, rank: int, windows: WindowSchedule, options: ProfilingOptions, *, written: OnWritten
+        self,
+        folder: Path,
+        rank: int,
+        windows: WindowSchedule,
+        options: ProfilingOptions,
+        *,
+        written: OnWritten,
+        require_room: Callable[[], None] | None = None,
     ) -> None:
         self._folder = folder
         self._rank = rank
         self._windows = windows
         self._options = options
         self._written = written
+        self._require_room = require_room
         self._writer = BackgroundWriter()
         self._session: ProfilerSession | None = None
         self._window: Window | None = None
@@ -90,6 +99,8 @@ class WindowProfiler:
         if self._session is None:
             if self._writer.busy:
                 raise RuntimeError("earlier windows are still being written; record windows farther apart")
+            if self._require_room is not None:
+                self._require_room()
             self._session = ProfilerSession(self._options)
             self._session.prepare()
         if step == window.first:

@@ -1,15 +1,15 @@
-"""Read a file in blocks, decompressed: plain, gzip (one or more members) or zstd, from a path or a URL."""
+"""Read a file in blocks, decompressed: plain, gzip (one or more members) or zstd."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from isal import igzip_lib
 
 from tracekit.errors import BadTraceError
 
 _READ_BYTES = 1 << 18
-_BLOCK_BYTES = 1 << 18  # small enough to stay in the CPU cache until it is parsed
+BLOCK_BYTES = 1 << 18  # small enough to stay in the CPU cache until it is parsed
 _IGZIP_ERROR = cast("type[Exception]", igzip_lib.error)
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -37,7 +37,7 @@ class Blocks:
 
     def _read(self) -> Iterator[bytes]:
         try:
-            with _open(self.path) as file:
+            with Path(self.path).open("rb") as file:
                 yield from _without_mark(self._unpacked(file))
         except FileNotFoundError:
             raise BadTraceError(f"{self.path}: no such file; check the path") from None
@@ -58,7 +58,7 @@ class Blocks:
             member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
             while not member.eof:
                 try:
-                    block = member.decompress(packed, _BLOCK_BYTES)
+                    block = member.decompress(packed, BLOCK_BYTES)
                 except (_IGZIP_ERROR, OSError, ValueError) as error:
                     self.broken = f"the gzip file is damaged ({error})"
                     return
@@ -78,18 +78,10 @@ class Blocks:
         file.seek(0)
         try:
             with pa.CompressedInputStream(pa.PythonFile(file), "zstd") as stream:
-                while block := stream.read(_BLOCK_BYTES):
+                while block := stream.read(BLOCK_BYTES):
                     yield block
         except OSError as error:
             self.broken = f"the zstd file is damaged or ends early ({error})"
-
-
-def _open(path: str) -> BinaryIO:
-    if "://" in path:
-        import fsspec
-
-        return cast("BinaryIO", cast("Any", fsspec).open(path, "rb").open())
-    return Path(path).open("rb")
 
 
 def _rest(file: BinaryIO, block: bytes) -> Iterator[bytes]:

@@ -2,14 +2,17 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest import decompression, readers, run_separation
+from tracekit.ingest import headers, run_separation
 from tracekit.ingest.files import File, natural_key
+from tracekit.ingest.headers import Header
 from tracekit.ingest.readers.reader import TraceInfo
+from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
 from tracekit.ingest.run_separation import HOUR_NS
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
 from tracekit.model.manifest import MAX_RANKS
@@ -18,7 +21,6 @@ _RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)(?=[._-]|$)")
 _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
 _WINDOW_FOLDER = re.compile(r"/window(\d+)/")
-_REMOTE_HEAD_BYTES = 4 << 20
 _TRACE_NAME = (".trace.json", ".trace.json.gz", ".trace.json.zst")
 _SAME_START_NS = 1_000_000
 
@@ -28,15 +30,23 @@ def identify(
     *,
     manifest_folders: Iterable[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
+    cache: bool = True,
 ) -> tuple[list[TraceFile], list[QualityIssue]]:
     """Return the traces of one run in these files, and an issue for what is left out, guessed or inconsistent.
 
-    Raises BadTraceError if no file has a trace.
+    Remote files are read concurrently; with `cache`, only those whose header is not cached. Raises BadTraceError if no
+    file has a trace.
     """
     issues: list[QualityIssue] = []
     traces: list[TraceFile] = []
-    for done, file in enumerate(files, 1):
-        traces += _inspect(file, len(files), manifest_folders, issues)
+    for done, (file, header) in enumerate(_headers(files, cache=cache), 1):
+        if isinstance(header, BadTraceError):
+            if len(files) == 1:
+                raise header
+            issues.append(_left_out(file, header, len(files)))
+        else:
+            reader, infos = header
+            traces += [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
         if on_progress:
             on_progress(done, len(files))
     if not traces:
@@ -75,22 +85,20 @@ def missing_ranks(
 # One file ------------------------------------------------------------------------------------------------------------
 
 
-def _inspect(
-    file: File, file_count: int, manifest_folders: Iterable[str], issues: list[QualityIssue]
-) -> list[TraceFile]:
-    try:
-        with file.local(first_bytes=_REMOTE_HEAD_BYTES) as path:
-            head = next(iter(decompression.Blocks(path)), b"")
-            reader = readers.find(head, file.name)
-            if reader is None:
-                raise BadTraceError(f"{file.path}: {readers.unknown_format(head)}")
-            infos = reader.traces(path, head, is_complete=file.system is None)
-    except BadTraceError as error:
-        if file_count == 1:
-            raise
-        issues.append(_left_out(file, error, file_count))
-        return []
-    return [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
+def _headers(files: Sequence[File], *, cache: bool) -> Iterator[tuple[File, Header | BadTraceError]]:
+    """Yield each file with its header, or with what is wrong with it."""
+
+    def header(file: File) -> Header | BadTraceError:
+        try:
+            return headers.read(file, cache=cache)
+        except BadTraceError as error:
+            return error
+
+    if all(file.remote is None for file in files):
+        yield from ((file, header(file)) for file in files)
+        return
+    with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
+        yield from zip(files, pool.map(header, files), strict=True)
 
 
 def _left_out(file: File, error: BadTraceError, file_count: int) -> QualityIssue:

@@ -4,30 +4,33 @@ import contextlib
 import glob
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 from tracekit import conventions
-from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import readers
+from tracekit.conventions import object_storage
+from tracekit.errors import InputError
+from tracekit.ingest import readers, remote, remote_listing
+from tracekit.ingest.remote import RemoteFile
+from tracekit.ingest.remote_listing import Folders
 
 RunLocation: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 _MAX_DEPTH = 5
 _GLOB = re.compile(r"[*?\[]")
-_URL = re.compile(r"^[a-z][a-z0-9+.-]+(?:::[a-z0-9+.-]+)*://", re.I)
+_LOCAL_PROTOCOLS = ("file", "local")
 
 
 @dataclass(frozen=True)
 class File:
-    """One file: path or URL, size and, for a URL, its fsspec file system."""
+    """One file: path or URL (without secrets), size (0 if unknown) and, for a URL, the remote file."""
 
     path: str
     size_bytes: int
-    system: Any = field(default=None, repr=False, compare=False)
+    remote: RemoteFile | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -39,49 +42,21 @@ class File:
         """Return the path without its last part."""
         return self.path.rstrip("/").rpartition("/")[0]
 
-    @contextlib.contextmanager
-    def local(self, *, first_bytes: int | None = None, companions: Iterable[str] = ()) -> Iterator[str]:
-        """Yield a local path to the file, or to at least its `first_bytes`. The copy of a remote file is temporary.
-
-        Remote files of the same folder named in `companions` are copied along. Raises BadTraceError if that fails.
-        """
-        if self.system is None:
-            yield self.path
-            return
-        with tempfile.TemporaryDirectory(prefix="tracekit-") as folder:
-            copy = Path(folder, self.name)
-            try:
-                if first_bytes is None:
-                    self._fetch(copy, companions)
-                else:
-                    copy.write_bytes(self.system.cat_file(self.path, start=0, end=first_bytes))
-            except Exception as error:  # each file system has its own exceptions
-                raise BadTraceError(
-                    f"{self.path}: cannot be downloaded ({_line(error)}); check access to it"
-                ) from error
-            yield str(copy)
-
-    def _fetch(self, copy: Path, companions: Iterable[str]) -> None:
-        self.system.get_file(self.path, str(copy))
-        for name in companions:
-            other = f"{self.folder}/{name}"
-            if self.system.exists(other):
-                self.system.get_file(other, str(copy.with_name(name)))
-
-    def text(self) -> str:
-        """Return the file's text. Raises OSError or ValueError if it cannot be read as UTF-8."""
-        if self.system is None:
+    def text(self, *, cache: bool = True) -> str:
+        """Return the file's text. Raises OSError, ValueError or BadTraceError if it cannot be read as UTF-8."""
+        if self.remote is None:
             return Path(self.path).read_text(encoding="utf-8")
-        return cast("bytes", self.system.cat_file(self.path)).decode("utf-8")
+        return remote.read(self.remote, cache=cache).decode("utf-8")
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The path of a run, the files that may be traces, and the manifests."""
+    """The path of a run, the files that may be traces, the manifests, and the folders of remote files."""
 
     root: str
     traces: tuple[File, ...]
     manifests: tuple[File, ...]
+    folders: Folders = field(default_factory=Folders, repr=False, compare=False)
 
 
 def find(where: RunLocation) -> RunFiles:
@@ -94,14 +69,15 @@ def find(where: RunLocation) -> RunFiles:
     if not named:
         raise InputError("no path is given; name a run's folder or its trace files")
     found: dict[str, File] = {}
+    folders = Folders()
     for path in named:
-        found |= {file.path: file for file in _find_files(os.fspath(path))}
+        found |= {file.path: file for file in _find_files(os.fspath(path), folders)}
     manifests = tuple(f for f in found.values() if f.name == conventions.MANIFEST_FILE)
     traces = tuple(sorted((f for f in found.values() if f not in manifests), key=lambda f: natural_key(f.path)))
-    root = os.fspath(named[0]) if len(named) == 1 else _common_folder(traces)
+    root = object_storage.shown(os.fspath(named[0])) if len(named) == 1 else _common_folder(traces)
     if not traces:
         raise InputError(f"{root}: {_why_none(root)}; name a run's folder or a trace file")
-    return RunFiles(root, traces, manifests)
+    return RunFiles(root, traces, manifests, folders)
 
 
 def natural_key(text: str) -> tuple[str | int, ...]:
@@ -123,11 +99,13 @@ def _why_none(root: str) -> str:
     return f"no trace files ({_patterns()}) in this folder"
 
 
-def _find_files(named: str) -> list[File]:
+def _find_files(named: str, folders: Folders) -> list[File]:
     if not named:
         raise InputError("the path of a run is empty: perhaps a variable that is not set; name a run's folder")
-    if _URL.match(named):
-        return _find_remote_files(named)
+    if object_storage.protocol(named) in _LOCAL_PROTOCOLS and object_storage.is_url(named):
+        named = named.partition("://")[2]
+    if object_storage.is_url(named):
+        return _find_remote_files(named, folders)
     path = Path(named)
     if path.is_dir():
         return list(_walk(path))
@@ -137,7 +115,10 @@ def _find_files(named: str) -> list[File]:
     if _GLOB.search(named):
         matched = sorted(glob.glob(named, recursive=True), key=natural_key)  # noqa: PTH207  (Path.glob needs a relative one)
         return [
-            file for match in matched for file in _find_files(match) if _may_be_trace(file.name) or _is_manifest(file)
+            file
+            for match in matched
+            for file in _find_files(match, folders)
+            if _may_be_trace(file.name) or _is_manifest(file)
         ]
     raise InputError(f"{named}: no such file or folder; check the path")
 
@@ -155,42 +136,25 @@ def _walk(root: Path) -> Iterator[File]:
                 yield _file(path)
 
 
-def _find_remote_files(url: str) -> list[File]:
-    try:
-        import fsspec  # not at the top: it doubles the start time, and few runs are remote
-
-        system, path = fsspec.core.url_to_fs(url)
-        if type(system).__name__ == "LocalFileSystem":
-            return _find_files(path)
-        if _GLOB.search(path):
-            details = system.glob(path, detail=True)
-        else:
-            details = system.find(path, maxdepth=_MAX_DEPTH + 1, detail=True)
-        single = list(details) == [path]
-        if single:
-            manifest = f"{path.rpartition('/')[0]}/{conventions.MANIFEST_FILE}"
-            details |= {manifest: system.info(manifest)} if system.exists(manifest) else {}
-    except ImportError as error:
-        raise InputError(f"{url}: {_line(error)}; install that package with pip") from error
-    except InputError:
-        raise
-    except Exception as error:  # each file system has its own exceptions
-        raise InputError(
-            f"{url}: cannot be listed ({_line(error)}); check the address and your access to it"
-        ) from error
-    files = [File(name, int(d.get("size") or 0), system) for name, d in details.items() if d.get("type") == "file"]
-    if not files:
-        raise InputError(f"{url}: no such file or folder; check the address")
-    inside: dict[str, list[str]] = {}
-    for file in files:
-        inside.setdefault(file.folder, []).append(file.name)
-    checkpoints = tuple(f"{folder}/" for folder, names in inside.items() if _is_checkpoint(names))
-    wanted = [file for file in files if _may_be_trace(file.name) and not file.path.startswith(checkpoints)]
-    return files if single else wanted
+def _find_remote_files(url: str, folders: Folders) -> list[File]:
+    """Return the files of a URL that may be traces or manifests, and add what lies next to them to `folders`."""
+    listing = remote_listing.list_files(
+        url, max_depth=_MAX_DEPTH, is_wanted=_is_read_by_tracekit, is_left_out=_is_checkpoint
+    )
+    folders.add(listing)
+    if listing.is_single:
+        manifest = folders.file(listing.files[0].folder, conventions.MANIFEST_FILE)
+        return [_remote(file) for file in (*listing.files, manifest) if file is not None]
+    return [_remote(file) for file in listing.files if _may_be_trace(file.name)]
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _remote(file: RemoteFile) -> File:
+    return File(file.shown, file.size_bytes or 0, file)
+
+
+def _is_read_by_tracekit(name: str) -> bool:
+    """Return whether some reader reads files with this name: a trace, a manifest, a log or a snapshot."""
+    return name.lower().endswith(tuple(suffix for reader in readers.available() for suffix in reader.suffixes))
 
 
 def _may_be_trace(name: str) -> bool:
@@ -217,6 +181,10 @@ def _file(path: Path) -> File:
 
 def _common_folder(traces: tuple[File, ...]) -> str:
     folders = sorted({file.folder or "." for file in traces})
+    if any(file.remote is not None for file in traces):
+        parts = zip(*(folder.split("/") for folder in folders), strict=False)
+        shared = [own[0] for own in takewhile(lambda own: len(set(own)) == 1, parts)]
+        return "/".join(shared) if len(shared) > 2 else folders[0]  # 2: the protocol
     with contextlib.suppress(ValueError):  # absolute and relative paths are mixed
         return os.path.commonpath(folders)
     return folders[0] if folders else "."

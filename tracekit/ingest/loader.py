@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from tracekit.conventions.devices import DeviceOverride
-from tracekit.ingest import discovery, files, readers
-from tracekit.ingest.files import File, RunLocation
+from tracekit.errors import BadTraceError
+from tracekit.ingest import discovery, files, readers, trace_cache
+from tracekit.ingest.files import File, RunFiles, RunLocation
 from tracekit.ingest.readers import manifest
 from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.remote_trace import RemoteTrace
 from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
 from tracekit.model import environment
@@ -44,13 +46,14 @@ def load(
     """
     found = files.find(where)
     manifests = {file.folder: file for file in found.manifests}
-    traces, issues = discovery.identify(found.traces, manifest_folders=manifests, on_progress=on_progress)
-    fields = _manifest(traces, manifests, issues)
-    sources = [_with_devices(_source(t, cache), tuple(devices)) for t in traces]
+    traces, issues = discovery.identify(found.traces, manifest_folders=manifests, on_progress=on_progress, cache=cache)
+    fields = _manifest(traces, manifests, issues, cache=cache)
+    plain = [_source(t, found, cache=cache) for t in traces]
+    sources = [_with_devices(source, tuple(devices)) for source in plain]
     read_traces = {
-        source: _stating(with_companions(t.info.trace.replaced(window=t.window), t.file.path), tuple(devices))
-        for source, t in zip(sources, traces, strict=True)
-        if t.info.trace is not None
+        source: _stating(trace, tuple(devices))
+        for source, trace in zip(sources, map(partial(_read_already, cache=cache), traces, plain), strict=True)
+        if trace is not None
     }
     if len(sources) == 1 and not read_traces:
         read_traces = {sources[0]: sources[0].read()}  # it is read in any case, and its errors are raised at once
@@ -91,27 +94,51 @@ def _stating(trace: Trace, devices: tuple[DeviceOverride, ...]) -> Trace:
     return trace.replaced(header={**trace.header, environment.DEVICE_OVERRIDES: devices}) if devices else trace
 
 
-def _source(t: TraceFile, use_cache: bool) -> Source:
-    read = partial(_read, t.reader, t.file, replace(t.info, trace=None), t.rank, t.window)
-    source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read)
-    return cached_source(source) if use_cache and t.file.system is None else source
+def _source(t: TraceFile, found: RunFiles, *, cache: bool) -> Source:
+    info = replace(t.info, trace=None)
+    if t.file.remote is None:
+        read = partial(_read, t.reader, t.file.path, info, t.rank, t.window)
+        source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read)
+    else:
+        companions = found.folders.companions(t.file.remote, readers.companions(t.rank))
+        origin = RemoteTrace(t.file.remote, companions, cache)
+        read = partial(_read_remote, t.reader, origin, info, t.rank, t.window)
+        source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, origin)
+    return cached_source(source) if cache else source
 
 
-def _read(reader: Reader, file: File, info: TraceInfo, rank: int, window: int) -> Trace:
-    with file.local(companions=readers.companions(rank)) as path:
-        trace = with_companions(reader.read(path, info, rank=rank, window=window), path)
-    return trace if path == file.path else trace.replaced(path=file.path)
+def _read_already(t: TraceFile, source: Source, *, cache: bool) -> Trace | None:
+    """Return the trace that was read to know its rank, with its companion files; None if it was not."""
+    if t.info.trace is None:
+        return None
+    trace = t.info.trace.replaced(window=t.window)
+    if not isinstance(source.origin, RemoteTrace):
+        return with_companions(trace, t.file.path)
+    with source.origin.folder() as local:
+        trace = source.origin.placed(with_companions(trace, str(local)), local)
+    if cache:
+        trace_cache.store(source, trace)
+    return trace
+
+
+def _read(reader: Reader, path: str, info: TraceInfo, rank: int, window: int) -> Trace:
+    return with_companions(reader.read(path, info, rank=rank, window=window), path)
+
+
+def _read_remote(reader: Reader, origin: RemoteTrace, info: TraceInfo, rank: int, window: int) -> Trace:
+    with origin.downloaded() as path:
+        return origin.placed(_read(reader, str(path), info, rank, window), path)
 
 
 def _manifest(
-    traces: Sequence[TraceFile], manifests: Mapping[str, File], issues: list[QualityIssue]
+    traces: Sequence[TraceFile], manifests: Mapping[str, File], issues: list[QualityIssue], *, cache: bool
 ) -> Mapping[str, Any]:
     file = manifests.get(str(traces[0].job[0]))
     if file is None:
         return {}
     try:
-        return manifest.parse(file.text())
-    except (ValueError, OSError) as error:
+        return manifest.parse(file.text(cache=cache))
+    except (ValueError, OSError, BadTraceError) as error:
         message = f"{file.path}: cannot be read as JSON ({error}); the run has no manifest"
         issues.append(QualityIssue("bad_manifest", message, file.path))
         return {}

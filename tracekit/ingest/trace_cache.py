@@ -5,7 +5,8 @@ file for the rest, so that each table is read on first access. `tracekit.ingest.
 
 The key of an entry: path, size, modification time and first and last MiB of the trace file and of its companion files
 (logs), rank, window, and the code that reads. A change in the middle of a file that preserves its size and modification
-time is therefore not noticed.
+time is therefore not noticed. Of a remote file and its companions, the key has size and version (ETag) as listed, so
+that nothing is downloaded to look an entry up.
 """
 
 import dataclasses
@@ -41,9 +42,16 @@ Read = Callable[[], Trace]
 def cached_source(source: Source) -> Source:
     """Return a source that reads the same trace from the user's cache, and stores it there if it is not cached yet.
 
-    Tables of a cached trace are read on first access. Only local files are cached.
+    Tables of a cached trace are read on first access.
     """
     return dataclasses.replace(source, read=partial(_read, source))
+
+
+def store(source: Source, trace: Trace) -> None:
+    """Store the trace of a source that was read already."""
+    key, cache = key_of(source), TraceCache.of_user()
+    if key is not None and cache is not None:
+        cache.put(key, trace)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,15 +143,22 @@ def _read_again(source: Source, key: str) -> Trace:
 
 
 def key_of(source: Source) -> str | None:
-    """Return the key of a trace's entry; None if it is not a local file."""
+    """Return the key of a trace's entry; None if its file cannot be read, or has no known version."""
+    state = _local_state(source) if source.origin is None else source.origin.state
+    if state is None:
+        return None
+    parts = json.dumps([_code(), source.path, source.rank, source.window, state])
+    return hashlib.sha256(parts.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _local_state(source: Source) -> object:
+    """Return the states of a trace file and its companion files; None if the trace file cannot be read."""
     trace = _state(Path(source.path))
     if trace is None:
         return None
     folder = Path(source.path).parent
     names = readers.companions(source.rank)
-    companions = [_state(place / name) for place in (folder, folder.parent) for name in names]
-    parts = json.dumps([_code(), source.path, source.rank, source.window, trace, companions])
-    return hashlib.sha256(parts.encode("utf-8", "surrogateescape")).hexdigest()
+    return [trace, [_state(place / name) for place in (folder, folder.parent) for name in names]]
 
 
 def _state(path: Path) -> tuple[int, int, str] | None:

@@ -2,10 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import polars as pl
 
 from tracekit.model.trace import LazyTrace, Trace
+
+
+class Origin(Protocol):
+    """Where the file of a source is, if it is no local file."""
+
+    @property
+    def state(self) -> object:
+        """What changes, as JSON, whenever the file or one that belongs to it changes; None if that cannot be known."""
+
+    def sha256(self) -> str:
+        """Return the hash of the file's content. Raises BadTraceError if it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +29,7 @@ class Source:
     path: str
     size_bytes: int
     read: Callable[[], Trace] = field(repr=False)
+    origin: Origin | None = field(default=None, repr=False, compare=False)
 
 
 class LoadedTraces:

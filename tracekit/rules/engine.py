@@ -41,7 +41,7 @@ def check(
         except Exception as error:
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
         blind_spots |= {rule.code: blind} if blind else {}
-    inputs = tuple(_input(source.path) for source in run.sources)
+    inputs = tuple(_input(source) for source in run.sources)
     notes = tuple(f"{codes}: {blind}" for blind, codes in _by_reason(blind_spots).items())
     report = Report(run, sort_findings(judgeability.limited(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
@@ -56,10 +56,12 @@ def _by_reason(blind_spots: Mapping[str, str]) -> dict[str, str]:
     return {blind: ", ".join(own) for blind, own in codes.items()}
 
 
-def _input(path: str) -> Input:
-    file = Path(path)
+def _input(source: Source) -> Input:
+    if source.origin is not None:
+        return Input(source.path, source.size_bytes, source.origin.sha256())
+    file = Path(source.path)
     if not file.is_file():
-        return Input(path, 0, "")
+        return Input(source.path, 0, "")
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return Input(path, file.stat().st_size, digest)
+    return Input(source.path, file.stat().st_size, digest)

@@ -15,6 +15,7 @@ from tracekit import conventions
 from tracekit.capture.launch_settings import GIBIBYTE, Settings
 from tracekit.capture.launcher import exit_report, launch, merge
 from tracekit.capture.window_schedule import WindowSchedule, parse_steps
+from tracekit.conventions import object_storage
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
@@ -29,6 +30,7 @@ examples:
   tracekit record -- torchrun --nproc-per-node 8 train.py
   tracekit record --steps 100:105 --ranks 0,8 --out runs/today -- srun python train.py
   tracekit record --steps 100:103 --every 5000 -- torchrun train.py    # periodically, in a long run
+  tracekit record --out s3://bucket/runs/today -- torchrun train.py    # uploads each window
   tracekit record --attach runs/today                                  # now, from a run that is being recorded
 """
 
@@ -43,6 +45,8 @@ def record(words: list[str], *, program: str) -> int:
     """Record the command that the command line names; return its exit code (2 for an invalid command line)."""
     parser = _parser(program)
     options = parser.parse_args(words)
+    if options.attach is not None and object_storage.is_url(options.attach):
+        parser.error("--attach needs a run on a file system; for a URL, use --signal with the recording command")
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.attach is not None:
         if command:
@@ -140,7 +144,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--every", type=_positive, metavar="N", help="profile such a window again every N steps")
     add("--ranks", type=_ranks, metavar="0,1|all", help="ranks to record [default: all]")
     add("--warmup", type=_natural, default=2, metavar="N", help="profiler warm-up steps before a window [default: 2]")
-    add("--out", type=Path, metavar="RUN", help="folder of the run [default: runs/ and the job id or the time]")
+    add("--out", metavar="RUN", help="folder or URL of the run [default: runs/ and the job id or the time]")
     add("--stacks", action="store_true", help="record Python stacks: traces grow tenfold, and steps take longer")
     add("--modules", action="store_true", help="record the forward calls of torch.nn.Modules, without stacks")
     add("--shapes", action="store_true", default=None, help="record operator shapes, the default on the CPU")
@@ -164,7 +168,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         type=_size,
         default=10 * GIBIBYTE,
         metavar="SIZE",
-        help="disk space that traces may take [default: 10GiB]",
+        help="disk space that traces may take, of a URL those that wait to be uploaded [default: 10GiB]",
     )
     add(
         "--scratch",
@@ -188,18 +192,46 @@ def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> S
             parser.error(f"--steps: {error}")
     elif options.every is not None:
         parser.error("--every repeats a window: give it with --steps FIRST:END")
-    out = options.out or Path("runs", _name())
-    if out.is_file():
+    out = options.out or str(Path("runs", _name()))
+    if object_storage.is_url(out):
+        _require_access(parser, out)
+    elif Path(out).is_file():
         parser.error(f"--out {out}: is a file; name a folder for the run")
     recorded = vars(options).keys() & {field.name for field in fields(Settings)}
     return Settings(
         **{name: getattr(options, name) for name in recorded - {"out", "scratch", "steps"}},
-        out=os.path.abspath(out),  # noqa: PTH100 a link stays what the user named
+        out=out if object_storage.is_url(out) else os.path.abspath(out),  # noqa: PTH100 a link stays as named
         launch=launch.new_name(),
         notes="",
         scratch=os.path.abspath(options.scratch) if options.scratch else "",  # noqa: PTH100
         steps=None if steps == NONE else steps,
     )
+
+
+def _require_access(parser: argparse.ArgumentParser, url: str) -> None:
+    """End the command if a run cannot be uploaded to a URL for a reason that will not pass; warn of others."""
+    if object_storage.protocol(url) in ("http", "https"):
+        parser.error(f"--out {object_storage.shown(url)}: a web server takes no files; name a folder, s3:// or gs://")
+    try:
+        system, path = object_storage.connect(url)
+        object_storage.retried(url, lambda: system.ls(path, detail=False))
+    except object_storage.StorageError as error:
+        if error.kind in object_storage.TRANSIENT:
+            sys.stderr.write(f"tracekit: --out {error}; recording begins, and uploads are tried again\n")
+        elif error.kind != object_storage.MISSING or not _has_bucket(url):
+            parser.error(f"--out {error}")
+
+
+def _has_bucket(url: str) -> bool:
+    """Return whether the bucket of a URL can be listed; a folder in it need not exist yet."""
+    scheme, _, rest = url.partition("://")
+    bucket = f"{scheme}://{rest.partition('/')[0]}"
+    try:
+        system, path = object_storage.connect(bucket)
+        object_storage.retried(bucket, lambda: system.ls(path, detail=False))
+    except object_storage.StorageError as error:
+        return error.kind in object_storage.TRANSIENT
+    return True
 
 
 def _name() -> str:

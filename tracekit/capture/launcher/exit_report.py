@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
+from tracekit.capture import run_upload, uploader
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import merge
 from tracekit.capture.window_schedule import parse_steps
+from tracekit.conventions import object_storage
 
 _OTHERS_WAIT_S = 30.0
+_ORPHAN_WAIT_S = 20.0
 _NEEDED_TO_CHECK = ("polars", "msgspec", "rich")
 
 
@@ -34,7 +37,11 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
     """Move remaining traces into the run; report what was recorded on this node and what to run next."""
     notes, failed = read_notes(Path(settings.notes))
     for note in notes:
+        if object_storage.is_url(settings.out) and not note.ended:
+            _wait_until_gone(note.folder)
         merge.finish(Path(settings.scratch), note.folder, note.rank)
+        if object_storage.is_url(settings.out) and not note.ended:
+            _upload_rest(settings, note)
     if quiet:
         return
     if not notes and not failed:
@@ -67,7 +74,7 @@ def has_analysis() -> bool:
     return all(importlib.util.find_spec(name) for name in _NEEDED_TO_CHECK)
 
 
-def print_check(folder: Path) -> None:
+def print_check(folder: "Path | str") -> None:
     """Print the output of ``tracekit check`` on stderr: stdout is the training's."""
     sys.stderr.flush()
     check = [sys.executable, "-m", "tracekit", "check", str(folder), "--fail-on", "never"]
@@ -79,8 +86,9 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
         if not note.ended:
             steps = _steps(folder, note)
             _print(f"rank {note.rank} was killed while recording, after at least {steps} steps; complete files remain")
-    traced = _traced_ranks(folder, (note.rank for note in notes))
-    path = _display_path(folder)
+    place: Path | str = _uploaded_to(folder, settings) if object_storage.is_url(settings.out) else folder
+    traced = _traced_ranks(place, (note.rank for note in notes))
+    path = _display_path(folder) if isinstance(place, Path) else place
     if not traced:
         if all(note.ended for note in notes):
             _print(f"{_nothing_profiled(settings, notes)}; metrics are in {path}")
@@ -89,10 +97,11 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
     if min(note.rank for note in notes) > min(settings.ranks or (0,)):
         return  # the leading rank is on another node, which reports the rest
     if code == 0:
-        _wait_for_traces(folder, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
+        _wait_for_traces(place, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
     if has_analysis():
-        print_check(folder)
-    _print(f"next: tracekit check {path}, tracekit dashboard {_display_path(folder.parent)}")
+        print_check(place)
+    dashboard = f", tracekit dashboard {_display_path(folder.parent)}" if isinstance(place, Path) else ""
+    _print(f"next: tracekit check {path}{dashboard}")
 
 
 def _nothing_recorded(settings: Settings, code: int) -> str:
@@ -118,16 +127,58 @@ def _nothing_profiled(settings: Settings, notes: list[Note]) -> str:
     return f"the training ended after {steps} steps, before step {first}: nothing was profiled{fitting}"
 
 
-def _traced_ranks(folder: Path, ranks: Iterable[int]) -> list[int]:
+def _upload_rest(settings: Settings, note: Note) -> None:
+    """Upload what a killed rank and its uploading process left in its staging folder."""
+    if note.folder.is_dir():
+        leads = note.rank == min(settings.ranks or (0,))
+        upload = run_upload.RunUpload(settings.out, note.folder, training=_training(note.folder))
+        upload.begin(note.rank, leads=leads)
+        upload.finish()
+
+
+def _wait_until_gone(staging: Path) -> None:
+    """Wait while the uploading process of a killed rank empties and removes its staging folder, up to a limit."""
+    deadline = time.monotonic() + _ORPHAN_WAIT_S
+    while staging.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _training(staging: Path) -> str:
+    return staging.name.removeprefix(run_upload.STAGING_PREFIX)
+
+
+def _uploaded_to(staging: Path, settings: Settings) -> str:
+    """Return the URL that a staging folder was uploaded to."""
+    try:
+        return uploader.target_file(staging).read_text(encoding="utf-8")
+    except OSError:  # nothing was uploaded
+        return settings.out
+
+
+def _traced_ranks(run: "Path | str", ranks: Iterable[int]) -> list[int]:
     name = {rank: conventions.rank_file(rank, conventions.TRACE_SUFFIX) for rank in ranks}
-    return [rank for rank in name if (folder / name[rank]).exists() or next(folder.glob(f"*/{name[rank]}"), None)]
+    if isinstance(run, str):
+        present = _uploaded_names(run)
+        return [rank for rank in name if name[rank] in present]
+    return [rank for rank in name if (run / name[rank]).exists() or next(run.glob(f"*/{name[rank]}"), None)]
 
 
-def _wait_for_traces(folder: Path, ranks: "set[int]") -> None:
+def _uploaded_names(url: str) -> set[str]:
+    """Return the names of the files in the run at a URL, without folders; none if it cannot be listed."""
+    try:
+        system, path = object_storage.connect(url)
+        found = object_storage.retried(url, lambda: system.find(path))
+    except object_storage.StorageError as error:
+        _print(str(error))
+        return set()
+    return {str(each).rsplit("/", 1)[-1] for each in found}
+
+
+def _wait_for_traces(run: "Path | str", ranks: "set[int]") -> None:
     """Wait for other nodes' traces, up to a limit."""
     deadline = time.monotonic() + _OTHERS_WAIT_S
-    while time.monotonic() < deadline and len(_traced_ranks(folder, ranks)) < len(ranks):
-        time.sleep(0.2)
+    while time.monotonic() < deadline and len(_traced_ranks(run, ranks)) < len(ranks):
+        time.sleep(0.2 if isinstance(run, Path) else 2.0)
 
 
 def _steps(folder: Path, note: Note) -> int:

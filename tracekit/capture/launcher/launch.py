@@ -17,6 +17,7 @@ from pathlib import Path
 from tracekit import conventions
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import exit_report
+from tracekit.conventions import object_storage
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _INJECTED = Path(__file__).parent / "inject"
@@ -74,7 +75,9 @@ def _folders(settings: Settings) -> Iterator[Settings]:
         sys.stderr.write(
             f"tracekit: --scratch {parent} cannot be written ({error.strerror}); using a folder next to the run\n"
         )
-        folder = Path(settings.out + ".scratch")
+        folder = Path(
+            "tracekit.scratch" if object_storage.is_url(settings.out) else settings.out + ".scratch"
+        ).absolute()
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
     notes = folder / "notes"
@@ -84,6 +87,8 @@ def _folders(settings: Settings) -> Iterator[Settings]:
         yield dataclasses.replace(settings, notes=str(notes), scratch=str(folder))
     finally:
         shutil.rmtree(notes, ignore_errors=True)
+        for stated in folder.glob("upload-*.url"):
+            stated.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()  # traces that could not be moved stay
 

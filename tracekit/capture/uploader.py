@@ -1,0 +1,216 @@
+"""``python -m tracekit.capture.uploader``: the process that uploads what one rank records, so that no training waits.
+
+It reads lines of JSON on stdin: {"file": PATH} for a complete file in the staging folder. At the line "finish", at the
+end of stdin, or when the recording process has died, it uploads what is left of this rank's files and exits: with 0 if
+all are uploaded, else with 1 and a line on stderr. Uploaded traces are removed from the staging folder.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import re
+import select
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from tracekit import conventions
+from tracekit.conventions import object_storage
+from tracekit.conventions.object_storage import StorageError
+
+FINISH = "finish"
+_POLL_S = 1.0
+_MAX_FOLDERS = 1000
+_LOGS = (conventions.METRICS_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
+_RUN_FILE = re.compile(r"rank\d{5,}\.(?!window\d+\.json).*|run\.json$")
+
+
+class Uploader:
+    """Uploads the files of one rank from a staging folder to the folder of the run at a URL."""
+
+    def __init__(self, folder: Path, url: str, rank: int, *, training: "str | None", leads: bool) -> None:
+        self._folder = folder
+        self._url = url.rstrip("/")
+        self._rank = rank
+        self._training = training
+        self._leads = leads
+        self._target: str | None = None
+        self._waiting: list[Path] = []
+        self._has_reported = False
+
+    def upload(self, path: Path) -> None:
+        """Upload a file, after those that failed before. A failure is reported once; the next call tries again."""
+        self._waiting = list(dict.fromkeys([*self._waiting, path]))
+        try:
+            while self._waiting:
+                self._upload(self._waiting[0])
+                del self._waiting[0]
+        except (StorageError, OSError) as error:
+            if not self._has_reported:
+                self._has_reported = True
+                _print(f"rank {self._rank}: {path.name} is not uploaded yet: {error}; training continues")
+
+    def finish(self) -> bool:
+        """Upload the rest; report what could not be uploaded, and return whether that is nothing."""
+        files = self._own_files()
+        for number, path in enumerate(files):
+            try:
+                self._upload(path)
+            except (StorageError, OSError) as error:
+                place = object_storage.shown(self._target or self._url)
+                _print(
+                    f"rank {self._rank}: {len(files) - number} files are not uploaded ({error}); they are in "
+                    f"{self._folder}: copy them to {place}"
+                )
+                return False
+        for path in files:
+            path.unlink(missing_ok=True)
+        self._remove_staging_folder()
+        return True
+
+    def _upload(self, path: Path) -> None:
+        target = (
+            f"{self._resolved()}/{path.relative_to(self._folder).as_posix().removesuffix(conventions.PARTIAL_SUFFIX)}"
+        )
+        if self._is_log(path):
+            content = _complete_lines(path)
+            object_storage.retried(target, lambda: _put_bytes(target, content))
+        elif path.is_file():
+            object_storage.retried(target, lambda: _put_file(target, path))
+            if path.name != conventions.MANIFEST_FILE:
+                path.unlink(missing_ok=True)
+
+    def _resolved(self) -> str:
+        """Return the URL of the run: with a training's name, the first of URL, URL-2, … that is free or its own."""
+        if self._target is None:
+            self._target = self._url if self._training is None else self._claimed(self._training)
+            if self._training is not None:  # the launcher waits for it
+                with contextlib.suppress(OSError):
+                    target_file(self._folder).write_text(self._target, encoding="utf-8")
+        return self._target
+
+    def _claimed(self, training: str) -> str:
+        for number in range(1, _MAX_FOLDERS):
+            url = self._url if number == 1 else f"{self._url}-{number}"
+            owner = _owner(url)
+            if owner is None and not object_storage.retried(url, lambda url=url: _has_files(url)):  # type: ignore[misc]
+                claim = f"{url}/{conventions.CLAIM_FILE}"
+                object_storage.retried(claim, lambda claim=claim: _put_bytes(claim, training.encode()))  # type: ignore[misc]
+                owner = _owner(url)
+            if owner == training:
+                return url
+        raise StorageError(f"{self._url} to {self._url}-{_MAX_FOLDERS - 1} are all in use", kind=object_storage.OTHER)
+
+    def _own_files(self) -> "list[Path]":
+        """Return this rank's files: complete ones, and logs also while they are written."""
+        own = conventions.rank_file(self._rank, ".")
+        files = [path for path in sorted(self._folder.rglob("rank*")) if path.name.startswith(own) and path.is_file()]
+        files = [path for path in files if _RUN_FILE.match(path.name)]
+        files = [p for p in files if self._is_log(p) or not p.name.endswith(conventions.PARTIAL_SUFFIX)]
+        manifest = self._folder / conventions.MANIFEST_FILE
+        return [*files, manifest] if self._leads and manifest.is_file() else files
+
+    def _is_log(self, path: Path) -> bool:
+        return path.name.removesuffix(conventions.PARTIAL_SUFFIX).endswith(_LOGS)
+
+    def _remove_staging_folder(self) -> None:
+        """Remove the folder unless files of other ranks are there."""
+        if not any(_RUN_FILE.match(path.name) for path in self._folder.rglob("*") if path.is_file()):
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def target_file(folder: Path) -> Path:
+    """Return the file next to a staging folder that states the URL of its run."""
+    return folder.with_name(f"{folder.name}.url")
+
+
+def main(words: "list[str]") -> int:
+    """Upload what the lines on stdin name; return the exit code."""
+    parser = argparse.ArgumentParser(prog="tracekit.capture.uploader")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("url")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--training")
+    parser.add_argument("--leads", action="store_true")
+    options = parser.parse_args(words)
+    uploader = Uploader(options.folder, options.url, options.rank, training=options.training, leads=options.leads)
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    work: queue.Queue[Path | None] = queue.Queue()
+    thread = threading.Thread(target=_serve, args=(uploader, work), daemon=True)
+    thread.start()
+    for line in _lines(options.parent):
+        if line == FINISH:
+            break
+        work.put(Path(json.loads(line)["file"]))
+    work.put(None)
+    thread.join()
+    return 0 if uploader.finish() else 1
+
+
+def _serve(uploader: Uploader, work: "queue.Queue[Path | None]") -> None:
+    while (path := work.get()) is not None:
+        if work.empty() or path.name != conventions.MANIFEST_FILE:  # a later manifest says more
+            uploader.upload(path)
+
+
+def _lines(parent: int) -> Iterator[str]:
+    """Yield lines of stdin until it ends or the recording process has died: forked workers keep its end open."""
+    received = b""
+    while os.getppid() == parent:
+        if not select.select([0], [], [], _POLL_S)[0]:
+            continue
+        block = os.read(0, 1 << 16)
+        if not block:
+            return
+        *lines, received = (received + block).split(b"\n")
+        yield from (line.decode() for line in lines)
+
+
+def _owner(url: str) -> "str | None":
+    claim = f"{url}/{conventions.CLAIM_FILE}"
+    system, path = object_storage.connect(claim)
+    try:
+        return str(object_storage.retried(claim, lambda: system.cat_file(path)).decode())
+    except StorageError as error:
+        if error.kind == object_storage.MISSING:
+            return None
+        raise
+
+
+def _has_files(url: str) -> bool:
+    system, path = object_storage.connect(url)
+    try:
+        return bool(system.ls(path, detail=False))
+    except FileNotFoundError:
+        return False
+
+
+def _put_bytes(url: str, content: bytes) -> None:
+    system, path = object_storage.connect(url)
+    system.pipe_file(path, content)
+
+
+def _put_file(url: str, source: Path) -> None:
+    system, path = object_storage.connect(url)
+    system.put_file(str(source), path)
+
+
+def _complete_lines(path: Path) -> bytes:
+    """Return a log up to the end of its last complete line."""
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"tracekit: {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""A trace file behind a URL together with the log files that belong to it."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from tracekit.errors import BadTraceError
+from tracekit.ingest import remote
+from tracekit.ingest.remote import RemoteFile
+from tracekit.model.trace import Trace
+
+
+@dataclass(frozen=True)
+class RemoteTrace:
+    """The origin of a remote trace: its file and its companion files, as they were listed. Can be pickled."""
+
+    file: RemoteFile
+    companions: tuple[RemoteFile, ...]
+    """In the folder of the file, or one above."""
+    use_cache: bool
+
+    @property
+    def state(self) -> object:
+        """The versions of all files; None if the server states none for one of them."""
+        files = (self.file, *self.companions)
+        if any(file.version is None for file in files):
+            return None
+        return [[file.url, file.size_bytes, file.version] for file in files]
+
+    def sha256(self) -> str:
+        """Return the hash of the trace file's content. Raises BadTraceError if it cannot be downloaded."""
+        return remote.sha256(self.file, cache=self.use_cache)
+
+    @contextlib.contextmanager
+    def downloaded(self) -> Iterator[Path]:
+        """Yield the path of a temporary copy of the trace file, with its companions around it.
+
+        Raises BadTraceError if a file cannot be downloaded; errors of the block name the URL in place of the copy.
+        """
+        with self.folder() as path:
+            remote.fetch(self.file, path, cache=self.use_cache)
+            try:
+                yield path
+            except BadTraceError as error:
+                raise BadTraceError(self._with_urls(str(error), path)) from error
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Yield the path that the trace file would have in a temporary folder with copies of its companions."""
+        with tempfile.TemporaryDirectory(prefix="tracekit-") as above:
+            path = Path(above, "run", self.file.name)
+            path.parent.mkdir()
+            for companion in self.companions:
+                place = path.parent if companion.folder == self.file.folder else path.parent.parent
+                remote.fetch(companion, place / companion.name, cache=self.use_cache, keep=False)
+            yield path
+
+    def placed(self, trace: Trace, path: Path) -> Trace:
+        """Return a trace that was read from the copy at `path` with URLs in place of local paths."""
+        issues = trace.data_quality
+        if not issues.is_empty():
+            message = pl.col("message").map_elements(lambda text: self._with_urls(text, path), return_dtype=pl.String)
+            issues = issues.with_columns(message)
+        return trace.replaced(path=self.file.shown, data_quality=issues)
+
+    def _with_urls(self, text: str, path: Path) -> str:
+        above = self.file.folder.rpartition("/")[0]
+        return text.replace(str(path.parent), self.file.folder).replace(str(path.parent.parent), above)
