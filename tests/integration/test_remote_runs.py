@@ -12,7 +12,7 @@ from subprocess import CompletedProcess as Done
 import pytest
 import s3fs
 
-from tests.support import object_stores
+from tests.support import object_stores, sample_snapshots
 from tests.support.cli_runner import in_a_process, tracekit
 from tests.support.kineto_files import trace, write
 from tests.support.object_stores import BUCKET, Fault, Server, times
@@ -21,6 +21,7 @@ from tracekit.conventions import object_storage
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache
 from tracekit.ingest.loader import load
+from tracekit.replay.allocator.facts.run_snapshots import pools
 
 SAMPLE = REPOSITORY / "sample_traces" / "demo-fsdp2"
 HEAD_BYTES = 64 << 10
@@ -163,6 +164,52 @@ def test_a_changed_log_or_trace_is_read_again(s3: Server, tmp_path: Path) -> Non
         log.write_text('{"step": 1, "loss": 2}\n' * count)
         url = object_stores.upload(tmp_path / "run", "runs/changed")
         assert load(url).trace(0).metrics.height == count
+
+
+def test_a_memory_snapshot_is_read_from_a_url_and_from_a_remote_run(s3: Server, tmp_path: Path) -> None:
+    write(tmp_path / "run" / "rank00000.json", trace(0))
+    snapshot = tmp_path / "run" / "rank00000.memory.pickle"
+    segment = sample_snapshots.segment(0x1000, [(2 << 20, "active_allocated")])
+    snapshot.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[]]}, protocol=4))
+    url = object_stores.upload(tmp_path / "run", "runs/snapshots")
+    near = tracekit("memory", snapshot, "--format", "json")
+    assert near.returncode == 0, near.stderr
+    far = tracekit("memory", f"{url}/{snapshot.name}", "--format", "json")
+    assert far.stdout.replace(url, "RUN") == near.stdout.replace(str(snapshot.parent), "RUN")
+    assert pools(load(url)).equals(pools(load(tmp_path / "run")))
+    s3.requests.clear()
+    assert tracekit("memory", f"{url}/{snapshot.name}").returncode == 0
+    assert not s3.got("GET", ".pickle")
+    assert "no such file or folder" in error("memory", f"{url}/rank00009.memory.pickle")
+
+
+def test_a_baseline_and_a_report_may_be_behind_a_url(s3: Server, near: str, tmp_path: Path) -> None:
+    saved = tmp_path / "report.json"
+    assert tracekit("check", SAMPLE, "--format", "json", "--output", saved, "--fail-on", "never").returncode == 0
+    assert tracekit("baseline", "save", SAMPLE, "--out", tmp_path / "baseline.json").returncode == 0
+    for name in ("report.json", "baseline.json"):
+        object_stores.client().put_object(Bucket=BUCKET, Key=name, Body=(tmp_path / name).read_bytes())
+    done = tracekit("check", SAMPLE, "--baseline", f"s3://{BUCKET}/baseline.json", "--fail-on", "never")
+    expected = tracekit("check", SAMPLE, "--baseline", tmp_path / "baseline.json", "--fail-on", "never")
+    assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
+    done = tracekit("compare", f"s3://{BUCKET}/report.json", SAMPLE)
+    assert (done.returncode, done.stdout) == (0, tracekit("compare", saved, SAMPLE).stdout), done.stderr
+
+
+# Google Cloud Storage ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_google_cloud_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with object_stores.gcs_server(monkeypatch) as system:
+        system.put(f"{SAMPLE}/", f"{BUCKET}/runs/demo-fsdp2/", recursive=True)
+        far, near = load(f"gs://{BUCKET}/runs/demo-fsdp2"), load(SAMPLE)
+        assert far.manifest == near.manifest
+        for rank in near.ranks:
+            assert far.trace(rank).activities.equals(near.trace(rank).activities)
+            assert far.trace(rank).metrics.equals(near.trace(rank).metrics)
+        assert all(source.origin.state for source in far.sources)
+        with pytest.raises(InputError, match="no such file or folder"):
+            load(f"gs://{BUCKET}/nothing")
 
 
 # Faults --------------------------------------------------------------------------------------------------------------

@@ -20,8 +20,12 @@ import boto3
 import pytest
 import s3fs
 from botocore.config import Config
+from fsspec import AbstractFileSystem
 from fsspec.implementations.http import HTTPFileSystem
+from gcp_storage_emulator.server import create_server
 from moto.server import ThreadedMotoServer
+
+from tracekit.conventions import object_storage
 
 BUCKET = "bucket"
 TIMEOUT_S = 1.0
@@ -194,6 +198,23 @@ def keys(prefix: str = "") -> list[str]:
     """Return the keys in the bucket that begin so."""
     listed = client().list_objects_v2(Bucket=BUCKET, Prefix=prefix)
     return sorted(each["Key"] for each in listed.get("Contents", []))
+
+
+@contextlib.contextmanager
+def gcs_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbstractFileSystem]:
+    """Run an emulator of Google Cloud Storage with one empty bucket, and yield a file system on it."""
+    # As it comes, it serves one connection at a time, and clients keep theirs open.
+    monkeypatch.setattr("http.server.HTTPServer", ThreadingHTTPServer)
+    server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
+    server.start()
+    _, port = server._api._httpd.socket.getsockname()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    system, _ = object_storage.connect(f"gs://{BUCKET}")
+    try:
+        yield system
+    finally:
+        type(system).clear_instance_cache()
+        server.stop()
 
 
 @contextlib.contextmanager

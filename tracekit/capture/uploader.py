@@ -76,10 +76,12 @@ class Uploader:
         target = (
             f"{self._resolved()}/{path.relative_to(self._folder).as_posix().removesuffix(conventions.PARTIAL_SUFFIX)}"
         )
+        if not path.is_file():  # a log has got its final name, or the file is uploaded
+            return
         if self._is_log(path):
             content = _complete_lines(path)
             object_storage.retried(target, lambda: _put_bytes(target, content))
-        elif path.is_file():
+        else:
             object_storage.retried(target, lambda: _put_file(target, path))
             if path.name != conventions.MANIFEST_FILE:
                 path.unlink(missing_ok=True)

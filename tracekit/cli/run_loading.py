@@ -1,6 +1,7 @@
 """Load, measure and judge the runs of a command, with a progress bar."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 SAMPLE = "sample_run"
 CHECKOUT_SAMPLES = "sample_traces"
+_START_BYTES = 64 << 10
 
 
 def sample_run() -> Path:
@@ -78,8 +80,9 @@ def open_baseline(
     from tracekit.regression import baseline as baselines
     from tracekit.report import baseline_json as saved
 
-    if saved.is_baseline(Path(path)):
-        return saved.read(Path(path))
+    with _document(path) as document:
+        if saved.is_baseline(document):
+            return saved.read(document)
     checked = check_runs([path], rules, facts=baselines.FACTS, cache=cache, devices=devices, executor=executor)
     return baselines.of_reports(checked)
 
@@ -101,10 +104,11 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
     from tracekit.regression.samples import samples
     from tracekit.report import baseline_json, json
 
-    if json.is_report(Path(path)):
-        return json.read(Path(path))
-    if baseline_json.is_baseline(Path(path)):
-        return RunSamples.of_baseline(baseline_json.read(Path(path)))
+    with _document(path) as document:
+        if json.is_report(document):
+            return json.read(document)
+        if baseline_json.is_baseline(document):
+            return RunSamples.of_baseline(baseline_json.read(document))
     return RunSamples.of(open_measured(path, (samples, *comparability.FACTS), cache=cache))
 
 
@@ -112,6 +116,37 @@ def open_compared_run(path: str, facts: "Sequence[Fact]", *, cache: bool = True)
     """Return a run with facts measured. Raises InputError if it cannot be used, or is a saved report or baseline."""
     from tracekit.report import baseline_json, json
 
-    if json.is_report(Path(path)) or baseline_json.is_baseline(Path(path)):
+    with _document(path) as document:
+        is_saved = json.is_report(document) or baseline_json.is_baseline(document)
+    if is_saved:
         raise InputError(f"{path}: a saved report has no operators; compare --by needs the traces of both runs")
     return open_measured(path, facts, cache=cache)
+
+
+@contextlib.contextmanager
+def _document(path: str) -> Iterator[Path]:
+    """Yield the path of what may be a saved report or a baseline; a small file behind a URL is downloaded.
+
+    Raises InputError if it cannot be accessed; errors of the block name the URL in place of the copy.
+    """
+    from tracekit.conventions import object_storage
+
+    if not object_storage.is_url(path) or not object_storage.shown(path).endswith(".json"):
+        yield Path(path)
+        return
+    from tracekit.ingest import remote
+    from tracekit.report import json
+
+    try:
+        file = remote.info(path)
+    except object_storage.StorageError as error:
+        raise InputError(str(error)) from error
+    is_small = file.size_bytes is not None and file.size_bytes <= json.MAX_REPORT_BYTES
+    if not is_small or b'"traceEvents"' in remote.head(file, _START_BYTES):
+        yield Path(path)  # no local file: a trace
+        return
+    with remote.local_copy(file) as copy:
+        try:
+            yield copy
+        except InputError as error:
+            raise InputError(str(error).replace(str(copy), file.shown)) from error

@@ -105,6 +105,8 @@ def connect(url: str) -> tuple[Any, str]:
     with storage_errors(url):
         import fsspec
 
+        if protocol(url) in _GCS:  # else each bucket costs a gRPC call, which needs a permission and a minute to fail
+            os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         system, path = fsspec.core.url_to_fs(url, **_options(protocol(url)))
         if protocol(url) in _S3:
             system.retries = 1

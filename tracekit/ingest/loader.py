@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import polars as pl
 
+from tracekit import conventions
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import BadTraceError
 from tracekit.ingest import discovery, files, readers, trace_cache
@@ -101,7 +102,8 @@ def _source(t: TraceFile, found: RunFiles, *, cache: bool) -> Source:
         source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read)
     else:
         companions = found.folders.companions(t.file.remote, readers.companions(t.rank))
-        origin = RemoteTrace(t.file.remote, companions, cache)
+        snapshot = conventions.rank_file(t.rank, conventions.MEMORY_SNAPSHOT_SUFFIX)
+        origin = RemoteTrace(t.file.remote, companions, cache, found.folders.file(t.file.folder, snapshot))
         read = partial(_read_remote, t.reader, origin, info, t.rank, t.window)
         source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, origin)
     return cached_source(source) if cache else source

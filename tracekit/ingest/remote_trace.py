@@ -22,6 +22,8 @@ class RemoteTrace:
     companions: tuple[RemoteFile, ...]
     """In the folder of the file, or one above."""
     use_cache: bool
+    snapshot: RemoteFile | None = None
+    """The rank's memory snapshot, next to the trace file."""
 
     @property
     def state(self) -> object:

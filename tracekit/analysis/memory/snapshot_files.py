@@ -1,11 +1,15 @@
-"""Memory snapshot files in a run's folder: RUN/rank00000.memory.pickle, those of further windows one folder below."""
+"""Memory snapshot files of a run: RUN/rank00000.memory.pickle, those of further windows one folder below."""
 
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
+from tracekit.conventions import object_storage
+from tracekit.ingest.remote_trace import RemoteTrace
 from tracekit.model.run import Run
+from tracekit.model.source import Source
 
 MAX_TOTAL_BYTES = 128 << 20
 """Total size of the snapshots that are read without an explicit request, for example by a rule."""
@@ -20,11 +24,11 @@ class SnapshotFile:
     path: str
     size_bytes: int
     modified_ns: int = 0
-    """Modification time: a file of the same size may hold another snapshot."""
+    """Modification time, or what stands for it: a file of the same size may hold another snapshot."""
 
 
 def files(run: Run) -> tuple[SnapshotFile, ...]:
-    """Return the snapshot files of a run, by window and rank; empty where the run is not a local folder.
+    """Return the snapshot files of a run, by window and rank: of a local folder, or next to remote traces.
 
     Files that cannot be accessed, such as broken links, are returned by `unreadable` instead.
     """
@@ -48,6 +52,8 @@ def unreadable(run: Run) -> list[tuple[object, ...]]:
 
 
 def _scan(run: Run) -> tuple[tuple[SnapshotFile, ...], list[tuple[object, ...]]]:
+    if object_storage.is_url(run.path):
+        return tuple(filter(None, map(_remote, run.sources))), []
     folder = Path(run.path)
     folders = (folder, *sorted(folder.glob("window[0-9]*"))) if folder.is_dir() else ()
     found: list[SnapshotFile] = []
@@ -67,3 +73,11 @@ def _scan(run: Run) -> tuple[tuple[SnapshotFile, ...], list[tuple[object, ...]]]
             number = int(window[1]) if window else 0
             found.append(SnapshotFile(int(rank[1]), number, str(file), stat.st_size, stat.st_mtime_ns))
     return tuple(sorted(found, key=lambda file: (file.window, file.rank))), bad
+
+
+def _remote(source: Source) -> SnapshotFile | None:
+    file = source.origin.snapshot if isinstance(source.origin, RemoteTrace) else None
+    if file is None:
+        return None
+    version = zlib.crc32((file.version or "").encode())
+    return SnapshotFile(source.rank, source.window, file.shown, file.size_bytes or 0, version)

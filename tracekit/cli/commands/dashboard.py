@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import output
+from tracekit.conventions import object_storage
 from tracekit.errors import InputError, MissingExtraError
 
 DEFAULT_PORT = 8501
@@ -41,6 +42,10 @@ def dashboard(
     from tracekit.cli import settings
 
     for run in [*runs, *([str(history)] if history else [])]:
+        if object_storage.is_url(run):
+            raise InputError(
+                f"{object_storage.shown(run)}: the dashboard opens local runs; copy the run's folder first"
+            )
         if not Path(run).exists():
             raise InputError(f"{run}: there is no such file or folder; check the path")
     if importlib.util.find_spec("streamlit") is None:

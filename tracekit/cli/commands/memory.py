@@ -51,7 +51,10 @@ class ReplayOptions:
 @expand_options
 def memory(
     path: Annotated[
-        str, typer.Argument(metavar="RUN|SNAPSHOT", help="A run, or a file by torch.cuda.memory._dump_snapshot.")
+        str,
+        typer.Argument(
+            metavar="RUN|SNAPSHOT", help="A run, or a file by torch.cuda.memory._dump_snapshot; or a URL of one."
+        ),
     ],
     *,
     options: ReplayOptions,
@@ -66,7 +69,7 @@ def memory(
     """
     from tracekit.report import memory as report
 
-    usage = _of_snapshot(Path(path), options) if _is_snapshot(path) else _of_run(path, options, cache=cache)
+    usage = _of_snapshot(path, options, cache=cache) if _is_snapshot(path) else _of_run(path, options, cache=cache)
     for note in usage.notes if table.is_json else ():
         output.notify(note)
     table.write(report, usage)
@@ -83,14 +86,14 @@ def _is_snapshot(path: str) -> bool:
     return start[:1] == b"\x80" and start[1:] in _PROTOCOLS
 
 
-def _of_snapshot(path: Path, options: ReplayOptions) -> "MemoryReport":
+def _of_snapshot(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
     from tracekit.ingest.readers.memory_snapshot import reader
     from tracekit.replay.allocator import playback as replaying
     from tracekit.report import memory as report
 
     if options.replay is not None and report.uses_unit_buffers(options.replay):
         raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
-    snapshot = reader.read(path)
+    snapshot = reader.read(path, cache=cache)
     chosen = _device(snapshot, options.device)
     usage = report.of_snapshot(snapshot, chosen)
     return usage if options.replay is None else options.apply(usage, replaying.from_snapshot(snapshot, chosen))
@@ -105,19 +108,23 @@ def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport"
     if options.replay is None:
         return usage
     with_buffers = report.uses_unit_buffers(options.replay)
-    return options.apply(usage, double_buffering.with_buffers(next(run.traces())) if with_buffers else _history(run))
+    return options.apply(
+        usage, double_buffering.with_buffers(next(run.traces())) if with_buffers else _history(run, cache=cache)
+    )
 
 
-def _history(run: "Run") -> "History":
+def _history(run: "Run", *, cache: bool) -> "History":
     """Return the history of the first rank that has a snapshot, else of the first rank's trace."""
+    from tracekit.analysis.memory import snapshot_files
     from tracekit.ingest.readers.memory_snapshot import reader
     from tracekit.replay.allocator import playback as replaying
 
     folder = Path(run.path)
-    snapshots = sorted(folder.glob(f"**/*{conventions.MEMORY_SNAPSHOT_SUFFIX}")) if folder.is_dir() else []
+    local = sorted(folder.glob(f"**/*{conventions.MEMORY_SNAPSHOT_SUFFIX}")) if folder.is_dir() else []
+    snapshots = [*map(str, local), *(file.path for file in snapshot_files.files(run) if not local)]
     if not snapshots:
         return replaying.from_trace(next(run.traces()))
-    snapshot = reader.read(snapshots[0])
+    snapshot = reader.read(snapshots[0], cache=cache)
     return replaying.from_snapshot(snapshot, _device(snapshot, None))
 
 

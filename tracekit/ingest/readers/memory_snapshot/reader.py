@@ -8,8 +8,10 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.conventions import object_storage
 from tracekit.conventions.gc_pause import gc_paused
 from tracekit.errors import BadTraceError, InputError
+from tracekit.ingest import remote
 from tracekit.ingest.readers.memory_snapshot.interning import EventColumns, FrameTable
 from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
 from tracekit.ingest.readers.reader import Reader
@@ -35,21 +37,33 @@ class MemorySnapshots(Reader):
         return head.startswith(_PICKLES)
 
 
-def read(path: str | Path) -> MemorySnapshot:
-    """Return the snapshot in a file.
+def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
+    """Return the snapshot in a file or at a URL; with `cache`, a remote file is downloaded once.
 
     Only plain containers are built: a pickle that would import or call anything is refused. Raises BadTraceError, which
     names the opcode, the byte and the file, or InputError if the file cannot be opened.
     """
+    if not object_storage.is_url(path):
+        return _read(Path(path), str(path))
     try:
-        file = Path(path).open("rb")  # noqa: SIM115 closed below
+        file = remote.info(str(path))
+    except object_storage.StorageError as error:
+        raise InputError(str(error)) from error
+    with remote.local_copy(file, cache=cache) as copy:
+        return _read(copy, file.shown)
+
+
+def _read(copy: Path, path: str) -> MemorySnapshot:
+    """Return the snapshot in the local file `copy` of the file at `path`."""
+    try:
+        file = copy.open("rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
     with file, gc_paused():
-        unpickler = Unpickler(file, str(path))
+        unpickler = Unpickler(file, path)
         root = unpickler.read()
     try:
-        return _snapshot(str(path), root, unpickler)
+        return _snapshot(path, root, unpickler)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, pl.exceptions.PolarsError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR_LENGTH]
         raise BadTraceError(
