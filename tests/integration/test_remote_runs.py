@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess as Done
 
+import pyarrow as pa
 import pytest
 import s3fs
 
@@ -19,7 +20,7 @@ from tests.support.object_stores import BUCKET, Fault, Server, times
 from tests.support.python_path import REPOSITORY
 from tracekit.conventions import object_storage
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import disk_cache
+from tracekit.ingest import disk_cache, files, headers
 from tracekit.ingest.loader import load
 from tracekit.replay.allocator.facts.run_snapshots import pools
 
@@ -148,6 +149,16 @@ def test_merged_files_and_files_without_a_stated_rank_are_the_same(s3: Server, t
         s3.requests.clear()
         assert [load(url).trace(rank).ops.height for rank in near.ranks]
         assert not s3.got("GET", ".json"), folder
+
+
+def test_the_header_of_a_zstd_file_is_in_its_first_bytes(s3: Server, tmp_path: Path) -> None:
+    plain = gzip.decompress((SAMPLE / "rank00001.pt.trace.json.gz").read_bytes())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trace.json.zst").write_bytes(pa.compress(plain, codec="zstd", asbytes=True))
+    url = object_stores.upload(tmp_path / "run", "runs/zstd")
+    s3.requests.clear()
+    assert headers.read(files.find(url).traces[0], cache=False)[1][0].rank == 1
+    assert [each.range for each in s3.got("GET", ".zst")] == [f"bytes=0-{HEAD_BYTES - 1}"]
 
 
 def test_a_source_can_be_sent_to_another_process(s3: Server) -> None:

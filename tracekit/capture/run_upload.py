@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import tracekit
 from tracekit import conventions
 from tracekit.capture.uploader import FINISH
 
@@ -96,7 +95,7 @@ def _write(process: "subprocess.Popen[bytes]", text: str) -> None:
 
 def _environment() -> "dict[str, str]":
     """Return the environment of the uploading process: this one's, without recording it."""
-    places = [str(Path(tracekit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
     return {**kept, "PYTHONPATH": os.pathsep.join(places)}
 
