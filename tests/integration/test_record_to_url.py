@@ -81,6 +81,7 @@ def test_what_passes_is_retried_and_what_does_not_is_named(s3: Server, tmp_path:
     assert (folder / "rank00000.pt.trace.json.gz").exists()
     assert (folder / "window001" / "rank00000.pt.trace.json.gz").exists()
     assert f"copy them to s3://{BUCKET}/runs/denied" in last
+    assert {"runs/denied/run.json", "runs/denied/rank00000.metrics.jsonl"} <= set(keys("runs/denied/"))
 
 
 def test_a_killed_rank_loses_no_complete_window(s3: Server, tmp_path: Path) -> None:

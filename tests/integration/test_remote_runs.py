@@ -4,11 +4,13 @@ import gzip
 import json
 import pickle
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess as Done
 
+import fsspec
 import pyarrow as pa
 import pytest
 import s3fs
@@ -327,6 +329,14 @@ def test_errors_of_a_listing_are_one_clear_line(s3: Server, monkeypatch: pytest.
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert "AWS_PROFILE" in error("check", SAMPLE_URL)
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    said = error("check", SAMPLE_URL)
+    assert f"{SAMPLE_URL}: the package for s3:// is not installed" in said
+    assert "pip install 'torch-tracekit[remote]'" in said
 
 
 def test_one_folder_that_cannot_be_listed_is_an_error_not_a_gap(s3: Server, tmp_path: Path) -> None:

@@ -44,33 +44,40 @@ class Uploader:
 
     def upload(self, path: Path) -> None:
         """Upload a file, after those that failed before. A failure is reported once; the next call tries again."""
-        self._waiting = list(dict.fromkeys([*self._waiting, path]))
-        try:
-            while self._waiting:
-                self._upload(self._waiting[0])
-                del self._waiting[0]
-        except (StorageError, OSError) as error:
-            if not self._has_reported:
-                self._has_reported = True
-                _print(f"rank {self._rank}: {path.name} is not uploaded yet: {error}; training continues")
+        error = self._upload_all([*self._waiting, path])
+        if error is not None and not self._has_reported:
+            self._has_reported = True
+            _print(f"rank {self._rank}: {self._waiting[0].name} is not uploaded yet: {error}; training continues")
 
     def finish(self) -> bool:
         """Upload the rest; report what could not be uploaded, and return whether that is nothing."""
         files = self._own_files()
-        for number, path in enumerate(files):
-            try:
-                self._upload(path)
-            except (StorageError, OSError) as error:
-                place = object_storage.shown(self._target or self._url)
-                _print(
-                    f"rank {self._rank}: {len(files) - number} files are not uploaded ({error}); they are in "
-                    f"{self._folder}: copy them to {place}"
-                )
-                return False
-        for path in files:
-            path.unlink(missing_ok=True)
+        error = self._upload_all(files)
+        for path in set(files) - set(self._waiting):
+            path.unlink(missing_ok=True)  # logs and the manifest, which stay until now
+        if error is not None:
+            _print(
+                f"rank {self._rank}: {len(self._waiting)} files are not uploaded ({error}); they are in "
+                f"{self._folder}: copy them to {object_storage.shown(self._target or self._url)}"
+            )
+            return False
         self._remove_staging_folder()
         return True
+
+    def _upload_all(self, paths: "list[Path]") -> "OSError | None":
+        """Upload files and return the last error; those that failed wait. After one that may pass, the rest waits."""
+        last: OSError | None = None
+        self._waiting = []
+        for path in dict.fromkeys(paths):
+            if isinstance(last, StorageError) and last.kind in object_storage.TRANSIENT:
+                self._waiting.append(path)
+                continue
+            try:
+                self._upload(path)
+            except OSError as error:  # StorageError is one
+                last = error
+                self._waiting.append(path)
+        return last
 
     def _upload(self, path: Path) -> None:
         target = (
@@ -101,7 +108,7 @@ class Uploader:
             owner = _owner(url)
             if owner is None and not object_storage.retried(url, lambda url=url: _has_files(url)):  # type: ignore[misc]
                 claim = f"{url}/{conventions.CLAIM_FILE}"
-                object_storage.retried(claim, lambda claim=claim: _put_bytes(claim, training.encode()))  # type: ignore[misc]
+                object_storage.retried(claim, lambda claim=claim: _create(claim, training.encode()))  # type: ignore[misc]
                 owner = _owner(url)
             if owner == training:
                 return url
@@ -191,6 +198,13 @@ def _has_files(url: str) -> bool:
         return bool(system.ls(path, detail=False))
     except FileNotFoundError:
         return False
+
+
+def _create(url: str, content: bytes) -> None:
+    """Write an object unless it exists; the other writer's content stays."""
+    system, path = object_storage.connect(url)
+    with contextlib.suppress(FileExistsError):
+        system.pipe_file(path, content, mode="create")
 
 
 def _put_bytes(url: str, content: bytes) -> None:

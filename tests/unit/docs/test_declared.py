@@ -42,7 +42,7 @@ def declared(*extras: str) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tracekit", ("train", "cluster", "hta", "pandas", "huggingface", "pytest")),
+        ("tracekit", ("train", "cluster", "hta", "pandas", "huggingface", "pytest", "remote")),
         ("dashboard", ("dashboard",)),
         ("instrumented_trainers", ("train", "tokenizers", "datasets", "wandb", "huggingface", "lightning")),
     ],
