@@ -54,7 +54,7 @@ def test_every_rank_uploads_its_files_and_nothing_remains_on_disk(s3: Server, tm
     names = [f"rank0000{rank}.{kind}" for rank in (0, 1) for kind in ("pt.trace.json.gz", "metrics.jsonl")]
     names += [f"window001/rank0000{rank}.pt.trace.json.gz" for rank in (0, 1)]
     names += [".training", "run.json", "rank00000.checkpoint.jsonl"]
-    assert keys("runs/ddp/") == sorted(f"runs/ddp/{name}" for name in names)
+    assert keys("runs/ddp/") == sorted(f"runs/ddp/{name}" for name in names), done.err
     assert left_over(tmp_path) == []
     run = load(url, cache=False)
     assert {(source.window, source.rank) for source in run.sources} == {(0, 0), (0, 1), (1, 0), (1, 1)}

@@ -83,6 +83,7 @@ class Recorder:
         disk_budget_bytes: int | None = None,
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
+        out = object_storage.without_file_scheme(out) if isinstance(out, str) else out
         if isinstance(out, str) and object_storage.is_url(out):
             out = RunUpload.to(out, scratch)
         self._upload = out if isinstance(out, RunUpload) else None

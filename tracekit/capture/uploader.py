@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tracekit import conventions
 from tracekit.conventions import object_storage
@@ -25,6 +26,7 @@ from tracekit.conventions.object_storage import StorageError
 FINISH = "finish"
 _POLL_S = 1.0
 _MAX_FOLDERS = 1000
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
 _LOGS = (conventions.METRICS_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
 _RUN_FILE = re.compile(r"rank\d{5,}\.(?!window\d+\.json).*|run\.json$")
 
@@ -202,19 +204,27 @@ def _has_files(url: str) -> bool:
 
 def _create(url: str, content: bytes) -> None:
     """Write an object unless it exists; the other writer's content stays."""
-    system, path = object_storage.connect(url)
+    system, path = _writable(url)
     with contextlib.suppress(FileExistsError):
         system.pipe_file(path, content, mode="create")
 
 
 def _put_bytes(url: str, content: bytes) -> None:
-    system, path = object_storage.connect(url)
+    system, path = _writable(url)
     system.pipe_file(path, content)
 
 
 def _put_file(url: str, source: Path) -> None:
-    system, path = object_storage.connect(url)
+    system, path = _writable(url)
     system.put_file(str(source), path)
+
+
+def _writable(url: str) -> "tuple[Any, str]":
+    """Return the file system of a URL and the path in it, its folder made where the file system has folders."""
+    system, path = object_storage.connect(url)
+    if object_storage.protocol(url) not in _OBJECT_STORES:  # these would make a bucket
+        system.makedirs(path.rpartition("/")[0], exist_ok=True)
+    return system, path
 
 
 def _complete_lines(path: Path) -> bytes:

@@ -64,6 +64,15 @@ def is_url(path: object) -> bool:
     return isinstance(path, str) and _URL.match(path) is not None
 
 
+def without_file_scheme(path: str) -> str:
+    """Return the path of a file:// URL; anything else as it is.
+
+    >>> without_file_scheme("file:///tmp/run"), without_file_scheme("s3://bucket/run")
+    ('/tmp/run', 's3://bucket/run')
+    """
+    return path.partition("://")[2] if is_url(path) and protocol(path) in ("file", "local") else path
+
+
 def protocol(url: str) -> str:
     """Return the outermost protocol of a URL, in lower case.
 

@@ -21,7 +21,6 @@ RunLocation: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str
 
 _MAX_DEPTH = 5
 _GLOB = re.compile(r"[*?\[]")
-_LOCAL_PROTOCOLS = ("file", "local")
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ def _why_none(root: str) -> str:
 def _find_files(named: str, folders: Folders) -> list[File]:
     if not named:
         raise InputError("the path of a run is empty: perhaps a variable that is not set; name a run's folder")
-    if object_storage.protocol(named) in _LOCAL_PROTOCOLS and object_storage.is_url(named):
-        named = named.partition("://")[2]
+    named = object_storage.without_file_scheme(named)
     if object_storage.is_url(named):
         return _find_remote_files(named, folders)
     path = Path(named)

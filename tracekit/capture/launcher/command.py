@@ -192,7 +192,7 @@ def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> S
             parser.error(f"--steps: {error}")
     elif options.every is not None:
         parser.error("--every repeats a window: give it with --steps FIRST:END")
-    out = options.out or str(Path("runs", _name()))
+    out = object_storage.without_file_scheme(options.out or str(Path("runs", _name())))
     if object_storage.is_url(out):
         _require_access(parser, out)
     elif Path(out).is_file():
