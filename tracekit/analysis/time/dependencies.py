@@ -1,12 +1,15 @@
 """Dependencies of device work: stream order, launches, CUDA events, communicators; recorded or inferred."""
 
+import itertools
+
 import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import inferred_dependencies
 from tracekit.model import schema
+from tracekit.model.lookup import ids, rows_of, starts_of_groups
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import NEVER, Ints, at
 from tracekit.model.trace import Trace
 
 LAUNCH, STREAM, EVENT, SYNC, COMMUNICATOR, START_ORDER = KINDS = (
@@ -71,21 +74,42 @@ def lane_items(trace: Trace) -> pl.DataFrame:
     call, launched_ns the start of the launching call (else of the item itself), launched_reach_ns the latest
     launched_ns on the lane so far, previous the item before on the lane (-1: none). Empty on a CPU run.
     """
-    lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
-    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
-    work = (
-        trace.activities.join(lanes, on="lane", maintain_order="left")
-        .join(calls, on="launch_id", how="left", maintain_order="left")
-        .sort("lane", "start_ns", "id")
-        .with_columns(pl.min_horizontal("called_ns", "start_ns").alias("launched_ns"), is_wait=pl.lit(False))
-        .with_columns(pl.col("launched_ns").cum_max().over("lane").alias("launched_reach_ns"))
-        .with_columns((pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), pl.col("id").alias("ref"))
-    )
-    both = pl.concat([work, _stream_waits(trace, lanes, calls)], how="diagonal_relaxed").sort(
-        "lane", "launched_reach_ns", "is_wait", "start_ns", "ref", maintain_order=True
-    )
-    numbered = both.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("item"))
-    return numbered.with_columns(_previous(numbered)).pipe(schema.select, ITEM_COLUMNS)
+    work, waits = _launched_work(trace), _stream_waits(trace)
+    both = pl.concat([work, waits], how="diagonal_relaxed") if waits.height else work
+    keys = ("ref", "start_ns", "is_wait", "launched_reach_ns", "lane")
+    ordered = both[np.lexsort([both[name].to_numpy() for name in keys])]
+    item = pl.Series("item", np.arange(ordered.height, dtype=np.int64))
+    numbered = pl.DataFrame([item, *ordered.get_columns(), _previous(ordered)])
+    return schema.select(numbered, ITEM_COLUMNS)
+
+
+def _launched_work(trace: Trace) -> pl.DataFrame:
+    """Return the activities of devices by lane and start, with is_wait (false), ref and their launch times."""
+    activities, lanes = trace.activities, trace.lanes
+    place = rows_of(lanes["lane"].to_numpy(), activities["lane"].to_numpy())
+    device = at(ids(lanes["device"]), place, -1)
+    lane, start, ref = (activities[name].to_numpy() for name in ("lane", "start_ns", "id"))
+    called = at(trace.ops["start_ns"].to_numpy(), rows_of(trace.ops["id"].to_numpy(), ids(activities["launch_id"])), -NEVER)
+    launched = np.minimum(start, called)
+    order = np.lexsort((ref, start, lane))
+    order = order[device[order] >= 0]
+    own = {
+        "device": device[order],
+        "launched_ns": launched[order],
+        "launched_reach_ns": _reach(launched[order], lane[order]),
+        "end_ns": (start + activities["dur_ns"].to_numpy())[order],
+        "ref": ref[order],
+        "is_wait": np.zeros(len(order), np.bool_),
+    }
+    kept = activities[order].select(name for name in activities.columns if name in ITEM_COLUMNS)
+    return pl.DataFrame([*kept.get_columns(), *(pl.Series(name, values) for name, values in own.items())])
+
+
+def _reach(times: Ints, lane: Ints) -> Ints:
+    """Return the latest of the times so far on each lane; rows are sorted by lane."""
+    bounds = starts_of_groups(lane)
+    parts = [np.maximum.accumulate(times[first:until]) for first, until in itertools.pairwise(bounds.tolist())]
+    return np.concatenate(parts) if parts else times
 
 
 @memoize
@@ -104,9 +128,13 @@ def item_waits(trace: Trace) -> pl.DataFrame:
 @memoize
 def completion_ns(trace: Trace) -> Ints:
     """Return when each item had completed: work as recorded, a wait once its event and its lane's earlier work had."""
-    items, waits = lane_items(trace), item_waits(trace).filter(pl.col("kind") == EVENT)
-    end = items["end_ns"].to_numpy().copy()
+    items = lane_items(trace)
     is_wait, previous = items["is_wait"].to_numpy(), items["previous"].to_numpy()
+    end = items["end_ns"].to_numpy()
+    if not is_wait.any():
+        return end
+    end = end.copy()
+    waits = item_waits(trace).filter(pl.col("kind") == EVENT)
     on_lane = np.flatnonzero(is_wait & (previous >= 0))
     waiting, awaited = waits["waiting"].to_numpy(), waits["awaited"].to_numpy()
     from_wait = is_wait[waiting]
@@ -119,6 +147,8 @@ def completion_ns(trace: Trace) -> Ints:
 
 def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
     """Return the items that each host call (ops.id) waited for, from CUDA's synchronization records."""
+    if trace.syncs.is_empty():
+        return {}
     syncs = trace.syncs.filter(pl.col("kind").is_in(["event", "stream"])).drop_nulls("call_id")
     starts = trace.ops.select(pl.col("id").alias("at_id"), pl.col("start_ns").alias("at_ns"))
     at_id = pl.when(pl.col("kind") == "event").then("record_id").otherwise("call_id")
@@ -137,19 +167,28 @@ def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
 def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
     """Return the last item launched on each lane before each time; -1 for none."""
     found = np.full(len(lane), -1, np.int64)
-    for (each,), lane_items in items.group_by("lane", maintain_order=True):
-        rows = np.flatnonzero(lane == each)
-        last = np.searchsorted(lane_items["launched_reach_ns"].to_numpy(), at_ns[rows], side="left") - 1
-        found[rows] = np.where(last >= 0, lane_items["item"].to_numpy()[np.maximum(last, 0)], -1)
+    lanes, reach, item = (items[name].to_numpy() for name in ("lane", "launched_reach_ns", "item"))
+    for each in np.unique(lane):
+        rows, here = np.flatnonzero(lane == each), np.flatnonzero(lanes == each)
+        if len(here):
+            last = np.searchsorted(reach[here], at_ns[rows], side="left") - 1
+            found[rows] = np.where(last >= 0, item[here[np.maximum(last, 0)]], -1)
     return found
 
 
-def _stream_waits(trace: Trace, lanes: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+def _device_lanes(trace: Trace) -> pl.DataFrame:
+    return trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
+
+
+def _stream_waits(trace: Trace) -> pl.DataFrame:
+    if trace.syncs.is_empty():
+        return pl.DataFrame()
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "stream", "record_id"])
     times = ("start_ns", "end_ns", "launched_ns", "launched_reach_ns")
+    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
     return (
         waits.select("device", "stream", pl.col("call_id").alias("ref"))
-        .join(lanes, on=["device", "stream"])
+        .join(_device_lanes(trace), on=["device", "stream"])
         .join(calls, left_on="ref", right_on="launch_id")
         .select("ref", "lane", "device", *(pl.col("called_ns").alias(name) for name in times), is_wait=True)
     )
@@ -176,6 +215,8 @@ _SLACK_NS = 1_000
 
 
 def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
+    if trace.syncs.is_empty():
+        return pl.DataFrame(schema=inferred_dependencies.WAIT_COLUMNS)
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "record_id", "awaited_stream"])
     lanes = trace.lanes.select(pl.col("lane").alias("awaited_lane"), "device", pl.col("stream").alias("awaited_stream"))
     starts = trace.ops.select(pl.col("id").alias("record_id"), pl.col("start_ns").alias("recorded_ns"))

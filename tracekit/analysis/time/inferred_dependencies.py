@@ -4,12 +4,14 @@ A wait is inferred where work on one lane starts right after work on another lan
 lane would have let it start earlier, and where every member of the same class starts no earlier.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.lookup import flags, ids, rows_of
 from tracekit.model.sweep_line import NEVER, Flags, Ints
 from tracekit.model.trace import Trace
 
@@ -42,12 +44,21 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     Other work that started 50 µs late or more, right after work on another lane, waits for that work alone. Right after
     is up to 15 µs, or 30 µs where the call before the launch on its thread lets a stream wait for an event.
     """
-    work = items.filter(~pl.col("is_wait"))
     parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
-    for (_,), device_work in work.group_by("device", maintain_order=True):
-        if device_work["lane"].n_unique() > 1:
-            parts.append(_of_device(trace, device_work.sort("lane", "item")))
+    for device_work in by_device(items):
+        lane = device_work["lane"].to_numpy()
+        if (lane[1:] != lane[:-1]).any():
+            parts.append(_of_device(trace, device_work))
     return pl.concat(parts)
+
+
+def by_device(items: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    """Yield the work of each device by lane and order, from items (`dependencies.lane_items`) without waits."""
+    device, is_work = items["device"].to_numpy(), ~items["is_wait"].to_numpy()
+    devices = np.unique(device[is_work])
+    for each in devices:
+        which = is_work & (device == each)
+        yield items if which.all() else items[np.flatnonzero(which)]
 
 
 @dataclass(frozen=True)
@@ -110,16 +121,16 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
-    before = pl.col("name").shift(1).over("lane").alias("before")
-    rank = device_work.select(pl.struct("lane", "phase", "name", before).rank("dense")).to_series()
-    code = rank.to_numpy().astype(np.int64) - 1
+    code = _classes(device_work)
     start, end, lane = (device_work[name].to_numpy() for name in ("start_ns", "end_ns", "lane"))
     launched = device_work["launched_ns"].to_numpy()
     first = np.append(True, lane[1:] != lane[:-1])
     previous = np.where(first, NEVER, np.append(NEVER, end[:-1]))
     could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _others_start(device_work))
-    is_launched = device_work["launch_id"].is_not_null().to_numpy()
-    reducing = trace.collectives.filter(pl.col("op").is_in(["reduce_scatter", "all_reduce"]))["activity_id"]
+    is_launched = ids(device_work["launch_id"]) >= 0
+    op = trace.collectives["op"]
+    reduces = flags(op == "reduce_scatter") | flags(op == "all_reduce")
+    reducing = ids(trace.collectives["activity_id"])[reduces]
     return _Work(
         device_work["item"].to_numpy(),
         lane,
@@ -130,24 +141,45 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
         is_launched & (start - could > SLACK_NS),
         is_launched & (start - could > _ALONE_NS),
         np.where(_follows_wait_call(trace, device_work), _AFTER_WAIT_CALL_NS, NEAR_NS),
-        device_work["ref"].is_in(reducing.implode()).to_numpy(),
-        (device_work["kind"] == "communication").to_numpy(),
+        np.isin(device_work["ref"].to_numpy(), reducing),
+        flags(device_work["kind"] == "communication"),
         int(code.max()) + 1,
     )
 
 
+def _classes(device_work: pl.DataFrame) -> Ints:
+    """Return a number for each piece of work, equal for those of one name, lane, phase and kernel before it."""
+    lane = device_work["lane"].to_numpy()
+    name, phase = (_codes(device_work[column]) for column in ("name", "phase"))
+    before = np.where(np.append(True, lane[1:] != lane[:-1]), -1, np.append(-1, name[:-1]))
+    within = (name * (phase.max() + 1) + phase) * (name.max() + 2) + before + 1
+    place = np.unique(lane, return_inverse=True)[1]
+    return np.asarray(np.unique(place * (within.max() + 1) + within, return_inverse=True)[1], np.int64)
+
+
+def _codes(column: pl.Series) -> Ints:
+    return np.asarray(np.unique(column.hash().to_numpy(), return_inverse=True)[1], np.int64)
+
+
 def _follows_wait_call(trace: Trace, device_work: pl.DataFrame) -> Flags:
     """Return which work is the first that its thread launches after a call that lets a stream wait for an event."""
-    launched = device_work["launch_id"].drop_nulls().unique()
-    is_wait = (pl.col("kind") == "runtime") & pl.col("name").str.contains(_WAIT_CALL)
-    calls = trace.ops.select("id", "lane", "start_ns", is_wait=is_wait).filter(
-        pl.col("is_wait") | pl.col("id").is_in(launched.implode())
-    )
-    follows = calls.sort("lane", "start_ns", "id").with_columns(
-        pl.col("is_wait").shift(1).over("lane").alias("follows")
-    )
-    after = follows.filter(~pl.col("is_wait"), "follows")["id"]
-    return np.asarray(device_work["launch_id"].is_in(after.implode()).fill_null(value=False).to_numpy())
+    ops = trace.ops
+    is_runtime = flags(ops["kind"] == "runtime")
+    is_wait = np.zeros(ops.height, np.bool_)
+    calls = np.flatnonzero(is_runtime)
+    is_wait[calls] = flags(ops["name"][calls].str.contains(_WAIT_CALL)) if len(calls) else False
+    launch = rows_of(ops["id"].to_numpy(), ids(device_work["launch_id"]))
+    if not is_wait.any():
+        return np.zeros(len(launch), np.bool_)
+    listed = is_wait.copy()
+    listed[launch[launch >= 0]] = True
+    rows = np.flatnonzero(listed)
+    lane, start, id_ = (ops[name].to_numpy()[rows] for name in ("lane", "start_ns", "id"))
+    order = np.lexsort((id_, start, lane))
+    rows, lane = rows[order], lane[order]
+    follows = np.zeros(ops.height, np.bool_)
+    follows[rows[1:]] = is_wait[rows[:-1]] & (lane[1:] == lane[:-1]) & ~is_wait[rows[1:]]
+    return np.asarray(np.where(launch >= 0, follows[launch], False), np.bool_)
 
 
 def _others_start(device_work: pl.DataFrame) -> Ints:
@@ -162,9 +194,12 @@ def _others_start(device_work: pl.DataFrame) -> Ints:
 
 
 def _main_lane(device_work: pl.DataFrame) -> int:
-    compute = device_work.filter(pl.col("kind") == "compute")
-    busy = compute.group_by("lane").agg((pl.col("end_ns") - pl.col("start_ns")).sum()).sort("end_ns", "lane")
-    return int(busy["lane"][-1]) if busy.height else -1
+    computes = flags(device_work["kind"] == "compute")
+    lane, start, end = (device_work[name].to_numpy()[computes] for name in ("lane", "start_ns", "end_ns"))
+    lanes, of = np.unique(lane, return_inverse=True)
+    busy_ns = np.zeros(len(lanes), np.int64)
+    np.add.at(busy_ns, of, end - start)
+    return int(lanes[np.lexsort((lanes, busy_ns))[-1]]) if len(lanes) else -1
 
 
 def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
@@ -184,20 +219,23 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
 
 def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     """Return the waits between collectives of one group on different lanes, in launch order; none if violated."""
-    calls = trace.collectives.select(pl.col("activity_id").alias("ref"), "group").drop_nulls().unique("ref")
-    calls_in_order = (
-        items.filter(~pl.col("is_wait")).join(calls, on="ref").sort("device", "group", "launched_ns", "start_ns")
-    )
-    key = ["device", "group"]
-    pairs = calls_in_order.with_columns(
-        pl.col("item").shift(1).over(key).alias("awaited"),
-        pl.col("lane").shift(1).over(key).alias("before_lane"),
-        pl.col("end_ns").shift(1).over(key).alias("before_ns"),
-    ).drop_nulls("awaited")
-    across = pairs.filter(pl.col("lane") != pl.col("before_lane"))
-    broken = across.filter(pl.col("start_ns") < pl.col("before_ns") - SLACK_NS).select(key).unique()
-    in_order = across.join(broken, on=key, how="anti", maintain_order="left")
-    return _waits(in_order["item"].to_numpy(), in_order["awaited"].to_numpy(), "communicator")
+    if not (lane := items["lane"].to_numpy()).size or lane.min() == lane.max():
+        return pl.DataFrame(schema=WAIT_COLUMNS)
+    known = trace.collectives.select("activity_id", "group").drop_nulls()
+    call = np.where(items["is_wait"].to_numpy(), -1, rows_of(ids(known["activity_id"]), items["ref"].to_numpy()))
+    rows = np.flatnonzero(call >= 0)
+    if not len(rows):
+        return pl.DataFrame(schema=WAIT_COLUMNS)
+    group = _codes(known["group"])[call[rows]]
+    device, launched, start = (items[name].to_numpy()[rows] for name in ("device", "launched_ns", "start_ns"))
+    order = np.lexsort((start, launched, group, device))
+    rows, key = rows[order], device[order] * (group.max() + 1) + group[order]
+    before, after = rows[:-1], rows[1:]
+    across = (key[1:] == key[:-1]) & (lane[before] != lane[after])
+    broken = across & (items["start_ns"].to_numpy()[after] < items["end_ns"].to_numpy()[before] - SLACK_NS)
+    in_order = across & ~np.isin(key[1:], key[1:][broken])
+    item = items["item"].to_numpy()
+    return _waits(item[after[in_order]], item[before[in_order]], "communicator")
 
 
 def start_order(items: pl.DataFrame) -> pl.DataFrame:
@@ -207,11 +245,11 @@ def start_order(items: pl.DataFrame) -> pl.DataFrame:
     when the work launched before it on another lane starts and still runs: nothing else would delay it until then.
     """
     parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
-    for (_,), device_work in items.filter(~pl.col("is_wait")).group_by("device", maintain_order=True):
-        ordered = device_work.sort("launched_ns", "start_ns", "item")
-        item, lane, start, end, launched = (
-            ordered[name].to_numpy() for name in ("item", "lane", "start_ns", "end_ns", "launched_ns")
-        )
+    names = ("item", "lane", "start_ns", "end_ns", "launched_ns")
+    for device_work in by_device(items):
+        columns = [device_work[name].to_numpy() for name in names]
+        order = np.lexsort((columns[0], columns[2], columns[4]))
+        item, lane, start, end, launched = (column[order] for column in columns)
         switches = (lane[1:] != lane[:-1]) & (start[1:] - launched[1:] > NEAR_NS)
         begins = switches & (start[1:] - start[:-1] <= SLACK_NS) & (end[:-1] - start[1:] > NEAR_NS)
         in_order = len(start) > 0 and not (start[1:] < start[:-1]).any()
@@ -222,5 +260,10 @@ def start_order(items: pl.DataFrame) -> pl.DataFrame:
 
 
 def _waits(waiting: Ints, awaited: Ints, how: str) -> pl.DataFrame:
-    pairs = pl.DataFrame({"waiting": waiting, "awaited": awaited})
-    return pairs.with_columns(lag_ns=0, kind=pl.lit(how), inferred=True).pipe(schema.select, WAIT_COLUMNS)
+    count = len(waiting)
+    columns = {"waiting": waiting, "awaited": awaited, "lag_ns": np.zeros(count, np.int64)}
+    return pl.DataFrame([
+        *(pl.Series(name, values) for name, values in columns.items()),
+        pl.Series("kind", [how], pl.String).new_from_index(0, count),
+        pl.Series("inferred", np.ones(count, np.bool_)),
+    ])  # fmt: skip
