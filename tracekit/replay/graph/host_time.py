@@ -1,13 +1,14 @@
 """Host time between the calls that launch device work, and the work that blocking calls waited for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import host_state
 from tracekit.model import sweep_line
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.lookup import flags, ids, rows_of
+from tracekit.model.sweep_line import NEVER, Flags, Ints
 from tracekit.model.trace import Trace
 
 STATE_COUNT = len(host_state.HOST_STATES)
@@ -28,11 +29,12 @@ _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|
 class Calls:
     """The host calls that launch work or may wait for it, in order, as one chain over the launching threads.
 
-    `gap_ns` is the host time before each call by state (`host_state.HOST_STATES`), shape (n, STATE_COUNT); that of the
+    `row` is the row of each in `trace.ops`. `gap_ns` is the host time before each call by state (`host_state.HOST_STATES`), shape (n, STATE_COUNT); that of the
     first call begins with the recording of its threads. `state` is that of the call itself. `own_ns` excludes waiting
     where `waits` are known.
     """
 
+    row: Ints
     id: Ints
     start_ns: Ints
     end_ns: Ints
@@ -52,45 +54,82 @@ def calls(trace: Trace) -> Calls:
 
     A call that launches work and returns when it is done has two rows: one that launches, one that waits.
     """
-    launched = trace.activities["launch_id"].drop_nulls().unique()
-    name = pl.col("name")
-    found = (
-        trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi")
-        .with_columns(
-            pl.col("id").is_in(launched.implode()).alias("launches"),
-            (name.str.contains(_DRAINS) & (pl.col("kind") == "runtime")).alias("drains"),
-            (name.str.contains(_BLOCKS) & (pl.col("kind") == "runtime")).alias("blocks"),
-            (name.str.contains(_ALLOCATES) & (pl.col("kind") == "runtime")).alias("allocates"),
-        )
-        .filter(pl.any_horizontal("launches", "drains", "blocks", "allocates"))
-    )
-    found = _split(trace, found).sort("start_ns", "id", "waits_itself")
-    start = found["start_ns"].to_numpy().astype(np.int64)
-    end = start + found["dur_ns"].to_numpy().astype(np.int64)
+    found = _split(trace, _recorded_calls(trace))
+    found = found.rows(np.lexsort((found.waits_itself, found.id, found.start_ns)))
+    start, end = found.start_ns, found.end_ns
     reach = np.maximum.accumulate(np.concatenate((_begin(trace, start), end)))[:-1] if len(start) else start
     gap_ns = time_by_state(trace, reach, np.maximum(start, reach))
     state = host_state.state_at(trace, start)
     state = np.where(state > LAUNCH, LAUNCH, state)
     state[_with_allocator(found) & (state == SYNCHRONIZE)] = ALLOCATOR
     own = np.maximum(end - np.maximum(start, reach), 0)
-    names = ("drains", "blocks", "launches", "waits_itself")
-    flags = {name: found[name].fill_null(value=False).to_numpy() for name in names}
-    ids = found["id"].to_numpy().astype(np.int64)
-    return Calls(ids, start, end, gap_ns, own, state, **flags, step=found["step"], phase=found["phase"])
+    return Calls(
+        found.row, found.id, start, end, gap_ns, own, state,
+        found.drains, found.blocks, found.launches, found.waits_itself,
+        trace.ops["step"][found.row], trace.ops["phase"][found.row],
+    )  # fmt: skip
 
 
 def call_names(trace: Trace, calls: Calls) -> pl.Series:
     """Return the name of each call with that of the op around it, shape (n,)."""
-    ops = trace.ops.select("id", "name", "parent_id").unique("id")
-    found = pl.DataFrame({"id": calls.id}).join(ops, on="id", how="left", maintain_order="left")
-    parents = trace.ops.filter(pl.col("kind") == "cpu_op").select(parent_id="id", parent="name").unique("parent_id")
-    named = found.join(parents, on="parent_id", how="left", maintain_order="left")
-    return named.select(pl.concat_str(pl.col("parent").fill_null(""), "name", separator=" / ")).to_series()
+    name, parents = trace.ops["name"], ids(trace.ops["parent_id"])
+    parent = rows_of(trace.ops["id"].to_numpy(), parents[calls.row])
+    is_op = (parent >= 0) & flags(trace.ops["kind"] == "cpu_op")[parent]
+    pairs = pl.DataFrame({
+        "parent": pl.concat([name, pl.Series("name", [""])])[np.where(is_op, parent, len(name))],
+        "name": name[calls.row],
+    })  # fmt: skip
+    return pairs.select(pl.concat_str("parent", "name", separator=" / ").alias("parent")).to_series()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The calls as recorded: their rows in `trace.ops`, and what each does; shape (n,)."""
+
+    row: Ints
+    id: Ints
+    parent_id: Ints
+    start_ns: Ints
+    end_ns: Ints
+    launches: Flags
+    drains: Flags
+    blocks: Flags
+    allocates: Flags
+    waits_itself: Flags
+
+    def rows(self, which: Ints | Flags) -> "_Found":
+        return _Found(*(column[which] for column in vars(self).values()))
+
+
+def _recorded_calls(trace: Trace) -> _Found:
+    """Return the calls of the launching threads that launch, wait for or allocate something, in order of `ops`."""
+    ops = trace.ops
+    id_, start, dur = (ops[name].to_numpy().astype(np.int64, copy=False) for name in ("id", "start_ns", "dur_ns"))
+    launches = np.zeros(ops.height, np.bool_)
+    launch = rows_of(id_, ids(trace.activities["launch_id"]))
+    launches[launch[launch >= 0]] = True
+    patterns = {"drains": _DRAINS, "blocks": _BLOCKS, "allocates": _ALLOCATES}
+    runtime = np.flatnonzero(flags(ops["kind"] == "runtime"))
+    matches = pl.DataFrame([ops["name"][runtime]]).select(
+        pl.col("name").str.contains(pattern).alias(what) for what, pattern in patterns.items()
+    )
+    does = {what: np.zeros(ops.height, np.bool_) for what in patterns}
+    for what, values in does.items():
+        values[runtime] = flags(matches[what])
+    threads = host_state.launching_threads(trace)["lane"].to_numpy()
+    is_call = np.isin(ops["lane"].to_numpy(), threads) & np.logical_or.reduce([launches, *does.values()])
+    none = np.zeros(ops.height, np.bool_)
+    every = _Found(
+        np.arange(ops.height, dtype=np.int64), id_, ids(ops["parent_id"]), start, start + dur, launches, **does,
+        waits_itself=none,
+    )  # fmt: skip
+    return every.rows(np.flatnonzero(is_call))
 
 
 def _begin(trace: Trace, start: Ints) -> Ints:
     """Return when the recording of the launching threads begins, at most the first call's start; shape (1,)."""
-    began = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi")["start_ns"].to_numpy()
+    threads = host_state.launching_threads(trace)["lane"].to_numpy()
+    began = trace.ops["start_ns"].to_numpy()[np.isin(trace.ops["lane"].to_numpy(), threads)]
     return np.asarray(np.minimum(start[:1], began.min()), np.int64)
 
 
@@ -105,35 +144,40 @@ def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
     return found
 
 
-def _split(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
+def _split(trace: Trace, found: _Found) -> _Found:
     """Return the calls, with two rows for copies that return after they are done."""
-    name = pl.col("name")
-    is_to_device = name.str.contains("HtoD", literal=True)
-    is_staged = is_to_device & (pl.col("bytes") <= _staged_bytes(trace.activities.filter(is_to_device), found))
-    is_async = (name.str.contains(_ASYNCHRONOUS) | is_staged).fill_null(value=False)
-    copies = trace.activities.filter((pl.col("kind") == "memcpy") & ~is_async)
-    done = copies.group_by("launch_id").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("done_ns"))
-    ended = found.join(done, left_on="id", right_on="launch_id", how="left", maintain_order="left")
-    returns_ns = pl.col("start_ns") + pl.col("dur_ns")
-    waits = (pl.col("launches") & (pl.col("done_ns") <= returns_ns)).fill_null(value=False)
-    marked = ended.with_columns(waits.alias("waits_itself")).drop("done_ns")
-    begins = marked.filter("waits_itself").with_columns(
-        pl.lit(0, pl.Int64).alias("dur_ns"),
-        *(pl.lit(value).alias(name) for name, value in (("waits_itself", False), ("drains", False), ("blocks", False))),
+    copies = trace.activities.filter(trace.activities["kind"] == "memcpy")
+    if not copies.height:
+        return found
+    call = rows_of(found.id, ids(copies["launch_id"]))
+    done_ns = copies["start_ns"].to_numpy() + copies["dur_ns"].to_numpy()
+    blocking = ~_is_asynchronous(copies, call, found) & (call >= 0)
+    last_ns = np.full(len(found.id), NEVER, np.int64)
+    np.maximum.at(last_ns, call[blocking], done_ns[blocking])
+    waits = found.launches & (last_ns > NEVER) & (last_ns <= found.end_ns)
+    no = np.zeros(int(waits.sum()), np.bool_)
+    first = found.rows(waits)
+    begins = replace(first, end_ns=first.start_ns, waits_itself=no, drains=no, blocks=no)
+    rest = replace(found, waits_itself=waits, launches=found.launches & ~waits)
+    both = zip(vars(begins).values(), vars(rest).values(), strict=True)
+    return _Found(*(np.concatenate(columns) for columns in both))
+
+
+def _is_asynchronous(copies: pl.DataFrame, call: Ints, found: _Found) -> Flags:
+    """Return which copies the host never waits for; `call` is the row of each one's launch in `found`, or -1."""
+    names = copies.select(
+        to_device=pl.col("name").str.contains("HtoD", literal=True),
+        is_async=pl.col("name").str.contains(_ASYNCHRONOUS),
     )
-    rest = marked.with_columns((pl.col("launches") & ~pl.col("waits_itself")).alias("launches"))
-    return pl.concat([begins, rest])
+    to_device, size = flags(names["to_device"]), ids(copies["bytes"])
+    later = to_device & (call >= 0)
+    if later.any():
+        later &= copies["start_ns"].to_numpy() > found.end_ns[call]
+    staged_bytes = max(_STAGED_BYTES, int(size[later].max(initial=0)))
+    return flags(names["is_async"]) | (to_device & (size >= 0) & (size <= staged_bytes))
 
 
-def _staged_bytes(copies: pl.DataFrame, found: pl.DataFrame) -> int:
-    """Return up to which size copies to the device run after their call: at least what one such copy here shows."""
-    returns_ns = (pl.col("start_ns") + pl.col("dur_ns")).alias("returns_ns")
-    called = copies.join(found.select(returns_ns, launch_id="id"), on="launch_id")
-    later = called.filter(pl.col("start_ns") > pl.col("returns_ns"))["bytes"].drop_nulls().to_numpy()
-    return max(_STAGED_BYTES, int(later.max(initial=0)))
-
-
-def _with_allocator(found: pl.DataFrame) -> Flags:
+def _with_allocator(found: _Found) -> Flags:
     """Return which calls were made inside an op that also called the allocator: their waits are the allocator's."""
-    parents = found.filter(pl.col("allocates"))["parent_id"].drop_nulls().unique()
-    return found["parent_id"].is_in(parents.implode()).fill_null(value=False).to_numpy()
+    parents = found.parent_id[found.allocates & (found.parent_id >= 0)]
+    return np.isin(found.parent_id, parents)
