@@ -52,3 +52,15 @@ def starts_of_groups(*sorted_keys: Ints) -> Ints:
         return np.zeros(1, np.int64)
     changes = np.logical_or.reduce([key[1:] != key[:-1] for key in sorted_keys])
     return np.concatenate(([0], np.flatnonzero(changes) + 1, [count]))
+
+
+def gather(column: pl.Series, rows: Ints) -> pl.Series:
+    """Return a column's values at some rows; null where the row is -1.
+
+    >>> gather(pl.Series("name", ["a", "b"]), np.array([1, -1])).to_list()
+    ['b', None]
+    """
+    if (rows >= 0).all():
+        return column[rows]
+    nothing = pl.Series(column.name, [None], dtype=column.dtype)
+    return pl.concat([column, nothing])[np.where(rows < 0, len(column), rows)]

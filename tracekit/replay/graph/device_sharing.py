@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 
+from tracekit.model.lookup import flags, ids
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.nodes import EDGE_COLUMNS, edge_table
 
@@ -41,7 +42,9 @@ def resource_waits(
     """
     parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
     found = late_kernels(items, known, first_item, launched_ns)
-    is_open = pl.col("late") & ~pl.col("item").is_in(pl.Series(resolved).implode())
+    is_open = found["late"].to_numpy() & ~np.isin(items["item"].to_numpy(), resolved)
+    if not is_open.any():
+        return pl.concat(parts)
     kernels = found.with_columns(late=is_open, launch=launch, called_ns=launched_ns)
     for (_,), here in kernels.filter(pl.col("kind") == "compute").group_by("device", maintain_order=True):
         rows, on = _in_last_wave(here)
@@ -63,10 +66,10 @@ def late_kernels(items: pl.DataFrame, known: pl.DataFrame, first_item: int, laun
 
     Arguments as of `resource_waits`. Late is 50 µs or more after the launch, the work before it and its known waits.
     """
-    open_ = (pl.col("kind") == "compute") & pl.col("launch_id").is_not_null() & ~pl.col("is_wait")
-    ready_ns = pl.Series("ready_ns", _ready_ns(items, known, first_item, launched_ns))
-    late = (open_ & (pl.col("start_ns") - ready_ns > _LATE_NS)).fill_null(value=False)
-    return items.with_columns(ready_ns, late=late)
+    is_kernel = flags(items["kind"] == "compute") & (ids(items["launch_id"]) >= 0) & ~items["is_wait"].to_numpy()
+    ready_ns = _ready_ns(items, known, first_item, launched_ns)
+    late = is_kernel & (items["start_ns"].to_numpy() - ready_ns > _LATE_NS)
+    return items.with_columns(ready_ns=ready_ns, late=late)
 
 
 def _delays(items: pl.DataFrame, kernels: pl.DataFrame, first_item: int) -> tuple[Ints, Ints]:
@@ -86,7 +89,7 @@ def _ready_ns(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launche
     before = np.where(previous < 0, 0, end[np.maximum(previous, 0)])
     ready_ns = np.maximum.reduce([before, items["launched_ns"].to_numpy() + _LAUNCH_NS, launched_ns])
     on = known["awaited"].to_numpy() - first_item
-    awaited_ns = np.where((known["kind"] == "start_order").to_numpy(), start[on], end[on])
+    awaited_ns = np.where(flags(known["kind"] == "start_order"), start[on], end[on])
     np.maximum.at(ready_ns, known["waiting"].to_numpy() - first_item, awaited_ns + known["lag_ns"].to_numpy())
     return np.asarray(ready_ns)
 

@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.lookup import flags
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph import device_sharing
 from tracekit.replay.graph.nodes import WORK
@@ -20,6 +21,7 @@ _CONCURRENT_START = {
     **schema.columns("item on room_ns grid_id", grid_id=pl.UInt64),
     **dict.fromkeys(("late", "ran_before", "in_last_wave"), pl.Boolean),
 }
+_WAITS_FOR_ROOM = schema.columns("item on room_ns is_found", is_found=pl.Boolean)
 
 
 def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
@@ -30,7 +32,10 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
     their last 20%, than let others start before at once. Columns item, on (items), room_ns (from the start of the one
     to the end of the other), is_found (a replay finds this wait itself); one row per kernel that waited.
     """
-    kernels = late.with_columns(grid_id.alias("grid_id")).filter(pl.col("kind") == "compute", ~pl.col("is_wait"))
+    if not late["late"].to_numpy().any():
+        return pl.DataFrame(schema=_WAITS_FOR_ROOM)
+    is_kernel = flags(late["kind"] == "compute") & ~late["is_wait"].to_numpy()
+    kernels = late.with_columns(grid_id.alias("grid_id")).filter(is_kernel)
     devices = kernels.sort("start_ns", "item").partition_by("device", maintain_order=True)
     starts = pl.concat([pl.DataFrame(schema=_CONCURRENT_START), *(_concurrent_starts(here) for here in devices)])
     counts = starts.group_by("grid_id").agg(

@@ -6,6 +6,7 @@ import polars as pl
 from tracekit.analysis.compute import avoidable_time, clock_drops
 from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import intervals
+from tracekit.model.lookup import flags, ids, rows_of
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -21,22 +22,29 @@ def delays(trace: Trace, items: pl.DataFrame) -> Ints:
     That is the first work after the stall on each stream, as far as it was queued by then.
     """
     delay_ns = np.zeros(items.height, np.int64)
-    stalls = device_stalls.device_stalls(trace).filter("is_recurring", pl.col("kind") == device_stalls.IDLE)
-    work = items.filter(~pl.col("is_wait")).sort("lane", "start_ns")
-    for (device, _), lane_work in work.group_by("device", "lane", maintain_order=True):
-        spans = intervals.from_table(stalls.filter(pl.col("device") == device))
-        start, launched, item = (lane_work[name].to_numpy() for name in ("start_ns", "launched_ns", "item"))
-        first = np.searchsorted(start, spans[:, 1], side="left")
-        known = first < len(start)
-        at, (begin, end) = first[known], spans[known].T
-        np.maximum.at(delay_ns, item[at], np.maximum(end - np.maximum(begin, launched[at]), 0))
+    every = device_stalls.device_stalls(trace)
+    stalls = every.filter(flags(every["is_recurring"]) & flags(every["kind"] == device_stalls.IDLE))
+    if stalls.is_empty():
+        return delay_ns
+    spans, stalled = intervals.from_table(stalls), ids(stalls["device"])
+    names = ("start_ns", "launched_ns", "device", "lane", "is_wait")
+    start, launched, device, lane, is_wait = (items[name].to_numpy() for name in names)
+    for each in np.unique(lane[~is_wait]):
+        rows = np.flatnonzero((lane == each) & ~is_wait)
+        rows = rows[np.argsort(start[rows], kind="stable")]
+        begin, end = spans[stalled == device[rows[0]]].T
+        first = np.searchsorted(start[rows], end, side="left")
+        known = first < len(rows)
+        at = rows[first[known]]
+        np.maximum.at(delay_ns, at, np.maximum(end[known] - np.maximum(begin[known], launched[at]), 0))
     return delay_ns
 
 
 def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return for how long each item (`dependencies.lane_items`) was paused while it ran, shape (n,)."""
-    paused = device_stalls.device_stalls(trace).filter(pl.col("kind") == device_stalls.PAUSED)
-    return _of_items(items, paused.select("activity_id", ns="dur_ns"))
+    stalls = device_stalls.device_stalls(trace)
+    paused = stalls.filter(flags(stalls["kind"] == device_stalls.PAUSED))
+    return _of_items(items, paused["activity_id"], paused["dur_ns"])
 
 
 def with_pauses(run: Run, nodes: pl.DataFrame) -> pl.DataFrame:
@@ -50,20 +58,24 @@ def with_pauses(run: Run, nodes: pl.DataFrame) -> pl.DataFrame:
 
 def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return by how much a clock drop slows each item (`dependencies.lane_items`), shape (n,)."""
-    return _of_items(items, clock_drops.slowed_kernels(trace).select("activity_id", ns="excess_ns"))
+    slowed = clock_drops.slowed_kernels(trace)
+    return _of_items(items, slowed["activity_id"], slowed["excess_ns"])
 
 
 def avoidable(trace: Trace, items: pl.DataFrame) -> dict[str, Ints]:
     """Return the time of each item (`dependencies.lane_items`) that could be avoided, and its cause; 0 for none."""
     found = avoidable_time.avoidable(trace)
     columns = {"avoidable_ns": "saved_ns", "avoidable_by": "cause"}
-    return {name: _of_items(items, found.select("activity_id", ns=of)) for name, of in columns.items()}
+    return {name: _of_items(items, found["activity_id"], found[of]) for name, of in columns.items()}
 
 
-def _of_items(items: pl.DataFrame, times: pl.DataFrame) -> Ints:
-    of_work = times.select("ns", ref="activity_id", is_wait=pl.lit(value=False))
-    joined = items.select("ref", "is_wait").join(of_work, on=["ref", "is_wait"], how="left", maintain_order="left")
-    return joined["ns"].fill_null(0).to_numpy()
+def _of_items(items: pl.DataFrame, activity: pl.Series, values: pl.Series) -> Ints:
+    """Return the value of each item's activity; 0 for waits, and where there is none."""
+    row = rows_of(ids(activity), items["ref"].to_numpy())
+    known = (row >= 0) & ~items["is_wait"].to_numpy()
+    found = np.zeros(items.height, np.int64)
+    found[known] = values.fill_null(0).to_numpy()[row[known]] if values.null_count() else values.to_numpy()[row[known]]
+    return found
 
 
 def with_delays(edges: pl.DataFrame, items: pl.DataFrame, delay_ns: Ints, first_item: int) -> pl.DataFrame:
@@ -71,8 +83,10 @@ def with_delays(edges: pl.DataFrame, items: pl.DataFrame, delay_ns: Ints, first_
 
     Waits for launching calls stay: their lag is the whole delay after the call.
     """
+    if not delay_ns.any():
+        return edges
     waiting, awaited = edges["waiting"].to_numpy() - first_item, edges["awaited"].to_numpy() - first_item
     start, end = items["start_ns"].to_numpy(), items["end_ns"].to_numpy()
     lag = delay_ns[waiting]
     before = (awaited >= 0) & (end[np.maximum(awaited, 0)] <= start[waiting] - lag + _AWAITED_NS)
-    return edges.with_columns(pl.col("lag_ns") + pl.Series(np.where(before, lag, 0), dtype=pl.Int64))
+    return edges.with_columns(lag_ns=edges["lag_ns"].to_numpy() + np.where(before, lag, 0))
