@@ -47,6 +47,11 @@ def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
 
 def edge_table(waiting: Ints, awaited: Ints, how: str, *, inferred: bool, lag_ns: Ints | int = 0) -> pl.DataFrame:
     """Return edges of one kind as a table."""
-    lag = np.broadcast_to(np.asarray(lag_ns, np.int64), np.shape(waiting))
-    table = pl.DataFrame({"waiting": waiting, "awaited": awaited, "lag_ns": lag})
-    return schema.select(table.with_columns(kind=pl.lit(how), inferred=pl.lit(inferred)), EDGE_COLUMNS)
+    count = len(waiting)
+    return pl.DataFrame([
+        pl.Series("waiting", waiting, pl.Int64),
+        pl.Series("awaited", awaited, pl.Int64),
+        pl.Series("lag_ns", np.broadcast_to(np.asarray(lag_ns, np.int64), count), pl.Int64),
+        pl.Series("kind", [how], pl.String).new_from_index(0, count),
+        pl.Series("inferred", np.full(count, inferred)),
+    ])  # fmt: skip

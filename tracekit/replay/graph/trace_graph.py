@@ -10,8 +10,9 @@ import polars as pl
 from tracekit.analysis.compute import concurrency, recomputation
 from tracekit.analysis.time import breakdown, dependencies, launches
 from tracekit.model import schema
+from tracekit.model.lookup import flags, gather, ids, rows_of
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Flags, Ints, at
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import cpu_run, device_sharing, filled_devices, host_time, recorded_stalls
 from tracekit.replay.graph.host_time import Calls
@@ -71,11 +72,11 @@ def windows(trace: Trace) -> pl.DataFrame:
 
     Columns step, device, start_ns, end_ns, first (node); one row per step and device with a first node.
     """
-    made = build(trace).nodes.filter(pl.col("kind").is_not_null())
-    begins = made.select("device", "start_ns", pl.col("step").alias("of"), pl.col("node").alias("first"))
-    found = trace.steps.drop_nulls(["start_ns", "end_ns"]).join(
-        begins, on=["device", "start_ns"], how="left", nulls_equal=True, maintain_order="left"
-    )
+    made, steps = build(trace).nodes, trace.steps.drop_nulls(["start_ns", "end_ns"])
+    starts = made["start_ns"].to_numpy()
+    near = made[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())
+    begins = near.select("device", "start_ns", pl.col("step").alias("of"), pl.col("node").alias("first"))
+    found = steps.join(begins, on=["device", "start_ns"], how="left", nulls_equal=True, maintain_order="left")
     own = found.filter(pl.col("first").is_not_null() & (pl.col("step").is_null() | (pl.col("of") == pl.col("step"))))
     return own.unique(["step", "device"], keep="first", maintain_order=True).select(
         "step", "device", "start_ns", "end_ns", "first"
@@ -88,12 +89,18 @@ def preparation(trace: Trace) -> pl.DataFrame:
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
     parts = [pl.DataFrame(schema=_PREPARATION)]
-    made = build(trace).nodes.filter(pl.col("what") == WORK).select("node", "ref")
+    made = build(trace).nodes
+    work = np.flatnonzero(made["what"].to_numpy() == WORK)
+    ref = ids(made["ref"][work])
     for device in breakdown.devices(trace) if trace.on_device else ():
         found = launches.preparation(trace, device)
-        placed = found.join(made, left_on="id", right_on="ref", maintain_order="left").join(
-            made.rename({"node": "collective"}), left_on="collective_id", right_on="ref", maintain_order="left"
+        if found.is_empty():
+            continue
+        node, collective = (
+            gather(pl.Series(name, work), rows_of(ref, ids(found[of])))
+            for name, of in (("node", "id"), ("collective", "collective_id"))
         )
+        placed = found.with_columns(node, collective)
         parts.append(schema.select(placed, _PREPARATION))
     return pl.concat(parts)
 
@@ -108,8 +115,7 @@ def _on_device(trace: Trace) -> TraceGraph:
     calls = host_time.calls(trace)
     items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.completion_ns(trace)))
     first_item = len(calls.id)
-    launch_of = {call: row for row, call in reversed(list(enumerate(calls.id.tolist())))}  # the first row of a call
-    launch = np.array([launch_of.get(each, -1) for each in items["launch_id"].fill_null(-1).to_list()], np.int64)
+    launch = rows_of(calls.id, ids(items["launch_id"]))  # the first row of a call
     last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
     is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     launch = np.where(is_wait, last_call, launch)
@@ -134,23 +140,25 @@ def _on_device(trace: Trace) -> TraceGraph:
         }
     )
     again = recomputation.recomputed_activities(trace)
-    is_recomputed = pl.col("ref").is_in(again["id"].implode()) if again.height else pl.lit(value=False)
-    work = items.select(
-        pl.when("is_wait").then(WAIT).otherwise(WORK).cast(pl.Int8).alias("what"),
-        "ref", "device", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns",
-        pl.Series("chain", np.where(chain >= 0, chain + first_item, -1)),
-        pl.Series("chain_ns", gap),
-        pl.Series("launch", launch),
-        pl.Series("launch_ns", stall_ns),
-        pl.Series("stall_ns", stall_ns),
-        pl.Series("paused_ns", recorded_stalls.pauses(trace, items)),
-        pl.Series("slowed_ns", recorded_stalls.slowdowns(trace, items)),
-        *(pl.Series(name, values) for name, values in recorded_stalls.avoidable(trace, items).items()),
-        pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
-        (~pl.col("is_wait") & is_recomputed).alias("recomputed"),
-    )  # fmt: skip
-    lane_waits = dependencies.item_waits(trace).select(
-        pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
+    recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
+    ref, end = items["ref"].to_numpy(), items["end_ns"].to_numpy()
+    carried = ("ref", "device", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns")
+    own_columns = {
+        "what": np.where(is_wait, WAIT, WORK).astype(np.int8),
+        "chain": np.where(chain >= 0, chain + first_item, -1),
+        "chain_ns": gap,
+        "launch": launch,
+        "launch_ns": stall_ns,
+        "stall_ns": stall_ns,
+        "paused_ns": recorded_stalls.pauses(trace, items),
+        "slowed_ns": recorded_stalls.slowdowns(trace, items),
+        **recorded_stalls.avoidable(trace, items),
+        "own_ns": np.where(is_wait, 0, end - items["start_ns"].to_numpy()),
+        "recomputed": ~is_wait & np.isin(ref, recomputed),
+    }
+    item_waits = dependencies.item_waits(trace)
+    lane_waits = item_waits.with_columns(
+        waiting=item_waits["waiting"].to_numpy() + first_item, awaited=item_waits["awaited"].to_numpy() + first_item
     )
     launched_ns = np.where(launch >= 0, np.append(calls.end_ns, 0)[launch], 0)
     grid_id = _grid_ids(trace, items)
@@ -167,31 +175,35 @@ def _on_device(trace: Trace) -> TraceGraph:
     )
     room_ns = np.full(items.height, -1, np.int64)
     np.maximum.at(room_ns, for_room["on"].to_numpy(), for_room["room_ns"].to_numpy())
-    work = work.with_columns(grid_id, pl.Series("room_ns", room_ns), late["late"].alias("is_late"))
-    node_table = number_nodes(_with_kernels(trace, pl.concat([host, work], how="diagonal_relaxed")))
-    between = pl.concat([schema.select(part, EDGE_COLUMNS) for part in (lane_waits, shared)])
-    between = recorded_stalls.with_delays(between, items, stall_ns, first_item)
-    edge_parts = [waits, between, _queue(calls, items, launch, first_item)]
-    return TraceGraph(node_table, schema.select(pl.concat(edge_parts), EDGE_COLUMNS))
+    work = pl.DataFrame([
+        *(items[name] for name in carried),
+        *(pl.Series(name, values) for name, values in own_columns.items()),
+        grid_id, _kernels(trace, items), pl.Series("room_ns", room_ns), late["late"].alias("is_late"),
+    ])  # fmt: skip
+    node_table = number_nodes(pl.concat([host, work], how="diagonal_relaxed"))
+    between = recorded_stalls.with_delays(pl.concat([lane_waits, shared]), items, stall_ns, first_item)
+    return TraceGraph(node_table, pl.concat([waits, between, _queue(calls, items, launch, first_item)]))
 
 
 def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:
     """Return an id for each item, equal for kernels of equal name, grid and block; null where the grid is unknown."""
-    known = trace.activities.filter(pl.col("grid").is_not_null())
-    ids = known.select(ref="id", is_wait=False, grid_id=pl.struct("name", "grid", "block").hash(seed=0))
-    return items.join(ids, on=["ref", "is_wait"], how="left", maintain_order="left")["grid_id"]
+    known = trace.activities.select(
+        "id", grid_id=pl.when(pl.col("grid").is_not_null()).then(pl.struct("name", "grid", "block").hash(seed=0))
+    )
+    return gather(known["grid_id"], _rows_of_work(items, known["id"].to_numpy()))
 
 
-def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
-    """Return nodes with the kernel id of their work: see `concurrency.DeviceWork`."""
-    known = [
-        pl.DataFrame({"ref": here.work["id"], "kernel": here.kernel}, schema_overrides={"kernel": pl.UInt64})
-        for here in concurrency.device_work(trace)
-    ]
-    if not known:
-        return every
-    of_work = pl.concat(known).with_columns(pl.lit(WORK, pl.Int8).alias("what"))
-    return every.join(of_work, on=["ref", "what"], how="left", maintain_order="left")
+def _kernels(trace: Trace, items: pl.DataFrame) -> pl.Series:
+    """Return the kernel id of each item; null for waits. See `concurrency.DeviceWork`."""
+    known = concurrency.device_work(trace)
+    kernel = np.concatenate([np.empty(0, np.uint64), *(here.kernel for here in known)])
+    ref = np.concatenate([np.empty(0, np.int64), *(here.work["id"].to_numpy() for here in known)])
+    return gather(pl.Series("kernel", kernel, pl.UInt64), _rows_of_work(items, ref))
+
+
+def _rows_of_work(items: pl.DataFrame, activity: Ints) -> Ints:
+    """Return in which row each item's activity is; -1 for waits, and where it is in none."""
+    return np.where(items["is_wait"].to_numpy(), -1, rows_of(activity, items["ref"].to_numpy()))
 
 
 _NEAR_NS = 20_000
@@ -204,76 +216,89 @@ _MIN_QUEUED = 100
 
 def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
     """Return the work that blocking host calls waited for, as CUDA records it or as end times show."""
-    rows = {call: row for row, call in enumerate(calls.id.tolist())}  # the last row of a call: the one that waits
-    known = {call: found for call, found in dependencies.host_waits(trace, items).items() if call in rows}
-    waiting = np.array([rows[call] for call, found in known.items() for _ in found], np.int64)
-    awaited = np.array([item for found in known.values() for item in found], np.int64)
-    unknown = np.array([call not in known for call in calls.id.tolist()], bool)
-    synced = _synced_op_work(trace, calls, items, unknown)
-    unknown[synced["row"].to_numpy()] = False
+    known = dependencies.host_waits(trace, items)
+    pairs = np.array([(call, item) for call, found in known.items() for item in found], np.int64).reshape(-1, 2)
+    row = _last_rows(calls, pairs[:, 0])
+    row, item = row[row >= 0], pairs[row >= 0, 1]
+    unknown = ~np.isin(calls.id, pairs[:, 0])
+    synced, synced_item = _synced_op_work(trace, calls, items, unknown)
+    unknown[synced] = False
     return pl.concat([
-        edge_table(waiting, awaited + first_item, "sync", inferred=False),
-        edge_table(synced["row"].to_numpy(), synced["item"].to_numpy() + first_item, "sync", inferred=True),
+        edge_table(row, item + first_item, "sync", inferred=False),
+        edge_table(synced, synced_item + first_item, "sync", inferred=True),
         _own_work(calls, items, first_item),
         _drained(calls, items, unknown, first_item),
         _ended_with(calls, items, unknown, first_item),
     ])  # fmt: skip
 
 
+def _last_rows(calls: Calls, id_: Ints) -> Ints:
+    """Return the last row of each call, the one that waits; -1 for a call that is not listed."""
+    row = rows_of(calls.id[::-1], id_)
+    return np.where(row >= 0, len(calls.id) - 1 - row, -1)
+
+
 def _own_work(calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
     """Return the work that calls launched and waited for themselves, such as a copy from pageable memory."""
-    rows = pl.DataFrame({"launch_id": calls.id[calls.waits_itself], "row": np.flatnonzero(calls.waits_itself)})
-    found = rows.join(items.filter(~pl.col("is_wait")), on="launch_id")
-    return edge_table(found["row"].to_numpy(), found["item"].to_numpy() + first_item, "sync", inferred=False)
+    waiting = np.flatnonzero(calls.waits_itself)
+    row = np.where(items["is_wait"].to_numpy(), -1, rows_of(calls.id[waiting], ids(items["launch_id"])))
+    found = np.flatnonzero(row >= 0)
+    found = found[np.argsort(row[found], kind="stable")]
+    return edge_table(waiting[row[found]], found + first_item, "sync", inferred=False)
 
 
-def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Flags) -> pl.DataFrame:
+def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Flags) -> tuple[Ints, Ints]:
     """Return the last work that the op of a blocking call launched before it: that is what the call waits for.
 
     An op such as aten::copy_ launches a copy and waits for its stream; work that ends on another stream meanwhile is a
     coincidence. A copy that is launched directly before is of the same op, though skewed clocks can place it outside. A
-    call that returned at once also waits: in a replay, earlier launched work may end later. Columns row (of the call),
-    item; one row per such call whose work ended by its end.
+    call that returned at once also waits: in a replay, earlier launched work may end later. Returns the rows of such
+    calls whose work ended by their end, and that work (items).
     """
-    parents = trace.ops.select("id", "parent_id").filter(pl.col("parent_id") >= 0)
     rows = np.flatnonzero(calls.blocks & unknown & ~calls.drains & ~calls.waits_itself)
-    before = np.maximum(rows - 1, 0)
-    blocking = pl.DataFrame(
-        {
-            "row": rows,
-            "id": calls.id[rows],
-            "copy_id": np.where((rows > 0) & calls.launches[before], calls.id[before], -1),
-            "called_ns": calls.start_ns[rows],
-            "returned_ns": calls.end_ns[rows],
-        }
-    ).join(parents, on="id", how="left", maintain_order="left")
-    work = items.filter(~pl.col("is_wait")).join(parents, left_on="launch_id", right_on="id", how="left")
-    of_op = blocking.join(work, on="parent_id")
-    directly_before = blocking.join(work.filter(pl.col("kind") == "memcpy"), left_on="copy_id", right_on="launch_id")
-    columns = ("row", "called_ns", "returned_ns", "item", "launched_ns", "end_ns")
-    return (
-        pl.concat([of_op.select(columns), directly_before.select(columns)])
-        .filter(pl.col("launched_ns") <= pl.col("called_ns"))
-        .sort("row", "launched_ns", "item")
-        .unique("row", keep="last", maintain_order=True)
-        .filter(pl.col("end_ns") <= pl.col("returned_ns") + _NEAR_NS)
-        .select("row", "item")
+    if not len(rows):
+        return rows, rows
+    before, called_ns = np.maximum(rows - 1, 0), calls.start_ns[rows]
+    parents, launch_id = ids(trace.ops["parent_id"]), ids(items["launch_id"])
+    is_work = ~items["is_wait"].to_numpy()
+    op = np.where(is_work, at(parents, rows_of(trace.ops["id"].to_numpy(), launch_id), -1), -1)
+    copied = np.where(is_work & flags(items["kind"] == "memcpy"), launch_id, -1)
+    copy_id = np.where((rows > 0) & calls.launches[before], calls.id[before], -1)
+    launched, item = items["launched_ns"].to_numpy(), items["item"].to_numpy()
+    of_op = _last_launched(op, launched, parents[calls.row[rows]], called_ns)
+    directly_before = _last_launched(copied, launched, copy_id, called_ns)
+    is_copy = (directly_before >= 0) & (
+        (of_op < 0)
+        | (launched[directly_before] > launched[of_op])
+        | (launched[directly_before] == launched[of_op]) & (item[directly_before] > item[of_op])
     )
+    last = np.where(is_copy, directly_before, of_op)
+    ended = (last >= 0) & (items["end_ns"].to_numpy()[last] <= calls.end_ns[rows] + _NEAR_NS)
+    return rows[ended], item[last[ended]]
+
+
+def _last_launched(key: Ints, launched_ns: Ints, wanted: Ints, until_ns: Ints) -> Ints:
+    """Return the row of each wanted key, of 0 or more, that was launched last until some time; -1 for none."""
+    order = np.lexsort((launched_ns, key))
+    times = np.unique(np.concatenate((launched_ns, until_ns)))
+    in_order = key[order] * len(times) + np.searchsorted(times, launched_ns[order])
+    last = np.searchsorted(in_order, wanted * len(times) + np.searchsorted(times, until_ns), side="right") - 1
+    found = order[np.maximum(last, 0)]
+    return np.where((last >= 0) & (wanted >= 0) & (key[found] == wanted), found, -1)
 
 
 def _drained(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int) -> pl.DataFrame:
     """Return the last item of every lane for each call that waits for the whole device, if it ended by then."""
     drains = np.flatnonzero(calls.drains & unknown)
-    waiting, awaited = [], []
-    for (_,), lane_items in items.group_by("lane", maintain_order=True):
-        at = lane_items["item"].to_numpy()
-        last = np.searchsorted(lane_items["launched_reach_ns"].to_numpy(), calls.start_ns[drains], side="left") - 1
-        has = last >= 0
-        ended = lane_items["end_ns"].to_numpy()[np.maximum(last, 0)] <= calls.end_ns[drains] + _NEAR_NS
-        waiting.append(drains[has & ended])
-        awaited.append(at[np.maximum(last, 0)][has & ended])
-    if not waiting:
-        return pl.DataFrame(schema=EDGE_COLUMNS)
+    waiting, awaited = [drains[:0]], [drains[:0]]
+    lane, reach, end = (items[name].to_numpy() for name in ("lane", "launched_reach_ns", "end_ns"))
+    for each in np.unique(lane) if len(drains) else ():
+        at_lane = np.flatnonzero(lane == each)
+        last = np.searchsorted(reach[at_lane], calls.start_ns[drains], side="left") - 1
+        item = at_lane[np.maximum(last, 0)]
+        ended = (last >= 0) & (end[item] <= calls.end_ns[drains] + _NEAR_NS)
+        waiting.append(drains[ended])
+        awaited.append(item[ended])
     return edge_table(np.concatenate(waiting), np.concatenate(awaited) + first_item, "sync", inferred=True)
 
 
@@ -282,26 +307,29 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     usual = int(np.median(calls.end_ns[calls.launches] - calls.start_ns[calls.launches])) if calls.launches.any() else 0
     took = calls.end_ns - calls.start_ns
     is_long = calls.launches & ~calls.waits_itself & (took > max(_LONG * usual, _LONG_NS))
-    queue_full = is_long & (_queued(items, calls.start_ns) >= _MIN_QUEUED)
+    queue_full = is_long & (_queued(items, calls.start_ns) >= _MIN_QUEUED) if is_long.any() else is_long
     which = np.flatnonzero((calls.blocks & unknown & ~calls.drains & ~calls.waits_itself) | queue_full)
-    work = items.filter(~pl.col("is_wait")).sort("end_ns")
-    if work.is_empty() or not len(which):
+    work = np.flatnonzero(~items["is_wait"].to_numpy())
+    if not len(work) or not len(which):
         return pl.DataFrame(schema=EDGE_COLUMNS)
-    ends = work["end_ns"].to_numpy()
-    at = np.searchsorted(ends, calls.end_ns[which] + _NEAR_NS // 10, side="right") - 1
+    work = work[np.argsort(items["end_ns"].to_numpy()[work], kind="stable")]
+    ends = items["end_ns"].to_numpy()[work]
+    last = np.searchsorted(ends, calls.end_ns[which] + _NEAR_NS // 10, side="right") - 1
     near = np.where(queue_full[which], took[which] // 4, _NEAR_NS)
-    row = np.maximum(at, 0)
-    launched = work["launched_ns"].to_numpy()[row] < calls.start_ns[which]  # not by the call itself
-    good = (at >= 0) & (ends[row] >= calls.start_ns[which]) & (calls.end_ns[which] - ends[row] <= near) & launched
-    how = np.where(queue_full[which][good], "queue", "sync")
-    found = edge_table(which[good], work["item"].to_numpy()[row[good]] + first_item, "sync", inferred=True)
-    return found.with_columns(pl.Series("kind", how, pl.String))
+    row = np.maximum(last, 0)
+    launched = items["launched_ns"].to_numpy()[work[row]] < calls.start_ns[which]  # not by the call itself
+    good = (last >= 0) & (ends[row] >= calls.start_ns[which]) & (calls.end_ns[which] - ends[row] <= near) & launched
+    full = queue_full[which][good]
+    found = edge_table(which[good], work[row[good]] + first_item, "sync", inferred=True)
+    if not full.any():
+        return found
+    return found.with_columns(pl.Series("kind", np.where(full, "queue", "sync"), pl.String))
 
 
 def _queued(items: pl.DataFrame, at_ns: Ints) -> Ints:
     """Return how many pieces of work have been launched and not ended, at some times."""
-    work = items.filter(~pl.col("is_wait"))
-    launched, ended = (np.sort(work[name].drop_nulls().to_numpy()) for name in ("launched_ns", "end_ns"))
+    is_work = ~items["is_wait"].to_numpy()
+    launched, ended = (np.sort(items[name].to_numpy()[is_work]) for name in ("launched_ns", "end_ns"))
     return np.asarray(np.searchsorted(launched, at_ns, side="right") - np.searchsorted(ended, at_ns, side="right"))
 
 
@@ -320,15 +348,15 @@ def _own(calls: Calls, waits: pl.DataFrame, items: pl.DataFrame, first_item: int
 def _queue(calls: Calls, items: pl.DataFrame, launch: Ints, first_item: int) -> pl.DataFrame:
     """Return the waits of launches for queue space: for the launch QUEUE_DEPTH before; none if violated."""
     parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
-    work = items.with_columns(pl.Series("call", launch)).filter(~pl.col("is_wait") & (pl.col("call") >= 0))
-    for (_,), device_work in work.group_by("device", maintain_order=True):
-        ordered = device_work.sort("call", "item")
-        item, call = ordered["item"].to_numpy(), ordered["call"].to_numpy()
+    is_work = ~items["is_wait"].to_numpy() & (launch >= 0)
+    device, end = items["device"].to_numpy(), items["end_ns"].to_numpy()
+    for each in np.unique(device[is_work]) if is_work.sum() > QUEUE_DEPTH else ():
+        item = np.flatnonzero(is_work & (device == each))
+        item = item[np.argsort(launch[item], kind="stable")]
         if len(item) <= QUEUE_DEPTH:
             continue
-        awaited, waiting = item[:-QUEUE_DEPTH], call[QUEUE_DEPTH:]
-        ends = ordered["end_ns"].to_numpy()[:-QUEUE_DEPTH]
-        if (ends > calls.end_ns[waiting] + _NEAR_NS).any():
+        awaited, waiting = item[:-QUEUE_DEPTH], launch[item[QUEUE_DEPTH:]]
+        if (end[awaited] > calls.end_ns[waiting] + _NEAR_NS).any():
             continue
         parts.append(edge_table(waiting, awaited + first_item, "queue", inferred=True))
     return pl.concat(parts)
