@@ -13,7 +13,7 @@ from tracekit.analysis.parallelism import expert_load, late_ranks
 from tracekit.analysis.time import paused_kernels
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.replay.graph import filled_devices, recorded_stalls, shared_waits, trace_graph
+from tracekit.replay.graph import contraction, filled_devices, recorded_stalls, shared_waits, trace_graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.sync import alignment, collective_matching
 
@@ -38,7 +38,7 @@ class Graph:
     `edges` are the other waits. `windows` are the steps (columns of `trace_graph.windows`, and rank), `parts` the
     collectives (at: node, done: the join node, or at; rank, op, group, members, group_size, bytes), `prepared` their
     preparation (columns of `trace_graph.preparation`). `late_ranks` are those that the others wait for most,
-    `expert_loads` the window's rows of `expert_load.expert_load`.
+    `expert_loads` the window's rows of `expert_load.expert_load`, `devices` those that kernels fill, if any.
     """
 
     window: int
@@ -57,6 +57,7 @@ class Graph:
     order: Ints = field(repr=False)
     late_ranks: tuple[int, ...] = ()
     expert_loads: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=expert_load.COLUMNS))
+    devices: filled_devices.Devices | None = field(default=None, repr=False)
 
     @property
     def count(self) -> int:
@@ -188,70 +189,19 @@ def replay(graph: Graph) -> Replay:
     A collective ends on all ranks its own duration after the last arrival. While a kernel that fills its device runs,
     kernels of other streams wait for room.
     """
-    start_ns = filled_devices.starts(graph.frame, graph.own_ns, _waits(graph), _starts_with_room(graph))
+    edges = graph.edges
+    network = contraction.Network(
+        graph.own_ns, graph.chain, graph.chain_ns, graph.launch, graph.launch_ns,
+        edges.waiting, edges.awaited, _lags(graph), graph.order,
+    )  # fmt: skip
+    start_ns = filled_devices.starts(network, graph.devices)
     return Replay(start_ns, start_ns + graph.own_ns)
-
-
-def _waits(graph: Graph) -> filled_devices.Waits:
-    edges, chained, launched = graph.edges, np.flatnonzero(graph.chain >= 0), np.flatnonzero(graph.launch >= 0)
-    return filled_devices.Waits(
-        np.concatenate((edges.waiting, chained, launched)),
-        np.concatenate((edges.awaited, graph.chain[chained], graph.launch[launched])),
-        np.concatenate((_lags(graph), graph.chain_ns[chained], graph.launch_ns[launched])),
-    )
 
 
 def _lags(graph: Graph) -> Ints:
     """Return the least time of each edge from the end of the awaited node to the start of the waiting one."""
     edges = graph.edges
     return np.where(edges.kind == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)
-
-
-def _starts_with_room(graph: Graph) -> Ints:
-    """Return when every node starts if each kernel finds room, in one pass in topological order."""
-    position = np.append(graph.position + 1, 0)  # last the root, at time 0: -1 in nodes without a wait
-    third, third_ns, more = _slots(graph, position)
-    columns = (
-        position[graph.chain][graph.order],
-        np.where(graph.chain >= 0, graph.chain_ns, _FAR)[graph.order],
-        position[graph.launch][graph.order],
-        np.where(graph.launch >= 0, graph.launch_ns, _FAR)[graph.order],
-        third,
-        third_ns,
-        graph.own_ns[graph.order],
-    )
-    ends = [0] * (len(graph.order) + 1)
-    # Each node needs the end times of its waits, so this loop cannot be vectorized.
-    for at, (a, a_ns, b, b_ns, c, c_ns, own_ns) in enumerate(zip(*(each.tolist() for each in columns), strict=True), 1):
-        start = ends[a] + a_ns
-        other = ends[b] + b_ns
-        if other > start:
-            start = other
-        other = ends[c] + c_ns
-        if other > start:
-            start = other
-        if at in more:
-            start = max(start, *(ends[d] + d_ns for d, d_ns in more[at]))
-        ends[at] = start + own_ns
-    end = np.array(ends, np.int64)[position[:-1]]
-    return np.asarray(end - graph.own_ns)
-
-
-def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tuple[int, int]]]]:
-    """Return one further wait of each node in topological order (the root's if none), and those of nodes with more."""
-    edges, lag = graph.edges, _lags(graph)
-    waiting, awaited = position[edges.waiting], position[edges.awaited]
-    sort = np.argsort(waiting, kind="stable")
-    waiting, awaited, lag = waiting[sort], awaited[sort], lag[sort]
-    first = np.append(True, waiting[1:] != waiting[:-1]) if len(waiting) else np.zeros(0, bool)
-    # Without another wait a node starts at time 0; with one it may start before, if that was released before.
-    waits = ((graph.chain >= 0) | (graph.launch >= 0))[graph.order]
-    third, third_ns = np.zeros(len(graph.order), np.int64), np.where(waits, _FAR, 0)
-    third[waiting[first] - 1], third_ns[waiting[first] - 1] = awaited[first], lag[first]
-    more: dict[int, list[tuple[int, int]]] = {}
-    for at, on, after in zip(waiting[~first].tolist(), awaited[~first].tolist(), lag[~first].tolist(), strict=True):
-        more.setdefault(at, []).append((on, after))
-    return third, third_ns, more
 
 
 def sort_topologically(graph: Graph, key: Ints) -> Graph:
@@ -389,6 +339,7 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
         np.empty(0, np.int64),
         late_ranks.latest(run),
         run.run_table(expert_load.expert_load).filter(pl.col("window") == window),
+        filled_devices.devices(frame, len(own) + len(joints)),
     )
     return sort_topologically(graph, _recorded(placed, joint_of, len(joints)))
 

@@ -8,8 +8,9 @@ import polars as pl
 
 from tracekit.model import schema
 from tracekit.model.lookup import flags
-from tracekit.model.sweep_line import Ints
-from tracekit.replay.graph import device_sharing
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.replay.graph import contraction, device_sharing
+from tracekit.replay.graph.contraction import Contracted, Network
 from tracekit.replay.graph.nodes import WORK
 
 _SLACK_NS = 20_000
@@ -119,39 +120,25 @@ def is_kernel() -> pl.Expr:
 
 
 @dataclass(frozen=True, eq=False)
-class _Devices:
-    """Which nodes fill which device: shape (n,) over all nodes; `place` is -1 for nodes that need no room."""
+class Devices:
+    """Which nodes fill which device: shape (n,) over all nodes; `place` is -1 for nodes that need no room.
+
+    `contended` are the kernels that became ready while another one filled their device, in any replay so far: the next
+    one begins with these, which changes nothing but the time that it takes.
+    """
 
     place: Ints
     lane: Ints
     room_ns: Ints
     shares_with: Ints
+    contended: Flags
 
 
-@dataclass(frozen=True, eq=False)
-class Waits:
-    """All waits of a graph: waiting and awaited nodes (-1: the window's start), and the least time between them.
+def devices(frame: pl.DataFrame, count: int) -> Devices | None:
+    """Return the devices of the `count` nodes of a graph, the first ones of which are `frame`.
 
-    That is the time from the end of the awaited to the start of the waiting node.
+    None if no kernel fills one.
     """
-
-    waiting: Ints
-    awaited: Ints
-    lag_ns: Ints
-
-
-def starts(frame: pl.DataFrame, own_ns: Ints, waits: Waits, start_ns: Ints) -> Ints:
-    """Return when each node starts where kernels wait for room; `start_ns` if all find room then.
-
-    `frame` has the ranks' nodes, the first ones; `own_ns` the durations of all, `start_ns` their starts without waiting
-    for room.
-    """
-    devices = _devices(frame, len(own_ns))
-    return start_ns if devices is None or not _meet(devices, start_ns, own_ns) else _in_time(own_ns, waits, devices)
-
-
-def _devices(frame: pl.DataFrame, count: int) -> _Devices | None:
-    """Return the devices of a graph's kernels; None if no kernel fills one."""
     if "room_ns" not in frame.columns or not (frame["room_ns"] >= 0).any():
         return None
     nodes = frame.select(
@@ -161,42 +148,62 @@ def _devices(frame: pl.DataFrame, count: int) -> _Devices | None:
         shares_with="shares_with",
     )
     rest = np.full(count - frame.height, _NONE, np.int64)
-    return _Devices(*(np.concatenate((nodes[name].to_numpy(), rest)) for name in nodes.columns))
+    columns = (np.concatenate((nodes[name].to_numpy(), rest)) for name in nodes.columns)
+    return Devices(*columns, contended=np.zeros(count, np.bool_))
 
 
-def _meet(devices: _Devices, start_ns: Ints, own_ns: Ints) -> bool:
-    """Return whether a kernel starts while one of another stream runs that leaves no room."""
-    fillers = np.flatnonzero((devices.room_ns >= 0) & (own_ns > devices.room_ns))
-    spans = np.stack((start_ns, start_ns + own_ns - devices.room_ns), axis=1)[fillers]
-    on_lane = devices.place[fillers] * _LANES + devices.lane[fillers]
-    count = np.zeros(len(fillers), np.int64)
-    for place in np.unique(devices.place[fillers]):
-        here, at = devices.place[fillers] == place, devices.place == place
-        count[here] += _within(start_ns[at], spans[here])
-        for lane in np.unique(on_lane[here]):
-            own = on_lane == lane
-            count[own] -= _within(start_ns[at & (devices.lane == lane - place * _LANES)], spans[own])
-    return bool((count > 0).any())
+def starts(network: Network, devices: Devices | None) -> Ints:
+    """Return when each node starts where kernels wait for room on these devices.
+
+    Only kernels that become ready while another one fills their device have to be visited in the order of time: those
+    that the result so far shows, until it shows no more.
+    """
+    if devices is None:
+        return contraction.starts(network)
+    fillers = (devices.room_ns >= 0) & (network.own_ns > devices.room_ns)
+    in_time = (devices.contended | fillers) & devices.contended.any()
+    start_ns = _in_time(network, devices, in_time) if in_time.any() else contraction.starts(network)
+    while (more := _contended(devices, fillers, start_ns, network.own_ns) & ~in_time).any():
+        devices.contended[more] = True
+        in_time |= more | fillers
+        start_ns = _in_time(network, devices, in_time)
+    return start_ns
+
+
+def _contended(devices: Devices, fillers: Flags, start_ns: Ints, own_ns: Ints) -> Flags:
+    """Return which kernels start while one of another stream runs that leaves no room."""
+    rows, kernels = np.flatnonzero(fillers), np.flatnonzero(devices.place >= 0)
+    lane = np.unique(devices.place * _LANES + devices.lane, return_inverse=True)[1]
+    until_ns = start_ns[rows] + own_ns[rows] - devices.room_ns[rows]
+    times = np.unique(np.concatenate((start_ns[rows], until_ns)))
+    count = np.zeros(len(kernels), np.int64)
+    for place, sign in ((devices.place, 1), (lane, -1)):
+        base = place * (len(times) + 1)
+        begin = base[rows] + np.searchsorted(times, start_ns[rows]) + 1
+        until = base[rows] + np.searchsorted(times, until_ns) + 1
+        at = base[kernels] + np.searchsorted(times, start_ns[kernels], side="right")
+        running = np.searchsorted(np.sort(begin), at, side="right") - np.searchsorted(np.sort(until), at, side="right")
+        count += sign * running
+    found = np.zeros(len(fillers), np.bool_)
+    found[kernels[count > 0]] = True
+    return found
 
 
 _LANES = 1 << 20
 
 
-def _within(times: Ints, spans: Ints) -> Ints:
-    """Return how many of some times are in each span."""
-    ordered = np.sort(times)
-    first, last = np.searchsorted(ordered, spans.T, side="left")
-    return np.asarray(last - first)
+def _in_time(network: Network, devices: Devices, in_time: Flags) -> Ints:
+    """Return when each node starts, found in the order of time: which kernel finds room depends on all before.
 
-
-def _in_time(own_ns: Ints, waits: Waits, devices: _Devices) -> Ints:
-    """Return when each node starts, found in the order of time: which kernel finds room depends on all before."""
-    starts_at, left, following, lags, first = _order(len(own_ns), waits)
-    place, lane, room, shares, took = (
-        each.tolist() for each in (devices.place, devices.lane, devices.room_ns, devices.shares_with, own_ns)
-    )
+    Kernels that are not `in_time` find room at once.
+    """
+    left = contraction.contract(network, in_time)
+    starts_at, waits_left, following, lags, first = _order(left)
+    place = np.where(in_time, devices.place, -1)[left.node].tolist()
+    lane, room, took = devices.lane[left.node].tolist(), devices.room_ns[left.node].tolist(), left.own_ns.tolist()
+    shares = left.rows(devices.shares_with[left.node]).tolist()
     running: dict[int, list[tuple[int, int, int]]] = {at: [] for at in set(place)}
-    released = [node for node, waits_left in enumerate(left) if not waits_left]
+    released = [node for node, waits in enumerate(waits_left) if not waits]
     free = [node for node in released if place[node] < 0]
     events = [(starts_at[node], starts_at[node], node) for node in released if place[node] >= 0]
     heapq.heapify(events)
@@ -218,32 +225,27 @@ def _in_time(own_ns: Ints, waits: Waits, devices: _Devices) -> Ints:
             other, earliest = following[edge], end + lags[edge]
             if earliest > starts_at[other]:
                 starts_at[other] = earliest
-            left[other] -= 1
-            if left[other]:
+            waits_left[other] -= 1
+            if waits_left[other]:
                 continue
             if place[other] < 0:
                 free.append(other)
             else:
                 heapq.heappush(events, (starts_at[other], starts_at[other], other))
-    return np.array(starts_at, np.int64)
+    return left.all_starts(np.array(starts_at, np.int64))
 
 
-def _order(count: int, waits: Waits) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return when each node may start by its release and how many nodes it waits for; and what waits for each node.
+def _order(left: Contracted) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Return when each row may start by its release and how many rows it waits for; and what waits for each row.
 
-    The latter are the waiting nodes by awaited one, their lags, and the first of each node among them.
+    The latter are the waiting rows by awaited one, their lags, and the first of each row among them.
     """
-    known = waits.awaited >= 0
-    released = np.full(count, _EVER)
-    released[np.bincount(waits.waiting, minlength=count) == 0] = 0
-    np.maximum.at(released, waits.waiting[~known], waits.lag_ns[~known])
-    waiting, awaited = waits.waiting[known], waits.awaited[known]
+    count, known = len(left.node), np.flatnonzero(left.awaited >= 0)
+    waiting, awaited = left.waiting[known], left.awaited[known]
     order = np.argsort(awaited, kind="stable")
     first = np.searchsorted(awaited[order], np.arange(count + 1))
-    left = np.bincount(waiting, minlength=count)
+    waits_left = np.bincount(waiting, minlength=count)
     return (
-        released.tolist(), left.tolist(), waiting[order].tolist(), waits.lag_ns[known][order].tolist(), first.tolist()
+        left.earliest().tolist(), waits_left.tolist(), waiting[order].tolist(), left.lag_ns[known][order].tolist(),
+        first.tolist(),
     )  # fmt: skip
-
-
-_EVER = np.int64(-(1 << 60))

@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.replay.graph import filled_devices
+from tracekit.replay.graph.contraction import Network
 from tracekit.replay.graph.nodes import HOST, WORK
 
 
@@ -14,9 +15,15 @@ def started(launched_ns, own_ns, room_ns, *, shares_with=(-1, -1, -1)):
         "what": [WORK] * count, "kind": ["compute"] * count, "rank": [0] * count, "device": [0] * count,
         "lane": list(range(count)), "room_ns": room_ns, "shares_with": shares_with,
     }  # fmt: skip
-    waits = filled_devices.Waits(np.arange(count), np.full(count, -1), np.array(launched_ns))
-    frame = pl.DataFrame(nodes)
-    return filled_devices.starts(frame, np.array(own_ns), waits, np.array(launched_ns)).tolist()
+    devices = filled_devices.devices(pl.DataFrame(nodes), count)
+    return filled_devices.starts(released_at(launched_ns, own_ns), devices).tolist()
+
+
+def released_at(start_ns, own_ns):
+    """Return a network of nodes that wait for the window's start alone."""
+    nothing, nodes = np.full(len(own_ns), -1), np.arange(len(own_ns))
+    waits = (nodes, nothing, np.array(start_ns))
+    return Network(np.array(own_ns), nothing, 0 * nothing, nothing, 0 * nothing, *waits, order=nodes)
 
 
 def test_a_kernel_waits_for_the_last_wave_of_one_that_fills_the_device():
@@ -88,5 +95,4 @@ def test_kernels_beside_which_most_others_start_at_once_do_not_fill_the_device()
 
 def test_a_graph_without_device_work_is_replayed_as_it_is():
     nodes = pl.DataFrame({"what": [HOST], "kind": [None], "room_ns": [-1]})
-    waits = filled_devices.Waits(np.array([0]), np.array([-1]), np.array([3]))
-    assert filled_devices.starts(nodes, np.array([1]), waits, np.array([3])).tolist() == [3]
+    assert filled_devices.starts(released_at([3], [1]), filled_devices.devices(nodes, 1)).tolist() == [3]

@@ -1,0 +1,185 @@
+"""Contraction of a dependency graph before its replay: nodes whose end follows from that of others in closed form.
+
+Most nodes wait for the previous one of their thread or stream alone, or for that and for their launch. Their ends are
+those of one or two other nodes plus a constant, which is a cumulative sum or maximum: NumPy finds them, and the replay
+visits only the nodes that remain. The result is exact, since times are integers.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracekit.model.sweep_line import NEVER, Flags, Ints
+
+_EVER = np.int64(-(1 << 60))
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """All waits of a graph, arrays over its nodes and over its further edges; -1 is no node, or the window's start.
+
+    `chain` is the previous node of a thread or stream, `launch` the launching call; `chain_ns`, `launch_ns` and
+    `lag_ns` the least time from the end of the awaited node to the start of the waiting one. A node starts as soon as
+    all its waits allow, at time 0 without any. `order` are all nodes in topological order.
+    """
+
+    own_ns: Ints
+    chain: Ints
+    chain_ns: Ints
+    launch: Ints
+    launch_ns: Ints
+    waiting: Ints
+    awaited: Ints
+    lag_ns: Ints
+    order: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Contracted:
+    """The nodes that remain, and all others by them.
+
+    `node` are the remaining nodes, `own_ns` their durations; `waiting` and `awaited` are rows of `node` (-1: the
+    window's start). `first` and `second` are the rows by which any node ends (second may be -1: none), `first_ns` and
+    `second_ns` how long after their ends at the earliest. `starts_at_0` are the rows without waits.
+    """
+
+    network: Network
+    node: Ints
+    own_ns: Ints
+    waiting: Ints
+    awaited: Ints
+    lag_ns: Ints
+    starts_at_0: Flags
+    first: Ints
+    first_ns: Ints
+    second: Ints
+    second_ns: Ints
+
+    def rows(self, node: Ints) -> Ints:
+        """Return the rows of some nodes; -1 for those that do not remain, and for -1."""
+        remains = np.zeros(len(self.first), np.bool_)
+        remains[self.node] = True
+        return np.where((node >= 0) & remains[node], self.first[node], -1)
+
+    def earliest(self) -> Ints:
+        """Return when each row may start by waits for the window's start alone."""
+        start = np.where(self.starts_at_0, 0, _EVER)
+        of_window = self.awaited < 0
+        np.maximum.at(start, self.waiting[of_window], self.lag_ns[of_window])
+        return start
+
+    def all_starts(self, start_ns: Ints) -> Ints:
+        """Return when every node of the network starts, given the starts of the rows."""
+        end = start_ns + self.own_ns
+        ends = end[self.first] + self.first_ns
+        two = np.flatnonzero(self.second >= 0)
+        ends[two] = np.maximum(ends[two], end[self.second[two]] + self.second_ns[two])
+        return ends - self.network.own_ns
+
+
+def starts(network: Network) -> Ints:
+    """Return when every node starts if each starts as soon as its waits allow, in one pass in topological order."""
+    left = contract(network)
+    known = np.flatnonzero(left.awaited >= 0)
+    place = np.empty(len(network.order), np.int64)
+    place[network.order] = np.arange(len(network.order))
+    known = known[np.argsort(place[left.node[left.waiting[known]]], kind="stable")]
+    awaited = left.awaited[known]
+    start = left.earliest().tolist()
+    waits = (left.waiting[known], awaited, left.lag_ns[known] + left.own_ns[awaited])
+    # Each start needs those of the awaited nodes, so this loop cannot be vectorised.
+    for at, on, after_ns in zip(*(each.tolist() for each in waits), strict=True):
+        time = start[on] + after_ns
+        if time > start[at]:
+            start[at] = time
+    return left.all_starts(np.array(start, np.int64))
+
+
+def contract(network: Network, remaining: Flags | None = None) -> Contracted:
+    """Return the network without the nodes that follow from others, except for those that shall remain."""
+    count = len(network.own_ns)
+    waits = np.bincount(network.waiting, minlength=count) + (network.chain >= 0) + (network.launch >= 0)
+    follows = network.chain == np.arange(count) - 1
+    follows[:1] = False
+    if remaining is not None:
+        follows &= ~remaining
+    chained = follows & (waits == 1)
+    head, after_ns = _runs(chained, network.chain_ns + network.own_ns)
+    launched = follows & (waits == 2) & (network.launch >= 0)
+    caller = head[np.maximum(network.launch, 0)]
+    launched &= ~launched[caller]
+    before = np.flatnonzero(~chained)  # the remaining nodes so far, in order: each follows the one before
+    joins = launched[before]
+    other = caller[before]
+    joins[1:] &= ~joins[:-1] | (other[1:] == other[:-1])
+    own, chain_ns = network.own_ns[before], network.chain_ns[before]
+    chain_ns = chain_ns + after_ns[np.maximum(before - 1, 0)]
+    first, first_ns = _runs(joins, chain_ns + own)
+    launch = network.launch[before]
+    called_ns = network.launch_ns[before] + after_ns[np.maximum(launch, 0)] + own - first_ns
+    second_ns = np.where(joins, first_ns + _running_maximum(np.where(joins, called_ns, _EVER), first), NEVER)
+    return _joined(network, before, head, after_ns, _Runs(joins, first, first_ns, other, second_ns))
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """The runs of launched nodes: which nodes join one, its first row, and the times after that and after its caller."""
+
+    joins: Flags
+    first: Ints
+    first_ns: Ints
+    caller: Ints
+    second_ns: Ints
+
+
+def _joined(network: Network, before: Ints, head: Ints, after_ns: Ints, runs: _Runs) -> Contracted:
+    row = np.cumsum(~runs.joins) - 1
+    of_node = np.full(len(network.own_ns), -1, np.int64)
+    of_node[before] = np.arange(len(before))
+    run = of_node[head]
+    second = np.where(runs.joins, row[of_node[runs.caller]], -1)
+    first, second = row[runs.first][run], second[run]
+    first_ns, second_ns = runs.first_ns[run] + after_ns, runs.second_ns[run] + after_ns
+    node = before[~runs.joins]
+    chain, launch = node[network.chain[node] >= 0], node[network.launch[node] >= 0]
+    waiting = np.concatenate((network.waiting, chain, launch))  # nodes with further edges all remain
+    awaited = np.concatenate((network.awaited, network.chain[chain], network.launch[launch]))
+    lag = np.concatenate((network.lag_ns, network.chain_ns[chain], network.launch_ns[launch]))
+    on = np.maximum(awaited, 0)
+    known = awaited >= 0
+    two = known & (second[on] >= 0)
+    waiting = first[waiting]
+    starts_at_0 = np.bincount(waiting, minlength=len(node)) == 0
+    return Contracted(
+        network,
+        node,
+        network.own_ns[node],
+        np.concatenate((waiting, waiting[two])),
+        np.concatenate((np.where(known, first[on], -1), second[on][two])),
+        np.concatenate((np.where(known, lag + first_ns[on], lag), (lag + second_ns[on])[two])),
+        starts_at_0,
+        first,
+        first_ns,
+        second,
+        second_ns,
+    )
+
+
+def _runs(continues: Flags, took_ns: Ints) -> tuple[Ints, Ints]:
+    """Return the first row of each row's run, and the time from that one's end to the end of the row."""
+    rows = np.arange(len(continues))
+    first = np.maximum.accumulate(np.where(continues, 0, rows))
+    total = np.cumsum(np.where(continues, took_ns, 0))
+    return first, total - total[first]
+
+
+def _running_maximum(values: Ints, first: Ints) -> Ints:
+    """Return the maximum of the values so far in each run, found by doubling: `first` is the run's first row."""
+    found = values.copy()
+    length = np.arange(len(values)) - first
+    reach = 1
+    while reach <= int(length.max(initial=0)):
+        rows = np.flatnonzero(length >= reach)
+        found[rows] = np.maximum(found[rows], found[rows - reach])
+        reach *= 2
+    return found
