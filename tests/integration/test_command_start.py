@@ -4,14 +4,17 @@ import resource
 import subprocess
 import sys
 
+import pytest
 
-def test_help_loads_nothing_heavy():
+
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"]], ids=" ".join)
+def test_help_loads_nothing_heavy(arguments):
     script = (
-        "import sys; sys.argv = ['tracekit', '--help']\n"
+        f"import sys; sys.argv = ['tracekit', *{arguments}]\n"
         "from tracekit.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'pandas', 'plotly', 'streamlit', 'polars', 'duckdb'}\n"
+        "heavy = {'torch', 'pandas', 'plotly', 'streamlit', 'polars', 'duckdb', 'numpy', 'rich', 'pydantic'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

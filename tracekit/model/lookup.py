@@ -1,5 +1,7 @@
 """Columns and rows as arrays: on tables of a trace's size, a join or an expression costs ten to fifty times as much."""
 
+import itertools
+
 import numpy as np
 import polars as pl
 
@@ -64,3 +66,14 @@ def gather(column: pl.Series, rows: Ints) -> pl.Series:
         return column[rows]
     nothing = pl.Series(column.name, [None], dtype=column.dtype)
     return pl.concat([column, nothing])[np.where(rows < 0, len(column), rows)]
+
+
+def rows_by_key(keys: Ints) -> dict[int, Ints]:
+    """Return the rows of each key, in order, by key in order.
+
+    >>> {key: rows.tolist() for key, rows in rows_by_key(np.array([5, 3, 5])).items()}
+    {3: [1], 5: [0, 2]}
+    """
+    order = np.argsort(keys, kind="stable")
+    bounds = starts_of_groups(keys[order]).tolist()
+    return {int(keys[order[first]]): order[first:until] for first, until in itertools.pairwise(bounds)}

@@ -89,7 +89,9 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
     place = rows_of(lanes["lane"].to_numpy(), activities["lane"].to_numpy())
     device = at(ids(lanes["device"]), place, -1)
     lane, start, ref = (activities[name].to_numpy() for name in ("lane", "start_ns", "id"))
-    called = at(trace.ops["start_ns"].to_numpy(), rows_of(trace.ops["id"].to_numpy(), ids(activities["launch_id"])), -NEVER)
+    called = at(
+        trace.ops["start_ns"].to_numpy(), rows_of(trace.ops["id"].to_numpy(), ids(activities["launch_id"])), -NEVER
+    )
     launched = np.minimum(start, called)
     order = np.lexsort((ref, start, lane))
     order = order[device[order] >= 0]
@@ -203,11 +205,11 @@ def _previous(items: pl.DataFrame) -> pl.Series:
     before[1:][lane[1:] != lane[:-1]] = -1
     safe = np.maximum(before, 0)
     overlaps = (before >= 0) & ~is_wait & ~is_wait[safe] & (end[safe] > start + _SLACK_NS)
-    for at in np.flatnonzero(overlaps).tolist():  # rare: parallel branches of a graph, rounded clocks
-        earlier = before[at]
-        while earlier >= 0 and end[earlier] > start[at] + _SLACK_NS:
+    for row in np.flatnonzero(overlaps).tolist():  # rare: parallel branches of a graph, rounded clocks
+        earlier = before[row]
+        while earlier >= 0 and end[earlier] > start[row] + _SLACK_NS:
             earlier = before[earlier]
-        before[at] = earlier
+        before[row] = earlier
     return pl.Series("previous", before)
 
 

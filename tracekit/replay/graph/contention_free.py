@@ -5,6 +5,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.model import intervals
+from tracekit.model.lookup import rows_by_key
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 
@@ -169,10 +170,9 @@ def _collective_nodes(graph: Graph) -> pl.DataFrame:
 def overlapped_ns(frame: pl.DataFrame, which: Flags, by: Flags) -> Ints:
     """Return how long rows `by` of the same rank and device overlap each row of `which`, in ns."""
     spans = np.stack((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), axis=1)
-    place = frame.select(pl.struct("rank", "device").rank("dense")).to_series().to_numpy()
+    place = frame.select(pl.struct("rank", "device").rank("dense")).to_series().to_numpy().astype(np.int64)
     found = np.zeros(len(frame), np.int64)
-    for each in np.unique(place):
-        here = place == each
-        rows = np.flatnonzero(here & which)
-        found[rows] = intervals.coverage(spans[rows], intervals.union(spans[here & by]))
+    for here in rows_by_key(place).values():
+        rows = here[which[here]]
+        found[rows] = intervals.coverage(spans[rows], intervals.union(spans[here[by[here]]]))
     return found[which]

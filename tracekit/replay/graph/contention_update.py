@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracekit.model import intervals
+from tracekit.model.lookup import rows_by_key
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contention_free
@@ -134,11 +135,13 @@ def _lost(graph: Graph, known: _Contention, played: Replay) -> _Lost:
     spans = np.stack((start, end), axis=1)
     took = np.maximum(end - start, 1)
     share, yielded = np.zeros(graph.count), np.zeros(graph.count)
-    for place in np.unique(known.place[known.main]):
-        here = known.place == place
-        main, prepares, carries = (
-            np.flatnonzero(here & which) for which in (known.main, known.prepares, known.communicates)
-        )
+    kinds = (known.main, known.prepares, known.communicates)
+    of_place = [
+        {at: rows[of] for at, of in rows_by_key(known.place[rows]).items()} for rows in map(np.flatnonzero, kinds)
+    ]
+    none = np.empty(0, np.int64)
+    for place in of_place[0]:
+        main, prepares, carries = (rows.get(place, none) for rows in of_place)
         in_calls = intervals.coverage(spans[main], intervals.union(spans[carries])) / took[main]
         share[main] = known.compute_loss[main] * in_calls
         if len(prepares):

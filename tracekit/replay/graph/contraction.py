@@ -123,7 +123,7 @@ def contract(network: Network, remaining: Flags | None = None) -> Contracted:
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
-    """The runs of launched nodes: which nodes join one, its first row, and the times after that and after its caller."""
+    """The runs of launched nodes: which join one, its first row, and the times after that row and after its caller."""
 
     joins: Flags
     first: Ints

@@ -148,8 +148,8 @@ def devices(frame: pl.DataFrame, count: int) -> Devices | None:
         shares_with="shares_with",
     )
     rest = np.full(count - frame.height, _NONE, np.int64)
-    columns = (np.concatenate((nodes[name].to_numpy(), rest)) for name in nodes.columns)
-    return Devices(*columns, contended=np.zeros(count, np.bool_))
+    place, lane, room_ns, shares_with = (np.concatenate((nodes[name].to_numpy(), rest)) for name in nodes.columns)
+    return Devices(place, lane, room_ns, shares_with, contended=np.zeros(count, np.bool_))
 
 
 def starts(network: Network, devices: Devices | None) -> Ints:

@@ -29,9 +29,9 @@ _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|
 class Calls:
     """The host calls that launch work or may wait for it, in order, as one chain over the launching threads.
 
-    `row` is the row of each in `trace.ops`. `gap_ns` is the host time before each call by state (`host_state.HOST_STATES`), shape (n, STATE_COUNT); that of the
-    first call begins with the recording of its threads. `state` is that of the call itself. `own_ns` excludes waiting
-    where `waits` are known.
+    `row` is the row of each in `trace.ops`. `gap_ns` is the host time before each call by state
+    (`host_state.HOST_STATES`), shape (n, STATE_COUNT); that of the first call begins with the recording of its threads.
+    `state` is that of the call itself. `own_ns` excludes waiting where `waits` are known.
     """
 
     row: Ints

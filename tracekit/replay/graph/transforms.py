@@ -10,6 +10,7 @@ import polars as pl
 
 from tracekit.analysis.compute import avoidable_time
 from tracekit.analysis.time import host_state
+from tracekit.model.lookup import rows_by_key
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import (
     balanced_experts,
@@ -248,17 +249,22 @@ def _stalled(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints]:
     The device becomes idle only when a pause has lasted for a while: all of it is a stall if half of it is, or if it
     covers half of the stall.
     """
-    start, end, rank = (graph.column(name) for name in ("start_ns", "end_ns", "rank"))
-    gap_ns = _all_gaps(graph).sum(axis=1)
     in_stall, stalled_ns = np.zeros(graph.count, bool), np.zeros(graph.count, np.int64)
-    for stall in (each for each in stalls if each.window == graph.window):
-        of_rank = (rank == stall.rank) & (graph.column("what") == HOST)
-        inside_ns = np.minimum(end, stall.end_ns) - np.maximum(start, stall.start_ns)
-        in_stall |= of_rank & (inside_ns > 0) & (2 * inside_ns >= end - start)
-        before_ns = np.minimum(start, stall.end_ns) - np.maximum(start - gap_ns, stall.start_ns)
-        is_pause = 2 * before_ns >= np.minimum(gap_ns, stall.end_ns - stall.start_ns)
-        own_ns = np.where(is_pause, gap_ns, before_ns)
-        stalled_ns += np.where(of_rank & (before_ns > 0), own_ns, 0)
+    here = [each for each in stalls if each.window == graph.window]
+    if not here:
+        return in_stall, stalled_ns
+    start, end = graph.column("start_ns"), graph.column("end_ns")
+    gap_ns = _all_gaps(graph).sum(axis=1)
+    hosts = np.flatnonzero(graph.column("what") == HOST)
+    calls_of = {rank: hosts[rows] for rank, rows in rows_by_key(graph.column("rank")[hosts]).items()}
+    for stall in here:
+        calls = calls_of.get(stall.rank, hosts[:0])
+        begin, until, pause_ns = start[calls], end[calls], gap_ns[calls]
+        inside_ns = np.minimum(until, stall.end_ns) - np.maximum(begin, stall.start_ns)
+        in_stall[calls] |= (inside_ns > 0) & (2 * inside_ns >= until - begin)
+        before_ns = np.minimum(begin, stall.end_ns) - np.maximum(begin - pause_ns, stall.start_ns)
+        is_pause = 2 * before_ns >= np.minimum(pause_ns, stall.end_ns - stall.start_ns)
+        stalled_ns[calls] += np.where(before_ns > 0, np.where(is_pause, pause_ns, before_ns), 0)
     return in_stall, np.minimum(stalled_ns, gap_ns)
 
 
@@ -397,12 +403,15 @@ def _compute_around(graph: Graph) -> tuple[Ints, Ints]:
     launch = graph.launch[: graph.count]
     computes = graph.matches("kind", "compute") & (graph.column("what") == WORK) & (launch >= 0)
     busy_ns, next_ns = np.full(graph.count, -1, np.int64), np.full(graph.count, -1, np.int64)
-    for each in np.unique(rank[computes]):
-        work = np.flatnonzero(computes & (rank == each))
+    hosts = np.flatnonzero(graph.column("what") == HOST)
+    computing = np.flatnonzero(computes)
+    calls_of = {each: hosts[rows] for each, rows in rows_by_key(rank[hosts]).items()}
+    for each, rows in rows_by_key(rank[computing]).items():
+        work = computing[rows]
         work = work[np.argsort(launch[work], kind="stable")]
         reach_ns = np.maximum.accumulate(end[work])
         first_ns = np.minimum.accumulate(start[work][::-1])[::-1]
-        calls = np.flatnonzero((graph.column("what") == HOST) & (rank == each))
+        calls = calls_of.get(each, hosts[:0])
         at = np.searchsorted(launch[work], calls, side="right")
         busy_ns[calls[at > 0]] = reach_ns[at[at > 0] - 1]
         next_ns[calls[at < len(work)]] = first_ns[at[at < len(work)]]
