@@ -166,10 +166,15 @@ def graphs(run: Run) -> list[Graph]:
     own_edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
     edges = pl.concat([own_edges, shared_waits.shared_waits(nodes, own_edges).select(own_edges.columns)])
     found = []
-    for (window,), window_nodes in nodes.group_by("window", maintain_order=True):
-        here = pl.col("window") == window
-        found.append(_graph(run, int(str(window)), window_nodes, edges.filter(here), windows.filter(here)))
+    for window in nodes["window"].unique(maintain_order=True).to_list():
+        found.append(_graph(run, window, *(_of_window(table, window) for table in (nodes, edges, windows))))
     return found
+
+
+def _of_window(table: pl.DataFrame, window: int) -> pl.DataFrame:
+    """Return the rows of a window; the table itself, not a copy, if that is all of it."""
+    is_here = table["window"] == window
+    return table if is_here.all() else table.filter(is_here)
 
 
 def queued_before(frame: pl.DataFrame, launch: Ints) -> Flags:

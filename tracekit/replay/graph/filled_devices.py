@@ -82,15 +82,18 @@ def with_rooms(frame: pl.DataFrame) -> pl.DataFrame:
     """
     if not (frame["room_ns"] >= 0).any():
         return frame.with_columns(shares_with=pl.lit(_NONE, pl.Int64))
-    dur_ns = pl.col("end_ns") - pl.col("start_ns")
+    dur_ns = (pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns")
     shown = frame.filter(pl.col("room_ns") >= 0, pl.col("room_ns") <= device_sharing.LAST_WAVE_RATIO * dur_ns)
     usual = shown.group_by("grid_id").agg(usual_ns=pl.col("room_ns").median().cast(pl.Int64))
-    joined = frame.join(usual, on="grid_id", how="left", maintain_order="left")
+    joined = frame.select("grid_id", "room_ns", dur_ns).join(usual, on="grid_id", how="left", maintain_order="left")
     room_ns = pl.max_horizontal("room_ns", "usual_ns")
-    fills = pl.col("usual_ns").is_not_null() & (room_ns < dur_ns)
-    rooms = joined.with_columns(room_ns=pl.when(fills).then(room_ns).otherwise(_NONE)).drop("usual_ns")
+    fills = pl.col("usual_ns").is_not_null() & (room_ns < pl.col("dur_ns"))
+    rooms = frame.with_columns(joined.select(room_ns=pl.when(fills).then(room_ns).otherwise(_NONE)).to_series())
     shares_with = np.full(rooms.height, _NONE, np.int64)
-    for here in rooms.filter(is_kernel()).partition_by(_DEVICE):
+    kernels = rooms.select(
+        "at", "rank", "device", "lane", "start_ns", "end_ns", "room_ns", "is_late", kernel=is_kernel()
+    )
+    for here in kernels.filter("kernel").partition_by(_DEVICE):
         at, on = _shared(here.sort("start_ns", "at"))
         shares_with[at] = on
     return rooms.with_columns(pl.Series("shares_with", shares_with))

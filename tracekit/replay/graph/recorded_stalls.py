@@ -50,10 +50,12 @@ def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
 def with_pauses(run: Run, nodes: pl.DataFrame) -> pl.DataFrame:
     """Return the nodes of a run with the pauses that only the durations on other ranks show."""
     paused = run.run_table(paused_kernels.stalls).filter(pl.col("kind") == device_stalls.PAUSED)
+    if paused.is_empty():
+        return nodes
     key = ["window", "rank", "ref", "what"]
     of_work = paused.select("window", "rank", ref="activity_id", what=pl.lit(WORK, pl.Int8), ns="dur_ns")
-    joined = nodes.join(of_work, on=key, how="left", maintain_order="left")
-    return joined.with_columns(pl.coalesce("ns", "paused_ns").alias("paused_ns")).select(nodes.columns)
+    joined = nodes.select(*key, "paused_ns").join(of_work, on=key, how="left", maintain_order="left")
+    return nodes.with_columns(joined.select(pl.coalesce("ns", "paused_ns").alias("paused_ns")).to_series())
 
 
 def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:
