@@ -10,8 +10,12 @@ from tracekit.errors import RuleError
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Fact
+from tracekit.replay.graph import dependency_graph
 from tracekit.rules import all_rules, cost_attribution, found_iterations, judgeability
 from tracekit.rules.rule import Finding, Input, Report, Rule, sort_findings
+
+_MANY_TRACES = 32
+"""Of more traces, some are no longer in memory after the first pass, nor is what their facts have in common."""
 
 
 def check(
@@ -25,10 +29,14 @@ def check(
 
     All rules, and `facts` that are needed later, share one pass over the traces; `on_progress` is called after each
     trace. The cost of findings comes from a replay of the steps without their cause, where possible: a second pass,
-    only if there is such a finding. Raises RuleError, with the rule's code, if a rule crashes.
+    only if there is such a finding; of many traces, the first pass measures what it needs. Raises RuleError, with the
+    rule's code, if a rule crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    run.measure([*(fact for rule in chosen for fact in rule.facts), *judgeability.FACTS, *facts], on_progress)
+    replayed = dependency_graph.FACTS if len(run.sources) > _MANY_TRACES else ()
+    run.measure(
+        [*(fact for rule in chosen for fact in rule.facts), *judgeability.FACTS, *facts, *replayed], on_progress
+    )
     findings: list[Finding] = []
     unrecorded = judgeability.blind_spots(run, chosen)
     blind_spots = dict(unrecorded)

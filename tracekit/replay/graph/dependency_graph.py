@@ -165,10 +165,10 @@ def graphs(run: Run) -> list[Graph]:
     nodes = alignment.on_run_clock(nodes, run.offsets, ("start_ns", "end_ns"))
     own_edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
     edges = pl.concat([own_edges, shared_waits.shared_waits(nodes, own_edges).select(own_edges.columns)])
-    found = []
-    for window in nodes["window"].unique(maintain_order=True).to_list():
-        found.append(_graph(run, window, *(_of_window(table, window) for table in (nodes, edges, windows))))
-    return found
+    return [
+        _graph(run, window, *(_of_window(table, window) for table in (nodes, edges, windows)))
+        for window in nodes["window"].unique(maintain_order=True).to_list()
+    ]
 
 
 def _of_window(table: pl.DataFrame, window: int) -> pl.DataFrame:
