@@ -10,6 +10,7 @@ from tracekit import conventions
 from tracekit.analysis.time import save_names
 from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
+from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 COLUMNS = (
@@ -43,6 +44,7 @@ def step_times(trace: Trace) -> pl.DataFrame:
     return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select("step", step_time_ns="value")
 
 
+@memoize
 def save_spans(trace: Trace) -> pl.DataFrame:
     """Return the spans of the trace that are saves: the recorder's own, and others recognized by name.
 
@@ -51,9 +53,10 @@ def save_spans(trace: Trace) -> pl.DataFrame:
     and `pageable_bytes` of those into pageable memory) and idle time of the device, both null on a CPU run;
     collectives; and Python's write and fsync calls, null in traces without stacks. It never shows serialization.
     """
-    found = trace.ops.filter(save_names.is_save(), pl.col("dur_ns") > 0).sort(
-        "start_ns", "dur_ns", descending=[False, True]
-    )
+    rows = np.flatnonzero(save_names.is_save(trace))
+    if not len(rows):
+        return pl.DataFrame(schema=SPAN_COLUMNS)
+    found = trace.ops[rows].filter(pl.col("dur_ns") > 0).sort("start_ns", "dur_ns", descending=[False, True])
     merged = intervals.union(intervals.from_table(found))
     if not len(merged):
         return pl.DataFrame(schema=SPAN_COLUMNS)

@@ -5,6 +5,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs, recomputation
+from tracekit.analysis.time import op_columns
 from tracekit.model import nesting, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -125,7 +126,7 @@ def counted_op_of_activities(trace: Trace, ids: pl.Series) -> nesting.Ints:
     owner = kernels.innermost_op(trace)
     if not trace.ops.height:
         return owner
-    around = nesting.nearest(_parents(trace), trace.ops["id"].is_in(ids.implode()).to_numpy())
+    around = nesting.nearest(op_columns.parent_ids(trace), trace.ops["id"].is_in(ids.implode()).to_numpy())
     return np.where(owner >= 0, around[np.maximum(owner, 0)], -1)
 
 
@@ -201,7 +202,7 @@ def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
     if not trace.on_device:  # an activity is an outermost op, and the calls are in it
         repeats = trace.ops["id"].is_in(repeated["launch_id"].implode()).to_numpy()
         return ids.filter(
-            nesting.nearest(_parents(trace), repeats)[trace.ops["id"].is_in(ids.implode()).to_numpy()] >= 0
+            nesting.nearest(op_columns.parent_ids(trace), repeats)[trace.ops["id"].is_in(ids.implode()).to_numpy()] >= 0
         )
     rows = counted_op_of_activities(trace, ids)
     rows = rows[trace.activities["id"].is_in(repeated["id"].implode()).to_numpy() & (rows >= 0)]
@@ -219,7 +220,7 @@ _IS_COMPUTE = pl.col("kind") == "compute"
 
 def _enclosing(trace: Trace, ids: pl.Series) -> nesting.Flags:
     """Return which ops have one of the calls `ids` in them: on a CPU run, an activity is an outermost op."""
-    parent = _parents(trace)
+    parent = op_columns.parent_ids(trace)
     encloses = np.zeros(trace.ops.height, np.bool_)
     if trace.on_device:
         return encloses
@@ -229,7 +230,3 @@ def _enclosing(trace: Trace, ids: pl.Series) -> nesting.Flags:
         encloses[around] = True
         around = parent[around]
     return encloses
-
-
-def _parents(trace: Trace) -> nesting.Ints:
-    return trace.ops["parent_id"].fill_null(-1).to_numpy()

@@ -8,8 +8,9 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import module_paths, totals
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, op_columns
 from tracekit.model import nesting
+from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Fact, Trace
@@ -141,12 +142,12 @@ def launching_op_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series
     return [trace.ops[name].gather(row).alias(f"op_{name}") for name in columns]
 
 
+@memoize
 def innermost_op(trace: Trace) -> nesting.Ints:
     """Return, for each activity, the row in ops of the innermost dispatcher op around its launch; -1 for none."""
     launch = trace.activities["launch_id"].fill_null(-1).to_numpy()
     if not trace.ops.height:
         return np.full(len(launch), -1, np.int64)
-    parent = trace.ops["parent_id"].fill_null(-1).to_numpy()
-    of_slice = nesting.nearest(parent, (trace.ops["kind"] == "cpu_op").to_numpy())
+    of_slice = nesting.nearest(op_columns.parent_ids(trace), op_columns.is_kind(trace, "cpu_op"))
     is_known = (launch >= 0) & (launch < len(of_slice))
     return np.where(is_known, of_slice[np.where(is_known, launch, 0)], -1)

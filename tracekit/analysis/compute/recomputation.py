@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import backward_passes
+from tracekit.analysis.time import backward_passes, op_columns
 from tracekit.model import nesting, schema
 from tracekit.model.trace import Trace
 
@@ -61,16 +61,12 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
     row per activity. Without columns where there is none.
     """
     ops = trace.ops
-    parent = ops["parent_id"].fill_null(-1).to_numpy()
-    name, backward = pl.col("name"), pl.col("phase").eq_missing(conventions.BACKWARD)
-    flags = ops.select(
-        name.str.contains(_REENTRANT).alias("checkpoint"),
-        (name.str.contains(_NODE) & (pl.col("kind") != "runtime")).alias("node"),
-        (backward & name.str.contains(_FORWARD_ONLY)).alias("forward"),
-    )
-    checkpoint, node, forward = (flags[each].to_numpy() for each in ("checkpoint", "node", "forward"))
+    parent = op_columns.parent_ids(trace)
+    checkpoint = op_columns.is_named(trace, _REENTRANT)
+    forward = op_columns.is_phase(trace, conventions.BACKWARD) & op_columns.is_named(trace, _FORWARD_ONLY)
     if not checkpoint.any() and not forward.any():
         return pl.DataFrame()
+    node = op_columns.is_named(trace, _NODE) & ~op_columns.is_kind(trace, "runtime")
     around = nesting.nearest(parent, node | checkpoint)
     in_node = forward & (around >= 0) & ~checkpoint[np.maximum(around, 0)]
     last_ns = np.full(len(parent), np.iinfo(np.int64).min)

@@ -8,7 +8,7 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import launch_delay
-from tracekit.analysis.time import host_state
+from tracekit.analysis.time import host_state, op_columns
 from tracekit.model import intervals, schema
 from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
@@ -64,10 +64,10 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     if stalls.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     spans = intervals.from_table(stalls)
-    ops = _ops_during(trace, spans)
-    covered = {cause: _covered(spans, ops, cause) for cause in _PATTERNS}
+    during, ops = _during(trace, spans), op_columns.spans(trace)
+    covered = {cause: intervals.coverage(spans, ops[during & _shows(trace, cause)]) for cause in _PATTERNS}
     covered[SAVE] = intervals.coverage(spans, intervals.from_table(save_stages.save_spans(trace)))
-    covered[RETRY] = np.where(_flushes(spans, ops), covered[ALLOCATION], 0)
+    covered[RETRY] = np.where(_flushes(trace, spans, during), covered[ALLOCATION], 0)
     lengths = spans[:, 1] - spans[:, 0]
     order = [cause for cause in CAUSES if cause != OTHER]
     shares = np.stack([covered[cause] for cause in order]) >= _MIN_COVERED * lengths
@@ -76,7 +76,7 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     return stalls.with_columns(
         pl.Series("cause", [CAUSES[index] if index < len(order) else OTHER for index in cause.tolist()], pl.String),
         pl.Series("evidence_ns", evidence_ns, pl.Int64),
-        pl.Series("name", _innermost(spans, ops), pl.String),
+        pl.Series("name", _innermost(trace, spans, during), pl.String),
     ).pipe(schema.select, COLUMNS)
 
 
@@ -109,46 +109,47 @@ def _stalls(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _ops_during(trace: Trace, spans: intervals.Spans) -> pl.DataFrame:
-    """Return the slices of threads that launch work, and the profiler's, which run during any of the spans."""
-    launching = host_state.launching_threads(trace)["lane"].implode()
-    ops = trace.ops.filter(pl.col("lane").is_in(launching) | (pl.col("kind") == "overhead"))
-    inside = intervals.coverage(intervals.from_table(ops), intervals.union(spans)) > 0
-    return ops.filter(pl.Series(inside))
+def _during(trace: Trace, spans: intervals.Spans) -> Flags:
+    """Return which ops run during any of the spans, of threads that launch work and of the profiler; shape (ops,)."""
+    inside = intervals.coverage(op_columns.spans(trace), intervals.union(spans)) > 0
+    return inside & (host_state.is_launching(trace) | op_columns.is_kind(trace, "overhead"))
 
 
-def _covered(spans: intervals.Spans, ops: pl.DataFrame, cause: str) -> intervals.Spans:
-    name, is_call = pl.col("name"), pl.col("kind") == "runtime"
-    matching = name.str.contains(_PATTERNS[cause])
+def _shows(trace: Trace, cause: str) -> Flags:
+    """Return which ops show a cause; shape (ops,)."""
+    matching = op_columns.is_named(trace, _PATTERNS[cause])
     if cause == PROFILER:
-        matching &= pl.col("kind") == "overhead"
+        matching = matching & op_columns.is_kind(trace, "overhead")
     elif cause == LAUNCH:
         # Launches take microseconds: many short ones are a busy host, one long one is a stall.
-        matching &= is_call & (pl.col("dur_ns") >= _LONG_LAUNCH_NS)
+        is_long = trace.ops["dur_ns"].to_numpy() >= _LONG_LAUNCH_NS
+        matching = matching & op_columns.is_kind(trace, "runtime") & is_long
     elif cause == ALLOCATION:
-        matching &= is_call
+        matching = matching & op_columns.is_kind(trace, "runtime")
     elif cause == DATA:
-        matching |= (pl.col("phase") == conventions.DATA).fill_null(value=False)
-    return intervals.coverage(spans, intervals.union(intervals.from_table(ops.filter(matching))))
+        matching = matching | op_columns.is_phase(trace, conventions.DATA)
+    return matching
 
 
-def _flushes(spans: intervals.Spans, ops: pl.DataFrame) -> Flags:
+def _flushes(trace: Trace, spans: intervals.Spans, during: Flags) -> Flags:
     """Return during which spans the allocator freed its cache and allocated again."""
+    calls = during & op_columns.is_kind(trace, "runtime")
     counts = []
     for pattern in (_FREE, _MALLOC):
-        starts = ops.filter(pl.col("kind") == "runtime", pl.col("name").str.contains(pattern))["start_ns"].sort()
-        at = np.searchsorted(starts.to_numpy(), spans[:, [0, 1]])
+        starts = np.sort(op_columns.spans(trace)[calls & op_columns.is_named(trace, pattern), 0])
+        at = np.searchsorted(starts, spans[:, [0, 1]])
         counts.append(at[:, 1] - at[:, 0])
     return np.asarray((counts[0] >= _MIN_FREES) & (counts[1] >= 1), np.bool_)
 
 
-def _innermost(spans: intervals.Spans, ops: pl.DataFrame) -> list[str | None]:
+def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str | None]:
     """Return the name of the shortest slice that covers half of each span."""
-    shortest_ns = int(_MIN_COVERED * (spans[:, 1] - spans[:, 0]).min())
-    long = ops.filter(pl.col("dur_ns") >= shortest_ns).sort("dur_ns", "id")
-    starts, ends, names = long["start_ns"].to_numpy(), (long["start_ns"] + long["dur_ns"]).to_numpy(), long["name"]
+    ops, lengths = op_columns.spans(trace), trace.ops["dur_ns"].to_numpy()
+    long = np.flatnonzero(during & (lengths >= int(_MIN_COVERED * (spans[:, 1] - spans[:, 0]).min())))
+    long = long[np.lexsort((trace.ops["id"].to_numpy()[long], lengths[long]))]
+    starts, ends, names = ops[long, 0], ops[long, 1], trace.ops["name"]
     found: list[str | None] = []
     for start, end in spans.tolist():
         covers = np.minimum(ends, end) - np.maximum(starts, start) >= _MIN_COVERED * (end - start)
-        found.append(names[int(covers.argmax())] if covers.any() else None)
+        found.append(names[int(long[covers.argmax()])] if covers.any() else None)
     return found

@@ -7,7 +7,7 @@ from tracekit import conventions
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import stacks
-from tracekit.analysis.time import breakdown, host_state, launches
+from tracekit.analysis.time import breakdown, host_state, launches, op_columns
 from tracekit.model import schema, sweep_line
 from tracekit.model.trace import Trace
 
@@ -86,7 +86,7 @@ def data_waits(trace: Trace) -> pl.DataFrame:
     """
     windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
     is_first = pl.col("start_ns") == pl.col("start_ns").min().over("device")
-    begin_ns = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi")["start_ns"].min()
+    begin_ns = trace.ops["start_ns"].filter(pl.Series(host_state.is_launching(trace))).min()
     windows = windows.with_columns(
         pl.when(is_first)
         .then(pl.min_horizontal("start_ns", pl.lit(begin_ns, pl.Int64)))
@@ -116,11 +116,12 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 
     Columns step, phase, unit, name, start_ns, dur_ns; one row per outermost such op of a thread that launches work.
     """
-    ops = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi").filter(
-        (pl.col("kind") == "cpu_op") & pl.col("name").str.contains(host_state.SYNCHRONIZING),
-        pl.col("phase").is_in([conventions.FORWARD, conventions.BACKWARD]),
-        trace.in_steps,
-    )
+    reads = op_columns.is_kind(trace, "cpu_op") & op_columns.is_named(trace, host_state.SYNCHRONIZING)
+    passes = op_columns.is_phase(trace, conventions.FORWARD) | op_columns.is_phase(trace, conventions.BACKWARD)
+    rows = np.flatnonzero(reads & passes & host_state.is_launching(trace))
+    if not len(rows):
+        return pl.DataFrame(schema=READ_COLUMNS)
+    ops = trace.ops[rows].filter(trace.in_steps)
     inner = ops.join(ops.select(pl.col("id").alias("parent_id")), on="parent_id", how="semi")
     return ops.join(inner.select("id"), on="id", how="anti").select(*READ_COLUMNS)
 

@@ -9,7 +9,9 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.memory import owners
+from tracekit.analysis.time import op_columns
 from tracekit.model import intervals, schema
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -71,6 +73,7 @@ def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+@memoize
 def live(trace: Trace) -> pl.DataFrame:
     """Return how many bytes are allocated after each event.
 
@@ -122,6 +125,8 @@ def at_peak(trace: Trace) -> pl.DataFrame:
     op is memory from before the window; its count is null where some of it never appears. The bytes of a device add up
     to its peak.
     """
+    if trace.allocations.is_empty():
+        return pl.DataFrame(schema=PEAK_COLUMNS)
     usage = live(trace)
     peaks = usage.filter(pl.col("live_bytes") == pl.col("live_bytes").max().over("device")).unique(
         "device", keep="first", maintain_order=True
@@ -137,6 +142,8 @@ def peaks(trace: Trace) -> pl.DataFrame:
     Columns device, peak_allocated_bytes, peak_reserved_bytes, memory_bytes (of the device), headroom_bytes (never
     reserved), slack_bytes (reserved but not allocated at the allocated peak); one row per device, null for the host.
     """
+    if trace.allocations.is_empty():
+        return pl.DataFrame(schema=DEVICE_PEAK_COLUMNS)
     usage = live(trace).group_by("device")
     top = usage.agg(
         peak_allocated_bytes=pl.col("live_bytes").max(),
@@ -163,6 +170,8 @@ def churn(trace: Trace) -> pl.DataFrame:
     Columns step, device, count and bytes (of allocations), peak_bytes (of the step), churn_ratio (bytes over peak),
     distinct_sizes; one row per step and device.
     """
+    if trace.allocations.is_empty():
+        return pl.DataFrame(schema=CHURN_COLUMNS)
     usage = live(trace).drop_nulls("step").group_by("step", "device").agg(peak_bytes=pl.col("live_bytes").max())
     allocated = trace.allocations.filter(pl.col("delta_bytes") > 0).drop_nulls("step")
     sums = allocated.group_by("step", "device").agg(
@@ -182,6 +191,8 @@ def new_sizes(trace: Trace) -> pl.DataFrame:
     work; allocations of saves and of the backend inside its collectives are left out, and so is the first step, where
     all sizes are new. On a device, sizes within 1 MiB of each other count as one: they may be of the same request.
     """
+    if trace.allocations.is_empty():
+        return pl.DataFrame(schema=NEW_SIZE_COLUMNS)
     large = trace.allocations.filter(
         of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
         pl.col("phase").ne_missing(conventions.CHECKPOINT),
@@ -209,9 +220,9 @@ def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
 
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
     """Return which times lie inside a collective call: the backend's own allocations."""
-    calls = trace.ops.filter(pl.col("name").str.starts_with("c10d::"))
+    calls = op_columns.spans(trace)[op_columns.is_named(trace, "^c10d::")]
     moments = np.stack((at_ns.to_numpy(), at_ns.to_numpy() + 1), axis=1)
-    return pl.Series(intervals.coverage(moments, intervals.from_table(calls)) > 0)
+    return pl.Series(intervals.coverage(moments, calls) > 0)
 
 
 def of_training(trace: Trace) -> pl.Expr:

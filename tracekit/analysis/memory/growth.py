@@ -1,6 +1,7 @@
 """Memory growth from step to step: a robust slope with its confidence interval."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -32,19 +33,30 @@ def growth(trace: Trace) -> pl.DataFrame:
     On the host, allocations inside a collective whose free the profiler cannot see, on the backend's own thread, are
     left out.
     """
+    series = [*_from_events(trace), *_from_log(trace)]
+    rows = [
+        (device, source, *_slope(steps, used)) for device, source, steps, used in series if len(steps) >= LEAST_STEPS
+    ]
+    return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+
+
+def _from_events(trace: Trace) -> Iterator[tuple[int | None, str, pl.Series, pl.Series]]:
+    """Yield each device with the bytes that are allocated at the end of each step, by the allocator's events."""
+    if trace.allocations.is_empty():
+        return
     usage = allocations.live(trace).filter(allocations.of_training(trace))
     usage = usage.with_columns(pl.col("live_bytes") - _unseen_frees(trace, usage["event"])).drop_nulls("step")
     ends = usage.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
-    rows = [
-        (device, _EVENTS, *_slope(part["step"], part["live_bytes"]))
-        for (device,), part in ends.group_by("device", maintain_order=True)
-        if part.height >= LEAST_STEPS
-    ]
-    logged = trace.metrics.filter(pl.col("name") == conventions.ALLOCATED_METRIC).drop_nulls().sort("step")
-    logged = logged.slice(1)
-    if logged.height >= LEAST_STEPS:
-        rows.append((None, _METRICS, *_slope(logged["step"], logged["value"].cast(pl.Int64))))
-    return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+    for (device,), part in ends.group_by("device", maintain_order=True):
+        yield device, _EVENTS, part["step"], part["live_bytes"]
+
+
+def _from_log(trace: Trace) -> Iterator[tuple[int | None, str, pl.Series, pl.Series]]:
+    """Yield the bytes that are allocated at the end of each step but the first, by the metrics log."""
+    if trace.metrics.is_empty():
+        return
+    logged = trace.metrics.filter(pl.col("name") == conventions.ALLOCATED_METRIC).drop_nulls().sort("step").slice(1)
+    yield None, _METRICS, logged["step"], logged["value"].cast(pl.Int64)
 
 
 def _unseen_frees(trace: Trace, event: pl.Series) -> pl.Series:

@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis.time import op_columns
 from tracekit.model import nesting, sweep_line
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -40,12 +41,11 @@ def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
 
 def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     """Return, for ops, the innermost module and code location around them: columns op_id, module, stack."""
-    ops = trace.ops.sort("id")
     wanted = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
-    python = pl.col("kind") == "python"
-    names = ops.filter(python)["name"].unique()
-    if names.is_empty():
+    if not op_columns.is_kind(trace, "python").any():
         return wanted.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
+    ops, python = trace.ops.sort("id"), pl.col("kind") == "python"
+    names = ops.filter(python)["name"].unique()
     name = names.str
     own = names.filter(name.contains(r"\.py\(\d+\): ") & ~name.contains("^(torch/|<)|/torch/"))
     modules = names.filter(name.starts_with(conventions.MODULE_PREFIX))

@@ -5,9 +5,10 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.memory import allocations
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, op_columns
 from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
+from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 _DEVICE_CALL = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MallocAsync|FreeAsync)"
@@ -17,6 +18,7 @@ _CALL_AGO_NS = 100_000_000
 CALL_COLUMNS = schema.columns("step name start_ns dur_ns stalled_ns")
 STALL_COLUMNS = schema.columns("step device start_ns duration_ns calls host_ns stalled_ns")
 REGROWTH_COLUMNS = schema.columns("step device start_ns dur_ns bytes idle_bytes grown_bytes stalled_ns reserved_bytes")
+BUFFER_COLUMNS = schema.columns("step unit span start_ns dur_ns bytes")
 RETRY_COLUMNS = {"step": pl.Int64, "retries": pl.Int64, "step_time_ns": pl.Int64}
 
 
@@ -59,6 +61,8 @@ def retries(trace: Trace) -> pl.DataFrame:
     Columns step, retries, step_time_ns; one row per step with the growth of the counter. The first logged step has no
     row, since the counter before it is unknown.
     """
+    if trace.metrics.is_empty():
+        return pl.DataFrame(schema=RETRY_COLUMNS)
     wide = trace.metrics.filter(
         pl.col("name").is_in([conventions.ALLOC_RETRIES_METRIC, conventions.STEP_TIME_METRIC])
     ).pivot("name", index="step", values="value", aggregate_function="first")
@@ -79,6 +83,8 @@ def regrowth(trace: Trace) -> pl.DataFrame:
     grown_bytes (newly reserved), stalled_ns (by the device call before it), reserved_bytes (after); one row per
     request. The idle memory was fragmented, on another stream or in another pool.
     """
+    if trace.allocations.is_empty():
+        return pl.DataFrame(schema=REGROWTH_COLUMNS)
     device = pl.col("device")
     idle_bytes = pl.col("slack_bytes").shift(1).over(device)
     grown_bytes = pl.col("reserved_bytes").diff().over(device)
@@ -98,6 +104,8 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
 
     Columns step, unit, span, start_ns, dur_ns (0), bytes; one row per allocation. Those of saves are left out.
     """
+    if trace.allocations.is_empty():
+        return pl.DataFrame(schema=BUFFER_COLUMNS)
     span = pl.col("span")
     # Allocations of the backend inside its collective are not FSDP's buffers (gloo copies its messages).
     inside = allocations.in_collectives(trace, trace.allocations["at_ns"])
@@ -113,11 +121,14 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
     )  # fmt: skip
 
 
+@memoize
 def _calls(trace: Trace) -> pl.DataFrame:
-    name = pl.col("name")
-    return trace.ops.filter(pl.col("kind") == "runtime", name.str.contains(_DEVICE_CALL)).sort("start_ns", "id")
+    calls = op_columns.is_kind(trace, "runtime") & op_columns.is_named(trace, _DEVICE_CALL)
+    columns = ["step", "name", "start_ns", "dur_ns", "id"]
+    return trace.ops.select(columns).filter(pl.Series(calls)).sort("start_ns", "id")
 
 
+@memoize
 def _idle(trace: Trace) -> Spans:
     """Return the time between first and last activity without device work; none on a CPU run."""
     if not trace.on_device:

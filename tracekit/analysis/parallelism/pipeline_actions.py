@@ -7,11 +7,12 @@ the runtime executes, `Forward i` and `Backward i` of GPipe); Megatron-LM, core/
 
 import polars as pl
 
-from tracekit.analysis.time import breakdown, launches
+from tracekit.analysis.time import breakdown, launches, op_columns
 from tracekit.conventions.process_groups import axis_of_description
 from tracekit.conventions.strategies import CP, EP, TP
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = COMPUTE_ACTIONS = (
@@ -88,18 +89,21 @@ def pipeline_actions(trace: Trace) -> pl.DataFrame:
 
 
 def _marked(trace: Trace) -> pl.DataFrame:
-    spans = trace.ops.filter(pl.col("kind") == "annotation").select("name", "step", "start_ns", "dur_ns")
-    own = _of_torch(trace, spans)
-    if own.height:
+    annotations = op_columns.is_kind(trace, "annotation")
+    ours = annotations & op_columns.is_named(trace, "^PP:")
+    own = _of_torch(trace, _spans(trace, ours)) if ours.any() else ACTIONS.empty()
+    if own.height or not _sends(trace).height:
         return own
-    if not _sends(trace).height:
-        return own
-    framework = trace.ops.filter(pl.col("kind").is_in(["annotation", "python"])).select(*spans.columns)
+    framework = annotations | op_columns.is_kind(trace, "python")
     for pattern in (_BY_LOOP, _FRAMEWORK):
-        found = _named(framework, pattern)
-        if found.height:
-            return _numbered(_outermost(found))
+        found = framework & op_columns.is_named(trace, pattern)
+        if found.any():
+            return _numbered(_outermost(_named(_spans(trace, found), pattern)))
     return own
+
+
+def _spans(trace: Trace, which: Flags) -> pl.DataFrame:
+    return trace.ops.select("name", "step", "start_ns", "dur_ns").filter(pl.Series(which))
 
 
 def _outermost(found: pl.DataFrame) -> pl.DataFrame:
@@ -109,8 +113,7 @@ def _outermost(found: pl.DataFrame) -> pl.DataFrame:
     return ordered.filter((before_ns <= pl.col("host_start_ns")).fill_null(value=True))
 
 
-def _of_torch(trace: Trace, spans: pl.DataFrame) -> pl.DataFrame:
-    ours = spans.filter(pl.col("name").str.starts_with("PP:"))
+def _of_torch(trace: Trace, ours: pl.DataFrame) -> pl.DataFrame:
     found = _named(ours, _TORCH)
     both = ours.filter(pl.col("name").str.contains(_OVERLAPPED))
     return pl.concat([found, _split_overlapped(trace, both)]) if both.height else found
@@ -174,6 +177,7 @@ def _split_overlapped(trace: Trace, both: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+@memoize
 def _sends(trace: Trace) -> pl.DataFrame:
     return trace.collectives.filter(pl.col("op").is_in(POINT_TO_POINT))
 

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import save_names
+from tracekit.analysis.time import op_columns, save_names
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -30,6 +30,7 @@ SYNCHRONIZING = (
     r"^aten::(item|_local_scalar_dense|is_nonzero)$"
 )
 _LOCK = r"(?i)\bgil\b|lock[ _:]?(acquire|wait)|acquire[_ ]lock|futex|mutex"
+_RATE_LIMITER = "rate_limiter"
 _LOADER = r"^enumerate\(DataLoader\)"
 
 
@@ -59,14 +60,21 @@ def waited_ns(trace: Trace, at_ns: Ints) -> Ints:
 
 @memoize
 def launching_threads(trace: Trace) -> pl.DataFrame:
-    """Return the threads (column lane) that launch work."""
-    ids = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()
-    found = trace.ops.join(ids, on="id", how="semi").select("lane").unique()
+    """Return the threads (column lane) that launch work, in order."""
+    launched = trace.activities["launch_id"].drop_nulls().to_numpy()
+    launching = trace.ops["lane"].to_numpy()[np.isin(trace.ops["id"].to_numpy(), launched)]
     # Gloo's threads run collectives only: they are no host threads that delay launches. A thread that mostly waits in
     # receives computes, too.
-    computing = trace.activities.filter(pl.col("kind") == "compute").select("lane").unique()
-    carrying = trace.lanes.filter(pl.col("role") == "communication").select("lane")
-    return found.join(carrying.join(computing, on="lane", how="anti"), on="lane", how="anti")
+    computing = trace.activities["lane"].filter(trace.activities["kind"] == "compute").to_numpy()
+    carrying = trace.lanes["lane"].filter(trace.lanes["role"] == "communication").to_numpy()
+    lanes = np.setdiff1d(launching, np.setdiff1d(carrying, computing))
+    return pl.DataFrame({"lane": lanes}, schema={"lane": pl.Int64})
+
+
+@memoize
+def is_launching(trace: Trace) -> Flags:
+    """Return which ops run on a thread that launches work; shape (ops,)."""
+    return np.isin(trace.ops["lane"].to_numpy(), launching_threads(trace)["lane"].to_numpy())
 
 
 def is_synchronizing(state: Ints) -> Flags:
@@ -77,41 +85,21 @@ def is_synchronizing(state: Ints) -> Flags:
 @memoize
 def _spans(trace: Trace) -> list[Spans]:
     """Return the spans of the launching threads in each of HOST_STATES but the last."""
-    ops = trace.ops.join(launching_threads(trace), on="lane", how="semi")
-    name, kind, phase = pl.col("name"), pl.col("kind"), pl.col("phase")
-    is_call = kind == "runtime"
-    names = (
-        ops.select("name", "kind")
-        .unique()
-        .with_columns(  # unique names are far fewer than ops
-            name.str.contains("rate_limiter", literal=True).alias(RATE_LIMITER),
-            name.str.contains(_LOADER).alias(DATA),
-            name.str.contains(_ALLOCATOR).alias(ALLOCATOR),
-            name.str.contains(_LOCK).alias(LOCK),
-            name.str.contains(SYNCHRONIZING).alias(SYNCHRONIZE),
-            save_names.is_save().alias(CHECKPOINT),
-        )
-    )
-    flags = (
-        ops.select("name", "kind", "phase")
-        .join(names, on=["name", "kind"], how="left", maintain_order="left")
-        .select(
-            RATE_LIMITER,
-            ((phase == conventions.CHECKPOINT).fill_null(value=False) | pl.col(CHECKPOINT)).alias(CHECKPOINT),
-            ((phase == conventions.DATA).fill_null(value=False) | pl.col(DATA)).alias(DATA),
-            (is_call & pl.col(ALLOCATOR)).alias(ALLOCATOR),
-            LOCK,
-            SYNCHRONIZE,
-            is_call.alias(LAUNCH),
-            (kind == "cpu_op").alias(OP),
-        )
-        .fill_null(value=False)
-    )
-    spans = intervals.from_table(ops)
-    found = [intervals.union(spans[flags[each].to_numpy()]) for each in HOST_STATES[:-1]]
+    is_call, launching = op_columns.is_kind(trace, "runtime"), is_launching(trace)
+    flags = {
+        RATE_LIMITER: op_columns.is_named(trace, _RATE_LIMITER),
+        CHECKPOINT: op_columns.is_phase(trace, conventions.CHECKPOINT) | save_names.is_save(trace),
+        DATA: op_columns.is_phase(trace, conventions.DATA) | op_columns.is_named(trace, _LOADER),
+        ALLOCATOR: is_call & op_columns.is_named(trace, _ALLOCATOR),
+        LOCK: op_columns.is_named(trace, _LOCK),
+        SYNCHRONIZE: op_columns.is_named(trace, SYNCHRONIZING),
+        LAUNCH: is_call,
+        OP: op_columns.is_kind(trace, "cpu_op"),
+    }
+    spans = op_columns.spans(trace)
+    found = [intervals.union(spans[flags[each] & launching]) for each in HOST_STATES[:-1]]
     allocator = HOST_STATES.index(ALLOCATOR)
-    others = spans[~flags[ALLOCATOR].to_numpy()]
-    found[allocator] = _with_pauses(found[allocator], others)
+    found[allocator] = _with_pauses(found[allocator], spans[launching & ~flags[ALLOCATOR]])
     return found
 
 

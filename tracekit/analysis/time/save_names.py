@@ -1,8 +1,10 @@
 """Names of slices that are saves of checkpoints."""
 
-import polars as pl
-
 from tracekit import conventions
+from tracekit.analysis.time import op_columns
+from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Flags
+from tracekit.model.trace import Trace
 
 _OURS = "^" + conventions.span_name(conventions.CHECKPOINT) + r"(\.|$)"
 # Save annotations of other tools: names given to record_function, and those of Lightning's profiler, which records
@@ -26,8 +28,9 @@ _SAVE_FUNCTION = (
 )
 
 
-def is_save() -> pl.Expr:
-    """Return which ops are saves by their name: annotations, and functions of traces with stacks."""
-    name, kind = pl.col("name"), pl.col("kind")
-    by_span = (kind == "annotation") & name.str.contains(_SAVE_SPAN)
-    return by_span | ((kind == "python") & name.str.contains(_SAVE_FUNCTION))
+@memoize
+def is_save(trace: Trace) -> Flags:
+    """Return which ops are saves by their name: annotations, and functions of traces with stacks; shape (ops,)."""
+    by_span = op_columns.is_kind(trace, "annotation") & op_columns.is_named(trace, _SAVE_SPAN)
+    python = op_columns.is_kind(trace, "python")
+    return by_span | (python & op_columns.is_named(trace, _SAVE_FUNCTION)) if python.any() else by_span

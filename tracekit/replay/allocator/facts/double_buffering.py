@@ -25,6 +25,8 @@ def alternating(trace: Trace) -> pl.DataFrame:
     freed in the step of their allocation, without the root unit, which keeps its buffer, and without blocks that a
     backend allocates inside its collective.
     """
+    if trace.allocations["unit"].null_count() == trace.allocations.height:
+        return pl.DataFrame(schema=COLUMNS)
     found = _of_units(trace)
     if found.is_empty():
         return pl.DataFrame(schema=COLUMNS)

@@ -1,0 +1,74 @@
+"""Columns of a trace's ops as arrays, made once per trace: facts use masks where queries of the table cost more."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.model import intervals
+from tracekit.model.intervals import Spans
+from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import Trace
+
+
+@memoize
+def spans(trace: Trace) -> Spans:
+    """Return the span of each op, shape (ops, 2), in order of the table."""
+    return intervals.from_table(trace.ops)
+
+
+@memoize
+def parent_ids(trace: Trace) -> Ints:
+    """Return the parent_id of each op, shape (ops,); -1 for none."""
+    return trace.ops["parent_id"].fill_null(-1).to_numpy()
+
+
+@memoize
+def is_kind(trace: Trace, kind: str) -> Flags:
+    """Return which ops are of a kind, such as runtime; shape (ops,)."""
+    return as_flags(trace.ops["kind"] == kind)
+
+
+@memoize
+def is_phase(trace: Trace, phase: str) -> Flags:
+    """Return which ops are in a phase, such as backward; shape (ops,)."""
+    return as_flags(trace.ops["phase"] == phase)
+
+
+@memoize
+def is_named(trace: Trace, pattern: str) -> Flags:
+    """Return which ops have a name in which the regular expression matches; shape (ops,).
+
+    Each distinct name is matched once: a trace has far fewer names than ops.
+    """
+    names, code = _distinct_names(trace)
+    return matches(names, pattern)[code]
+
+
+def matches(names: list[str], pattern: str) -> Flags:
+    """Return which of some distinct names a regular expression matches; what is known of other traces is reused."""
+    known = _known_matches.get(pattern, {})
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        if len(known) + len(unknown) > _MAX_KNOWN_NAMES:
+            known, unknown = {}, names
+        found = pl.Series(unknown, dtype=pl.String).str.contains(pattern)
+        known = _known_matches[pattern] = known | dict(zip(unknown, found.to_list(), strict=True))
+    return np.fromiter(map(known.__getitem__, names), np.bool_, len(names))
+
+
+_known_matches: dict[str, dict[str, bool]] = {}
+"""Ranks of a run have mostly the same names, and to match a pattern costs more than to look up all names."""
+_MAX_KNOWN_NAMES = 10_000
+
+
+@memoize
+def _distinct_names(trace: Trace) -> tuple[list[str], Ints]:
+    """Return the distinct names of the ops, and the index of each op's name among them; shape (ops,)."""
+    names = trace.ops["name"].fill_null("")
+    distinct = names.unique(maintain_order=True)
+    return distinct.to_list(), names.cast(pl.Enum(distinct)).to_physical().to_numpy().astype(np.int64)
+
+
+def as_flags(column: pl.Series) -> Flags:
+    """Return a boolean column as an array, False where it is null."""
+    return (column.fill_null(value=False) if column.null_count() else column).to_numpy()
