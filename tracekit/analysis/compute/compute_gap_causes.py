@@ -103,6 +103,7 @@ def _with_peers_apart(run: Run) -> tuple[pl.LazyFrame, pl.LazyFrame]:
     return waiting.select(columns), rest.select(columns)
 
 
+@memoize
 def chains(trace: Trace) -> pl.DataFrame:
     """Return each communication gap by cause, and how long compute then waited: preparation, gap, compute gap.
 

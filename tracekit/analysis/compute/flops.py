@@ -5,7 +5,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs, recomputation
-from tracekit.analysis.time import op_columns
+from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -126,7 +126,7 @@ def counted_op_of_activities(trace: Trace, ids: pl.Series) -> nesting.Ints:
     owner = kernels.innermost_op(trace)
     if not trace.ops.height:
         return owner
-    around = nesting.nearest(op_columns.parent_ids(trace), trace.ops["id"].is_in(ids.implode()).to_numpy())
+    around = nesting.nearest(trace_columns.parent_ids(trace), trace.ops["id"].is_in(ids.implode()).to_numpy())
     return np.where(owner >= 0, around[np.maximum(owner, 0)], -1)
 
 
@@ -201,9 +201,8 @@ def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
         return pl.Series("id", [], pl.Int64)
     if not trace.on_device:  # an activity is an outermost op, and the calls are in it
         repeats = trace.ops["id"].is_in(repeated["launch_id"].implode()).to_numpy()
-        return ids.filter(
-            nesting.nearest(op_columns.parent_ids(trace), repeats)[trace.ops["id"].is_in(ids.implode()).to_numpy()] >= 0
-        )
+        around = nesting.nearest(trace_columns.parent_ids(trace), repeats)
+        return ids.filter(around[trace.ops["id"].is_in(ids.implode()).to_numpy()] >= 0)
     rows = counted_op_of_activities(trace, ids)
     rows = rows[trace.activities["id"].is_in(repeated["id"].implode()).to_numpy() & (rows >= 0)]
     return trace.ops["id"].gather(rows).unique()
@@ -220,7 +219,7 @@ _IS_COMPUTE = pl.col("kind") == "compute"
 
 def _enclosing(trace: Trace, ids: pl.Series) -> nesting.Flags:
     """Return which ops have one of the calls `ids` in them: on a CPU run, an activity is an outermost op."""
-    parent = op_columns.parent_ids(trace)
+    parent = trace_columns.parent_ids(trace)
     encloses = np.zeros(trace.ops.height, np.bool_)
     if trace.on_device:
         return encloses

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import module_paths, totals
-from tracekit.analysis.time import breakdown, op_columns
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import nesting
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
@@ -23,7 +23,7 @@ OpColumns: TypeAlias = Callable[[Trace], Sequence[pl.Series]]
 
 def recorded_ops(trace: Trace) -> list[pl.Series]:
     """Return name and shapes of the innermost op around the launch of each activity; null where unknown."""
-    return launching_op_columns(trace, ("name", "shapes"))
+    return launching_trace_columns(trace, ("name", "shapes"))
 
 
 def kernels(
@@ -135,7 +135,7 @@ def _described(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFram
     return work
 
 
-def launching_op_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
+def launching_trace_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
     """Return, for each activity, columns of the innermost op around its launch, named op_…; null where unknown."""
     row = pl.Series(innermost_op(trace))
     row = row.set(row < 0, None)
@@ -148,6 +148,6 @@ def innermost_op(trace: Trace) -> nesting.Ints:
     launch = trace.activities["launch_id"].fill_null(-1).to_numpy()
     if not trace.ops.height:
         return np.full(len(launch), -1, np.int64)
-    of_slice = nesting.nearest(op_columns.parent_ids(trace), op_columns.is_kind(trace, "cpu_op"))
+    of_slice = nesting.nearest(trace_columns.parent_ids(trace), trace_columns.is_kind(trace, "cpu_op"))
     is_known = (launch >= 0) & (launch < len(of_slice))
     return np.where(is_known, of_slice[np.where(is_known, launch, 0)], -1)

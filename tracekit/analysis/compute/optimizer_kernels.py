@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import kernels
+from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -24,6 +25,7 @@ _ACCESSES = {
 }
 """How often an elementwise operator reads or writes the elements of a parameter."""
 _SLICE = r"^Optimizer\.step#(\w+)\.step$"
+_SLICE_WITH_FUSED = rf"^Optimizer\.step#({'|'.join(FUSED_ACCESSES)})\.step$"
 
 
 @memoize
@@ -34,9 +36,9 @@ def unfused(trace: Trace) -> pl.DataFrame:
     for-loop), saved_ns (by the accesses to memory of a fused kernel over those of all operators of the step); one row
     per kernel. Fused kernels are left out. Empty on a CPU run.
     """
-    op = kernels.innermost_op(trace)
-    if not trace.on_device or not trace.ops.height:
+    if not trace.on_device or not trace_columns.is_named(trace, _SLICE_WITH_FUSED).any():
         return pl.DataFrame(schema=COLUMNS)
+    op = kernels.innermost_op(trace)
     classes = trace.ops["name"].str.extract(_SLICE)
     parent = trace.ops["parent_id"].fill_null(-1).to_numpy()
     of_slice = nesting.nearest(parent, classes.is_not_null().to_numpy())

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from tracekit.analysis.compute import efficiency, flops
+from tracekit.analysis.time import trace_columns
 from tracekit.conventions import devices
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
@@ -34,6 +35,7 @@ _LOW_RATIO = 0.35
 _TF32_RATIO, _MEMORY_RATIO = 0.5, 0.8
 """Shares of the peak in TF32, and of the memory bandwidth, that products without tensor cores would reach with them."""
 _TENSOR_CORE = r"(?i)tensorop|s1688|s16816|s884|h1688|h884|wmma"
+_ALIGN = r"_align(\d+)"
 _16_BIT = r"(?i)f16|fp16|half"
 _FP32 = r"sgemm|simt_s|f32f32_f32f32_f32|implicit_convolve_s|scudnn|cudnn::(cnn|detail)::\w+<float"
 _CONVOLUTION = r"(?i)conv|cudnn|wgrad|dgrad|fprop"
@@ -52,9 +54,11 @@ def misaligned(trace: Trace) -> pl.DataFrame:
     (align1), or, where the name has none, a dimension that strides show to be contiguous, of a call that reaches less
     than 35% of the roofline.
     """
+    if flops.counted(trace).is_empty() and not trace_columns.any_activity_named(trace, _ALIGN):
+        return pl.DataFrame(schema=COLUMNS)
     device = efficiency.device_of(trace.header)
     calls = with_calls(trace).with_columns(
-        pl.col("name").str.extract(r"_align(\d+)").cast(pl.Int64).alias("align"),
+        pl.col("name").str.extract(_ALIGN).cast(pl.Int64).alias("align"),
         pl.when(pl.col("name").str.contains(_16_BIT)).then(2).otherwise(4).alias("element_bytes"),
     )
     if calls.is_empty():
@@ -84,6 +88,8 @@ def without_tensor_cores(trace: Trace) -> pl.DataFrame:
     device = efficiency.device_of(trace.header)
     if device is None or device.peaks.get(devices.TF32, 0) < 2 * device.peaks.get(devices.FP32, math.inf):
         return pl.DataFrame(schema=COLUMNS)
+    if not trace_columns.any_activity_named(trace, _FP32):
+        return pl.DataFrame(schema=COLUMNS)
     is_fp32 = pl.col("name").str.contains(_FP32) & ~pl.col("name").str.contains(_NOT_FP32)
     names = trace.activities["name"].unique()
     allows_tf32 = bool(names.filter(names.str.contains(_CONVOLUTION) & names.str.contains(_TF32)).len())
@@ -102,6 +108,7 @@ def without_tensor_cores(trace: Trace) -> pl.DataFrame:
 _INPUTS = ["op", "shapes", "strides", "element_bytes"]
 
 
+@memoize
 def with_calls(trace: Trace) -> pl.DataFrame:
     """Return the compute with the product call that each kernel is of: op, its inputs, work and roofline, if known."""
     activities = trace.activities.rename({"id": "activity_id"}).join(trace.lanes.select("lane", "device"), on="lane")

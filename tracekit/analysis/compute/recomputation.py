@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import backward_passes, op_columns
+from tracekit.analysis.time import backward_passes, trace_columns
 from tracekit.model import nesting, schema
 from tracekit.model.trace import Trace
 
@@ -61,12 +61,12 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
     row per activity. Without columns where there is none.
     """
     ops = trace.ops
-    parent = op_columns.parent_ids(trace)
-    checkpoint = op_columns.is_named(trace, _REENTRANT)
-    forward = op_columns.is_phase(trace, conventions.BACKWARD) & op_columns.is_named(trace, _FORWARD_ONLY)
+    parent = trace_columns.parent_ids(trace)
+    checkpoint = trace_columns.is_named(trace, _REENTRANT)
+    forward = trace_columns.is_phase(trace, conventions.BACKWARD) & trace_columns.is_named(trace, _FORWARD_ONLY)
     if not checkpoint.any() and not forward.any():
         return pl.DataFrame()
-    node = op_columns.is_named(trace, _NODE) & ~op_columns.is_kind(trace, "runtime")
+    node = trace_columns.is_named(trace, _NODE) & ~trace_columns.is_kind(trace, "runtime")
     around = nesting.nearest(parent, node | checkpoint)
     in_node = forward & (around >= 0) & ~checkpoint[np.maximum(around, 0)]
     last_ns = np.full(len(parent), np.iinfo(np.int64).min)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.compute import product_kernels
+from tracekit.analysis.compute import flops, product_kernels
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -35,10 +35,12 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
     longer); one row per kernel. Products above 70% of the roofline, or with misaligned dimensions, are left out.
     """
     count = _multiprocessors(trace.header)
+    if count is None or flops.counted(trace).is_empty():  # then no roofline is known
+        return pl.DataFrame(schema=COLUMNS)
     kernels = product_kernels.with_calls(trace).filter(
         pl.col("ratio") < _MAX_RATIO, pl.col("dur_ns") >= product_kernels.MIN_NS, pl.col("grid").is_not_null()
     )
-    if count is None or kernels.is_empty():
+    if kernels.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     kernels = kernels.join(product_kernels.misaligned(trace), on="activity_id", how="anti", maintain_order="left")
     waves = _waves(kernels, count)

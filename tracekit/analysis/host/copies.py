@@ -6,7 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.compute import kernels
 from tracekit.analysis.memory import owners
-from tracekit.analysis.time import breakdown, op_columns
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import intervals, schema
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -67,7 +67,7 @@ def _ops_around(trace: Trace, rows: Ints) -> list[pl.Series]:
         unknown = pl.DataFrame({"op_id": [None] * len(rows), "op": [None] * len(rows)})
         return unknown.cast({"op_id": pl.Int64, "op": pl.String}).get_columns()
     row = kernels.innermost_op(trace)[rows]
-    above, is_aten = op_columns.parent_ids(trace), op_columns.is_named(trace, "^aten::")
+    above, is_aten = trace_columns.parent_ids(trace), trace_columns.is_named(trace, "^aten::")
     for _ in range(_MAX_CLIMBS):
         up = np.where(row >= 0, above[np.maximum(row, 0)], -1)
         climbs = (up >= 0) & is_aten[np.maximum(up, 0)]

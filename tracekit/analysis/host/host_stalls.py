@@ -8,7 +8,7 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import launch_delay
-from tracekit.analysis.time import host_state, op_columns
+from tracekit.analysis.time import host_state, trace_columns
 from tracekit.model import intervals, schema
 from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
@@ -64,7 +64,7 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     if stalls.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     spans = intervals.from_table(stalls)
-    during, ops = _during(trace, spans), op_columns.spans(trace)
+    during, ops = _during(trace, spans), trace_columns.spans(trace)
     covered = {cause: intervals.coverage(spans, ops[during & _shows(trace, cause)]) for cause in _PATTERNS}
     covered[SAVE] = intervals.coverage(spans, intervals.from_table(save_stages.save_spans(trace)))
     covered[RETRY] = np.where(_flushes(trace, spans, during), covered[ALLOCATION], 0)
@@ -111,32 +111,32 @@ def _stalls(trace: Trace) -> pl.DataFrame:
 
 def _during(trace: Trace, spans: intervals.Spans) -> Flags:
     """Return which ops run during any of the spans, of threads that launch work and of the profiler; shape (ops,)."""
-    inside = intervals.coverage(op_columns.spans(trace), intervals.union(spans)) > 0
-    return inside & (host_state.is_launching(trace) | op_columns.is_kind(trace, "overhead"))
+    inside = intervals.coverage(trace_columns.spans(trace), intervals.union(spans)) > 0
+    return inside & (host_state.is_launching(trace) | trace_columns.is_kind(trace, "overhead"))
 
 
 def _shows(trace: Trace, cause: str) -> Flags:
     """Return which ops show a cause; shape (ops,)."""
-    matching = op_columns.is_named(trace, _PATTERNS[cause])
+    matching = trace_columns.is_named(trace, _PATTERNS[cause])
     if cause == PROFILER:
-        matching = matching & op_columns.is_kind(trace, "overhead")
+        matching = matching & trace_columns.is_kind(trace, "overhead")
     elif cause == LAUNCH:
         # Launches take microseconds: many short ones are a busy host, one long one is a stall.
         is_long = trace.ops["dur_ns"].to_numpy() >= _LONG_LAUNCH_NS
-        matching = matching & op_columns.is_kind(trace, "runtime") & is_long
+        matching = matching & trace_columns.is_kind(trace, "runtime") & is_long
     elif cause == ALLOCATION:
-        matching = matching & op_columns.is_kind(trace, "runtime")
+        matching = matching & trace_columns.is_kind(trace, "runtime")
     elif cause == DATA:
-        matching = matching | op_columns.is_phase(trace, conventions.DATA)
+        matching = matching | trace_columns.is_phase(trace, conventions.DATA)
     return matching
 
 
 def _flushes(trace: Trace, spans: intervals.Spans, during: Flags) -> Flags:
     """Return during which spans the allocator freed its cache and allocated again."""
-    calls = during & op_columns.is_kind(trace, "runtime")
+    calls = during & trace_columns.is_kind(trace, "runtime")
     counts = []
     for pattern in (_FREE, _MALLOC):
-        starts = np.sort(op_columns.spans(trace)[calls & op_columns.is_named(trace, pattern), 0])
+        starts = np.sort(trace_columns.spans(trace)[calls & trace_columns.is_named(trace, pattern), 0])
         at = np.searchsorted(starts, spans[:, [0, 1]])
         counts.append(at[:, 1] - at[:, 0])
     return np.asarray((counts[0] >= _MIN_FREES) & (counts[1] >= 1), np.bool_)
@@ -144,7 +144,7 @@ def _flushes(trace: Trace, spans: intervals.Spans, during: Flags) -> Flags:
 
 def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str | None]:
     """Return the name of the shortest slice that covers half of each span."""
-    ops, lengths = op_columns.spans(trace), trace.ops["dur_ns"].to_numpy()
+    ops, lengths = trace_columns.spans(trace), trace.ops["dur_ns"].to_numpy()
     long = np.flatnonzero(during & (lengths >= int(_MIN_COVERED * (spans[:, 1] - spans[:, 0]).min())))
     long = long[np.lexsort((trace.ops["id"].to_numpy()[long], lengths[long]))]
     starts, ends, names = ops[long, 0], ops[long, 1], trace.ops["name"]

@@ -7,7 +7,7 @@ from tracekit import conventions
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import stacks
-from tracekit.analysis.time import breakdown, host_state, launches, op_columns
+from tracekit.analysis.time import breakdown, host_state, launches, trace_columns
 from tracekit.model import schema, sweep_line
 from tracekit.model.trace import Trace
 
@@ -116,8 +116,8 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 
     Columns step, phase, unit, name, start_ns, dur_ns; one row per outermost such op of a thread that launches work.
     """
-    reads = op_columns.is_kind(trace, "cpu_op") & op_columns.is_named(trace, host_state.SYNCHRONIZING)
-    passes = op_columns.is_phase(trace, conventions.FORWARD) | op_columns.is_phase(trace, conventions.BACKWARD)
+    reads = trace_columns.is_kind(trace, "cpu_op") & trace_columns.is_named(trace, host_state.SYNCHRONIZING)
+    passes = trace_columns.is_phase(trace, conventions.FORWARD) | trace_columns.is_phase(trace, conventions.BACKWARD)
     rows = np.flatnonzero(reads & passes & host_state.is_launching(trace))
     if not len(rows):
         return pl.DataFrame(schema=READ_COLUMNS)

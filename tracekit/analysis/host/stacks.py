@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import host_state, op_columns
+from tracekit.analysis.time import host_state, trace_columns
 from tracekit.model import intervals, nesting
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -45,7 +45,7 @@ def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
 
     Column stack: "train.py(12): main"; null where no such function runs, or no stacks were recorded.
     """
-    names = trace.ops["name"].filter(pl.Series(op_columns.is_kind(trace, "python"))).unique()
+    names = trace.ops["name"].filter(pl.Series(trace_columns.is_kind(trace, "python"))).unique()
     names = names.filter(names.str.contains(_NAME) & ~names.str.contains(_FRAMEWORK))
     if names.is_empty():
         return pl.Series("stack", [None] * len(at_ns), pl.String)

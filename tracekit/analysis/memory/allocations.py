@@ -9,7 +9,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.memory import owners
-from tracekit.analysis.time import op_columns
+from tracekit.analysis.time import trace_columns
 from tracekit.model import intervals, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
@@ -220,7 +220,7 @@ def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
 
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
     """Return which times lie inside a collective call: the backend's own allocations."""
-    calls = op_columns.spans(trace)[op_columns.is_named(trace, "^c10d::")]
+    calls = trace_columns.spans(trace)[trace_columns.is_named(trace, "^c10d::")]
     moments = np.stack((at_ns.to_numpy(), at_ns.to_numpy() + 1), axis=1)
     return pl.Series(intervals.coverage(moments, calls) > 0)
 

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import op_columns
+from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, sweep_line
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -42,7 +42,7 @@ def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
 def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     """Return, for ops, the innermost module and code location around them: columns op_id, module, stack."""
     wanted = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
-    if not op_columns.is_kind(trace, "python").any():
+    if not trace_columns.is_kind(trace, "python").any():
         return wanted.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
     ops, python = trace.ops.sort("id"), pl.col("kind") == "python"
     names = ops.filter(python)["name"].unique()

@@ -5,7 +5,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.memory import allocations
-from tracekit.analysis.time import breakdown, op_columns
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -123,7 +123,7 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def _calls(trace: Trace) -> pl.DataFrame:
-    calls = op_columns.is_kind(trace, "runtime") & op_columns.is_named(trace, _DEVICE_CALL)
+    calls = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _DEVICE_CALL)
     columns = ["step", "name", "start_ns", "dur_ns", "id"]
     return trace.ops.select(columns).filter(pl.Series(calls)).sort("start_ns", "id")
 

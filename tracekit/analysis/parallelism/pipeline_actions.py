@@ -7,7 +7,7 @@ the runtime executes, `Forward i` and `Backward i` of GPipe); Megatron-LM, core/
 
 import polars as pl
 
-from tracekit.analysis.time import breakdown, launches, op_columns
+from tracekit.analysis.time import breakdown, launches, trace_columns
 from tracekit.conventions.process_groups import axis_of_description
 from tracekit.conventions.strategies import CP, EP, TP
 from tracekit.model import schema
@@ -89,14 +89,14 @@ def pipeline_actions(trace: Trace) -> pl.DataFrame:
 
 
 def _marked(trace: Trace) -> pl.DataFrame:
-    annotations = op_columns.is_kind(trace, "annotation")
-    ours = annotations & op_columns.is_named(trace, "^PP:")
+    annotations = trace_columns.is_kind(trace, "annotation")
+    ours = annotations & trace_columns.is_named(trace, "^PP:")
     own = _of_torch(trace, _spans(trace, ours)) if ours.any() else ACTIONS.empty()
     if own.height or not _sends(trace).height:
         return own
-    framework = annotations | op_columns.is_kind(trace, "python")
+    framework = annotations | trace_columns.is_kind(trace, "python")
     for pattern in (_BY_LOOP, _FRAMEWORK):
-        found = framework & op_columns.is_named(trace, pattern)
+        found = framework & trace_columns.is_named(trace, pattern)
         if found.any():
             return _numbered(_outermost(_named(_spans(trace, found), pattern)))
     return own

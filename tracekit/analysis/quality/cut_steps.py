@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import breakdown, op_columns
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import schema
 from tracekit.model.trace import Trace
 
@@ -63,7 +63,7 @@ def _may_begin_before(trace: Trace) -> bool:
 
 def _backward(trace: Trace) -> pl.DataFrame:
     """Return the backward ops of each step. Columns step, backward_ops, known_ops (with a recorded forward op)."""
-    backward = op_columns.is_kind(trace, "cpu_op") & op_columns.is_named(trace, _BACKWARD)
+    backward = trace_columns.is_kind(trace, "cpu_op") & trace_columns.is_named(trace, _BACKWARD)
     ops = trace.ops.select("step", "forward_id").filter(pl.Series(backward))
     known = pl.col("forward_id").is_not_null().sum().cast(pl.Int64)
     return ops.group_by("step").agg(pl.len().cast(pl.Int64).alias("backward_ops"), known.alias("known_ops"))

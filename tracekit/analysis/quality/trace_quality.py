@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.quality import cut_steps
-from tracekit.analysis.time import breakdown, op_columns
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import environment, schema, units
 from tracekit.model.trace import Trace
 
@@ -166,7 +166,7 @@ def _idle_launches(trace: Trace) -> Iterator[_Row]:
 
 
 def _launch_calls(trace: Trace) -> pl.DataFrame:
-    calls = op_columns.is_kind(trace, "runtime") & op_columns.is_named(trace, _LAUNCH)
+    calls = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _LAUNCH)
     return trace.ops.select("id", "start_ns").filter(pl.Series(calls))
 
 

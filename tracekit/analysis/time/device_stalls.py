@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, kernel_ids, launches, op_columns
+from tracekit.analysis.time import breakdown, kernel_ids, launches, trace_columns
 from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -182,7 +182,7 @@ def _graph_spans(trace: Trace, work: pl.DataFrame) -> Spans:
 
     Profilers can lose kernels of a graph, so an idle device says little then.
     """
-    is_graph = op_columns.is_named(trace, "GraphLaunch")
+    is_graph = trace_columns.is_named(trace, "GraphLaunch")
     if not is_graph.any():
         return intervals.EMPTY
     graphs = pl.DataFrame({"launch_id": trace.ops["id"].filter(pl.Series(is_graph))})
@@ -222,12 +222,12 @@ def _explained(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: Ints) -
     """
     lanes = trace.lanes.filter(pl.col("device").is_not_null(), pl.col("device") != work["device"][0]).select("lane")
     others = intervals.from_table(trace.activities.join(lanes, on="lane", how="semi"))
-    profiler = op_columns.spans(trace)[op_columns.is_kind(trace, "overhead")]
+    profiler = trace_columns.spans(trace)[trace_columns.is_kind(trace, "overhead")]
     lengths = spans[:, 1] - spans[:, 0]
     own = intervals.coverage(spans, profiler) > _MOSTLY * lengths
-    calls = np.flatnonzero(op_columns.is_kind(trace, "runtime") & op_columns.is_named(trace, _LAUNCH))
+    calls = np.flatnonzero(trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _LAUNCH))
     launched = np.isin(trace.ops["id"].to_numpy()[calls], trace.activities["launch_id"].drop_nulls().to_numpy())
-    lost = np.sort(op_columns.spans(trace)[calls[~launched], 0])
+    lost = np.sort(trace_columns.spans(trace)[calls[~launched], 0])
     some = np.searchsorted(lost, spans[:, 1]) > np.searchsorted(lost, since_ns)
     return np.asarray((intervals.coverage(spans, others) > 0) | own | some, np.bool_)
 

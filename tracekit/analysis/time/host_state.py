@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import op_columns, save_names
+from tracekit.analysis.time import save_names, trace_columns
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -85,18 +85,18 @@ def is_synchronizing(state: Ints) -> Flags:
 @memoize
 def _spans(trace: Trace) -> list[Spans]:
     """Return the spans of the launching threads in each of HOST_STATES but the last."""
-    is_call, launching = op_columns.is_kind(trace, "runtime"), is_launching(trace)
+    is_call, launching = trace_columns.is_kind(trace, "runtime"), is_launching(trace)
     flags = {
-        RATE_LIMITER: op_columns.is_named(trace, _RATE_LIMITER),
-        CHECKPOINT: op_columns.is_phase(trace, conventions.CHECKPOINT) | save_names.is_save(trace),
-        DATA: op_columns.is_phase(trace, conventions.DATA) | op_columns.is_named(trace, _LOADER),
-        ALLOCATOR: is_call & op_columns.is_named(trace, _ALLOCATOR),
-        LOCK: op_columns.is_named(trace, _LOCK),
-        SYNCHRONIZE: op_columns.is_named(trace, SYNCHRONIZING),
+        RATE_LIMITER: trace_columns.is_named(trace, _RATE_LIMITER),
+        CHECKPOINT: trace_columns.is_phase(trace, conventions.CHECKPOINT) | save_names.is_save(trace),
+        DATA: trace_columns.is_phase(trace, conventions.DATA) | trace_columns.is_named(trace, _LOADER),
+        ALLOCATOR: is_call & trace_columns.is_named(trace, _ALLOCATOR),
+        LOCK: trace_columns.is_named(trace, _LOCK),
+        SYNCHRONIZE: trace_columns.is_named(trace, SYNCHRONIZING),
         LAUNCH: is_call,
-        OP: op_columns.is_kind(trace, "cpu_op"),
+        OP: trace_columns.is_kind(trace, "cpu_op"),
     }
-    spans = op_columns.spans(trace)
+    spans = trace_columns.spans(trace)
     found = [intervals.union(spans[flags[each] & launching]) for each in HOST_STATES[:-1]]
     allocator = HOST_STATES.index(ALLOCATOR)
     found[allocator] = _with_pauses(found[allocator], spans[launching & ~flags[ALLOCATOR]])

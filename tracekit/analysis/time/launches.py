@@ -1,16 +1,21 @@
 """Device work with its launch times, and the preparation kernels of each collective."""
 
 import math
+from dataclasses import dataclass
 
 import polars as pl
 
-from tracekit.model import intervals
+from tracekit.analysis.time import breakdown
+from tracekit.model import intervals, schema, sweep_line
+from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 _SPANS_OF_COLLECTIVES = r"all_gather|unshard|reduce|post_backward|pre_forward|pre_backward"
 _NO_PREPARATION = "copy_out"
 _KEY = ("step", "phase", "span", "unit")
+_ADDED = schema.columns("collective_id evidence message_bytes overlapped_ns alone_ns sample", sample=pl.String)
 
 
 @memoize
@@ -20,7 +25,42 @@ def work(trace: Trace, device: int | None) -> pl.DataFrame:
     launched_ns is the end of the launching runtime call, at most the activity's start; on a CPU run, the start of the
     op that it is or that issued it; null where unknown. role is its lane's.
     """
-    return _all_work(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+    return _on_device(trace, _all_work(trace), device)
+
+
+@dataclass(frozen=True)
+class WorkColumns:
+    """Columns of `work` as arrays, in its order; launched_ns is NEVER where unknown."""
+
+    id: Ints
+    lane: Ints
+    spans: Spans
+    launched_ns: Ints
+    computes: Flags
+    communicates: Flags
+    copies: Flags
+
+
+@memoize
+def columns(trace: Trace, device: int | None) -> WorkColumns:
+    """Return columns of `work` as arrays: masks of them cost less than queries of the table."""
+    table = work(trace, device)
+    kind = table["kind"]
+    return WorkColumns(
+        table["id"].to_numpy(),
+        table["lane"].to_numpy(),
+        intervals.from_table(table),
+        table["launched_ns"].fill_null(sweep_line.NEVER).to_numpy(),
+        (kind == "compute").to_numpy(),
+        (kind == "communication").to_numpy(),
+        ((kind == "memcpy") | (kind == "memset")).to_numpy(),
+    )
+
+
+def _on_device(trace: Trace, rows: pl.DataFrame, device: int | None) -> pl.DataFrame:
+    if breakdown.devices(trace) == (device,):
+        return rows
+    return rows.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
 
 
 @memoize
@@ -38,6 +78,7 @@ def _all_work(trace: Trace) -> pl.DataFrame:
     )
 
 
+@memoize
 def messages(trace: Trace) -> pl.DataFrame:
     """Return what the collectives move. Columns id (of the activity), op, group, group_size, dtype, message_bytes."""
     size = pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes")
@@ -56,13 +97,15 @@ def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     without concurrent compute, null where there is none. sample is its source: alone, or scaled from another grid by
     the number of blocks.
     """
-    return _all_preparation(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+    return _on_device(trace, _all_preparation(trace), device)
 
 
 @memoize
 def _all_preparation(trace: Trace) -> pl.DataFrame:
     whole = _all_work(trace)
     sizes = messages(trace).select(pl.col("id").alias("collective_id"), "message_bytes")
+    if len(breakdown.devices(trace)) == 1:
+        return _prepares(whole, sizes)
     parts = [_prepares(own, sizes) for own in whole.partition_by("device", maintain_order=True)]
     return pl.concat(parts) if parts else _prepares(whole, sizes)
 
@@ -72,12 +115,16 @@ def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
     calls = work.filter(pl.col("kind") == "communication")
     by_span = _under_span(others, calls)
     by_lane = _on_lane(others.join(by_span, on="id", how="anti"), calls)
+    if by_span.is_empty() and by_lane.is_empty():
+        return pl.DataFrame(schema={**work.schema, **_ADDED})
     found = pl.concat([by_span, by_lane]).sort("start_ns", "id")
     found = found.join(sizes, on="collective_id", how="left", maintain_order="left")
     return _with_alone(found.with_columns(_overlapped(found, work)))
 
 
 def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    if others["span"].null_count() == others.height or calls["span"].null_count() == calls.height:
+        return pl.DataFrame(schema={**others.schema, "collective_id": pl.Int64, "evidence": pl.String})
     named = pl.col("span")
     names = pl.concat([others["span"], calls["span"]]).drop_nulls().unique().to_frame()
     spans = named.is_in(
@@ -94,8 +141,10 @@ def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _on_lane(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    communicating = pl.col("role") == "communication"
-    both = pl.concat([others.filter(communicating), calls.filter(communicating)]).sort("lane", "start_ns", "id")
+    own, following_calls = (rows.filter(pl.col("role") == "communication") for rows in (others, calls))
+    if own.is_empty():
+        return pl.DataFrame(schema={**others.schema, "collective_id": pl.Int64, "evidence": pl.String})
+    both = pl.concat([own, following_calls]).sort("lane", "start_ns", "id")
     following = pl.when(pl.col("kind") == "communication").then("id").backward_fill().over("lane")
     found = both.with_columns(following.alias("collective_id"), pl.lit("lane").alias("evidence"))
     return found.filter(pl.col("kind") != "communication").drop_nulls("collective_id")

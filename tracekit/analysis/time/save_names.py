@@ -1,7 +1,7 @@
 """Names of slices that are saves of checkpoints."""
 
 from tracekit import conventions
-from tracekit.analysis.time import op_columns
+from tracekit.analysis.time import trace_columns
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
@@ -31,6 +31,6 @@ _SAVE_FUNCTION = (
 @memoize
 def is_save(trace: Trace) -> Flags:
     """Return which ops are saves by their name: annotations, and functions of traces with stacks; shape (ops,)."""
-    by_span = op_columns.is_kind(trace, "annotation") & op_columns.is_named(trace, _SAVE_SPAN)
-    python = op_columns.is_kind(trace, "python")
-    return by_span | (python & op_columns.is_named(trace, _SAVE_FUNCTION)) if python.any() else by_span
+    by_span = trace_columns.is_kind(trace, "annotation") & trace_columns.is_named(trace, _SAVE_SPAN)
+    python = trace_columns.is_kind(trace, "python")
+    return by_span | (python & trace_columns.is_named(trace, _SAVE_FUNCTION)) if python.any() else by_span

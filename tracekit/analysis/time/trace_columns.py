@@ -1,4 +1,4 @@
-"""Columns of a trace's ops as arrays, made once per trace: facts use masks where queries of the table cost more."""
+"""Columns of a trace's tables as arrays, made once per trace: masks cost less than queries of the tables."""
 
 import numpy as np
 import polars as pl
@@ -59,6 +59,17 @@ def matches(names: list[str], pattern: str) -> Flags:
 _known_matches: dict[str, dict[str, bool]] = {}
 """Ranks of a run have mostly the same names, and to match a pattern costs more than to look up all names."""
 _MAX_KNOWN_NAMES = 10_000
+
+
+@memoize
+def any_activity_named(trace: Trace, pattern: str) -> bool:
+    """Return whether the regular expression matches the name of any activity."""
+    return bool(matches(_activity_names(trace), pattern).any())
+
+
+@memoize
+def _activity_names(trace: Trace) -> list[str]:
+    return trace.activities["name"].drop_nulls().unique(maintain_order=True).to_list()
 
 
 @memoize
