@@ -1,13 +1,15 @@
 """Causes of communication gaps: each gap is split among causes, whose times sum to it exactly."""
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import breakdown, device_stalls, gaps, host_state, launches
-from tracekit.model import intervals, schema, sweep_line
+from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, Pieces
@@ -75,29 +77,40 @@ def stalled_at(trace: Trace, device: int | None, at_ns: Ints) -> tuple[Flags, Fl
     return stalled, ~stalled & (sweep_line.running(device_stalls.unexplained_spans(trace, device), at_ns) >= 0)
 
 
-def label_column(cause: Ints, of: tuple[str, ...], name: str) -> pl.Series:
-    """Return indices into `of` as a text column, null where -1."""
-    index = pl.Series(name, cause, pl.Int64)
-    return pl.Series(name, of, pl.String).gather(index.set(index < 0, None))
+class Labels(NamedTuple):
+    """Cause, detail and evidence of pieces, as indices into CAUSES, DETAILS (-1 for none) and EVIDENCES."""
+
+    cause: Ints
+    detail: Ints
+    evidence: Ints
 
 
-def label_pieces(gaps: pl.DataFrame, pieces: Pieces, cause: Ints, detail: Ints, evidence: Ints) -> pl.DataFrame:
-    """Return the pieces of `gaps` with their columns, cause, detail, evidence (from indices), start_ns and dur_ns."""
-    return gaps[pieces.of].with_columns(
-        label_column(cause, CAUSES, "cause"),
-        label_column(detail, DETAILS, "detail"),
-        label_column(evidence, EVIDENCES, "evidence"),
-        pl.Series("start_ns", pieces.start_ns),
-        pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
+def merge_adjacent(pieces: Pieces, *keys: Ints) -> tuple[Ints, Pieces]:
+    """Return pieces with adjacent ones of a gap merged that agree in all keys, and the first row of each.
+
+    A merged piece starts with its first one and lasts as long as all of them together.
+    """
+    differs = pieces.of[1:] != pieces.of[:-1]
+    for key in keys:
+        differs |= key[1:] != key[:-1]
+    first = np.flatnonzero(np.concatenate((np.ones(min(len(pieces.of), 1), np.bool_), differs)))
+    start = pieces.start_ns[first]
+    lengths = np.add.reduceat(pieces.end_ns - pieces.start_ns, first) if len(first) else start
+    return first, Pieces(pieces.of[first], start, start + lengths)
+
+
+def label_pieces(gaps: pl.DataFrame, pieces: Pieces, labels: Labels) -> pl.DataFrame:
+    """Return the pieces of `gaps` with their columns, cause, detail, evidence, confidence, start_ns and dur_ns."""
+    return gaps[pieces.of].hstack(
+        [
+            _CAUSES[labels.cause].alias("cause"),
+            _DETAILS[np.where(labels.detail < 0, len(DETAILS), labels.detail)].alias("detail"),
+            _EVIDENCES[labels.evidence].alias("evidence"),
+            pl.Series("confidence", _CONFIDENCES[labels.evidence]),
+            pl.Series("start_ns", pieces.start_ns),
+            pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
+        ]
     )
-
-
-def merge_adjacent(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    """Return pieces with adjacent ones merged that agree in `by`, with the confidence of their evidence."""
-    run = pl.struct(by).rle_id().alias("_run")
-    merged = frame.group_by(run, maintain_order=True).agg(pl.all().exclude("dur_ns").first(), pl.col("dur_ns").sum())
-    sure = pl.col("evidence").replace_strict(CONFIDENCES, return_dtype=pl.Float64)
-    return merged.drop("_run").with_columns(sure.alias("confidence"))
 
 
 @dataclass(frozen=True)
@@ -109,13 +122,9 @@ class ActivitySpans:
     launched_ns: Ints
 
     @classmethod
-    def of(cls, work: pl.DataFrame) -> "ActivitySpans":
-        """Return the work as arrays; an unknown launch is taken to be long ago."""
-        return cls(
-            work["id"].to_numpy().astype(np.int64),
-            intervals.from_table(work),
-            work["launched_ns"].fill_null(sweep_line.NEVER).to_numpy().astype(np.int64),
-        )
+    def of(cls, work: launches.WorkColumns, which: Flags) -> "ActivitySpans":
+        """Return these rows of the work; an unknown launch is taken to be long ago."""
+        return cls(work.id[which], work.spans[which], work.launched_ns[which])
 
     @cached_property
     def by_end(self) -> Ints:
@@ -150,18 +159,21 @@ class _Splitter:
     def __init__(self, trace: Trace, device: int | None, found: pl.DataFrame) -> None:
         self.trace, self.device, self.found = trace, device, found
         self.gaps: Spans = intervals.from_table(found)
-        self.work = launches.work(trace, device)
-        end_ns = pl.col("start_ns") + pl.col("dur_ns")
-        rows = found.select("collective_id", row=pl.int_range(pl.len()), gap_ns="start_ns", gap_end_ns=end_ns)
-        self.prepared = (
-            launches.preparation(trace, device)
-            .join(rows, on="collective_id", maintain_order="left")
-            .filter(end_ns > pl.col("gap_ns"), pl.col("start_ns") < pl.col("gap_end_ns"))
-        )
-        others = self.work.join(self.prepared.select("id"), on="id", how="anti")
-        self.compute = ActivitySpans.of(others.filter(pl.col("kind") == "compute"))
-        self.producers = ActivitySpans.of(others.filter(pl.col("kind") != "communication"))
-        self.copies = ActivitySpans.of(others.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)))
+        self.closing_id: Ints = found["collective_id"].to_numpy()
+        self.work = launches.columns(trace, device)
+        self.prepared = self._prepared()
+        others = ~np.isin(self.work.id, self.prepared["id"].to_numpy())
+        self.compute = ActivitySpans.of(self.work, others & self.work.computes)
+        self.producers = ActivitySpans.of(self.work, others & ~self.work.communicates)
+        self.copies = ActivitySpans.of(self.work, others & self.work.copies)
+
+    def _prepared(self) -> pl.DataFrame:
+        """Return the preparation within each gap, with the gap's row."""
+        prepared = launches.preparation(self.trace, self.device)
+        row = columns.rows_of(self.closing_id, prepared["collective_id"].to_numpy())
+        spans, gap = intervals.from_table(prepared), self.gaps[np.maximum(row, 0)] if len(self.gaps) else _NO_GAP
+        inside = (row >= 0) & (spans[:, 1] > gap[:, 0]) & (spans[:, 0] < gap[:, 1])
+        return prepared.hstack([pl.Series("row", row)]).filter(pl.Series(inside))
 
     def table(self) -> pl.DataFrame:
         if self.found.is_empty():
@@ -173,21 +185,23 @@ class _Splitter:
             items.launched_ns, items.producer_end_ns, host_state.state_changes(self.trace),
             stall_changes(self.trace, self.device),
         )  # fmt: skip
-        cause, detail, evidence, which = self._causes(pieces, items)
-        self._prepare(pieces, prepared, inflated_ns, (cause, detail, evidence, which))
-        return self._table(pieces, cause, detail, evidence, which)
+        labels, which = self._causes(pieces, items)
+        if len(prepared):
+            self._prepare(pieces, prepared, inflated_ns, (*labels, which))
+        return self._table(pieces, labels, which)
 
     def _items(self) -> _Items:
         """Return the preparation and collectives that follow within each gap."""
-        own = self.work.select("id", "launched_ns")
-        closing = self.found.select(
-            row=pl.int_range(pl.len()), id="collective_id", start_ns=pl.col("start_ns") + pl.col("dur_ns")
-        ).join(own, on="id", how="left", maintain_order="left")
-        steps = self.prepared.filter(pl.col("start_ns") >= pl.col("gap_ns"))
-        both = pl.concat([closing, steps.select(closing.columns)]).sort("row", "start_ns", maintain_order=True)
-        gap = both["row"].to_numpy().astype(np.int64)
-        start = both["start_ns"].to_numpy().astype(np.int64)
-        launched = both["launched_ns"].fill_null(sweep_line.NEVER).to_numpy().astype(np.int64)
+        closing = columns.rows_of(self.work.id, self.closing_id)
+        closing_launched_ns = sweep_line.at(self.work.launched_ns, closing, sweep_line.NEVER)
+        row, starts = self.prepared["row"].to_numpy(), self.prepared["start_ns"].to_numpy()
+        inside = starts >= self.gaps[row, 0]
+        gap = np.concatenate((np.arange(len(self.gaps)), row[inside]))
+        start = np.concatenate((self.gaps[:, 1], starts[inside]))
+        launched_ns = columns.filled(self.prepared["launched_ns"], sweep_line.NEVER)[inside]
+        launched = np.concatenate((closing_launched_ns, launched_ns))
+        order = np.lexsort((start, gap))
+        gap, start, launched = gap[order], start[order], launched[order]
         end = self._producer_end(start, launched)
         near = (end >= launched) & (start - end <= NEAR_NS)
         return _Items(gap, start, launched, end, near, self._reduces()[gap])
@@ -199,12 +213,12 @@ class _Splitter:
         return sweep_line.at(self.producers.spans[:, 1], np.where(before, row, -1), sweep_line.NEVER)
 
     def _reduces(self) -> Flags:
-        op = self.found["op"].fill_null("")
-        gathers = op.str.contains("gather|broadcast|scatter$") & ~op.str.contains("reduce")
-        return (~gathers).to_numpy()
+        ops = self.found["op"].to_list()
+        gathers = {op: op is not None and bool(_GATHERS.search(op)) and "reduce" not in op for op in set(ops)}
+        return np.array([not gathers[op] for op in ops], np.bool_)
 
-    def _causes(self, pieces: Pieces, items: _Items) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return cause, detail, evidence (indices) and the awaited compute of each piece, preparation excluded."""
+    def _causes(self, pieces: Pieces, items: _Items) -> tuple[Labels, Ints]:
+        """Return the labels and the id of the awaited work of each piece, preparation excluded."""
         at = pieces.start_ns
         wide = int((self.gaps[:, 1] - self.gaps[:, 0]).max()) + 2
         first_ns = self.gaps[:, 0]
@@ -233,7 +247,7 @@ class _Splitter:
         detail = np.where(queued, QUEUED, np.where(cause == CAUSES.index(HOST), state, -1))
         which = np.where(cause == CAUSES.index(COMPUTE), sweep_line.at(self.compute.id, computing, -1), -1)
         which = np.where(cause == CAUSES.index(COPY), sweep_line.at(self.copies.id, copying, -1), which)
-        return cause, detail, evidence, which
+        return Labels(cause, detail, evidence), which
 
     def _next_is_late(self, at: Ints) -> Flags:
         """Return at which times the next compute had not been launched."""
@@ -265,14 +279,19 @@ class _Splitter:
         detail[prepares] = np.where(no_sample, _NO_SAMPLE, -1)[prepares]
         which[prepares] = sweep_line.at(self.prepared["id"].to_numpy().astype(np.int64), row, -1)[prepares]
 
-    def _table(self, pieces: Pieces, cause: Ints, detail: Ints, evidence: Ints, which: Ints) -> pl.DataFrame:
+    def _table(self, pieces: Pieces, labels: Labels, which: Ints) -> pl.DataFrame:
+        first, merged = merge_adjacent(pieces, *labels, which)
         place = self.found.select("gap", "device", "step", "phase", "unit", "collective_id")
-        names = self.work.select(pl.col("id").alias("activity_id"), "name").unique("activity_id")
-        index = pl.Series("activity_id", which, pl.Int64)
-        frame = label_pieces(place, pieces, cause, detail, evidence).with_columns(index.set(index < 0, None))
-        merged = merge_adjacent(frame, ["gap", "cause", "detail", "evidence", "activity_id"])
-        return merged.join(names, on="activity_id", how="left", maintain_order="left").pipe(schema.select, COLUMNS)
+        frame = label_pieces(place, merged, Labels(*(label[first] for label in labels)))
+        row = columns.rows_of(self.work.id, which[first])
+        named = launches.work(self.trace, self.device).select("name", activity_id="id")
+        return schema.select(frame.hstack(columns.rows_or_nulls(named, row)), COLUMNS)
 
 
 DETAILS = (*host_state.HOST_STATES, "no_sample_alone", "queued")
 _NO_SAMPLE, QUEUED = DETAILS.index("no_sample_alone"), DETAILS.index("queued")
+_CAUSES, _EVIDENCES = pl.Series(CAUSES), pl.Series(EVIDENCES)
+_DETAILS = pl.Series((*DETAILS, None), dtype=pl.String)
+_CONFIDENCES = np.array([CONFIDENCES[evidence] for evidence in EVIDENCES])
+_GATHERS = re.compile("gather|broadcast|scatter$")
+_NO_GAP: Spans = np.zeros((1, 2), np.int64)

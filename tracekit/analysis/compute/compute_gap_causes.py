@@ -9,7 +9,8 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.communication import communication_gap_causes as causes
 from tracekit.analysis.time import breakdown, gaps, host_state, launches
-from tracekit.model import intervals, schema, sweep_line
+from tracekit.model import columns, intervals, schema, sweep_line
+from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
@@ -147,12 +148,12 @@ class _Wait(NamedTuple):
 
 def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
     """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
-    work = launches.work(trace, device)
-    calls = causes.ActivitySpans.of(work.filter(pl.col("kind") == "communication"))
-    copies = intervals.from_table(work.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)))
+    work = launches.columns(trace, device)
+    calls = causes.ActivitySpans.of(work, work.communicates)
+    copies = work.spans[work.copies]
     quiet = intervals.from_table(before)
     idle = intervals.from_table(found)
-    wait = _waits(work, found, calls, idle)
+    wait = _waits(work, found["activity_id"], calls, idle)
     pieces = sweep_line.pieces(
         idle, wait.launched_ns, wait.until_ns, calls.spans.ravel(), calls.launched_ns, copies.ravel(), quiet.ravel(),
         host_state.state_changes(trace), causes.stall_changes(trace, device),
@@ -184,19 +185,18 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     synced = ~waits & (cause == causes.CAUSES.index(causes.COLLECTIVE)) & host_state.is_synchronizing(state)
     place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
     detail = np.where(queued, causes.QUEUED, np.where(is_host | synced, state, -1))
-    labelled = causes.label_pieces(place, pieces, cause, detail, evidence)
+    labels = causes.Labels(cause, detail, evidence)
     own = np.where(cause == causes.CAUSES.index(causes.COLLECTIVE), call, -1)
-    return _named(labelled, calls, own, before, np.where(inherits, gap, -1))
+    return _table(place, pieces, labels, calls, own, _Inherited.of(before, np.where(inherits, gap, -1)))
 
 
 _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
 """On a CPU run, a host in this state or a later one may be waiting for a running collective."""
 
 
-def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: causes.ActivitySpans, idle: intervals.Spans) -> _Wait:
-    own = work.select(pl.col("id").alias("activity_id"), "launched_ns")
-    launched = found.select("activity_id").join(own, on="activity_id", how="left", maintain_order="left")["launched_ns"]
-    launched_ns = launched.fill_null(sweep_line.NEVER).to_numpy().astype(np.int64)
+def _waits(work: launches.WorkColumns, ended_by: pl.Series, calls: causes.ActivitySpans, idle: Spans) -> _Wait:
+    row = columns.rows_of(work.id, columns.filled(ended_by, -1))
+    launched_ns = sweep_line.at(work.launched_ns, row, sweep_line.NEVER)
     call = calls.ended_until(idle[:, 1])
     end_ns = sweep_line.at(calls.spans[:, 1], call, sweep_line.NEVER)
     near = idle[:, 1] - end_ns <= causes.NEAR_NS
@@ -204,27 +204,46 @@ def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: causes.ActivitySpans,
     return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, sweep_line.NEVER), near)
 
 
-def _named(
-    labelled: pl.DataFrame, calls: causes.ActivitySpans, call: Ints, before: pl.DataFrame, gap: Ints
+class _Inherited(NamedTuple):
+    """The piece of a communication gap whose cause each piece inherits, -1 for none; and that piece's columns."""
+
+    row: Ints
+    gap: Ints
+    collective_id: Ints
+    labels: causes.Labels
+
+    @classmethod
+    def of(cls, before: pl.DataFrame, row: Ints) -> "_Inherited":
+        labels = causes.Labels(
+            *(
+                _codes(before[name], of)
+                for name, of in (("cause", causes.CAUSES), ("detail", causes.DETAILS), ("evidence", causes.EVIDENCES))
+            )
+        )
+        return cls(row, before["gap"].to_numpy(), before["collective_id"].to_numpy(), labels)
+
+
+def _codes(column: pl.Series, of: tuple[str, ...]) -> Ints:
+    """Return the index in `of` of each text, -1 for null."""
+    return columns.filled(column.cast(pl.Enum(of)).to_physical().cast(pl.Int64), -1)
+
+
+def _table(
+    place: pl.DataFrame,
+    pieces: sweep_line.Pieces,
+    labels: causes.Labels,
+    calls: causes.ActivitySpans,
+    call: Ints,
+    inherited: _Inherited,
 ) -> pl.DataFrame:
     """Return the pieces with the running collective, or the cause inherited from a communication gap."""
-    rows = pl.int_range(pl.len()).cast(pl.Int64)
-    inherited = before.select(
-        rows.alias("_row"), pl.col("gap").alias("communication_gap"), pl.col("collective_id").alias("_id"),
-        *(pl.col(name).alias(f"_{name}") for name in ("cause", "detail", "evidence")),
-    )  # fmt: skip
-    index = pl.Series("_row", gap, pl.Int64)
-    ran = pl.Series("collective_id", sweep_line.at(calls.id, call, -1), pl.Int64)
-    joined = labelled.with_columns(index.set(index < 0, None), ran.set(ran < 0, None)).join(
-        inherited, on="_row", how="left", maintain_order="left"
-    )
-    has = pl.col("_row").is_not_null()
+    row, has = inherited.row, inherited.row >= 0
+    both = (np.where(has, sweep_line.at(of, row, -1), own) for of, own in zip(inherited.labels, labels, strict=True))
+    labels = causes.Labels(*both)
+    gap = sweep_line.at(inherited.gap, row, -1)
+    collective_id = np.where(has, sweep_line.at(inherited.collective_id, row, -1), sweep_line.at(calls.id, call, -1))
+    first, merged = causes.merge_adjacent(pieces, *labels, gap, collective_id)
+    frame = causes.label_pieces(place, merged, causes.Labels(*(label[first] for label in labels)))
     starts = pl.DataFrame({"collective_id": calls.id, "collective_start_ns": calls.spans[:, 0]})
-    frame = causes.merge_adjacent(
-        joined.with_columns(
-            *(pl.when(has).then(f"_{name}").otherwise(name).alias(name) for name in ("cause", "detail", "evidence")),
-            pl.when(has).then("_id").otherwise("collective_id").alias("collective_id"),
-        ),
-        ["gap", "cause", "detail", "evidence", "communication_gap", "collective_id"],
-    )
-    return frame.join(starts, on="collective_id", how="left", maintain_order="left").pipe(schema.select, COLUMNS)
+    called = columns.rows_or_nulls(starts, columns.rows_of(calls.id, collective_id[first]))
+    return schema.select(frame.hstack([*called, columns.with_nulls(gap[first], "communication_gap")]), COLUMNS)

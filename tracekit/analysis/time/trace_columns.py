@@ -41,7 +41,7 @@ def is_named(trace: Trace, pattern: str) -> Flags:
     Each distinct name is matched once: a trace has far fewer names than ops.
     """
     names, code = _distinct_names(trace)
-    return matches(names, pattern)[code]
+    return np.asarray(matches(names, pattern)[code], np.bool_)
 
 
 def matches(names: list[str], pattern: str) -> Flags:
