@@ -63,7 +63,7 @@ def select(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:
 def conform(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:
     """Return `frame` with exactly the columns of `types`, in order, cast; a missing column is all null."""
     missing = [pl.lit(None).alias(name) for name in types if name not in frame.columns]
-    return select(frame.with_columns(missing), types)
+    return select(frame.with_columns(missing) if missing else frame, types)
 
 
 def columns(names: str, **others: type[pl.DataType] | pl.DataType) -> dict[str, type[pl.DataType] | pl.DataType]:

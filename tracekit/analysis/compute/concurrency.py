@@ -7,7 +7,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.time import breakdown, kernel_ids, launches
-from tracekit.model import intervals
+from tracekit.model import columns, intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
@@ -29,6 +29,8 @@ class DeviceWork:
 
     device: int | None
     work: pl.DataFrame
+    step: Ints
+    """The step of each piece of work; -1 for none."""
     kind: Ints
     spans: Spans
     concurrent_ns: npt.NDArray[np.int64]
@@ -49,10 +51,11 @@ def device_work(trace: Trace) -> tuple[DeviceWork, ...]:
 def _of_device(trace: Trace, device: int) -> DeviceWork:
     work = launches.work(trace, device)
     spans = intervals.from_table(work)
-    kind = _kinds(work, launches.preparation(trace, device)["id"])
+    kind = _kinds(trace, device)
     return DeviceWork(
         device,
         work,
+        columns.filled(work["step"], -1),
         kind,
         spans,
         _concurrent(spans, kind, work["lane"].to_numpy()),
@@ -60,15 +63,16 @@ def _of_device(trace: Trace, device: int) -> DeviceWork:
     )
 
 
-def _kinds(work: pl.DataFrame, prepares: pl.Series) -> Ints:
-    computes = (work["kind"] == "compute").to_numpy()
-    kind = np.where(computes, KINDS.index(COMPUTE), KINDS.index(COPY))
-    kind[(work["kind"] == "communication").to_numpy()] = KINDS.index(COMMUNICATION)
-    lane, dur = work["lane"].to_numpy(), work["dur_ns"].to_numpy()
-    if computes.any():
-        main = int(np.argmax(np.bincount(lane[computes], weights=dur[computes])))
-        small = (work["role"] == "communication").to_numpy() | work["id"].is_in(prepares.implode()).to_numpy()
-        kind[computes & (lane != main) & small] = KINDS.index(PREPARATION)
+def _kinds(trace: Trace, device: int) -> Ints:
+    work = launches.columns(trace, device)
+    kind = np.where(work.computes, KINDS.index(COMPUTE), KINDS.index(COPY))
+    kind[work.communicates] = KINDS.index(COMMUNICATION)
+    if work.computes.any():
+        dur = work.spans[:, 1] - work.spans[:, 0]
+        main = int(np.argmax(np.bincount(work.lane[work.computes], weights=dur[work.computes])))
+        small = (launches.work(trace, device)["role"] == "communication").to_numpy()
+        small |= np.isin(work.id, launches.preparation(trace, device)["id"].to_numpy())
+        kind[work.computes & (work.lane != main) & small] = KINDS.index(PREPARATION)
     return kind.astype(np.int64)
 
 

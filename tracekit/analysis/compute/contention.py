@@ -4,7 +4,7 @@ A kernel is compared with itself, alone and with concurrent work, within one ste
 nor changing clock rates affect the result. For collectives see `collective_contention`.
 """
 
-import itertools
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -56,7 +56,8 @@ def by_step(trace: Trace) -> pl.DataFrame:
     other overlap than the sample's), lost_ns (its extra time over running alone; below 0 where it was faster). One row
     per step, phase, unit and pair of `PAIRS` that overlapped; empty on a CPU run.
     """
-    return pl.concat([pl.DataFrame(schema=STEP_COLUMNS), *(_summed(*compared) for compared in _all_compared(trace))])
+    parts = [_summed(device, pairs) for device, pairs in _all_compared(trace)]
+    return pl.concat([pl.DataFrame(schema=STEP_COLUMNS), *parts])
 
 
 @memoize
@@ -67,7 +68,7 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
     their time; slowdown is overlapped time over that of the same work alone; step, lane, start_ns and dur_ns are of the
     call that lost most. One row per kernel and pair with both samples, the largest loss first.
     """
-    parts = [_of_kernels(*compared) for compared in _all_compared(trace)]
+    parts = [_of_kernels(device, pairs) for device, pairs in _all_compared(trace)]
     return pl.concat([pl.DataFrame(schema=KERNEL_COLUMNS), *parts]).sort("lost_ns", descending=True)
 
 
@@ -127,7 +128,8 @@ def device_count(trace: Trace) -> pl.DataFrame:
 class _PairRows:
     """Work of one kind that overlapped another kind, or is the same as such work: rows of DeviceWork, compared."""
 
-    def __init__(self, device: DeviceWork, row: Ints, concurrent_kind: int) -> None:
+    def __init__(self, device: DeviceWork, row: Ints, pair: tuple[str, str]) -> None:
+        concurrent_kind = KINDS.index(pair[1])
         others = [kind for kind in range(len(KINDS)) if kind != concurrent_kind]
         dur_ns = device.dur_ns[row]
         other_ns = device.concurrent_ns[row][:, others]
@@ -135,79 +137,93 @@ class _PairRows:
         plain = (overlaps_others | (other_ns <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
         pattern = overlaps_others @ (1 << np.arange(len(others)))
         _, kernel = np.unique(device.kernel[row], return_inverse=True)
-        self.row, self.concurrent_ns = row, device.concurrent_ns[row, concurrent_kind]
+        self.pair, self.row, self.concurrent_ns = pair, row, device.concurrent_ns[row, concurrent_kind]
         self.key: Ints = (kernel * (1 << len(others)) + pattern).astype(np.int64)
         self.alone: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
         self.concurrent: Flags = plain & (self.concurrent_ns >= concurrency.CONCURRENT_RATIO * dur_ns)
-        step = device.work["step"].fill_null(-1).to_numpy()[row]
         self.comparison = slowdown.compare_with_alone(
-            self.key, step, dur_ns, alone=self.alone, concurrent=self.concurrent
+            self.key, device.step[row], dur_ns, alone=self.alone, concurrent=self.concurrent
         )
         self.judged: Flags = self.comparison.judged & plain & ~self.alone
 
 
 @memoize
-def _all_compared(trace: Trace) -> list[tuple[_PairRows, DeviceWork, str, str]]:
-    every = itertools.product(concurrency.device_work(trace), PAIRS)
-    return [(rows, device, *pair) for device, pair in every if (rows := _compared(device, *pair)) is not None]
+def _all_compared(trace: Trace) -> list[tuple[DeviceWork, list[_PairRows]]]:
+    """Return the devices with work that overlaps, and the pairs that overlap there."""
+    found = [(device, [_compared(device, pair) for pair in PAIRS]) for device in concurrency.device_work(trace)]
+    compared = [(device, [rows for rows in pairs if rows is not None]) for device, pairs in found]
+    return [(device, pairs) for device, pairs in compared if pairs]
 
 
-def _compared(device: DeviceWork, kind: str, concurrent_kind: str) -> _PairRows | None:
+def _compared(device: DeviceWork, pair: tuple[str, str]) -> _PairRows | None:
     """Return the work of one kind that matters to a pair; None where the two never overlapped."""
-    by = KINDS.index(concurrent_kind)
-    is_kind = device.kind == KINDS.index(kind)
+    kind, by = map(KINDS.index, pair)
+    is_kind = device.kind == kind
     touched = is_kind & (device.concurrent_ns[:, by] > 0)
     if not touched.any():
         return None
-    return _PairRows(device, np.flatnonzero(is_kind & np.isin(device.kernel, np.unique(device.kernel[touched]))), by)
+    return _PairRows(device, np.flatnonzero(is_kind & np.isin(device.kernel, np.unique(device.kernel[touched]))), pair)
 
 
-def _summed(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind: str) -> pl.DataFrame:
-    touched = np.flatnonzero(rows.concurrent_ns > 0)
-    judged = rows.judged[touched]
-    place = device.work.select("device", "step", "phase", "unit")[rows.row[touched]]
+def _with_pairs(work: pl.DataFrame, pairs: list[_PairRows], used: list[Ints], **columns: list[Any]) -> pl.DataFrame:
+    """Return the used rows of each pair as one table: the columns of `work`, kind, concurrent_kind and `columns`."""
+    number = np.repeat(np.arange(len(pairs)), [len(rows) for rows in used])
+    kinds = pl.DataFrame([rows.pair for rows in pairs], {"kind": pl.String, "concurrent_kind": pl.String}, orient="row")
+    row = np.concatenate([rows.row[at] for rows, at in zip(pairs, used, strict=True)])
+    added = [pl.Series(name, np.concatenate(parts)) for name, parts in columns.items()]
+    return work[row].hstack([*kinds[number], *added])
+
+
+def _summed(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
+    used = [np.flatnonzero(rows.concurrent_ns > 0) for rows in pairs]
+    both = list(zip(pairs, used, strict=True))
+    table = _with_pairs(
+        device.work.select("device", "step", "phase", "unit"),
+        pairs,
+        used,
+        overlapped_ns=[rows.concurrent_ns[at] for rows, at in both],
+        judged_calls=[rows.judged[at].astype(np.int64) for rows, at in both],
+        judged_ns=[np.where(rows.judged, rows.concurrent_ns, 0)[at] for rows, at in both],
+        lost_ns=[np.where(rows.judged, rows.comparison.excess_ns, 0.0)[at] for rows, at in both],
+    )
     sums = (
-        place.with_columns(
-            pl.Series("overlapped_ns", rows.concurrent_ns[touched]),
-            pl.Series("judged_calls", judged.astype(np.int64)),
-            pl.Series("judged_ns", np.where(judged, rows.concurrent_ns[touched], 0)),
-            pl.Series("lost_ns", np.where(judged, rows.comparison.excess_ns[touched], 0.0)),
-        )
-        .group_by("device", "step", "phase", "unit", maintain_order=True)
+        table.group_by("kind", "concurrent_kind", "device", "step", "phase", "unit", maintain_order=True)
         .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
-        .with_columns(
-            pl.lit(kind).alias("kind"), pl.lit(concurrent_kind).alias("concurrent_kind"), pl.col("lost_ns").round()
-        )
+        .with_columns(pl.col("lost_ns").round())
     )
     return schema.select(sums, STEP_COLUMNS)
 
 
-def _of_kernels(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind: str) -> pl.DataFrame:
-    used = np.flatnonzero(rows.judged | (rows.alone & np.isin(rows.key, np.unique(rows.key[rows.judged]))))
-    judged, was_concurrent = pl.Series(rows.judged[used]), pl.Series((rows.judged & rows.concurrent)[used])
+def _of_kernels(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
+    judged_keys = [np.unique(rows.key[rows.judged]) for rows in pairs]
+    used = [
+        np.flatnonzero(rows.judged | (rows.alone & np.isin(rows.key, keys)))
+        for rows, keys in zip(pairs, judged_keys, strict=True)
+    ]
+    both = list(zip(pairs, used, strict=True))
+    table = _with_pairs(
+        device.work.select("device", "name", "grid", "block", "step", "lane", "start_ns", "dur_ns"),
+        pairs,
+        used,
+        judged=[rows.judged[at] for rows, at in both],
+        was_concurrent=[(rows.judged & rows.concurrent)[at] for rows, at in both],
+        key=[rows.key[at] for rows, at in both],
+        by_ns=[rows.concurrent_ns[at] for rows, at in both],
+        excess_ns=[np.where(rows.judged, rows.comparison.excess_ns, 0.0)[at] for rows, at in both],
+    )
+    if table.is_empty():
+        return pl.DataFrame(schema=KERNEL_COLUMNS)
     dur, costliest = pl.col("dur_ns"), pl.col("excess_ns").arg_max()
-    work = device.work.select("device", "name", "grid", "block", "step", "lane", "start_ns", "dur_ns")[rows.row[used]]
-    sums = (
-        work.with_columns(
-            judged.alias("judged"),
-            was_concurrent.alias("was_concurrent"),
-            pl.Series("key", rows.key[used]),
-            pl.Series("by_ns", rows.concurrent_ns[used]),
-            pl.Series("excess_ns", np.where(rows.judged[used], rows.comparison.excess_ns[used], 0.0)),
-        )
-        .group_by("key", maintain_order=True)
-        .agg(
-            pl.col("device", "name", "grid", "block").first(),
-            pl.len().alias("calls"),
-            (~pl.col("judged")).sum().alias("alone_calls"),
-            dur.filter(~pl.col("judged")).median().alias("alone_ns"),
-            pl.col("was_concurrent").sum().alias("concurrent_calls"),
-            dur.filter("was_concurrent").median().alias("concurrent_ns"),
-            pl.col("by_ns").filter("judged").sum().alias("overlapped_ns"),
-            pl.col("excess_ns").sum().round().alias("lost_ns"),
-            pl.col("step", "lane", "start_ns", "dur_ns").get(costliest),
-        )
-        .with_columns(pl.lit(kind).alias("kind"), pl.lit(concurrent_kind).alias("concurrent_kind"))
+    sums = table.group_by("kind", "concurrent_kind", "key", maintain_order=True).agg(
+        pl.col("device", "name", "grid", "block").first(),
+        pl.len().alias("calls"),
+        (~pl.col("judged")).sum().alias("alone_calls"),
+        dur.filter(~pl.col("judged")).median().alias("alone_ns"),
+        pl.col("was_concurrent").sum().alias("concurrent_calls"),
+        dur.filter("was_concurrent").median().alias("concurrent_ns"),
+        pl.col("by_ns").filter("judged").sum().alias("overlapped_ns"),
+        pl.col("excess_ns").sum().round().alias("lost_ns"),
+        pl.col("step", "lane", "start_ns", "dur_ns").get(costliest),
     )
     together, lost = pl.col("overlapped_ns"), pl.col("lost_ns")
     ratio = together / pl.max_horizontal(together - lost, together / 50, 1)

@@ -1,5 +1,6 @@
 """Steps of which the recording has only a part: the optimizer alone, or a step that began before the recording."""
 
+import numpy as np
 import polars as pl
 
 from tracekit import conventions
@@ -26,6 +27,9 @@ def cut_steps(trace: Trace) -> pl.DataFrame:
     cut step, null for a window without marks. A step between marks of the profiler is whole unless it has only the
     optimizer; the first one that ends at an optimizer step may have begun before the recording.
     """
+    may_be_tail = _may_begin_before(trace)
+    if not may_be_tail and not _may_be_optimizer(trace):
+        return pl.DataFrame(schema=COLUMNS)
     parts = _backward(trace).join(_optimizer(trace), on="step", how="full", nulls_equal=True, coalesce=True)
     lengths = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
     counted = lengths.with_columns(pl.len().cast(pl.Int64).alias("steps"))
@@ -35,7 +39,7 @@ def cut_steps(trace: Trace) -> pl.DataFrame:
     has_backward = bool(parts["backward_ops"].sum())
     is_optimizer = (pl.col("optimizer_ratio") >= _MIN_OPTIMIZER_RATIO) & (pl.col("backward_ops") == 0)
     missing_ratio = pl.when(pl.col("backward_ops") > 0).then(1 - pl.col("known_ops") / pl.col("backward_ops"))
-    is_tail = (pl.col("step") == pl.col("step").min()) & pl.lit(_may_begin_before(trace) and has_backward)
+    is_tail = (pl.col("step") == pl.col("step").min()) & pl.lit(may_be_tail and has_backward)
     return (
         table.with_columns(missing_ratio.otherwise(1.0).alias("missing_ratio"))
         .with_columns(
@@ -57,8 +61,18 @@ def _may_begin_before(trace: Trace) -> bool:
     In a sampled trace most forward ops are missing everywhere.
     """
     kinds = trace.data_quality["kind"]
-    known = trace.ops["forward_id"].is_not_null().any()
+    known = trace.ops["forward_id"].null_count() < trace.ops.height
     return bool(known and "steps_from_optimizer" in kinds and "sampled" not in kinds)
+
+
+def _may_be_optimizer(trace: Trace) -> bool:
+    """Return whether the optimizer launched nearly all work of any step, work without a launch excluded."""
+    step = trace_columns.activity_steps(trace)
+    of_optimizer = trace_columns.as_flags(trace.activities["phase"] == conventions.OPTIMIZER)
+    launched_ns = np.where(trace_columns.launch_ids(trace) >= 0, trace.activities["dur_ns"].to_numpy(), 0)
+    _, code = np.unique(step, return_inverse=True)
+    optimizer_ns, total_ns = np.bincount(code, launched_ns * of_optimizer), np.bincount(code, launched_ns)
+    return bool((optimizer_ns >= _MIN_OPTIMIZER_RATIO * total_ns)[total_ns > 0].any())
 
 
 def _backward(trace: Trace) -> pl.DataFrame:

@@ -1,15 +1,18 @@
 """Data-quality issues of a trace, each with the share of time that it affects."""
 
 import re
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.quality import cut_steps
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import environment, schema, units
+from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 _Row: TypeAlias = tuple[str, str, float]
@@ -95,12 +98,18 @@ def _launches(trace: Trace) -> Iterator[_Row]:
         )
         return
     yield from _unlinked(work, total_ns)
-    stepless_ns = int(work.filter(pl.col("launch_id").is_not_null(), pl.col("step").is_null())["dur_ns"].sum())
+    stepless_ns = _stepless_ns(work)
     # Outside iterations that were found is a prefill, set-up or a cut iteration: the issue on them states the share.
     if stepless_ns and not trace.steps["step"].is_null().all() and not _has_found_iterations(trace):
         share = stepless_ns / total_ns
         yield "outside_steps", f"{units.share(share)} of device time was launched outside the profiled steps.", share
     yield from _idle_launches(trace)
+
+
+def _stepless_ns(work: pl.DataFrame) -> int:
+    if not work["step"].null_count():
+        return 0
+    return int(work.filter(pl.col("launch_id").is_not_null(), pl.col("step").is_null())["dur_ns"].sum())
 
 
 def _has_found_iterations(trace: Trace) -> bool:
@@ -118,6 +127,8 @@ def _unrecorded_launches(trace: Trace) -> str:
 
 def _unlinked(work: pl.DataFrame, total_ns: int) -> Iterator[_Row]:
     """Work without a launch: queued before the recording if its stream has no launched work before it, else lost."""
+    if not work["launch_id"].null_count():
+        return
     is_linked = pl.col("launch_id").is_not_null()
     after_linked = is_linked.cum_max().over("lane")
     rows = work.sort("start_ns", "id").with_columns(after_linked.alias("after_linked")).filter(~is_linked)
@@ -143,16 +154,15 @@ def _unlinked(work: pl.DataFrame, total_ns: int) -> Iterator[_Row]:
 def _idle_launches(trace: Trace) -> Iterator[_Row]:
     """Launches without device work: cut off behind the last device activity, or lost one by one."""
     launched = _launch_calls(trace)
-    work = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()
-    idle = launched.join(work, on="id", how="anti")
-    if idle.is_empty():
+    has_work = np.isin(launched["id"].to_numpy(), trace.activities["launch_id"].drop_nulls().to_numpy())
+    if has_work.all():
         return
-    share = idle.height / launched.height
-    last_ns = launched.join(work, on="id", how="semi")["start_ns"].max()
-    later = 0 if last_ns is None else idle.filter(pl.col("start_ns") > last_ns).height
-    if later < _CUT_OFF * idle.height or share < _CUT_OFF_LEAST:
+    start, idle = launched["start_ns"].to_numpy(), int((~has_work).sum())
+    share = idle / launched.height
+    later = int((start[~has_work] > start[has_work].max()).sum()) if has_work.any() else 0
+    if later < _CUT_OFF * idle or share < _CUT_OFF_LEAST:
         message = (
-            f"{idle.height:,} of {launched.height:,} launches have no device activity: the profiler dropped it, or it "
+            f"{idle:,} of {launched.height:,} launches have no device activity: the profiler dropped it, or it "
             "ran after recording stopped."
         )
     else:
@@ -173,6 +183,8 @@ def _launch_calls(trace: Trace) -> pl.DataFrame:
 def _overlaps(trace: Trace) -> Iterator[_Row]:
     """Slices that overlap on one stream, which runs one thing at a time."""
     lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane")
+    if not _overlap_on_lane(trace.activities, lanes["lane"].to_numpy()):
+        return
     work = trace.activities.join(lanes, on="lane").sort("lane", "start_ns", "id")
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     reach_ns = end_ns.cum_max().shift(1).over("lane").fill_null(pl.col("start_ns"))
@@ -190,6 +202,15 @@ def _overlaps(trace: Trace) -> Iterator[_Row]:
         )
 
 
+def _overlap_on_lane(work: pl.DataFrame, lanes: Ints) -> bool:
+    """Return whether any work begins before the one before it on its lane has ended, on one of these lanes."""
+    lane, start = work["lane"].to_numpy(), work["start_ns"].to_numpy()
+    order = np.lexsort((work["id"].to_numpy(), start, lane))
+    lane, start, end = lane[order], start[order], (start + work["dur_ns"].to_numpy())[order]
+    overlaps = (lane[1:] == lane[:-1]) & (start[1:] < end[:-1])
+    return bool(np.isin(lane[1:][overlaps], lanes).any())
+
+
 def _dropped(trace: Trace) -> Iterator[_Row]:
     """Records that the profiler reports as dropped, in the header's warnings."""
     warnings = [str(line) for name in ("WARNING", "ERROR") for line in _listed(trace.header.get(name))]
@@ -203,21 +224,23 @@ def _dropped(trace: Trace) -> Iterator[_Row]:
 
 
 def _warm_up(trace: Trace) -> Iterator[_Row]:
-    saving = save_stages.save_spans(trace).select("step")
-    steps = breakdown.by_step(trace).drop_nulls("step").sort("step")
-    for (_device,), own in steps.group_by("device", maintain_order=True):
-        others = own[1:].join(saving, on="step", how="anti")["duration_ns"]
-        first = own.row(0, named=True)
-        saves = first["step"] in saving["step"].to_list()
-        if len(others) < _FEWEST_OTHERS or saves:
+    saving = set(save_stages.save_spans(trace)["step"].to_list())
+    steps: dict[int | None, list[tuple[int, int]]] = {}
+    of_devices = breakdown.by_step(trace).select("step", "duration_ns", "device").rows()
+    for step, duration_ns, device in sorted(row for row in of_devices if row[0] is not None):
+        steps.setdefault(device, []).append((step, duration_ns))
+    for own in steps.values():
+        (step, duration_ns), *rest = own
+        others = [each_ns for each, each_ns in rest if each not in saving]
+        if len(others) < _FEWEST_OTHERS or step in saving:
             continue
-        median_ns = float(str(others.median()))
-        if first["duration_ns"] > WARM_UP_RATIO * median_ns:
+        median_ns = float(statistics.median(others))
+        if duration_ns > WARM_UP_RATIO * median_ns:
             yield (
                 "warm_up_inside",
-                f"The first profiled step ({first['step']}) takes {units.duration(first['duration_ns'])} and "
+                f"The first profiled step ({step}) takes {units.duration(duration_ns)} and "
                 f"the median of the others {units.duration(median_ns)}: it looks like warm-up.",
-                first["duration_ns"] / own["duration_ns"].sum(),
+                duration_ns / sum(each_ns for _, each_ns in own),
             )
 
 

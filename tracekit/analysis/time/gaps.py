@@ -4,10 +4,11 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import breakdown, launches
-from tracekit.model import intervals, schema
+from tracekit.analysis.time import breakdown, launches, trace_columns
+from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 COMMUNICATION_COLUMNS = schema.columns("gap device step phase unit lane collective_id name op start_ns dur_ns")
@@ -22,17 +23,8 @@ def communication_gaps(trace: Trace) -> pl.DataFrame:
     ends the gap; one row per gap. A phase begins with the first activity launched in it;
     unknown phases and steps count as one each. Collectives of saves end no gap.
     """
-    parts = [pl.DataFrame(schema=COMMUNICATION_COLUMNS)]
-    ops = trace.collectives.select(pl.col("activity_id").alias("collective_id"), "op").unique("collective_id")
-    for device in breakdown.devices(trace):
-        work = launches.work(trace, device)
-        begun = work.group_by("step", "phase").agg(pl.col("start_ns").min().alias("begun_ns"))
-        calls = work.filter(pl.col("kind") == "communication").join(
-            begun, on=["step", "phase"], how="left", nulls_equal=True, maintain_order="left"
-        )
-        found = _closed(calls, begun_ns="begun_ns").filter(pl.col("phase").ne_missing(conventions.CHECKPOINT))
-        parts.append(found.rename({"id": "collective_id"}).join(ops, on="collective_id", how="left"))
-    return _numbered(parts, COMMUNICATION_COLUMNS)
+    parts = [_closed(trace, device) for device in breakdown.devices(trace)]
+    return _numbered([pl.DataFrame(schema=COMMUNICATION_COLUMNS), *parts], COMMUNICATION_COLUMNS)
 
 
 @memoize
@@ -42,29 +34,44 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
     Columns COMPUTE_COLUMNS: gap (number in the trace), step of the window, phase to name of the compute that ends the
     gap (null at the end of the trace); one row per gap.
     """
-    parts = [pl.DataFrame(schema=COMPUTE_COLUMNS)]
     windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
-    for device in breakdown.devices(trace):
-        compute = launches.work(trace, device).filter(pl.col("kind") == "compute")
-        parts.append(_idle(compute, windows.filter(pl.col("device").eq_missing(device)), device))
-    return _numbered(parts, COMPUTE_COLUMNS)
+    parts = [
+        _idle(trace, windows.filter(pl.col("device").eq_missing(device)), device) for device in breakdown.devices(trace)
+    ]
+    return _numbered([pl.DataFrame(schema=COMPUTE_COLUMNS), *parts], COMPUTE_COLUMNS)
 
 
-def _closed(calls: pl.DataFrame, *, begun_ns: str) -> pl.DataFrame:
-    """Return each activity that ends a span without any of `calls` since `begun_ns`, with the span's times."""
-    calls = calls.sort("start_ns", "id")
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    since_ns = pl.max_horizontal(end_ns.cum_max().shift(1), begun_ns)
-    return (
-        calls.with_columns(since_ns.alias("since_ns"), pl.col("start_ns").alias("until_ns"))
-        .filter(pl.col("until_ns") > pl.col("since_ns"))
-        .with_columns(pl.col("since_ns").alias("start_ns"), (pl.col("until_ns") - pl.col("since_ns")).alias("dur_ns"))
+def _closed(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Return each collective that ends a span without one since its phase began, with the span's times."""
+    work, of = launches.work(trace, device), launches.columns(trace, device)
+    rows = np.flatnonzero(of.communicates)
+    calls = work.select("device", "step", "phase", "unit", "lane", "name", collective_id="id")[rows]
+    begun = work.group_by("step", "phase").agg(pl.col("start_ns").min())
+    begun_ns = (
+        calls.select("step", "phase")
+        .join(begun, on=["step", "phase"], how="left", nulls_equal=True, maintain_order="left")["start_ns"]
+        .to_numpy()
     )
+    start, end = of.spans[rows, 0], of.spans[rows, 1]
+    reached = np.concatenate((np.array([sweep_line.NEVER]), np.maximum.accumulate(end)))[: len(rows)]
+    since = np.maximum(reached, begun_ns)
+    is_save = trace_columns.as_flags(calls["phase"] == conventions.CHECKPOINT)
+    closing = np.flatnonzero((start > since) & ~is_save)
+    times = [pl.Series("start_ns", since[closing]), pl.Series("dur_ns", (start - since)[closing])]
+    return calls[closing].hstack([_ops(trace, of.id[rows[closing]]), *times])
 
 
-def _idle(compute: pl.DataFrame, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
-    """Return the spans of the windows without any of `compute`, with the compute that ends each."""
-    busy = intervals.union(intervals.from_table(compute))
+def _ops(trace: Trace, ids: Ints) -> pl.Series:
+    """Return the op of each collective; null where not known."""
+    row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), ids)
+    return columns.rows_or_nulls(trace.collectives.select("op"), row)["op"]
+
+
+def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
+    """Return the spans of the windows without compute, with the compute that ends each."""
+    work, of = launches.work(trace, device), launches.columns(trace, device)
+    rows = np.flatnonzero(of.computes)
+    busy = intervals.union(of.spans[rows])
     steps: list[int | None] = []
     found: list[Spans] = [intervals.EMPTY]
     for step, start_ns, end_ns in windows.select("step", "start_ns", "end_ns").iter_rows():
@@ -73,17 +80,15 @@ def _idle(compute: pl.DataFrame, windows: pl.DataFrame, device: int | None) -> p
         found.append(idle)
         steps += [step] * len(idle)
     spans = np.concatenate(found)
-    following = compute.sort("start_ns", "id").select(
-        "phase", "unit", "lane", "name", pl.col("id").alias("activity_id"), pl.col("start_ns").alias("_start_ns")
-    )
-    row = np.searchsorted(following["_start_ns"].to_numpy(), spans[:, 1], side="left")
-    ended = pl.Series(np.where(row < following.height, row, following.height), dtype=pl.UInt32)
-    by = pl.concat([following, following.clear(1)])[ended]
-    return by.with_columns(
-        pl.Series("step", steps, pl.Int64),
-        pl.lit(device, pl.Int64).alias("device"),
-        pl.Series("start_ns", spans[:, 0], pl.Int64),
-        pl.Series("dur_ns", spans[:, 1] - spans[:, 0], pl.Int64),
+    following = np.searchsorted(of.spans[rows, 0], spans[:, 1], side="left")
+    row = np.concatenate((rows, np.array([-1])))[following]
+    return columns.rows_or_nulls(work.select("phase", "unit", "lane", "name", activity_id="id"), row).hstack(
+        [
+            pl.Series("step", steps, pl.Int64),
+            pl.Series("device", [device] * len(spans), pl.Int64),
+            pl.Series("start_ns", spans[:, 0]),
+            pl.Series("dur_ns", spans[:, 1] - spans[:, 0]),
+        ]
     )
 
 

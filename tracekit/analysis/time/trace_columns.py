@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.model import intervals
+from tracekit.model import columns, intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
@@ -19,7 +19,19 @@ def spans(trace: Trace) -> Spans:
 @memoize
 def parent_ids(trace: Trace) -> Ints:
     """Return the parent_id of each op, shape (ops,); -1 for none."""
-    return trace.ops["parent_id"].fill_null(-1).to_numpy()
+    return columns.filled(trace.ops["parent_id"], -1)
+
+
+@memoize
+def launch_ids(trace: Trace) -> Ints:
+    """Return the launch_id of each activity, shape (activities,); -1 for none."""
+    return columns.filled(trace.activities["launch_id"], -1)
+
+
+@memoize
+def activity_steps(trace: Trace) -> Ints:
+    """Return the step of each activity, shape (activities,); -1 for none."""
+    return columns.filled(trace.activities["step"], -1)
 
 
 @memoize
