@@ -160,7 +160,7 @@ class _Splitter:
         self.trace, self.device, self.found = trace, device, found
         self.gaps: Spans = intervals.from_table(found)
         self.closing_id: Ints = found["collective_id"].to_numpy()
-        self.work = launches.columns(trace, device)
+        self.work = launches.work_columns(trace, device)
         self.prepared = self._prepared()
         others = ~np.isin(self.work.id, self.prepared["id"].to_numpy())
         self.compute = ActivitySpans.of(self.work, others & self.work.computes)

@@ -1,11 +1,13 @@
 """Kernels delayed by the launch order of other streams, or by another collective of their communicator."""
 
+import re
+
 import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
 from tracekit.analysis.time import launches
-from tracekit.model import intervals, schema, sweep_line
+from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
@@ -17,6 +19,7 @@ DELAY_COLUMNS = {
     "dur_ns": pl.Int64, "delay_ns": pl.Int64, "blocker_id": pl.Int64, "blocker_name": pl.String, "reason": pl.String,
 }  # fmt: skip
 ORDER, COMMUNICATOR = "launch order", "communicator"
+_GATHERS = re.compile("gather|broadcast")
 
 
 @memoize
@@ -49,11 +52,13 @@ def launch_order(trace: Trace) -> pl.DataFrame:
         chances, overtakes = queue.overtakes()
         rows, _ = queue.by_order()
         matter = np.flatnonzero(chances | overtakes)
-        frame = queue.work.select("device", "step")[matter].with_columns(
-            pl.Series("overtake_chances", np.ones(len(matter), np.int64)),
-            pl.Series("overtakes", overtakes[matter]),
-            pl.Series("delayed", np.isin(matter, rows)),
-            pl.Series("delay_ns", queue.idle_ns(rows)[matter]),
+        frame = queue.work.select("device", "step")[matter].hstack(
+            [
+                pl.Series("overtake_chances", np.ones(len(matter), np.int64)),
+                pl.Series("overtakes", overtakes[matter]),
+                pl.Series("delayed", np.isin(matter, rows)),
+                pl.Series("delay_ns", queue.idle_ns(rows)[matter]),
+            ]
         )
         sums = frame.group_by("device", "step", maintain_order=True).agg(pl.all().sum())
         parts.append(schema.select(sums, ORDER_COLUMNS))
@@ -69,15 +74,12 @@ class _Queue:
     """The kernels of one device in launch order."""
 
     def __init__(self, trace: Trace, device: int) -> None:
-        kernels = launches.work(trace, device).filter(
-            pl.col("kind").is_in(["compute", "communication"]), pl.col("launched_ns").is_not_null()
-        )
-        calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
-        joined = kernels.join(calls, on="launch_id", how="left", maintain_order="left")
-        self.work = joined.sort("called_ns", "id")
-        self.lane = self.work["lane"].to_numpy()
-        self.spans = intervals.from_table(self.work)
-        self.computes = (self.work["kind"] == "compute").to_numpy()
+        work = launches.work_columns(trace, device)
+        rows = np.flatnonzero((work.computes | work.communicates) & (work.launched_ns != sweep_line.NEVER))
+        called_ns = sweep_line.at(trace.ops["start_ns"].to_numpy(), work.call[rows], sweep_line.NEVER)
+        rows = rows[np.lexsort((work.id[rows], called_ns))]
+        self.work = launches.work(trace, device)[rows]
+        self.lane, self.spans, self.computes = work.lane[rows], work.spans[rows], work.computes[rows]
         self.latest: Ints = np.full(len(self.lane), -1, np.int64)
         """Of the kernels launched earlier on other lanes, the one that began last; -1 for none."""
         before = np.full(len(self.lane), sweep_line.NEVER, np.int64)
@@ -85,7 +87,7 @@ class _Queue:
             own = self.lane == lane
             self.latest[own] = _latest(np.where(own, sweep_line.NEVER, self.spans[:, 0]))[own]
             before[own] = _before(np.where(own, self.spans[:, 1], sweep_line.NEVER))[own]
-        self.ready_ns: Ints = np.maximum(self.work["launched_ns"].to_numpy(), before)
+        self.ready_ns: Ints = np.maximum(work.launched_ns[rows], before)
 
     @property
     def latest_ns(self) -> Ints:
@@ -106,14 +108,15 @@ class _Queue:
 
     def by_communicator(self, trace: Trace) -> tuple[Ints, Ints]:
         """Return the collectives that started right after another of their group on another lane, and that one."""
-        groups = trace.collectives.select(pl.col("activity_id").alias("id"), "group", "op").unique("id")
-        calls = self.work.select("id").join(groups, on="id", how="left", maintain_order="left")
-        rows = np.flatnonzero(~self.computes & calls["group"].is_not_null().to_numpy())
-        group = calls["group"].rank("dense").fill_null(0).to_numpy()[rows]
-        order = rows[np.lexsort((self.spans[rows, 0], group))]
-        same = calls["group"].rank("dense").fill_null(0).to_numpy()[order]
+        rows = np.flatnonzero(~self.computes)
+        described = self._described(trace, rows)
+        codes = {name: code for code, name in enumerate(described["group"].drop_nulls().unique().sort())}
+        group = np.array([codes.get(name, -1) for name in described["group"].to_list()], np.int64)
+        known = np.flatnonzero(group >= 0)
+        known = known[np.lexsort((self.spans[rows[known], 0], group[known]))]
+        order, same = rows[known], group[known]
         first, then = order[:-1], order[1:]
-        ready_ns = np.maximum(self.ready_ns, self._produced_ns(calls["op"]))
+        ready_ns = np.maximum(self.ready_ns, self._produced_ns(rows, described["op"].to_list()))
         waits = (
             (same[:-1] == same[1:])
             & (self.lane[first] != self.lane[then])
@@ -123,12 +126,18 @@ class _Queue:
         )
         return then[waits], first[waits]
 
-    def _produced_ns(self, op: pl.Series) -> Ints:
-        """Return the end of the compute launched before each reducing collective."""
-        op = op.fill_null("")
-        gathers = (op.str.contains("gather|broadcast") & ~op.str.contains("reduce")).to_numpy()
+    def _described(self, trace: Trace, rows: Ints) -> pl.DataFrame:
+        """Return group and op of the collectives in `rows`, null where not known."""
+        ids = self.work["id"].to_numpy()[rows]
+        found = columns.rows_of(trace.collectives["activity_id"].to_numpy(), ids)
+        return columns.rows_or_nulls(trace.collectives.select("group", "op"), found)
+
+    def _produced_ns(self, rows: Ints, ops: list[str | None]) -> Ints:
+        """Return the end of the compute launched before each collective in `rows` that reduces, by row of the work."""
+        gathers = [op is not None and bool(_GATHERS.search(op)) and "reduce" not in op for op in ops]
         before = _before(np.where(self.computes, self.spans[:, 1], sweep_line.NEVER))
-        return np.where(gathers, sweep_line.NEVER, before)
+        before[rows[np.array(gathers, np.bool_)]] = sweep_line.NEVER
+        return before
 
     def idle_ns(self, rows: Ints) -> Ints:
         """Return, at each of `rows`, its delay while no work of its kind ran; 0 elsewhere."""
@@ -142,6 +151,8 @@ class _Queue:
 
     def delay_table(self, rows: Ints, behind: Ints, by: str) -> pl.DataFrame:
         """Return the delayed kernels `rows` with their blockers, as a table."""
+        if not len(rows):
+            return pl.DataFrame(schema=DELAY_COLUMNS)
         earlier = self.work[behind].select(pl.col("id").alias("blocker_id"), pl.col("name").alias("blocker_name"))
         frame = self.work[rows].rename({"id": "activity_id"})
         return frame.with_columns(

@@ -148,7 +148,7 @@ class _Wait(NamedTuple):
 
 def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
     """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
-    work = launches.columns(trace, device)
+    work = launches.work_columns(trace, device)
     calls = causes.ActivitySpans.of(work, work.communicates)
     copies = work.spans[work.copies]
     quiet = intervals.from_table(before)

@@ -64,7 +64,7 @@ def _of_device(trace: Trace, device: int) -> DeviceWork:
 
 
 def _kinds(trace: Trace, device: int) -> Ints:
-    work = launches.columns(trace, device)
+    work = launches.work_columns(trace, device)
     kind = np.where(work.computes, KINDS.index(COMPUTE), KINDS.index(COPY))
     kind[work.communicates] = KINDS.index(COMMUNICATION)
     if work.computes.any():

@@ -9,6 +9,7 @@ from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import stacks
 from tracekit.analysis.time import breakdown, host_state, launches, trace_columns
 from tracekit.model import schema, sweep_line
+from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 GAP_COLUMNS = schema.columns(
@@ -33,23 +34,29 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     late = pieces.filter(pl.col("cause") == communication_gap_causes.HOST)
     if late.is_empty():
         return pl.DataFrame(schema=GAP_COLUMNS)
-    started = pieces.group_by("gap").agg(pl.col("start_ns").min().alias("idle_ns"))
-    state = host_state.state_at(trace, started["idle_ns"].to_numpy() - 1)
-    dry = started.select("gap", pl.Series("dry", state == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)))
-    before_ns = pl.Series("before_ns", host_state.waited_ns(trace, started["idle_ns"].to_numpy()))
-    dry = dry.with_columns(before_ns)
     waits, place = pl.col("detail") == host_state.SYNCHRONIZE, ("device", "step", "phase", "unit")
     return (
         late.with_columns(waits.any().over("gap").alias("waits"))
         .group_by(*_KEY, maintain_order=True)
         .agg(pl.col(*place, "activity_id", "waits", "start_ns").first(), pl.col("dur_ns").sum())
-        .join(dry, on="gap", how="left", maintain_order="left")
+        .join(_before(trace, pieces), on="gap", how="left", maintain_order="left")
         .join(places(trace), on="activity_id", how="left", maintain_order="left")
         .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
         .pipe(lambda rows: _split_by_wait(rows) if trace.on_device else rows)
         .pipe(lambda rows: rows.with_columns(_locations(trace, rows)))
         .pipe(schema.select, GAP_COLUMNS)
     )
+
+
+def _before(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
+    """Return, for each gap, whether the device became idle while the host waited for it, and for how long it had.
+
+    Columns gap, dry, before_ns.
+    """
+    gap, first = np.unique(pieces["gap"].to_numpy(), return_index=True)  # pieces of a gap are in order of time
+    idle_ns = pieces["start_ns"].to_numpy()[first]
+    dry = host_state.state_at(trace, idle_ns - 1) == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
+    return pl.DataFrame({"gap": gap, "dry": dry, "before_ns": host_state.waited_ns(trace, idle_ns)})
 
 
 def _split_by_wait(rows: pl.DataFrame) -> pl.DataFrame:
@@ -126,6 +133,7 @@ def device_reads(trace: Trace) -> pl.DataFrame:
     return ops.join(inner.select("id"), on="id", how="anti").select(*READ_COLUMNS)
 
 
+@memoize
 def places(trace: Trace) -> pl.DataFrame:
     """Return the name of each compute activity, and its number among those of its name in its step."""
     nth = pl.int_range(pl.len()).over("step", "lane", "name").cast(pl.Int64)

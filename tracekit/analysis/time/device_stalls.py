@@ -94,9 +94,13 @@ class _Stalls:
         return self.spans[:, 1] - self.spans[:, 0]
 
 
+_NO_FLAGS: Flags = np.zeros(0, np.bool_)
+_NONE = _Stalls(np.zeros(0, np.int64), intervals.EMPTY, _NO_FLAGS, _NO_FLAGS, _NO_FLAGS)
+
+
 def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     work = launches.work(trace, device)
-    idle, paused = _idle(trace, work), _paused(trace, device)
+    idle, paused = _idle(trace, device), _paused(trace, device)
     slice_ns = common_length(np.concatenate((idle.dur_ns[idle.is_whole & idle.is_unusual], paused.dur_ns)))
     if slice_ns is not None:  # a kernel that is paused half of the time has no usual median
         paused = _paused(trace, device, slice_ns)
@@ -106,6 +110,8 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     usual_ns = np.where(alike, work["dur_ns"].to_numpy()[paused.row] - paused.dur_ns, 0)
     rows = np.concatenate((idle.row, paused.row[alike])) if recurs else idle.row
     spans = np.concatenate((idle.spans, paused.spans[alike])) if recurs else idle.spans
+    if not len(rows):
+        return pl.DataFrame(schema=COLUMNS)
     is_idle = np.arange(len(rows)) < len(idle.row)
     certain = np.concatenate((of_cause, np.ones(len(rows) - len(idle.row), np.bool_))) & recurs
     usual = np.concatenate((np.full(len(idle.row), -1), usual_ns[alike]))[: len(rows)]
@@ -150,18 +156,23 @@ def _is_multiple(lengths_ns: Ints, slice_ns: float | None) -> Flags:
     return np.asarray(np.abs(times - np.maximum(np.round(times), 1)) <= ALIKE_RATIO, np.bool_)
 
 
-def _idle(trace: Trace, work: pl.DataFrame) -> _Stalls:
+def _idle(trace: Trace, device: int) -> _Stalls:
     """Return when nothing runs on any device of the trace, although the work that runs next had been launched."""
-    start, end = work["start_ns"].to_numpy(), (work["start_ns"] + work["dur_ns"]).to_numpy()
-    busy = intervals.union(intervals.from_table(work))
+    spans = launches.work_columns(trace, device).spans
+    start, end = spans[:, 0], spans[:, 1]
+    busy = intervals.union(spans)
     idle = np.stack((busy[:-1, 1], busy[1:, 0]), axis=1)
     idle = idle[idle[:, 1] - idle[:, 0] >= MIN_STALL_NS]
+    if not len(idle):
+        return _NONE
     row = np.searchsorted(start, idle[:, 1], side="left")
-    queued = _queued_ns(trace, work)
+    work, queued = launches.work(trace, device), _queued_ns(trace, device)
     spans = np.stack((np.maximum(idle[:, 0], queued[row]), idle[:, 1]), axis=1)
     before = np.searchsorted(np.sort(end), idle[:, 0], side="left")
     since = np.minimum(queued[np.argsort(end, kind="stable")[np.minimum(before, len(end) - 1)]], queued[row])
     is_long = (spans[:, 1] - spans[:, 0] >= MIN_STALL_NS) & ~_explained(trace, work, spans, since)
+    if not is_long.any():
+        return _NONE
     unusual = _unusual(_codes(kernel_ids.places(work)), row[is_long])
     in_graph = intervals.coverage(spans[is_long], _graph_spans(trace, work)) > 0
     whole = queued[row] <= idle[:, 0]
@@ -199,16 +210,19 @@ def _codes(ids: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Ints:
     return np.unique(ids, return_inverse=True)[1].astype(np.int64)
 
 
-def _queued_ns(trace: Trace, work: pl.DataFrame) -> Ints:
+def _queued_ns(trace: Trace, device: int) -> Ints:
     """Return since when each piece of work was queued; far in the future where its launch is not recorded.
 
     A copy to pageable memory returns after it has run: it was queued when it was called.
     """
-    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
-    joined = work.join(calls, on="launch_id", how="left", maintain_order="left")
-    to_host = (pl.col("kind") == "memcpy") & pl.col("name").str.contains(_TO_HOST)
-    queued = pl.when(to_host).then(pl.min_horizontal("called_ns", "start_ns")).otherwise("launched_ns")
-    return joined.select(queued.fill_null(_LATER).alias("ns"))["ns"].to_numpy().astype(np.int64)
+    work = launches.work_columns(trace, device)
+    queued = np.where(work.launched_ns == sweep_line.NEVER, _LATER, work.launched_ns)
+    if not trace_columns.any_activity_named(trace, _TO_HOST):
+        return queued
+    table = launches.work(trace, device)
+    to_host = trace_columns.as_flags((table["kind"] == "memcpy") & table["name"].str.contains(_TO_HOST))
+    called = sweep_line.at(trace.ops["start_ns"].to_numpy(), work.call, _LATER)
+    return np.where(to_host, np.minimum(called, work.spans[:, 0]), queued)
 
 
 _LATER = np.iinfo(np.int64).max // 2
@@ -220,8 +234,7 @@ def _explained(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: Ints) -
     Another device of the process is busy, the profiler itself works, or kernels were launched between the work before
     and the work after that were not recorded: they may have run then.
     """
-    lanes = trace.lanes.filter(pl.col("device").is_not_null(), pl.col("device") != work["device"][0]).select("lane")
-    others = intervals.from_table(trace.activities.join(lanes, on="lane", how="semi"))
+    others = _on_other_devices(trace, work["device"][0])
     profiler = trace_columns.spans(trace)[trace_columns.is_kind(trace, "overhead")]
     lengths = spans[:, 1] - spans[:, 0]
     own = intervals.coverage(spans, profiler) > _MOSTLY * lengths
@@ -232,15 +245,21 @@ def _explained(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: Ints) -
     return np.asarray((intervals.coverage(spans, others) > 0) | own | some, np.bool_)
 
 
+def _on_other_devices(trace: Trace, device: int) -> Spans:
+    """Return when other devices of the process work."""
+    others = [other for other in breakdown.devices(trace) if other not in (None, device)]
+    return np.concatenate([intervals.EMPTY, *(launches.work_columns(trace, other).spans for other in others)])
+
+
 def _paused(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:
     """Return the compute kernels that take longer than the same kernel usually does, each since its usual end.
 
     The kernel must be much more regular than that, or take longer by `slice_ns` or a multiple of it. No work of another
     stream may run meanwhile, unless that can't slow it as much.
     """
-    work = launches.work(trace, device)
-    compute = np.flatnonzero((work["kind"] == "compute").to_numpy())
-    start, dur = work["start_ns"].to_numpy()[compute], work["dur_ns"].to_numpy()[compute]
+    work = launches.work_columns(trace, device)
+    compute = np.flatnonzero(work.computes)
+    start, dur = work.spans[compute, 0], (work.spans[:, 1] - work.spans[:, 0])[compute]
     code = _codes(kernel_ids.kernel_ids_anywhere(trace, device)[compute])
     place = _codes(kernel_ids.kernel_ids(trace, device)[compute])
     usual = _usual_ns(code, dur, slice_ns)
@@ -277,10 +296,13 @@ _FAR = 4
 """Concurrent work slows a kernel down a few times at most."""
 
 
-def _other_lanes(work: pl.DataFrame, compute: Ints) -> Spans:
+def _other_lanes(work: launches.WorkColumns, compute: Ints) -> Spans:
     """Return when work runs on lanes other than the one with most compute."""
-    own = work[compute].group_by("lane").agg(pl.col("dur_ns").sum()).sort("dur_ns", "lane")
-    return intervals.from_table(work.filter(pl.col("lane") != (own["lane"][-1] if own.height else -1)))
+    dur = work.spans[:, 1] - work.spans[:, 0]
+    lanes, code = np.unique(work.lane[compute], return_inverse=True)
+    # Of lanes with equal compute, the one with the highest number.
+    main = lanes[np.lexsort((lanes, np.bincount(code, dur[compute])))[-1]] if len(lanes) else -1
+    return work.spans[work.lane != main]
 
 
 def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:

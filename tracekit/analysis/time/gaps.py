@@ -43,7 +43,7 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
 
 def _closed(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return each collective that ends a span without one since its phase began, with the span's times."""
-    work, of = launches.work(trace, device), launches.columns(trace, device)
+    work, of = launches.work(trace, device), launches.work_columns(trace, device)
     rows = np.flatnonzero(of.communicates)
     calls = work.select("device", "step", "phase", "unit", "lane", "name", collective_id="id")[rows]
     begun = work.group_by("step", "phase").agg(pl.col("start_ns").min())
@@ -69,7 +69,7 @@ def _ops(trace: Trace, ids: Ints) -> pl.Series:
 
 def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
     """Return the spans of the windows without compute, with the compute that ends each."""
-    work, of = launches.work(trace, device), launches.columns(trace, device)
+    work, of = launches.work(trace, device), launches.work_columns(trace, device)
     rows = np.flatnonzero(of.computes)
     busy = intervals.union(of.spans[rows])
     steps: list[int | None] = []

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown
-from tracekit.model import intervals, schema, sweep_line
+from tracekit.analysis.time import breakdown, trace_columns
+from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
@@ -39,10 +40,12 @@ class WorkColumns:
     computes: Flags
     communicates: Flags
     copies: Flags
+    call: Ints
+    """The row in ops of the call that launched the work; -1 where unknown."""
 
 
 @memoize
-def columns(trace: Trace, device: int | None) -> WorkColumns:
+def work_columns(trace: Trace, device: int | None) -> WorkColumns:
     """Return columns of `work` as arrays: masks of them cost less than queries of the table."""
     table = work(trace, device)
     kind = table["kind"]
@@ -50,10 +53,11 @@ def columns(trace: Trace, device: int | None) -> WorkColumns:
         table["id"].to_numpy(),
         table["lane"].to_numpy(),
         intervals.from_table(table),
-        table["launched_ns"].fill_null(sweep_line.NEVER).to_numpy(),
+        columns.filled(table["launched_ns"], sweep_line.NEVER),
         (kind == "compute").to_numpy(),
         (kind == "communication").to_numpy(),
         ((kind == "memcpy") | (kind == "memset")).to_numpy(),
+        columns.rows_of(trace.ops["id"].to_numpy(), columns.filled(table["launch_id"], -1)),
     )
 
 
@@ -65,17 +69,17 @@ def _on_device(trace: Trace, rows: pl.DataFrame, device: int | None) -> pl.DataF
 
 @memoize
 def _all_work(trace: Trace) -> pl.DataFrame:
-    lanes = trace.lanes.select("lane", "role", "device")
-    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("at_ns"), pl.col("dur_ns"))
-    taken_ns = pl.when(pl.col("device").is_not_null()).then("dur_ns_right").otherwise(0)
-    launched_ns = pl.min_horizontal(pl.col("at_ns") + taken_ns, "start_ns")
-    return (
-        trace.activities.join(lanes, on="lane", maintain_order="left")
-        .join(calls, on="launch_id", how="left", maintain_order="left")
-        .with_columns(pl.when(pl.col("at_ns").is_not_null()).then(launched_ns).alias("launched_ns"))
-        .drop("at_ns", "dur_ns_right")
-        .sort("start_ns", "id")
-    )
+    activities, lanes = trace.activities, trace.lanes
+    lane = columns.rows_of(lanes["lane"].to_numpy(), activities["lane"].to_numpy())
+    order = np.lexsort((activities["id"].to_numpy(), activities["start_ns"].to_numpy()))
+    order = order[lane[order] >= 0]
+    rows = activities[order].hstack(lanes.select("role", "device")[lane[order]])
+    call = trace_columns.launch_rows(trace)[order]
+    # On a device the launching call ends; on a CPU run work begins with the op that issued it.
+    on_device = np.array([device is not None for device in lanes["device"].to_list()], np.bool_)[lane[order]]
+    called, taken_ns = (sweep_line.at(trace.ops[name].to_numpy(), call, 0) for name in ("start_ns", "dur_ns"))
+    launched_ns = np.minimum(called + np.where(on_device, taken_ns, 0), rows["start_ns"].to_numpy())
+    return rows.hstack([pl.Series("launched_ns", launched_ns).set(pl.Series(call < 0), None)])
 
 
 @memoize

@@ -29,6 +29,12 @@ def launch_ids(trace: Trace) -> Ints:
 
 
 @memoize
+def launch_rows(trace: Trace) -> Ints:
+    """Return the row in ops of the call that launched each activity, shape (activities,); -1 for none."""
+    return columns.rows_of(trace.ops["id"].to_numpy(), launch_ids(trace))
+
+
+@memoize
 def activity_steps(trace: Trace) -> Ints:
     """Return the step of each activity, shape (activities,); -1 for none."""
     return columns.filled(trace.activities["step"], -1)
