@@ -4,7 +4,8 @@ Times are int64 nanoseconds, sizes are bytes, shares are ratios from 0 to 1. A m
 rows is an empty table with all its columns.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -38,7 +39,7 @@ class Table:
 
     def empty(self) -> pl.DataFrame:
         """Return the table with all its columns and no rows."""
-        return self.schema.to_frame()
+        return empty({column.name: column.dtype for column in self.columns})
 
     def conform(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Return `frame` with exactly this table's columns, in order, cast; a missing column is all null.
@@ -50,6 +51,24 @@ class Table:
         if list(frame.schema.items()) == list(self.schema.items()):
             return frame
         return conform(frame, self.schema)
+
+
+def empty(types: ColumnTypes) -> pl.DataFrame:
+    """Return a table with these columns and no rows."""
+    return _empty(tuple(types.items()))
+
+
+@functools.cache
+def _empty(columns: tuple[tuple[str, type[pl.DataType] | pl.DataType], ...]) -> pl.DataFrame:
+    return pl.DataFrame(schema=dict(columns))  # to make one costs as much as a query
+
+
+def concat(tables: Iterable[pl.DataFrame], types: ColumnTypes) -> pl.DataFrame:
+    """Return tables with exactly these columns one below the other; an empty table for none."""
+    parts = list(tables)
+    if len(parts) == 1:
+        return parts[0]
+    return pl.concat([empty(types), *parts])
 
 
 def select(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:

@@ -55,11 +55,11 @@ def save_spans(trace: Trace) -> pl.DataFrame:
     """
     rows = np.flatnonzero(save_names.is_save(trace))
     if not len(rows):
-        return pl.DataFrame(schema=SPAN_COLUMNS)
+        return schema.empty(SPAN_COLUMNS)
     found = trace.ops[rows].filter(pl.col("dur_ns") > 0).sort("start_ns", "dur_ns", descending=[False, True])
     merged = intervals.union(intervals.from_table(found))
     if not len(merged):
-        return pl.DataFrame(schema=SPAN_COLUMNS)
+        return schema.empty(SPAN_COLUMNS)
     first = np.searchsorted(found["start_ns"].to_numpy(), merged[:, 0], side="left")
     dur_ns = pl.Series("dur_ns", merged[:, 1] - merged[:, 0], pl.Int64)
     return found[first].select("step", "name", "start_ns", dur_ns, *_inside(trace, merged))

@@ -49,7 +49,7 @@ def by_rank(run: Run) -> pl.DataFrame:
     """
     lines = run.run_table(stages)
     if lines.is_empty():
-        return pl.DataFrame(schema=RANK_COLUMNS)
+        return schema.empty(RANK_COLUMNS)
     stage, blocking, dur_ns = pl.col("stage"), pl.col("blocking"), pl.col("dur_ns")
     total, complete = stage == conventions.TOTAL, stage == conventions.COMPLETE
     moved = stage.is_in((conventions.WRITE, conventions.FSYNC))
@@ -208,7 +208,7 @@ def background_slowdown(run: Run) -> pl.DataFrame:
     """
     lines, table = run.run_table(stages), run.run_table(by_rank).filter("background")
     if table.is_empty():
-        return pl.DataFrame(schema=_SLOWDOWN_COLUMNS)
+        return schema.empty(_SLOWDOWN_COLUMNS)
     stage = pl.col("stage")
     spent = pl.col("dur_ns").filter(stage.is_in(_PYTHON) & ~pl.col("blocking")).sum()
     counted = stage == conventions.COMPLETE
@@ -249,7 +249,7 @@ def _concurrent_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     by_rank = times.partition_by("rank", as_dict=True)
     counted = table.drop_nulls("step").group_by("rank", maintain_order=True)
     parts = [_concurrent_steps_of_rank(own, by_rank[rank]) for rank, own in counted if rank in by_rank]
-    return pl.concat([pl.DataFrame(schema=_CONCURRENT_STEP_COLUMNS), *parts])
+    return schema.concat(parts, _CONCURRENT_STEP_COLUMNS)
 
 
 def _concurrent_steps_of_rank(own: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
@@ -266,7 +266,7 @@ def _concurrent_steps_of_rank(own: pl.DataFrame, times: pl.DataFrame) -> pl.Data
     np.add.at(edges, past, -1)
     plain_ns = took_ns[(np.cumsum(edges)[:-1] == 0) & ~np.isin(step, saved - 1)]
     if not len(plain_ns):
-        return pl.DataFrame(schema=_CONCURRENT_STEP_COLUMNS)
+        return schema.empty(_CONCURRENT_STEP_COLUMNS)
     median_ns, steps = float(np.median(plain_ns)), past - first
     lost_ns = np.round(begun_ns[past] - begun_ns[first] - steps * median_ns)
     found = own.select("save", "rank", steps=steps, baseline_step_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)

@@ -64,7 +64,7 @@ def parts(run: Run) -> pl.DataFrame:
     """
     lines = run.run_table(saves.stages)
     if lines.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     clock = pl.when("blocking").then(pl.lit(BLOCKED)).otherwise(pl.lit(BACKGROUND)).alias("clock")
     works = (
         lines.filter(pl.col("stage") != conventions.COMPLETE)

@@ -25,7 +25,7 @@ def bursts(trace: Trace) -> pl.DataFrame:
     pool: the gradient reductions of one backward pass, op, group and type, which a larger bucket would merge; null for
     other collectives.
     """
-    parts = [pl.DataFrame(schema=COLUMNS)]
+    parts = [schema.empty(COLUMNS)]
     pooled = _pools(trace)
     for device in breakdown.devices(trace):
         together = _launched_together(trace, device)

@@ -53,7 +53,7 @@ def gap_causes(trace: Trace) -> pl.DataFrame:
         _Splitter(trace, device, found.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))).table()
         for device in breakdown.devices(trace)
     ]
-    return pl.concat([pl.DataFrame(schema=COLUMNS), *parts])
+    return schema.concat(parts, COLUMNS)
 
 
 def first_match(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
@@ -177,7 +177,7 @@ class _Splitter:
 
     def table(self) -> pl.DataFrame:
         if self.found.is_empty():
-            return pl.DataFrame(schema=COLUMNS)
+            return schema.empty(COLUMNS)
         items = self._items()
         prepared, inflated_ns = self._inflation()
         pieces = sweep_line.pieces(

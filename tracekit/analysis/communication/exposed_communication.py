@@ -122,5 +122,5 @@ def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:
 
 
 def _spans(rows: pl.DataFrame | None) -> intervals.Spans:
-    rows = pl.DataFrame(schema=SPAN_COLUMNS) if rows is None else rows
+    rows = schema.empty(SPAN_COLUMNS) if rows is None else rows
     return intervals.from_table(rows)

@@ -30,7 +30,7 @@ def delayed_kernels(trace: Trace) -> pl.DataFrame:
     starts within 20 µs of the start of earlier-launched work on another lane and overlaps it, `communicator` where a
     collective starts right when another of its group on another lane ends. One row per delayed kernel.
     """
-    parts = [pl.DataFrame(schema=DELAY_COLUMNS)]
+    parts = [schema.empty(DELAY_COLUMNS)]
     for queue in _queues(trace):
         parts += [
             queue.delay_table(*queue.by_order(), ORDER),
@@ -47,7 +47,7 @@ def launch_order(trace: Trace) -> pl.DataFrame:
     not started), overtakes (those that started more than 20 µs before it), delayed (those that started right with it),
     delay_ns (their delay while no work of their kind ran). One row per device and step.
     """
-    parts = [pl.DataFrame(schema=ORDER_COLUMNS)]
+    parts = [schema.empty(ORDER_COLUMNS)]
     for queue in _queues(trace):
         chances, overtakes = queue.overtakes()
         rows, _ = queue.by_order()
@@ -152,7 +152,7 @@ class _Queue:
     def delay_table(self, rows: Ints, behind: Ints, by: str) -> pl.DataFrame:
         """Return the delayed kernels `rows` with their blockers, as a table."""
         if not len(rows):
-            return pl.DataFrame(schema=DELAY_COLUMNS)
+            return schema.empty(DELAY_COLUMNS)
         earlier = self.work[behind].select(pl.col("id").alias("blocker_id"), pl.col("name").alias("blocker_name"))
         frame = self.work[rows].rename({"id": "activity_id"})
         return frame.with_columns(

@@ -56,7 +56,7 @@ def slowed_kernels(trace: Trace) -> pl.DataFrame:
     Columns KERNEL_COLUMNS: excess_ns (beyond what the kernel would take with the clock before; by the slowdown of the
     same kernel, else of the device); one row per kernel since the drop.
     """
-    parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
+    parts = [schema.empty(KERNEL_COLUMNS)]
     for drop in _drops(trace):
         device = next(each for each in concurrency.device_work(trace) if each.device == drop.device)
         since = (device.kind == KINDS.index(COMPUTE)) & (device.spans[:, 0] >= drop.since_ns)

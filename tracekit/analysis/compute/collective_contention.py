@@ -37,7 +37,7 @@ def calls(trace: Trace) -> pl.DataFrame:
     # A delay propagates to the next collective through preparation on its lane.
     idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
     long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
-    parts = [pl.DataFrame(schema=CALL_COLUMNS)]
+    parts = [schema.empty(CALL_COLUMNS)]
     for device in concurrency.device_work(trace):
         rows = np.flatnonzero(device.kind == KINDS.index(COMMUNICATION))
         quiet = long_gaps.filter(pl.col("device") == device.device)["start_ns"].sort().to_numpy()
@@ -76,7 +76,7 @@ def compared_calls(run: Run) -> pl.DataFrame:
     """
     found = _with_transfer(run)
     if found.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     key = ["window", "instance"]
     one = found.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
     facts = _compared(one).rename({"dur_ns": "transfer_ns"})

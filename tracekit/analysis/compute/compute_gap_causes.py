@@ -43,7 +43,7 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     synchronize); where a copy runs, the copy.
     """
     found, before = gaps.compute_gaps(trace), causes.gap_causes(trace)
-    parts = [pl.DataFrame(schema=COLUMNS)]
+    parts = [schema.empty(COLUMNS)]
     for device in breakdown.devices(trace):
         here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
         device_gaps = found.filter(here)
@@ -123,7 +123,7 @@ def chains(trace: Trace) -> pl.DataFrame:
         *(pl.col("dur_ns").filter(pl.col("cause") == name.removesuffix("_ns")).sum().alias(name) for name in names),
     )
     if by_cause.is_empty():
-        return pl.DataFrame(schema=CHAIN_COLUMNS)
+        return schema.empty(CHAIN_COLUMNS)
     is_wait = (pl.col("cause") == causes.COLLECTIVE) | pl.col("communication_gap").is_not_null()
     keyed = pl.col("device").fill_null(-1).alias("_device")
     waits = compute_gap_causes(trace).filter(is_wait).select(keyed, "start_ns", "dur_ns").sort("start_ns")

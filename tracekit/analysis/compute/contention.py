@@ -57,7 +57,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
     per step, phase, unit and pair of `PAIRS` that overlapped; empty on a CPU run.
     """
     parts = [_summed(device, pairs) for device, pairs in _all_compared(trace)]
-    return pl.concat([pl.DataFrame(schema=STEP_COLUMNS), *parts])
+    return schema.concat(parts, STEP_COLUMNS)
 
 
 @memoize
@@ -69,7 +69,7 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
     call that lost most. One row per kernel and pair with both samples, the largest loss first.
     """
     parts = [_of_kernels(device, pairs) for device, pairs in _all_compared(trace)]
-    return pl.concat([pl.DataFrame(schema=KERNEL_COLUMNS), *parts]).sort("lost_ns", descending=True)
+    return schema.concat(parts, KERNEL_COLUMNS).sort("lost_ns", descending=True)
 
 
 def preparation(trace: Trace) -> pl.DataFrame:
@@ -83,7 +83,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     chains = compute_gap_causes.chains(trace).select(
         "collective_id", "communication_gap", pl.col("dur_ns").alias("gap_ns"), "contention_ns", "waited_ns"
     )
-    parts = [pl.DataFrame(schema=PREPARATION_COLUMNS)]
+    parts = [schema.empty(PREPARATION_COLUMNS)]
     for device in trace.lanes["device"].drop_nulls().unique().sort():
         found = launches.preparation(trace, device)
         joined = found.join(chains, on="collective_id", how="left", maintain_order="left")
@@ -212,7 +212,7 @@ def _of_kernels(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
         excess_ns=[np.where(rows.judged, rows.comparison.excess_ns, 0.0)[at] for rows, at in both],
     )
     if table.is_empty():
-        return pl.DataFrame(schema=KERNEL_COLUMNS)
+        return schema.empty(KERNEL_COLUMNS)
     dur, costliest = pl.col("dur_ns"), pl.col("excess_ns").arg_max()
     sums = table.group_by("kind", "concurrent_kind", "key", maintain_order=True).agg(
         pl.col("device", "name", "grid", "block").first(),

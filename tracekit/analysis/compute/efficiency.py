@@ -80,7 +80,7 @@ def of_ops(trace: Trace) -> pl.DataFrame:
     """
     counted = flops.counted(trace)
     if counted.is_empty():
-        return pl.DataFrame(schema=OP_COLUMNS)
+        return schema.empty(OP_COLUMNS)
     timed = _timed(counted, device_of(trace.header))
     is_bounded = pl.col("memory_bound_ns").is_not_null() & (
         pl.col("flops").is_null() | pl.col("compute_bound_ns").is_not_null()

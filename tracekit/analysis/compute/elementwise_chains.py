@@ -28,7 +28,7 @@ def chains(trace: Trace) -> pl.DataFrame:
     """
     calls = flops.counted(trace).filter(pl.col("flops").is_null())
     if calls.is_empty() or not trace.on_device:
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     linked = _linked(_kernels(trace, calls))
     is_first = (pl.col("reread_bytes") == 0) & (pl.col("reread_bytes").shift(-1, fill_value=0) > 0)
     found = linked.filter(is_first | (pl.col("reread_bytes") > 0)).with_columns(

@@ -54,7 +54,7 @@ def counted(trace: Trace) -> pl.DataFrame:
     names = [name for name in calls["name"].unique().to_list() if _has_formula(name)]
     calls = calls.filter(pl.col("name").is_in(names))
     if calls.is_empty():
-        return pl.DataFrame(schema=COUNTED_COLUMNS)
+        return schema.empty(COUNTED_COLUMNS)
     calls = calls.join(_host_copies(trace), on="id", how="anti", maintain_order="left")
     calls = calls.join(_list_dtypes(trace, calls), on="id", how="left", maintain_order="left")
     is_known = pl.col("flops").is_not_null() | pl.col("bytes").is_not_null()

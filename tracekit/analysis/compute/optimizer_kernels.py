@@ -37,7 +37,7 @@ def unfused(trace: Trace) -> pl.DataFrame:
     per kernel. Fused kernels are left out. Empty on a CPU run.
     """
     if not trace.on_device or not trace_columns.is_named(trace, _SLICE_WITH_FUSED).any():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     op = kernels.innermost_op(trace)
     classes = trace.ops["name"].str.extract(_SLICE)
     parent = trace.ops["parent_id"].fill_null(-1).to_numpy()

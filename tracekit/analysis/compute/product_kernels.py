@@ -55,14 +55,14 @@ def misaligned(trace: Trace) -> pl.DataFrame:
     than 35% of the roofline.
     """
     if flops.counted(trace).is_empty() and not trace_columns.any_activity_named(trace, _ALIGN):
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     device = efficiency.device_of(trace.header)
     calls = with_calls(trace).with_columns(
         pl.col("name").str.extract(_ALIGN).cast(pl.Int64).alias("align"),
         pl.when(pl.col("name").str.contains(_16_BIT)).then(2).otherwise(4).alias("element_bytes"),
     )
     if calls.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     by_name = pl.col("name").str.contains(_TENSOR_CORE) & (pl.col("align") * pl.col("element_bytes") < _UNIT_BYTES)
     may_be_slow = (pl.col("dur_ns") >= MIN_NS) & (pl.col("ratio") < _LOW_RATIO)
     has_layout = device is not None and devices.TF32 in device.peaks and not device.name.startswith("mi")
@@ -87,9 +87,9 @@ def without_tensor_cores(trace: Trace) -> pl.DataFrame:
     """
     device = efficiency.device_of(trace.header)
     if device is None or device.peaks.get(devices.TF32, 0) < 2 * device.peaks.get(devices.FP32, math.inf):
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     if not trace_columns.any_activity_named(trace, _FP32):
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     is_fp32 = pl.col("name").str.contains(_FP32) & ~pl.col("name").str.contains(_NOT_FP32)
     names = trace.activities["name"].unique()
     allows_tf32 = bool(names.filter(names.str.contains(_CONVOLUTION) & names.str.contains(_TF32)).len())

@@ -35,10 +35,10 @@ def regions(trace: Trace) -> pl.DataFrame:
     region. Empty on a CPU run, which has no kernels.
     """
     if not trace.on_device or trace.ops.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     repeated = recomputed_activities(trace)
     if repeated.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     found = repeated.group_by("step", "device", "region", maintain_order=True).agg(
         pl.col("unit").drop_nulls().first(),

@@ -41,7 +41,7 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     order_ns is the time from the start of the window to the first of them.
     """
     described = _described(trace)
-    parts = [pl.DataFrame(schema=COLUMNS)]
+    parts = [schema.empty(COLUMNS)]
     for device in breakdown.devices(trace):
         windows = _windows(trace, device)
         if windows.height:

@@ -36,12 +36,12 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
     """
     count = _multiprocessors(trace.header)
     if count is None or flops.counted(trace).is_empty():  # then no roofline is known
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     kernels = product_kernels.with_calls(trace).filter(
         pl.col("ratio") < _MAX_RATIO, pl.col("dur_ns") >= product_kernels.MIN_NS, pl.col("grid").is_not_null()
     )
     if kernels.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     kernels = kernels.join(product_kernels.misaligned(trace), on="activity_id", how="anti", maintain_order="left")
     waves = _waves(kernels, count)
     joined = kernels.join(waves, on=_KIND, nulls_equal=True, maintain_order="left")

@@ -39,7 +39,7 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     parts = [_with_exposed(trace, device, rows) for (device,), rows in found.group_by("device", maintain_order=True)]
     exposed = pl.concat(parts).filter(pl.col("exposed_ns") > 0) if parts else pl.DataFrame()
     if exposed.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     host = pl.when(name.contains("(?i)pageable")).then(pl.lit(PAGEABLE))
     return (
         exposed.with_columns(

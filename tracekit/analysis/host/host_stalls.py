@@ -62,7 +62,7 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     """
     stalls = _stalls(trace)
     if stalls.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     spans = intervals.from_table(stalls)
     during, ops = _during(trace, spans), trace_columns.spans(trace)
     covered = {cause: intervals.coverage(spans, ops[during & _shows(trace, cause)]) for cause in _PATTERNS}

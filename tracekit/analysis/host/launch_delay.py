@@ -33,7 +33,7 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     pieces = compute_gap_causes.compute_gap_causes(trace)
     late = pieces.filter(pl.col("cause") == communication_gap_causes.HOST)
     if late.is_empty():
-        return pl.DataFrame(schema=GAP_COLUMNS)
+        return schema.empty(GAP_COLUMNS)
     waits, place = pl.col("detail") == host_state.SYNCHRONIZE, ("device", "step", "phase", "unit")
     return (
         late.with_columns(waits.any().over("gap").alias("waits"))
@@ -100,7 +100,7 @@ def data_waits(trace: Trace) -> pl.DataFrame:
         .otherwise("start_ns")
         .alias("start_ns")
     )
-    parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
+    parts = [schema.empty(WAIT_COLUMNS)]
     for (device,), own in windows.group_by("device", maintain_order=True):
         spans = own.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)
         pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
@@ -127,7 +127,7 @@ def device_reads(trace: Trace) -> pl.DataFrame:
     passes = trace_columns.is_phase(trace, conventions.FORWARD) | trace_columns.is_phase(trace, conventions.BACKWARD)
     rows = np.flatnonzero(reads & passes & host_state.is_launching(trace))
     if not len(rows):
-        return pl.DataFrame(schema=READ_COLUMNS)
+        return schema.empty(READ_COLUMNS)
     ops = trace.ops[rows].filter(trace.in_steps)
     inner = ops.join(ops.select(pl.col("id").alias("parent_id")), on="parent_id", how="semi")
     return ops.join(inner.select("id"), on="id", how="anti").select(*READ_COLUMNS)
@@ -139,7 +139,7 @@ def places(trace: Trace) -> pl.DataFrame:
     nth = pl.int_range(pl.len()).over("step", "lane", "name").cast(pl.Int64)
     work = [launches.work(trace, device).filter(pl.col("kind") == "compute") for device in breakdown.devices(trace)]
     none = schema.columns("name activity_id nth", name=pl.String)
-    return pl.concat([pl.DataFrame(schema=none), *(part.select("name", activity_id="id", nth=nth) for part in work)])
+    return pl.concat([schema.empty(none), *(part.select("name", activity_id="id", nth=nth) for part in work)])
 
 
 def _locations(trace: Trace, rows: pl.DataFrame) -> pl.Series:

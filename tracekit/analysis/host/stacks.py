@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import host_state, trace_columns
-from tracekit.model import intervals, nesting
+from tracekit.model import intervals, nesting, schema
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -27,7 +27,7 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
     calls = python.with_columns(named).drop_nulls("file").with_columns(pl.col("line").cast(pl.Int64)).collect()
     spans = _on_host(trace, evidence)
     if calls.is_empty() or not len(spans):
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     inside_ns = intervals.coverage(intervals.from_table(calls), spans)
     return (
         calls.with_columns(pl.Series("inside_ns", inside_ns))

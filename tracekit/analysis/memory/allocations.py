@@ -126,14 +126,14 @@ def at_peak(trace: Trace) -> pl.DataFrame:
     to its peak.
     """
     if trace.allocations.is_empty():
-        return pl.DataFrame(schema=PEAK_COLUMNS)
+        return schema.empty(PEAK_COLUMNS)
     usage = live(trace)
     peaks = usage.filter(pl.col("live_bytes") == pl.col("live_bytes").max().over("device")).unique(
         "device", keep="first", maintain_order=True
     )
     moments = peaks.select("device", "event", "at_ns", "live_bytes")
     parts = [_owners_at(trace, *row) for row in moments.iter_rows()]
-    return pl.concat(parts) if parts else pl.DataFrame(schema=PEAK_COLUMNS)
+    return pl.concat(parts) if parts else schema.empty(PEAK_COLUMNS)
 
 
 def peaks(trace: Trace) -> pl.DataFrame:
@@ -143,7 +143,7 @@ def peaks(trace: Trace) -> pl.DataFrame:
     reserved), slack_bytes (reserved but not allocated at the allocated peak); one row per device, null for the host.
     """
     if trace.allocations.is_empty():
-        return pl.DataFrame(schema=DEVICE_PEAK_COLUMNS)
+        return schema.empty(DEVICE_PEAK_COLUMNS)
     usage = live(trace).group_by("device")
     top = usage.agg(
         peak_allocated_bytes=pl.col("live_bytes").max(),
@@ -171,7 +171,7 @@ def churn(trace: Trace) -> pl.DataFrame:
     distinct_sizes; one row per step and device.
     """
     if trace.allocations.is_empty():
-        return pl.DataFrame(schema=CHURN_COLUMNS)
+        return schema.empty(CHURN_COLUMNS)
     usage = live(trace).drop_nulls("step").group_by("step", "device").agg(peak_bytes=pl.col("live_bytes").max())
     allocated = trace.allocations.filter(pl.col("delta_bytes") > 0).drop_nulls("step")
     sums = allocated.group_by("step", "device").agg(
@@ -192,7 +192,7 @@ def new_sizes(trace: Trace) -> pl.DataFrame:
     all sizes are new. On a device, sizes within 1 MiB of each other count as one: they may be of the same request.
     """
     if trace.allocations.is_empty():
-        return pl.DataFrame(schema=NEW_SIZE_COLUMNS)
+        return schema.empty(NEW_SIZE_COLUMNS)
     large = trace.allocations.filter(
         of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
         pl.col("phase").ne_missing(conventions.CHECKPOINT),

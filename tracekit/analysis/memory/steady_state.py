@@ -62,12 +62,12 @@ def retries(trace: Trace) -> pl.DataFrame:
     row, since the counter before it is unknown.
     """
     if trace.metrics.is_empty():
-        return pl.DataFrame(schema=RETRY_COLUMNS)
+        return schema.empty(RETRY_COLUMNS)
     wide = trace.metrics.filter(
         pl.col("name").is_in([conventions.ALLOC_RETRIES_METRIC, conventions.STEP_TIME_METRIC])
     ).pivot("name", index="step", values="value", aggregate_function="first")
     if conventions.ALLOC_RETRIES_METRIC not in wide.columns:
-        return pl.DataFrame(schema=RETRY_COLUMNS)
+        return schema.empty(RETRY_COLUMNS)
     step_time = conventions.STEP_TIME_METRIC
     times = pl.col(step_time) if step_time in wide.columns else pl.lit(None, pl.Int64)
     # The counter restarts at 0 when training is resumed.
@@ -84,7 +84,7 @@ def regrowth(trace: Trace) -> pl.DataFrame:
     request. The idle memory was fragmented, on another stream or in another pool.
     """
     if trace.allocations.is_empty():
-        return pl.DataFrame(schema=REGROWTH_COLUMNS)
+        return schema.empty(REGROWTH_COLUMNS)
     device = pl.col("device")
     idle_bytes = pl.col("slack_bytes").shift(1).over(device)
     grown_bytes = pl.col("reserved_bytes").diff().over(device)
@@ -105,7 +105,7 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
     Columns step, unit, span, start_ns, dur_ns (0), bytes; one row per allocation. Those of saves are left out.
     """
     if trace.allocations.is_empty():
-        return pl.DataFrame(schema=BUFFER_COLUMNS)
+        return schema.empty(BUFFER_COLUMNS)
     span = pl.col("span")
     # Allocations of the backend inside its collective are not FSDP's buffers (gloo copies its messages).
     inside = allocations.in_collectives(trace, trace.allocations["at_ns"])

@@ -43,7 +43,7 @@ def lifetimes(trace: Trace) -> pl.DataFrame:
 
 def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, ...]) -> pl.DataFrame:
     """Return the table of `over_time` from blocks and live bytes."""
-    parts = [pl.DataFrame(schema=OWNER_COLUMNS)]
+    parts = [schema.empty(OWNER_COLUMNS)]
     for (device,), of_device in live.group_by("device", maintain_order=True):
         moments = _moments(of_device)
         device_blocks = blocks.filter(

@@ -43,14 +43,14 @@ def expert_load(run: Run) -> pl.DataFrame:
     such pairs.
     """
     if not group_axes.has_axis(run, EP) and EP not in mesh.groups_of(run.manifest):
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     sizes = run.table(message_sizes)
     named = run.run_table(axis_communication.calls).filter(pl.col("axis") == EP)
     sized = named.join(sizes, on=["window", "rank", "activity_id"]).drop_nulls(["sent_bytes", "received_bytes"])
     calls = _with_members(run, sized)
     pairs = _pairs(calls)
     if pairs.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     mean = pl.col("load_bytes").mean().over(PASS)
     table = _with_compute(run, pairs).with_columns(
         mean.round().cast(pl.Int64).alias("mean_bytes"), (pl.col("load_bytes") / mean).alias("load_ratio")

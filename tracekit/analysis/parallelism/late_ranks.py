@@ -42,7 +42,7 @@ def queue_times(trace: Trace) -> pl.DataFrame:
     ]
     queued_ns = (pl.col("start_ns") - pl.col("launched_ns")).alias("queued_ns")
     parts = [part.drop_nulls("launched_ns").select(pl.col("id").alias("activity_id"), queued_ns) for part in calls]
-    return pl.concat([pl.DataFrame(schema=QUEUE_COLUMNS), *parts])
+    return schema.concat(parts, QUEUE_COLUMNS)
 
 
 FACTS: tuple[Fact, ...] = (

@@ -54,7 +54,7 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     every = run.table(host_stalls.host_stalls).filter(pl.col("cause") != host_stalls.SAVE).with_row_index("id")
     stalls = _without_saves(run, every)
     if stalls.is_empty():
-        return pl.DataFrame(schema=STALL_COLUMNS)
+        return schema.empty(STALL_COLUMNS)
     steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
     counted = steps.group_by(_DEVICE).agg(
         pl.len().cast(pl.Int64).alias("steps"), pl.col("step").min().alias("first"), pl.col("duration_ns").median()
@@ -120,7 +120,7 @@ def outlier_steps(run: Run) -> pl.DataFrame:
     """
     events = _events(run)
     if events.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     lengths = _step_lengths(run)
     parts = [
         _priced(own, lengths.filter(pl.col("window") == window))

@@ -246,7 +246,7 @@ def schedule_cases(run: Run) -> pl.DataFrame:
     (even_duration_ns, stages_duration_ns, ideal_duration_ns) with equal times, each stage's mean, and their own times.
     """
     actions = run.run_table(pipeline_stages.staged_actions)
-    parts = [pl.DataFrame(schema=_CASES)]
+    parts = [schema.empty(_CASES)]
     for places, ranks, bubbles, durations in _scheduled(actions):
         rows = [
             (*place, rank, *map(round, bubbles[at, case]), *map(round, durations[case]))

@@ -44,7 +44,7 @@ def links(run: Run) -> pl.DataFrame:
     """
     waited = run.run_table(arrivals)
     if waited.is_empty():
-        return pl.DataFrame(schema=LINKS)
+        return schema.empty(LINKS)
     delay_ns = pl.col("delay_ns")
     table = waited.group_by(_LINK).agg(
         delay_ns.quantile(0.25).round().cast(pl.Int64).alias("low_ns"),

@@ -53,10 +53,10 @@ def staged_actions(run: Run) -> pl.DataFrame:
     """
     actions = run.table(pipeline_actions).filter(pl.col("action").is_in(COMPUTE_ACTIONS)).drop_nulls("start_ns")
     if actions.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     known = actions.with_columns(pl.coalesce("stage", _stage_of(run, actions)).alias("stage")).drop_nulls("stage")
     if known.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     if actions["stage"].is_null().all():
         known = interleaving.with_virtual_stages(known)
     repeated = pl.int_range(pl.len()).over(

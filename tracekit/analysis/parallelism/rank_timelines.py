@@ -23,7 +23,7 @@ def states(run: Run) -> pl.DataFrame:
     """
     spans = run.table(breakdown.spans).partition_by(_OF, as_dict=True)
     calls = _calls(run).partition_by(_OF, as_dict=True)
-    parts = [pl.DataFrame(schema=COLUMNS)]
+    parts = [schema.empty(COLUMNS)]
     for place, device_spans in spans.items():
         where = [pl.lit(value, pl.Int64).alias(name) for name, value in zip(_OF, place, strict=True)]
         parts.append(_device_states(device_spans, calls.get(place)).with_columns(where).pipe(schema.select, COLUMNS))

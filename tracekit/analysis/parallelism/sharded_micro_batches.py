@@ -41,7 +41,7 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles)
     calls = run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS))
     if bubbles.is_empty() or calls.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     placed = alignment.on_run_clock(calls, run.offsets, ("start_ns",)).sort("start_ns")
     actions = run.run_table(pipeline_stages.staged_actions).select(
         "window", "rank", "step", "micro_batch", at_ns="start_ns"

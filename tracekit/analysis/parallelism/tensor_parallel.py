@@ -64,7 +64,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     per_pass_ns (exposed_ns over passes), exposed_ratio (of the step's duration). Empty without tensor parallelism.
     """
     if not group_axes.has_axis(run, TP):
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     calls = run.run_table(exposed_calls)
     is_large = pl.col("bytes") >= _LARGE_BYTES
     reduces = pl.when(pl.col("op").is_in(_HALVES)).then(0.5).otherwise(1.0)

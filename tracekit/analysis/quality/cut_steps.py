@@ -29,7 +29,7 @@ def cut_steps(trace: Trace) -> pl.DataFrame:
     """
     may_be_tail = _may_begin_before(trace)
     if not may_be_tail and not _may_be_optimizer(trace):
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     parts = _backward(trace).join(_optimizer(trace), on="step", how="full", nulls_equal=True, coalesce=True)
     lengths = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
     counted = lengths.with_columns(pl.len().cast(pl.Int64).alias("steps"))

@@ -24,7 +24,7 @@ def undecided(trace: Trace) -> pl.DataFrame:
     per kernel.
     """
     if not trace.on_device:
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     work = trace.activities.filter(pl.col("kind") == "compute")
     names = [name for name in work["name"].unique() if communication_kernels.kind_of(name) == "undecided"]
     own = work.filter(pl.col("name").is_in(names)).sort("start_ns", "id")
@@ -47,7 +47,7 @@ def ending_together(run: Run) -> pl.DataFrame:
     """
     rows = run.table(undecided)
     if len(run.ranks) < 2 or rows.is_empty():
-        return pl.DataFrame(schema=TOGETHER_COLUMNS)
+        return schema.empty(TOGETHER_COLUMNS)
     clocks = run.offsets.select("window", "rank", "residual_ns").drop_nulls()
     placed = alignment.on_run_clock(rows, run.offsets, ("start_ns", "end_ns")).join(clocks, on=["window", "rank"])
     own = placed.with_columns(pl.len().over("window", "rank", "name").alias("calls"))

@@ -25,7 +25,7 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
     Columns device, step, backward (from 0 in each step), launched_ns; one row per pass. A pass ends where other compute
     of more than 5% of the step's compute was launched: the next forward pass. Steps without known phases have no rows.
     """
-    parts = [pl.DataFrame(schema=START_COLUMNS)]
+    parts = [schema.empty(START_COLUMNS)]
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
     for device in breakdown.devices(trace):
         compute = launches.work(trace, device).filter((pl.col("kind") == "compute") & trace.in_steps)
@@ -53,7 +53,7 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
     """
     starts = backward_starts(trace)
     if starts.is_empty():
-        return pl.DataFrame(schema=REDUCTION_COLUMNS)
+        return schema.empty(REDUCTION_COLUMNS)
     calls = _reducing(trace)
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
     elsewhere = calls.filter(~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)).select(_KEY).unique()

@@ -36,7 +36,7 @@ def spans(trace: Trace) -> pl.DataFrame:
             parts.append(
                 times.select(device=pl.lit(device, _INT), part=pl.lit(part), start_ns="start_ns", dur_ns="dur_ns")
             )
-    return pl.concat([pl.DataFrame(schema=SPAN_COLUMNS), *parts])
+    return schema.concat(parts, SPAN_COLUMNS)
 
 
 @memoize
@@ -70,7 +70,7 @@ def by_rank(trace: Trace) -> pl.DataFrame:
             window = np.array([[covered[0, 0], covered[-1, 1]]])
             parts.append((device, window, _split(sets, window)))
     if not parts:
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     device_of, windows, terms = zip(*parts, strict=True)
     return _table([None] * len(parts), list(device_of), np.concatenate(windows), np.concatenate(terms))
 

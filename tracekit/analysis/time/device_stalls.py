@@ -55,9 +55,9 @@ def device_stalls(trace: Trace) -> pl.DataFrame:
     multiple of it. These count if most such excesses on the device have one length.
     """
     if "sampled" in trace.data_quality["kind"] or not trace.on_device:
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     parts = [_of_device(trace, device) for device in breakdown.devices(trace) if device is not None]
-    return pl.concat([pl.DataFrame(schema=COLUMNS), *parts])
+    return schema.concat(parts, COLUMNS)
 
 
 @memoize
@@ -111,7 +111,7 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     rows = np.concatenate((idle.row, paused.row[alike])) if recurs else idle.row
     spans = np.concatenate((idle.spans, paused.spans[alike])) if recurs else idle.spans
     if not len(rows):
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     is_idle = np.arange(len(rows)) < len(idle.row)
     certain = np.concatenate((of_cause, np.ones(len(rows) - len(idle.row), np.bool_))) & recurs
     usual = np.concatenate((np.full(len(idle.row), -1), usual_ns[alike]))[: len(rows)]
@@ -301,8 +301,9 @@ def _other_lanes(work: launches.WorkColumns, compute: Ints) -> Spans:
     dur = work.spans[:, 1] - work.spans[:, 0]
     lanes, code = np.unique(work.lane[compute], return_inverse=True)
     # Of lanes with equal compute, the one with the highest number.
-    main = lanes[np.lexsort((lanes, np.bincount(code, dur[compute])))[-1]] if len(lanes) else -1
-    return work.spans[work.lane != main]
+    main = int(lanes[np.lexsort((lanes, np.bincount(code, dur[compute])))[-1]]) if len(lanes) else -1
+    others: Spans = work.spans[work.lane != main]
+    return others
 
 
 def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:

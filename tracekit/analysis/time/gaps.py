@@ -24,7 +24,7 @@ def communication_gaps(trace: Trace) -> pl.DataFrame:
     unknown phases and steps count as one each. Collectives of saves end no gap.
     """
     parts = [_closed(trace, device) for device in breakdown.devices(trace)]
-    return _numbered([pl.DataFrame(schema=COMMUNICATION_COLUMNS), *parts], COMMUNICATION_COLUMNS)
+    return _numbered([schema.empty(COMMUNICATION_COLUMNS), *parts], COMMUNICATION_COLUMNS)
 
 
 @memoize
@@ -38,7 +38,7 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
     parts = [
         _idle(trace, windows.filter(pl.col("device").eq_missing(device)), device) for device in breakdown.devices(trace)
     ]
-    return _numbered([pl.DataFrame(schema=COMPUTE_COLUMNS), *parts], COMPUTE_COLUMNS)
+    return _numbered([schema.empty(COMPUTE_COLUMNS), *parts], COMPUTE_COLUMNS)
 
 
 def _closed(trace: Trace, device: int | None) -> pl.DataFrame:

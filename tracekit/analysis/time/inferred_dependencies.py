@@ -44,7 +44,7 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     Other work that started 50 µs late or more, right after work on another lane, waits for that work alone. Right after
     is up to 15 µs, or 30 µs where the call before the launch on its thread lets a stream wait for an event.
     """
-    parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
+    parts = [schema.empty(WAIT_COLUMNS)]
     for device_work in by_device(items):
         lane = device_work["lane"].to_numpy()
         if (lane[1:] != lane[:-1]).any():
@@ -244,7 +244,7 @@ def start_order(items: pl.DataFrame) -> pl.DataFrame:
     One queue feeds all lanes if starts never leave the launch order, and some work launched long before starts just
     when the work launched before it on another lane starts and still runs: nothing else would delay it until then.
     """
-    parts = [pl.DataFrame(schema=WAIT_COLUMNS)]
+    parts = [schema.empty(WAIT_COLUMNS)]
     names = ("item", "lane", "start_ns", "end_ns", "launched_ns")
     for device_work in by_device(items):
         columns = [device_work[name].to_numpy() for name in names]

@@ -84,7 +84,7 @@ FACTS: tuple[Fact, ...] = (device_stalls.device_stalls, kernel_durations, long_k
 
 @memoize
 def _kernels(trace: Trace) -> pl.DataFrame:
-    parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
+    parts = [schema.empty(KERNEL_COLUMNS)]
     for device in breakdown.devices(trace) if trace.on_device else ():
         work = launches.work(trace, device)
         placed = work.with_columns(pl.Series("kernel", kernel_ids.kernel_ids(trace, device), pl.UInt64))

@@ -26,10 +26,10 @@ def alternating(trace: Trace) -> pl.DataFrame:
     backend allocates inside its collective.
     """
     if trace.allocations["unit"].null_count() == trace.allocations.height:
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     found = _of_units(trace)
     if found.is_empty():
-        return pl.DataFrame(schema=COLUMNS)
+        return schema.empty(COLUMNS)
     key = ["step", "device", "kind"]
     # A flat buffer is one block; weights copied out of it are several, all of one span.
     instance = ["unit", "span", "span_id"]

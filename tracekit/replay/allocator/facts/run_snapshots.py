@@ -70,7 +70,7 @@ _POOL = ["device", "pool", "kind", "stream"]
 @memoize
 def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """Return pools, histories and data-quality issues: each snapshot is read once for all."""
-    found: list[pl.DataFrame] = [pl.DataFrame(schema=POOL_COLUMNS)]
+    found: list[pl.DataFrame] = [schema.empty(POOL_COLUMNS)]
     rows: list[tuple[object, ...]] = []
     bad = snapshot_files.unreadable(run)
     for file in snapshot_files.first_files(run):

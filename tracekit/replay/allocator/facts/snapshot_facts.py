@@ -145,7 +145,7 @@ def over_time(snapshot: MemorySnapshot, history: History, played: ReplayResult) 
     Empty if the snapshot has no history, or one without times.
     """
     if not len(history.at_ns) or not history.at_ns.any():
-        return pl.DataFrame(schema=usage.OWNER_COLUMNS)
+        return schema.empty(usage.OWNER_COLUMNS)
     return usage.usage_by_owner(blocks(snapshot, history, played), live(snapshot, history, played), by=("op",))
 
 
@@ -200,7 +200,7 @@ def segment_map(snapshot: MemorySnapshot, device: int) -> pl.DataFrame:
 def lifetimes(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
     """Return block lifetimes by size: columns as `usage.lifetimes`."""
     if not np.any(history.at_ns):
-        return pl.DataFrame(schema=usage.LIFETIME_COLUMNS)
+        return schema.empty(usage.LIFETIME_COLUMNS)
     return usage.lifetime_histogram(blocks(snapshot, history, played))
 
 
