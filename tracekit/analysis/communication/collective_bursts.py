@@ -4,8 +4,8 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import backward_passes, breakdown, launches
-from tracekit.model import intervals, schema
+from tracekit.analysis.time import backward_passes, breakdown, launches, trace_columns
+from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -38,23 +38,27 @@ def bursts(trace: Trace) -> pl.DataFrame:
 
 
 def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
-    work = launches.work(trace, device).filter(
-        pl.col("kind").is_in(["compute", "communication"]), pl.col("phase").ne_missing(conventions.CHECKPOINT)
-    )
-    messages = launches.messages(trace)
+    work, of = launches.work(trace, device), launches.work_columns(trace, device)
+    trains = ~trace_columns.as_flags(work["phase"] == conventions.CHECKPOINT)
+    at_ns = np.where(of.launched_ns == sweep_line.NEVER, of.spans[:, 0], of.launched_ns)
     # Preparation on the collective's own lane is not compute that it waits for.
-    others = work.filter((pl.col("kind") == "compute") & (pl.col("role") != "communication"))
-    calls = work.filter(pl.col("kind") == "communication").join(messages, on="id", how="left", maintain_order="left")
-    at_ns = pl.coalesce("launched_ns", "start_ns").alias("at_ns")
-    calls = calls.with_columns(at_ns).sort("at_ns", "id")
-    before = np.searchsorted(np.sort(others.select(at_ns).to_series().to_numpy()), calls["at_ns"].to_numpy())
-    alike = pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id().cast(pl.Int64)
+    others = of.computes & trains & ~trace_columns.as_flags(work["role"] == "communication")
+    rows = np.flatnonzero(of.communicates)
+    order = np.lexsort((of.id[rows], at_ns[rows]))
+    order = order[trains[rows[order]]]
+    calls = launches.collectives(trace, device)[order]
+    before = np.searchsorted(np.sort(at_ns[others]), at_ns[rows[order]])
+    alike = calls.select(pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id())
+    burst = alike.to_series().to_numpy().astype(np.int64)
+    first, count = np.unique(burst, return_index=True, return_counts=True)[1:]
     return (
-        calls.with_columns(alike.alias("burst"), pl.col("id").alias("activity_id"))
-        .with_columns(
-            pl.int_range(pl.len()).over("burst").alias("position"),
-            pl.len().over("burst").alias("count"),
-            pl.col("message_bytes").alias("bytes"),
+        calls.rename({"id": "activity_id", "message_bytes": "bytes"})
+        .hstack(
+            [
+                pl.Series("burst", burst),
+                pl.Series("position", np.arange(len(burst)) - first[burst]),
+                pl.Series("count", count[burst]),
+            ]
         )
         .filter(trace.in_steps)
     )
@@ -69,13 +73,16 @@ def _pools(trace: Trace) -> pl.DataFrame:
 def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
     """Return the collectives with the exposed time of each, and of its burst."""
     spans = intervals.from_table(calls)
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    whole = calls.select(
-        pl.col("start_ns").min().over("burst"), (end_ns.max() - pl.col("start_ns").min()).over("burst").alias("dur_ns")
-    )
-    return calls.with_columns(
-        pl.Series("exposed_ns", _exposed_ns(spans, compute)),
-        pl.Series("burst_exposed_ns", _exposed_ns(intervals.from_table(whole), compute)),
+    _, burst = np.unique(calls["burst"].to_numpy(), return_inverse=True)
+    start, end = np.full(burst.max() + 1, np.iinfo(np.int64).max), np.full(burst.max() + 1, np.iinfo(np.int64).min)
+    np.minimum.at(start, burst, spans[:, 0])
+    np.maximum.at(end, burst, spans[:, 1])
+    whole = np.stack((start, end), axis=1)[burst]
+    return calls.hstack(
+        [
+            pl.Series("exposed_ns", _exposed_ns(spans, compute)),
+            pl.Series("burst_exposed_ns", _exposed_ns(whole, compute)),
+        ]
     )
 
 

@@ -33,7 +33,6 @@ def calls(trace: Trace) -> pl.DataFrame:
         .group_by("collective_id")
         .agg(pl.col("dur_ns").sum().alias("waited_ns"))
     )
-    messages = launches.messages(trace).rename({"id": "activity_id", "message_bytes": "bytes"})
     # A delay propagates to the next collective through preparation on its lane.
     idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
     long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
@@ -42,9 +41,9 @@ def calls(trace: Trace) -> pl.DataFrame:
         rows = np.flatnonzero(device.kind == KINDS.index(COMMUNICATION))
         quiet = long_gaps.filter(pl.col("device") == device.device)["start_ns"].sort().to_numpy()
         starts = device.spans[rows, 0]
-        work = device.work[rows].rename({"id": "activity_id"}).drop("bytes")
+        messages = launches.collectives(trace, device.device)
         parts.append(
-            work.join(messages, on="activity_id", how="left", maintain_order="left")
+            messages.rename({"id": "activity_id", "message_bytes": "bytes"})
             .join(waits, left_on="activity_id", right_on="collective_id", how="left", maintain_order="left")
             .with_columns(
                 pl.Series("compute_ns", device.concurrent_ns[rows, KINDS.index(COMPUTE)]),

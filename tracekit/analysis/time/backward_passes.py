@@ -77,9 +77,8 @@ def with_passes(rows: pl.DataFrame, trace: Trace, at_ns: str) -> pl.DataFrame:
 
 def _reducing(trace: Trace) -> pl.DataFrame:
     """Return the all-reduces and reduce-scatters of all devices, with their messages."""
-    messages = launches.messages(trace).filter(pl.col("op").is_in(REDUCING)).drop("group_size")
-    work = pl.concat([launches.work(trace, device) for device in breakdown.devices(trace)])
-    calls = work.drop("bytes").join(messages.rename({"message_bytes": "bytes"}), on="id", maintain_order="left")
+    calls = pl.concat([launches.collectives(trace, device) for device in breakdown.devices(trace)])
+    calls = calls.filter(pl.col("op").is_in(REDUCING)).rename({"message_bytes": "bytes"})
     return calls.filter(trace.in_steps).with_columns(
         pl.coalesce("launched_ns", "start_ns").alias("launched_ns"), pl.col("id").alias("activity_id")
     )

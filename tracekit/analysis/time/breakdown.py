@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.model import intervals, schema
+from tracekit.model import columns, intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -32,9 +32,15 @@ def spans(trace: Trace) -> pl.DataFrame:
         exposed = intervals.subtract(communication, compute)
         copied = intervals.subtract(copy, intervals.union(compute, communication))
         for part, found in zip(PARTS, (compute, exposed, copied), strict=True):
-            times = pl.DataFrame({"start_ns": found[:, 0], "dur_ns": found[:, 1] - found[:, 0]})
             parts.append(
-                times.select(device=pl.lit(device, _INT), part=pl.lit(part), start_ns="start_ns", dur_ns="dur_ns")
+                pl.DataFrame(
+                    [
+                        pl.Series("device", [device], _INT).new_from_index(0, len(found)),
+                        pl.Series("part", [part]).new_from_index(0, len(found)),
+                        pl.Series("start_ns", found[:, 0]),
+                        pl.Series("dur_ns", found[:, 1] - found[:, 0]),
+                    ]
+                )
             )
     return schema.concat(parts, SPAN_COLUMNS)
 
@@ -90,11 +96,14 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     activities = trace.activities
     on_device = np.isin(activities["lane"].to_numpy(), lanes)
     spans = intervals.from_table(activities)
-    masks = [activities["kind"].is_in(kinds).to_numpy() for kinds in (["compute"], ["communication"], COPY_KINDS)]
+    kind = activities["kind"]
+    masks = [(kind == "compute").to_numpy(), (kind == "communication").to_numpy()]
+    masks.append(((kind == COPY_KINDS[0]) | (kind == COPY_KINDS[1])).to_numpy())
     compute, communication, copy = (intervals.union(spans[on_device & mask]) for mask in masks)
     return compute, communication, copy
 
 
+@memoize
 def communication(trace: Trace) -> pl.DataFrame:
     """Return the communication activities with their device, columns as the activities table and device."""
     calls = trace.activities.filter(pl.col("kind") == "communication")
@@ -106,13 +115,17 @@ def with_exposure(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
 
     exposed_ns is the time in which no compute ran on the activity's device.
     """
-    parts = [work.clear().with_columns(pl.lit(0, pl.Int64).alias("exposed_ns"))]
-    for device in devices(trace):
-        compute, _, _ = busy(trace, device)
-        device_work = work.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
-        hidden = pl.Series("hidden", intervals.coverage(intervals.from_table(device_work), compute), pl.Int64)
-        parts.append(device_work.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns")))
-    return pl.concat(parts)
+    device, spans = columns.filled(work["device"], _NO_DEVICE), intervals.from_table(work)
+    rows, exposed_ns = np.empty(0, np.int64), spans[:, 1] - spans[:, 0]
+    for each in devices(trace):
+        own = np.flatnonzero(device == (_NO_DEVICE if each is None else each))
+        exposed_ns[own] -= intervals.coverage(spans[own], busy(trace, each)[0])
+        rows = np.concatenate((rows, own))
+    return work[rows].hstack([pl.Series("exposed_ns", exposed_ns[rows])])
+
+
+_NO_DEVICE = -1
+"""Stands for the device of a CPU run."""
 
 
 def _device_of(trace: Trace) -> dict[int, int | None]:

@@ -92,6 +92,15 @@ def messages(trace: Trace) -> pl.DataFrame:
 
 
 @memoize
+def collectives(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Return the communication of one device: columns of `work` without bytes, and those of `messages`, by start."""
+    own = work(trace, device).drop("bytes").filter(pl.Series(work_columns(trace, device).communicates))
+    moved = messages(trace)
+    row = columns.rows_of(moved["id"].to_numpy(), own["id"].to_numpy())
+    return own.hstack(columns.rows_or_nulls(moved.drop("id"), row))
+
+
+@memoize
 def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the preparation of collectives: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
 
