@@ -31,12 +31,17 @@ def saves(trace: Trace) -> pl.DataFrame:
     Columns COLUMNS of `schema.CHECKPOINTS`; one row per save, worker and stage. The log covers the whole run, so every
     window of a rank returns the same rows.
     """
-    return trace.checkpoints.filter(pl.col("operation") == conventions.SAVE).select(*COLUMNS)
+    return _operation(trace, conventions.SAVE)
 
 
 def loads(trace: Trace) -> pl.DataFrame:
     """Return the stages of this rank's loads, with the columns of `saves`."""
-    return trace.checkpoints.filter(pl.col("operation") == conventions.LOAD).select(*COLUMNS)
+    return _operation(trace, conventions.LOAD)
+
+
+def _operation(trace: Trace, operation: str) -> pl.DataFrame:
+    stages = trace.checkpoints.select(*COLUMNS)
+    return stages.filter(trace.checkpoints["operation"] == operation) if stages.height else stages
 
 
 def step_times(trace: Trace) -> pl.DataFrame:

@@ -77,6 +77,8 @@ def recorded_clocks(trace: Trace) -> pl.DataFrame:
     the drop left out), reasons (what limits the clock in most steps since, but not before); no rows without counters of
     both times.
     """
+    if clock_drops(trace).is_empty():
+        return schema.empty(CLOCK_COLUMNS)
     counters = device_counters.device_counters(trace).with_columns(clock_mhz=device_counters.busy_clock())
     known = counters.drop_nulls(["step", "clock_mhz"])
     rows = []

@@ -114,27 +114,46 @@ def chains(trace: Trace) -> pl.DataFrame:
     itself. Removing the gap saves at most the smaller of dur_ns and waited_ns.
     """
     pieces = causes.gap_causes(trace)
-    place = ["device", "step", "phase", "unit", "collective_id"]
-    names = [name for name in CHAIN_COLUMNS if name.endswith("_ns") and name not in ("start_ns", "dur_ns", "waited_ns")]
-    by_cause = pieces.group_by(pl.col("gap").alias("communication_gap"), maintain_order=True).agg(
-        *(pl.col(name).first() for name in place),
-        pl.col("start_ns").first(),
-        pl.col("dur_ns").sum(),
-        *(pl.col("dur_ns").filter(pl.col("cause") == name.removesuffix("_ns")).sum().alias(name) for name in names),
-    )
-    if by_cause.is_empty():
+    if pieces.is_empty():
         return schema.empty(CHAIN_COLUMNS)
-    is_wait = (pl.col("cause") == causes.COLLECTIVE) | pl.col("communication_gap").is_not_null()
-    keyed = pl.col("device").fill_null(-1).alias("_device")
-    waits = compute_gap_causes(trace).filter(is_wait).select(keyed, "start_ns", "dur_ns").sort("start_ns")
-    closed = by_cause.filter(pl.col("dur_ns") > causes.NEAR_NS).select(keyed, "communication_gap", "start_ns")
-    tied = waits.join_asof(closed.sort("start_ns"), on="start_ns", by="_device", check_sortedness=False)
-    waited = tied.group_by("communication_gap").agg(pl.col("dur_ns").sum().alias("waited_ns"))
-    return (
-        by_cause.join(waited, on="communication_gap", how="left", maintain_order="left")
-        .with_columns(pl.col("waited_ns").fill_null(0))
-        .pipe(schema.select, CHAIN_COLUMNS)
-    )
+    # Pieces are in order of their gap.
+    _, first, gap = np.unique(pieces["gap"].to_numpy(), return_index=True, return_inverse=True)
+    by_cause = pieces.select("device", "step", "phase", "unit", "collective_id", "start_ns", communication_gap="gap")
+    dur_ns = pieces["dur_ns"].to_numpy()
+    times = {name: np.where((pieces["cause"] == name).to_numpy(), dur_ns, 0) for name in _CHAIN_CAUSES}
+    sums = {f"{name}_ns": _sums(gap, of_cause_ns) for name, of_cause_ns in times.items()}
+    sums["dur_ns"] = _sums(gap, dur_ns)
+    table = by_cause[first].hstack([pl.Series(name, values) for name, values in sums.items()])
+    return table.hstack([_waited_ns(trace, table)]).pipe(schema.select, CHAIN_COLUMNS)
+
+
+_CHAIN_CAUSES = (
+    causes.HOST, causes.PREPARATION, causes.CONTENTION, causes.COMPUTE, causes.COPY, causes.DEVICE_STALL, causes.UNKNOWN
+)  # fmt: skip
+
+
+def _sums(group: Ints, values: Ints) -> Ints:
+    """Return the sum of the values of each group, numbered from 0."""
+    sums = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
+    np.add.at(sums, group, values)
+    return sums
+
+
+def _waited_ns(trace: Trace, gaps: pl.DataFrame) -> pl.Series:
+    """Return how long compute waited for each communication gap: those of some length, each until the next one."""
+    pieces = compute_gap_causes(trace)
+    is_wait = (pieces["cause"] == causes.COLLECTIVE).to_numpy() | (columns.filled(pieces["communication_gap"], -1) >= 0)
+    device, of_piece = (columns.filled(table["device"], -1) for table in (gaps, pieces))
+    start, at, dur_ns = gaps["start_ns"].to_numpy(), pieces["start_ns"].to_numpy(), pieces["dur_ns"].to_numpy()
+    is_long = gaps["dur_ns"].to_numpy() > causes.NEAR_NS
+    waited_ns = np.zeros(gaps.height, np.int64)
+    for each in np.unique(device):
+        long = np.flatnonzero(is_long & (device == each))
+        long = long[np.argsort(start[long], kind="stable")]
+        waits = np.flatnonzero(is_wait & (of_piece == each))
+        last = sweep_line.last_until(start[long], at[waits])
+        np.add.at(waited_ns, long[last[last >= 0]], dur_ns[waits][last >= 0])
+    return pl.Series("waited_ns", waited_ns)
 
 
 class _Wait(NamedTuple):

@@ -54,6 +54,8 @@ def device_counters(trace: Trace) -> pl.DataFrame:
 
     Values that no GPU can have are null.
     """
+    if trace.metrics.is_empty():
+        return DEVICE_METRICS.empty()
     logged = trace.metrics.filter(pl.col("name").is_in(names.NAMES), pl.col("value").is_finite()).drop_nulls()
     if logged.is_empty():
         return DEVICE_METRICS.empty()

@@ -54,7 +54,7 @@ def misaligned(trace: Trace) -> pl.DataFrame:
     (align1), or, where the name has none, a dimension that strides show to be contiguous, of a call that reaches less
     than 35% of the roofline.
     """
-    if flops.counted(trace).is_empty() and not trace_columns.any_activity_named(trace, _ALIGN):
+    if flops.counted(trace).is_empty() and not trace_columns.is_activity_named(trace, _ALIGN).any():
         return schema.empty(COLUMNS)
     device = efficiency.device_of(trace.header)
     calls = with_calls(trace).with_columns(
@@ -88,7 +88,7 @@ def without_tensor_cores(trace: Trace) -> pl.DataFrame:
     device = efficiency.device_of(trace.header)
     if device is None or device.peaks.get(devices.TF32, 0) < 2 * device.peaks.get(devices.FP32, math.inf):
         return schema.empty(COLUMNS)
-    if not trace_columns.any_activity_named(trace, _FP32):
+    if not trace_columns.is_activity_named(trace, _FP32).any():
         return schema.empty(COLUMNS)
     is_fp32 = pl.col("name").str.contains(_FP32) & ~pl.col("name").str.contains(_NOT_FP32)
     names = trace.activities["name"].unique()

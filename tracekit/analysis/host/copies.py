@@ -31,11 +31,18 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     are left out, and so are copies of a CPU run, which has none.
     """
     name = pl.col("name").str
-    numbered = trace.activities.with_row_index("row")
-    found = numbered.filter(
-        (pl.col("kind") == "memcpy") & (name.contains(_TO_DEVICE) | name.contains(_TO_HOST)),
-        pl.col("phase").ne_missing(conventions.CHECKPOINT),
-    ).join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+    copies = np.flatnonzero((trace.activities["kind"] == "memcpy").to_numpy())
+    if not len(copies):
+        return schema.empty(COLUMNS)
+    found = (
+        trace.activities[copies]
+        .with_columns(pl.Series("row", copies))
+        .filter(
+            name.contains(_TO_DEVICE) | name.contains(_TO_HOST),
+            pl.col("phase").ne_missing(conventions.CHECKPOINT),
+        )
+        .join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+    )
     parts = [_with_exposed(trace, device, rows) for (device,), rows in found.group_by("device", maintain_order=True)]
     exposed = pl.concat(parts).filter(pl.col("exposed_ns") > 0) if parts else pl.DataFrame()
     if exposed.is_empty():

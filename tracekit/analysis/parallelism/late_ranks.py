@@ -36,7 +36,7 @@ QUEUE_COLUMNS = schema.columns("activity_id queued_ns")
 def queue_times(trace: Trace) -> pl.DataFrame:
     """Return how long after its launch each collective on a device started. Columns activity_id, queued_ns."""
     calls = [
-        launches.work(trace, device).filter(pl.col("kind") == "communication")
+        launches.collectives(trace, device).select("id", "start_ns", "launched_ns")
         for device in breakdown.devices(trace)
         if device is not None
     ]

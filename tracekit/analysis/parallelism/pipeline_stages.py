@@ -24,9 +24,13 @@ COLUMNS = schema.columns(
     stage=pl.Int64,
 )
 
+PEER_COLUMNS = schema.columns("peer is_sender")
+
 
 def peers(trace: Trace) -> pl.DataFrame:
     """Return the ranks that this rank sends to and receives from. Columns peer, sends (whether its first is a send)."""
+    if trace.collectives["peer"].null_count() == trace.collectives.height:
+        return schema.empty(PEER_COLUMNS)
     calls = trace.collectives.filter(pl.col("op").is_in(["send", "recv"])).drop_nulls("peer")
     at = trace.activities.select(activity_id="id", at_ns="start_ns")
     ordered = calls.select("activity_id", "op", "peer").join(at, on="activity_id").sort("at_ns")

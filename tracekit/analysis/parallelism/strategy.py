@@ -2,6 +2,7 @@
 
 import polars as pl
 
+from tracekit.analysis.time import trace_columns
 from tracekit.conventions import strategies
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -23,7 +24,7 @@ def marks(trace: Trace) -> pl.DataFrame:
 
     Columns strategy (ddp, fsdp1, fsdp2, yafsdp), marks; one row per wrapper that left any.
     """
-    names = trace.ops.filter(pl.col("kind") == "annotation").get_column("name")
+    names = trace.ops.get_column("name").filter(pl.Series(trace_columns.is_kind(trace, "annotation")))
     counts = [(strategy, int(names.str.starts_with(prefix).sum())) for strategy, prefix in _PREFIXES.items()]
     return pl.DataFrame([row for row in counts if row[1]], schema=COLUMNS, orient="row")
 

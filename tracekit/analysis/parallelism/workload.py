@@ -2,6 +2,7 @@
 
 import polars as pl
 
+from tracekit.analysis.time import trace_columns
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -26,16 +27,17 @@ def marks(trace: Trace) -> pl.DataFrame:
     Columns COLUMNS: also how many slices and kernels are of torch.compile (compiled_kernels), and how many graphs were
     launched; one row.
     """
-    ops, work = trace.ops, trace.activities
-    names = pl.concat([ops.get_column("name"), work.get_column("name")]).unique()
-    trains = names.filter(names.str.contains(_TRAINING)).implode()
-    in_phase = int(ops["phase"].is_in(["backward", "optimizer"]).sum())
-    named = sum(int(table["name"].is_in(trains).sum()) for table in (ops, work))
+    in_phase = int(sum(trace_columns.is_phase(trace, phase).sum() for phase in ("backward", "optimizer")))
     reduced = int((trace.collectives["op"] == "reduce_scatter").sum())
-    compiled = sum(int(table["name"].str.contains(_COMPILED).sum()) for table in (ops, work))
-    graphs = int(ops["name"].str.contains(_GRAPH_LAUNCH).sum())
-    row = (int((ops["kind"] == "cpu_op").sum()), in_phase + named + reduced, compiled, graphs)
+    named, compiled = (_named(trace, pattern) for pattern in (_TRAINING, _COMPILED))
+    graphs = int(trace_columns.is_named(trace, _GRAPH_LAUNCH).sum())
+    row = (int(trace_columns.is_kind(trace, "cpu_op").sum()), in_phase + named + reduced, compiled, graphs)
     return pl.DataFrame([row], schema=COLUMNS, orient="row")
+
+
+def _named(trace: Trace, pattern: str) -> int:
+    """Return how many slices and kernels have a name that a pattern matches."""
+    return int(trace_columns.is_named(trace, pattern).sum() + trace_columns.is_activity_named(trace, pattern).sum())
 
 
 def is_compiled(run: Run) -> bool:

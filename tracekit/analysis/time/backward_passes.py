@@ -78,7 +78,10 @@ def with_passes(rows: pl.DataFrame, trace: Trace, at_ns: str) -> pl.DataFrame:
 def _reducing(trace: Trace) -> pl.DataFrame:
     """Return the all-reduces and reduce-scatters of all devices, with their messages."""
     calls = pl.concat([launches.collectives(trace, device) for device in breakdown.devices(trace)])
-    calls = calls.filter(pl.col("op").is_in(REDUCING)).rename({"message_bytes": "bytes"})
+    calls = calls.select(
+        "id", "device", "lane", "step", "phase", "unit", "op", "group", "dtype", "start_ns", "dur_ns", "launched_ns",
+        bytes="message_bytes",
+    ).filter(pl.col("op").is_in(REDUCING))  # fmt: skip
     return calls.filter(trace.in_steps).with_columns(
         pl.coalesce("launched_ns", "start_ns").alias("launched_ns"), pl.col("id").alias("activity_id")
     )

@@ -73,6 +73,8 @@ def unexplained_spans(trace: Trace, device: int | None) -> Spans:
 
 
 def _idle_spans(trace: Trace, device: int | None, which: pl.Expr) -> Spans:
+    if device_stalls(trace).is_empty():
+        return intervals.EMPTY
     here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
     return intervals.from_table(device_stalls(trace).filter(here, pl.col("kind") == IDLE, which))
 
@@ -217,7 +219,7 @@ def _queued_ns(trace: Trace, device: int) -> Ints:
     """
     work = launches.work_columns(trace, device)
     queued = np.where(work.launched_ns == sweep_line.NEVER, _LATER, work.launched_ns)
-    if not trace_columns.any_activity_named(trace, _TO_HOST):
+    if not trace_columns.is_activity_named(trace, _TO_HOST).any():
         return queued
     table = launches.work(trace, device)
     to_host = trace_columns.as_flags((table["kind"] == "memcpy") & table["name"].str.contains(_TO_HOST))

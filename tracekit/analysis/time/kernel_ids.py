@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.time import launches
+from tracekit.analysis.time import launches, trace_columns
+from tracekit.model import columns, sweep_line
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
@@ -32,17 +33,14 @@ def kernel_ids_anywhere(trace: Trace, device: int | None) -> npt.NDArray[np.uint
 def _plain_ids(trace: Trace, device: int | None) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
     """Return an id for each row of the work, from shapes where the launching op has them, and where it has."""
     work = launches.work(trace, device)
-    own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes").unique("parent_id")
-    calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id").unique("launch_id")
-    shapes = (
-        work.select("launch_id")
-        .join(calls, on="launch_id", how="left", maintain_order="left")
-        .join(own, on="parent_id", how="left", maintain_order="left")
-    )
     plain = work.select(pl.struct("name", "grid", "block", "bytes").hash(seed=0)).to_series().to_numpy()
-    shaped = shapes.select(pl.col("shapes").hash(seed=0)).to_series().to_numpy()
-    has_shapes = shapes["shapes"].is_not_null().to_numpy()
-    return np.where(has_shapes, plain ^ shaped, plain), has_shapes
+    if trace.ops["shapes"].null_count() == trace.ops.height:
+        return plain, np.zeros(len(plain), np.bool_)
+    parent = sweep_line.at(trace_columns.parent_ids(trace), launches.work_columns(trace, device).call, -1)
+    row = columns.rows_of(trace.ops["id"].to_numpy(), parent)
+    shapes = columns.rows_or_nulls(trace.ops.select("shapes"), row)["shapes"]
+    has_shapes = shapes.is_not_null().to_numpy()
+    return np.where(has_shapes, plain ^ shapes.hash(seed=0).to_numpy(), plain), has_shapes
 
 
 def places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:

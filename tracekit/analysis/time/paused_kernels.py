@@ -4,6 +4,7 @@ In a window of few steps, a device that another process takes often may pause a 
 steps do not show how long it usually takes. The other ranks run the same kernels.
 """
 
+import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import breakdown, device_stalls, kernel_ids, launches
@@ -86,11 +87,15 @@ FACTS: tuple[Fact, ...] = (device_stalls.device_stalls, kernel_durations, long_k
 def _kernels(trace: Trace) -> pl.DataFrame:
     parts = [schema.empty(KERNEL_COLUMNS)]
     for device in breakdown.devices(trace) if trace.on_device else ():
-        work = launches.work(trace, device)
-        placed = work.with_columns(pl.Series("kernel", kernel_ids.kernel_ids(trace, device), pl.UInt64))
-        compute = placed.filter(pl.col("kind") == "compute").sort("launched_ns", "id", nulls_last=False)
+        of = launches.work_columns(trace, device)
+        rows = np.flatnonzero(of.computes)
+        rows = rows[np.lexsort((of.id[rows], of.launched_ns[rows]))]
+        work = launches.work(trace, device).select(
+            "device", "name", "step", "lane", "start_ns", "dur_ns", activity_id="id"
+        )
+        compute = work[rows].hstack([pl.Series("kernel", kernel_ids.kernel_ids(trace, device)[rows])])
         nth = pl.int_range(pl.len(), dtype=pl.Int64).over("step", "kernel").alias("nth")
-        parts.append(schema.select(compute.with_columns(nth, activity_id=pl.col("id")), KERNEL_COLUMNS))
+        parts.append(schema.select(compute.with_columns(nth), KERNEL_COLUMNS))
     return pl.concat(parts)
 
 

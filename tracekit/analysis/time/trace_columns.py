@@ -58,7 +58,7 @@ def is_named(trace: Trace, pattern: str) -> Flags:
 
     Each distinct name is matched once: a trace has far fewer names than ops.
     """
-    names, code = _distinct_names(trace)
+    names, code = _op_names(trace)
     return np.asarray(matches(names, pattern)[code], np.bool_)
 
 
@@ -80,20 +80,25 @@ _MAX_KNOWN_NAMES = 10_000
 
 
 @memoize
-def any_activity_named(trace: Trace, pattern: str) -> bool:
-    """Return whether the regular expression matches the name of any activity."""
-    return bool(matches(_activity_names(trace), pattern).any())
+def is_activity_named(trace: Trace, pattern: str) -> Flags:
+    """Return which activities have a name in which the regular expression matches; shape (activities,)."""
+    names, code = _activity_names(trace)
+    return np.asarray(matches(names, pattern)[code], np.bool_)
 
 
 @memoize
-def _activity_names(trace: Trace) -> list[str]:
-    return trace.activities["name"].drop_nulls().unique(maintain_order=True).to_list()
+def _activity_names(trace: Trace) -> tuple[list[str], Ints]:
+    return _distinct(trace.activities["name"])
 
 
 @memoize
-def _distinct_names(trace: Trace) -> tuple[list[str], Ints]:
-    """Return the distinct names of the ops, and the index of each op's name among them; shape (ops,)."""
-    names = trace.ops["name"].fill_null("")
+def _op_names(trace: Trace) -> tuple[list[str], Ints]:
+    return _distinct(trace.ops["name"])
+
+
+def _distinct(column: pl.Series) -> tuple[list[str], Ints]:
+    """Return the distinct names of a column, and the index of each row's name among them."""
+    names = column.fill_null("") if column.null_count() else column
     distinct = names.unique(maintain_order=True)
     return distinct.to_list(), names.cast(pl.Enum(distinct)).to_physical().to_numpy().astype(np.int64)
 
