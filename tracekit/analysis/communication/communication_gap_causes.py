@@ -50,7 +50,7 @@ def gap_causes(trace: Trace) -> pl.DataFrame:
     """
     found = gaps.communication_gaps(trace)
     parts = [
-        _Splitter(trace, device, found.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))).table()
+        _Splitter(trace, device, launches.on_device(trace, found, device)).table()
         for device in breakdown.devices(trace)
     ]
     return schema.concat(parts, COLUMNS)

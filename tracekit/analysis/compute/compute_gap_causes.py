@@ -43,13 +43,12 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     synchronize); where a copy runs, the copy.
     """
     found, before = gaps.compute_gaps(trace), causes.gap_causes(trace)
-    parts = [schema.empty(COLUMNS)]
+    parts: list[pl.DataFrame] = []
     for device in breakdown.devices(trace):
-        here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
-        device_gaps = found.filter(here)
+        device_gaps = launches.on_device(trace, found, device)
         if device_gaps.height:
-            parts.append(_split(trace, device, device_gaps, before.filter(here).sort("start_ns")))
-    return pl.concat(parts)
+            parts.append(_split(trace, device, device_gaps, launches.on_device(trace, before, device).sort("start_ns")))
+    return schema.concat(parts, COLUMNS)
 
 
 def compute_gap_causes_across(run: Run) -> pl.DataFrame:

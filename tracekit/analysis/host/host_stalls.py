@@ -60,7 +60,10 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     of the stall; null if none does), evidence_ns (time in slices that show the cause); one row per gap of MIN_STALL_NS
     or more, by start.
     """
-    stalls = _stalls(trace)
+    pieces = _long_gaps(compute_gap_causes.compute_gap_causes(trace))
+    if pieces.is_empty():
+        return schema.empty(COLUMNS)
+    stalls = _stalls(trace, pieces)
     if stalls.is_empty():
         return schema.empty(COLUMNS)
     spans = intervals.from_table(stalls)
@@ -86,9 +89,8 @@ def is_first_use() -> pl.Expr:
     return pl.col("cause").is_in(FIRST_USE) | first_launch
 
 
-def _stalls(trace: Trace) -> pl.DataFrame:
+def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
     """Return the host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
-    pieces = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("cause") == communication_gap_causes.HOST)
     ended_by = trace.activities.select(activity_id="id", launched_in="step")
     by_state = pieces.group_by("gap", "detail").agg(
         pl.col("step", "device", "activity_id").first(), pl.col("start_ns").min(), pl.col("dur_ns").sum()
@@ -107,6 +109,14 @@ def _stalls(trace: Trace) -> pl.DataFrame:
         .with_columns(pl.coalesce("launched_in", "gap_step").alias("step"))
         .sort("start_ns", "device")
     )
+
+
+def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
+    """Return the pieces that the host causes, of compute gaps with MIN_STALL_NS or more of them."""
+    is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
+    _, gap = np.unique(pieces["gap"].to_numpy(), return_inverse=True)
+    host_ns = np.bincount(gap, np.where(is_host, pieces["dur_ns"].to_numpy(), 0))[gap]
+    return pieces.filter(pl.Series(is_host & (host_ns >= MIN_STALL_NS)))
 
 
 def _during(trace: Trace, spans: intervals.Spans) -> Flags:

@@ -42,7 +42,7 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         .join(_before(trace, pieces), on="gap", how="left", maintain_order="left")
         .join(places(trace), on="activity_id", how="left", maintain_order="left")
         .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
-        .pipe(lambda rows: _split_by_wait(rows) if trace.on_device else rows)
+        .pipe(lambda rows: _split_by_wait(rows) if trace.on_device and rows["synced"].any() else rows)
         .pipe(lambda rows: rows.with_columns(_locations(trace, rows)))
         .pipe(schema.select, GAP_COLUMNS)
     )
@@ -91,6 +91,8 @@ def data_waits(trace: Trace) -> pl.DataFrame:
     The first window begins with the recording: a rank that loads data then is late for its first collective. Columns
     device, step, start_ns, dur_ns; one row per span. The device may be busy with queued work meanwhile.
     """
+    if not host_state.has_state(trace, host_state.DATA):
+        return schema.empty(WAIT_COLUMNS)
     windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
     is_first = pl.col("start_ns") == pl.col("start_ns").min().over("device")
     begin_ns = trace.ops["start_ns"].filter(pl.Series(host_state.is_launching(trace))).min()

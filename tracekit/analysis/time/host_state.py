@@ -51,6 +51,11 @@ def state_changes(trace: Trace) -> Ints:
     return np.concatenate([spans.ravel() for spans in _spans(trace)])
 
 
+def has_state(trace: Trace, state: str) -> bool:
+    """Return whether the threads that launch work are ever in a state, one of HOST_STATES but the last."""
+    return len(_spans(trace)[HOST_STATES.index(state)]) > 0
+
+
 def waited_ns(trace: Trace, at_ns: Ints) -> Ints:
     """Return for how long the host had been waiting for the device until each time; 0 where it was not."""
     spans = _spans(trace)[HOST_STATES.index(SYNCHRONIZE)]

@@ -26,7 +26,7 @@ def work(trace: Trace, device: int | None) -> pl.DataFrame:
     launched_ns is the end of the launching runtime call, at most the activity's start; on a CPU run, the start of the
     op that it is or that issued it; null where unknown. role is its lane's.
     """
-    return _on_device(trace, _all_work(trace), device)
+    return on_device(trace, _all_work(trace), device)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def work_columns(trace: Trace, device: int | None) -> WorkColumns:
     )
 
 
-def _on_device(trace: Trace, rows: pl.DataFrame, device: int | None) -> pl.DataFrame:
+def on_device(trace: Trace, rows: pl.DataFrame, device: int | None) -> pl.DataFrame:
+    """Return the rows of a table of the trace's work that are of one device, by its column device."""
     if breakdown.devices(trace) == (device,):
         return rows
     return rows.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
@@ -110,7 +111,7 @@ def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     without concurrent compute, null where there is none. sample is its source: alone, or scaled from another grid by
     the number of blocks.
     """
-    return _on_device(trace, _all_preparation(trace), device)
+    return on_device(trace, _all_preparation(trace), device)
 
 
 @memoize
