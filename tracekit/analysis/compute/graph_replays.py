@@ -23,7 +23,7 @@ class EagerTwin:
     run: Run
     _traces: dict[int, Trace] = field(default_factory=dict)
 
-    def trace_columns(self, trace: Trace) -> list[pl.Series]:
+    def op_columns(self, trace: Trace) -> list[pl.Series]:
         """Return op and shapes of each activity as `kernels.recorded_ops`, of replayed ones by the twin where known."""
         work = trace.activities.select(activity_id="id")
         captured = captured_ops(trace, self.of_rank(trace.rank)).with_columns(is_known=pl.col("op").is_not_null())
@@ -90,7 +90,7 @@ class _Streams:
 
 @memoize
 def _streams(twin: Trace) -> _Streams:
-    op, shapes = kernels.launching_trace_columns(twin, ("name", "shapes"))
+    op, shapes = kernels.launching_op_columns(twin, ("name", "shapes"))
     work = twin.activities.with_columns(op=op, shapes=shapes).filter(~replayed(twin))
     work = work.sort("lane", "start_ns", "id")
     names = work["name"].unique(maintain_order=True)

@@ -23,7 +23,7 @@ OpColumns: TypeAlias = Callable[[Trace], Sequence[pl.Series]]
 
 def recorded_ops(trace: Trace) -> list[pl.Series]:
     """Return name and shapes of the innermost op around the launch of each activity; null where unknown."""
-    return launching_trace_columns(trace, ("name", "shapes"))
+    return launching_op_columns(trace, ("name", "shapes"))
 
 
 def kernels(
@@ -135,7 +135,7 @@ def _described(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFram
     return work
 
 
-def launching_trace_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
+def launching_op_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
     """Return, for each activity, columns of the innermost op around its launch, named op_…; null where unknown."""
     row = pl.Series(innermost_op(trace))
     row = row.set(row < 0, None)

@@ -78,4 +78,4 @@ def _captured(run: "Run", twin: str, *, cache: bool) -> "kernels_analysis.OpColu
     eager = graph_replays.EagerTwin(run_loading.open_run(twin, cache=cache))
     replayed, known = graph_replays.attribution(run, eager)
     output.notify(f"{known:,} of {replayed:,} kernels in CUDA graphs have the op of the same kernels in {twin}")
-    return eager.trace_columns
+    return eager.op_columns

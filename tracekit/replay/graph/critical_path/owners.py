@@ -114,7 +114,7 @@ def _idle_names(times: RecordedTimes, table: pl.DataFrame, node: Ints, wait: Int
 
 def _with_operator(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
     """Return spans of work with the innermost op around the launch of each, and its module."""
-    (operator,) = kernels.launching_trace_columns(trace, ("name",)) if trace.on_device else (trace.activities["name"],)
+    (operator,) = kernels.launching_op_columns(trace, ("name",)) if trace.on_device else (trace.activities["name"],)
     known = trace.activities.select(ref="id", operator=operator, module=module_paths.activity_modules(trace))
     return work.join(known, on="ref", how="left", maintain_order="left")
 
