@@ -1,10 +1,82 @@
-"""Columns as arrays, and rows of columns by number. Each costs a fraction of a query of a small table."""
+"""Columns and rows as arrays: on tables of a trace's size, a join or an expression costs ten to fifty times as much."""
+
+import itertools
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
-Ints = npt.NDArray[np.int64]
+from tracekit.model.sweep_line import Flags, Ints
+
+
+def ids(column: pl.Series) -> Ints:
+    """Return a column of ids, 0 or more and below 2**53, as an array; -1 where there is none.
+
+    >>> ids(pl.Series([3, None])).tolist()
+    [3, -1]
+    """
+    values = column.to_numpy()
+    return np.asarray(np.where(np.isnan(values), -1, values) if column.null_count() else values, np.int64)
+
+
+def flags(column: pl.Series) -> Flags:
+    """Return a column of truth values as an array; false where there is none.
+
+    >>> flags(pl.Series([True, None])).tolist()
+    [True, False]
+    """
+    values = column.to_numpy()
+    return np.asarray(np.equal(values, True) if column.null_count() else values, np.bool_)
+
+
+def rows_of(keys: Ints, wanted: Ints) -> Ints:
+    """Return the first row of `keys` that has each wanted key; -1 where none has it.
+
+    >>> rows_of(np.array([5, 3, 5]), np.array([3, 5, 9])).tolist()
+    [1, 0, -1]
+    """
+    if not len(keys):
+        return np.full(len(wanted), -1, np.int64)
+    order = None if (keys[1:] >= keys[:-1]).all() else np.argsort(keys, kind="stable")
+    ordered = keys if order is None else keys[order]
+    at = np.minimum(np.searchsorted(ordered, wanted), len(keys) - 1)
+    rows = at if order is None else order[at]
+    return np.asarray(np.where(ordered[at] == wanted, rows, -1), np.int64)
+
+
+def starts_of_groups(*sorted_keys: Ints) -> Ints:
+    """Return where each group of equal, sorted keys begins, and last the number of rows: shape (groups + 1,).
+
+    >>> starts_of_groups(np.array([1, 1, 4])).tolist()
+    [0, 2, 3]
+    """
+    count = len(sorted_keys[0])
+    if not count:
+        return np.zeros(1, np.int64)
+    changes = np.logical_or.reduce([key[1:] != key[:-1] for key in sorted_keys])
+    return np.concatenate(([0], np.flatnonzero(changes) + 1, [count]))
+
+
+def values_at(column: pl.Series, rows: Ints) -> pl.Series:
+    """Return a column's values at some rows; null where the row is -1.
+
+    >>> values_at(pl.Series("name", ["a", "b"]), np.array([1, -1])).to_list()
+    ['b', None]
+    """
+    if (rows >= 0).all():
+        return column[rows]
+    nothing = pl.Series(column.name, [None], dtype=column.dtype)
+    return pl.concat([column, nothing])[np.where(rows < 0, len(column), rows)]
+
+
+def rows_by_key(keys: Ints) -> dict[int, Ints]:
+    """Return the rows of each key, in order, by key in order.
+
+    >>> {key: rows.tolist() for key, rows in rows_by_key(np.array([5, 3, 5])).items()}
+    {3: [1], 5: [0, 2]}
+    """
+    order = np.argsort(keys, kind="stable")
+    bounds = starts_of_groups(keys[order]).tolist()
+    return {int(keys[order[first]]): order[first:until] for first, until in itertools.pairwise(bounds)}
 
 
 def filled(column: pl.Series, value: int) -> Ints:
@@ -17,19 +89,6 @@ def with_nulls(values: Ints, name: str) -> pl.Series:
     """Return an array of numbers from 0 as a column, null where a value is negative."""
     column = pl.Series(name, values, pl.Int64)
     return column.set(column < 0, None)
-
-
-def rows_of(ids: Ints, wanted: Ints) -> Ints:
-    """Return the row of each of `wanted` among the unique `ids`, in any order; -1 for none.
-
-    >>> rows_of(np.array([7, 3, 5]), np.array([5, 4, 7])).tolist()
-    [2, -1, 0]
-    """
-    if not len(ids):
-        return np.full(len(wanted), -1, np.int64)
-    order = np.argsort(ids, kind="stable")
-    row = order[np.minimum(np.searchsorted(ids[order], wanted), len(ids) - 1)]
-    return np.where(ids[row] == wanted, row, -1)
 
 
 def rows_or_nulls(table: pl.DataFrame, rows: Ints) -> pl.DataFrame:

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import inferred_dependencies
 from tracekit.model import schema
-from tracekit.model.lookup import ids, rows_of, starts_of_groups
+from tracekit.model.columns import ids, rows_of, starts_of_groups
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import NEVER, Ints, at
 from tracekit.model.trace import Trace

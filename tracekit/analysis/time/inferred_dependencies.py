@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.lookup import flags, ids, rows_of
+from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.sweep_line import NEVER, Flags, Ints
 from tracekit.model.trace import Trace
 

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.model import intervals
-from tracekit.model.lookup import rows_by_key
+from tracekit.model.columns import rows_by_key
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 

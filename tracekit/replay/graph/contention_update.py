@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracekit.model import intervals
-from tracekit.model.lookup import rows_by_key
+from tracekit.model.columns import rows_by_key
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contention_free

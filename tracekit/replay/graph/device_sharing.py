@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.model.lookup import flags, ids
+from tracekit.model.columns import flags, ids
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.nodes import EDGE_COLUMNS, edge_table
 

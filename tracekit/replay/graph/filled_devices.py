@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.lookup import flags
+from tracekit.model.columns import flags
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contraction, device_sharing
 from tracekit.replay.graph.contraction import Contracted, Network

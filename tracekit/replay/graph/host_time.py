@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import host_state
 from tracekit.model import sweep_line
-from tracekit.model.lookup import flags, ids, rows_of
+from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.sweep_line import NEVER, Flags, Ints
 from tracekit.model.trace import Trace
 

@@ -6,7 +6,7 @@ import polars as pl
 from tracekit.analysis.compute import avoidable_time, clock_drops
 from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import intervals
-from tracekit.model.lookup import flags, ids, rows_of
+from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace

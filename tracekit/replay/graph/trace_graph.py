@@ -10,7 +10,7 @@ import polars as pl
 from tracekit.analysis.compute import concurrency, recomputation
 from tracekit.analysis.time import breakdown, dependencies, launches
 from tracekit.model import schema
-from tracekit.model.lookup import flags, gather, ids, rows_of
+from tracekit.model.columns import flags, ids, rows_of, values_at
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, at
 from tracekit.model.trace import Trace
@@ -97,7 +97,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
         if found.is_empty():
             continue
         node, collective = (
-            gather(pl.Series(name, work), rows_of(ref, ids(found[of])))
+            values_at(pl.Series(name, work), rows_of(ref, ids(found[of])))
             for name, of in (("node", "id"), ("collective", "collective_id"))
         )
         placed = found.with_columns(node, collective)
@@ -190,7 +190,7 @@ def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:
     known = trace.activities.select(
         "id", grid_id=pl.when(pl.col("grid").is_not_null()).then(pl.struct("name", "grid", "block").hash(seed=0))
     )
-    return gather(known["grid_id"], _rows_of_work(items, known["id"].to_numpy()))
+    return values_at(known["grid_id"], _rows_of_work(items, known["id"].to_numpy()))
 
 
 def _kernels(trace: Trace, items: pl.DataFrame) -> pl.Series:
@@ -198,7 +198,7 @@ def _kernels(trace: Trace, items: pl.DataFrame) -> pl.Series:
     known = concurrency.device_work(trace)
     kernel = np.concatenate([np.empty(0, np.uint64), *(here.kernel for here in known)])
     ref = np.concatenate([np.empty(0, np.int64), *(here.work["id"].to_numpy() for here in known)])
-    return gather(pl.Series("kernel", kernel, pl.UInt64), _rows_of_work(items, ref))
+    return values_at(pl.Series("kernel", kernel, pl.UInt64), _rows_of_work(items, ref))
 
 
 def _rows_of_work(items: pl.DataFrame, activity: Ints) -> Ints:

@@ -10,7 +10,7 @@ import polars as pl
 
 from tracekit.analysis.compute import avoidable_time
 from tracekit.analysis.time import host_state
-from tracekit.model.lookup import rows_by_key
+from tracekit.model.columns import rows_by_key
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import (
     balanced_experts,
