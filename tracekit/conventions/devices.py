@@ -4,7 +4,11 @@ Peaks are the vendors', dense (without structured sparsity), of one device as Py
 table is the only place that states them: the trainers and the analysis ask it. It imports the standard library only.
 
 Sources: the datasheets of NVIDIA V100, A100, A10, A30, L4, L40S, H100, H200, H20, B200 and GeForce RTX 4090 (Ada
-whitepaper), and of AMD Instinct MI100, MI210, MI250X, MI300X, MI325X, MI350X and MI355X.
+whitepaper), and of AMD Instinct MI100, MI210, MI250X, MI300X, MI325X, MI350X and MI355X. Links of AMD's devices, in
+both directions: MI250X 800 GB/s of the module, 400 of each of its two devices, in links of 100 GB/s; MI300X and MI325X
+896 GB/s and MI350X and MI355X 1075 GB/s, in seven links, one to each other device (data sheets of the accelerators and
+their platforms; "Improving performance on MI300 when using fewer than 8 GPUs", README of RCCL). V100: six links of
+50 GB/s, at least one to a neighbour (whitepaper of DGX-1).
 """
 
 import re
@@ -33,7 +37,8 @@ class Device:
     """A kind of device: its peak in operations per second by element type, and its bandwidths in bytes/s.
 
     `link_bytes_per_s` is what all its links inside a node carry in one direction together, half of what a datasheet
-    states for NVLink; None where not all of its machines have such links.
+    states for NVLink and Infinity Fabric; None where not all of its machines have such links. `peer_bytes_per_s` is the
+    part of them that goes to one other device, if links connect devices directly; None if they go to a switch.
     """
 
     name: str
@@ -42,22 +47,34 @@ class Device:
     peaks: Mapping[str, float]
     memory_bytes_per_s: float
     link_bytes_per_s: float | None = None
+    peer_bytes_per_s: float | None = None
 
     def peak(self, dtype: str) -> float | None:
         """Return the peak of matrix products of an element type (FP64 … INT8); None where the device has none."""
         return self.peaks.get(dtype)
 
 
-def _device(name: str, pattern: str, gigabytes_per_s: float, link: float | None = None, **teraflops: float) -> Device:
+def _device(
+    name: str,
+    pattern: str,
+    gigabytes_per_s: float,
+    *,
+    link: float | None = None,
+    peer: float | None = None,
+    **teraflops: float,
+) -> Device:
     peaks = {dtype: rate * 1e12 for dtype, rate in teraflops.items()}
     if BF16 in peaks:
         peaks.setdefault(FP16, peaks[BF16])
-    link_bytes_per_s = None if link is None else link * 1e9
-    return Device(name, pattern, MappingProxyType(peaks), gigabytes_per_s * 1e9, link_bytes_per_s)
+    links = (None if rate is None else rate * 1e9 for rate in (link, peer))
+    return Device(name, pattern, MappingProxyType(peaks), gigabytes_per_s * 1e9, *links)
 
 
+_MI300 = {FP64: 163.4, FP32: 163.4, TF32: 653.7, BF16: 1307.4, FP8: 2614.9, INT8: 2614.9}
+_MI300_LINKS = {"link": 448.0, "peer": 64.0}
+_MI350_LINKS = {"link": 537.6, "peer": 76.8}
 DEVICES = (
-    _device("v100-sxm", r"V100-SXM", 900, link=150, fp64=7.8, fp32=15.7, fp16=125),
+    _device("v100-sxm", r"V100-SXM", 900, link=150, peer=25, fp64=7.8, fp32=15.7, fp16=125),
     _device("v100-pcie", r"V100", 900, fp64=7, fp32=14, fp16=112),
     _device("a100-80-sxm", r"A100-SXM\d?-80GB", 2039, link=300, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
     _device("a100-80-pcie", r"A100(-PCIE| )?-?80GB", 1935, fp64=19.5, fp32=19.5, tf32=156, bf16=312, int8=624),
@@ -77,11 +94,12 @@ DEVICES = (
     _device("b200", r"B200", 8000, link=900, fp64=37, fp32=75, tf32=1125, bf16=2250, fp8=4500, int8=4500),
     _device("mi100", r"MI100", 1229, fp64=11.5, fp32=46.1, fp16=184.6, bf16=92.3, int8=184.6),
     _device("mi210", r"MI210", 1638, fp64=45.3, fp32=45.3, bf16=181, int8=181),
-    _device("mi250x", r"MI250X", 1638, fp64=47.9, fp32=47.9, bf16=191.5, int8=191.5),  # one of its two devices
-    _device("mi325x", r"MI325X", 6000, fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp8=2614.9, int8=2614.9),
-    _device("mi300x", r"MI300X", 5325, fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp8=2614.9, int8=2614.9),
-    _device("mi355x", r"MI355X", 8000, fp64=78.6, fp32=157.3, bf16=2500, fp8=5000, int8=5000),
-    _device("mi350x", r"MI350X", 8000, fp64=72, fp32=144.2, bf16=2300, fp8=4600, int8=4600),
+    # One of the module's two devices; what connects the two to each other is not counted.
+    _device("mi250x", r"MI250X", 1638, link=200, peer=50, fp64=47.9, fp32=47.9, bf16=191.5, int8=191.5),
+    _device("mi325x", r"MI325X", 6000, **_MI300_LINKS, **_MI300),
+    _device("mi300x", r"MI300X", 5325, **_MI300_LINKS, **_MI300),
+    _device("mi355x", r"MI355X", 8000, **_MI350_LINKS, fp64=78.6, fp32=157.3, bf16=2500, fp8=5000, int8=5000),
+    _device("mi350x", r"MI350X", 8000, **_MI350_LINKS, fp64=72, fp32=144.2, bf16=2300, fp8=4600, int8=4600),
 )
 NAMED: Mapping[str, Device] = MappingProxyType({device.name: device for device in DEVICES})
 
@@ -118,8 +136,9 @@ class DeviceOverride:
             stated.setdefault(FP16, stated[BF16])
         peaks = {**(listed.peaks if listed else {}), **stated}
         link = self.link_bytes_per_s or (listed.link_bytes_per_s if listed else None)
+        peer = listed.peer_bytes_per_s if listed and not self.link_bytes_per_s else None
         name = listed.name if listed else self.name
-        return Device(name, re.escape(self.name), MappingProxyType(peaks), memory, link)
+        return Device(name, re.escape(self.name), MappingProxyType(peaks), memory, link, peer)
 
 
 def find_overridden(name: str, overrides: Sequence[DeviceOverride]) -> Device | None:

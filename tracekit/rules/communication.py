@@ -55,7 +55,8 @@ class ExposedCommunication(Rule):
     Bandwidth below `slow_bytes_per_ns` GB/s is stated: that of all messages of 4 MiB or more of one op, in groups of
     which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s). Inside a node whose
     devices have NVLink or Infinity Fabric, so is bandwidth below `min_link_ratio` of theirs, with messages of 16 MiB or
-    more, and the finding is a warning then. Ranks are inside a node if run.json, their hosts or their devices say so.
+    more, and the finding is a warning then. Where links connect devices directly, without a switch (V100, MI250X to
+    MI355X), a group of n ranks has n - 1 of them: a pair on MI300X one of seven. Ranks are inside a node if run.json, their hosts or their devices say so.
 
     How to fix: start all-gathers earlier (explicit prefetch), use larger units, or send fewer bytes. The fix in the
     finding depends on the strategy (from the manifest, else from the spans in the trace) and on the most exposed
@@ -240,7 +241,7 @@ def _message(worst: dict[str, Any], of_pipeline: bool) -> str:
 _LARGE_BYTES = 4 << 20  # smaller messages measure latency
 _SLOW_FIX = (
     " Find out first why links are this slow: NCCL_DEBUG=INFO shows the transport (NET/Socket instead of NET/IB, SHM "
-    "instead of P2P), nvidia-smi topo -m the links, nccl-tests their speed; unset NCCL_P2P_DISABLE and NCCL_IB_DISABLE."
+    "instead of P2P), nvidia-smi topo -m or rocm-smi --showtopo the links, nccl-tests or rccl-tests their speed; unset NCCL_P2P_DISABLE and NCCL_IB_DISABLE."
 )
 
 
@@ -256,15 +257,23 @@ def _slow_transfers(run: Run, slow_bytes_per_ns: float) -> str:
 
 
 def _slow_for_node(run: Run, min_link_ratio: float) -> str:
-    """Return a sentence on the op with the longest transfers inside nodes that are slow for the devices' links."""
-    link = tensor_parallel.link_bandwidth(run)
-    if link is None:
-        return ""
+    """Return a sentence on the op with the longest transfers inside nodes that are slow for the devices' links.
+
+    Of groups of several sizes, the largest is stated.
+    """
     calls = _whole_transfers(run, tensor_parallel.FULL_RATE_BYTES)
     groups = calls["ranks"].unique().to_list()
     inside = calls.filter(pl.col("ranks").is_in([ranks for ranks in groups if rank_places.share_node(run, ranks)]))
-    slow = _slowest(inside, min_link_ratio * link / collective_instances.SECOND_NS)
-    return slow and f"{slow} inside a node, where the devices' links carry {units.rate(link)}."
+    for (size,), of_size in sorted(inside.partition_by("group_size", as_dict=True).items(), reverse=True):
+        link = tensor_parallel.link_bandwidth(run, size)
+        slow = link and _slowest(of_size, min_link_ratio * link / collective_instances.SECOND_NS)
+        if link and slow:
+            return f"{slow} inside a node, where a device's links carry {units.rate(link)} to {_peers(size)}."
+    return ""
+
+
+def _peers(size: int) -> str:
+    return "the other rank" if size <= 2 else f"the other {size - 1} ranks"
 
 
 def _whole_transfers(run: Run, least_bytes: int) -> pl.DataFrame:

@@ -1,5 +1,6 @@
 """Rules on tensor parallelism: groups across nodes, and exposed communication of layers."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -86,9 +87,9 @@ class ExposedTensorParallel(Rule):
     What it does: reports runs in which tensor-parallel collectives run without compute for more than
     `max_exposed_ratio` of the step: how much of it is transfer, how much waiting for late ranks, and how long per
     pass of a micro-batch through a layer. It is a warning if the transfer alone is that much, or if it is
-    `min_slow_ratio` of the step at a slow bus bandwidth: below `slow_bytes_per_ns` GB/s, or, of collectives of 16 MiB
-    or more, below `min_link_ratio` of what the device's NVLink carries in one direction. Else it is information.
-    Groups across nodes belong to TP001.
+    `min_slow_ratio` of the step at a slow bus bandwidth: below `slow_bytes_per_ns` GB/s, or half of what the device's
+    NVLink or Infinity Fabric carries in one direction to the group, if that is less; or, of collectives of 16 MiB or
+    more, below `min_link_ratio` of what it carries. Else it is information. Groups across nodes belong to TP001.
 
     Why it costs: the result of an all-reduce of activations is needed at once, so nothing hides it: two all-reduces per
     layer in forward and two in backward.
@@ -148,11 +149,12 @@ class ExposedTensorParallel(Rule):
 
     def _is_slow(self, run: Run, groups: list[list[int]], speed: float | None) -> bool:
         """Return whether the links are slow by themselves, or for the kind of device."""
-        if speed and speed < self.slow_bytes_per_ns * 1e9:
+        link = tensor_parallel.link_bandwidth(run, max(map(len, groups), default=0))
+        least = min(self.slow_bytes_per_ns * 1e9, link / 2 if link else math.inf)
+        if speed and speed < least:
             return True
         full_bytes = tensor_parallel.FULL_RATE_BYTES
         full_speed = tensor_parallel.bus_bandwidth(run, groups, inside=False, least_bytes=full_bytes)
-        link = tensor_parallel.link_bandwidth(run)
         return bool(full_speed and link and full_speed < self.min_link_ratio * link)
 
 
@@ -163,8 +165,8 @@ _OVERLAP = (
 )
 _SLOW = (
     "Find out why the links are slow: NCCL_DEBUG=INFO shows the transport (SHM or NET instead of P2P), nvidia-smi "
-    "topo -m the links, nccl-tests (all_reduce_perf) their speed. On machines without NVLink use pipeline or data "
-    "parallelism instead of tensor parallelism."
+    "topo -m or rocm-smi --showtopo the links, nccl-tests or rccl-tests (all_reduce_perf) their speed. On machines "
+    "without NVLink or Infinity Fabric use pipeline or data parallelism instead of tensor parallelism."
 )
 _WAITING = "Most of it is waiting for late ranks: see RANK001, RANK003 and HOST001. The transfer itself is short."
 

@@ -17,15 +17,17 @@ COLUMNS = schema.columns(
 
 
 def links(trace: Trace) -> pl.DataFrame:
-    """Return the bandwidth of the links inside a node that a device of this kind has: column link_bytes_per_s.
+    """Return the bandwidth of the links inside a node that a device of this kind has, to all devices and to one.
 
-    One row; null where the device or its links are not known (`conventions.devices`).
+    Columns link_bytes_per_s, peer_bytes_per_s; one row; null where the device or its links are not known, and
+    peer_bytes_per_s where links go to a switch (`conventions.devices`).
     """
     device = efficiency.device_of(trace.header)
-    return pl.DataFrame({"link_bytes_per_s": [device.link_bytes_per_s if device else None]}, schema=_LINKS)
+    rates = (device.link_bytes_per_s, device.peer_bytes_per_s) if device else (None, None)
+    return pl.DataFrame([rates], schema=_LINKS, orient="row")
 
 
-_LINKS = {"link_bytes_per_s": pl.Float64}
+_LINKS = pl.Schema({"link_bytes_per_s": pl.Float64, "peer_bytes_per_s": pl.Float64})
 FACTS: tuple[Fact, ...] = (
     *axis_communication.FACTS,
     exposed_communication.exposed,
@@ -95,10 +97,16 @@ def groups_across_nodes(run: Run) -> list[list[int]]:
     return [ranks for ranks in groups if len({node_of.get(rank) for rank in ranks} - {None}) > 1]
 
 
-def link_bandwidth(run: Run) -> float | None:
-    """Return the bandwidth of the links inside a node by the kind of device, in bytes/s; None where it is not known."""
-    known = run.table(links)["link_bytes_per_s"].unique().to_list()
-    return known[0] if len(known) == 1 else None
+def link_bandwidth(run: Run, size: int) -> float | None:
+    """Return what a device's links carry in one direction inside a node, to a group of `size` ranks, in bytes/s.
+
+    None where the kind of device or its links are not known.
+    """
+    known = run.table(links).select(_LINKS.names()).unique()
+    if known.height != 1:
+        return None
+    link, peer = known.row(0)
+    return link if peer is None or link is None else min(link, max(size - 1, 1) * peer)
 
 
 def bus_bandwidth(run: Run, groups: list[list[int]], *, inside: bool, least_bytes: int = _LARGE_BYTES) -> float | None:

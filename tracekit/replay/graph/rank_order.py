@@ -140,7 +140,7 @@ class _Rates:
             if self._share is None:
                 raise InputError("--rank-order: no group of the run spans nodes; the network's bandwidth is not known")
             return self._share * span.ranks_per_node
-        known = self._inside or tensor_parallel.link_bandwidth(self._run)
+        known = self._inside or tensor_parallel.link_bandwidth(self._run, span.ranks_per_node)
         if known is None:
             raise InputError(
                 "--rank-order: no group of the run lies inside a node; give its bus bandwidth by --node-bandwidth"
