@@ -98,6 +98,11 @@ def test_exposed_tensor_parallel_time_is_stated_per_layer():
         ("NVIDIA A100-SXM4-80GB", 60, ["TP002"]),
         ("NVIDIA H100 PCIe", 60, []),  # two devices may have a bridge between them, or not
         ("NVIDIA H100 PCIe", 40, ["TP002"]),
+        ("AMD Instinct MI300X", 46, []),  # of a pair's one link of 64 GB/s, RCCL gets 48
+        ("AMD Instinct MI300X", 30, ["TP002"]),
+        ("AMD Instinct MI250X", 30, []),
+        ("AMD Instinct MI250X", 20, ["TP002"]),
+        ("Tesla V100-SXM2-16GB", 20, []),
     ],
 )
 def test_links_are_slow_for_their_kind_of_device(device: str, gigabytes_per_s: float, codes: list[str]):
