@@ -56,7 +56,8 @@ class ExposedCommunication(Rule):
     which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s). Inside a node whose
     devices have NVLink or Infinity Fabric, so is bandwidth below `min_link_ratio` of theirs, with messages of 16 MiB or
     more, and the finding is a warning then. Where links connect devices directly, without a switch (V100, MI250X to
-    MI355X), a group of n ranks has n - 1 of them: a pair on MI300X one of seven. Ranks are inside a node if run.json, their hosts or their devices say so.
+    MI355X), a group of n ranks has n - 1 of them: a pair on MI300X one of seven. Ranks are inside a node if run.json,
+    their hosts or their devices say so.
 
     How to fix: start all-gathers earlier (explicit prefetch), use larger units, or send fewer bytes. The fix in the
     finding depends on the strategy (from the manifest, else from the spans in the trace) and on the most exposed
@@ -241,7 +242,8 @@ def _message(worst: dict[str, Any], of_pipeline: bool) -> str:
 _LARGE_BYTES = 4 << 20  # smaller messages measure latency
 _SLOW_FIX = (
     " Find out first why links are this slow: NCCL_DEBUG=INFO shows the transport (NET/Socket instead of NET/IB, SHM "
-    "instead of P2P), nvidia-smi topo -m or rocm-smi --showtopo the links, nccl-tests or rccl-tests their speed; unset NCCL_P2P_DISABLE and NCCL_IB_DISABLE."
+    "instead of P2P), nvidia-smi topo -m or rocm-smi --showtopo the links, nccl-tests or rccl-tests their speed; unset "
+    "NCCL_P2P_DISABLE and NCCL_IB_DISABLE."
 )
 
 

@@ -37,7 +37,7 @@ _STEP = ("window", "rank", "step")
 def by_step(trace: Trace) -> pl.DataFrame:
     """Return the operations of each step, and how much of the device's peak they are.
 
-    Columns step, flops (counted, see `flops`; null without recorded shapes), flops_coverage_ratio (share of the compute
+    Columns step, flops (of `flops.each_product`; null where there are none), flops_coverage_ratio (share of the compute
     time for which they are known), work_coverage_ratio (share of the compute time of calls whose operations or bytes
     are known, so that the roofline applies), mfu_ratio (time that the known operations need at the peak of their
     element types, over the step's device window; null where the device is unknown), hfu_ratio (the same with the
@@ -45,16 +45,12 @@ def by_step(trace: Trace) -> pl.DataFrame:
     are lower bounds.
     """
     steps = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
-    each = _timed(flops.counted(trace).drop_nulls("flops"), device_of(trace.header))
+    each = _timed(flops.each_product(trace), device_of(trace.header))
     is_timed = pl.col("compute_bound_ns").is_not_null().all()
-    sums = (
-        each.join(trace.ops.select("id", "step"), on="id")
-        .group_by("step")
-        .agg(
-            pl.col("flops").sum(),
-            pl.when(is_timed).then(pl.col("compute_bound_ns").sum()).alias("hfu_ns"),
-            pl.when(is_timed).then(pl.col("compute_bound_ns").filter(~pl.col("is_recomputed")).sum()).alias("mfu_ns"),
-        )
+    sums = each.group_by("step").agg(
+        pl.col("flops").sum(),
+        pl.when(is_timed).then(pl.col("compute_bound_ns").sum()).alias("hfu_ns"),
+        pl.when(is_timed).then(pl.col("compute_bound_ns").filter(~pl.col("is_recomputed")).sum()).alias("mfu_ns"),
     )
     compute_ns = pl.when(pl.col("compute_ns") > 0).then("compute_ns")
     known = flops.coverage(trace).select(

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs, recomputation
+from tracekit.analysis.compute import kernel_products, kernels, op_bytes, op_flops, op_inputs, recomputation
 from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, schema
 from tracekit.model.memoize import memoize
@@ -16,6 +16,7 @@ COLUMNS = {"step": pl.Int64, "phase": pl.String, "name": pl.String, "flops": pl.
 COUNTED_COLUMNS = {
     "id": pl.Int64, "flops": pl.Float64, "bytes": pl.Float64, "dtype": pl.String, "is_recomputed": pl.Boolean,
 }  # fmt: skip
+EACH_COLUMNS = ("step", "phase", "name", "shapes", "flops", "bytes", "dtype", "is_recomputed")
 COVERAGE_COLUMNS = {"step": pl.Int64, "known_ns": pl.Int64, "work_ns": pl.Int64, "compute_ns": pl.Int64}
 _IN_STEP = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
 
@@ -26,7 +27,7 @@ def flops(trace: Trace) -> pl.DataFrame:
     Columns step, phase, name, flops; one row per step, phase and operator. Formulas: `op_flops`. Empty where the
     profiler recorded no shapes. `coverage` says for how much of the compute time the operations are known.
     """
-    each = _products(trace).join(trace.ops.select("id", "step", "phase", "name"), on="id").filter(_IN_STEP)
+    each = each_product(trace).filter(_IN_STEP)
     sums = each.group_by("step", "phase", "name").agg(pl.col("flops").sum())
     return schema.select(sums, COLUMNS).sort("step", "phase", "name")
 
@@ -36,9 +37,20 @@ def products(trace: Trace) -> pl.DataFrame:
 
     Columns PRODUCT_COLUMNS; one row per operator and shapes of its inputs.
     """
-    each = _products(trace).join(trace.ops.select("id", "step", "phase", "name", "shapes"), on="id").filter(_IN_STEP)
+    each = each_product(trace).filter(_IN_STEP)
     sums = each.group_by("name", "shapes").agg(pl.col("flops").sum())
     return schema.select(sums, PRODUCT_COLUMNS).sort("name", "shapes")
+
+
+def each_product(trace: Trace) -> pl.DataFrame:
+    """Return the products, convolutions and attention of a trace: by the inputs of operators, else by kernels' names.
+
+    Columns EACH_COLUMNS; one row per call of an operator, or per kernel outside of these whose name states its whole
+    problem (`kernel_products`): its name is the kernel's, its shapes are null.
+    """
+    described = trace.ops.select("id", "step", "phase", "name", "shapes")
+    calls = _products(trace).join(described, on="id", maintain_order="left")
+    return pl.concat([calls.select(EACH_COLUMNS), _by_kernel_name(trace).select(EACH_COLUMNS)])
 
 
 @memoize
@@ -108,8 +120,9 @@ def compute(trace: Trace) -> pl.DataFrame:
         by_kernel = [name for name in kernel_names if op_flops.is_memory_bound_kernel(name)]
         memory_bound |= work["name"].is_in(by_kernel) & ~op.is_in(with_formula).fill_null(value=False)
     is_counted, has_work = (_in_calls(trace, calls, owner) for calls in (ids, counted(trace)["id"]))
-    known = pl.Series(is_counted) | memory_bound
-    return work.with_columns(op, shapes, is_known=known, has_work=pl.Series(has_work)).filter(_IS_COMPUTE)
+    is_named = work["id"].is_in(_by_kernel_name(trace)["id"].implode())
+    known = pl.Series(is_counted) | memory_bound | is_named
+    return work.with_columns(op, shapes, is_known=known, has_work=pl.Series(has_work) | is_named).filter(_IS_COMPUTE)
 
 
 def operator_calls(trace: Trace) -> pl.DataFrame:
@@ -170,6 +183,31 @@ def _has_formula(name: str) -> bool:
 
 def _products(trace: Trace) -> pl.DataFrame:
     return counted(trace).drop_nulls("flops")
+
+
+def _by_kernel_name(trace: Trace) -> pl.DataFrame:
+    """Return the kernels outside of counted products whose names state the whole problem: id and EACH_COLUMNS."""
+    work = trace.activities.filter(_IS_COMPUTE) if trace.on_device else trace.activities.clear()
+    stated = {name: kernel_products.product(name) for name in work["name"].unique().to_list()}
+    whole = {name: (each.flops, each.dtype) for name, each in stated.items() if each and each.flops is not None}
+    names = pl.DataFrame(
+        [(name, *of) for name, of in whole.items()],
+        pl.Schema({"name": pl.String, "flops": pl.Float64, "dtype": pl.String}),
+        orient="row",
+    )
+    found = work.join(names, on="name", maintain_order="left")
+    if found.height:
+        row = counted_op_of_activities(trace, _products(trace)["id"])
+        outside = trace.activities.select("id").filter(pl.Series(row < 0))
+        found = found.join(outside, on="id", how="semi", maintain_order="left")
+    repeated = recomputation.recomputed_activities(trace) if found.height else found
+    return found.with_columns(
+        pl.lit(None, pl.String).alias("shapes"),
+        pl.lit(None, pl.Float64).alias("bytes"),
+        pl.col("id")
+        .is_in((repeated["id"] if repeated.height else found["id"].clear()).implode())
+        .alias("is_recomputed"),
+    )
 
 
 def _host_copies(trace: Trace) -> pl.DataFrame:

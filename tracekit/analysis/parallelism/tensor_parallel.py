@@ -105,6 +105,8 @@ def link_bandwidth(run: Run, size: int) -> float | None:
     known = run.table(links).select(_LINKS.names()).unique()
     if known.height != 1:
         return None
+    link: float | None
+    peer: float | None
     link, peer = known.row(0)
     return link if peer is None or link is None else min(link, max(size - 1, 1) * peer)
 
