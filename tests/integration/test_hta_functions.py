@@ -110,6 +110,83 @@ def test_sequences_that_operators_launch_are_those_of_hta(theirs, ours, tmp_path
         assert on_host == pytest.approx(row["op_ns"] / _US, abs=0.01)
 
 
+def test_kernels_that_operators_launch_and_their_delays_are_those_of_hta(theirs, ours):
+    # HTA scans all operators for each launch, 90 s for the trace: one step is compared.
+    trace = ours.trace(ours.ranks[0])
+    step = trace.steps.sort("step").row(1, named=True)
+    frame = theirs.t.traces[0]
+    begin_us, end_us = frame.loc[_host_step(theirs.t, step["step"])][["ts", "end"]]
+    cut = frame[(frame.stream != -1) | ((frame.ts >= begin_us) & (frame.end <= end_us))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(theirs.t.traces, 0, cut.copy())
+        hta = theirs.get_aten_op_kernels_and_delay(ranks=[0])[0]
+    own = _launches_of_operators(trace, step)
+    assert len(hta) == own.height > 10
+    rows = {(op, kernels): rest for op, kernels, *rest in own.iter_rows()}
+    for op, sequence, count, to_launch, to_start in hta.itertuples(index=False):
+        assert rows[op, sequence] == [count, pytest.approx(to_launch, abs=0.01), pytest.approx(to_start, abs=0.01)]
+    per_kernel = hta.assign(name=hta.kernel_sequence.str.split(" -> ")).explode("name")
+    by_kernel = kernels.kernels(ours, ("op", "name", "step")).filter(step=step["step"])
+    expected = per_kernel.groupby(["aten_op_name", "name"]).occurrence_count.sum()
+    counts = {(op, name): count for op, name, count in by_kernel.select("op", "name", "count").iter_rows()}
+    assert {key: counts[key] for key in expected.index} == expected.to_dict()
+
+
+def test_bandwidths_of_copies_are_those_of_the_activities(theirs, ours, file):
+    query = (
+        "SELECT split_part(name, ' (', 1) AS copy, count(*) AS copies, avg(bytes / dur_ns) AS mean, "
+        "stddev_samp(bytes / dur_ns) AS std, min(bytes / dur_ns) AS least, "
+        "quantile_cont(bytes / dur_ns, 0.5) AS median, max(bytes / dur_ns) AS most FROM activities WHERE kind IN ('memcpy', 'memset') GROUP BY 1 ORDER BY 1"
+    )
+    done = cli_runner.tracekit("query", file, query, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    hta = theirs.get_memory_bw_summary(ranks=[0])["memory_bw_gbps"]
+    rows = json.loads(done.stdout)
+    assert [row["copy"] for row in rows] == [name for _, name in hta.index]
+    for row, (_, summary) in zip(rows, hta.iterrows(), strict=True):
+        assert [*row.values()][1:] == pytest.approx(
+            [summary[name] for name in ("count", "mean", "std", "min", "50%", "max")], rel=1e-4
+        )
+    series = theirs.get_memory_bw_time_series(ranks=[0])[0]
+    begun = series[series.memory_bw_gbps > 1e-6].sort_values("ts")
+    copies = ours.trace(ours.ranks[0]).activities.filter(pl.col("kind").is_in(["memcpy", "memset"])).sort("start_ns")
+    assert begun.memory_bw_gbps.to_list() == pytest.approx((copies["bytes"] / copies["dur_ns"]).to_list(), rel=1e-3)
+
+
+def _host_step(hta, step):
+    """Return the index of the host's ProfilerStep of a step in HTA's frame."""
+    frame = hta.traces[0]
+    names = hta.symbol_table.get_sym_table()
+    return frame[(frame.name == names.index(f"ProfilerStep#{step}")) & (frame.stream == -1)].index[0]
+
+
+def _launches_of_operators(trace, step):
+    """Return the kernels of each call of an aten operator in a step, counted, and the first one's mean delays in µs.
+
+    Columns op, kernels, count, to_launch (from the operator's start), to_start (from the launch to the device).
+    """
+    row = pl.Series("row", kernels.innermost_op(trace))
+    calls = trace.ops.select(launch_id="id", called_ns="start_ns")
+    work = trace.activities.with_columns(row).join(calls, on="launch_id").filter(pl.col("row") >= 0)
+    launched = work.with_columns(
+        op=trace.ops["name"].gather(work["row"]), op_ns=trace.ops["start_ns"].gather(work["row"])
+    ).filter(
+        pl.col("op").str.starts_with("aten::"),
+        ~pl.col("kind").is_in(["memcpy", "memset"]),  # HTA takes launches of kernels only
+        pl.col("called_ns").is_between(step["host_start_ns"], step["host_end_ns"]),
+    )
+    of_calls = launched.sort("called_ns").group_by("row", maintain_order=True)
+    to_launch, to_start = (pl.col("called_ns") - pl.col("op_ns")), (pl.col("start_ns") - pl.col("called_ns"))
+    sequences = of_calls.agg(
+        pl.col("op").first(),
+        pl.col("name").str.join(" -> ").alias("kernels"),
+        to_launch.first().alias("to_launch"),
+        to_start.first().alias("to_start"),
+    )
+    means = (pl.col(name).mean() / _US for name in ("to_launch", "to_start"))
+    return sequences.group_by("op", "kernels").agg(pl.len().alias("count"), *means)
+
+
 def test_the_summary_by_stream_is_on_the_command_line(ours, file):
     done = cli_runner.tracekit("summary", file, "--by", "stream")
     assert done.returncode == 0, done.stderr
