@@ -136,7 +136,8 @@ def test_bandwidths_of_copies_are_those_of_the_activities(theirs, ours, file):
     query = (
         "SELECT split_part(name, ' (', 1) AS copy, count(*) AS copies, avg(bytes / dur_ns) AS mean, "
         "stddev_samp(bytes / dur_ns) AS std, min(bytes / dur_ns) AS least, "
-        "quantile_cont(bytes / dur_ns, 0.5) AS median, max(bytes / dur_ns) AS most FROM activities WHERE kind IN ('memcpy', 'memset') GROUP BY 1 ORDER BY 1"
+        "quantile_cont(bytes / dur_ns, 0.5) AS median, max(bytes / dur_ns) AS most "
+        "FROM activities WHERE kind IN ('memcpy', 'memset') GROUP BY 1 ORDER BY 1"
     )
     done = cli_runner.tracekit("query", file, query, "--format", "json")
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,21 @@ def test_contributions_sum_to_the_change_of_the_step_of_compare() -> None:
 RESNETS = ("kineto_resnet_v100_memory", "hta_nccl_args_a100", "merged_ddp_mi300_4ranks")
 
 
-@pytest.mark.parametrize("pair", [RESNETS[:2], RESNETS[1:]], ids="-".join)
+_V100_A100, _A100_MI300, _V100_MI300 = RESNETS[:2], RESNETS[1:], RESNETS[::2]
+_GRADIENTS = "aten::cudnn_convolution_backward_input + aten::cudnn_convolution_backward_weight"
+_LIBRARIES = {
+    _V100_A100: {"aten::cudnn_convolution", "aten::cudnn_batch_norm", "aten::cudnn_batch_norm_backward",
+                 f"{_GRADIENTS} → aten::convolution_backward"},
+    _A100_MI300: {"aten::cudnn_convolution → aten::miopen_convolution", "aten::convolution_backward",
+                  "aten::cudnn_batch_norm → aten::miopen_batch_norm",
+                  "aten::cudnn_batch_norm_backward → aten::miopen_batch_norm_backward"},
+    _V100_MI300: {"aten::cudnn_convolution → aten::miopen_convolution", f"{_GRADIENTS} → aten::convolution_backward",
+                  "aten::cudnn_batch_norm → aten::miopen_batch_norm",
+                  "aten::cudnn_batch_norm_backward → aten::miopen_batch_norm_backward"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", list(_LIBRARIES), ids="-".join)
 def test_contributions_sum_for_public_recordings_of_resnet50_under_different_settings(pair) -> None:
     """One process on V100, DDP on A100, DDP in 16 bits on MI300X: 53 convolutions and batch norms a step in each."""
     folders = [TRACES / name for name in pair]
@@ -63,6 +77,11 @@ def test_contributions_sum_for_public_recordings_of_resnet50_under_different_set
     assert sum(row["contribution_ratio"] for row in found["rows"]) == pytest.approx(1, rel=1e-9)
     counts = {row["name"]: (row["before_count"], row["after_count"]) for row in found["rows"]}
     assert counts["aten::threshold_backward"] == (49, 49)
+    compute = {row["name"]: row for row in found["rows"] if row["part"] == "compute"}
+    layers = {name for name in compute if "convolution" in name or "batch_norm" in name}
+    assert layers == _LIBRARIES[pair]
+    assert not {compute[name]["status"] for name in layers} & {"new", "gone"}
+    assert all(counts[name] == (53, 53) for name in layers if "batch_norm" in name)
 
 
 def test_every_format_has_the_same_rows() -> None:

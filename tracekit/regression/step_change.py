@@ -137,13 +137,17 @@ class _Side:
             for name in ("operator", "kernel")
         ]
         module = pl.col("module").fill_null(OUTSIDE_MODULES)
-        return cls(charges.with_columns(*named, module), cells.select("window", "step").unique().sort("window", "step"))
+        chain = pl.when(pl.col("part") != step_charges.IDLE).then("chain")
+        return cls(
+            charges.with_columns(*named, module, chain), cells.select("window", "step").unique().sort("window", "step")
+        )
 
     def sites(self, site: Sequence[str]) -> pl.DataFrame:
-        """Return the call sites: columns site, order_ns, and ns, count and work_ns of the typical step."""
+        """Return the call sites: columns site, order_ns, chain, and ns, count and work_ns of the typical step."""
         weight = pl.col("weight")
         return self.charges.group_by(site, maintain_order=True).agg(
             pl.col("order_ns").median(),
+            pl.col("chain").drop_nulls().first(),
             (pl.col("dur_ns") * weight).sum().alias("ns"),
             (pl.col("count") * weight).sum().round(_DECIMALS).alias("count"),
             (pl.col("work_ns") * weight).sum().alias("work_ns"),
@@ -189,13 +193,23 @@ def _rows(a: _Side, b: _Side, by: Sequence[str], step: Change, limits: Threshold
 def _calls(a: pl.DataFrame, b: pl.DataFrame, *, identity: Sequence[str], place: Sequence[str]) -> pl.DataFrame:
     """Return the calls of both sides: columns call, identity, place, and before_ and after_ each of _MEASURES."""
     own = [
-        side.select("call", *identity, *place, *(pl.col(name).alias(f"{prefix}_{name}") for name in _MEASURES))
+        side.select(
+            "call",
+            call_matching.LABEL,
+            *identity,
+            *place,
+            *(pl.col(name).alias(f"{prefix}_{name}") for name in _MEASURES),
+        )
         for prefix, side in zip(_SIDES, (a, b), strict=True)
     ]
     joined = own[0].join(own[1], on="call", how="full", coalesce=True, suffix="_b")
     values = [f"{side}_{name}" for side in _SIDES for name in _MEASURES]
+    label = pl.coalesce(call_matching.LABEL, f"{call_matching.LABEL}_b")
+    named = {name: pl.coalesce(name, f"{name}_b") for name in identity}
+    if call_matching.OPERATOR in named:
+        named[call_matching.OPERATOR] = pl.coalesce(label, named[call_matching.OPERATOR])
     return joined.with_columns(
-        *(pl.coalesce(name, f"{name}_b").alias(name) for name in identity),
+        *(expression.alias(name) for name, expression in named.items()),
         *(call_matching.both(name, f"{name}_b").alias(name) for name in place),
         *(pl.col(name).fill_null(0.0) for name in values),
     ).select("call", *identity, *place, *values)

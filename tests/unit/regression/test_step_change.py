@@ -217,3 +217,86 @@ def test_sites_are_matched_by_all_then_without_shapes_then_without_path_in_order
         (("y", "[3]"), ("w", "[3]")),
     ]
     assert len(of_a | of_b) == 5
+
+
+# The same work by another library --------------------------------------------------------------------------------------
+
+
+def convolution(library: str, *, ns: int = 4_000, batch: int = 8, bias: str = "") -> Call:
+    shapes = f"[[{batch}, 3, 32, 32], [64, 3, 7, 7]{bias}]"
+    inner = ("aten::_convolution", [(f"aten::{library}_convolution", ns, shapes)])
+    return ("aten::conv2d", [("aten::convolution", [inner])])
+
+
+def attention(library: str, ns: int) -> Call:
+    inside = (f"aten::_{library}_forward", ns, "[[2, 8, 64, 32], [2, 8, 64, 32], [2, 8, 64, 32]]")
+    return ("aten::scaled_dot_product_attention", [(f"aten::_scaled_dot_product_{library}", [inside])])
+
+
+def named(changed: StepChange) -> dict[str, list[object]]:
+    """Return the status and the ns before and after of each row of compute."""
+    rows = changed.rows.filter(pl.col("part") == "compute").with_columns(pl.col("before_ns", "after_ns").round(6))
+    return {name: values for name, *values in rows.select("name", "status", "before_ns", "after_ns").iter_rows()}
+
+
+@pytest.mark.parametrize("annotation", ["forward", "DistributedDataParallel.forward"])
+@pytest.mark.parametrize("batch", [8, 32])
+def test_a_convolution_by_another_library_is_the_same_work(annotation: str, batch: int) -> None:
+    before = [("forward", [convolution("cudnn"), ("aten::relu", 500)])]
+    other = convolution("miopen", ns=7_000, batch=batch, bias=", [], []")
+    after = [(annotation, [other, ("aten::relu", 500)])]
+    found = named(change(run(before, name="a"), run(after, name="b")))
+    assert found.keys() == {"aten::cudnn_convolution → aten::miopen_convolution", "aten::relu"}
+    assert found["aten::cudnn_convolution → aten::miopen_convolution"] == ["slower", 4_000, 7_000]
+
+
+def test_attention_by_another_library_is_the_same_work() -> None:
+    before = [("forward", [attention("flash_attention", 3_000)])]
+    after = [("forward", [attention("efficient_attention", 5_000)])]
+    found = named(change(run(before, name="a"), run(after, name="b")))
+    assert found == {"aten::_flash_attention_forward → aten::_efficient_attention_forward": ["slower", 3_000, 5_000]}
+
+
+def test_the_backward_pass_is_matched_by_the_operators_of_the_forward_pass() -> None:
+    def made(library: str, *backward: Call, name: str) -> Run:
+        forward = ("aten::batch_norm", [(f"aten::{library}_batch_norm", 2_000)])
+        node = f"{library}BatchNormBackward0"
+        traces = operator_traces.trace([forward, ("backward", [(node, list(backward))])], [("aten::relu", 100)])
+        return drawn_traces.run(operator_traces.linked(traces, **{node: f"aten::{library}_batch_norm"}), path=name)
+
+    a = made("cudnn", ("aten::cudnn_backward_input", 3_000), ("aten::cudnn_backward_weight", 1_000), name="a")
+    found = named(change(a, made("miopen", ("aten::miopen_backward", 5_000), name="b")))
+    weighted = {name: after / before for name, (_, before, after) in found.items()}  # type: ignore[operator]
+    assert weighted == {
+        "aten::cudnn_batch_norm → aten::miopen_batch_norm": pytest.approx(1),
+        "aten::cudnn_backward_input + aten::cudnn_backward_weight → aten::miopen_backward": pytest.approx(5 / 4),
+        "aten::relu": pytest.approx(1),
+    }
+
+
+def test_another_operator_of_the_model_is_no_library() -> None:
+    before = [("forward", [convolution("cudnn"), ("aten::relu", 500), ("torch_x::step", [("aten::mul", 300)])])]
+    after = [("forward", [convolution("cudnn"), ("aten::gelu", 500), ("torch_y::step", [("aten::div", 300)])])]
+    found = named(change(run(before, name="a"), run(after, name="b")))
+    assert {name: status for name, (status, *_) in found.items()} == {
+        "aten::cudnn_convolution": "same", "aten::relu": "gone", "aten::gelu": "new",
+        "aten::mul": "gone", "aten::div": "new",
+    }  # fmt: skip
+
+
+def test_what_both_runs_call_is_not_counted_to_the_other_library() -> None:
+    before = [("aten::linear", [("aten::addmm", 4_000), ("aten::copy_", 300)])]
+    after = [("aten::linear", [("aten::mm", 4_000), ("aten::add", 200), ("aten::copy_", 300)])]
+    found = named(change(run(before, name="a"), run(after, name="b")))
+    assert found == {
+        "aten::addmm → aten::add + aten::mm": ["slower", 4_000, 4_200],
+        "aten::copy_": ["same", 300, 300],
+    }
+
+
+def test_links_to_what_comes_later_make_no_loop() -> None:
+    trace = operator_traces.trace(*[[("aten::a", [("aten::b", 100)]), ("aten::c", 100)]] * 3)
+    looped = trace.replaced(ops=trace.ops.with_columns(forward_id=(pl.col("id") + 2) % trace.ops.height))
+    broken = trace.replaced(ops=trace.ops.with_columns(forward_id=pl.lit(10**9, pl.Int64)))
+    for each in (looped, broken):
+        assert change(drawn_traces.run(trace, path="a"), drawn_traces.run(each, path="b")).rows.height

@@ -10,6 +10,9 @@ from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 SEPARATOR = " > "
+BACKWARD = "backward"
+_ENGINE = "autograd::engine::"
+_DISPATCHED = r"^\S+::\S+$"
 _KINDS = ("cpu_op", "annotation")
 _STEP = r"^ProfilerStep#\d+$"
 
@@ -33,6 +36,47 @@ def call_paths(trace: Trace) -> pl.Series:
     index = pl.Series(around, dtype=pl.Int64)
     paths = chains(ops["name"], above, np.flatnonzero(is_named), separator=SEPARATOR)
     return paths.gather(index.set(index < 0, None)).alias("path")
+
+
+@memoize
+def dispatch_chains(trace: Trace) -> pl.Series:
+    """Return, for each row of the trace's ops, the dispatcher's operators down to it; null outside of all.
+
+    They are those of one call, such as ``aten::conv2d > aten::convolution > aten::_convolution``, whatever annotations
+    are around it, and a repeated name (by autocast, for one) counts once. What the backward pass calls has the chain of
+    the operator in the forward pass, BACKWARD, then its own.
+    """
+    ops = trace.ops
+    if ops.is_empty():
+        return pl.Series("chain", dtype=pl.String)
+    start_ns = ops["start_ns"].to_numpy()
+    forward = ops["forward_id"].fill_null(-1).to_numpy().astype(np.int64)
+    # The engine adds gradients up around the node: that is not the operator's work.
+    is_engine = ops["name"].str.starts_with(_ENGINE).to_numpy()
+    is_known = (forward >= 0) & (forward < ops.height) & ~is_engine
+    forward = np.where(is_known, forward, 0)
+    is_node = is_known & (start_ns[forward] < start_ns)  # any other link is broken, and may make a loop
+    is_dispatched = ((ops["kind"] == "cpu_op") & ops["name"].str.contains(_DISPATCHED)).to_numpy()
+    names = ops["name"].zip_with(pl.Series(~is_node), pl.repeat(BACKWARD, ops.height, eager=True))
+    above = _above(trace, is_dispatched | is_node, forward, is_node)
+    is_repeat = (above >= 0) & (names == names.gather(np.maximum(above, 0))).to_numpy()
+    is_named = (is_dispatched | is_node) & ~is_repeat
+    rows = np.flatnonzero(is_named)
+    texts = chains(names, _above(trace, is_named, forward, is_node), rows, separator=SEPARATOR)
+    index = pl.Series(nesting.nearest(_parents(trace), is_named), dtype=pl.Int64)
+    return texts.gather(index.set(index < 0, None)).alias("chain")
+
+
+def _above(trace: Trace, is_named: nesting.Flags, forward: Ints, is_node: nesting.Flags) -> Ints:
+    """Return the named row around each row; of an autograd node, that of its operator in the forward pass."""
+    parent = _parents(trace)
+    around = nesting.nearest(parent, is_named)
+    above = np.where(parent >= 0, around[np.maximum(parent, 0)], -1)
+    return np.where(is_node, around[forward], above)
+
+
+def _parents(trace: Trace) -> Ints:
+    return trace.ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
 
 
 def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.Series:

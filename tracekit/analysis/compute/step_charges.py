@@ -16,8 +16,8 @@ IDLE = "idle"
 PARTS = (*breakdown.PARTS, IDLE)
 KEYS = ("part", "operator", "kernel", "module", "path", "shapes")
 COLUMNS = schema.columns(
-    "step device part operator kernel module path shapes cause detail order_ns count work_ns dur_ns",
-    **dict.fromkeys((*KEYS, "cause", "detail"), pl.String),
+    "step device part operator kernel module path shapes chain cause detail order_ns count work_ns dur_ns",
+    **dict.fromkeys((*KEYS, "chain", "cause", "detail"), pl.String),
 )
 _PARAMETERS = "record_param_comms"
 """The profiler's own operator inside that of a collective."""
@@ -34,11 +34,11 @@ def step_charges(trace: Trace) -> pl.DataFrame:
 
     Columns COLUMNS; one row per step, device, part (of PARTS), operator, kernel (name of the activity), module, call
     path and shapes. The operator is the innermost one around the launch, of a collective its own and not
-    ``record_param_comms``; path and shapes are its own. Idle time has cause and detail as in `compute_gap_causes`; its
-    operator to shapes are those of the compute that ends the gap. dur_ns sums to the window exactly, and each part to
-    that of `breakdown.by_step`: where several activities run, the part is the breakdown's, and the one on the lane with
-    most work of its kind counts. count and work_ns are of the activities that the step launched, hidden ones included;
-    order_ns is the time from the start of the window to the first of them.
+    ``record_param_comms``; path, shapes and chain (see `call_paths`) are its own. Idle time has cause and detail as in
+    `compute_gap_causes`; its operator to shapes are those of the compute that ends the gap. dur_ns sums to the window
+    exactly, and each part to that of `breakdown.by_step`: where several activities run, the part is the breakdown's,
+    and the one on the lane with most work of its kind counts. count and work_ns are of the activities that the step
+    launched, hidden ones included; order_ns is the time from the start of the window to the first of them.
     """
     described = _described(trace)
     parts = [schema.empty(COLUMNS)]
@@ -55,13 +55,13 @@ def step_charges(trace: Trace) -> pl.DataFrame:
 def _summed(rows: pl.DataFrame) -> pl.DataFrame:
     placed = rows.with_columns(pl.coalesce("part", "own_part").alias("part"))
     sums = placed.group_by(_PLACE, maintain_order=True).agg(
-        pl.col("order_ns").min(), pl.col("count", "work_ns", "dur_ns").sum()
+        pl.col("order_ns").min(), pl.col("chain").first(), pl.col("count", "work_ns", "dur_ns").sum()
     )
     return schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True)
 
 
 def _described(trace: Trace) -> pl.DataFrame:
-    """Return id, own_part, operator, kernel, module, path and shapes of each activity."""
+    """Return id, own_part, operator, kernel, module, path, shapes and chain of each activity."""
     op, known = _operator_rows(trace)
     return trace.activities.select(
         "id",
@@ -71,6 +71,7 @@ def _described(trace: Trace) -> pl.DataFrame:
         module_paths.activity_modules(trace),
         call_paths.call_paths(trace).gather(known).alias("path"),
         trace.ops["shapes"].gather(op).alias("shapes"),
+        call_paths.dispatch_chains(trace).gather(op).alias("chain"),
     )
 
 
