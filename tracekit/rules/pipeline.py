@@ -104,7 +104,7 @@ class PipelineBubble(Rule):
         """Return the bandwidth of transfers between stages where it is slow for such links, in bytes/s; else None."""
         rates = pipeline_links.transfer_rates(run)
         least = {False: self.slow_network_bytes_per_ns * 1e9}
-        if link := tensor_parallel.link_bandwidth(run):
+        if link := tensor_parallel.link_bandwidth(run, 2):
             least[True] = self.min_link_ratio * link
         return min((rate for inside, rate in rates.items() if rate < least.get(inside, 0.0)), default=None)
 

@@ -219,7 +219,7 @@ def test_sites_are_matched_by_all_then_without_shapes_then_without_path_in_order
     assert len(of_a | of_b) == 5
 
 
-# The same work by another library --------------------------------------------------------------------------------------
+# The same work by another library ------------------------------------------------------------------------------------
 
 
 def convolution(library: str, *, ns: int = 4_000, batch: int = 8, bias: str = "") -> Call:
