@@ -65,7 +65,7 @@ def test_operations_are_known_where_the_name_has_the_whole_problem():
 @pytest.mark.parametrize(
     "name",
     [
-        # nanoGPT on H100, ResNet-50 on A100, SGLang, and hipBLASLt on MI300X
+        # names as cuBLAS, CUTLASS, nvjet and hipBLASLt form them
         "nvjet_tss_256x128_64x4_1x2_h_bz_coopA_TNT",
         "void cutlass::Kernel<cutlass_80_tensorop_s16816gemm_bf16_128x64_64x4_tn_align8>(cutlass_80_tensorop_s16816)",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x64_64x3_tn_align8>(Params)",
