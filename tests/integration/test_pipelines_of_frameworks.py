@@ -72,3 +72,17 @@ def test_all_rules_judge_it(name: str) -> None:
     codes = {finding.code for finding in check(recorded(name)).findings}
     assert "DATA001" in codes
     assert not codes & {"TP001", "EP001", "PIPE004", "PIPE005"}
+
+
+@pytest.mark.parametrize("name", ["deepspeed_pipeline", "megatron_tp2_pp2"])
+def test_without_stacks_the_same_actions_are_inferred(name: str) -> None:
+    for trace in recorded(name).traces():
+        without_stacks = trace.replaced(ops=trace.ops.filter(pl.col("kind") != "python"))
+        marked, inferred = (pipeline_actions(of).sort("start_ns") for of in (trace, without_stacks))
+        assert set(inferred["source"]) == {"inferred"}
+        assert inferred.select("action", "micro_batch").equals(marked.select("action", "micro_batch"))
+        both = pl.concat(
+            [marked, inferred.select(pl.col("start_ns", "end_ns").name.prefix("inferred_"))], how="horizontal"
+        )
+        overlaps = (pl.col("start_ns") < pl.col("inferred_end_ns")) & (pl.col("inferred_start_ns") < pl.col("end_ns"))
+        assert both.select(overlaps.all()).item()

@@ -207,10 +207,12 @@ def _segments(placed: pl.DataFrame) -> pl.DataFrame:
     Columns step, piece, action, host_start_ns, host_end_ns. Compute after the last backward is of the optimizer.
     """
     place = ["step", "piece", "action"]
-    of = placed.drop_nulls("step").with_columns(pl.struct(place).rle_id().alias("segment"))
-    ops = pl.len().over("segment")
     last_ns = pl.col("launched_ns").filter(pl.col("action") == BACKWARD).max().over("step")
-    large = of.filter((ops >= _MIN_SEGMENT_RATIO * ops.max().over("action")) & (pl.col("launched_ns") <= last_ns))
+    # First, because the ops after the last backward, such as those of the optimizer, may be more than a forward's.
+    until_last = placed.drop_nulls("step").filter(pl.col("launched_ns") <= last_ns)
+    of = until_last.with_columns(pl.struct(place).rle_id().alias("segment"))
+    ops = pl.len().over("segment")
+    large = of.filter(ops >= _MIN_SEGMENT_RATIO * ops.max().over("action"))
     end_ns = pl.col("launched_ns") + pl.col("host_dur_ns")
     return (
         large.with_columns(pl.struct(place).rle_id().alias("segment"))
