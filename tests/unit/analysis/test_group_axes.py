@@ -61,11 +61,17 @@ def test_an_invalid_mesh_states_nothing():
 def usage(**counts: int) -> dict[str, object]:
     names = (
         "sends all_to_alls all_reduces all_gathers reduce_scatters reduce_scatters_in_forward all_reduces_in_forward "
-        "all_reduces_of_unknown_phase all_reduces_alike"
+        "all_reduces_of_unknown_purpose all_reduces_of_activations all_reduces_alike of_parameters of_activations"
     )
     kinds = ("sends", "all_to_alls", "all_reduces", "all_gathers", "reduce_scatters")
     row = dict.fromkeys(names.split(), 0) | counts
-    return {"calls": sum(row[kind] for kind in kinds), "places": 1, "usual_bytes": 8 << 20, "ranks": [0, 1]} | row
+    return {
+        "calls": sum(row[kind] for kind in kinds),
+        "places": 1,
+        "usual_bytes": 8 << 20,
+        "ranks": [0, 1],
+        "group": "0",
+    } | row
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,27 @@ def test_an_axis_is_inferred_from_the_collectives(found, axis):
     assert 0 < confidence < 1
 
 
+UNSIZED = {"usual_bytes": None}
+TENSOR_PARALLEL = {"all_reduces": 8, "all_reduces_of_activations": 8, "of_activations": 8, "all_reduces_in_forward": 4}
+
+
+@pytest.mark.parametrize(
+    ("found", "axis"),
+    [
+        (usage(**TENSOR_PARALLEL) | UNSIZED, "tp"),
+        (usage(**TENSOR_PARALLEL) | UNSIZED | {"places": 4}, None),
+        (usage(all_reduces=8, of_parameters=8) | UNSIZED, "dp"),
+        (usage(all_reduces=8) | UNSIZED, "dp"),
+        (usage(all_reduces=2, of_parameters=2) | UNSIZED | {"calls": 26}, "dp"),
+        (usage(**TENSOR_PARALLEL | {"all_reduces": 16, "of_parameters": 8}) | {"group": None}, None),
+        (usage(all_gathers=8, reduce_scatters=8, of_parameters=16) | {"group": None}, "dp_shard"),
+    ],
+    ids=["tensor parallel", "one a step", "ddp", "after backward", "zero-1", "unnamed groups", "fsdp2"],
+)
+def test_without_sizes_the_purpose_of_the_collectives_decides(found, axis):
+    assert group_axes._inferred(found, 8, has_mesh=False)[0] == axis
+
+
 def test_communication_of_an_axis_is_a_union_and_what_compute_does_not_hide_is_exposed():
     groups = [
         {"group": "1", "description": "mesh_tp", "ranks": [0, 1]},
@@ -103,8 +130,8 @@ def test_collectives_without_a_group_are_of_the_axis_that_the_mesh_leaves():
     assert set(axis_communication.by_axis(run)["axis"]) == {"pp", "dp_shard"}
 
 
-def test_where_several_axes_are_left_the_axis_is_unknown():
+def test_of_several_axes_activations_are_of_tp_and_what_has_no_known_purpose_of_none():
     run = drawn_traces.run(
         trace(x={"op": "all_reduce"}, y={"op": "all_reduce"}), mesh={"axes": ["dp_shard", "tp"], "shape": [2, 2]}
     )
-    assert axis_communication.by_axis(run)["axis"].to_list() == [None]
+    assert axis_communication.by_axis(run)["axis"].to_list() == ["tp", None]

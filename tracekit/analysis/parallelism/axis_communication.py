@@ -3,9 +3,10 @@
 import polars as pl
 
 from tracekit.analysis.parallelism import group_axes, mesh
+from tracekit.analysis.parallelism.collective_purposes import ACTIVATIONS, PARAMETERS
 from tracekit.analysis.time import breakdown
-from tracekit.conventions.process_groups import JOINT
-from tracekit.conventions.strategies import CP, EP, PP
+from tracekit.conventions.process_groups import DP, JOINT
+from tracekit.conventions.strategies import CP, DP_REPLICATE, DP_SHARD, EP, PP
 from tracekit.model import intervals, schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -54,25 +55,45 @@ def calls(run: Run) -> pl.DataFrame:
     """Return the collectives in steps with their axis; where no steps are marked, all. Columns as `axis_of_calls`.
 
     Where the trace does not name the group of a collective (gloo) but the run's axes are known, its op decides: sends
-    and receives are pp, or cp without pp, all-to-all is ep, others are of the one other axis; if there are several, the
-    axis is null.
+    and receives are pp, or cp without pp, all-to-all is ep, others are of the one other axis. If there are several, the
+    purpose of the collective decides: parameters and gradients are of the data-parallel axis (under HSDP all-reduces of
+    dp_replicate, others of dp_shard), activations of the one axis that is left; otherwise the axis is null.
     """
     every = run.run_table(group_axes.axis_of_calls)
     marked = run.table(breakdown.by_step)["step"].is_not_null().any()
     inside = every.drop_nulls("step") if marked else every
     described = group_axes.described_groups(run).filter(pl.col("ranks").list.len() > 1)
     axes = (set(mesh.groups_of(run.manifest)) | set(described["axis"])) - JOINT
-    others = sorted(axes - {PP, EP})
-    rest = others[0] if len(others) == 1 else None
     by_op = (
         pl.when(pl.col("op").is_in([PAIRED, "send", "recv"]) & bool(axes & {PP, CP}))
         .then(pl.lit(PP if PP in axes else CP))
         .when(pl.col("op").is_in(["all_to_all", *EXPERT]) & (EP in axes))
         .then(pl.lit(EP))
-        .otherwise(pl.lit(rest, pl.String))
+        .otherwise(_by_purpose(axes - {PP, EP}))
     )
     is_unnamed = pl.col("group").is_null() if axes else pl.lit(value=False)
     return inside.with_columns(pl.when(is_unnamed).then(by_op).otherwise("axis").alias("axis"))
+
+
+def _by_purpose(axes: set[str]) -> pl.Expr:
+    """Return the axis of a collective that could be of any of these."""
+    if len(axes) == 1:
+        return pl.lit(next(iter(axes)))
+    of_data = {axis for axis in axes if axis == DP or axis.startswith("dp_")}
+    of_parameters = pl.lit(_only(of_data), pl.String)
+    if of_data == {DP_REPLICATE, DP_SHARD}:
+        is_replicated = pl.col("op") == "all_reduce"
+        of_parameters = pl.when(is_replicated).then(pl.lit(DP_REPLICATE)).otherwise(pl.lit(DP_SHARD))
+    return (
+        pl.when(pl.col("purpose") == PARAMETERS)
+        .then(of_parameters)
+        .when(pl.col("purpose") == ACTIVATIONS)
+        .then(pl.lit(_only(axes - of_data), pl.String))
+    )
+
+
+def _only(axes: set[str]) -> str | None:
+    return next(iter(axes)) if len(axes) == 1 else None
 
 
 def _sums(run: Run, by: list[str]) -> pl.DataFrame:

@@ -5,7 +5,8 @@ from typing import Any
 import polars as pl
 
 from tracekit.analysis.communication import group_bandwidth
-from tracekit.analysis.parallelism import mesh
+from tracekit.analysis.parallelism import collective_purposes, mesh
+from tracekit.analysis.parallelism.collective_purposes import ACTIVATIONS, PARAMETERS
 from tracekit.conventions.process_groups import DP, axis_of_description
 from tracekit.conventions.strategies import CP, DP_SHARD, EP, PP, TP
 from tracekit.model import schema
@@ -36,8 +37,14 @@ _MIN_CALLS = 4
 _MIN_ALIKE_RATIO = 0.6
 """Share of all-reduces of one size from which they may be activations: a micro-batch's are all of one size."""
 _MIN_ACTIVATION_BYTES = 64 << 10
+_MIN_FORWARD_CALLS = 2
+"""All-reduces of one forward from which they may be of tensor parallelism, where no size is known: one a layer."""
 
-FACTS: tuple[Fact, ...] = (collective_matching.calls, group_bandwidth.group_axes)
+FACTS: tuple[Fact, ...] = (
+    collective_matching.calls,
+    group_bandwidth.group_axes,
+    collective_purposes.purposes,
+)
 """The facts that the run tables of this module read."""
 
 
@@ -57,8 +64,9 @@ def group_axes(run: Run) -> pl.DataFrame:
     Columns as AXES; one row per group and members. A description that names an axis counts first, then the manifest,
     whose mesh has a group of these ranks (or, for two ranks that send to each other, one that contains both, of pp or
     of cp); otherwise the axis is inferred from the group's collectives: sends and
-    receives are pp; mostly all-to-all is ep; reduce-scatters in forward, or many all-reduces of one size that are not
-    only in backward, are tp; all-gathers with reduce-scatters are dp_shard; all-reduces in backward are dp.
+    receives are pp; mostly all-to-all is ep; reduce-scatters of activations, or many all-reduces of them in forward, of
+    one size where sizes are known, are tp; all-gathers with reduce-scatters are dp_shard; all-reduces of gradients are
+    dp. Where collectives without a named group transfer both parameters and activations, the axis is unknown.
     """
     calls = run.table(collective_matching.calls)
     if calls.is_empty():
@@ -86,12 +94,14 @@ def group_axes(run: Run) -> pl.DataFrame:
 def axis_of_calls(run: Run) -> pl.DataFrame:
     """Return the axis of each collective. Columns window, rank, activity_id, step, op, bytes, phase, axis.
 
-    Also its group and members, unit, start_ns and end_ns.
+    Also its group and members, unit, start_ns and end_ns, and purpose (`collective_purposes`).
     """
     calls = run.table(collective_matching.calls)
     axes = run.run_table(group_axes).select("group", "members", "axis")
     joined = calls.join(axes, on=["group", "members"], how="left", nulls_equal=True, maintain_order="left")
-    return joined.select(*_CALL, "group", "members", "axis")
+    purposes = run.table(collective_purposes.purposes)
+    placed = joined.join(purposes, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
+    return placed.select(*_CALL, "group", "members", "axis", "purpose")
 
 
 _CALL = ("window", "rank", "activity_id", "step", "op", "bytes", "phase", "unit", "start_ns", "end_ns")
@@ -116,10 +126,15 @@ def _text(ranks: list[int] | None) -> str:
 def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     """Return what runs in each group: ranks, and per op how often, in which phases, and of how many sizes."""
     listed = run.table(group_bandwidth.group_axes).select("rank", "window", "group", "group_ranks")
-    joined = calls.join(listed, on=["window", "rank", "group"], how="left", maintain_order="left")
-    op, phase = pl.col("op"), pl.col("phase")
+    joined = calls.join(listed, on=["window", "rank", "group"], how="left", maintain_order="left").join(
+        run.table(collective_purposes.purposes),
+        on=["window", "rank", "activity_id"],
+        how="left",
+        maintain_order="left",
+    )
+    op, purpose = pl.col("op"), pl.col("purpose")
     pair = pl.col("members").str.extract_all(r"\d+").cast(pl.List(pl.Int64))
-    in_forward = phase == "forward"
+    in_forward = pl.col("is_forward").fill_null(value=False) & (purpose == ACTIVATIONS).fill_null(value=False)
     reduces = op == "all_reduce"
     usual_bytes = pl.col("bytes").filter(reduces).mode().max()
     per = pl.struct("window", "rank", "step").n_unique()
@@ -139,7 +154,10 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
             (op == "reduce_scatter").sum().alias("reduce_scatters"),
             ((op == "reduce_scatter") & in_forward).sum().alias("reduce_scatters_in_forward"),
             (reduces & in_forward).sum().alias("all_reduces_in_forward"),
-            (reduces & phase.is_null()).sum().alias("all_reduces_of_unknown_phase"),
+            (reduces & purpose.is_null()).sum().alias("all_reduces_of_unknown_purpose"),
+            (reduces & (purpose == ACTIVATIONS)).sum().alias("all_reduces_of_activations"),
+            (purpose == PARAMETERS).sum().alias("of_parameters"),
+            (purpose == ACTIVATIONS).sum().alias("of_activations"),
             usual_bytes.alias("usual_bytes"),
             (reduces & (pl.col("bytes") == usual_bytes)).sum().alias("all_reduces_alike"),
         )
@@ -154,26 +172,37 @@ def _inferred(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple[s
         return PP, 0.8
     if usage["all_to_alls"] * 2 >= usage["calls"]:
         return EP, 0.6
+    if usage["group"] is None and usage["of_parameters"] and usage["of_activations"]:
+        return None, 0.0  # several groups, whose collectives have no names
     if usage["reduce_scatters_in_forward"]:
         return TP, 0.8
     if _are_activations(usage):
-        return TP, 0.8 if usage["all_reduces_in_forward"] else 0.6
+        return TP, 0.8 if usage["all_reduces_in_forward"] and usage["usual_bytes"] else 0.6
     if has_mesh and len(usage["ranks"]) == world_size:
         return WORLD, 0.6
     if usage["all_gathers"] and usage["reduce_scatters"]:
-        return DP_SHARD, 0.6
-    if usage["all_reduces"] * 2 > usage["calls"]:
-        return DP, 0.5
+        return DP_SHARD, 0.8 if usage["of_parameters"] * 2 > usage["calls"] else 0.6
+    if usage["all_reduces"] * 2 > usage["calls"] and not _may_be_activations(usage):
+        return DP, 0.8 if usage["of_parameters"] * 2 > usage["calls"] else 0.5
+    if usage["of_parameters"] and not usage["of_activations"]:
+        return DP, 0.6  # with broadcasts of updated parameters: ZeRO-1
     return None, 0.0
 
 
 def _are_activations(usage: dict[str, Any]) -> bool:
-    """Return whether all-reduces are many, of one size, and not only in backward."""
-    alike, count = usage["all_reduces_alike"], usage["all_reduces"]
-    outside_backward = usage["all_reduces_in_forward"] or usage["all_reduces_of_unknown_phase"]
+    """Return whether all-reduces are many, of one size or most of activations, and not only in backward."""
+    count, in_forward = usage["all_reduces"], usage["all_reduces_in_forward"]
+    if usage["usual_bytes"] is None:
+        of_activations = usage["all_reduces_of_activations"] >= _MIN_ALIKE_RATIO * usage["calls"]
+        return bool(of_activations and in_forward >= _MIN_FORWARD_CALLS * usage["places"] and in_forward * 3 >= count)
+    outside_backward = in_forward or usage["all_reduces_of_unknown_purpose"]
     return bool(
-        alike >= _MIN_CALLS * usage["places"]
-        and alike >= _MIN_ALIKE_RATIO * count
-        and (usage["usual_bytes"] or 0) >= _MIN_ACTIVATION_BYTES
+        usage["all_reduces_alike"] >= max(_MIN_CALLS * usage["places"], _MIN_ALIKE_RATIO * count)
+        and usage["usual_bytes"] >= _MIN_ACTIVATION_BYTES
         and outside_backward * 3 >= count
     )
+
+
+def _may_be_activations(usage: dict[str, Any]) -> bool:
+    """Return whether all-reduces of unknown size are of activations in forward too, but too few to be sure."""
+    return bool(usage["usual_bytes"] is None and usage["all_reduces_in_forward"] > usage["of_parameters"])
