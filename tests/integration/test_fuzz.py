@@ -116,7 +116,7 @@ def batches(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(scan, "_BATCH_BYTES", request.param)
         monkeypatch.setattr(decompression, "_READ_BYTES", request.param)
-        monkeypatch.setattr(decompression, "_BLOCK_BYTES", request.param)
+        monkeypatch.setattr(decompression, "BLOCK_BYTES", request.param)
 
 
 class Damaged:
