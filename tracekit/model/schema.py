@@ -54,7 +54,7 @@ class Table:
 
 
 def empty(types: ColumnTypes) -> pl.DataFrame:
-    """Return a table with these columns and no rows."""
+    """Return a table with these columns and no rows: one object for all who ask, so nobody may change it in place."""
     return _empty(tuple(types.items()))
 
 
