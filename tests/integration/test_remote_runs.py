@@ -1,6 +1,7 @@
 """Runs behind URLs: on a real S3 server that the test starts, and on a web server; and the faults of networks."""
 
 import gzip
+import importlib
 import json
 import pickle
 import shutil
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess as Done
 
-import fsspec
 import pyarrow as pa
 import pytest
 import s3fs
@@ -332,7 +332,8 @@ def test_errors_of_a_listing_are_one_clear_line(s3: Server, monkeypatch: pytest.
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)
+    registered = importlib.import_module("fsspec.registry")._registry
+    monkeypatch.delitem(registered, "s3", raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     said = error("check", SAMPLE_URL)
     assert f"{SAMPLE_URL}: the package for s3:// is not installed" in said

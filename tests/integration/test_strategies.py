@@ -14,9 +14,12 @@ from tests.support import process_group
 TOLERANCE = 1e-12
 
 # FSDP2 and YaFSDP compute the same in bf16 and differ at most in the order of fp32 sums (2 ** -24 relative), which over
-# some steps can tip the rounding of single weights to bf16; an error of scale or a lost gradient would be of order
-# 0.01.
+# some steps can tip the rounding of single weights to bf16, and each step multiplies the difference that follows: on a
+# processor without AVX-512 the losses of 13 steps were equal to the bit, and the last of 20 differed by 1.9e-4. An error
+# of scale or a lost gradient would be of order 0.01 from the first steps on.
 BF16_TOLERANCE = 1e-4
+BF16_STEPS = 10
+BF16_TOLERANCE_LATER = 1e-3
 
 # SGD shows errors in the scale of gradients that Adam hides. On two ranks dividing is exact, so it can show none.
 STEPS = {(2, "adamw"): 50, (3, "adamw"): 50, (3, "sgd"): 20}
@@ -90,14 +93,17 @@ def test_every_way_to_shard_trains_the_same(name: str) -> None:
     assert distance(4, name, REFERENCE) < TOLERANCE
 
 
-def distance(world_size: int, name: str, reference_name: str) -> float:
-    """The largest relative difference of any loss or norm, on any rank, from the reference's on rank 0."""
+def distance(world_size: int, name: str, reference_name: str, *, steps: int | None = None) -> float:
+    """The largest relative difference of any loss or norm, on any rank, from the reference's on rank 0.
+
+    Of all steps, or of the first `steps`.
+    """
     reference = outcomes(world_size)[reference_name].results()[0]
     assert reference[-1][0] < 0.995 * reference[0][0], "the loss must fall, or the comparison says little"
     pairs = [
         (value, expected)
         for curve in outcomes(world_size)[name].results()
-        for point, reference_point in zip(curve, reference, strict=True)
+        for point, reference_point in list(zip(curve, reference, strict=True))[:steps]
         for value, expected in zip(point, reference_point, strict=True)
     ]
     return max(abs(value - expected) / max(abs(expected), 1e-30) for value, expected in pairs)
@@ -119,4 +125,5 @@ def test_a_mixture_of_experts_trains_the_same(name: str) -> None:
 
 
 def test_loss_curve_in_bf16_is_that_of_fsdp2() -> None:
-    assert distance(3, "yafsdp, bf16", "fsdp2, bf16") < BF16_TOLERANCE
+    assert distance(3, "yafsdp, bf16", "fsdp2, bf16", steps=BF16_STEPS) < BF16_TOLERANCE
+    assert distance(3, "yafsdp, bf16", "fsdp2, bf16") < BF16_TOLERANCE_LATER
