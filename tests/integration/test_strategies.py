@@ -15,7 +15,7 @@ TOLERANCE = 1e-12
 
 # FSDP2 and YaFSDP compute the same in bf16 and differ at most in the order of fp32 sums (2 ** -24 relative), which over
 # some steps can tip the rounding of single weights to bf16, and each step multiplies the difference that follows: on a
-# processor without AVX-512 the losses of 13 steps were equal to the bit, and the last of 20 differed by 1.9e-4. An error
+# processor without AVX-512 the losses of 13 steps were equal to the bit, and the 18th differed by 1.9e-4. An error
 # of scale or a lost gradient would be of order 0.01 from the first steps on.
 BF16_TOLERANCE = 1e-4
 BF16_STEPS = 10

@@ -101,7 +101,7 @@ def test_small_batches_change_nothing(tmp_path, layout, monkeypatch):
     for size in (64, 700):
         monkeypatch.setattr(scan, "_BATCH_BYTES", size)
         monkeypatch.setattr(decompression, "_READ_BYTES", size)
-        monkeypatch.setattr(decompression, "_BLOCK_BYTES", size)
+        monkeypatch.setattr(decompression, "BLOCK_BYTES", size)
         found = read(tmp_path, WHOLE[layout])
         for table in TABLES:
             assert getattr(found, table).equals(getattr(expected, table)), table
