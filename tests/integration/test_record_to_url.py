@@ -11,7 +11,7 @@ import torch
 from tests.integration.recorded import Done, command, do, finish, launched, script, start, wait_until
 from tests.support import object_stores
 from tests.support.object_stores import BUCKET, Fault, Server, keys, times
-from tracekit.capture import Recorder, run_upload
+from tracekit.capture import Recorder, run_upload, uploader
 from tracekit.conventions import object_storage
 from tracekit.ingest.loader import load
 
@@ -169,3 +169,27 @@ def test_the_wait_at_the_end_is_bounded(
     answer.set()
     wait_until(lambda: "runs/late/run.json" in keys("runs/late/"))
     wait_until(lambda: not recorder.folder.exists())
+
+
+def test_a_rank_joins_a_folder_that_another_rank_claims_while_it_looks(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, look = f"s3://{BUCKET}/runs/race", uploader._has_files
+
+    def upload_first(found: str) -> bool:
+        monkeypatch.setattr(uploader, "_has_files", look)
+        _upload(tmp_path / "one", url, rank=1)
+        return look(found)
+
+    monkeypatch.setattr(uploader, "_has_files", upload_first)
+    _upload(tmp_path / "zero", url, rank=0)
+    assert keys("runs/race") == [
+        f"runs/race/{name}" for name in (".training", "rank00000.metrics.jsonl", "rank00001.metrics.jsonl")
+    ]
+
+
+def _upload(folder: Path, url: str, *, rank: int) -> None:
+    folder.mkdir()
+    log = folder / f"rank{rank:05}.metrics.jsonl"
+    log.write_text("{}\n")
+    uploader.Uploader(folder, url, rank, training="ours", leads=False).upload(log)

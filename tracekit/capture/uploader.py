@@ -108,10 +108,11 @@ class Uploader:
         for number in range(1, _MAX_FOLDERS):
             url = self._url if number == 1 else f"{self._url}-{number}"
             owner = _owner(url)
-            if owner is None and not object_storage.retried(url, lambda url=url: _has_files(url)):  # type: ignore[misc]
-                claim = f"{url}/{conventions.CLAIM_FILE}"
-                object_storage.retried(claim, lambda claim=claim: _create(claim, training.encode()))  # type: ignore[misc]
-                owner = _owner(url)
+            if owner is None:
+                if not object_storage.retried(url, lambda url=url: _has_files(url)):  # type: ignore[misc]
+                    claim = f"{url}/{conventions.CLAIM_FILE}"
+                    object_storage.retried(claim, lambda claim=claim: _create(claim, training.encode()))  # type: ignore[misc]
+                owner = _owner(url)  # files may be those of a rank that has claimed the folder meanwhile
             if owner == training:
                 return url
         raise StorageError(f"{self._url} to {self._url}-{_MAX_FOLDERS - 1} are all in use", kind=object_storage.OTHER)
