@@ -98,9 +98,9 @@ def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     Keys are (window, rank), times on the clock of the rank's trace.
     """
     compute = axis_communication.compute_spans(run)
-    of_rank = (
-        run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS)).partition_by("window", "rank", as_dict=True)
-    )
+    # Calls that `exposed_transfers` leaves out, such as those of checkpoint saves, have no times.
+    calls = run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS)).drop_nulls("dur_ns")
+    of_rank = calls.partition_by("window", "rank", as_dict=True)
     return {
         place: intervals.subtract(exposed_communication.transfer_spans(own), compute.get(place, intervals.EMPTY))
         for place, own in of_rank.items()
