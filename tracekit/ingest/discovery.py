@@ -37,7 +37,7 @@ def identify(
     Remote files are read concurrently; with `cache`, only those whose header is not cached. Raises BadTraceError if no
     file has a trace.
     """
-    issues: list[QualityIssue] = []
+    issues = _archive_issues(files)
     traces: list[TraceFile] = []
     for done, (file, header) in enumerate(_headers(files, cache=cache), 1):
         if isinstance(header, BadTraceError):
@@ -80,6 +80,12 @@ def missing_ranks(
             message = f"Window {window} has no trace of rank {_numbers(absent_here)}, other windows do."
             issues.append(QualityIssue("missing_ranks", message, affected_ratio=len(absent_here) / len(present)))
     return issues
+
+
+def _archive_issues(files: Sequence[File]) -> list[QualityIssue]:
+    """Return an issue for each problem of the archives that the files were unpacked from."""
+    opened = dict.fromkeys(file.archived.archive for file in files if file.archived is not None)
+    return [QualityIssue("damaged_archive", problem, a.path, affected_ratio=1.0) for a in opened for problem in a.problems]
 
 
 # One file ------------------------------------------------------------------------------------------------------------

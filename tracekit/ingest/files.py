@@ -1,19 +1,21 @@
-"""Find the files of a run by name, in a folder, a list, a glob or behind a URL. No file is read."""
+"""Find the files of a run: in a folder, a list, a glob, an archive or behind a URL. Only archives are read."""
 
 import contextlib
 import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeAlias
 
 from tracekit import conventions
 from tracekit.conventions import object_storage
-from tracekit.errors import InputError
-from tracekit.ingest import readers, remote, remote_listing
+from tracekit.errors import BadTraceError, InputError
+from tracekit.ingest import archives, readers, remote, remote_listing
+from tracekit.ingest.archived_trace import ArchivedTrace
+from tracekit.ingest.archives import Unpacked
 from tracekit.ingest.remote import RemoteFile
 from tracekit.ingest.remote_listing import Folders
 
@@ -25,11 +27,20 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class File:
-    """One file: path or URL (without secrets), size (0 if unknown) and, for a URL, the remote file."""
+    """One file: path or URL (without secrets) and size (0 if unknown); where it is, if it is no local file.
+
+    The path of a file in an archive is the archive's path, followed by the path in it.
+    """
 
     path: str
     size_bytes: int
     remote: RemoteFile | None = field(default=None, repr=False, compare=False)
+    archived: ArchivedTrace | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def local(self) -> str:
+        """Return the path of the file's content on this machine; not for remote files."""
+        return self.path if self.archived is None else str(self.archived.path)
 
     @property
     def name(self) -> str:
@@ -44,7 +55,7 @@ class File:
     def text(self, *, cache: bool = True) -> str:
         """Return the file's text. Raises OSError, ValueError or BadTraceError if it cannot be read as UTF-8."""
         if self.remote is None:
-            return Path(self.path).read_text(encoding="utf-8")
+            return Path(self.local).read_text(encoding="utf-8")
         return remote.read(self.remote, cache=cache).decode("utf-8")
 
 
@@ -58,11 +69,12 @@ class RunFiles:
     folders: Folders = field(default_factory=Folders, repr=False, compare=False)
 
 
-def find(where: RunLocation) -> RunFiles:
-    """Find possible traces in a folder, a list of paths, a glob or a URL (s3://, gs://, memory://, …).
+def find(where: RunLocation, *, cache: bool = True) -> RunFiles:
+    """Find possible traces in a folder, a list of paths, a glob, an archive or a URL (s3://, gs://, memory://, …).
 
-    Folders are searched five levels deep, without hidden folders and checkpoints. Raises InputError if a path does not
-    exist or cannot be accessed, or if no file may be a trace.
+    Folders are searched five levels deep, without hidden folders and checkpoints; archives in a folder are used only if
+    it has no trace files. With `cache`, a remote archive is downloaded only once. Raises InputError if a path does not
+    exist or cannot be accessed, or if no file may be a trace; BadTraceError if an archive cannot be unpacked.
     """
     named = [where] if isinstance(where, str | os.PathLike) else list(where)
     if not named:
@@ -70,7 +82,7 @@ def find(where: RunLocation) -> RunFiles:
     found: dict[str, File] = {}
     folders = Folders()
     for path in named:
-        found |= {file.path: file for file in _find_files(os.fspath(path), folders)}
+        found |= {file.path: file for file in _find_files(os.fspath(path), folders, cache=cache)}
     manifests = tuple(f for f in found.values() if f.name == conventions.MANIFEST_FILE)
     traces = tuple(sorted((f for f in found.values() if f not in manifests), key=lambda f: natural_key(f.path)))
     root = object_storage.shown(os.fspath(named[0])) if len(named) == 1 else _common_folder(traces)
@@ -90,6 +102,8 @@ def natural_key(text: str) -> tuple[str | int, ...]:
 
 def _why_none(root: str) -> str:
     if Path(root).is_file():
+        if archives.is_archive(Path(root)):
+            return f"no trace files ({_patterns()}) in this archive"
         return "this is a run's manifest, not a trace"
     if _GLOB.search(root) and not Path(root).exists():
         return f"no trace file matches it ({_patterns()})"
@@ -98,15 +112,17 @@ def _why_none(root: str) -> str:
     return f"no trace files ({_patterns()}) in this folder"
 
 
-def _find_files(named: str, folders: Folders) -> list[File]:
+def _find_files(named: str, folders: Folders, *, cache: bool) -> list[File]:
     if not named:
         raise InputError("the path of a run is empty: perhaps a variable that is not set; name a run's folder")
     named = object_storage.without_file_scheme(named)
     if object_storage.is_url(named):
-        return _find_remote_files(named, folders)
+        return _find_remote_files(named, folders, cache=cache)
     path = Path(named)
     if path.is_dir():
-        return list(_walk(path))
+        return list(_walk(path)) or _in_archives_of(path)
+    if archives.is_archive(path):
+        return _in_archive(archives.unpack(path, _is_read_by_tracekit))
     if path.exists():
         manifest = path.parent / conventions.MANIFEST_FILE
         return [_file(p) for p in (path, manifest) if p.is_file()]
@@ -115,13 +131,17 @@ def _find_files(named: str, folders: Folders) -> list[File]:
         return [
             file
             for match in matched
-            for file in _find_files(match, folders)
+            for file in _find_files(match, folders, cache=cache)
             if _may_be_trace(file.name) or _is_manifest(file)
         ]
     raise InputError(f"{named}: no such file or folder; check the path")
 
 
 def _walk(root: Path) -> Iterator[File]:
+    return map(_file, _walk_paths(root))
+
+
+def _walk_paths(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         depth = len(Path(folder).relative_to(root).parts)
         folders[:] = sorted(name for name in folders if not name.startswith(".")) if depth < _MAX_DEPTH else []
@@ -131,19 +151,40 @@ def _walk(root: Path) -> Iterator[File]:
         for name in sorted(names):
             path = Path(folder, name)
             if _may_be_trace(name) and path.is_file():
-                yield _file(path)
+                yield path
 
 
-def _find_remote_files(url: str, folders: Folders) -> list[File]:
+def _in_archives_of(folder: Path) -> list[File]:
+    """Return the files in the archives that lie in a folder, in one folder for each archive."""
+    named = sorted(p for p in folder.iterdir() if p.name.lower().endswith(archives.SUFFIXES) and archives.is_archive(p))
+    return [file for path in named for file in _in_archive(archives.unpack(path, _is_read_by_tracekit))]
+
+
+def _in_archive(archive: Unpacked) -> list[File]:
+    found = [_file(path) for path in _walk_paths(archive.root())]
+    if not found and archive.problems:
+        raise BadTraceError(archive.problems[0])
+    return [replace(f, path=archive.shown(f.path), archived=ArchivedTrace(archive, Path(f.path))) for f in found]
+
+
+def _find_remote_files(url: str, folders: Folders, *, cache: bool) -> list[File]:
     """Return the files of a URL that may be traces or manifests, and add what lies next to them to `folders`."""
     listing = remote_listing.list_files(
         url, max_depth=_MAX_DEPTH, is_wanted=_is_read_by_tracekit, is_left_out=_is_checkpoint
     )
     folders.add(listing)
     if listing.is_single:
+        if listing.files[0].name.lower().endswith(archives.SUFFIXES):
+            return _in_remote_archive(listing.files[0], cache=cache)
         manifest = folders.file(listing.files[0].folder, conventions.MANIFEST_FILE)
         return [_remote(file) for file in (*listing.files, manifest) if file is not None]
     return [_remote(file) for file in listing.files if _may_be_trace(file.name)]
+
+
+def _in_remote_archive(file: RemoteFile, *, cache: bool) -> list[File]:
+    state = None if file.version is None else [file.url, file.size_bytes, file.version]
+    with remote.local_copy(file, cache=cache) as copy:
+        return _in_archive(archives.unpack_copy(copy, _is_read_by_tracekit, url=file.shown, state=state))
 
 
 def _remote(file: RemoteFile) -> File:

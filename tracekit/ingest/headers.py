@@ -24,6 +24,11 @@ def read(file: File, *, cache: bool) -> Header:
 
     Of a remote file, 64 KiB are read, and more only where they do not state rank, start and process.
     """
+    if file.archived is not None:
+        try:
+            return _of_local(file.local, file.name)
+        except BadTraceError as error:
+            raise BadTraceError(file.archived.archive.shown(str(error))) from error
     if file.remote is None:
         return _of_local(file.path, file.name)
     known = _recalled(file.remote) if cache else None

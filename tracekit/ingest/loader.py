@@ -12,6 +12,7 @@ from tracekit import conventions
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import BadTraceError
 from tracekit.ingest import discovery, files, readers, trace_cache
+from tracekit.ingest.archived_trace import ArchivedTrace
 from tracekit.ingest.files import File, RunFiles, RunLocation
 from tracekit.ingest.readers import manifest
 from tracekit.ingest.readers.reader import Reader, TraceInfo
@@ -37,7 +38,7 @@ def load(
     devices: Sequence[DeviceOverride] = (),
     executor: Executor | None = None,
 ) -> Run:
-    """Load a run: a folder of trace files, one trace file, a list or glob of them, or a URL (s3://, gs://, …).
+    """Load a run: a folder, archive, list or glob of trace files, one trace file, or a URL (s3://, gs://, …).
 
     Only headers are read now; a trace is read when a table or fact is requested. ``run.data_quality`` lists what is
     missing, guessed or left out. `on_progress(done, total)` is called after each file. With `cache`, parsed tables are
@@ -45,7 +46,7 @@ def load(
     table of devices. `executor` measures the traces, by default threads of this process. Raises InputError if a path
     does not exist or has no trace, BadTraceError if no trace can be read.
     """
-    found = files.find(where)
+    found = files.find(where, cache=cache)
     manifests = {file.folder: file for file in found.manifests}
     traces, issues = discovery.identify(found.traces, manifest_folders=manifests, on_progress=on_progress, cache=cache)
     fields = _manifest(traces, manifests, issues, cache=cache)
@@ -97,7 +98,10 @@ def _stating(trace: Trace, devices: tuple[DeviceOverride, ...]) -> Trace:
 
 def _source(t: TraceFile, found: RunFiles, *, cache: bool) -> Source:
     info = replace(t.info, trace=None)
-    if t.file.remote is None:
+    if t.file.archived is not None:
+        read = partial(_read_archived, t.reader, t.file.archived, info, t.rank, t.window)
+        source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, t.file.archived)
+    elif t.file.remote is None:
         read = partial(_read, t.reader, t.file.path, info, t.rank, t.window)
         source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read)
     else:
@@ -114,6 +118,8 @@ def _read_already(t: TraceFile, source: Source, *, cache: bool) -> Trace | None:
     if t.info.trace is None:
         return None
     trace = t.info.trace.replaced(window=t.window)
+    if isinstance(source.origin, ArchivedTrace):
+        return source.origin.placed(with_companions(trace, t.file.local))
     if not isinstance(source.origin, RemoteTrace):
         return with_companions(trace, t.file.path)
     with source.origin.folder() as local:
@@ -125,6 +131,13 @@ def _read_already(t: TraceFile, source: Source, *, cache: bool) -> Trace | None:
 
 def _read(reader: Reader, path: str, info: TraceInfo, rank: int, window: int) -> Trace:
     return with_companions(reader.read(path, info, rank=rank, window=window), path)
+
+
+def _read_archived(reader: Reader, origin: ArchivedTrace, info: TraceInfo, rank: int, window: int) -> Trace:
+    try:
+        return origin.placed(_read(reader, str(origin.local()), info, rank, window))
+    except BadTraceError as error:
+        raise BadTraceError(origin.archive.shown(str(error))) from error
 
 
 def _read_remote(reader: Reader, origin: RemoteTrace, info: TraceInfo, rank: int, window: int) -> Trace:

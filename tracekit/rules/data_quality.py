@@ -38,6 +38,7 @@ _WARM_UP = (
 )
 _KINDS = {
     # Damaged or incomplete files.
+    "damaged_archive": _degrading("Copy the archive again, or unpack it and name the folder."),
     "unreadable": _degrading(_RECORD_AGAIN + "The other ranks were judged without it."),
     "truncated": _degrading(_RECORD_AGAIN + "The events before the cut were judged."),
     "bad_times": _degrading("Record again with a newer PyTorch: events with invalid times were left out."),

@@ -1,0 +1,282 @@
+"""Archives of trace files (tar, tar.gz, tar.zst, zip): their members are unpacked to a temporary folder.
+
+Only regular files whose names some reader knows are written, below the folder, up to a limit of bytes. Links, devices,
+absolute names and names with `..` are left out.
+"""
+
+import functools
+import hashlib
+import io
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+import weakref
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from tracekit.errors import BadTraceError
+from tracekit.ingest.decompression import Blocks
+from tracekit.model import units
+
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
+MIN_LIMIT_BYTES = 1 << 30
+MAX_RATIO = 250
+"""Traces compress to a tenth, in rare cases to a hundredth; a decompression bomb to a thousandth and less."""
+_SPARE_DISK_BYTES = 256 << 20
+_MAX_MEMBERS = 200_000
+_MAX_EXTENDED_HEADER_BYTES = 1 << 20
+_MAX_NAME_BYTES = 255
+_COPY_BYTES = 16 << 10  # of a truncated member, what is read before its last block is usable
+_EDGE_BYTES = 1 << 20
+_ZIP = b"PK\x03\x04"
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
+
+IsWanted = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """The wanted members of an archive, unpacked to a folder. The folder is removed with the object that unpacked it."""
+
+    path: str
+    """Of the archive, as it is shown: without secrets if it is a URL."""
+    folder: Path
+    state: object = field(compare=False)
+    """What changes, as JSON, whenever the archive changes; None if that cannot be known."""
+    problems: tuple[str, ...] = field(default=(), compare=False)
+    """What could not be unpacked, in words."""
+
+    def root(self) -> Path:
+        """Return the deepest folder that contains all members."""
+        root = self.folder
+        while len(inside := list(root.iterdir())) == 1 and inside[0].is_dir():
+            root = inside[0]
+        return root
+
+    def shown(self, text: str) -> str:
+        """Return a text with the path of the archive in place of that of the folder."""
+        return text.replace(str(self.folder), self.path)
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether a file is an archive of files, by its content; False if it cannot be read.
+
+    A checkpoint of torch.save is a zip archive too, but not of files.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False
+        head = next(iter(Blocks(str(path))), b"")
+    except (OSError, BadTraceError):
+        return False
+    return is_tar(head) or (head.startswith(_ZIP) and not _is_checkpoint(path))
+
+
+def is_tar(head: bytes) -> bool:
+    """Return whether these are the first bytes of a tar archive: a header with the right checksum."""
+    try:
+        tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, ValueError):
+        return False
+    return True
+
+
+def unpack(path: Path, is_wanted: IsWanted) -> Unpacked:
+    """Return the members of an archive whose names (without folders) are wanted. An archive is unpacked only once.
+
+    A truncated or damaged archive is unpacked as far as possible; `problems` says what is missing. Raises BadTraceError
+    if it cannot be read, or if its members are larger than MAX_RATIO times the archive, MIN_LIMIT_BYTES or the disk.
+    """
+    try:
+        known = path.stat()
+        return _unpacked(path, known.st_size, known.st_mtime_ns, is_wanted)
+    except OSError as error:
+        raise BadTraceError(f"{path}: cannot be unpacked: {error.strerror or error}") from None
+
+
+def unpack_copy(copy: Path, is_wanted: IsWanted, *, url: str, state: object) -> Unpacked:
+    """Return the members of an archive at a URL, from a copy, as `unpack` does."""
+    try:
+        return _unpack(copy, is_wanted, shown=url, state=state)
+    except OSError as error:
+        raise BadTraceError(f"{url}: cannot be unpacked: {error.strerror or error}") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _unpacked(path: Path, size_bytes: int, modified_ns: int, is_wanted: IsWanted) -> Unpacked:
+    return _unpack(path, is_wanted, shown=str(path), state=[size_bytes, modified_ns, _edges(path)])
+
+
+def _unpack(path: Path, is_wanted: IsWanted, *, shown: str, state: object) -> Unpacked:
+    folder = Path(tempfile.mkdtemp(prefix="tracekit-archive-")).resolve()
+    try:
+        target = _Target(folder, shown, is_wanted, _limit_bytes(path.stat().st_size, folder))
+        (_unpack_zip if _starts_as_zip(path) else _unpack_tar)(path, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    unpacked = Unpacked(shown, folder, state, tuple(target.problems))
+    weakref.finalize(unpacked, shutil.rmtree, folder, ignore_errors=True)
+    return unpacked
+
+
+class _Target:
+    """Writes members below a folder, up to a number of bytes."""
+
+    def __init__(self, folder: Path, archive: str, is_wanted: IsWanted, limit_bytes: int) -> None:
+        self.problems: list[str] = []
+        self.archive = archive
+        self._folder, self._is_wanted = folder, is_wanted
+        self._limit_bytes = self._remaining_bytes = limit_bytes
+        self._members = 0
+
+    def wants(self, name: str) -> bool:
+        """Return whether to unpack a member, and record a wanted one whose name cannot be used."""
+        self._members += 1
+        if self._members > _MAX_MEMBERS:
+            raise BadTraceError(f"{self.archive}: more than {_MAX_MEMBERS:,} files; unpack the folder of one run")
+        parts = PurePosixPath(name).parts
+        if not parts or not self._is_wanted(parts[-1]) or any(part.startswith(".") and part != ".." for part in parts):
+            return False
+        if not _is_safe(name):
+            self.problems.append(f"{self.archive}: left out a file whose name leads out of the archive: {name!r:.200}")
+            return False
+        return True
+
+    def write(self, name: str, content: IO[bytes]) -> None:
+        """Write a member, or its start if it is damaged."""
+        path = self._folder.joinpath(*PurePosixPath(name).parts)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # as tar does: a later member of the same name replaces an earlier one
+            with path.open("xb") as file:
+                self._copy(content, file)
+        except _DAMAGED as error:
+            self.problems.append(f"{self.archive}: {name!r:.200} is damaged ({error}); copy the archive again")
+        except OSError as error:
+            if path.parent.is_dir() and not path.is_dir():
+                raise  # the disk is full
+            self.problems.append(f"{self.archive}: {name!r:.200} has the name of a folder or a file of another member")
+
+    def _copy(self, content: IO[bytes], file: IO[bytes]) -> None:
+        while block := content.read(_COPY_BYTES):
+            self._remaining_bytes -= len(block)
+            if self._remaining_bytes < 0:
+                raise BadTraceError(
+                    f"{self.archive}: unpacks to more than {units.size(self._limit_bytes)}; "
+                    "unpack it yourself and name the folder"
+                )
+            file.write(block)
+
+
+def _unpack_zip(path: Path, target: _Target) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if not entry.is_dir() and not _is_link(entry) and target.wants(entry.filename):
+                    _unpack_entry(archive, entry, target)
+    except _DAMAGED as error:
+        raise BadTraceError(f"{target.archive}: the zip archive is damaged or truncated ({error}); copy it again") from None
+
+
+def _unpack_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, target: _Target) -> None:
+    try:
+        content = archive.open(entry)
+    except _DAMAGED as error:  # encrypted, or compressed in a way that Python does not know
+        target.problems.append(f"{target.archive}: {entry.filename!r:.200} cannot be unpacked ({error})")
+        return
+    with content:
+        target.write(entry.filename, content)
+
+
+def _unpack_tar(path: Path, target: _Target) -> None:
+    blocks = Blocks(str(path))
+    with io.BufferedReader(_Stream(iter(blocks)), 1 << 18) as stream:
+        try:
+            with tarfile.open(fileobj=stream, mode="r|", tarinfo=_BoundedTarInfo) as archive:
+                for member in archive:
+                    archive.members = []  # else tarfile remembers every member
+                    content = archive.extractfile(member) if member.isreg() and target.wants(member.name) else None
+                    if content is not None:
+                        target.write(member.name, content)
+        except _DAMAGED as error:
+            blocks.broken = blocks.broken or f"the tar archive is damaged or ends early ({error})"
+    if blocks.broken:
+        target.problems.append(f"{target.archive}: {blocks.broken}; files after that place are missing; copy it again")
+
+
+class _BoundedTarInfo(tarfile.TarInfo):
+    """A header of a tar archive; extended headers, which tarfile reads to memory, have a limit."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_BoundedTarInfo":
+        header = super().frombuf(buf, encoding, errors)
+        if not (header.isreg() or header.isdir()) and header.size > _MAX_EXTENDED_HEADER_BYTES:
+            raise tarfile.ReadError(f"an extended header of {header.size:,} bytes")
+        return header
+
+
+class _Stream(io.RawIOBase):
+    """Blocks of bytes as a file that is read once from its start."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._block = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if not self._block:
+            self._block = memoryview(next(self._blocks, b""))
+        count = min(len(buffer), len(self._block))
+        buffer[:count] = self._block[:count]
+        self._block = self._block[count:]
+        return count
+
+
+def _limit_bytes(size_bytes: int, folder: Path) -> int:
+    return min(max(MIN_LIMIT_BYTES, MAX_RATIO * size_bytes), shutil.disk_usage(folder).free - _SPARE_DISK_BYTES)
+
+
+def _is_safe(name: str) -> bool:
+    """Return whether a member's name stays below the folder and is one that a file system takes."""
+    path = PurePosixPath(name)
+    return (
+        not path.is_absolute()
+        and ".." not in path.parts
+        and "\0" not in name
+        and all(len(os.fsencode(part)) <= _MAX_NAME_BYTES for part in path.parts)
+        and len(os.fsencode(name)) < 4 * _MAX_NAME_BYTES
+    )
+
+
+def _is_link(entry: zipfile.ZipInfo) -> bool:
+    return stat.S_ISLNK(entry.external_attr >> 16)
+
+
+def _starts_as_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a zip archive is one of torch.save: NAME/data.pkl is its first file."""
+    with path.open("rb") as file:
+        head = file.read(30 + _MAX_NAME_BYTES)
+    name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    return name.endswith(b"/data.pkl")
+
+
+def _edges(path: Path) -> str:
+    """Return the hash of the first and last MiB of a file."""
+    with path.open("rb") as file:
+        edges = hashlib.sha256(file.read(_EDGE_BYTES))
+        file.seek(max(_EDGE_BYTES, os.fstat(file.fileno()).st_size - _EDGE_BYTES))
+        edges.update(file.read(_EDGE_BYTES))
+    return edges.hexdigest()
