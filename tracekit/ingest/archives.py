@@ -42,7 +42,7 @@ IsWanted = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Unpacked:
-    """The wanted members of an archive, unpacked to a folder. The folder is removed with the object that unpacked it."""
+    """The wanted members of an archive, unpacked to a folder that is removed when this object is gone."""
 
     path: str
     """Of the archive, as it is shown: without secrets if it is a URL."""
@@ -159,7 +159,7 @@ class _Target:
                 self._copy(content, file)
         except _DAMAGED as error:
             self.problems.append(f"{self.archive}: {name!r:.200} is damaged ({error}); copy the archive again")
-        except OSError as error:
+        except OSError:
             if path.parent.is_dir() and not path.is_dir():
                 raise  # the disk is full
             self.problems.append(f"{self.archive}: {name!r:.200} has the name of a folder or a file of another member")
@@ -182,7 +182,9 @@ def _unpack_zip(path: Path, target: _Target) -> None:
                 if not entry.is_dir() and not _is_link(entry) and target.wants(entry.filename):
                     _unpack_entry(archive, entry, target)
     except _DAMAGED as error:
-        raise BadTraceError(f"{target.archive}: the zip archive is damaged or truncated ({error}); copy it again") from None
+        raise BadTraceError(
+            f"{target.archive}: the zip archive is damaged or truncated ({error}); copy it again"
+        ) from None
 
 
 def _unpack_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, target: _Target) -> None:

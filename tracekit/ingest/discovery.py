@@ -85,7 +85,9 @@ def missing_ranks(
 def _archive_issues(files: Sequence[File]) -> list[QualityIssue]:
     """Return an issue for each problem of the archives that the files were unpacked from."""
     opened = dict.fromkeys(file.archived.archive for file in files if file.archived is not None)
-    return [QualityIssue("damaged_archive", problem, a.path, affected_ratio=1.0) for a in opened for problem in a.problems]
+    return [
+        QualityIssue("damaged_archive", problem, a.path, affected_ratio=1.0) for a in opened for problem in a.problems
+    ]
 
 
 # One file ------------------------------------------------------------------------------------------------------------

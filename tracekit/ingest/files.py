@@ -155,9 +155,18 @@ def _walk_paths(root: Path) -> Iterator[Path]:
 
 
 def _in_archives_of(folder: Path) -> list[File]:
-    """Return the files in the archives that lie in a folder, in one folder for each archive."""
+    """Return the files in the archives that lie in a folder.
+
+    If all their manifests are the same, or only one archive has one, it is the manifest of the folder: each archive
+    then has some ranks of one run.
+    """
     named = sorted(p for p in folder.iterdir() if p.name.lower().endswith(archives.SUFFIXES) and archives.is_archive(p))
-    return [file for path in named for file in _in_archive(archives.unpack(path, _is_read_by_tracekit))]
+    found = [file for path in named for file in _in_archive(archives.unpack(path, _is_read_by_tracekit))]
+    manifests = [file for file in found if _is_manifest(file)]
+    if len({Path(file.local).read_bytes() for file in manifests}) != 1:
+        return found
+    shared = replace(manifests[0], path=str(folder / conventions.MANIFEST_FILE))
+    return [*(file for file in found if not _is_manifest(file)), shared]
 
 
 def _in_archive(archive: Unpacked) -> list[File]:

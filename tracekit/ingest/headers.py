@@ -45,7 +45,7 @@ def _of_local(path: str, name: str, *, is_complete: bool = True) -> Header:
     head = next(iter(decompression.Blocks(path)), b"")
     reader = readers.find(head, name)
     if reader is None:
-        raise BadTraceError(f"{path}: {readers.unknown_format(head)}")
+        raise BadTraceError(f"{path}: {readers.unknown_format(head, name)}")
     return reader, reader.traces(path, head, is_complete=is_complete)
 
 

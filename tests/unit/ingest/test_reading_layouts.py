@@ -180,7 +180,7 @@ NOT_TRACES = {
     b"\x28\xb5\x2f\xfd\x00": "zstd file",
     b'{"traceEvents": [{"ph": "X", "na': "no complete event",
     b"\x80\x04\x95pickle": "CUDA memory snapshot (pickle), not a trace; analyze it with: tracekit memory",
-    b"PK\x03\x04checkpoint": "an archive or a checkpoint",
+    b"PK\x03\x04checkpoint": "the zip archive is damaged or truncated",
     b'{\n"schema":"tracekit.baseline/1",': "a baseline that tracekit wrote",
 }
 

@@ -6,11 +6,12 @@ A new format is one module with a `Reader` and one entry here, or a plug-in with
 import functools
 from importlib.metadata import entry_points
 
+from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.kineto.reader import KinetoTraces
 from tracekit.ingest.readers.logs import CheckpointLogs, MetricsLogs
 from tracekit.ingest.readers.manifest import Manifests
 from tracekit.ingest.readers.memory_snapshot.reader import MemorySnapshots
-from tracekit.ingest.readers.reader import Reader, describe_foreign_file
+from tracekit.ingest.readers.reader import Reader
 
 # Kineto is last: it takes every JSON file that no other reader recognizes, to say what is wrong with it.
 READERS: tuple[Reader, ...] = (Manifests(), CheckpointLogs(), MetricsLogs(), MemorySnapshots(), KinetoTraces())
@@ -37,10 +38,10 @@ def companions(rank: int) -> dict[str, Reader]:
     return {name: reader for reader in available() for name in reader.companions(rank)}
 
 
-def unknown_format(head: bytes) -> str:
+def unknown_format(head: bytes, name: str) -> str:
     """Return what a file is that no reader knows, and what to do about it."""
     names = ", ".join(reader.name for reader in available() if reader.has_traces)
-    return describe_foreign_file(head) or f"unknown format; tracekit reads: {names}"
+    return foreign_formats.describe(head, name) or f"unknown format; tracekit reads: {names}"
 
 
 def as_markdown() -> str:

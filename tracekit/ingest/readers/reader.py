@@ -1,15 +1,12 @@
 """Reader: the protocol of an input format."""
 # ruff: noqa: ARG002  # what a method of the protocol does not use, a reader may
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tracekit.errors import BadTraceError
 from tracekit.model.trace import Trace
-
-_OWN_OUTPUT = re.compile(rb'"schema"\s*:\s*"tracekit\.([a-z]+)/')
 
 
 @dataclass(frozen=True)
@@ -67,19 +64,3 @@ class Reader(Protocol):
         What `read` returns for such a file is added to the tables of the trace.
         """
         return ()
-
-
-def describe_foreign_file(head: bytes) -> str | None:
-    """Return what a file is that is often passed in place of a trace, and what to do; None if it is another."""
-    start = head.lstrip()[:64].lower()
-    if not start:
-        return "the file is empty; record it again"
-    if start.startswith(b"version https://git-lfs"):
-        return "this is a Git LFS pointer, not the file it points to; run: git lfs pull"
-    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "this is a web page, not a trace, so the download failed; download the file again"
-    if start.startswith(b"pk\x03\x04") or head[257:262] == b"ustar":
-        return "this is an archive or a checkpoint, not a trace; extract the traces and name their folder"
-    if (own := _OWN_OUTPUT.search(head[:200])) is not None:
-        return f"this is a {own[1].decode()} that tracekit wrote, not a trace; name a trace file or the run's folder"
-    return None

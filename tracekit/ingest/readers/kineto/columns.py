@@ -55,6 +55,11 @@ def states_ranks(batch: list[Event]) -> bool:
     return stated > 0 and stated >= _ENOUGH_RANKS * len(args)
 
 
+def is_known_category(category: str | None) -> bool:
+    """Return whether PyTorch's profilers write events of this category."""
+    return category is not None and category.lower() in _CATEGORY_KINDS
+
+
 def count(into: Counter[tuple[str | None, str | None]], batch: list[Event]) -> None:
     """Add how many events of each (ph, cat) a batch holds."""
     for kind in dict.fromkeys(map(type, batch)):

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from tracekit.errors import BadTraceError
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.decompression import Blocks
-from tracekit.ingest.readers.reader import describe_foreign_file
+from tracekit.ingest.readers import foreign_formats
 
 Header: TypeAlias = dict[str, Any]
 
@@ -45,7 +45,7 @@ def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, 
         return bytes(start[: lone.start()]), bytes(start[lone.start() :]), False
     if blocks.broken:
         raise BadTraceError(f"{blocks.path}: {blocks.broken}, before its first event; copy or record it again")
-    raise BadTraceError(f"{blocks.path}: {_what_it_is(bytes(start))}")
+    raise BadTraceError(f"{blocks.path}: {_what_it_is(bytes(start), blocks.path)}")
 
 
 def parse_start(text: bytes) -> tuple[Header, bool]:
@@ -116,8 +116,8 @@ def _salvage(text: str) -> Header:
     return saved
 
 
-def _what_it_is(start: bytes) -> str:
-    if (known := describe_foreign_file(start)) is not None:
+def _what_it_is(start: bytes, path: str) -> str:
+    if (known := foreign_formats.describe(start, path)) is not None:
         return known
     if start.lstrip().startswith(b"{") and (b'"schemaVersion"' in start or b'"deviceProperties"' in start):
         return "the file ends before its first event, it was cut; record it again"

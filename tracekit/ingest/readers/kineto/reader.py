@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from tracekit.errors import BadTraceError
 from tracekit.ingest.readers.kineto import activities as work
 from tracekit.ingest.readers.kineto import (
     allocations,
@@ -35,6 +36,7 @@ from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
 
 _FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
+_CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
 _HOST_SLICE = re.compile(
     rb'"cat"\s*:\s*"(?:cpu_op|user_annotation|python_function|(?:cuda|hip)_(?:runtime|driver)|Operator|Runtime)"'
     rb'[^{}]{0,500}?"pid"\s*:\s*(\d{1,9})\s*[,}]'
@@ -55,6 +57,8 @@ class KinetoTraces(Reader):
     def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:
         """Return the trace of a file, from its header and first event; a merged file is read to know its ranks."""
         header = read_header(path, head)
+        if is_complete and not _states_known_category(head):
+            _refuse_foreign_trace(path)
         info, start_ns = _distributed_info(header), _start_ns(head, header)
         if not info and is_complete and columns.states_ranks(next(filter(None, Scan(path)), [])):
             merged = read_merged(path)
@@ -235,6 +239,29 @@ def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
         )
     columns = [column for column in schema.LANES.schema.items() if column[0] != "role"]
     return lane_of, pl.DataFrame(rows, schema=columns, orient="row")
+
+
+def _states_known_category(head: bytes) -> bool:
+    categories = {found[1].decode("utf-8", "replace") for found in _CATEGORY.finditer(head)}
+    return any(map(columns.is_known_category, categories))
+
+
+def _refuse_foreign_trace(path: str) -> None:
+    """Raise BadTraceError if a file has slices, but no event of a category that PyTorch writes."""
+    found: Counter[tuple[str | None, str | None]] = Counter()
+    for batch in Scan(path):
+        columns.count(found, batch)
+        if any(columns.is_known_category(category) for _, category in found):
+            return
+    slices = Counter({category: n for (phase, category), n in found.items() if phase in ("X", "B", "b")})
+    if not slices:
+        return
+    categories = [repr(category)[:40] for category, _ in slices.most_common(4) if category]
+    listed = f"; its categories: {', '.join(categories)}" if categories else ""
+    raise BadTraceError(
+        f"{path}: this is a Chrome trace without PyTorch events ({slices.total():,} slices{listed}); record with "
+        "torch.profiler, or: tracekit record -- python train.py"
+    )
 
 
 def _ranks(events: Events) -> set[int]:
