@@ -11,7 +11,7 @@ from tests.support.kineto_files import write as write_trace
 from tests.support.sample_snapshots import MIB, Simulation, frame, recorded, write
 
 ROOT = Path(__file__).parents[2]
-KEYS = ["peak_allocated_bytes", "peak_reserved_bytes", "live_at_peak", "churn"]
+KEYS = ["peak_allocated_bytes", "peak_reserved_bytes", "live_at_peak", "churn", "oom"]
 REPLAY_KEYS = ["segment_allocs", "segment_frees", "peak_reserved_bytes", "device_allocations", "retries"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tracekit.replay.allocator import Allocator, Block, Settings
+from tracekit.replay.allocator import Allocator, Block, OutOfMemory, Settings
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces" / "memory_snapshots"
 MIB = 1 << 20
@@ -113,7 +113,14 @@ class Simulation:
         self._seen = 0
 
     def malloc(self, size: int, *, stream: int = 0, pool: int = 0) -> Block:
-        block = self.allocator.malloc(size, stream, pool)
+        try:
+            block = self.allocator.malloc(size, stream, pool)
+        except OutOfMemory:
+            self._catch_up("simulated malloc")
+            self._record("oom", 0, self.allocator.settings.rounded(size), stream)
+            del self.events[-1]["addr"]
+            self.events[-1]["device_free"] = self.allocator.capacity_bytes - self.allocator.reserved_bytes
+            raise
         self._catch_up("simulated malloc")
         self._record("alloc", block.address, size, stream)
         return block

@@ -203,7 +203,7 @@ def _unpack_tar(path: Path, target: _Target) -> None:
         try:
             with tarfile.open(fileobj=stream, mode="r|", tarinfo=_BoundedTarInfo) as archive:
                 for member in archive:
-                    archive.members = []  # else tarfile remembers every member
+                    archive.members = []  # type: ignore[attr-defined]  # else it remembers every member
                     content = archive.extractfile(member) if member.isreg() and target.wants(member.name) else None
                     if content is not None:
                         target.write(member.name, content)

@@ -31,6 +31,13 @@ class MemorySnapshot:
         return tuple(sorted({*self.segments["device"].to_list(), *self.events["device"].unique().to_list()}))
 
     @property
+    def main_device(self) -> int:
+        """Return the device with the longest history, else that with most segments; 0 if there is none."""
+        lengths = dict(self.events.group_by("device").len().iter_rows())
+        segments = dict(self.segments.group_by("device").len().iter_rows())
+        return max(self.devices, key=lambda each: (lengths.get(each, 0), segments.get(each, 0)), default=0)
+
+    @property
     def tables(self) -> dict[str, pl.DataFrame]:
         """Return all tables by name."""
         return {name: getattr(self, name) for name in schema.SNAPSHOT_TABLES}

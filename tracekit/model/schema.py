@@ -354,9 +354,10 @@ EVENTS = table(
     column("at_ns", "Unix time; null in old snapshots."),
     column("action", "alloc, free_requested, free_completed, segment_alloc, segment_free, oom, ….", _TEXT),
     column("address", "Address; null for events without one."),
-    column("bytes", "Bytes requested by an alloc (before rounding), or size of the segment."),
+    column("bytes", "Bytes requested by an alloc (before rounding) or oom (after rounding), or size of the segment."),
     _STREAM,
     _STACK,
+    column("free_bytes", "Free memory of the device at an oom, as the driver states it; null for other events."),
 )
 
 STACKS = table(

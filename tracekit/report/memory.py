@@ -15,7 +15,8 @@ from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
-from tracekit.replay.allocator.facts import double_buffering, snapshot_facts
+from tracekit.replay.allocator.facts import double_buffering, out_of_memory, run_snapshots, snapshot_facts
+from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.playback import History, ReplayResult
 
 FACTS: tuple[Fact, ...] = (
@@ -50,11 +51,17 @@ class MemoryReport:
     notes: tuple[str, ...] = ()
     recorded: ReservedMemory | None = None
     replayed: ReservedMemory | None = None
+    out_of_memory: OutOfMemoryEvent | None = None
+    rank: int | None = None
+    """The rank that ran out of memory; of several snapshots, that of the report."""
     settings: str = AS_RECORDED
 
 
 def of_run(run: Run) -> MemoryReport:
-    """Return the device memory of a run's traces; on a CPU run, the host memory."""
+    """Return the device memory of a run's traces; on a CPU run, the host memory.
+
+    If the memory snapshots next to the traces have an out-of-memory, the first one is in the report.
+    """
     tables = {fact: run.table(fact) for fact in FACTS}
     peaks = tables[allocations.peaks]
     on_device = bool(peaks["device"].is_not_null().any())
@@ -74,7 +81,9 @@ def of_run(run: Run) -> MemoryReport:
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
     allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
-    return MemoryReport(allocated_bytes, reserved_bytes, live, churn, more_tables, tuple(notes))
+    report = MemoryReport(allocated_bytes, reserved_bytes, live, churn, more_tables, tuple(notes))
+    rank, oom = run_snapshots.first_out_of_memory(run)
+    return replace(report, out_of_memory=oom, rank=rank)
 
 
 def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
@@ -100,7 +109,34 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
         snapshot_facts.churn(snapshot, history, outcome),
         {"Free memory at the snapshot": snapshot_facts.fragmentation(snapshot).filter(pl.col("device") == device)},
         tuple(notes),
+        out_of_memory=out_of_memory.of_snapshot(snapshot, history),
     )
+
+
+def of_snapshots(snapshots: Sequence[tuple[int, MemorySnapshot]]) -> MemoryReport:
+    """Return the memory of the rank that ran out of memory first, else of that with the highest peak, and all ranks.
+
+    `snapshots` has the rank of each snapshot, of which the main device counts: a rank uses one.
+    """
+    reports = [(rank, of_snapshot(each, each.main_device)) for rank, each in snapshots]
+    rows = [
+        (rank, each.peak_allocated_bytes, each.peak_reserved_bytes, _requested_bytes(each)) for rank, each in reports
+    ]
+    rank, worst = min(reports, key=_by_severity)
+    columns = {
+        "rank": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "oom_bytes": pl.Int64,
+    }  # fmt: skip
+    tables = {"Ranks": pl.DataFrame(rows, schema=columns, orient="row").sort("rank"), **worst.tables}
+    return replace(worst, tables=tables, rank=rank)
+
+
+def _by_severity(ranked: tuple[int, MemoryReport]) -> tuple[bool, int, int]:
+    oom, peak_bytes = ranked[1].out_of_memory, ranked[1].peak_allocated_bytes or 0
+    return oom is None, (oom.at_ns or 0) if oom else 0, -peak_bytes
+
+
+def _requested_bytes(report: MemoryReport) -> int | None:
+    return None if report.out_of_memory is None else report.out_of_memory.requested_bytes
 
 
 def play_history(history: History) -> tuple[History, ReplayResult]:
@@ -161,6 +197,7 @@ def as_json(report: MemoryReport) -> str:
         "peak_reserved_bytes": report.peak_reserved_bytes,
         "live_at_peak": report.live_at_peak.to_dicts(),
         "churn": report.churn.to_dicts(),
+        "oom": _oom_as_json(report),
     }
     if report.recorded is not None:
         document |= {"recorded": report.recorded, "replayed": report.replayed}
@@ -171,11 +208,15 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
     """Return the report in readable units, with all tables and notes."""
     from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
 
-    parts: list[object] = [text_layout.line(_headline(report))]
+    parts: list[object] = []
+    if report.out_of_memory is not None:
+        parts += [text_layout.line(sentence) for sentence in oom_sentences(report.out_of_memory, report.rank)]
+    parts.append(text_layout.line(_headline(report)))
     if report.recorded is not None and report.replayed is not None:
         parts.append(text_layout.line(replay_line(report.settings, report.recorded, report.replayed)))
     parts += [text_layout.line(note) for note in report.notes]
-    tables = {"Allocated at the peak": report.live_at_peak, "Allocations": report.churn, **report.tables}
+    tables = {**_oom_tables(report.out_of_memory), "Allocated at the peak": report.live_at_peak}
+    tables |= {"Allocations": report.churn, **report.tables}
     for title, rows in tables.items():
         shown = text_layout.without_empty_columns(rows)
         if shown.is_empty():
@@ -184,6 +225,74 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
         if shown.height > _MOST_ROWS:
             parts.append(text_layout.line(f"and {shown.height - _MOST_ROWS:,} more: use --format json to see all"))
     return text_layout.print_to_string(parts, width=width, color=color)  # type: ignore[arg-type]
+
+
+def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
+    """Return what was requested, by whom, why it failed, and what would have served it."""
+    by = " in ".join(filter(None, (oom.operator, oom.location))) or "code that is not in the snapshot"
+    where = f"device {oom.device}" + ("" if rank is None else f" of rank {rank}")
+    sentences = [f"Out of memory: {by} requested {units.size(oom.requested_bytes)} on {where}."]
+    if oom.free_bytes is not None:
+        sentences.append(f"{units.size(oom.free_bytes)} of the device was free.")
+    if oom.reserved_unallocated_bytes:
+        sentences.append(
+            f"{units.size(oom.reserved_unallocated_bytes)} was reserved by PyTorch but unallocated; the largest block "
+            f"that could serve the request has {units.size(oom.largest_free_block_bytes or 0)}."
+        )
+    return [*sentences, *_oom_advice(oom), *oom.notes]
+
+
+def _oom_advice(oom: OutOfMemoryEvent) -> list[str]:
+    serving = oom.tried.filter("fits")["settings"].to_list()
+    if serving:
+        return [
+            f"Set PYTORCH_CUDA_ALLOC_CONF={serving[0]}: the allocator's history, replayed with it on the same device, "
+            "serves the request."
+        ]
+    if oom.is_fragmentation:
+        tried = f" None of {', '.join(oom.tried['settings'])} would have served it." if oom.tried.height else ""
+        return [f"The memory is fragmented: enough was free, but in smaller blocks.{tried}"]
+    if oom.allocated_bytes is None or oom.free_bytes is None or oom.reserved_bytes is None:
+        return []
+    missing_bytes = oom.requested_bytes - oom.free_bytes - (oom.reserved_bytes - oom.allocated_bytes)
+    return [
+        f"{units.size(oom.allocated_bytes)} was allocated: at least {units.size(missing_bytes)} less must be. No "
+        "allocator setting can serve the request; see the owners below."
+    ]
+
+
+def _oom_tables(oom: OutOfMemoryEvent | None) -> dict[str, pl.DataFrame]:
+    if oom is None:
+        return {}
+    return {
+        "Allocated at the out-of-memory": oom.allocated_by,
+        "Free blocks at the out-of-memory": oom.free_blocks,
+        "Other settings, replayed": oom.tried,
+    }
+
+
+def _oom_as_json(report: MemoryReport) -> dict[str, object] | None:
+    oom = report.out_of_memory
+    if oom is None:
+        return None
+    return {
+        "rank": report.rank,
+        "device": oom.device,
+        "at_ns": oom.at_ns,
+        "count": oom.count,
+        "requested_bytes": oom.requested_bytes,
+        "free_bytes": oom.free_bytes,
+        "reserved_bytes": oom.reserved_bytes,
+        "allocated_bytes": oom.allocated_bytes,
+        "reserved_unallocated_bytes": oom.reserved_unallocated_bytes,
+        "largest_free_block_bytes": oom.largest_free_block_bytes,
+        "operator": oom.operator,
+        "location": oom.location,
+        "is_fragmentation": oom.is_fragmentation,
+        "allocated_by": oom.allocated_by.to_dicts(),
+        "free_blocks": oom.free_blocks.to_dicts(),
+        "tried": oom.tried.to_dicts(),
+    }
 
 
 def replay_line(settings: str, recorded: ReservedMemory, replayed: ReservedMemory) -> str:

@@ -57,7 +57,7 @@ def as_dict(snapshot: MemorySnapshot) -> dict:
     stacks: dict[int | None, list] = {}
     for stack, _, number in snapshot.stacks.sort("stack", "depth").iter_rows():
         stacks.setdefault(stack, []).append(frames[number])
-    events = [(*row[:-1], stacks.get(row[-1], [])) for row in snapshot.events.iter_rows()]
+    events = [(*row[:-2], stacks.get(row[-2], []), row[-1]) for row in snapshot.events.iter_rows()]
     return {"events": events, "blocks": [(*row[:-1], stacks.get(row[-1], [])) for row in snapshot.blocks.iter_rows()]}
 
 
@@ -65,8 +65,9 @@ def expected_of(path: Path) -> dict:
     """Return the same by the standard library's unpickler: only for files of our own and known ones."""
     root = pickle.loads(path.read_bytes())
     places = lambda data: [(f["name"], f["filename"], f["line"]) for f in data["frames"]]  # noqa: E731
+    free = lambda data: data.get("device_free")  # noqa: E731
     events = [
-        (device, e["time_us"] * 1000, e["action"], e.get("addr"), e["size"], e["stream"], places(e))
+        (device, e["time_us"] * 1000, e["action"], e.get("addr"), e["size"], e["stream"], places(e), free(e))
         for device, trace in enumerate(root["device_traces"])
         for e in trace
     ]

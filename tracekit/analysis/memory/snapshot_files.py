@@ -11,6 +11,7 @@ from tracekit.ingest.remote_trace import RemoteTrace
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 
+_PICKLES = (".pickle", ".pkl")
 MAX_TOTAL_BYTES = 128 << 20
 """Total size of the snapshots that are read without an explicit request, for example by a rule."""
 
@@ -44,6 +45,23 @@ def first_files(run: Run) -> tuple[SnapshotFile, ...]:
             break
         chosen.append(file)
     return tuple(chosen)
+
+
+def in_folder(folder: Path) -> list[tuple[int, Path]]:
+    """Return the pickles in a folder or one below, each with the rank in its name, or else its place in the list.
+
+    Only the last snapshot of a rank counts, by the order of names: torchtitan and others write one each iteration.
+    """
+    names = sorted((p for s in _PICKLES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))), key=_natural)
+    ranks: dict[int, Path] = {}
+    for place, path in enumerate(p for p in names if p.is_file()):
+        stated = re.search(r"rank[-_]?(\d{1,6})", path.name)
+        ranks[int(stated[1]) if stated else place] = path
+    return sorted(ranks.items())
+
+
+def _natural(path: Path) -> list[tuple[str, int]]:
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", str(path))]
 
 
 def unreadable(run: Run) -> list[tuple[object, ...]]:

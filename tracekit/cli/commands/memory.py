@@ -53,7 +53,8 @@ def memory(
     path: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|SNAPSHOT", help="A run, or a file by torch.cuda.memory._dump_snapshot; or a URL of one."
+            metavar="RUN|SNAPSHOT",
+            help="A run, a file by torch.cuda.memory._dump_snapshot, or a folder of such files; or a URL of one.",
         ),
     ],
     *,
@@ -69,7 +70,12 @@ def memory(
     """
     from tracekit.report import memory as report
 
-    usage = _of_snapshot(path, options, cache=cache) if _is_snapshot(path) else _of_run(path, options, cache=cache)
+    if _is_snapshot(path):
+        usage = _of_snapshot(path, options, cache=cache)
+    elif snapshots := _snapshots_without_traces(path):
+        usage = _of_snapshots(snapshots, options)
+    else:
+        usage = _of_run(path, options, cache=cache)
     for note in usage.notes if table.is_json else ():
         output.notify(note)
     table.write(report, usage)
@@ -84,6 +90,34 @@ def _is_snapshot(path: str) -> bool:
     with Path(path).open("rb") as file:
         start = file.read(2)
     return start[:1] == b"\x80" and start[1:] in _PROTOCOLS
+
+
+def _snapshots_without_traces(path: str) -> list[tuple[int, Path]]:
+    """Return the snapshots in a folder that has no traces, each with its rank."""
+    from tracekit.analysis.memory import snapshot_files
+    from tracekit.ingest import files
+
+    folder = Path(path)
+    if not folder.is_dir():
+        return []
+    try:
+        files.find(folder)
+    except InputError:
+        return snapshot_files.in_folder(folder)
+    return []
+
+
+def _of_snapshots(snapshots: list[tuple[int, Path]], options: ReplayOptions) -> "MemoryReport":
+    from tracekit.ingest.readers.memory_snapshot import reader
+    from tracekit.replay.allocator import playback as replaying
+    from tracekit.report import memory as report
+
+    read = [(rank, reader.read(path)) for rank, path in snapshots]
+    usage = report.of_snapshots(read)
+    if options.replay is None:
+        return usage
+    snapshot = next(each for rank, each in read if rank == usage.rank)
+    return options.apply(usage, replaying.from_snapshot(snapshot, _device(snapshot, options.device)))
 
 
 def _of_snapshot(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
@@ -134,8 +168,4 @@ def _device(snapshot: "MemorySnapshot", device: int | None) -> int:
     if device is not None and device not in devices:
         listed = ", ".join(map(str, devices)) or "none"
         raise InputError(f"{snapshot.path}: has no data of device {device}; it has data of: {listed}")
-    if device is not None or not devices:
-        return device or 0
-    lengths = {each: (snapshot.events["device"] == each).sum() for each in devices}
-    segments = {each: (snapshot.segments["device"] == each).sum() for each in devices}
-    return max(devices, key=lambda each: (lengths[each], segments[each]))
+    return snapshot.main_device if device is None else device

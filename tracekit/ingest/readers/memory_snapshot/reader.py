@@ -18,6 +18,8 @@ from tracekit.ingest.readers.reader import Reader
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
 
+OUT_OF_MEMORY = "oom"
+"""The action of an event for a request that failed."""
 _COMMON_POOL = (0, 0)
 _PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 _MAX_ERROR_LENGTH = 200
@@ -146,12 +148,15 @@ def _events(traces: Any, rows: EventColumns) -> pl.DataFrame:
     stack = pl.Series(np.frombuffer(rows.stack, np.int32)[order].astype(np.int64))
     actions = pl.Series(list(rows.actions), dtype=pl.String)
     missing = EventColumns.MISSING
+    action = actions.gather(np.frombuffer(rows.action, np.int16)[order])
+    address = address.set(address == missing, None)
     columns = {
         "device": np.concatenate(device),
         "at_ns": (at_us * 1000).set(at_us == missing, None),
-        "action": actions.gather(np.frombuffer(rows.action, np.int16)[order]),
-        "address": address.set(address == missing, None),
+        "action": action,
+        "address": address.set(action == OUT_OF_MEMORY, None),
         "bytes": size.set(size == missing, None),
+        "free_bytes": address.set(action != OUT_OF_MEMORY, None),
         "stream": stream.set(stream == missing, None),
         "stack": stack.set(stack < 0, None),
     }

@@ -265,6 +265,8 @@ class Unpickler(Machine):
 
     def _event(self, fields: dict[str, Any]) -> Event:
         stack = self.stack_of(fields.get("frames"))
+        # An oom has the device's free memory in place of an address.
+        fields.setdefault("addr", fields.get("device_free"))
         number = self.rows.add([fields.get(key) for key in EventColumns.FIELDS[:-1]], stack)
         self._shape = _dict_of_size(len(fields)) if len(fields) <= _MOST_KEYS else None
         fields.clear()

@@ -13,7 +13,8 @@ from tracekit.model.memoize import memoize
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator.facts import out_of_memory, snapshot_facts
+from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.settings import SMALL_BYTES
 
 POOL_COLUMNS = {
@@ -40,6 +41,21 @@ def histories(run: Run) -> pl.DataFrame:
     same snapshots as `pools`.
     """
     return _snapshot_tables(run)[1]
+
+
+def first_out_of_memory(run: Run) -> tuple[int | None, OutOfMemoryEvent | None]:
+    """Return the rank that ran out of memory first and the event, by the same snapshots as `pools`; else None, None."""
+    failed = []
+    for file in snapshot_files.first_files(run):
+        try:
+            snapshot = reader.read(file.path)
+        except TracekitError:  # `data_quality` reports it
+            continue
+        for device in snapshot.events.filter(pl.col("action") == reader.OUT_OF_MEMORY)["device"].unique().sort():
+            oom = out_of_memory.of_snapshot(snapshot, playback.from_snapshot(snapshot, device))
+            if oom is not None:
+                failed.append((file.rank, oom))
+    return min(failed, key=lambda each: each[1].at_ns or 0, default=(None, None))
 
 
 def data_quality(run: Run) -> pl.DataFrame:

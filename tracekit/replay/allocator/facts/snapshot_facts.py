@@ -10,10 +10,10 @@ from tracekit.model.sweep_line import Ints
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.playback.recorded_history import (
     ALLOC,
-    CODES,
     REQUEST,
     SEGMENT_ALLOCATIONS,
     SEGMENT_FREES,
+    is_replayed,
 )
 
 FRAGMENTATION_COLUMNS = schema.columns(
@@ -27,7 +27,8 @@ MAP_COLUMNS = {
 _STEP = r"ProfilerStep#(\d+)"
 _OP = r"at::_ops::(\w+)::"
 # Of torch's own Python files, and of the interpreter's: nobody asks for memory there.
-_NOT_THE_USERS = r"site-packages|dist-packages|/torch/|<frozen|<string>"
+_TORCH = r"/torch/|<frozen|<string>"
+_NOT_THE_USERS = rf"site-packages|dist-packages|{_TORCH}"
 
 
 def fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
@@ -62,18 +63,22 @@ def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) ->
     innermost known frame. It is null for blocks older than the history that are not in the snapshot. Without a history
     the peak is the moment of the snapshot.
     """
+    return after_event(snapshot, history, played, int(allocated_over_time(history, played).argmax()) - 1)
+
+
+def after_event(snapshot: MemorySnapshot, history: History, played: ReplayResult, event: int) -> pl.DataFrame:
+    """Return the owners of memory after an event of the history (-1: at its start), as `at_peak` those at the peak."""
     allocated = allocated_over_time(history, played)
-    peak = int(allocated.argmax()) - 1
-    blocks = _alive(history, played, peak)
+    blocks = _alive(history, played, event)
     stacks = snapshot.blocks.filter(pl.col("device") == history.device).select("address", last="stack")
     described = blocks.join(stacks, on="address", how="left").with_columns(
         stack=pl.when("earlier").then("last").otherwise("stack")
     )
     described = described.join(owners(snapshot), on="stack", how="left")
     by = described.group_by("op").agg(count=pl.len(), bytes=pl.col("bytes").sum())
-    at_ns = int(history.at_ns[peak]) if peak >= 0 else None
+    at_ns = int(history.at_ns[event]) if event >= 0 else None
     wide = by.with_columns(
-        device=pl.lit(history.device), at_ns=pl.lit(at_ns), peak_bytes=pl.lit(int(allocated.max()))
+        device=pl.lit(history.device), at_ns=pl.lit(at_ns), peak_bytes=pl.lit(int(allocated[event + 1]))
     ).with_columns(peak_ratio=pl.col("bytes") / pl.col("peak_bytes"))
     return schema.conform(wide.sort("bytes", "op", descending=[True, False]), allocations.PEAK_COLUMNS)
 
@@ -118,13 +123,25 @@ def allocated_over_time(history: History, played: ReplayResult) -> Ints:
 
 def owners(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Return the place in code that represents each stack: columns stack, op."""
+    named = pl.when(pl.col("operator").is_not_null()).then(pl.format("{} in {}", "operator", "place"))
+    return places(snapshot).select("stack", op=named.otherwise("place"))
+
+
+def places(snapshot: MemorySnapshot) -> pl.DataFrame:
+    """Return the operator and the place in code of each stack: columns stack, operator (null if none), place.
+
+    The place is the innermost frame in the user's own Python code; where there is none, in that of a framework in
+    site-packages, then in torch; else the innermost known function.
+    """
     frames = snapshot.stacks.join(snapshot.frames, on="frame").sort("stack", "depth")
     python = pl.col("file").str.ends_with(".py")
     own = python & ~pl.col("file").str.contains(_NOT_THE_USERS)
+    of_framework = python & ~pl.col("file").str.contains(_TORCH)
     place = pl.format("{} ({}:{})", "name", pl.col("file").str.split("/").list.last(), "line")
     of_stack = frames.group_by("stack", maintain_order=True).agg(
         place=pl.coalesce(
             place.filter(own).first(),
+            place.filter(of_framework).first(),
             place.filter(python).first(),
             pl.col("name")
             .filter(~pl.col("name").str.contains("unwind|CapturedTraceback|gather_with_cpp|CachingAllocator"))
@@ -133,10 +150,7 @@ def owners(snapshot: MemorySnapshot) -> pl.DataFrame:
         op=pl.col("name").str.extract(_OP).drop_nulls().first(),
     )
     # Stacks have the innermost frame first, so the first op is the one that allocated.
-    return of_stack.select(
-        "stack",
-        op=pl.when(pl.col("op").is_not_null()).then(pl.format("aten::{} in {}", "op", "place")).otherwise("place"),
-    )
+    return of_stack.select("stack", "place", operator=pl.format("aten::{}", "op"))
 
 
 def over_time(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
@@ -167,9 +181,9 @@ def live(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl
     action = pl.col("action")
     grows, shrinks = action.is_in(SEGMENT_ALLOCATIONS), action.is_in(SEGMENT_FREES)
     change = pl.when(grows).then("bytes").when(shrinks).then(-pl.col("bytes")).otherwise(0)
-    is_replayed = action.is_in(list(CODES)) | (shrinks & ~shrinks.shift(1, fill_value=False))
     begun_bytes = sum(segment.bytes for segment in history.start)
-    reserved = events.with_columns(reserved_bytes=change.cum_sum() + begun_bytes).filter(is_replayed)["reserved_bytes"]
+    changed = events.with_columns(reserved_bytes=change.cum_sum() + begun_bytes)
+    reserved = changed.filter(is_replayed())["reserved_bytes"]
     usage_table = pl.DataFrame({"at_ns": history.at_ns, "live_bytes": allocated_over_time(history, played)[1:]})
     return usage_table.with_row_index("event").with_columns(
         device=pl.lit(history.device, pl.Int64), reserved_bytes=reserved

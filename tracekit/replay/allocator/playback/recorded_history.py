@@ -19,6 +19,7 @@ SEGMENT_ALLOCATIONS = ("segment_alloc", "segment_map")
 SEGMENT_FREES = ("segment_free", "segment_unmap")
 EMPTY_CACHE, RETRY, SOME = "empty_cache", "retry", "some"
 COMMON = "0:0"
+_COLUMNS = ("action", "address", "bytes", "stream", "pool", "at_ns", "stack")
 _STATES = {"active_allocated": "allocated", "inactive": "free"}
 
 
@@ -58,11 +59,26 @@ class History:
         """Return the number of allocation retries in the history (cudaMalloc failed, cache flushed)."""
         return sum(reason == RETRY for reason, _ in self.releases)
 
+    def until(self, count: int) -> "History":
+        """Return the history of the first `count` items; its final state is not known, so `final` is empty."""
+        columns: dict[str, Any] = {name: getattr(self, name)[:count] for name in _COLUMNS}
+        releases = self.releases[: int((columns["action"] == RELEASE).sum())]
+        return replace(self, **columns, releases=releases, final=())
+
+    def with_request(self, requested_bytes: int, stream: int) -> "History":
+        """Return the history followed by one more request from the common pool."""
+        address = int(self.address.max(initial=0)) + (1 << 40)
+        at_ns = int(self.at_ns[-1]) if len(self.at_ns) else 0
+        item = {
+            "action": ALLOC, "address": address, "bytes": requested_bytes, "stream": stream, "pool": 0, "at_ns": at_ns,
+            "stack": -1,
+        }  # fmt: skip
+        columns: dict[str, Any] = {name: np.append(getattr(self, name), item[name]) for name in _COLUMNS}
+        return replace(self, **columns)
+
     def without_events(self) -> "History":
         """Return a history without events, in the final state throughout."""
-        columns = {
-            name: getattr(self, name)[:0] for name in ("action", "address", "bytes", "stream", "pool", "at_ns", "stack")
-        }
+        columns = {name: getattr(self, name)[:0] for name in _COLUMNS}
         reserved_bytes = sum(segment.bytes for segment in self.final)
         empty = replace(self, **columns, releases=(), segment_allocations=(), segment_frees=(), start=self.final)
         return replace(empty, peak_reserved_bytes=reserved_bytes)
@@ -101,6 +117,12 @@ def from_snapshot(snapshot: MemorySnapshot, device: int) -> History:
         final=final,
         not_replayable=_unplayable(played, initial),
     )
+
+
+def is_replayed() -> pl.Expr:
+    """Return whether an event of one device, in order, is an item of its history: of a release only the first."""
+    is_release = pl.col("action").is_in(SEGMENT_FREES)
+    return pl.col("action").is_in(list(CODES)) | (is_release & ~is_release.shift(1, fill_value=False))
 
 
 def _unplayable(played: pl.DataFrame, initial: tuple[SegmentState, ...]) -> str | None:

@@ -1,0 +1,194 @@
+"""An out-of-memory in a memory snapshot: what was requested, what was free, and what would have served the request.
+
+torch records an event `oom` when a request failed even after all cached memory was released; the error itself states
+the same numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import polars as pl
+
+from tracekit.errors import InputError
+from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
+from tracekit.model import schema
+from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.replay.allocator import SegmentState, Settings, playback
+from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator.playback import History, ReplayResult
+from tracekit.replay.allocator.playback.recorded_history import is_replayed
+from tracekit.replay.allocator.settings import SMALL_BYTES
+
+CANDIDATES = (
+    "expandable_segments:True",
+    "max_split_size_mb:128",
+    "max_split_size_mb:512",
+    "roundup_power2_divisions:4",
+)
+"""Settings that are tried against fragmentation."""
+MAX_REPLAYED_EVENTS = 1_000_000
+"""In a longer history no settings are tried: each takes seconds for a million events."""
+FREE_COLUMNS = schema.columns("kind stream blocks free_bytes largest_free_bytes")
+TRIED_COLUMNS = schema.columns("settings fits peak_reserved_bytes", settings=pl.String, fits=pl.Boolean)
+
+
+@dataclass(frozen=True, eq=False)
+class OutOfMemoryEvent:
+    """The last out-of-memory of one device in a snapshot. Sizes that cannot be known are None."""
+
+    device: int
+    at_ns: int | None
+    count: int
+    """Requests of this device that failed in the history, this one included."""
+    requested_bytes: int
+    """After rounding."""
+    free_bytes: int | None
+    """Free memory of the device, as the driver states it: other processes use what is missing to its size."""
+    reserved_bytes: int | None
+    allocated_bytes: int | None
+    largest_free_block_bytes: int | None
+    """The largest free block that could serve the request: of its kind (small or large) and stream."""
+    operator: str | None
+    location: str | None
+    allocated_by: pl.DataFrame
+    """Owners of the allocated memory at that time, columns as `snapshot_facts.at_peak`."""
+    free_blocks: pl.DataFrame
+    """Free memory at that time, columns FREE_COLUMNS."""
+    tried: pl.DataFrame
+    """Whether the request would have been served under other settings, columns TRIED_COLUMNS; only if the memory is
+    fragmented: no setting serves a request for more than what is free."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def reserved_unallocated_bytes(self) -> int | None:
+        """Return the memory that the allocator had reserved and that was in no allocated block."""
+        if self.reserved_bytes is None or self.allocated_bytes is None:
+            return None
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def is_fragmentation(self) -> bool:
+        """Return whether enough memory was free, in smaller pieces."""
+        free_bytes = (self.free_bytes or 0) + (self.reserved_unallocated_bytes or 0)
+        return self.reserved_unallocated_bytes is not None and free_bytes >= self.requested_bytes
+
+
+def of_snapshot(
+    snapshot: MemorySnapshot, history: History, *, candidates: Sequence[str] = CANDIDATES
+) -> OutOfMemoryEvent | None:
+    """Return the last out-of-memory of the history's device; None if there is none."""
+    events = snapshot.events.filter(pl.col("device") == history.device).with_row_index("index")
+    failed = events.filter(pl.col("action") == OUT_OF_MEMORY, pl.col("bytes") > 0)
+    if failed.is_empty():
+        return None
+    last = failed.row(-1, named=True)
+    before = events.select(pl.col("index"), is_replayed().alias("is_replayed")).filter(
+        pl.col("is_replayed"), pl.col("index") < last["index"]
+    )
+    at_failure = history.until(before.height)
+    played, note = _state(at_failure)
+    place = snapshot_facts.places(snapshot).filter(pl.col("stack").eq_missing(pl.lit(last["stack"])))
+    operator, location = place.select("operator", "place").row(0) if place.height else (None, None)
+    segments = played.final if played else _final(history, is_last=last["index"] == events.height - 1)
+    free = _free_blocks(segments)
+    is_eligible = (pl.col("kind") == _kind(last["bytes"])) & (pl.col("stream") == (last["stream"] or 0))
+    oom = OutOfMemoryEvent(
+        device=history.device,
+        at_ns=last["at_ns"],
+        count=failed.height,
+        requested_bytes=last["bytes"],
+        free_bytes=last["free_bytes"],
+        reserved_bytes=_reserved(segments) if segments else None,
+        allocated_bytes=_allocated(segments) if segments else None,
+        largest_free_block_bytes=(free.filter(is_eligible)["largest_free_bytes"].max() or 0) if segments else None,  # type: ignore[arg-type]
+        operator=operator,
+        location=location,
+        allocated_by=_owners(snapshot, at_failure, played),
+        free_blocks=free,
+        tried=schema.empty(TRIED_COLUMNS),
+        notes=(note,) if note else (),
+    )
+    if played is None or not oom.is_fragmentation:
+        return oom
+    tried, replay_note = _tried(at_failure, last, _reserved(segments), candidates)
+    return replace(oom, tried=tried, notes=(replay_note,) if replay_note else ())
+
+
+def _state(history: History) -> tuple[ReplayResult | None, str]:
+    """Return the state after a history, None if the model does not reproduce it, and why."""
+    if history.not_replayable:
+        return None, f"The state at the out-of-memory is not known: {history.not_replayable}."
+    try:
+        played = playback.replay_as_recorded(history)
+    except InputError as error:
+        return None, f"The state at the out-of-memory is not known: {error}."
+    if played.address_mismatches:
+        return None, "The state at the out-of-memory is not known: the allocator model differs from the recording."
+    return played, ""
+
+
+def _final(history: History, *, is_last: bool) -> tuple[SegmentState, ...]:
+    """Return the segments of the snapshot if it was taken at the out-of-memory, else none."""
+    return history.final if is_last else ()
+
+
+def _owners(snapshot: MemorySnapshot, history: History, played: ReplayResult | None) -> pl.DataFrame:
+    if played is None:
+        return snapshot_facts.at_peak(snapshot, *_without_history(history))[:0]
+    return snapshot_facts.after_event(snapshot, history, played, len(history.action) - 1)
+
+
+def _without_history(history: History) -> tuple[History, ReplayResult]:
+    empty = history.without_events()
+    return empty, playback.replay_as_recorded(empty)
+
+
+def _tried(
+    history: History, failed: dict[str, int], reserved_bytes: int, candidates: Sequence[str]
+) -> tuple[pl.DataFrame, str]:
+    """Return which settings would have served the request, replayed from the same start on the same device."""
+    nothing = schema.empty(TRIED_COLUMNS)
+    if failed["free_bytes"] is None:
+        return nothing, ""
+    if len(history.action) > MAX_REPLAYED_EVENTS:
+        return nothing, f"No other settings were tried: the history has more than {MAX_REPLAYED_EVENTS:,} events."
+    extended = history.with_request(failed["bytes"], failed["stream"] or 0)
+    capacity_bytes = reserved_bytes + failed["free_bytes"]
+
+    def served(settings: Settings) -> tuple[bool, int]:
+        played = playback.predict(extended, settings, capacity_bytes=capacity_bytes)
+        return bool(played.moved_bytes[-1] > 0 and not played.out_of_memory), played.peak_reserved_bytes
+
+    if served(history.settings)[0]:
+        return nothing, (
+            "No other settings were tried: under the recorded settings, the replay serves the request, so it says "
+            "nothing about others."
+        )
+    rows = [(text, *served(Settings.parse(text))) for text in candidates if Settings.parse(text) != history.settings]
+    return pl.DataFrame(rows, schema=TRIED_COLUMNS, orient="row"), ""
+
+
+def _free_blocks(segments: Sequence[SegmentState]) -> pl.DataFrame:
+    rows = [
+        ("small" if segment.small else "large", segment.stream, block.bytes)
+        for segment in segments
+        for block in segment.blocks
+        if block.state == "free"
+    ]
+    blocks = pl.DataFrame(rows, schema=schema.columns("kind stream bytes", kind=pl.String), orient="row")
+    pieces = blocks.group_by("kind", "stream").agg(
+        blocks=pl.len(), free_bytes=pl.col("bytes").sum(), largest_free_bytes=pl.col("bytes").max()
+    )
+    return schema.conform(pieces.sort("free_bytes", descending=True), {**FREE_COLUMNS, "kind": pl.String})
+
+
+def _kind(requested_bytes: int) -> str:
+    return "small" if requested_bytes <= SMALL_BYTES else "large"
+
+
+def _reserved(segments: Sequence[SegmentState]) -> int:
+    return sum(segment.bytes for segment in segments)
+
+
+def _allocated(segments: Sequence[SegmentState]) -> int:
+    return sum(block.bytes for segment in segments for block in segment.blocks if block.state == "allocated")
