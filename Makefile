@@ -26,12 +26,13 @@ PLUGINS := --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 TESTS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick checks lint types imports unit format clean
+.PHONY: help demo test quick checks lint types imports unit fuzz format clean
 
 help:
 	@echo "make demo    train under FSDP2 and YaFSDP, check both runs, compare them (about 5 minutes after installation)"
 	@echo "make test    everything that CI runs: lint, types, imports, tests"
 	@echo "make quick   the inner loop: lint, types, imports, unit tests (about 3 minutes)"
+	@echo "make fuzz    hostile inputs with fresh seeds, for SECONDS=60"
 	@echo "make format  rewrite the sources in house style"
 	@echo "make clean   remove .venv and everything that was built"
 
@@ -92,6 +93,10 @@ imports: $(VENV)/.test
 unit: $(VENV)/.test
 	@echo "tracekit: tests"
 	@$(BIN)/python -m pytest $(PLUGINS) --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS)
+
+SECONDS ?= 60
+fuzz: $(VENV)/.test
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 format: $(VENV)/.test
 	@$(BIN)/ruff check --fix .

@@ -245,7 +245,7 @@ def _parse(path: Path) -> dict[str, object]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a {FILE} or a {PROJECT_FILE}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of 5,000 digits, or nested too deeply
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
 
 

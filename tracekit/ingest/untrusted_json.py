@@ -3,6 +3,9 @@
 import json
 from typing import Any
 
+MAX_DEPTH = 100
+"""Levels of lists and objects that a text may have: what is copied, compared or written again may recurse."""
+
 
 def parse(text: str | bytes, *, strict: bool = True) -> Any:
     r"""Return the value of a JSON text, without lone surrogates. `strict` is that of json.loads.
@@ -15,9 +18,24 @@ def parse(text: str | bytes, *, strict: bool = True) -> Any:
     escapes = b"\\u" in text if isinstance(text, bytes) else "\\u" in text
     try:
         value = json.loads(text, strict=strict)
+        if _brackets(text) > MAX_DEPTH and _is_deep(value):
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
         return replace_surrogates(value) if escapes else value
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep") from None
+
+
+def _brackets(text: str | bytes) -> int:
+    """Return an upper bound of a JSON text's depth."""
+    return text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [child for children in inside for child in children]
+    return any(isinstance(each, dict | list) for each in level)
 
 
 def replace_surrogates(value: Any) -> Any:

@@ -310,6 +310,8 @@ def _other_lanes(work: launches.WorkColumns, compute: Ints) -> Spans:
 
 def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the quartiles of the values with the same code, for each value."""
+    if not len(values):
+        return values, values, values
     order = np.lexsort((values, code))
     many = np.bincount(code, minlength=1)
     first = np.cumsum(many) - many

@@ -1,11 +1,11 @@
 """Folders of Hugging Face: the header of each .safetensors file against its size, and the index against the files."""
 
-import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tracekit.ingest import untrusted_json
 from tracekit.ingest.checkpoint_files import result
 from tracekit.ingest.checkpoint_files.result import Part, Problem
 
@@ -52,8 +52,8 @@ def _tensors(path: Path) -> tuple[int, set[str]]:
             raise _DamagedError(f"has {size:,} bytes and declares a header of {length:,}: it was cut, or is damaged")
         raw = file.read(length)
     try:
-        header: Mapping[str, Any] = json.loads(raw)
-        spans = sorted(tuple(tensor["data_offsets"]) for name, tensor in header.items() if name != "__metadata__")
+        header: Mapping[str, Any] = untrusted_json.parse(raw)
+        spans = sorted(_span(tensor["data_offsets"]) for name, tensor in header.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _DamagedError(f"has a header that cannot be read ({error})") from None
     at = 0
@@ -68,11 +68,18 @@ def _tensors(path: Path) -> tuple[int, set[str]]:
     return size, {name for name in header if name != "__metadata__"}
 
 
+def _span(offsets: object) -> tuple[int, int]:
+    match offsets:
+        case [int(begin), int(end)] if begin >= 0:
+            return begin, end
+    raise TypeError(f"data_offsets are {offsets!r:.80}")
+
+
 def _against_index(folder: Path, index: str, tensors: Mapping[str, set[str]], damaged: set[str]) -> list[Problem]:
     try:
         if (folder / index).stat().st_size > _MAX_INDEX_BYTES:
             return [result.problem(index, "is larger than any index")]
-        places = json.loads((folder / index).read_bytes())["weight_map"].items()
+        places = untrusted_json.parse((folder / index).read_bytes())["weight_map"].items()
     except OSError as error:
         return [result.unreadable(index, error)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tracekit.ingest import untrusted_json
 from tracekit.ingest.checkpoint_files import result
 from tracekit.ingest.checkpoint_files.result import Part, Problem
 
@@ -15,10 +16,10 @@ SEAL_FILE = "seal.json"
 def check(folder: Path) -> Part:
     """Return the problems of a sealed checkpoint."""
     try:
-        seal = json.loads((folder / SEAL_FILE).read_bytes())
+        seal = untrusted_json.parse((folder / SEAL_FILE).read_bytes())
         digest, files = seal.pop("sha256"), seal["files"]
         own = hashlib.sha256(json.dumps(seal, sort_keys=True).encode()).hexdigest()
-        sizes = {name: int(expected["bytes"]) for name, expected in files.items()}
+        sizes = {name: _stated_bytes(expected) for name, expected in files.items()}
     except OSError as error:
         return Part("seal", (result.unreadable(SEAL_FILE, error),))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -33,6 +34,13 @@ def check(folder: Path) -> Part:
         total_bytes=sum(sizes.values()),
         checked_bytes=sum(size for name, size in sizes.items() if not wrong[name]),
     )
+
+
+def _stated_bytes(expected: Any) -> int:
+    """Return the stated size of a file. Raises KeyError or TypeError if an entry is not of a seal."""
+    if type(expected["bytes"]) is not int or not isinstance(expected["sha256"], str):
+        raise TypeError("an entry without size and sha256")
+    return int(expected["bytes"])
 
 
 def _damage(folder: Path, name: str, expected: Mapping[str, Any]) -> Problem | None:

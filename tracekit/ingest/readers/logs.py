@@ -36,8 +36,9 @@ class CheckpointLogs(_Logs):
 
     def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG002
         """Return a trace with checkpoints and data_quality only."""
-        lines, issues = _lines(path)
-        return Trace(rank, window, path, checkpoints=_conform(schema.CHECKPOINTS, lines), data_quality=issues)
+        lines, skipped = _lines(path)
+        checkpoints, dropped = _conform(schema.CHECKPOINTS, lines)
+        return Trace(rank, window, path, checkpoints=checkpoints, data_quality=_issues(path, skipped, dropped))
 
 
 class MetricsLogs(_Logs):
@@ -49,18 +50,21 @@ class MetricsLogs(_Logs):
 
     def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG002
         """Return a trace with metrics and data_quality only."""
-        lines, issues = _lines(path)
-        metrics = [
-            {"step": line["step"], "name": name, "value": float(value)}
+        lines, skipped = _lines(path)
+        rows = [
+            {"step": line.get("step"), "name": name, "value": value}
             for line in lines
             for name, value in line.items()
-            if name not in ("step", "rank") and isinstance(line.get("step"), int) and _is_number(value)
+            if name not in ("step", "rank") and _is_number(value)
         ]
-        return Trace(rank, window, path, metrics=_conform(schema.METRICS, metrics), data_quality=issues)
+        metrics, _ = _conform(schema.METRICS, rows)
+        known = metrics.filter(pl.col("step").is_not_null())
+        dropped = sum("step" in line and _typed(line["step"], pl.Int64()) is None for line in lines)
+        return Trace(rank, window, path, metrics=known, data_quality=_issues(path, skipped, dropped))
 
 
-def _lines(path: str) -> tuple[list[dict[str, Any]], pl.DataFrame]:
-    """Return the JSON objects of a log, and a data-quality issue if other lines were skipped."""
+def _lines(path: str) -> tuple[list[dict[str, Any]], int]:
+    """Return the JSON objects of a log, and how many other lines were skipped."""
     lines, skipped = [], 0
     for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -71,8 +75,15 @@ def _lines(path: str) -> tuple[list[dict[str, Any]], pl.DataFrame]:
             lines.append(line)
         elif text.strip():
             skipped += 1
-    issue = ("bad_log", f"{path}: {skipped} lines are not JSON objects and were left out.", 0.0)
-    return lines, pl.DataFrame([issue] if skipped else [], schema=schema.DATA_QUALITY.schema, orient="row")
+    return lines, skipped
+
+
+def _issues(path: str, skipped: int, dropped: int) -> pl.DataFrame:
+    """Return the data-quality issues of a log: lines that are no objects, and values of a wrong type."""
+    lines = f"{path}: {skipped} lines are not JSON objects and were left out."
+    values = f"{path}: {dropped} values have a wrong type and were left out."
+    rows = [("bad_log", text, 0.0) for text, count in ((lines, skipped), (values, dropped)) if count]
+    return pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
 
 
 def _is_number(value: object) -> bool:
@@ -84,8 +95,25 @@ def _is_number(value: object) -> bool:
         return False
 
 
-def _conform(table: schema.Table, rows: list[dict[str, Any]]) -> pl.DataFrame:
-    if not rows:
-        return table.empty()
-    picked = {c.name: pl.Series(c.name, [row.get(c.name) for row in rows], strict=False) for c in table.columns}
-    return pl.DataFrame({c.name: picked[c.name].cast(c.dtype, strict=False) for c in table.columns})
+def _conform(table: schema.Table, rows: list[dict[str, Any]]) -> tuple[pl.DataFrame, int]:
+    """Return rows as a table, and how many of their values have a wrong type: these are null."""
+    columns = {c.name: [_typed(row.get(c.name), c.dtype) for row in rows] for c in table.columns}
+    dropped = sum(
+        typed is None and row.get(name) is not None
+        for name, values in columns.items()
+        for typed, row in zip(values, rows, strict=True)
+    )
+    return pl.DataFrame(columns, schema=table.schema), dropped
+
+
+def _typed(value: object, dtype: pl.DataType) -> object:
+    """Return a value as a column of this type has it; None if it does not fit."""
+    if dtype == pl.String:
+        return value if isinstance(value, str) else None
+    if dtype == pl.Boolean:
+        return value if isinstance(value, bool) else None
+    if not isinstance(value, int | float) or not _is_number(value):
+        return None
+    if dtype == pl.Float64:
+        return float(value)
+    return int(value) if -(1 << 63) <= value < 1 << 63 else None

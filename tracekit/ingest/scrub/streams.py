@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
 
-from isal import igzip
+from isal import igzip, isal_zlib
 
 from tracekit.errors import BadTraceError, InputError
+from tracekit.model import units
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _PIECE_BYTES = 4 << 20
+_MAX_PIECE_BYTES = 64 << 20
 _GZIP_LEVEL = 6
+_ISAL_ERROR = cast("type[Exception]", isal_zlib.error)
 
 
 def is_gzip(path: Path) -> bool:
@@ -35,7 +38,11 @@ def pieces(path: Path) -> Iterator[bytes]:
                 if end:
                     yield buffer[:end]
                     buffer = buffer[end:]
-    except (EOFError, zlib.error, gzip.BadGzipFile, igzip.BadGzipFile) as error:
+                elif len(buffer) > _MAX_PIECE_BYTES:
+                    raise BadTraceError(
+                        f"{path}: no end of a line or value in {units.size(len(buffer))}; record it again"
+                    )
+    except (EOFError, zlib.error, gzip.BadGzipFile, igzip.BadGzipFile, _ISAL_ERROR) as error:
         raise BadTraceError(f"{path}: cannot be read to its end: {error}; remove it or record it again") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -1,6 +1,5 @@
 """Collectives by the field's names, with their sizes, and the process groups they run in."""
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import polars as pl
 
 from tracekit.conventions.process_groups import axis_of_description
 from tracekit.conventions.strategies import PP
+from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.kineto import message_sizes
 from tracekit.ingest.readers.kineto.activities import CommunicationActivity
 from tracekit.ingest.readers.kineto.communication_kernels import op_of
@@ -65,7 +65,7 @@ def _ranks(group: Mapping[str, Any], world_size: object) -> list[int] | None:
 def _listed(ranks: object) -> list[int] | None:
     """Return the ranks in text such as "[0, 1, 2, 3]"; None where it is cut ("[0, 1, ...]") or no list."""
     try:
-        found = json.loads(ranks) if isinstance(ranks, str) else ranks
+        found = untrusted_json.parse(ranks) if isinstance(ranks, str) else ranks
     except ValueError:
         return None
     return _believable(found)
@@ -162,7 +162,7 @@ def _fits(places: set[int], ranks: list[int], rank: int) -> bool:
 def _input(args: Args, at: int) -> Any:
     """Return an op's recorded input; None where it is not there."""
     try:
-        return json.loads(bytes(args.inputs))[at]
+        return untrusted_json.parse(bytes(args.inputs))[at]
     except (ValueError, IndexError, TypeError, KeyError):
         return None
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
+from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.kineto import columns, name_patterns, steps
 from tracekit.ingest.readers.kineto.columns import OpInputs
 from tracekit.ingest.readers.kineto.name_patterns import HostNames
@@ -176,8 +177,8 @@ def _picked(values: pl.Series, at: Ints) -> pl.Series:
 def _plain(raw: bytes) -> str | None:
     """Return a JSON value without the blanks of its file; None for none, and for what is no JSON."""
     try:
-        return json.dumps(json.loads(raw.decode("utf-8", "replace"))) if raw else None
-    except (ValueError, RecursionError):
+        return json.dumps(untrusted_json.parse(raw.decode("utf-8", "replace"))) if raw else None
+    except ValueError:
         return None
 
 

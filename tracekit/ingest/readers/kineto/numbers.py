@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ MOST_NS = 3 << 60
 
 MOST_DUR_NS = 1 << 60
 
+_MOST_EXPONENT = 18
 _EXACT_US = 1 << 43  # a double of µs below this is off by less than half a ns
 _WHOLE_US = 1 << 52  # whole µs below this fit a double, and their ns an int64
 _THREE_DECIMALS = r"\.\d{3}"
@@ -104,8 +105,10 @@ class Clock:
             return BAD
         try:
             us = Decimal(value) if not isinstance(value, float) else Decimal(repr(value))
+            if us.adjusted() > _MOST_EXPONENT:  # rounding 1e999990 to an integer takes minutes
+                return BAD
             ns = round(us * 1000)
-        except (InvalidOperation, ValueError, OverflowError):
+        except (ArithmeticError, ValueError):
             return BAD
         self.epoch |= abs(us) >= _EXACT_US
         self.fractions |= us != us.to_integral_value()

@@ -1,0 +1,47 @@
+"""Draw hostile inputs for a while, and state by kind how many tracekit did not handle."""
+
+import argparse
+import itertools
+import sys
+import time
+from collections import Counter
+
+from tests.fuzz import inputs, runner
+
+
+def main() -> int:
+    """Run the command; return 1 if an input was not handled."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="stop after so many (default: 60)")
+    parser.add_argument("--inputs", type=int, default=10**9, help="or after so many inputs")
+    parser.add_argument(
+        "--seed", type=int, default=time.time_ns() // 10**9, help="of the first input (default: the time)"
+    )
+    parser.add_argument("--kind", action="append", choices=inputs.KINDS, help="draw only this kind; repeatable")
+    options = parser.parse_args()
+    kinds = options.kind or list(inputs.KINDS)
+    deadline = time.monotonic() + options.seconds
+    counts: Counter[str] = Counter()
+    failed: list[runner.Failure] = []
+    with runner.worker() as worker:
+        for number, kind in zip(range(options.inputs), itertools.cycle(kinds), strict=False):
+            if time.monotonic() > deadline:
+                break
+            failure = worker.failure(kind, options.seed + number)
+            counts[kind] += 1
+            if failure is not None:
+                failed.append(failure)
+                print(f"{failure.kind} {failure.seed}: {failure.reason}: {failure.detail.strip()[-300:]}", flush=True)
+    print(_table(counts, failed))
+    return bool(failed)
+
+
+def _table(counts: Counter[str], failed: list[runner.Failure]) -> str:
+    of_kind = Counter(failure.kind for failure in failed)
+    rows = [f"| {kind} | {count} | {of_kind[kind]} |" for kind, count in counts.items()]
+    total = f"| all | {counts.total()} | {len(failed)} |"
+    return "\n".join(("| input | drawn | not handled |", "|---|---|---|", *rows, total))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Kinds of inputs: what each draws, and the command that reads it."""
+
+import functools
+import gzip
+import io
+import json
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+
+from tests.fuzz import mutations
+from tests.support import kineto_files
+from tests.support.cli_runner import ROOT
+from tests.support.sample_snapshots import MIB, Simulation, frame
+
+FOLDER = "{folder}"
+"""Stands in a command for the folder of the input's files."""
+IN = "in"
+RANK = "rank00000.pt.trace.json"
+
+Files = Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Input:
+    """Files and the command that reads them."""
+
+    kind: str
+    seed: int
+    command: tuple[str, ...]
+    files: Files
+
+
+_DEVICE = {"id": 0, "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85_000_000_000, "numSms": 132}
+_GROUP = {
+    "Collective name": "allreduce", "In msg nelems": 100, "Out msg nelems": 100, "Group size": 2, "dtype": "Float",
+    "Process Group Name": "0", "Process Group Description": "default_pg", "Process Group Ranks": "[0, 1]",
+    "In split size": "[]", "Out split size": "[]", "Rank": 0, "Seq": 3,
+}  # fmt: skip
+_SHAPES = {
+    "External id": 7, "Sequence number": 3, "Fwd thread id": 0, "Input Dims": [[8, 16], [16, 4], []],
+    "Input type": ["float", "float", "Scalar"], "Input Strides": [[16, 1], [4, 1], []],
+    "Concrete Inputs": ["", "", "1"], "Record function id": 0,
+}  # fmt: skip
+_MEMORY = {
+    "Device Type": 1, "Device Id": 0, "Addr": 1 << 40, "Bytes": 512, "Total Allocated": 512, "Total Reserved": 1 << 21,
+}  # fmt: skip
+# What the reader also knows: shapes, the arguments of a collective, memory, waits, Python frames, names, flows, pairs.
+_EVENTS = [
+    kineto_files.slice_("cpu_op", "aten::mm", 150, 20, tid=1, **_SHAPES),
+    kineto_files.slice_("cpu_op", "record_param_comms", 480, 10, tid=1, **_GROUP),
+    kineto_files.slice_("kernel", "ncclDevKernel_AllReduce", 500, 100, tid=8, device=0, stream=8, **_GROUP),
+    kineto_files.slice_("cuda_sync", "Event Sync", 700, 50, tid=9, stream=9, device=0, wait_on_stream=8),
+    kineto_files.slice_("python_function", "train.py(12): step", 120, 500, tid=1, **{"Python id": 1}),
+    kineto_files.slice_("gpu_memcpy", "Memcpy HtoD", 720, 30, tid=9, device=0, stream=9, bytes=4096),
+    {
+        "ph": "i",
+        "cat": "cpu_instant_event",
+        "s": "t",
+        "name": "[memory]",
+        "pid": 1,
+        "tid": 1,
+        "ts": 160,
+        "args": _MEMORY,
+    },
+    {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "ts": 0, "args": {"name": "thread 1 (python)"}},
+    {"ph": "s", "id": 7, "pid": 1, "tid": 1, "ts": 150, "cat": "ac2g", "name": "ac2g"},
+    {"ph": "B", "cat": "user_annotation", "name": "Optimizer.step#Adam.step", "pid": 1, "tid": 1, "ts": 800},
+    {"ph": "E", "cat": "user_annotation", "name": "Optimizer.step#Adam.step", "pid": 1, "tid": 1, "ts": 900},
+]
+
+
+def drawn(kind: str, seed: int) -> Input:
+    """Return the input of a kind with this seed."""
+    random = Random(f"{kind} {seed}")
+    command, make = KINDS[kind]
+    return Input(kind, seed, command, make(random))
+
+
+def _trace(random: Random) -> dict[str, Any]:
+    made = kineto_files.trace(0, steps=random.choice((1, 3)), last=random.random() < 0.5, deviceProperties=[_DEVICE])
+    made["traceEvents"] = [*made["traceEvents"], *_EVENTS]
+    return made
+
+
+def _json_of(document: Any, random: Random) -> bytes:
+    """Return a document as JSON, changed as a value, as text, or both."""
+    draw = random.random()
+    if draw < 0.45:
+        for _ in range(random.choice((1, 1, 3, 10))):
+            document = mutations.value(document, random)
+        data = json.dumps(document).encode()
+    elif draw < 0.75:
+        data = mutations.json_text(document, random).encode()
+    else:
+        data = mutations.text(json.dumps(document).encode(), random)
+    return data if random.random() < 0.85 else mutations.text(data, random)
+
+
+def _trace_bytes(random: Random) -> bytes:
+    return json.dumps(_trace(random)).encode()
+
+
+def _traces(random: Random) -> Files:
+    return {RANK: _json_of(_trace(random), random)}
+
+
+def _merged(random: Random) -> Files:
+    events = [
+        {**event, "args": {**event.get("args", {}), "rank": rank}}
+        for rank in (0, 1)
+        for event in kineto_files.trace(rank, steps=1)["traceEvents"]
+    ]
+    return {"merged.json": _json_of({"traceEvents": events}, random)}
+
+
+def _packed(random: Random) -> Files:
+    plain = _trace_bytes(random)
+    half = random.randrange(len(plain))
+    packed = random.choice(
+        (
+            gzip.compress(plain),
+            gzip.compress(plain[:half]) + gzip.compress(plain[half:]),
+            gzip.compress(b"") * 20 + gzip.compress(plain),
+            gzip.compress(plain[:half]) + b"between" + gzip.compress(plain[half:]),
+            pa.compress(plain, codec="zstd", asbytes=True),
+        )
+    )
+    suffix = random.choice((".gz", ".zst", ""))
+    return {RANK + suffix: mutations.text(packed, random)}
+
+
+def _two_ranks(random: Random) -> dict[str, bytes]:
+    return {f"rank0000{rank}.pt.trace.json": json.dumps(kineto_files.trace(rank, steps=1)).encode() for rank in (0, 1)}
+
+
+_MANIFEST = {
+    "schema": "tracekit.run/1", "strategy": "fsdp2", "world_size": 2, "mesh": {"dp_shard": 2}, "model": "tiny",
+    "arguments": {"steps": 3, "lr": 0.1}, "versions": {"torch": "2.13.0"}, "host": "node1",
+    "checkpoint": {"bytes": 100, "every_steps": 2},
+}  # fmt: skip
+_METRICS = [
+    {"step": step, "step_time_ns": 1_000_000 + step, "tokens_per_second": 10.5, "loss": 1.5, "data_wait_ns": 5}
+    for step in range(4)
+]
+_SAVES = [
+    {"step": 1, "stage": stage, "start_ns": 1_000 * place, "dur_ns": 900, "bytes": 4096, "save": 0}
+    for place, stage in enumerate(("snapshot", "serialize", "write", "fsync"))
+]
+
+
+def _manifests(random: Random) -> Files:
+    return {**_two_ranks(random), "run.json": _json_of(_MANIFEST, random)}
+
+
+def _lines(rows: list[dict[str, Any]], random: Random) -> bytes:
+    lines = [json.dumps(row).encode() for row in rows]
+    place = random.randrange(len(lines))
+    lines[place] = _json_of(rows[place], random)
+    return b"\n".join(lines) + random.choice((b"", b"\n"))
+
+
+def _metrics(random: Random) -> Files:
+    return {**_two_ranks(random), "rank00000.metrics.jsonl": _lines(_METRICS, random)}
+
+
+def _saves(random: Random) -> Files:
+    return {**_two_ranks(random), "rank00000.checkpoint.jsonl": _lines(_SAVES, random)}
+
+
+def _snapshot() -> Any:
+    made = Simulation()
+    blocks = [made.malloc(size * MIB) for size in (1, 5, 30, 2)]
+    made.events[-1]["frames"] = [frame("at::_ops::mm::call(at::Tensor)"), frame("forward", 12)]
+    made.free(blocks[2])
+    made.malloc(20 * MIB)
+    document = made.document()
+    document["device_traces"][0].append(
+        {"action": "oom", "device_free": 5, "size": 1 << 30, "stream": 0, "time_us": 9, "frames": []}
+    )
+    return document
+
+
+def _snapshots(random: Random) -> Files:
+    document = _snapshot()
+    for _ in range(random.choice((0, 1, 1, 3))):
+        document = mutations.value(document, random)
+    data = pickle.dumps(document, random.choice((2, 4, 5)))
+    return {"a.pickle": mutations.text(data, random) if random.random() < 0.4 else data}
+
+
+def _archives(random: Random) -> Files:
+    traces = _two_ranks(random)
+    file = io.BytesIO()
+    if random.random() < 0.5:
+        with tarfile.open(fileobj=file, mode=random.choice(("w", "w:gz"))) as archive:
+            for name, content in traces.items():
+                member = tarfile.TarInfo(random.choice(("", "../", "/", "a/../", "a" * 300 + "/")) + name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    else:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in traces.items():
+                archive.writestr(random.choice(("", "../", "/")) + name, content)
+    return {random.choice(("run.tar.gz", "run.zip", "run.json")): mutations.text(file.getvalue(), random)}
+
+
+def _safetensors(random: Random) -> Files:
+    header = {
+        "__metadata__": {"format": "pt"}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8, 16]},
+    }  # fmt: skip
+    text = _json_of(header, random)
+    size = random.choice((len(text), len(text) + 1, 1 << 40, 0)) if random.random() < 0.3 else len(text)
+    return {"model.safetensors": size.to_bytes(8, "little") + text + bytes(16)}
+
+
+@functools.cache
+def _baseline() -> Any:
+    return json.loads((ROOT / "sample_traces" / "ci" / "baseline.json").read_bytes())
+
+
+def _baselines(random: Random) -> Files:
+    return {**_two_ranks(random), "baseline.json": _json_of(_baseline(), random)}
+
+
+def _scrubbed(random: Random) -> Files:
+    files = {**_packed(random), "run.json": _json_of(_MANIFEST, random)}
+    return {f"{IN}/{name}": content for name, content in files.items()}
+
+
+def _settings(random: Random) -> Files:
+    text = b'[rules.COMM001]\nwarn_ratio = 0.2\n[check]\nfail-on = "error"\nignore = ["MEM003"]\n'
+    text += b"[budgets]\nstep_time = 5.0\n"
+    if random.random() < 0.5:
+        number = random.choice((*mutations.NUMBERS, "[" * 3000 + "]" * 3000, "{}", '"x"', "[]", "1979-05-27T07:32:00Z"))
+        text = text.replace(random.choice((b"0.2", b'"error"', b'["MEM003"]', b"5.0")), number.encode())
+    else:
+        text = mutations.text(text, random)
+    return {**_two_ranks(random), "tracekit.toml": text}
+
+
+CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
+    "trace": (CHECK, _traces),
+    "merged trace": (CHECK, _merged),
+    "packed trace": (CHECK, _packed),
+    "archive": (CHECK, _archives),
+    "manifest": (CHECK, _manifests),
+    "metrics log": (CHECK, _metrics),
+    "checkpoint log": (CHECK, _saves),
+    "baseline": ((*CHECK, "--baseline", f"{FOLDER}/baseline.json"), _baselines),
+    "settings": ((*CHECK, "--config", f"{FOLDER}/tracekit.toml"), _settings),
+    "summary": (("summary", FOLDER, "--format", "json", "--no-cache"), _traces),
+    "scrub": (("scrub", f"{FOLDER}/{IN}", f"{FOLDER}/scrubbed"), _scrubbed),
+    "memory snapshot": (("memory", f"{FOLDER}/a.pickle", "--format", "json"), _snapshots),
+    "safetensors": (("checkpoint", "verify", FOLDER), _safetensors),
+}

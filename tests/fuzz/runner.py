@@ -1,0 +1,106 @@
+"""Runs inputs in worker processes, and says which of them tracekit failed on."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.cli_runner import ROOT
+
+CPU_S = 4
+MEMORY_BYTES = 2 << 30
+"""Of address space beyond that of an idle process. Resident memory is limited by MAX_GROWTH_MIB."""
+MAX_GROWTH_MIB = 512
+_KNOWN_CODES = (0, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One input that was not handled: an internal error, a signal, too much time or memory, output that is no JSON."""
+
+    kind: str
+    seed: int
+    reason: str
+    detail: str
+
+
+class Worker:
+    """A process that handles inputs; started again after one that ended it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def failure(self, kind: str, seed: int) -> Failure | None:
+        """Return what was wrong with an input, None if nothing was."""
+        process = self._process or self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(f"{kind} {seed}\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        line = process.stdout.readline()
+        if not line:
+            code = process.wait()
+            self._process = None
+            return Failure(kind, seed, _ended(code), (self._folder / "stderr").read_text(errors="replace")[-400:])
+        return _judged(json.loads(line))
+
+    def _started(self) -> "subprocess.Popen[str]":
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "POLARS_MAX_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        variables |= {"XDG_CACHE_HOME": str(self._folder / "cache"), "TMPDIR": str(self._folder)}
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.worker", str(CPU_S), str(MEMORY_BYTES)]
+        with (self._folder / "stderr").open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=variables,
+                text=True,
+                cwd=ROOT,
+            )
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def worker() -> Iterator[Worker]:
+    """Yield a worker that is ended with the block."""
+    with tempfile.TemporaryDirectory(prefix="tracekit-fuzz-") as folder:
+        made = Worker(Path(folder))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def _judged(result: dict[str, object]) -> Failure | None:
+    reasons = {
+        "exception": bool(result["raised"]),
+        f"exit code {result['code']}": result["code"] not in (*_KNOWN_CODES, None),
+        "output is no JSON": not result["is_json"],
+        f"more than {CPU_S} s of CPU time": float(str(result["cpu_s"])) > CPU_S,
+        f"more than {MAX_GROWTH_MIB} MiB": int(str(result["grown_mib"])) > MAX_GROWTH_MIB,
+    }
+    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
+    if reason is None:
+        return None
+    return Failure(str(result["kind"]), int(str(result["seed"])), reason, str(result["raised"] or result["stderr"]))
+
+
+def _ended(code: int) -> str:
+    names = {24: f"more than {CPU_S} s of CPU time", 11: "segmentation fault", 6: "abort", 9: "killed"}
+    return names.get(-code, f"signal {-code}") if code < 0 else f"the process ended with {code}"

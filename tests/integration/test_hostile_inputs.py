@@ -1,0 +1,125 @@
+"""Hostile inputs: those that were not handled once, by name, and a share of the fuzzer's with fixed seeds.
+
+`make fuzz` draws fresh ones.
+"""
+
+import gzip
+import json
+
+import pytest
+
+from tests.fuzz import inputs, runner
+from tests.support import cli_runner, kineto_files
+from tracekit.ingest import untrusted_json
+
+TRACE = json.dumps(kineto_files.trace(0, 1, steps=2))
+SHARE = 4
+"""Inputs of each kind in every run of the tests."""
+
+
+def check(folder, **files):
+    (folder / "rank00000.pt.trace.json").write_text(TRACE, encoding="utf-8")
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text, encoding="utf-8")
+    return cli_runner.tracekit("check", folder, "--format", "json", "--no-cache", "--fail-on", "never")
+
+
+@pytest.mark.parametrize("number", ["1e999999999", "1e999990", "1e400", "0.1e-999999999", "9" * 5000])
+@pytest.mark.parametrize("place", ['"ts": 100.0', '"dur": 300', '"ts": 150.0'])
+def test_a_number_beyond_all_types_is_a_bad_time_at_once(tmp_path, number, place):
+    text = TRACE.replace(place, f"{place.partition(':')[0]}: {number}")
+    assert text != TRACE
+    (tmp_path / "rank0.pt.trace.json").write_text(text, encoding="utf-8")
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_settings_file_with_a_number_of_5000_digits_is_refused(tmp_path):
+    (tmp_path / "tracekit.toml").write_text("[budget]\nstep_time = " + "9" * 5000, encoding="utf-8")
+    done = cli_runner.tracekit("check", "--sample", "--config", tmp_path / "tracekit.toml")
+    assert done.returncode == 2
+    assert "tracekit.toml" in cli_runner.only_line(done)
+
+
+def test_scrub_names_a_gzip_file_with_damage_in_its_middle(tmp_path):
+    packed = bytearray(gzip.compress(TRACE.encode() * 50))
+    packed[len(packed) // 2 : len(packed) // 2 + 40] = bytes(40)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "rank0.pt.trace.json.gz").write_bytes(packed)
+    done = cli_runner.tracekit("scrub", tmp_path / "in", tmp_path / "out")
+    assert done.returncode == 2, done.stderr
+    assert "cannot be read to its end" in done.stdout + done.stderr
+
+
+def test_scrub_refuses_text_that_cannot_be_split(tmp_path):
+    (tmp_path / "rank0.pt.trace.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (80 << 20) + b"]}"))
+    done = cli_runner.tracekit("scrub", tmp_path / "rank0.pt.trace.json.gz", tmp_path / "out")
+    assert done.returncode == 2, done.stderr
+    assert "no end of a line" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("value", ["{}", "[]", '{"a": {"b": [1]}}', "[[1]]", '"x"', "true", "1e400", "9" * 400])
+def test_a_value_of_a_wrong_type_in_a_checkpoint_log_is_left_out_and_said(tmp_path, value):
+    line = '{"step": 1, "stage": "write", "start_ns": 5, "dur_ns": @, "bytes": @, "files": 1}'.replace("@", value)
+    done = check(tmp_path, rank00000__checkpoint__jsonl=line + "\n")
+    assert done.returncode == 0, done.stderr
+    assert "2 values have a wrong type and were left out" in done.stdout
+
+
+def test_a_step_of_a_wrong_type_in_a_metrics_log_is_left_out_and_said(tmp_path):
+    lines = ['{"step": 0, "step_time_ns": 5}', '{"step": {}, "step_time_ns": 6}', '{"step": true, "loss": 7}']
+    done = check(tmp_path, rank00000__metrics__jsonl="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    assert "2 values have a wrong type and were left out" in done.stdout
+
+
+@pytest.mark.parametrize("depth", [untrusted_json.MAX_DEPTH + 1, 900, 20_000])
+@pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}")])
+def test_json_beyond_a_depth_is_refused(depth, brackets):
+    text = brackets[0] * depth + ("1" if brackets[0] != "[" else "") + brackets[1] * depth
+    with pytest.raises(ValueError, match="nested more than 100 levels deep"):
+        untrusted_json.parse(text)
+
+
+def test_json_at_the_depth_is_read():
+    depth = untrusted_json.MAX_DEPTH
+    assert untrusted_json.parse("[" * depth + "]" * depth)
+    assert untrusted_json.parse(json.dumps("[" * 500)) == "[" * 500
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["{}", "[]", "3", '{"a": 1}', '{"a": {"data_offsets": [0]}}', '{"a": {"data_offsets": ["x", 1]}}', "[" * 90_000],
+)
+def test_a_header_of_another_shape_is_a_damaged_checkpoint(tmp_path, header):
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    done = cli_runner.tracekit("checkpoint", "verify", tmp_path)
+    assert done.returncode in (1, 2), done.stderr
+    assert "internal error" not in done.stderr
+
+
+ENTRIES = ['{"bytes": 1}', '{"bytes": 1e400, "sha256": "x"}', "[]", '{"bytes": {}, "sha256": 3}']
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_seal_with_another_entry_is_damaged(tmp_path, entry):
+    seal = '{"sha256": "x", "files": {"a": ENTRY}}'.replace("ENTRY", entry)
+    (tmp_path / "seal.json").write_text(seal, encoding="utf-8")
+    done = cli_runner.tracekit("checkpoint", "verify", tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "is damaged" in done.stdout + done.stderr
+
+
+def test_inputs_with_fixed_seeds_are_handled():
+    with runner.worker() as worker:
+        failed = [worker.failure(kind, seed) for kind in inputs.KINDS for seed in range(SHARE)]
+    assert [failure for failure in failed if failure] == []
+
+
+def test_the_fuzzer_finds_what_is_not_handled(monkeypatch):
+    """GIVEN a limit that no command keeps, WHEN an input is run, THEN it is a failure: the fuzzer can fail."""
+    monkeypatch.setattr(runner, "MAX_GROWTH_MIB", -1)
+    with runner.worker() as worker:
+        failure = worker.failure("manifest", 1)
+    assert failure is not None
+    assert failure.reason == "more than -1 MiB"
