@@ -9,7 +9,6 @@ import polars as pl
 from tracekit.analysis.parallelism import (
     pipeline_bubbles,
     pipeline_links,
-    rank_places,
     sharded_micro_batches,
 )
 from tracekit.model import units
@@ -113,7 +112,7 @@ class SlowPipelineLink(Rule):
     """
 
     code: ClassVar[str] = "PIPE005"
-    facts: ClassVar[tuple[Fact, ...]] = (*pipeline_bubbles.FACTS, *rank_places.FACTS)
+    facts: ClassVar[tuple[Fact, ...]] = pipeline_links.FACTS
     min_slowdown: float = 3.0
     min_lost_ratio: float = 0.002
     warning_lost_ratio: float = 0.01

@@ -1,13 +1,16 @@
-"""The bandwidth of transfers between stages, on simulated links of known speed."""
+"""Transfers between stages: bandwidth on simulated links of known speed, and delays on drawn timelines."""
 
 from dataclasses import replace
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 import tracekit
+from tests.support import drawn_pipelines, drawn_traces
 from tests.unit.simulate.jobs import pipelined, written
 from tracekit.analysis.parallelism import pipeline_links
+from tracekit.model import schema
 from tracekit.rules.engine import check
 from tracekit.rules.pipeline import PipelineBubble
 from tracekit.rules.rule import Finding
@@ -42,3 +45,33 @@ def test_slow_links_between_all_stages_are_a_warning_that_names_their_rate(tmp_p
 def test_links_as_fast_as_usual_are_none(tmp_path: Path) -> None:
     written(across_nodes(), tmp_path)
     assert judged(tmp_path) == ()
+
+
+def arrivals(run):
+    rows = run.run_table(pipeline_links.arrivals).filter(action="forward", micro_batch=0)
+    return rows.select("source_rank", "rank", "delay_ns").rows()
+
+
+def with_compute(trace, start_ns, dur_ns):
+    """Return a trace with more compute outside of the pipeline's actions."""
+    more = {"id": 900, "launch_id": 1, "lane": 0, "name": "adam", "kind": "compute", "step": 0}
+    more |= {"start_ns": start_ns, "dur_ns": dur_ns}
+    return trace.replaced(activities=pl.concat([trace.activities, schema.ACTIVITIES.conform(pl.DataFrame([more]))]))
+
+
+# rank 1 waits from 0 to 6; its input is complete at 2
+PICTURE = """
+    0 0  00..............aa
+    1 1  ......0000aaaa....
+"""
+
+
+def test_from_the_input_to_the_action_a_waiting_rank_waits_for_the_transfer():
+    assert arrivals(drawn_pipelines.run(PICTURE)) == [(0, 1, 4000)]
+
+
+def test_a_rank_that_computes_outside_of_the_pipeline_does_not_wait_for_the_transfer():
+    first, second = drawn_pipelines.traces(PICTURE)
+    assert arrivals(drawn_traces.run(first, with_compute(second, 1000, 5000))) == []
+    assert arrivals(drawn_traces.run(first, with_compute(second, 2000, 300))) == [(0, 1, 4000)]
+    assert arrivals(drawn_traces.run(first, with_compute(second, 0, 2000))) == [(0, 1, 4000)]

@@ -47,10 +47,15 @@ class Balance:
 
     @property
     def slowest(self) -> int:
-        """Return the stage to look at: the longest that gives layers away, else that with the slowest layers."""
-        gives = [at for at, (n, m) in enumerate(zip(self.better_layers, self.layers, strict=True)) if n < m]
-        if gives:
-            return max(gives, key=lambda at: self.stage_ns[at])
+        """Return the stage to look at: the longest on a rank that gives layers away, else that with the slowest layers.
+
+        Of several stages on an overloaded rank, another than the longest may give the layer.
+        """
+        moved = list(zip(self.rank_of, self.better_layers, self.layers, strict=False))
+        giving = {rank for rank, better, layers in moved if better < layers}
+        stages = [at for at, rank in enumerate(self.rank_of) if rank in giving]
+        if stages:
+            return max(stages, key=lambda at: self.stage_ns[at])
         return max(range(len(self.layer_ns)), key=lambda at: self.layer_ns[at])
 
     def of_same_rank(self, stage: int) -> list[int]:
@@ -213,7 +218,7 @@ def _divided(
     better = list(counts)
     # Times of equal layers differ by noise, which must not decide between stages of one rank.
     usual_ns = float(np.median(layer_ns))
-    of_layer = [round(ns / usual_ns / _LAYER_STEP) * _LAYER_STEP for ns in layer_ns]
+    of_layer = [_rounded(ns / usual_ns) for ns in layer_ns]
 
     def slowest(of: Sequence[int]) -> tuple[float, float, float]:
         stages = [_stage_ns(count, at, of_layer, extra) for at, count in enumerate(of)]
@@ -237,8 +242,13 @@ def _divided(
     return better
 
 
+def _rounded(ratio: float) -> float:
+    """Return the time of a layer over the median: in steps, and 1 for what differs from it by noise."""
+    return 1.0 if abs(ratio - 1) <= _EQUAL_LAYERS else round(ratio / _LAYER_STEP) * _LAYER_STEP
+
+
 _LAYER_STEP = 0.05
-"""Times of layers are compared in steps of this share of the median."""
+_EQUAL_LAYERS = 0.075
 
 
 def _representative_actions(run: Run) -> pl.DataFrame:

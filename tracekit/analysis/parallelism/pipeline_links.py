@@ -4,11 +4,18 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_schedule, pipeline_stages, rank_places
+from tracekit.analysis.parallelism import (
+    axis_communication,
+    pipeline_bubbles,
+    pipeline_schedule,
+    pipeline_stages,
+    rank_places,
+)
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
-from tracekit.model import schema
+from tracekit.model import intervals, schema
 from tracekit.model.run import Run
-from tracekit.sync import collective_matching
+from tracekit.model.trace import Fact
+from tracekit.sync import alignment, collective_matching
 from tracekit.sync.collective_matching import PAIRED
 
 LINKS = schema.columns(
@@ -17,20 +24,41 @@ LINKS = schema.columns(
 _LINK = ["window", "pipeline", "source_rank", "rank"]
 _ACTION = ["stage", "micro_batch", "action"]
 _LARGE_BYTES = 1 << 20
+_BUSY_RATIO = 0.1
+"""A rank that computes for more of a delay than this was not waiting."""
+FACTS: tuple[Fact, ...] = (*pipeline_bubbles.FACTS, *axis_communication.FACTS, *rank_places.FACTS)
 
 
 def arrivals(run: Run) -> pl.DataFrame:
     """Return the actions for whose input a rank was waiting when it was complete; use ``run.run_table``.
 
     Columns of `pipeline_bubbles.GAPS`, source_rank (which computed the input) and delay_ns: from then to the start of
-    the action, the time of the transfer. Where a rank was busy, or the input was there before, the time is not known.
+    the action, the time of the transfer. Where a rank was busy, with an action or with other compute such as the last
+    step's optimizer, or the input was there before, the time is not known.
     """
     gaps = run.run_table(pipeline_bubbles.idle_gaps).drop_nulls(["action", "ready_ns"])
     sources = pipeline_stages.dependencies(run.run_table(pipeline_stages.staged_actions))
     key = [*PIPELINE, "rank", *_ACTION]
     named = gaps.join(sources.select(*key, source_rank="producer_rank").unique(key), on=key, nulls_equal=True)
     waited = named.filter(pl.col("start_ns") < pl.col("ready_ns"), pl.col("ready_ns") <= pl.col("end_ns"))
-    return waited.with_columns((pl.col("end_ns") - pl.col("ready_ns")).alias("delay_ns"))
+    delayed = waited.with_columns((pl.col("end_ns") - pl.col("ready_ns")).alias("delay_ns"))
+    return delayed.filter(_computing_ns(run, delayed) <= _BUSY_RATIO * delayed["delay_ns"])
+
+
+def _computing_ns(run: Run, delayed: pl.DataFrame) -> pl.Series:
+    """Return how long the rank of each row computes between ready_ns and end_ns."""
+    compute = axis_communication.compute_spans(run)
+    placed = alignment.on_trace_clock(
+        delayed.select("window", "rank", "ready_ns", "end_ns").with_row_index("row"),
+        run.offsets,
+        ("ready_ns", "end_ns"),
+    )
+    parts = [pl.DataFrame(schema={"row": pl.UInt32, "computing_ns": pl.Int64})]
+    for place, own in placed.partition_by("window", "rank", as_dict=True).items():
+        spans = intervals.from_columns(own["ready_ns"], own["end_ns"] - own["ready_ns"])
+        covered = intervals.coverage(spans, compute.get(place, intervals.EMPTY))
+        parts.append(pl.DataFrame({"row": own["row"], "computing_ns": pl.Series(covered, dtype=pl.Int64)}))
+    return pl.concat(parts).sort("row")["computing_ns"]
 
 
 def links(run: Run) -> pl.DataFrame:
