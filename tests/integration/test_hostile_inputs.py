@@ -3,8 +3,11 @@
 `make fuzz` draws fresh ones.
 """
 
+import copy
+import functools
 import gzip
 import json
+import pickle
 
 import pytest
 
@@ -108,6 +111,45 @@ def test_a_seal_with_another_entry_is_damaged(tmp_path, entry):
     done = cli_runner.tracekit("checkpoint", "verify", tmp_path)
     assert done.returncode == 1, done.stderr
     assert "is damaged" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rank", ["null", "-1", "1e400", "{}"])
+def test_a_merged_file_of_one_kind_of_event_is_read_or_named(tmp_path, rank):
+    event = '{"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 5, "dur": 2, "args": {"rank": 0}}'
+    other = event.replace('"rank": 0', f'"rank": {rank}')
+    for name, events in (("some", [event] * 20 + [other]), ("none", [other] * 20)):
+        (tmp_path / f"{name}.json").write_text(f'{{"traceEvents": [{", ".join(events)}]}}', encoding="utf-8")
+        done = cli_runner.tracekit("check", tmp_path / f"{name}.json", "--format", "json", "--no-cache")
+        assert done.returncode in (1, 2), done.stderr
+        assert "internal error" not in done.stderr
+
+
+SNAPSHOT = {
+    "segments": [
+        {
+            "device": 0, "address": 1 << 30, "total_size": 1 << 21, "allocated_size": 512, "active_size": 512,
+            "stream": 0, "segment_type": "small", "segment_pool_id": (0, 0), "is_expandable": False, "frames": [],
+            "blocks": [{"address": 1 << 30, "size": 1 << 21, "state": "active_allocated", "frames": []}],
+        }
+    ],
+    "device_traces": [[{"action": "alloc", "addr": 1 << 30, "size": 9, "stream": 0, "time_us": 5, "frames": []}]],
+}  # fmt: skip
+FIELDS = [
+    *(("segments", 0, name) for name in SNAPSHOT["segments"][0] if name != "requested_size"),
+    *(("segments", 0, "blocks", 0, name) for name in SNAPSHOT["segments"][0]["blocks"][0]),
+    *(("device_traces", 0, 0, name) for name in SNAPSHOT["device_traces"][0][0]),
+]
+
+
+@pytest.mark.parametrize("value", [None, -1, 1 << 200, "x", [], {}, 1e400], ids=str)
+def test_any_field_of_a_snapshot_may_be_of_another_type(tmp_path, value):
+    for field in FIELDS:
+        changed = copy.deepcopy(SNAPSHOT)
+        holder = functools.reduce(lambda at, key: at[key], field[:-1], changed)
+        holder[field[-1]] = value
+        (tmp_path / "a.pickle").write_bytes(pickle.dumps(changed, 4))
+        done = cli_runner.tracekit("memory", tmp_path / "a.pickle", "--format", "json")
+        assert done.returncode in (0, 2), (field, done.stderr)
 
 
 def test_inputs_with_fixed_seeds_are_handled():

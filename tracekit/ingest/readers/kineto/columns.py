@@ -290,8 +290,16 @@ class ColumnBuilder:
 
     def frames(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
         """Return host slices, device work, allocator events and waits, and let their parts go."""
-        host, device, memory, syncs = (self._merge_thread_spellings(_frame(parts)) for parts in self._tables)
+        host, device, memory, syncs = (
+            self._merge_thread_spellings(self._with_rank(_frame(parts))) for parts in self._tables
+        )
         return host, device, memory, syncs
+
+    def _with_rank(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Return a frame of a merged file with a column rank, also if no event of the frame's kinds was found."""
+        if not self.has_several_ranks or "rank" in frame.columns:
+            return frame
+        return frame.with_columns(rank=pl.lit(None, pl.Int64))
 
     def _merge_thread_spellings(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Give a thread that is written now as a number, now as text the one index."""

@@ -62,6 +62,8 @@ class KinetoTraces(Reader):
         info, start_ns = _distributed_info(header), _start_ns(head, header)
         if not info and is_complete and columns.states_ranks(next(filter(None, Scan(path)), [])):
             merged = read_merged(path)
+            if not merged:
+                raise BadTraceError(f"{path}: its events state ranks, but none from 0 on; merge the traces again")
             return [
                 TraceInfo(rank, start_ns=start_ns, shares_file=True, trace=trace)
                 for rank, trace in sorted(merged.items())
@@ -143,7 +145,10 @@ def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:
     first = _FIRST_TIME.search(head)
     base_ns = header.get("baseTimeNanoseconds")
     base_ns = base_ns if isinstance(base_ns, int) and not isinstance(base_ns, bool) else 0
-    return None if first is None else base_ns + round(float(first[1]) * 1000)
+    if first is None:
+        return None
+    start_us = float(first[1])
+    return base_ns + round(start_us * 1000) if start_us < numbers.MOST_NS else None
 
 
 def _process_id(head: bytes) -> int | None:

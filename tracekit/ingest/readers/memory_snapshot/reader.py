@@ -78,18 +78,30 @@ def _snapshot(path: str, root: Any, unpickler: Unpickler) -> MemorySnapshot:
     listed = whole.get("segments")
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise TypeError("no list of segments")
-    segments = list(_segments(listed, unpickler))
-    blocks = list(_blocks(listed, unpickler))
+    segments = _frame(schema.SEGMENTS, _segments(listed, unpickler))
+    blocks = _frame(schema.BLOCKS, _blocks(listed, unpickler))
+    _refuse_missing(segments, ("device", "address", "stream", "kind", "total_bytes", "allocated_bytes", "active_bytes"))
+    _refuse_missing(blocks, ("device", "segment_address", "address", "bytes", "state"))
     return MemorySnapshot(
         path,
-        segments=_frame(schema.SEGMENTS, segments),
-        blocks=_frame(schema.BLOCKS, blocks),
+        segments=segments,
+        blocks=blocks,
         events=_events(whole.get("device_traces", []), unpickler.rows),
         stacks=_stacks(unpickler.frames),
         frames=_frames(unpickler.frames),
         annotations=_frame(schema.ANNOTATIONS, _annotations(whole.get("external_annotations", []))),
         settings=_settings(whole.get("allocator_settings")),
     )
+
+
+def _refuse_missing(table: pl.DataFrame, columns: Iterable[str]) -> None:
+    """Raise TypeError if a value is missing, or a size or address is negative."""
+    for name in columns:
+        values = table[name]
+        if values.null_count():
+            raise TypeError(f"no {name}")
+        if name.endswith(("address", "bytes")) and (values < 0).any():
+            raise ValueError(f"a negative {name}")
 
 
 def _segments(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[tuple[Any, ...]]:
