@@ -29,7 +29,21 @@ def environment(header: Mapping[str, Any]) -> dict[str, str]:
 
 def device_names(header: Mapping[str, Any]) -> str | None:
     """Return the distinct names of the devices that a header lists, separated by commas; None if it lists none."""
-    listed = header.get("deviceProperties")
-    devices = listed if isinstance(listed, list) else []
-    names = {str(device["name"]) for device in devices if isinstance(device, Mapping) and device.get("name")}
+    names = {str(device["name"]) for device in devices(header) if device.get("name")}
     return ", ".join(sorted(names)) or None
+
+
+def devices(header: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the properties of each device that a header lists; their values may have any type."""
+    listed = header.get("deviceProperties")
+    return [device for device in listed if isinstance(device, Mapping)] if isinstance(listed, list) else []
+
+
+def device_numbers(header: Mapping[str, Any], name: str) -> dict[int, int]:
+    """Return one property of the devices of a header, such as totalGlobalMem, by id: only positive int64 numbers."""
+    found = {}
+    for device in devices(header):
+        number, value = device.get("id"), device.get(name)
+        if type(number) is int and type(value) is int and 0 <= number < 1 << 31 and 0 < value < 1 << 63:
+            found[number] = value
+    return found

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from tracekit.analysis.compute import flops, product_kernels
-from tracekit.model import schema
+from tracekit.model import environment, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
@@ -103,7 +103,6 @@ def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: i
 
 def _multiprocessors(header: Mapping[str, Any]) -> int | None:
     """Return how many multiprocessors each device of a header has; None where it does not say, or they differ."""
-    listed = header.get("deviceProperties")
-    counts = {each.get("numSms") for each in listed if isinstance(each, dict)} if isinstance(listed, list) else set()
-    (count,) = counts if len(counts) == 1 else (None,)
-    return count if isinstance(count, int) and count > 0 else None
+    counts = [each.get("numSms") for each in environment.devices(header)]
+    count = counts[0] if counts and all(each == counts[0] for each in counts) else None
+    return count if type(count) is int and 0 < count < 1 << 31 else None

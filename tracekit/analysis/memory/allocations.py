@@ -10,7 +10,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.memory import owners
 from tracekit.analysis.time import trace_columns
-from tracekit.model import intervals, schema
+from tracekit.model import environment, intervals, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -150,14 +150,8 @@ def peaks(trace: Trace) -> pl.DataFrame:
         peak_reserved_bytes=pl.col("reserved_bytes").max(),
         slack_bytes=pl.col("slack_bytes").get(pl.col("live_bytes").arg_max()),
     )
-    properties = trace.header.get("deviceProperties")
-    devices = [each for each in properties if isinstance(each, dict)] if isinstance(properties, list) else []
-    sizes = {each.get("id"): each.get("totalGlobalMem") for each in devices}
-    memory = pl.DataFrame(
-        [(number, size) for number, size in sizes.items() if isinstance(number, int) and isinstance(size, int)],
-        schema={"device": pl.Int64, "memory_bytes": pl.Int64},
-        orient="row",
-    )
+    sizes = environment.device_numbers(trace.header, "totalGlobalMem")
+    memory = pl.DataFrame(list(sizes.items()), schema={"device": pl.Int64, "memory_bytes": pl.Int64}, orient="row")
     wide = top.join(memory, on="device", how="left").with_columns(
         headroom_bytes=pl.col("memory_bytes") - pl.col("peak_reserved_bytes")
     )
