@@ -1,0 +1,1 @@
+"""Dumps of a hang: flight recorders and stacks of ranks -> plain values."""

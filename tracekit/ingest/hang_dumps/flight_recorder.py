@@ -1,0 +1,273 @@
+"""A dump of torch's flight recorder, versions 1.5 to 2.x, as pickle or JSON -> the calls of one rank.
+
+Source of the fields: torch/csrc/distributed/c10d/FlightRecorder.hpp and FlightRecorderDetail.hpp. `tracekit record
+--hang-timeout` writes the same JSON with stacks of the calls, and its own part under "tracekit".
+"""
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, BinaryIO
+
+from tracekit.ingest import untrusted_json
+from tracekit.ingest.pickle_machine import Machine, PickleError
+from tracekit.model.hang_dump import Call, CallState, Frame, RankDump, SystemCall, ThreadStack
+from tracekit.model.manifest import MAX_RANKS
+
+MAX_ENTRIES = 200_000
+_MAX_FRAMES = 64
+_MAX_SIZES = 1 << 20  # of one dump
+_MAX_TEXT = 1000
+_INT64 = 1 << 63
+_PEERS = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})\Z")
+_COALESCED = frozenset({"coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced"})
+_NUMBER = re.compile(r"\d{1,7}")
+_GLOO = "gloo"
+_SCALARS = (int, float, bool, type(None))
+
+
+class BadDumpError(ValueError):
+    """A file that is no dump, or a damaged one. The message is a predicate, such as "is truncated"."""
+
+
+def load(data: bytes) -> Any:
+    """Return the value of a pickle or JSON file. Raises BadDumpError."""
+    if data[:1] == b"\x80":
+        return unpickle(io.BytesIO(data))
+    try:
+        return untrusted_json.parse(data)
+    except ValueError as error:
+        raise BadDumpError(f"is no valid JSON ({error})") from None
+
+
+def unpickle(file: BinaryIO) -> Any:
+    """Return the plain data of a pickle; nothing is executed. Raises BadDumpError."""
+    try:
+        return Machine(file).read()
+    except PickleError as error:
+        raise BadDumpError(str(error)) from None
+
+
+def is_dump(value: Any) -> bool:
+    """Return whether a value has the form of a flight recorder's dump."""
+    return isinstance(value, dict) and "version" in value and ("entries" in value or "pg_config" in value)
+
+
+def parse(value: Mapping[str, Any], *, rank: int, path: str) -> RankDump:
+    """Return the dump of a rank. Raises BadDumpError if a field is not what it should be."""
+    entries = value.get("entries") or []
+    if not isinstance(entries, list):
+        raise BadDumpError("has entries that are no list")
+    if len(entries) > MAX_ENTRIES:
+        raise BadDumpError(f"has {len(entries):,} entries; at most {MAX_ENTRIES:,} are read")
+    reader = _Entries(rank)
+    calls = _coalesced([reader.call(index, entry) for index, entry in enumerate(entries)])
+    dump = RankDump(rank, (path,), calls, _groups(value.get("pg_config")), has_recorder=True)
+    own = value.get("tracekit")
+    return _with_own(dump, own) if isinstance(own, dict) else dump
+
+
+def stated_rank(value: Mapping[str, Any]) -> int | None:
+    """Return the rank that a dump states itself."""
+    own = value.get("tracekit")
+    rank = (own or {}).get("rank", value.get("rank")) if isinstance(own, dict) or "rank" in value else None
+    return rank if type(rank) is int and 0 <= rank < MAX_RANKS else None
+
+
+class _Entries:
+    """Converts entries. Stacks repeat: each list of frames is converted once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sizes = 0
+        self._frames: dict[tuple[str, str, int], Frame] = {}
+
+    def call(self, index: int, entry: Any) -> Call:
+        """Return the call of an entry. Raises BadDumpError."""
+        if not isinstance(entry, dict):
+            raise BadDumpError(f"has an entry {index} that is no object")
+        try:
+            return self._call(index, entry)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, BadDumpError):
+                raise
+            what = f"no field {error}" if isinstance(error, KeyError) else str(error)[:200]
+            raise BadDumpError(f"has a damaged entry {index} ({what})") from None
+
+    def _call(self, index: int, entry: Mapping[str, Any]) -> Call:
+        backend, name = _text(entry["profiling_name"]).rpartition(":")[::2]
+        peers = _PEERS.match(name)
+        is_p2p = bool(entry.get("is_p2p", peers is not None))
+        collective_seq = _integer(entry["collective_seq_id"] if "collective_seq_id" in entry else entry["seq_id"])
+        group, description = (_text(part) for part in tuple(entry["process_group"])[:2])
+        created_ns = _time(entry.get("time_created_ns")) or 1000 * (_time(entry.get("time_created_us")) or 0)
+        ended_ns = _time(entry.get("time_discovered_completed_ns"))
+        left, right = (int(peers[2]), int(peers[4])) if peers else (None, None)
+        return Call(
+            self._rank,
+            index,
+            group,
+            description,
+            _integer(entry.get("p2p_seq_id", collective_seq)) if is_p2p else collective_seq,
+            peers[1] if peers else name,
+            backend,
+            _state(entry, backend, ended_ns),
+            is_p2p=is_p2p,
+            source=left if peers and peers[1] == "send" else right,
+            target=right if peers and peers[1] == "send" else left,
+            input_sizes=self._tensor_sizes(entry.get("input_sizes")),
+            output_sizes=self._tensor_sizes(entry.get("output_sizes")),
+            input_dtypes=_dtypes(entry.get("input_dtypes")),
+            output_dtypes=_dtypes(entry.get("output_dtypes")),
+            created_ns=created_ns or None,
+            ended_ns=ended_ns,
+            timeout_ms=_time(entry.get("timeout_ms")),
+            frames=self.frames(entry.get("frames")),
+            error=_text(entry.get("failed") or ""),
+        )
+
+    def _tensor_sizes(self, value: Any) -> tuple[tuple[int, ...], ...]:
+        if value is None:
+            return ()
+        sizes = tuple(tuple(map(_integer, _listed(tensor))) for tensor in _listed(value))
+        self._sizes += sum(len(tensor) + 1 for tensor in sizes)
+        if self._sizes > _MAX_SIZES:
+            raise BadDumpError(f"has more than {_MAX_SIZES:,} sizes of tensors")
+        return sizes
+
+    def frames(self, value: Any) -> tuple[Frame, ...]:
+        """Return the innermost frames of a stack."""
+        if not isinstance(value, list):
+            return ()
+        return tuple(self._frame(each) for each in value[:_MAX_FRAMES] if isinstance(each, dict))
+
+    def _frame(self, value: Mapping[str, Any]) -> Frame:
+        line = value.get("line")
+        key = (_text(value.get("name")), _text(value.get("filename")), line if type(line) is int else 0)
+        known = self._frames.get(key)
+        if known is None:
+            known = self._frames[key] = Frame(*key, source=_text(value.get("source") or ""))
+        return known
+
+
+def _state(entry: Mapping[str, Any], backend: str, ended_ns: int | None) -> CallState:
+    if entry.get("failed"):
+        return CallState.FAILED
+    # Gloo's works have no events: an entry is retired when its work has run, and its state stays "scheduled".
+    if ended_ns or (backend == _GLOO and entry.get("retired") is True):
+        return CallState.COMPLETED
+    try:
+        return CallState(entry["state"])
+    except ValueError:
+        raise BadDumpError(f"has an entry in the unknown state {_shown(entry['state'])}") from None
+
+
+def _coalesced(calls: list[Call]) -> tuple[Call, ...]:
+    """Return the calls, those that an entry "coalesced" closes as its parts: only it has the state of all.
+
+    Entries of one coalesced call have the same number in their group and stand one after the other.
+    """
+    merged: list[Call] = []
+    for _, same in groupby(calls, key=lambda call: (call.group, call.is_p2p, call.seq)):
+        members: list[Call] = []
+        for call in same:
+            if call.op in _COALESCED:
+                merged.append(replace(call, parts=tuple(members)))
+                members = []
+            else:
+                members.append(call)
+        merged += members
+    return tuple(merged)
+
+
+def _groups(value: Any) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+    if not isinstance(value, dict):
+        return {}
+    return {
+        _text(each.get("name") or name): (_text(each.get("desc")), _ranks(each.get("ranks")))
+        for name, each in value.items()
+        if isinstance(each, dict) and (each.get("name") or name)
+    }
+
+
+def _ranks(value: Any) -> tuple[int, ...] | None:
+    numbers = _NUMBER.findall(value) if isinstance(value, str) else value if isinstance(value, list) else []
+    ranks = tuple(dict.fromkeys(_integer(number) for number in numbers))
+    return ranks if ranks and max(ranks) < MAX_RANKS else None
+
+
+def _with_own(dump: RankDump, own: Mapping[str, Any]) -> RankDump:
+    """Return the dump with what tracekit's recorder added."""
+    frames = _Entries(dump.rank).frames
+    threads = [each for each in own.get("threads") or () if isinstance(each, dict)]
+    return replace(
+        dump,
+        threads=tuple(_thread(each, frames(each.get("frames"))) for each in threads),
+        world_size=_optional(own.get("world_size")),
+        written_ns=_optional(own.get("written_ns")),
+        reason=_text(own.get("reason")),
+        error=_text(own.get("error")),
+        host=_text(own.get("host")),
+        process_id=_optional(own.get("pid")),
+        stalled_ns=_optional(own.get("stalled_ns")),
+        dead_ranks=tuple(filter(None.__ne__, map(_optional, own.get("dead_ranks") or ()))),  # type: ignore[arg-type]
+    )
+
+
+def _thread(value: Mapping[str, Any], frames: tuple[Frame, ...]) -> ThreadStack:
+    ratio, call = value.get("cpu_ratio"), value.get("system_call")
+    return ThreadStack(
+        _text(value.get("name")),
+        frames,
+        is_main=value.get("is_main") is True,
+        cpu_ratio=float(ratio) if isinstance(ratio, int | float) else None,
+        system_call=SystemCall(_text(call.get("name")), _text(call.get("path"))) if isinstance(call, dict) else None,
+    )
+
+
+# Values -----------------------------------------------------------------------------------------------------------
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)[:_MAX_TEXT] if isinstance(value, str | int) else ""
+
+
+def _integer(value: Any) -> int:
+    """Return an integer that may be written as text. Raises ValueError."""
+    if isinstance(value, str) and len(value) < 20 and value.lstrip("-").isdigit():
+        value = int(value)
+    if type(value) is not int or not -_INT64 <= value < _INT64:
+        raise ValueError(f"{_shown(value)} is no integer")
+    return value
+
+
+def _optional(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < _INT64 else None
+
+
+def _time(value: Any) -> int | None:
+    """Return a time; None for 0, which JSON dumps have where there is none."""
+    return None if value is None else _integer(value) or None
+
+
+def _dtypes(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) and value else tuple(map(_text, _listed(value))) if value else ()
+
+
+def _listed(value: Any) -> Iterator[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{_shown(value)} is no list")
+    return iter(value)
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message; a container may be too large to print, or contain itself."""
+    return (
+        repr(value[:40])
+        if isinstance(value, str)
+        else str(value)
+        if type(value) in _SCALARS
+        else f"a {type(value).__name__}"
+    )

@@ -1,0 +1,158 @@
+"""A folder of dumps -> what each rank left: flight recorder dumps, and stacks laid next to them."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median_low
+
+from tracekit.errors import InputError
+from tracekit.ingest.hang_dumps import flight_recorder, stacks
+from tracekit.ingest.hang_dumps.flight_recorder import BadDumpError
+from tracekit.model.hang_dump import HangDumps, RankDump, ThreadStack
+from tracekit.model.manifest import MAX_RANKS
+from tracekit.model.units import duration, ranges
+
+MAX_BYTES = 256 << 20
+_MAX_FILES = 100_000
+_TEXT_ENDINGS = ("", ".txt", ".log", ".stack", ".stacks", ".trace", ".dump", ".out", ".err")
+_RANK = re.compile(r"rank[-_]?(\d{1,7})(?!\d)", re.I)
+_LAST_NUMBER = re.compile(r"(\d{1,7})(?!.*\d)")
+_OTHER_TIME_NS = 600 * 10**9
+_HOW_TO = "record with tracekit record --hang-timeout 300, or copy the files of TORCH_FR_DUMP_TEMP_FILE there"
+
+
+@dataclass(frozen=True)
+class _Stacks:
+    """The stacks of one file."""
+
+    path: str
+    rank: int | None
+    process_id: int | None
+    threads: tuple[ThreadStack, ...]
+
+
+def read(path: Path) -> HangDumps:
+    """Return the dumps of a folder and the folders in it. Raises InputError if there is none that can be used."""
+    notes: list[str] = []
+    dumps: list[RankDump] = []
+    texts: list[_Stacks] = []
+    for file in _files(path):
+        try:
+            _read_file(file, dumps, texts)
+        except BadDumpError as error:
+            notes.append(f"{file.name}: {error}; it is left out")
+    if not dumps and not any(each.rank is not None for each in texts):
+        reason = f": {notes[0]}" if notes else ""
+        raise InputError(f"{path}: no dump of a flight recorder that can be used{reason}; {_HOW_TO}")
+    by_rank = _latest(dumps, notes)
+    _add_stacks(by_rank, texts, notes)
+    _drop_other_times(by_rank, notes)
+    return HangDumps(dict(sorted(by_rank.items())), tuple(notes))
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        raise InputError(f"{path}: is a file; name the folder with the dumps of all ranks")
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder; check the path")
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]  # a FIFO or socket would block
+    if len(files) > _MAX_FILES:
+        raise InputError(f"{path}: contains more than {_MAX_FILES:,} files; name the folder of the dumps")
+    return files
+
+
+def _read_file(file: Path, dumps: list[RankDump], texts: list[_Stacks]) -> None:
+    """Add what a file contains; nothing if it is neither a dump nor stacks. Raises BadDumpError if it is damaged."""
+    with file.open("rb") as opened:
+        head = opened.read(64)
+    is_pickle = head[:1] == b"\x80"
+    is_json = head.lstrip()[:1] in (b"{", b"[")
+    is_text = file.suffix.lower() in _TEXT_ENDINGS
+    if not (is_pickle or is_json or is_text) or not head:
+        return
+    if file.stat().st_size > MAX_BYTES:
+        if is_pickle:
+            raise BadDumpError(f"has {file.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read")
+        return
+    data = file.read_bytes()
+    if is_pickle or is_json:
+        _read_value(file, data, dumps, texts)
+    elif threads := stacks.parse_text(text := data.decode("utf-8", "replace")):
+        texts.append(_Stacks(str(file), _named_rank(file), stacks.process_id(text), threads))
+
+
+def _read_value(file: Path, data: bytes, dumps: list[RankDump], texts: list[_Stacks]) -> None:
+    if data[:1] != b"\x80" and b'"frames"' not in data and b'"version"' not in data:
+        return
+    value = flight_recorder.load(data)
+    if flight_recorder.is_dump(value):
+        rank = flight_recorder.stated_rank(value)
+        rank = _named_rank(file) if rank is None else rank
+        if rank is None:
+            raise BadDumpError("has no rank in its name, such as nccl_trace_rank_3")
+        dump = flight_recorder.parse(value, rank=rank, path=str(file))
+        dumps.append(replace(dump, modified_ns=file.stat().st_mtime_ns))
+    elif threads := stacks.parse_json(value):
+        texts.append(_Stacks(str(file), _named_rank(file), stacks.is_spy_of(value), threads))
+    elif data[:1] == b"\x80":
+        raise BadDumpError("is no dump of a flight recorder")
+
+
+def _named_rank(file: Path) -> int | None:
+    """Return the rank in a file's name: after "rank", else the last number, as torch's prefix_3 has it."""
+    match = _RANK.search(file.name) or _LAST_NUMBER.search(file.stem)
+    rank = int(match[1]) if match else None
+    return rank if rank is not None and rank < MAX_RANKS else None
+
+
+def _latest(dumps: Iterable[RankDump], notes: list[str]) -> dict[int, RankDump]:
+    """Return the latest dump of each rank."""
+    by_rank: dict[int, RankDump] = {}
+    for dump in dumps:
+        other = by_rank.get(dump.rank)
+        if other is None:
+            by_rank[dump.rank] = dump
+            continue
+        older, newer = sorted((other, dump), key=_moment)
+        by_rank[dump.rank] = newer.with_stacks(older)
+        notes.append(f"rank {dump.rank} has several dumps; {Path(newer.paths[0]).name} is the latest and is used")
+    return by_rank
+
+
+def _moment(dump: RankDump) -> int:
+    return dump.written_ns or (dump.span_ns or (0, 0))[1]
+
+
+def _add_stacks(by_rank: dict[int, RankDump], texts: Iterable[_Stacks], notes: list[str]) -> None:
+    of_process = {dump.process_id: rank for rank, dump in by_rank.items() if dump.process_id is not None}
+    for each in texts:
+        rank = of_process.get(each.process_id) if each.process_id is not None else None
+        rank = each.rank if rank is None else rank
+        if rank is None:
+            notes.append(f"{Path(each.path).name}: stacks of an unknown rank; put rank3 or so in its name")
+            continue
+        of_stacks = RankDump(rank, (each.path,), threads=each.threads)
+        by_rank[rank] = by_rank[rank].with_stacks(of_stacks) if rank in by_rank else of_stacks
+
+
+def _drop_other_times(by_rank: dict[int, RankDump], notes: list[str]) -> None:
+    """Remove dumps of another time: those whose events are far from the time of the median rank's events."""
+    spans = {rank: span for rank, dump in by_rank.items() if (span := dump.span_ns)}
+    if len(spans) > 1:
+        typical = (median_low(first for first, _ in spans.values()), median_low(last for _, last in spans.values()))
+        far = {rank: gap for rank, span in spans.items() if (gap := _gap_ns(span, typical)) > _OTHER_TIME_NS}
+        for rank, gap_ns in far.items() if len(far) * 2 < len(spans) else ():
+            name = Path(by_rank.pop(rank).paths[0]).name
+            notes.append(f"{name}: the dump of rank {rank} is {duration(gap_ns)} from the others; it is left out")
+        if far and len(far) * 2 >= len(spans):
+            notes.append(f"the dumps are of different times, {duration(max(far.values()))} apart: check the folder")
+    written = {rank: dump.written_ns for rank, dump in by_rank.items() if dump.written_ns}
+    if written and (spread := max(written.values()) - min(written.values())) > _OTHER_TIME_NS:
+        early = ranges(rank for rank, ns in written.items() if ns < max(written.values()) - _OTHER_TIME_NS)
+        notes.append(f"dumps were written up to {duration(spread)} apart: those of ranks {early} are older")
+
+
+def _gap_ns(one: tuple[int, int], other: tuple[int, int]) -> int:
+    """Return the time between two spans; 0 where they overlap."""
+    return max(one[0] - other[1], other[0] - one[1], 0)
