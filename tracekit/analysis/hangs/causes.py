@@ -1,0 +1,147 @@
+"""What makes one rank a culprit, and the evidence for it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tracekit.analysis.hangs import host
+from tracekit.analysis.hangs.collectives import sizes
+from tracekit.analysis.hangs.host import Activity
+from tracekit.model.hang_dump import Call, CallState, Frame, HangDumps, RankDump
+from tracekit.model.units import duration
+
+_FRAMES = 4
+_LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited",
+                    "connection was likely closed", "nccl remote error")  # fmt: skip
+
+
+class Kind(StrEnum):
+    """Causes of a hang."""
+
+    NONE = "no hang"
+    DIED = "process died"
+    NO_DUMP = "no dump"
+    EXITED = "program ended"
+    ERROR = "exception"
+    HOST = "stuck on the host"
+    MISMATCH = "mismatched collectives"
+    ORDER = "order of collectives"
+    DEADLOCK = "deadlock between groups"
+    COMMUNICATION = "communication stuck"
+    UNKNOWN = "cause unknown"
+
+
+ADVICE = {
+    Kind.NONE: "",
+    Kind.DIED: "Look for the end of that process: its log, the kernel's log (dmesg) for the out-of-memory killer, and "
+    "the GPU's (nvidia-smi -q, Xid errors).",
+    Kind.NO_DUMP: "Look whether that process is alive (py-spy dump --pid PID) and put its dump into the folder; if it "
+    "is gone, its log and the kernel's log (dmesg) say why.",
+    Kind.EXITED: "Give all ranks the same number of steps: drop_last, or torch.distributed.algorithms.Join.",
+    Kind.ERROR: "Fix the exception; the other ranks only wait for that rank.",
+    Kind.HOST: "Look at the code in the stack of that rank: the other ranks continue when it returns.",
+    Kind.MISMATCH: "All ranks of a group have to call the same operation with equally many elements of one type: look "
+    "for a condition on rank or data before the call.",
+    Kind.ORDER: "Call the collectives in one order on all ranks of the group; look for a condition on rank or data.",
+    Kind.DEADLOCK: "Call the collectives of these groups in one order on all ranks that belong to both.",
+    Kind.COMMUNICATION: "All ranks are in the collective: look at network and GPUs (NCCL_DEBUG=INFO, nvidia-smi, "
+    "ibstat), first on ranks that have not started or completed it.",
+    Kind.UNKNOWN: "Add the missing dumps, and stacks of all ranks (py-spy dump --pid PID > rank3.txt).",
+}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank that causes a hang."""
+
+    rank: int
+    kind: Kind
+    reason: str
+    """A predicate, such as "is blocked in file access"."""
+    evidence: tuple[str, ...]
+
+
+def of_rank(rank: int, dumps: HangDumps) -> Culprit:
+    """Return why a rank that others wait for does not come."""
+    dump = dumps.ranks.get(rank)
+    if dump is None or (not dump.has_recorder and not dump.threads):
+        return _without_dump(rank, dumps)
+    if dump.reason == "exit":
+        return Culprit(rank, Kind.EXITED, "ended its program", record(dump))
+    if dump.reason == "error":
+        return Culprit(rank, Kind.ERROR, f"raised {_shortened(dump.error)}", record(dump))
+    state = host.state(dump)
+    if not dump.has_recorder and state.activity is Activity.COMMUNICATION:
+        reason = f"{state.sentence}; which one is unknown, as its flight recorder dump is missing"
+        return Culprit(rank, Kind.UNKNOWN, reason, evidence(dump))
+    if state.activity is Activity.UNKNOWN:
+        reason = "has not called it; the dumps have no stack of it"
+    else:
+        reason = state.sentence
+    return Culprit(rank, Kind.HOST, reason, evidence(dump))
+
+
+def _without_dump(rank: int, dumps: HangDumps) -> Culprit:
+    witnesses = [other for other, dump in dumps.ranks.items() if rank in dump.dead_ranks]
+    if witnesses:
+        text = f"rank {witnesses[0]} found on the same host that its process does not exist any more"
+        return Culprit(rank, Kind.DIED, "died: its process does not exist any more", (text, "it left no dump"))
+    lost = [(other, dump.error) for other, dump in dumps.ranks.items() if is_lost_connection(dump.error)]
+    if lost:
+        texts = tuple(f"rank {other}: {_shortened(error)}" for other, error in lost[:3])
+        return Culprit(rank, Kind.DIED, "died: the others lost the connection to it", (*texts, "it left no dump"))
+    return Culprit(rank, Kind.NO_DUMP, "left no dump: its process died, or could not write one", ())
+
+
+def is_lost_connection(error: str) -> bool:
+    """Return whether an error says that another process has gone."""
+    return any(words in error.lower() for words in _LOST_CONNECTION)
+
+
+def evidence(dump: RankDump) -> tuple[str, ...]:
+    """Return what a rank did last: calls, the state of its main thread and its stack."""
+    texts = list(record(dump))
+    thread = dump.main_thread
+    if thread is not None and thread.frames:
+        if thread.cpu_ratio is not None and thread.cpu_ratio > 0.01:
+            texts.append(f"its main thread runs, or waits for a processor, {100 * thread.cpu_ratio:.0f}% of the time")
+        if thread.system_call is not None:
+            call = thread.system_call
+            texts.append(f"its main thread is in the system call {call.name}{f' on {call.path}' if call.path else ''}")
+        texts += [f"stack: {_frame_text(frame)}" for frame in thread.frames[:_FRAMES]]
+    return tuple(texts)
+
+
+def _frame_text(frame: Frame) -> str:
+    return f"{frame}{f': {frame.source}' if frame.source else ''}"
+
+
+def record(dump: RankDump) -> tuple[str, ...]:
+    """Return the last calls of a rank, and for how long it made none."""
+    texts = []
+    if dump.calls:
+        texts.append(f"last call: {call_text(dump.calls[-1])}")
+        done = [call for call in dump.calls if call.state is CallState.COMPLETED]
+        if done and done[-1] is not dump.calls[-1]:
+            texts.append(f"last complete: {call_text(done[-1])}")
+    elif dump.has_recorder:
+        texts.append("its flight recorder has no call")
+    if dump.stalled_ns:
+        texts.append(f"no progress for {duration(dump.stalled_ns)} when the dump was written")
+    return tuple(texts)
+
+
+def call_text(call: Call) -> str:
+    """Return a call for a message: operation, group, number, sizes, state and where it was called."""
+    frame = host.user_frame(call.frames)
+    where = f", called in {frame}" if frame else ""
+    what = " ".join(filter(None, (call.op, sizes(call))))
+    return f"{what} of group {call.group!r}, seq {call.seq}, {call.state}{where}"
+
+
+def _shortened(error: str) -> str:
+    return " ".join(error.split())[:200] or "an exception"
+
+
+def brief(call: Call) -> str:
+    """Return a call for a table."""
+    return f"{call.op} {call.group}/{call.seq}"

@@ -1,0 +1,387 @@
+"""The dumps of a job -> whether it hangs, in which collective, and which ranks are the cause."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from tracekit.analysis.hangs import causes, desync, host
+from tracekit.analysis.hangs.causes import ADVICE, Culprit, Kind
+from tracekit.analysis.hangs.collectives import CallTable, sizes
+from tracekit.analysis.hangs.desync import Mismatch
+from tracekit.analysis.hangs.groups import Groups
+from tracekit.analysis.hangs.waits import Root, Wait, WaitGraph, graph
+from tracekit.model.hang_dump import Call, CallState, HangDumps, RankDump
+from tracekit.model.units import duration, ranges
+
+DEFAULT_MIN_WAIT_NS = 10 * 10**9
+_MAX_PAIRS = 2000
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank does: one row of the table of ranks."""
+
+    rank: int
+    last_call: str
+    last_completed: str
+    waits_in: str
+    on_host: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Whether a job hangs, where, and why."""
+
+    kind: Kind
+    verdict: str
+    advice: str
+    wait: Wait | None
+    """The call that is not complete and that the cause keeps from it."""
+    culprits: tuple[Culprit, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
+    cycle: tuple[str, ...] = ()
+    """Lines that draw a deadlock: each rank, what it waits in, and for whom."""
+    completed_ranks: tuple[int, ...] = ()
+    """Ranks for which the collective is complete, while it is not for others."""
+    waited_ns: int | None = None
+    ranks: tuple[RankState, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_hang(self) -> bool:
+        """Return whether the job hangs."""
+        return self.kind is not Kind.NONE
+
+
+def diagnose(dumps: HangDumps, *, min_wait_ns: int = DEFAULT_MIN_WAIT_NS) -> Diagnosis:
+    """Return why a job hangs. A wait of less than `min_wait_ns` when the dumps were written is no hang."""
+    groups = Groups(dumps)
+    table = CallTable(dumps, groups)
+    waiting = graph(dumps, groups, table)
+    case = _Case(dumps, table, waiting, _waited_ns(dumps, waiting.waits))
+    found = case.diagnosis(min_wait_ns)
+    return _with_ranks(found, dumps, groups, waiting)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """All that a verdict rests on."""
+
+    dumps: HangDumps
+    table: CallTable
+    graph: WaitGraph
+    waited_ns: int | None
+
+    def diagnosis(self, min_wait_ns: int) -> Diagnosis:
+        if not self.graph.waits:
+            return self._without_waits()
+        timed_out = any(dump.reason in ("timeout", "error") for dump in self.dumps.ranks.values())
+        if not timed_out and self.waited_ns is not None and self.waited_ns < min_wait_ns:
+            return _no_hang(
+                f"No hang: the longest wait for a collective is {duration(self.waited_ns)}, as in a running training."
+            )
+        mismatches = self._mismatches()
+        if mismatches:
+            return self._mismatch(mismatches)
+        roots = [root for root in self.graph.roots() if root.led_ranks or not root.ranks]
+        if not roots:
+            return self._unexplained(self.graph.waits[0])
+        root = roots[0]
+        if len(root.ranks) > 1:
+            return self._deadlock(root)
+        return self._late([each for each in roots if len(each.ranks) == 1]) if root.ranks else self._stuck(root)
+
+    # Cases --------------------------------------------------------------------------------------------------------
+
+    def _without_waits(self) -> Diagnosis:
+        stalled = [dump for dump in self.dumps.ranks.values() if dump.reason == "timeout" or not dump.has_recorder]
+        away = {dump.rank: host.state(dump) for dump in stalled if dump.threads}
+        if not any(dump.reason == "timeout" for dump in stalled) or not away:
+            failed = [dump for dump in self.dumps.ranks.values() if dump.reason == "error"]
+            return self._failed(failed) if failed else self._complete()
+        culprits = tuple(causes.of_rank(rank, self.dumps) for rank in sorted(away))
+        text = (
+            f"No collective is pending, but {_ranks(away)} made no call for {duration(_stalled_ns(stalled))}: "
+            f"{_who(culprits)} {culprits[0].reason}."
+        )
+        return Diagnosis(Kind.HOST, text, ADVICE[Kind.HOST], None, culprits)
+
+    def _complete(self) -> Diagnosis:
+        count = sum(len(dump.calls) for dump in self.dumps.ranks.values())
+        return _no_hang(f"No hang: all {count:,} calls of {_ranks(self.dumps.ranks)} are complete.")
+
+    def _failed(self, failed: Sequence[RankDump]) -> Diagnosis:
+        culprits = tuple(causes.of_rank(dump.rank, self.dumps) for dump in failed)
+        text = f"No collective is pending: {_who(culprits)} {culprits[0].reason}."
+        return Diagnosis(Kind.ERROR, text, ADVICE[Kind.ERROR], None, culprits)
+
+    def _mismatches(self) -> list[tuple[Wait, Mismatch]]:
+        found: dict[object, tuple[Wait, Mismatch]] = {}
+        for wait in self.graph.waits:
+            mismatch = desync.first_mismatch(self.table, wait.collective) if wait.collective else None
+            if mismatch is not None:
+                found.setdefault((mismatch.group, mismatch.seq), (wait, mismatch))
+        return sorted(found.values(), key=lambda pair: (pair[0].first_call.created_ns or 0, pair[1].seq))
+
+    def _mismatch(self, found: Sequence[tuple[Wait, Mismatch]]) -> Diagnosis:
+        wait, mismatch = found[0]
+        kind = Kind.ORDER if "opposite order" in " ".join(mismatch.explanations.values()) else Kind.MISMATCH
+        deviating = dict(mismatch.deviating)
+        if mismatch.is_tied:
+            deviating = dict(self.table.calls(mismatch.group, mismatch.seq))
+        texts = {rank: mismatch.explanations.get(rank, _calls(mismatch)) for rank in deviating}
+        culprits = tuple(Culprit(rank, kind, texts[rank], self._record(rank)) for rank in sorted(deviating))
+        text = (
+            f"{_desynced(mismatch)} at seq {mismatch.seq} of {mismatch.group}, so that {wait.op} is not complete on "
+            f"{_ranks(wait.waiting_ranks)}."
+        )
+        return Diagnosis(
+            kind, text, ADVICE[kind], wait, culprits, tuple(each for _, each in found), waited_ns=self.waited_ns
+        )
+
+    def _deadlock(self, root: Root) -> Diagnosis:
+        waits = [self.graph.waits[number] for number in root.waits]
+        deviating = _fewest(root, waits)
+        culprits = tuple(
+            Culprit(rank, Kind.DEADLOCK, f"waits in {_name(self._wait_of(rank, root))}", self._record(rank))
+            for rank in deviating
+        )
+        text = f"Deadlock: {_cycle_text(waits)}; " + (
+            f"only {_ranks(deviating)} {_plural(deviating, 'takes', 'take')} another order than the others."
+            if len(deviating) < len(root.ranks)
+            else "each waits for a rank that waits in the other."
+        )
+        wait = max(waits, key=lambda each: len(each.waiting_ranks))
+        return Diagnosis(
+            Kind.DEADLOCK,
+            text,
+            ADVICE[Kind.DEADLOCK],
+            wait,
+            culprits,
+            cycle=self._drawn(root),
+            waited_ns=self.waited_ns,
+        )
+
+    def _late(self, roots: Sequence[Root]) -> Diagnosis:
+        """Return the verdict where chains end at ranks that wait for nobody."""
+        needed = {rank for root in roots[:1] for rank in root.ranks}
+        waits = [wait for wait in self.graph.waits if needed & set(wait.missing_ranks)]
+        wait = max(waits, key=lambda each: (len(each.waiting_ranks), -(each.first_call.created_ns or 0)))
+        late = sorted(needed | {rank for root in roots for rank in root.ranks if rank in wait.missing_ranks})
+        culprits = tuple(causes.of_rank(rank, self.dumps) for rank in late)
+        if sum(each.kind is Kind.NO_DUMP for each in culprits) > max(1, len(self.dumps.ranks)):
+            return self._undecided(wait, late)
+        kind = min(culprits, key=lambda each: (_ORDER.index(each.kind), each.rank)).kind
+        waiters = wait.waiting_ranks
+        verb = _plural(waiters, "waits", "wait")
+        text = f"{_sentence(_ranks(waiters))} {verb} in {_name(wait)} for {_because(culprits)}."
+        return Diagnosis(
+            kind, text, ADVICE[kind], wait, culprits, waited_ns=self.waited_ns,
+            completed_ranks=_partly(wait),
+        )  # fmt: skip
+
+    def _stuck(self, root: Root) -> Diagnosis:
+        """Return the verdict on a collective that all ranks came to and that does not complete."""
+        waits = [wait for wait in self.graph.waits if not wait.missing_ranks]
+        conflict = self._order_conflict(waits)
+        if conflict is not None:
+            return conflict
+        wait = self.graph.waits[root.waits[0]]
+        calls = wait.collective.calls if wait.collective else {}
+        states = {rank: call.state for rank, call in calls.items()}
+        has_started = {CallState.STARTED, CallState.COMPLETED} & set(states.values())
+        behind = [rank for rank, state in states.items() if has_started and state is CallState.SCHEDULED]
+        behind = behind or [rank for rank in states if _partly(wait) and states[rank] is not CallState.COMPLETED]
+        how = "has not started it" if has_started and behind else "has not completed it"
+        culprits = tuple(Culprit(rank, Kind.COMMUNICATION, how, self._evidence(rank)) for rank in sorted(behind))
+        text = f"All ranks have called {_name(wait)}, their calls match, and it does not complete"
+        if culprits:
+            text += f": {_who(culprits)} {how}, other ranks have"
+        return Diagnosis(
+            Kind.COMMUNICATION, f"{text}.", ADVICE[Kind.COMMUNICATION], wait, culprits, waited_ns=self.waited_ns,
+            completed_ranks=_partly(wait),
+        )  # fmt: skip
+
+    def _order_conflict(self, waits: Sequence[Wait]) -> Diagnosis | None:
+        """Return the verdict where ranks enqueued two pending collectives in different orders."""
+        collectives = [wait for wait in waits if wait.collective]
+        for one, other in list(combinations(collectives, 2))[:_MAX_PAIRS]:
+            assert one.collective
+            assert other.collective
+            first, second = one.collective.calls, other.collective.calls
+            common = sorted(first.keys() & second.keys())
+            ahead = [rank for rank in common if first[rank].order < second[rank].order]
+            behind = [rank for rank in common if rank not in ahead]
+            if ahead and behind:
+                fewer = min(ahead, behind, key=len)
+                deviating = common if len(ahead) == len(behind) else fewer
+                culprits = tuple(
+                    Culprit(rank, Kind.DEADLOCK, "enqueued them in another order", self._record(rank))
+                    for rank in deviating
+                )
+                text = (
+                    f"Deadlock: {_ranks(ahead)} enqueued {_name(one)} before {_name(other)}, {_ranks(behind)} "
+                    f"{_name(other)} first."
+                )
+                lines = (f"{_ranks(ahead)}: {_name(one)}, then {_name(other)}",
+                         f"{_ranks(behind)}: {_name(other)}, then {_name(one)}")  # fmt: skip
+                advice = ADVICE[Kind.DEADLOCK]
+                return Diagnosis(Kind.DEADLOCK, text, advice, one, culprits, cycle=lines, waited_ns=self.waited_ns)
+        return None
+
+    def _undecided(self, wait: Wait, late: Sequence[int]) -> Diagnosis:
+        text = (
+            f"{_sentence(_ranks(wait.waiting_ranks))} {_plural(wait.waiting_ranks, 'waits', 'wait')} in {_name(wait)}; "
+            f"the cause cannot be told, as {_ranks(late)} left no dumps."
+        )
+        return Diagnosis(Kind.UNKNOWN, text, ADVICE[Kind.UNKNOWN], wait, waited_ns=self.waited_ns)
+
+    def _unexplained(self, wait: Wait) -> Diagnosis:
+        ranks = wait.waiting_ranks
+        culprits = tuple(causes.of_rank(rank, self.dumps) for rank in ranks)
+        text = f"{_name(wait)} is not complete on {_ranks(ranks)}, which {culprits[0].reason}."
+        return Diagnosis(Kind.HOST, _sentence(text), ADVICE[Kind.HOST], wait, culprits, waited_ns=self.waited_ns)
+
+    # Parts of verdicts ------------------------------------------------------------------------------------------------
+
+    def _evidence(self, rank: int) -> tuple[str, ...]:
+        dump = self.dumps.ranks.get(rank)
+        return causes.evidence(dump) if dump else ()
+
+    def _record(self, rank: int) -> tuple[str, ...]:
+        dump = self.dumps.ranks.get(rank)
+        return causes.record(dump) if dump else ()
+
+    def _wait_of(self, rank: int, root: Root) -> Wait:
+        return next(self.graph.waits[n] for n in self.graph.of_rank[rank] if n in root.waits)
+
+    def _drawn(self, root: Root) -> tuple[str, ...]:
+        """Return one cycle as lines: rank, the call that it waits in, the next rank."""
+        lines: list[str] = []
+        rank, seen = root.ranks[0], set[int]()
+        while rank not in seen:
+            seen.add(rank)
+            wait = self._wait_of(rank, root)
+            following = next(other for other in wait.missing_ranks if other in root.ranks)
+            lines.append(f"rank {rank} waits in {_name(wait)} for rank {following}")
+            rank = following
+        return tuple(lines)
+
+
+_ORDER = (Kind.ERROR, Kind.DIED, Kind.EXITED, Kind.HOST, Kind.NO_DUMP, Kind.UNKNOWN)
+
+
+def _no_hang(text: str) -> Diagnosis:
+    return Diagnosis(Kind.NONE, text, "", None)
+
+
+def _waited_ns(dumps: HangDumps, waits: Iterable[Wait]) -> int | None:
+    """Return how long the longest wait had lasted when the dumps were written; None if unknown."""
+    moment = max((dump.moment_ns for dump in dumps.ranks.values()), default=0)
+    created = [wait.first_call.created_ns for wait in waits if wait.first_call.created_ns]
+    return max(0, moment - min(created)) if created and moment else None
+
+
+def _stalled_ns(dumps: Iterable[RankDump]) -> int:
+    return max((dump.stalled_ns or 0 for dump in dumps), default=0)
+
+
+def _partly(wait: Wait) -> tuple[int, ...]:
+    return wait.collective.completed_ranks if wait.collective else ()
+
+
+def _fewest(root: Root, waits: Sequence[Wait]) -> tuple[int, ...]:
+    """Return the ranks of a cycle that wait in the collective with fewest of them; all, if there is no fewest."""
+    members = sorted((tuple(sorted(set(wait.waiting_ranks) & set(root.ranks))) for wait in waits), key=len)
+    smallest = [each for each in members if each and len(each) == len(members[0])]
+    return smallest[0] if len(smallest) == 1 and len(smallest[0]) * 2 < len(root.ranks) else root.ranks
+
+
+def _name(wait: Wait) -> str:
+    return f"{wait.op} (seq {wait.seq} of {wait.group})"
+
+
+def _cycle_text(waits: Sequence[Wait]) -> str:
+    return ", ".join(
+        f"{_ranks(wait.waiting_ranks)} {_plural(wait.waiting_ranks, 'waits', 'wait')} in {_name(wait)}"
+        for wait in waits[:3]
+    )
+
+
+def _calls(mismatch: Mismatch) -> str:
+    return f"calls {mismatch.expected.op} {sizes(mismatch.expected)}".rstrip()
+
+
+def _desynced(mismatch: Mismatch) -> str:
+    """Return who calls what, as a clause."""
+    other = next(iter(mismatch.deviating.values()))
+    deviating = [rank for rank, call in mismatch.deviating.items() if call.op == other.op]
+    expected = mismatch.expected_ranks
+    if set(expected) & set(deviating):
+        return f"The ranks exchange unequal amounts in {other.op}: {mismatch.explanations[deviating[0]]}"
+    one, two = (_what(call, mismatch.kind) for call in (other, mismatch.expected))
+    return (
+        f"{_sentence(_ranks(deviating))} {_plural(deviating, 'calls', 'call')} {one} where "
+        f"{_ranks(expected)} {_plural(expected, 'calls', 'call')} {two}"
+    )
+
+
+def _what(call: Call, kind: str) -> str:
+    return call.op if kind == desync.OP else f"{call.op} {sizes(call)}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {ranges(numbers)}"
+
+
+def _because(culprits: Sequence[Culprit]) -> str:
+    """Return the ranks of culprits and the reason of each, as part of a sentence."""
+    by_reason: dict[str, list[int]] = {}
+    for each in culprits:
+        by_reason.setdefault(each.reason, []).append(each.rank)
+    shown = [f"{_ranks(ranks)}, which {reason}" for reason, ranks in list(by_reason.items())[:3]]
+    return "; and for ".join(shown) + (f"; and {len(by_reason) - 3} more" if len(by_reason) > 3 else "")
+
+
+def _who(culprits: Sequence[Culprit]) -> str:
+    return _ranks(each.rank for each in culprits)
+
+
+def _plural(ranks: Sequence[int], one: str, many: str) -> str:
+    return one if len(ranks) == 1 else many
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _with_ranks(found: Diagnosis, dumps: HangDumps, groups: Groups, waiting: WaitGraph) -> Diagnosis:
+    """Return the diagnosis with a row for each rank, and notes on what the dumps lack."""
+    absent = sorted(set(range(groups.world_size)) - set(dumps.ranks))
+    notes = list(dumps.notes)
+    if absent:
+        notes.append(f"no dump of {_ranks(absent)} of {groups.world_size}")
+    without_recorder = [rank for rank, dump in dumps.ranks.items() if not dump.has_recorder]
+    if without_recorder:
+        notes.append(f"only stacks, no flight recorder dump, of {_ranks(without_recorder)}")
+    without_stacks = [rank for rank, dump in dumps.ranks.items() if not dump.threads]
+    if found.kind is Kind.HOST and without_stacks:
+        notes.append(f"no stacks of {_ranks(without_stacks)}: lay py-spy or faulthandler stacks into the folder")
+    rows = tuple(_row(dump, waiting) for dump in dumps.ranks.values())
+    return replace(found, ranks=rows, notes=tuple(notes))
+
+
+def _row(dump: RankDump, waiting: WaitGraph) -> RankState:
+    done = [call for call in dump.calls if call.state is CallState.COMPLETED]
+    waits = [waiting.waits[number] for number in waiting.of_rank.get(dump.rank, ())]
+    state = host.state(dump)
+    shown = "" if state.activity is host.Activity.UNKNOWN else state.sentence
+    left = {"exit": "ended its program", "error": f"raised {dump.error[:80]}"}.get(dump.reason, "")
+    return RankState(
+        dump.rank,
+        causes.brief(dump.calls[-1]) if dump.calls else "",
+        causes.brief(done[-1]) if done else "",
+        ", ".join(causes.brief(wait.first_call) for wait in waits[:2]),
+        left or shown,
+    )
