@@ -23,6 +23,7 @@ from tracekit.cli.commands.critical_path import critical_path
 from tracekit.cli.commands.dashboard import dashboard
 from tracekit.cli.commands.export import export
 from tracekit.cli.commands.flamegraph import flamegraph
+from tracekit.cli.commands.hang import hang
 from tracekit.cli.commands.history import history
 from tracekit.cli.commands.kernels import kernels
 from tracekit.cli.commands.memory import memory
@@ -74,6 +75,7 @@ for command, short_help in (
     (dashboard, "Open runs in the browser."),
     (cache, "Show or clear the cache of parsed traces."),
     (simulate, "Write traces of a simulated training with known faults."),
+    (hang, "Say which rank a hung job waits for, and why."),
     (watch, "Show a running training and its outlier steps."),
     (scrub, "Copy a run without host names, users, paths and secrets."),
 ):
