@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tracekit import conventions
 from tracekit.capture import atomic_files, folder_claim, launch_settings, rank_info, uploader
 from tracekit.capture.checkpoints import auto_recording
 from tracekit.capture.step_inference import StepCounter
@@ -39,6 +40,8 @@ def imported(module: str) -> None:
             return
         _recorders.append(AutoRecorder(settings))
         _recorders[0].install()
+        if settings.hang_timeout_s is not None:
+            _watch_hangs(settings)
     for agent in _recorders:
         _WATCHES[module](agent.folder, agent.rank, agent.step)
 
@@ -49,6 +52,23 @@ _WATCHES = {
     "safetensors.torch": auto_recording.watch_safetensors,
 }
 _recorders: "list[AutoRecorder]" = []
+
+
+def _watch_hangs(settings: launch_settings.Settings) -> None:
+    """Watch for hangs from the creation of the process group on; what a hung rank writes goes into the run."""
+    from tracekit.capture.hangs import HangWatch
+
+    def folder() -> Path:
+        remote = object_storage.is_url(settings.out)
+        run = Path(settings.scratch) if remote else folder_claim.claim(Path(settings.out), training_name(settings))
+        place = run / conventions.HANG_FOLDER
+        notes = Path(settings.notes)
+        if notes.is_dir():
+            (notes / f"{os.getpid()}{conventions.HANG_NOTE_SUFFIX}").write_text(str(place), encoding="utf-8")
+        return place
+
+    assert settings.hang_timeout_s is not None
+    HangWatch(folder, settings.hang_timeout_s).install()
 
 
 class AutoRecorder:

@@ -37,9 +37,12 @@ class Settings:
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step; only the training knows them."""
 
+    hang_timeout_s: float | None = None
+    """Dump stacks and flight recorders of ranks whose collectives make no progress for so long; None: do not watch."""
+
     def recorder_options(self) -> dict[str, Any]:
         """Return the fields that are options of `Recorder`."""
-        others = ("out", "launch", "notes", "ranks", "tokens_per_step")
+        others = ("out", "launch", "notes", "ranks", "tokens_per_step", "hang_timeout_s")
         return {name: value for name, value in vars(self).items() if name not in others}
 
     def as_variable(self) -> str:

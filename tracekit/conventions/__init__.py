@@ -19,6 +19,7 @@ METRICS_SUFFIX = ".metrics.jsonl"
 MEMORY_SNAPSHOT_SUFFIX = ".memory.pickle"
 HANG_FOLDER = "hang"  # in a run: what its ranks left when their collectives made no progress
 HANG_SUFFIX = ".hang.json"  # a flight recorder's dump with the rank's stacks
+HANG_NOTE_SUFFIX = ".hang"  # in the launcher's notes: the folder of a process that is watched for hangs
 STACKS_SUFFIX = ".stacks.txt"  # the process of a watched rank, and stacks by faulthandler
 PARTIAL_SUFFIX = ".partial"  # the file is still being written, or its writer died
 CLAIM_FILE = ".training"  # states which training owns a folder that `tracekit record` chose

@@ -143,13 +143,17 @@ def sleeping() -> None:
     time.sleep(1e6)
 
 
-def healthy(rank: int) -> None:
-    """All ranks idle at the same point; nothing is pending."""
-    time.sleep(1e6)
+def running(rank: int) -> None:
+    """No hang: the dumps are of a training that goes on."""
+    for number in range(2000):
+        step()
+        if number == 200:
+            WATCHES[0].write("request")
 
 
+WATCHES = []
 CASES = (skipped_collective, opposite_groups, different_sizes, endless_loop, killed, data_loader, dead_disk,
-         opposite_pairs, uneven_steps, exception, lost_message, asynchronous, healthy)  # fmt: skip
+         opposite_pairs, uneven_steps, exception, lost_message, asynchronous, running)  # fmt: skip
 
 
 def main() -> None:
@@ -157,7 +161,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    start(folder, timeout_s)
+    WATCHES.append(start(folder, timeout_s))
     for _ in range(STEPS):
         step()
     next(each for each in CASES if each.__name__ == case)(rank)

@@ -1,5 +1,6 @@
 """What makes one rank a culprit, and the evidence for it."""
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -9,7 +10,9 @@ from tracekit.analysis.hangs.host import Activity
 from tracekit.model.hang_dump import Call, CallState, Frame, HangDumps, RankDump
 from tracekit.model.units import duration
 
-_FRAMES = 4
+_FRAMES = 6
+_STANDARD_LIBRARY = ("/lib/python3", "<frozen ")
+_SOURCE_PREFIX = re.compile(r"\[/[^\]]*\] ")
 _LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited",
                     "connection was likely closed", "nccl remote error")  # fmt: skip
 
@@ -26,6 +29,7 @@ class Kind(StrEnum):
     MISMATCH = "mismatched collectives"
     ORDER = "order of collectives"
     DEADLOCK = "deadlock between groups"
+    MESSAGES = "deadlock of sends and receives"
     COMMUNICATION = "communication stuck"
     UNKNOWN = "cause unknown"
 
@@ -43,9 +47,18 @@ ADVICE = {
     "for a condition on rank or data before the call.",
     Kind.ORDER: "Call the collectives in one order on all ranks of the group; look for a condition on rank or data.",
     Kind.DEADLOCK: "Call the collectives of these groups in one order on all ranks that belong to both.",
+    Kind.MESSAGES: "Compare peers and order of the sends and receives of these ranks: nobody sends what they wait for.",
     Kind.COMMUNICATION: "All ranks are in the collective: look at network and GPUs (NCCL_DEBUG=INFO, nvidia-smi, "
     "ibstat), first on ranks that have not started or completed it.",
     Kind.UNKNOWN: "Add the missing dumps, and stacks of all ranks (py-spy dump --pid PID > rank3.txt).",
+}
+
+HOST_ADVICE = {
+    Activity.DATA_LOADER: "Look at the dataset and the data loader's workers (py-spy dump --pid of the worker "
+    "processes); DataLoader(timeout=60) turns such a wait into an error.",
+    Activity.FILE_ACCESS: "Check that file system on the rank's node: df, dmesg, the mount and its server.",
+    Activity.RUNNING: "Look at the loop in the stack of that rank: it does not end.",
+    Activity.SLEEPING: "Look at what the rank sleeps for: the other ranks continue when it returns.",
 }
 
 
@@ -58,6 +71,12 @@ class Culprit:
     reason: str
     """A predicate, such as "is blocked in file access"."""
     evidence: tuple[str, ...]
+    activity: Activity = Activity.UNKNOWN
+
+    @property
+    def advice(self) -> str:
+        """Return what to do about it."""
+        return HOST_ADVICE.get(self.activity, ADVICE[self.kind]) if self.kind is Kind.HOST else ADVICE[self.kind]
 
 
 def of_rank(rank: int, dumps: HangDumps) -> Culprit:
@@ -68,7 +87,7 @@ def of_rank(rank: int, dumps: HangDumps) -> Culprit:
     if dump.reason == "exit":
         return Culprit(rank, Kind.EXITED, "ended its program", record(dump))
     if dump.reason == "error":
-        return Culprit(rank, Kind.ERROR, f"raised {_shortened(dump.error)}", record(dump))
+        return Culprit(rank, Kind.ERROR, f"raised {shortened(dump.error)}", evidence(dump))
     state = host.state(dump)
     if not dump.has_recorder and state.activity is Activity.COMMUNICATION:
         reason = f"{state.sentence}; which one is unknown, as its flight recorder dump is missing"
@@ -77,7 +96,7 @@ def of_rank(rank: int, dumps: HangDumps) -> Culprit:
         reason = "has not called it; the dumps have no stack of it"
     else:
         reason = state.sentence
-    return Culprit(rank, Kind.HOST, reason, evidence(dump))
+    return Culprit(rank, Kind.HOST, reason, evidence(dump), state.activity)
 
 
 def _without_dump(rank: int, dumps: HangDumps) -> Culprit:
@@ -87,7 +106,7 @@ def _without_dump(rank: int, dumps: HangDumps) -> Culprit:
         return Culprit(rank, Kind.DIED, "died: its process does not exist any more", (text, "it left no dump"))
     lost = [(other, dump.error) for other, dump in dumps.ranks.items() if is_lost_connection(dump.error)]
     if lost:
-        texts = tuple(f"rank {other}: {_shortened(error)}" for other, error in lost[:3])
+        texts = tuple(f"rank {other}: {shortened(error)}" for other, error in lost[:3])
         return Culprit(rank, Kind.DIED, "died: the others lost the connection to it", (*texts, "it left no dump"))
     return Culprit(rank, Kind.NO_DUMP, "left no dump: its process died, or could not write one", ())
 
@@ -107,8 +126,18 @@ def evidence(dump: RankDump) -> tuple[str, ...]:
         if thread.system_call is not None:
             call = thread.system_call
             texts.append(f"its main thread is in the system call {call.name}{f' on {call.path}' if call.path else ''}")
-        texts += [f"stack: {_frame_text(frame)}" for frame in thread.frames[:_FRAMES]]
+        texts += [f"stack: {_frame_text(frame)}" for frame in _shown(thread.frames)]
     return tuple(texts)
+
+
+def _shown(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the innermost frame, and its callers outside of the standard library."""
+    callers = (
+        frame
+        for frame in frames[1:]
+        if "/site-packages/" in frame.file or not any(part in frame.file for part in _STANDARD_LIBRARY)
+    )
+    return (*frames[:1], *callers)[:_FRAMES]
 
 
 def _frame_text(frame: Frame) -> str:
@@ -138,8 +167,9 @@ def call_text(call: Call) -> str:
     return f"{what} of group {call.group!r}, seq {call.seq}, {call.state}{where}"
 
 
-def _shortened(error: str) -> str:
-    return " ".join(error.split())[:200] or "an exception"
+def shortened(error: str) -> str:
+    """Return an error on one line, without the place in torch's source."""
+    return _SOURCE_PREFIX.sub("", " ".join(error.split()))[:200] or "an exception"
 
 
 def brief(call: Call) -> str:

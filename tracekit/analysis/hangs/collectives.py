@@ -129,7 +129,7 @@ def sizes(call: Call) -> str:
     """
     inputs = _tensors(call.input_sizes, call.input_dtypes)
     outputs = _tensors(call.output_sizes, call.output_dtypes)
-    return inputs if inputs == outputs or not outputs else f"{inputs} -> {outputs}"
+    return inputs or outputs if inputs == outputs or not (inputs and outputs) else f"{inputs} -> {outputs}"
 
 
 def _tensors(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> str:

@@ -104,7 +104,7 @@ class _Case:
             f"No collective is pending, but {_ranks(away)} made no call for {duration(_stalled_ns(stalled))}: "
             f"{_who(culprits)} {culprits[0].reason}."
         )
-        return Diagnosis(Kind.HOST, text, ADVICE[Kind.HOST], None, culprits)
+        return Diagnosis(Kind.HOST, text, culprits[0].advice, None, culprits)
 
     def _complete(self) -> Diagnosis:
         count = sum(len(dump.calls) for dump in self.dumps.ranks.values())
@@ -142,25 +142,20 @@ class _Case:
     def _deadlock(self, root: Root) -> Diagnosis:
         waits = [self.graph.waits[number] for number in root.waits]
         deviating = _fewest(root, waits)
+        kind = Kind.DEADLOCK if any(wait.collective for wait in waits) else Kind.MESSAGES
         culprits = tuple(
-            Culprit(rank, Kind.DEADLOCK, f"waits in {_name(self._wait_of(rank, root))}", self._record(rank))
+            Culprit(rank, kind, f"waits in {_name(self._wait_of(rank, root))}", self._record(rank))
             for rank in deviating
         )
-        text = f"Deadlock: {_cycle_text(waits)}; " + (
-            f"only {_ranks(deviating)} {_plural(deviating, 'takes', 'take')} another order than the others."
+        others = (
+            f"only {_ranks(deviating)} {_plural(deviating, 'takes', 'take')} another order than the others"
             if len(deviating) < len(root.ranks)
-            else "each waits for a rank that waits in the other."
+            else "each waits for a rank that waits in another call"
         )
+        text = f"Deadlock: {_cycle_text(waits)}; {others}."
         wait = max(waits, key=lambda each: len(each.waiting_ranks))
-        return Diagnosis(
-            Kind.DEADLOCK,
-            text,
-            ADVICE[Kind.DEADLOCK],
-            wait,
-            culprits,
-            cycle=self._drawn(root),
-            waited_ns=self.waited_ns,
-        )
+        drawn = self._drawn(root)
+        return Diagnosis(kind, text, ADVICE[kind], wait, culprits, cycle=drawn, waited_ns=self.waited_ns)
 
     def _late(self, roots: Sequence[Root]) -> Diagnosis:
         """Return the verdict where chains end at ranks that wait for nobody."""
@@ -171,12 +166,13 @@ class _Case:
         culprits = tuple(causes.of_rank(rank, self.dumps) for rank in late)
         if sum(each.kind is Kind.NO_DUMP for each in culprits) > max(1, len(self.dumps.ranks)):
             return self._undecided(wait, late)
-        kind = min(culprits, key=lambda each: (_ORDER.index(each.kind), each.rank)).kind
+        leading = min(culprits, key=lambda each: (_ORDER.index(each.kind), each.rank))
+        kind = leading.kind
         waiters = wait.waiting_ranks
         verb = _plural(waiters, "waits", "wait")
         text = f"{_sentence(_ranks(waiters))} {verb} in {_name(wait)} for {_because(culprits)}."
         return Diagnosis(
-            kind, text, ADVICE[kind], wait, culprits, waited_ns=self.waited_ns,
+            kind, text, leading.advice, wait, culprits, waited_ns=self.waited_ns,
             completed_ranks=_partly(wait),
         )  # fmt: skip
 
@@ -298,7 +294,7 @@ def _fewest(root: Root, waits: Sequence[Wait]) -> tuple[int, ...]:
 
 
 def _name(wait: Wait) -> str:
-    return f"{wait.op} (seq {wait.seq} of {wait.group})"
+    return f"{wait.op} (seq {wait.seq} of {wait.group})" if wait.collective else f"{wait.op} ({wait.group})"
 
 
 def _cycle_text(waits: Sequence[Wait]) -> str:
@@ -377,7 +373,7 @@ def _row(dump: RankDump, waiting: WaitGraph) -> RankState:
     waits = [waiting.waits[number] for number in waiting.of_rank.get(dump.rank, ())]
     state = host.state(dump)
     shown = "" if state.activity is host.Activity.UNKNOWN else state.sentence
-    left = {"exit": "ended its program", "error": f"raised {dump.error[:80]}"}.get(dump.reason, "")
+    left = {"exit": "ended its program", "error": f"raised {causes.shortened(dump.error)}"}.get(dump.reason, "")
     return RankState(
         dump.rank,
         causes.brief(dump.calls[-1]) if dump.calls else "",

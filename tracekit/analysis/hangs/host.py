@@ -11,7 +11,7 @@ _COMMUNICATION = ("torch/distributed/distributed_c10d.py", "torch/distributed/_f
 _DATA = ("torch/utils/data/", "/torchdata/", "/webdataset/", "/datasets/", "/streaming/base/", "/grain/", "/ffcv/")
 _FILES = ("torch/serialization.py", "/safetensors/", "torch/distributed/checkpoint/", "/fsspec/", "/shutil.py",
           "/gzip.py", "/zipfile", "/pathlib.py", "/tempfile.py")  # fmt: skip
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "<string>")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "<string>", "/tracekit/capture/")
 _FILE_CALLS = frozenset({
     "open", "openat", "openat2", "read", "pread64", "readv", "preadv", "preadv2", "write", "pwrite64", "writev",
     "pwritev", "fsync", "fdatasync", "sync", "syncfs", "stat", "lstat", "fstat", "newfstatat", "statx", "getdents64",

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 _MAX_FRAMES = 64
@@ -80,6 +80,18 @@ def stack(frame: FrameType | None) -> list[dict[str, Any]]:
             frames.append({"name": frame.f_code.co_name, "filename": file, "line": line, "source": _source(file, line)})
         frame = frame.f_back
     return frames
+
+
+def of_traceback(trace: TracebackType | None) -> list[dict[str, Any]]:
+    """Return the stack of an exception, innermost first."""
+    frames: list[dict[str, Any]] = []
+    while trace is not None:
+        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        frames.append(
+            {"name": trace.tb_frame.f_code.co_name, "filename": file, "line": line, "source": _source(file, line)}
+        )
+        trace = trace.tb_next
+    return frames[::-1][:_MAX_FRAMES]
 
 
 def is_own(file: str) -> bool:

@@ -169,16 +169,15 @@ class HangWatch:
         if self._reason == TIMEOUT:
             return
         callers = {(frame["filename"], frame["line"]) for frame in frames}
-        self._write_safely(ERROR, error=str(error), callers=callers)
+        text = f"{type(error).__name__}: {error}"
+        self._write_safely(ERROR, error=text, callers=callers, frames=frames)
 
     def _uncaught(self, error: BaseException, trace: TracebackType | None) -> None:
-        callers = set()
-        while trace is not None:
-            callers.add((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-            trace = trace.tb_next
+        frames = threads.of_traceback(trace)
+        callers = {(frame["filename"], frame["line"]) for frame in frames}
         is_communication = isinstance(error, distributed.DistError) or any(word in str(error) for word in _BACKENDS)
         text = f"{type(error).__name__}: {error}"
-        self._write_safely(ERROR, error=text, callers=callers if is_communication else None)
+        self._write_safely(ERROR, error=text, callers=callers if is_communication else None, frames=frames)
 
     def _at_exit(self) -> None:
         self._stop.set()
@@ -201,8 +200,12 @@ class HangWatch:
         stalled_s: float = 0.0,
         error: str = "",
         callers: "set[tuple[str, int]] | None" = None,
+        frames: "list[dict[str, Any]] | None" = None,
     ) -> None:
-        """Write the dump of this rank."""
+        """Write the dump of this rank.
+
+        Of an error, `frames` are the stack, and `callers` the places where the call that failed was made.
+        """
         with self._lock:
             most = _MOST_AT_EXIT if reason == EXIT else None
             dump = flight_recorder.dump(self._messages, most_entries=most)
@@ -218,10 +221,12 @@ class HangWatch:
                 "stalled_ns": int(stalled_s * 1e9),
                 "timeout_s": self._timeout_s,
                 **_process(),
-                "threads": threads.states(without=threading.get_ident()) if reason == TIMEOUT else [],
+                "threads": threads.states(without=threading.get_ident()) if reason == TIMEOUT else _raising(frames),
                 "dead_ranks": self._dead_ranks() if reason != EXIT else [],
             }
-            atomic_files.write_json(self._path, {**dump, "tracekit": own})
+            text = json.dumps({**dump, "tracekit": own}, separators=(",", ":"))
+            with atomic_files.atomic_write(self._path) as partial:
+                partial.write_text(text, encoding="utf-8")
             self._reason = reason
 
     def _dead_ranks(self) -> list[int]:
@@ -239,6 +244,11 @@ class HangWatch:
     def _has_dump(self, rank: int) -> bool:
         assert self._folder is not None
         return (self._folder / conventions.rank_file(rank, conventions.HANG_SUFFIX)).exists()
+
+
+def _raising(frames: "list[dict[str, Any]] | None") -> list[dict[str, Any]]:
+    """Return the thread that raised, as far as it is known."""
+    return [{"name": threading.current_thread().name, "is_main": True, "frames": frames}] if frames else []
 
 
 def _process(pid: "int | None" = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ NONE = "none"
 _MOST_STEPS = 1000  # of a requested window
 _POLL_EVERY_S = 0.5
 _ANSWER_S = 60.0
+_MOST_SECONDS = 1e8
 
 _EXAMPLES = """
 examples:
@@ -31,6 +32,7 @@ examples:
   tracekit record --steps 100:105 --ranks 0,8 --out runs/today -- srun python train.py
   tracekit record --steps 100:103 --every 5000 -- torchrun train.py    # periodically, in a long run
   tracekit record --out s3://bucket/runs/today -- torchrun train.py    # uploads each window
+  tracekit record --hang-timeout 300 -- torchrun train.py              # and then: tracekit hang RUN
   tracekit record --attach runs/today                                  # now, from a run that is being recorded
 """
 
@@ -155,6 +157,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         action="store_true",
         help="record the CUDA allocator's history of each window",
     )
+    add(
+        "--hang-timeout",
+        dest="hang_timeout_s",
+        type=_seconds,
+        metavar="SECONDS",
+        help="dump flight recorders and stacks of ranks whose collectives make no progress for so long",
+    )
     add("--device-metrics", action="store_true", help="record clocks, power, temperature and throttling of the GPUs")
     add(
         "--tokens-per-step",
@@ -258,6 +267,16 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds above 0")
+    return seconds
 
 
 def _ranks(text: str) -> "tuple[int, ...] | None":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tracekit import conventions
 from tracekit.capture.launch_settings import Settings
-from tracekit.capture.launcher import exit_report
+from tracekit.capture.launcher import exit_report, hangs
 from tracekit.conventions import object_storage
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -49,6 +49,7 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
             sys.stderr.write(f"tracekit: {command[0]}: {'command not found' if missing else error.strerror}\n")
             return NOT_FOUND if missing else NOT_EXECUTABLE
         try:
+            hangs.report(placed, quiet=quiet)
             exit_report.report(placed, code=code, quiet=quiet)
         except KeyboardInterrupt:
             pass
@@ -97,6 +98,7 @@ def environment(settings: Settings) -> dict[str, str]:
     """Return the environment in which each Python records itself as `settings` say."""
     path = os.environ.get("PYTHONPATH")
     return {
+        **(hangs.recorder_variables(settings) if settings.hang_timeout_s is not None else {}),
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(_INJECTED), *([path] if path else [])]),
         conventions.RECORD_VARIABLE: settings.as_variable(),
