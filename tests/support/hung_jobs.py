@@ -9,7 +9,7 @@ from pathlib import Path
 CASES = Path(__file__).parents[1] / "recordings" / "hangs" / "cases.py"
 ROOT = Path(__file__).parents[2]
 RANKS = 4
-_DEADLINE_S = 300.0
+_DEADLINE_S = 400.0
 
 
 def run(case: str, folder: Path, *, timeout_s: float = 2.0, program: list[str] | None = None) -> Path:

@@ -145,9 +145,9 @@ def sleeping() -> None:
 
 def running(rank: int) -> None:
     """No hang: the dumps are of a training that goes on."""
-    for number in range(2000):
+    for number in range(1000):
         step()
-        if number == 200:
+        if number == 10:
             WATCHES[0].write("request")
 
 

@@ -76,7 +76,7 @@ def _explanation(table: CallTable, group: Group, seq: int, rank: int, reference:
     mine, others = [signature(call) for call in own], [signature(call) for call in theirs]
     if own[0].op == theirs[0].op:
         return f"passes {sizes(own[0]) or 'nothing'}, others pass {sizes(theirs[0]) or 'nothing'}"
-    if len(mine) > 1 and len(others) > 1 and mine[0] == others[1] and mine[1] == others[0]:
+    if mine[:2] == others[1::-1] and len(mine) > 1 and not _part(mine[2:], others[2:]):
         return f"calls {own[0].op} before {theirs[0].op}, others call them in the opposite order"
     if _continues(mine, others[1:]) or (theirs[0].op not in {call.op for call in own} and len(others) < 2):
         return f"calls {own[0].op} where others call {theirs[0].op}: it may have skipped this {theirs[0].op}"
@@ -85,9 +85,14 @@ def _explanation(table: CallTable, group: Group, seq: int, rank: int, reference:
     return f"calls {own[0].op} where others call {theirs[0].op}"
 
 
+def _part(one: list[tuple[object, ...]], other: list[tuple[object, ...]]) -> bool:
+    """Return whether two sequences differ before one of them ends."""
+    return any(a != b for a, b in zip(one, other, strict=False))
+
+
 def _continues(one: list[tuple[object, ...]], other: list[tuple[object, ...]]) -> bool:
-    common = min(len(one), len(other))
-    return common > 0 and one[:common] == other[:common]
+    """Return whether two sequences are the same as far as both go."""
+    return bool(one) and bool(other) and not _part(one, other)
 
 
 def _calls_from(table: CallTable, group: Group, seq: int, rank: int) -> list[Call]:

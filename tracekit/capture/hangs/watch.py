@@ -55,6 +55,7 @@ class HangWatch:
         self._reason = ""
         self._stop = threading.Event()
         self._rank = 0
+        self._process_id = os.getpid()
         self._has_failed = False
 
     def install(self) -> None:
@@ -120,6 +121,8 @@ class HangWatch:
             elif time.monotonic() - since >= self._timeout_s and not self._reason:
                 polls_with_progress = 0
                 self.write(TIMEOUT, stalled_s=time.monotonic() - since)
+                if not self._reason:
+                    continue
                 sys.stderr.write(
                     f"tracekit: rank {self._rank}: no collective progressed for {self._timeout_s:g} s; "
                     f"wrote {self._path}; next: tracekit hang {self._folder}\n"
@@ -181,11 +184,14 @@ class HangWatch:
 
     def _at_exit(self) -> None:
         self._stop.set()
+        if os.getpid() == self._process_id:
+            faulthandler.cancel_dump_traceback_later()
         if not self._reason:
             self._write_safely(EXIT)
-        faulthandler.cancel_dump_traceback_later()
 
     def _write_safely(self, reason: str, **details: Any) -> None:
+        if os.getpid() != self._process_id:
+            return  # a forked process, such as a worker of a data loader, is not the rank
         try:
             self.write(reason, **details)
         except Exception as error:  # noqa: BLE001 the training goes on
@@ -207,8 +213,11 @@ class HangWatch:
         Of an error, `frames` are the stack, and `callers` the places where the call that failed was made.
         """
         with self._lock:
-            most = _MOST_AT_EXIT if reason == EXIT else None
-            dump = flight_recorder.dump(self._messages, most_entries=most)
+            before = flight_recorder.progress(self._messages)
+            states = threads.states(without=threading.get_ident()) if reason == TIMEOUT else _raising(frames)
+            dump = flight_recorder.dump(self._messages, most_entries=_MOST_AT_EXIT if reason == EXIT else None)
+            if reason == TIMEOUT and flight_recorder.progress(self._messages) != before:
+                return  # a slow rank, which has gone on: its stacks and calls would be of different times
             if callers is not None:
                 flight_recorder.mark_failed(dump["entries"], error, callers)
             own = {
@@ -221,7 +230,7 @@ class HangWatch:
                 "stalled_ns": int(stalled_s * 1e9),
                 "timeout_s": self._timeout_s,
                 **_process(),
-                "threads": threads.states(without=threading.get_ident()) if reason == TIMEOUT else _raising(frames),
+                "threads": states,
                 "dead_ranks": self._dead_ranks() if reason != EXIT else [],
             }
             text = json.dumps({**dump, "tracekit": own}, separators=(",", ":"))

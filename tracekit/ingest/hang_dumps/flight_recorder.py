@@ -21,10 +21,11 @@ _MAX_FRAMES = 64
 _MAX_SIZES = 1 << 20  # of one dump
 _MAX_TEXT = 1000
 _INT64 = 1 << 63
-_PEERS = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})\Z")
+_PEERS = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7}|\?)\Z")
 _COALESCED = frozenset({"coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced"})
 _NUMBER = re.compile(r"\d{1,7}")
 _GLOO = "gloo"
+_ANY = "?"  # the source of a receive from any rank, as tracekit writes it
 _SCALARS = (int, float, bool, type(None))
 
 
@@ -104,7 +105,7 @@ class _Entries:
         group, description = (_text(part) for part in tuple(entry["process_group"])[:2])
         created_ns = _time(entry.get("time_created_ns")) or 1000 * (_time(entry.get("time_created_us")) or 0)
         ended_ns = _time(entry.get("time_discovered_completed_ns"))
-        left, right = (int(peers[2]), int(peers[4])) if peers else (None, None)
+        left, right = (int(peers[2]), None if peers[4] == _ANY else int(peers[4])) if peers else (None, None)
         return Call(
             self._rank,
             index,
@@ -212,7 +213,7 @@ def _with_own(dump: RankDump, own: Mapping[str, Any]) -> RankDump:
         host=_text(own.get("host")),
         process_id=_optional(own.get("pid")),
         stalled_ns=_optional(own.get("stalled_ns")),
-        dead_ranks=tuple(filter(None.__ne__, map(_optional, own.get("dead_ranks") or ()))),  # type: ignore[arg-type]
+        dead_ranks=tuple(rank for each in own.get("dead_ranks") or () if (rank := _optional(each)) is not None),
     )
 
 
