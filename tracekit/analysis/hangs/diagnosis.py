@@ -378,6 +378,10 @@ def _row(dump: RankDump, waiting: WaitGraph) -> RankState:
         dump.rank,
         causes.brief(dump.calls[-1]) if dump.calls else "",
         causes.brief(done[-1]) if done else "",
-        ", ".join(causes.brief(wait.first_call) for wait in waits[:2]),
+        ", ".join(causes.brief(_own_call(wait, dump.rank)) for wait in waits[:2]),
         left or shown,
     )
+
+
+def _own_call(wait: Wait, rank: int) -> Call:
+    return wait.collective.calls[rank] if wait.collective else wait.first_call

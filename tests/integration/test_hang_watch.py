@@ -1,0 +1,63 @@
+"""Ranks that hang for real are recorded and diagnosed: by the watch, and by `tracekit record --hang-timeout`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import hung_jobs
+from tracekit.analysis.hangs.causes import Kind
+from tracekit.analysis.hangs.diagnosis import diagnose
+from tracekit.ingest.hang_dumps import folder
+
+TRAINING = """
+import datetime, sys, torch
+from torch import distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=12))
+for step in range(5):
+    dist.all_reduce(torch.ones(4))
+while sys.argv[1] == "hang" and dist.get_rank() == 1:
+    pass
+dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("case", "kind", "rank"), [("killed", Kind.DIED, 1), ("dead_disk", Kind.HOST, 0)])
+def test_a_real_hang_is_dumped_and_diagnosed(case: str, kind: Kind, rank: int, tmp_path: Path) -> None:
+    found = diagnose(folder.read(hung_jobs.run(case, tmp_path / "run")))
+    assert (found.kind, [each.rank for each in found.culprits]) == (kind, [rank])
+
+
+@pytest.mark.parametrize("how", ["hang", "end"])
+def test_record_with_a_hang_timeout_reports_a_hang_and_leaves_nothing_without_one(how: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", how]
+    command = [
+        sys.executable,
+        "-m",
+        "tracekit",
+        "record",
+        "--hang-timeout",
+        "3",
+        "--steps",
+        "none",
+        "--out",
+        "run",
+        "--",
+    ]
+    variables = {**os.environ, "PYTHONPATH": str(hung_jobs.ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *torchrun], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
+    )
+    if how == "end":
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "run").exists()
+        return
+    assert done.returncode != 0
+    assert "for rank 1, which runs code on the host in <module> (train.py:" in " ".join(done.stderr.split())
+    dump = json.loads((tmp_path / "run" / "hang" / "rank00001.hang.json").read_text())
+    assert dump["pg_config"]["0"]["ranks"] == "[0, 1]"
