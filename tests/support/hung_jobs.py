@@ -1,6 +1,7 @@
 """Start the ranks of a case of tests/recordings/hangs/cases.py, wait until they have hung, and end them."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ def run(case: str, folder: Path, *, timeout_s: float = 2.0, program: list[str] |
     try:
         _wait_until_hung(folder, processes)
     finally:
+        for process in processes:  # a rank that sees another one die would write a dump of that
+            process.send_signal(signal.SIGSTOP)
         for process in processes:
             process.kill()
             process.wait()
