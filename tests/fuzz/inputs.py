@@ -246,6 +246,21 @@ def _settings(random: Random) -> Files:
     return {**_two_ranks(random), "tracekit.toml": text}
 
 
+HANGS = ROOT / "tests" / "recordings" / "hangs"
+
+
+def _dumps(random: Random) -> Files:
+    folder = HANGS / random.choice(("skipped_collective", "opposite_groups", "data_loader", "killed"))
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    name = random.choice(sorted(files))
+    is_json = name.endswith(".json")
+    changed = _json_of(json.loads(files[name]), random) if is_json else mutations.text(files[name], random)
+    if is_json and random.random() < 0.3:
+        document = mutations.value(json.loads(files[name]), random)
+        return {**files, name: changed, "rank9.pickle": pickle.dumps(document, 4)}
+    return {**files, name: changed}
+
+
 CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "trace": (CHECK, _traces),
@@ -259,6 +274,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "settings": ((*CHECK, "--config", f"{FOLDER}/tracekit.toml"), _settings),
     "summary": (("summary", FOLDER, "--format", "json", "--no-cache"), _traces),
     "scrub": (("scrub", f"{FOLDER}/{IN}", f"{FOLDER}/scrubbed"), _scrubbed),
+    "hang dump": (("hang", FOLDER, "--format", "json"), _dumps),
     "memory snapshot": (("memory", f"{FOLDER}/a.pickle", "--format", "json"), _snapshots),
     "safetensors": (("checkpoint", "verify", FOLDER), _safetensors),
 }
