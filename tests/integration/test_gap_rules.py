@@ -66,7 +66,7 @@ def test_causes_of_recorded_runs_sum_to_the_gaps(name):
             assert pieces.group_by("gap", maintain_order=True).agg(pl.col("dur_ns").sum()).rows() == (
                 found.select("gap", "dur_ns").rows()
             )
-    across = run.run_table(compute_gap_causes.compute_gap_causes_across)
+    across = compute_gap_causes.sums_across(run, ["cause"])
     assert across["dur_ns"].sum() == run.table(compute_gap_causes.compute_gap_causes)["dur_ns"].sum()
     assert across.filter(pl.col("cause") == communication_gap_causes.PEER).height
 

@@ -48,7 +48,7 @@ class Threads:
         self.workers = workers or min(os.cpu_count() or 1, _DEFAULT_THREADS)
 
     def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
-        """Yield the facts of each source, and add its trace to `loaded`."""
+        """Yield the facts of each source, and add its trace to `loaded` if all of them can stay there."""
         with ThreadPoolExecutor(max_workers=self.workers) as pool:
 
             def submit(source: Source) -> "Future[tuple[Trace, list[pl.DataFrame]]]":
@@ -60,7 +60,9 @@ class Threads:
                 except BadTraceError as error:
                     yield Measured(source, error=error)
                 else:
-                    loaded.add(source, trace)
+                    if loaded.keeps(trace, len(sources)):
+                        loaded.add(source, trace)
+                    del trace
                     yield Measured(source, tables)
 
 

@@ -63,6 +63,13 @@ class LoadedTraces:
             del self._traces[least_recent]
             total_bytes -= self._sizes_bytes.pop(least_recent)
 
+    def keeps(self, trace: Trace, count: int) -> bool:
+        """Return whether `count` traces as large as this one stay in memory together.
+
+        If not, a pass over all of them evicts each one before the next pass needs it.
+        """
+        return count == 1 or count * _size_bytes(trace) <= self._max_bytes
+
     def clear(self) -> None:
         """Evict all traces."""
         self._traces.clear()

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from tests.support import drawn_hosts, drawn_traces
 from tests.unit.analysis.test_gaps import random_traces, tiles
-from tracekit.analysis.compute.compute_gap_causes import chains, compute_gap_causes, compute_gap_causes_across
+from tracekit.analysis.compute.compute_gap_causes import chains, compute_gap_causes, sums_across
 from tracekit.analysis.time.gaps import compute_gaps
 
 
@@ -119,10 +119,8 @@ def test_waiting_for_a_peer_is_separated_from_the_transfer():
             for rank, text in enumerate((early, tardy))
         )
     )
-    causes = run.run_table(compute_gap_causes_across)
-    rank_causes = (
-        causes.filter(pl.col("rank") == 0).group_by("cause", "peer_rank").agg(pl.col("dur_ns").sum()).sort("cause")
-    )
+    causes = sums_across(run, ["rank", "cause", "peer_rank"])
+    rank_causes = causes.filter(pl.col("rank") == 0).select("cause", "peer_rank", "dur_ns")
     assert rank_causes.rows() == [("collective", None, 4 * drawn_hosts.UNIT_NS), ("peer", 1, 12 * drawn_hosts.UNIT_NS)]
     assert causes["dur_ns"].sum() == run.table(compute_gap_causes)["dur_ns"].sum()
     assert set(causes.filter(pl.col("rank") == 1)["cause"]) == {"collective"}

@@ -51,30 +51,27 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     return schema.concat(parts, COLUMNS)
 
 
-def compute_gap_causes_across(run: Run) -> pl.DataFrame:
-    """Return `compute_gap_causes` of all ranks with waiting for peers separated; use ``run.run_table``.
-
-    Columns window, rank, COLUMNS', peer_rank (the last arrival among ranks with a trace; null where unknown). The time
-    of a collective until that rank arrived becomes cause `peer`, evidence instances; the rest stays `collective`.
-    """
-    waiting, rest = _with_peers_apart(run)
-    return pl.concat([waiting, rest]).sort(_ORDER).collect()
-
-
 def waits_for_peers(run: Run) -> pl.DataFrame:
-    """Return the rows of `compute_gap_causes_across` with cause `peer`; use ``run.run_table``."""
+    """Return the time of collectives in compute gaps until the last rank arrived; use ``run.run_table``.
+
+    Columns window, rank, those of `compute_gap_causes` (cause `peer`, evidence instances), peer_rank (the last arrival
+    among ranks with a trace; null where unknown); one row per piece, sorted by window, rank, device and start.
+    """
     waiting, _ = _with_peers_apart(run)
     return waiting.sort(_ORDER).collect()
 
 
 def sums_across(run: Run, by: Sequence[str]) -> pl.DataFrame:
-    """Return `compute_gap_causes_across` summed: columns `by`, pieces (rows), dur_ns; sorted by `by`."""
+    """Return `compute_gap_causes` of all ranks, with the `waits_for_peers` apart from their collectives, summed.
+
+    Columns `by` (of those of `waits_for_peers`), pieces (rows), dur_ns; sorted by `by`.
+    """
     both = pl.concat(_with_peers_apart(run))
     return both.group_by(by).agg(pl.len().cast(pl.Int64).alias("pieces"), pl.col("dur_ns").sum()).sort(by).collect()
 
 
 def _with_peers_apart(run: Run) -> tuple[pl.LazyFrame, pl.LazyFrame]:
-    """Return the waiting for peers and the rest of all compute gaps, with the columns of `compute_gap_causes_across`.
+    """Return the waiting for peers and the rest of all compute gaps, with the columns of `waits_for_peers`.
 
     Lazy: the pieces of thousands of ranks need not be in memory at the same time.
     """

@@ -90,7 +90,7 @@ def steps(run: Run) -> pl.DataFrame:
 
 
 def waiting_pieces(run: Run) -> pl.DataFrame:
-    """Return the idle time of ranks in collectives for late ranks; columns of `compute_gap_causes_across`.
+    """Return the idle time of ranks in collectives for late ranks; columns of `compute_gap_causes.waits_for_peers`.
 
     Without collectives of several pipeline stages, where the order of the stages decides who waits.
     """

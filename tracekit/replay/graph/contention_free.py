@@ -104,7 +104,7 @@ def without_give_way(graph: Graph) -> Graph:
 def _with_alone(graph: Graph) -> pl.DataFrame:
     """Return preparation (columns of `graph.prepared`, took_ns) with its solo duration (null: unknown)."""
     node = graph.prepared["node"].to_numpy()
-    names = graph.frame.select("rank", "lane", "name")[node]
+    names = pl.DataFrame([graph.frame[name].gather(node) for name in ("rank", "lane", "name")])
     work = pl.concat([graph.prepared.drop("rank"), names], how="horizontal").with_columns(
         pl.Series("took_ns", graph.own_ns[node])
     )
@@ -129,7 +129,8 @@ def _compute_nodes(graph: Graph) -> pl.DataFrame:
 
     crowded: preparation overlapped it.
     """
-    frame = graph.frame.with_columns(pl.Series("took_ns", graph.own_ns[: graph.count])).filter(
+    took = pl.Series("took_ns", graph.own_ns[: graph.count])
+    frame = graph.frame.select("at", *_KEY, "name", "device", "kind", "start_ns", "end_ns", took).filter(
         pl.col("device").is_not_null(), pl.col("kind").is_not_null()
     )
     if frame.is_empty():
@@ -154,10 +155,12 @@ def _collective_nodes(graph: Graph) -> pl.DataFrame:
             "no device activity was recorded; on the CPU, concurrent compute cannot be identified"
         )
     took = graph.own_ns[graph.parts["done"].to_numpy()]
-    ends = graph.frame[graph.parts["at"].to_numpy()].select("end_ns", "device", "rank")
+    at = graph.parts["at"].to_numpy()
+    ends = pl.DataFrame([graph.frame[name].gather(at) for name in ("end_ns", "device", "rank")])
     calls = pl.concat([graph.parts.drop("rank"), ends], how="horizontal").with_columns(pl.Series("took_ns", took))
     calls = calls.with_columns((pl.col("end_ns") - pl.col("took_ns")).alias("start_ns"))
-    compute = graph.frame.filter(pl.col("kind") == "compute").select("start_ns", "end_ns", "device", "rank")
+    work = graph.frame.select("start_ns", "end_ns", "device", "rank", "kind")
+    compute = work.filter(pl.col("kind") == "compute").drop("kind")
     both = pl.concat([calls.select(compute.columns), compute])
     is_call = np.arange(len(both)) < len(calls)
     overlap = pl.Series("overlap_ns", overlapped_ns(both, is_call, ~is_call))

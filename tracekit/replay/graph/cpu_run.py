@@ -11,7 +11,7 @@ from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import host_time
-from tracekit.replay.graph.nodes import HOST, WORK, TraceGraph, edge_table, number_nodes
+from tracekit.replay.graph.nodes import HOST, WORK, TraceGraph, edge_table, gap_series, number_nodes
 
 _BUSY = [host_state.HOST_STATES.index(each) for each in (host_state.DATA, host_state.CHECKPOINT)]
 
@@ -41,7 +41,7 @@ def build(trace: Trace) -> TraceGraph:
         pl.Series("chain", np.arange(first_call, dtype=np.int64) - 1),
         pl.Series("chain_ns", gap_ns.sum(axis=1)),
         pl.Series("own_ns", own),
-        pl.Series("gap_ns", gap_ns, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
+        *gap_series(gap_ns),
         what=pl.lit(HOST, pl.Int8),
     )
     work = calls.with_columns(

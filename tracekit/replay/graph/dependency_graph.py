@@ -14,7 +14,7 @@ from tracekit.analysis.time import paused_kernels
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contraction, filled_devices, recorded_stalls, shared_waits, trace_graph
-from tracekit.replay.graph.nodes import WORK
+from tracekit.replay.graph.nodes import WORK, NodeTable
 from tracekit.sync import alignment, collective_matching
 
 START_ORDER, COLLECTIVE, RELEASE, QUEUE = "start_order", "collective", "release", "queue"
@@ -43,7 +43,7 @@ class Graph:
     """
 
     window: int
-    frame: pl.DataFrame
+    frame: NodeTable
     join_of: Ints
     chain: Ints
     launch: Ints
@@ -161,14 +161,33 @@ FACTS = (
 def graphs(run: Run) -> list[Graph]:
     """Return the graph of each window of a run."""
     run.measure(FACTS)
-    nodes = recorded_stalls.with_pauses(run, run.table(trace_graph.nodes))
-    nodes = alignment.on_run_clock(nodes, run.offsets, ("start_ns", "end_ns"))
+    stored, corrected = _nodes(run)
+    whole = _with_columns(stored, corrected)
     own_edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
-    edges = pl.concat([own_edges, shared_waits.shared_waits(nodes, own_edges).select(own_edges.columns)])
-    return [
-        _graph(run, window, *(_of_window(table, window) for table in (nodes, edges, windows)))
-        for window in nodes["window"].unique(maintain_order=True).to_list()
-    ]
+    shared = shared_waits.shared_waits(whole.select(*shared_waits.NODES), own_edges)
+    edges = pl.concat([own_edges, shared.select(own_edges.columns)])
+    counts = stored.select("window").to_series().value_counts(sort=False).sort("window")  # rows are by window and rank
+    built, first = [], 0
+    for window, count in counts.iter_rows():
+        own = whole
+        if count < stored.height:
+            own = _with_columns(stored.slice(first, count), corrected.slice(first, count))
+        built.append(_graph(run, window, own, _of_window(edges, window), _of_window(windows, window)))
+        first += count
+    return built
+
+
+def _nodes(run: Run) -> tuple[NodeTable, pl.DataFrame]:
+    """Return the nodes of a run as its traces have them, and the columns that differ on the run's clock."""
+    nodes = run.scan(trace_graph.nodes) if run.parts(trace_graph.nodes) else run.table(trace_graph.nodes)
+    stored = NodeTable.of(nodes)
+    times = stored.select("window", "rank", "start_ns", "end_ns")
+    on_clock = alignment.on_run_clock(times, run.offsets, ("start_ns", "end_ns")).select("start_ns", "end_ns")
+    return stored, on_clock.with_columns(recorded_stalls.pauses_on_other_ranks(run, stored))
+
+
+def _with_columns(nodes: NodeTable, others: pl.DataFrame) -> NodeTable:
+    return nodes.with_columns(others.get_columns())
 
 
 def _of_window(table: pl.DataFrame, window: int) -> pl.DataFrame:
@@ -177,7 +196,7 @@ def _of_window(table: pl.DataFrame, window: int) -> pl.DataFrame:
     return table if is_here.all() else table.filter(is_here)
 
 
-def queued_before(frame: pl.DataFrame, launch: Ints) -> Flags:
+def queued_before(frame: NodeTable, launch: Ints) -> Flags:
     """Return which nodes are work before the first work of their stream with a recorded launch (`launch` >= 0).
 
     A stream runs work in launch order, so it was launched before the window began. What it waited for is not recorded:
@@ -322,12 +341,12 @@ def _pairs(graph: Graph) -> tuple[Ints, Ints]:
 # Building ------------------------------------------------------------------------------------------------------------
 
 
-def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, windows: pl.DataFrame) -> Graph:
+def _graph(run: Run, window: int, nodes: NodeTable, edges: pl.DataFrame, windows: pl.DataFrame) -> Graph:
     placed = nodes.with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
-    placed = placed.with_columns(base=pl.col("at").first().over("rank"))
-    base = placed["base"].to_numpy()
-    frame = filled_devices.with_rooms(placed.drop("base", "window"))
-    firsts = placed.select("rank", "base").unique()
+    frame = filled_devices.with_rooms(placed)
+    rank = placed["rank"]
+    firsts = pl.DataFrame([rank.unique(maintain_order=True), rank.rle_id().arg_unique().cast(pl.Int64).alias("base")])
+    base = firsts["base"].to_numpy()[rank.rle_id().to_numpy()]
     joint_of, joints = _join_nodes(run, window, placed)
     done = np.where(joint_of >= 0, joint_of, np.arange(len(joint_of)))
     nothing = np.full(len(joints), -1, np.int64)
@@ -363,7 +382,7 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
     return sort_topologically(graph, _recorded(placed, joint_of, len(joints)))
 
 
-def _join_nodes(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
+def _join_nodes(run: Run, window: int, placed: NodeTable) -> tuple[Ints, pl.DataFrame]:
     """Return each node's join node, and the transfer time of each join node: the shortest duration of its ranks.
 
     The last-arriving rank only transfers; the others wait before.
@@ -372,7 +391,7 @@ def _join_nodes(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.D
     calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == window).drop_nulls("instance")
     calls = calls.join(aligned.select("rank"), on="rank", how="semi")
     several = calls.filter(pl.len().over("instance") > 1).select("rank", pl.col("activity_id").alias("ref"), "instance")
-    work = placed.filter(pl.col("what") == WORK).select("at", "rank", "ref", "own_ns")
+    work = placed.select("at", "rank", "ref", "own_ns", "what").filter(pl.col("what") == WORK)
     parts = several.unique(["rank", "ref"], keep="first", maintain_order=True).join(work, on=["rank", "ref"])
     joints = (
         parts.group_by("instance", maintain_order=True)
@@ -385,15 +404,15 @@ def _join_nodes(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.D
     return joint_of, joints
 
 
-def _parts(run: Run, window: int, frame: pl.DataFrame, done: Ints) -> pl.DataFrame:
+def _parts(run: Run, window: int, frame: NodeTable, done: Ints) -> pl.DataFrame:
     calls = run.table(collective_matching.calls).filter(pl.col("window") == window)
     messages = calls.select(
         "rank", pl.col("activity_id").alias("ref"), "op", "group", "members", "group_size", "bytes"
     ).unique(["rank", "ref"])
-    communication = frame.with_columns(pl.Series("done", done)).filter(pl.col("kind") == "communication")
-    return communication.select("at", "done", "rank", "ref", "step", "phase", "unit").join(
-        messages, on=["rank", "ref"], how="left", maintain_order="left"
-    )
+    at = np.flatnonzero((frame["kind"] == "communication").fill_null(value=False).to_numpy())
+    calls = [pl.Series("at", at), pl.Series("done", done[at])]
+    calls += [frame[name].gather(at) for name in ("rank", "ref", "step", "phase", "unit")]
+    return pl.DataFrame(calls).join(messages, on=["rank", "ref"], how="left", maintain_order="left")
 
 
 def _graph_nodes(of_trace: Ints, base: Ints, done: Ints) -> Ints:
@@ -419,7 +438,7 @@ def _join_edges(joint_of: Ints) -> Edges:
     return edges(joint_of[parts], parts, COLLECTIVE)
 
 
-def _release_edges(placed: pl.DataFrame, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
+def _release_edges(placed: NodeTable, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
     """Return the waits for the window's start: of each rank's host, and of work queued before."""
     unbound = (chain[: placed.height] < 0) & (launch[: placed.height] < 0)
     free = np.flatnonzero(unbound | queued_before(placed, placed["launch"].to_numpy()))
@@ -432,7 +451,7 @@ def edges(waiting: Ints, awaited: Ints, how: str, lag_ns: Ints | int = 0) -> Edg
     return Edges(waiting, awaited, lag, np.full(len(waiting), how), np.zeros(len(waiting), bool))
 
 
-def _recorded(placed: pl.DataFrame, joint_of: Ints, joints: int) -> Ints:
+def _recorded(placed: NodeTable, joint_of: Ints, joints: int) -> Ints:
     """Return when each node was done, or arrived: the recorded order, which is nearly topological."""
     start, end = placed["start_ns"].to_numpy(), placed["end_ns"].to_numpy()
     key = np.where(joint_of >= 0, start, end)

@@ -11,7 +11,7 @@ from tracekit.model.columns import flags
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contraction, device_sharing
 from tracekit.replay.graph.contraction import Contracted, Network
-from tracekit.replay.graph.nodes import WORK
+from tracekit.replay.graph.nodes import WORK, NodeTable
 
 _SLACK_NS = 20_000
 _BACK = 8
@@ -74,7 +74,7 @@ def _concurrent_starts(kernels: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def with_rooms(frame: pl.DataFrame) -> pl.DataFrame:
+def with_rooms(frame: NodeTable) -> NodeTable:
     """Return the nodes of all ranks with `room_ns` for all kernels that fill their device, not only those that show it.
 
     Kernels of one grid_id leave room as long before their end on all ranks and in all steps, those that show it as long
@@ -82,10 +82,10 @@ def with_rooms(frame: pl.DataFrame) -> pl.DataFrame:
     """
     if not (frame["room_ns"] >= 0).any():
         return frame.with_columns(shares_with=pl.lit(_NONE, pl.Int64))
-    dur_ns = (pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns")
-    shown = frame.filter(pl.col("room_ns") >= 0, pl.col("room_ns") <= device_sharing.LAST_WAVE_RATIO * dur_ns)
+    grids = frame.select("grid_id", "room_ns", dur_ns=pl.col("end_ns") - pl.col("start_ns"))
+    shown = grids.filter(pl.col("room_ns") >= 0, pl.col("room_ns") <= device_sharing.LAST_WAVE_RATIO * pl.col("dur_ns"))
     usual = shown.group_by("grid_id").agg(usual_ns=pl.col("room_ns").median().cast(pl.Int64))
-    joined = frame.select("grid_id", "room_ns", dur_ns).join(usual, on="grid_id", how="left", maintain_order="left")
+    joined = grids.join(usual, on="grid_id", how="left", maintain_order="left")
     room_ns = pl.max_horizontal("room_ns", "usual_ns")
     fills = pl.col("usual_ns").is_not_null() & (room_ns < pl.col("dur_ns"))
     rooms = frame.with_columns(joined.select(room_ns=pl.when(fills).then(room_ns).otherwise(_NONE)).to_series())
@@ -137,7 +137,7 @@ class Devices:
     contended: Flags
 
 
-def devices(frame: pl.DataFrame, count: int) -> Devices | None:
+def devices(frame: NodeTable, count: int) -> Devices | None:
     """Return the devices of the `count` nodes of a graph, the first ones of which are `frame`.
 
     None if no kernel fills one.

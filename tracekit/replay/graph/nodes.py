@@ -1,17 +1,19 @@
 """Nodes and edges of a dependency graph as tables: their columns and construction."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.time import host_state
 from tracekit.model import schema
 from tracekit.model.sweep_line import Ints
-from tracekit.replay.graph import host_time
 
 HOST, WORK, WAIT = 0, 1, 2
 """A host call (on a CPU run also its compute), an activity, an event wait of a stream."""
 
+GAP_COLUMNS = {state: f"{state}_gap_ns" for state in host_state.HOST_STATES}
+"""The column of the host time before a node in each state."""
 NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "node": pl.Int64, "what": pl.Int8, "ref": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "kind": pl.String,
     "name": pl.String, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "span": pl.String,
@@ -20,7 +22,7 @@ NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "recomputed": pl.Boolean, "kernel": pl.UInt64, "grid_id": pl.UInt64, "room_ns": pl.Int64, "is_late": pl.Boolean,
     "stall_ns": pl.Int64, "paused_ns": pl.Int64, "slowed_ns": pl.Int64,
     "avoidable_ns": pl.Int64, "avoidable_by": pl.Int64,
-    "gap_ns": pl.Array(pl.Int64, host_time.STATE_COUNT),
+    **dict.fromkeys(GAP_COLUMNS.values(), pl.Int64),
 }  # fmt: skip
 EDGE_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
 
@@ -34,15 +36,67 @@ class TraceGraph(NamedTuple):
 
 def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
     """Return nodes with all node columns, numbered; without launch, state or gap where these are missing."""
-    nothing = pl.lit([0] * host_time.STATE_COUNT, pl.Array(pl.Int64, host_time.STATE_COUNT))
-    with_ids = every.with_columns(
-        pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing)
-    )
+    with_ids = every.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("node"))
     return schema.conform(with_ids, NODE_COLUMNS).with_columns(
         pl.col("launch", "host_state", "room_ns").fill_null(-1),
         pl.col("is_late").fill_null(value=False),
         pl.col("launch_ns", "stall_ns", "paused_ns", "slowed_ns", "avoidable_ns", "avoidable_by").fill_null(0),
+        pl.col(*GAP_COLUMNS.values()).fill_null(0),
     )
+
+
+def gap_series(gap_ns: Ints) -> list[pl.Series]:
+    """Return the columns of the host time before nodes: `gap_ns` by state (`host_state.HOST_STATES`), shape (n, 9)."""
+    return [pl.Series(name, gap_ns[:, state], pl.Int64) for state, name in enumerate(GAP_COLUMNS.values())]
+
+
+class NodeTable:
+    """The ranks' nodes of a graph: a table in memory, or one in files of which columns are read when they are needed.
+
+    Of many ranks the nodes take more memory than everything else; a change of the graph needs few of their columns.
+    """
+
+    def __init__(self, table: pl.DataFrame | pl.LazyFrame, height: int) -> None:
+        """Wrap a table of `height` rows."""
+        self._table = table
+        self.height = height
+
+    @classmethod
+    def of(cls, table: pl.DataFrame | pl.LazyFrame) -> "NodeTable":
+        """Wrap a table; the rows of one in files are counted."""
+        return cls(table, table.height if isinstance(table, pl.DataFrame) else table.select(pl.len()).collect().item())
+
+    def __len__(self) -> int:
+        return self.height
+
+    def __getitem__(self, name: str) -> pl.Series:
+        """Return a column. Raises polars.exceptions.ColumnNotFoundError if there is none of this name."""
+        return self._table[name] if isinstance(self._table, pl.DataFrame) else self.select(name).to_series()
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the names of the columns."""
+        return self._table.collect_schema().names()
+
+    def select(self, *columns: Any, **named: Any) -> pl.DataFrame:
+        """Return some columns or expressions, as pl.DataFrame.select does."""
+        return _collected(self._table.select(*columns, **named))
+
+    def with_columns(self, *columns: Any, **named: Any) -> "NodeTable":
+        """Return the table with other columns, as pl.DataFrame.with_columns does."""
+        return NodeTable(self._table.with_columns(*columns, **named), self.height)
+
+    def slice(self, first: int, count: int) -> "NodeTable":
+        """Return `count` rows from the row `first` on."""
+        return NodeTable(self._table.slice(first, count), count)
+
+    def rows(self, at: Ints) -> pl.DataFrame:
+        """Return some rows with all columns: those with the numbers `at`, shape (n,)."""
+        return pl.DataFrame([self[name].gather(at) for name in self.columns])
+
+
+def _collected(table: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame:
+    return table if isinstance(table, pl.DataFrame) else table.collect()
 
 
 def edge_table(waiting: Ints, awaited: Ints, how: str, *, inferred: bool, lag_ns: Ints | int = 0) -> pl.DataFrame:

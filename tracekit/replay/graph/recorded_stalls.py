@@ -10,7 +10,7 @@ from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
-from tracekit.replay.graph.nodes import WORK
+from tracekit.replay.graph.nodes import WORK, NodeTable
 
 _AWAITED_NS = 1_000
 """Rounded clocks: work that a stalled kernel waited for ended at most this long after the device became idle."""
@@ -47,15 +47,15 @@ def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
     return _of_items(items, paused["activity_id"], paused["dur_ns"])
 
 
-def with_pauses(run: Run, nodes: pl.DataFrame) -> pl.DataFrame:
-    """Return the nodes of a run with the pauses that only the durations on other ranks show."""
+def pauses_on_other_ranks(run: Run, nodes: NodeTable) -> list[pl.Series]:
+    """Return the column paused_ns with the pauses that only the durations on other ranks show; [] without any."""
     paused = run.run_table(paused_kernels.stalls).filter(pl.col("kind") == device_stalls.PAUSED)
     if paused.is_empty():
-        return nodes
+        return []
     key = ["window", "rank", "ref", "what"]
     of_work = paused.select("window", "rank", ref="activity_id", what=pl.lit(WORK, pl.Int8), ns="dur_ns")
     joined = nodes.select(*key, "paused_ns").join(of_work, on=key, how="left", maintain_order="left")
-    return nodes.with_columns(joined.select(pl.coalesce("ns", "paused_ns").alias("paused_ns")).to_series())
+    return [joined.select(pl.coalesce("ns", "paused_ns").alias("paused_ns")).to_series()]
 
 
 def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:

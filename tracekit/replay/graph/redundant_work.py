@@ -42,7 +42,7 @@ def reduce_once_per_step(graph: Graph) -> Graph:
 def _micro_batches(graph: Graph) -> pl.DataFrame:
     """Return the micro-batch of each node in its step, by its launch: node, phase, micro_batch, last."""
     on_host = (pl.col("what") == HOST) & pl.col("phase").is_in(["forward", "backward"])
-    host = graph.frame.filter(on_host).select("at", "rank", "step", "phase").sort("rank", "at")
+    host = graph.frame.select("at", "rank", "step", "phase", "what").filter(on_host).sort("rank", "at")
     calls = host.with_columns(MICRO_BATCH).with_columns(last=pl.col("micro_batch").max().over("rank", "step"))
     by_call = calls.select(pl.col("at").alias("launch"), "phase", "micro_batch", "last")
     launch = graph.launch[: graph.count]

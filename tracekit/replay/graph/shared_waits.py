@@ -9,20 +9,22 @@ _EVENT = "event"
 _SLACK_NS = 3_000
 _OF_NAME = ["window", "step", "lane", "name"]
 _PLACE = [*_OF_NAME, "nth", "times"]
+NODES = ("window", "rank", "node", "what", "step", "lane", "name", "launch", "start_ns", "end_ns")
+"""The columns of nodes that `shared_waits` needs."""
 COLUMNS = {**schema.columns("window rank"), **EDGE_COLUMNS}
 
 
 def shared_waits(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     """Return inferred event waits that only other ranks show.
 
-    `nodes` and `edges` have the columns of `trace_graph.nodes` and `trace_graph.edges`, window and rank. A wait between
+    `nodes` has the columns NODES, `edges` those of `trace_graph.edges`, window and rank. A wait between
     streams binds, and so can be inferred, only where the awaited work ends last: on a late rank, a collective waits for
     compute, on the others for its peers. Ranks run the same program: the same wait is at the same place (step, stream,
     kernel, its number in the step and how often it runs there) of the other ranks, unless any of them started the
     waiting work before the awaited work had ended, or launched it first. Columns COLUMNS; one row per wait.
     """
-    places = _places(nodes)
     known = edges.filter("inferred", pl.col("kind") == _EVENT).select("window", "rank", "waiting", "awaited")
+    places = _places(nodes, known)
     seen = known.join(_ends(places, "waiting"), on=["window", "rank", "waiting"]).join(
         _ends(places, "awaited"), on=["window", "rank", "awaited"]
     )
@@ -39,9 +41,15 @@ def shared_waits(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     return schema.select(found.sort("window", "rank", "waiting", "awaited"), COLUMNS)
 
 
-def _places(nodes: pl.DataFrame) -> pl.DataFrame:
-    """Return the place of each piece of device work, as a number that is the same on all ranks."""
-    work = nodes.filter((pl.col("what") == WORK) & (pl.col("launch") >= 0)).sort("window", "rank", "lane", "start_ns")
+def _places(nodes: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
+    """Return the place of each piece of device work, as a number that is the same on all ranks.
+
+    Only of work with the name, step and stream of a node of a `known` wait (waiting and awaited).
+    """
+    ends = pl.concat([known.select("window", "rank", node=end) for end in ("waiting", "awaited")]).unique()
+    launched = nodes.filter((pl.col("what") == WORK) & (pl.col("launch") >= 0))
+    names = launched.join(ends, on=["window", "rank", "node"], how="semi").select(_OF_NAME).unique()
+    work = launched.join(names, on=_OF_NAME, how="semi", nulls_equal=True).sort("window", "rank", "lane", "start_ns")
     of_rank = ["rank", *_OF_NAME]
     numbered = work.with_columns(nth=pl.int_range(pl.len()).over(of_rank), times=pl.len().over(of_rank))
     return numbered.select(

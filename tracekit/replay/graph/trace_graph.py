@@ -23,6 +23,7 @@ from tracekit.replay.graph.nodes import (
     WORK,
     TraceGraph,
     edge_table,
+    gap_series,
     number_nodes,
 )
 
@@ -46,7 +47,8 @@ def nodes(trace: Trace) -> pl.DataFrame:
     more before), stall_ns (by how much a device stall delays its start: part of chain_ns, launch_ns
     and the lag of its waits), paused_ns (for how long it was paused) and slowed_ns (by how much a clock drop slows it:
     both part of own_ns), avoidable_ns and avoidable_by (what a change of the program would save of its time, and the
-    cause, see `avoidable_time`; 0), gap_ns (host time before it by state; its sum is in chain_ns); one row per node.
+    cause, see `avoidable_time`; 0), and those of GAP_COLUMNS (host time before it by state; their sum is in chain_ns);
+    one row per node.
     """
     return build(trace).nodes
 
@@ -136,9 +138,8 @@ def _on_device(trace: Trace) -> TraceGraph:
             "own_ns": own,
             "host_state": pl.Series(calls.state, dtype=pl.Int8),
             "call": host_time.call_names(trace, calls),
-            "gap_ns": pl.Series(calls.gap_ns, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
         }
-    )
+    ).with_columns(gap_series(calls.gap_ns))
     again = recomputation.recomputed_activities(trace)
     recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
     ref, end = items["ref"].to_numpy(), items["end_ns"].to_numpy()

@@ -1,6 +1,6 @@
 """Graph transforms that each remove one cause of lost time: a graph in, another graph out."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -22,7 +22,7 @@ from tracekit.replay.graph import (
     stalled_devices,
 )
 from tracekit.replay.graph.dependency_graph import RELEASE, START_ORDER, Graph, InsufficientDataError
-from tracekit.replay.graph.nodes import HOST, WORK
+from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 
 _SHORT_RATIO = 0.1
 _USUAL_QUANTILE = 0.75
@@ -182,7 +182,8 @@ def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Grap
     is_on_ranks = graph.frame["rank"].is_in(list(ranks)).to_numpy()
     device_times = pl.col("stall_ns", "paused_ns", "slowed_ns", "avoidable_ns") * pl.lit(pl.Series(is_on_ranks))
     hidden = graph.frame.with_columns(
-        *_host_time(graph, is_on_ranks, _all_gaps(graph) * is_on_ranks[:, None]),
+        _host_state_of(graph, is_on_ranks),
+        _gaps() * pl.lit(pl.Series(is_on_ranks)),
         device_times,
         pl.when(pl.lit(pl.Series(is_on_ranks))).then("phase").alias("phase"),
     )
@@ -192,10 +193,8 @@ def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Grap
 def outside_stalls(graph: Graph, stalls: tuple[HostSpan, ...], transform: Transform) -> Graph:
     """Return the graph after a transform that leaves the host time in some stalls as it is."""
     in_stall, stalled_ns = _stalled(graph, stalls)
-    gap_ns = _all_gaps(graph)
-    total_ns = np.maximum(gap_ns.sum(axis=1), 1)
-    left_ns = (gap_ns * (1 - stalled_ns / total_ns)[:, None]).astype(np.int64)
-    hidden = graph.frame.with_columns(*_host_time(graph, ~in_stall, left_ns))
+    left = pl.lit(pl.Series(1 - stalled_ns / np.maximum(_gap_ns(graph), 1)))
+    hidden = graph.frame.with_columns(_host_state_of(graph, ~in_stall), (_gaps() * left).cast(pl.Int64))
     changed = transform(replace(graph, frame=hidden))
     own_ns, chain_ns = changed.own_ns.copy(), changed.chain_ns.copy()
     at = np.flatnonzero(in_stall)
@@ -227,7 +226,8 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
-    steps = graph.frame.drop_nulls("step").group_by("rank").agg(pl.col("step").n_unique().alias("steps"))
+    placed = graph.frame.select("rank", "step").drop_nulls("step")
+    steps = placed.group_by("rank").agg(pl.col("step").n_unique().alias("steps"))
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
     long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
@@ -254,7 +254,7 @@ def _stalled(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints]:
     if not here:
         return in_stall, stalled_ns
     start, end = graph.column("start_ns"), graph.column("end_ns")
-    gap_ns = _all_gaps(graph).sum(axis=1)
+    gap_ns = _gap_ns(graph)
     hosts = np.flatnonzero(graph.column("what") == HOST)
     calls_of = {rank: hosts[rows] for rank, rows in rows_by_key(graph.column("rank")[hosts]).items()}
     for stall in here:
@@ -277,7 +277,7 @@ def _usual_ns(graph: Graph, which: Flags) -> Ints:
     launch = graph.launch[: graph.count]
     launched = graph.frame.select("rank", "step", "name", call=pl.Series(launch)).filter(pl.col("call") >= 0)
     calls = launched.sort("call").unique("call", keep="first", maintain_order=True)
-    gap_ns = _all_gaps(graph).sum(axis=1)[calls["call"].to_numpy()]
+    gap_ns = _gap_ns(graph)[calls["call"].to_numpy()]
     at_place = calls.with_columns(
         pl.int_range(pl.len()).over("rank", "step", "name").alias("nth"), pl.Series("gap_ns", gap_ns, pl.Int64)
     )
@@ -289,22 +289,20 @@ def _usual_ns(graph: Graph, which: Flags) -> Ints:
     return usual_ns
 
 
-def _host_time(graph: Graph, which: Flags, gap_ns: Ints) -> Iterator[pl.Series]:
-    """Yield the columns of host time with the state of some calls only, and other times before the nodes."""
+def _host_state_of(graph: Graph, which: Flags) -> pl.Series:
+    """Return the column of the state of the host in its calls, for some of them only."""
     state = np.where(which, graph.column("host_state"), -1)
-    yield pl.Series("host_state", state, dtype=graph.frame["host_state"].dtype)
-    yield pl.Series("gap_ns", gap_ns, dtype=graph.frame["gap_ns"].dtype)
+    return pl.Series("host_state", state, dtype=graph.frame["host_state"].dtype)
+
+
+def _gaps() -> pl.Expr:
+    return pl.col(*GAP_COLUMNS.values())
 
 
 def _gap_ns(graph: Graph, *states: str) -> Ints:
-    """Return the host time before each of the ranks' nodes in some states."""
-    chosen = [host_state.HOST_STATES.index(state) for state in states]
-    return np.asarray(_all_gaps(graph)[:, chosen].sum(axis=1))
-
-
-def _all_gaps(graph: Graph) -> Ints:
-    """Return the host time before each of the ranks' nodes by state, shape (n, states)."""
-    return np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
+    """Return the host time before each of the ranks' nodes in some states; without states, in all."""
+    chosen = [GAP_COLUMNS[state] for state in states or GAP_COLUMNS]
+    return np.asarray(graph.frame.select(pl.sum_horizontal(chosen)).to_series().to_numpy())
 
 
 def _pauses_after(graph: Graph, calls: Flags) -> Ints:

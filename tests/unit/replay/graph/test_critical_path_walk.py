@@ -13,7 +13,7 @@ from tracekit.model import schema
 from tracekit.replay.graph.critical_path.recorded_times import recorded_times
 from tracekit.replay.graph.critical_path.walk import NEVER, latest_ends, walk
 from tracekit.replay.graph.dependency_graph import START_ORDER, Edges, Graph, replay, sort_topologically
-from tracekit.replay.graph.nodes import HOST, WORK
+from tracekit.replay.graph.nodes import HOST, WORK, NodeTable
 
 NONE = np.empty(0, np.int64)
 
@@ -35,7 +35,7 @@ def graph(own, waits, *, what=None, rank=None, join_of=None, recorded=None):
     nothing = np.full(count, -1)
     whole = Graph(
         window=0,
-        frame=pl.DataFrame(table).with_columns(start_ns=pl.lit(0), end_ns=pl.lit(0)),
+        frame=NodeTable.of(pl.DataFrame(table).with_columns(start_ns=pl.lit(0), end_ns=pl.lit(0))),
         join_of=np.array(join_of if join_of is not None else [-1] * nodes),
         chain=nothing,
         launch=nothing,

@@ -226,7 +226,7 @@ def test_a_wait_after_which_the_device_goes_on_stays():
         ("cudaStreamSynchronize", 6, 3),
     )
     graph = savings.graphs_of(read)[0]
-    host = graph.frame.filter(pl.col("what") == HOST).sort("start_ns")
+    host = graph.frame.select(pl.all()).filter(pl.col("what") == HOST).sort("start_ns")
     harmless, blocking = host.filter(pl.col("ref").is_in([4, 5]))["at"].to_list()
     changed = transforms.TRANSFORMS["blocking-sync"](graph)
     assert {harmless, blocking} <= set(graph.edges.waiting.tolist())
@@ -294,7 +294,7 @@ def test_a_launch_does_not_wait_for_its_own_short_kernel():
         ("cudaLaunchKernel", 7, 1),
     )
     graph = savings.graphs_of(short)[0]
-    assert graph.frame.filter(pl.col("what") == HOST).height == 2
+    assert graph.frame.select(pl.all()).filter(pl.col("what") == HOST).height == 2
     assert not (graph.edges.kind == "sync").any()
 
 

@@ -72,12 +72,12 @@ def _placed(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
     node, row, wait, start, end = (np.array(column, np.int64) for column in zip(*spans, strict=True))
     awaited = np.where(wait >= 0, times.waits.awaited[np.maximum(wait, 0)], -1)
     other = np.where((awaited >= 0) & (awaited < times.graph.count), awaited, row)
-    table = times.graph.frame[row]
+    table = times.graph.frame.rows(row)
     is_host = (table["what"] == HOST).to_numpy() & (node >= 0)
     computes = np.where(is_host, table["kind"].is_not_null().to_numpy(), (table["what"] == WORK).to_numpy())
     works = (wait < 0) & (node >= 0) & computes
     what = np.where(works, _AT_WORK, np.where(is_host, _ON_HOST, _IDLE))
-    before = times.graph.frame[other]
+    before = times.graph.frame.rows(other)
     placed = table.select(_NODE).with_columns(
         pl.Series("what", what, pl.String),
         before["ref"].alias("other_ref"),
