@@ -4,8 +4,9 @@ import polars as pl
 import pytest
 
 from tracekit.model import schema
+from tracekit.model.executor import Threads
 from tracekit.model.run import Run
-from tracekit.model.source import Source
+from tracekit.model.source import LoadedTraces, Source
 from tracekit.model.trace import LazyTrace, Trace
 
 STEPS = schema.STEPS.empty()
@@ -55,3 +56,11 @@ def test_a_trace_with_all_tables_built_defers_no_memory():
     assert trace.deferred_bytes == 1000
     assert len(trace.ops) == 1
     assert trace.deferred_bytes == 0
+
+
+@pytest.mark.parametrize(("cache_bytes", "remaining"), [(1500, 0), (2000, 2)])
+def test_a_pass_over_traces_retains_them_only_if_all_fit_in_memory(cache_bytes, remaining):
+    sources = [Source(rank, 0, f"rank{rank}", 1, lambda: _lazy([], deferred_bytes=1000)) for rank in (0, 1)]
+    loaded = LoadedTraces(cache_bytes)
+    list(Threads(1).measure(sources, [lambda trace: trace.steps], loaded))
+    assert len(loaded) == remaining

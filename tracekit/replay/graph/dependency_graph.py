@@ -1,4 +1,9 @@
-"""The dependency graph of one profiled window over all its ranks, and its replay."""
+"""The dependency graph of one profiled window over all its ranks, and its replay.
+
+It is not one per step, since changes compare the steps and ranks of a window: which kernels contention slows, which
+waits are short, what a collective costs at the least. From the samples of one step alone, the times that they remove
+differ by up to several times, and some have no answer. Of many ranks the columns of the nodes are in files instead.
+"""
 
 import itertools
 from dataclasses import dataclass, field, replace
