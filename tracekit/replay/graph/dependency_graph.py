@@ -415,9 +415,9 @@ def _parts(run: Run, window: int, frame: NodeTable, done: Ints) -> pl.DataFrame:
         "rank", pl.col("activity_id").alias("ref"), "op", "group", "members", "group_size", "bytes"
     ).unique(["rank", "ref"])
     at = np.flatnonzero((frame["kind"] == "communication").fill_null(value=False).to_numpy())
-    calls = [pl.Series("at", at), pl.Series("done", done[at])]
-    calls += [frame[name].gather(at) for name in ("rank", "ref", "step", "phase", "unit")]
-    return pl.DataFrame(calls).join(messages, on=["rank", "ref"], how="left", maintain_order="left")
+    numbers = [pl.Series("at", at), pl.Series("done", done[at])]
+    own = [frame[name].gather(at) for name in ("rank", "ref", "step", "phase", "unit")]
+    return pl.DataFrame([*numbers, *own]).join(messages, on=["rank", "ref"], how="left", maintain_order="left")
 
 
 def _graph_nodes(of_trace: Ints, base: Ints, done: Ints) -> Ints:
