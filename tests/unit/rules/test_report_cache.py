@@ -27,6 +27,8 @@ from tracekit.model.source import Source
 from tracekit.regression import samples
 from tracekit.report import html
 from tracekit.report import json as report_json
+from tracekit.replay.graph.savings import Removal
+from tracekit.replay.graph.transforms import HostSpan
 from tracekit.rules import engine, report_cache
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.report_cache import entry, keys
@@ -153,6 +155,15 @@ FINDINGS = st.builds(
     steps=st.lists(st.integers(0, 2**40)).map(tuple),
     subject=st.text(),
     what_if=st.none() | st.builds(WhatIf, st.text(), st.floats(0, 1), st.booleans()),
+    removals=st.lists(
+        st.builds(
+            Removal,
+            st.text(),
+            st.lists(st.integers(0, 2**40)).map(tuple),
+            st.lists(st.builds(HostSpan, *[st.integers(0, 2**40)] * 4, st.text()), max_size=2).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
     evidence=dataframes(
         max_cols=4, max_size=6, excluded_dtypes=[pl.Object, pl.Unknown, pl.Decimal, pl.Categorical, pl.Enum, pl.Null]
     ),

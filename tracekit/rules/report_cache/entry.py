@@ -147,6 +147,7 @@ def _cacheable(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, pl.D
 def _as_dict(finding: Finding) -> dict[str, Any]:
     fields = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
     del fields["evidence"]
+    fields["removals"] = [dataclasses.asdict(removal) for removal in finding.removals]
     return fields | {"what_if": finding.what_if and dataclasses.asdict(finding.what_if)}
 
 
