@@ -7,17 +7,19 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dashboard import settings
+from dashboard import remote_catalog, settings
+from dashboard.run_entry import LIVE_S, SETTLED_S, RunEntry, is_trace_by_name, may_be_trace
 from tracekit import conventions
-from tracekit.ingest import files, readers
+from tracekit.conventions import object_storage
+from tracekit.ingest import files
 from tracekit.ingest.readers import manifest as manifests
 from tracekit.model.manifest import Manifest
 from tracekit.regression.history import store
 from tracekit.rules import report_cache
-from tracekit.rules.report_cache import Summary, keys
+from tracekit.rules.report_cache import keys
 from tracekit.rules.report_cache.keys import FileState, FileStates
 
 HISTORY = "--history="
@@ -25,41 +27,11 @@ MAX_DEPTH = 3
 MAX_ENTRIES = 2000
 LISTING_TTL_S = 2.0
 """How long a listing is valid: at least this, and at least 20 times as long as it took."""
-LIVE_S = 20.0
-"""A run is being recorded if one of its files changed within this time."""
-SETTLED_S = 2.0
-"""A trace is complete if it has not changed for this long."""
+REMOTE_LISTING_TTL_S = 15.0
+"""The same for URLs: each listing is a request that somebody pays for."""
 _TTL_FACTOR = 20
 _WINDOW = re.compile(r"window\d+")
 _LOGS = (conventions.METRICS_SUFFIX, conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX)
-
-
-@dataclass(frozen=True)
-class RunEntry:
-    """One run on disk: `name` is unique in the catalog, `stamp` changes when a file of the run does."""
-
-    name: str
-    path: str
-    stamp: str = ""
-    files: int = 0
-    size_bytes: int = 0
-    strategy: str = ""
-    model: str = ""
-    world_size: int | None = None
-    created_ns: int | None = None
-    """When it was recorded, by its manifest or else by its newest file."""
-    problem: str = ""
-    """Why it cannot be opened, if that is known without reading a trace."""
-    is_live: bool = False
-    """Whether its files changed a moment ago, so that the training may still run."""
-    traces_stamp: str = ""
-    """Changes when one of its traces or its manifest does; '' while one is being written."""
-    is_private: bool = False
-    """Whether it was uploaded: only that session sees it, and nothing of it is cached on disk."""
-    roots: tuple[str, ...] = ()
-    """The real paths that its files may be in."""
-    summary: Summary | None = None
-    """The summary of its check; None if its current files were not checked."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +62,8 @@ class Catalog:
             if self._last is None or began_s >= self._until_s:
                 self._last = list_runs(self._paths)
                 ended_s = self._clock_s()
-                self._until_s = ended_s + max(LISTING_TTL_S, _TTL_FACTOR * (ended_s - began_s))
+                least_s = REMOTE_LISTING_TTL_S if any(map(object_storage.is_url, self._paths)) else LISTING_TTL_S
+                self._until_s = ended_s + max(least_s, _TTL_FACTOR * (ended_s - began_s))
             return self._last
 
     def forget(self) -> None:
@@ -101,10 +74,11 @@ class Catalog:
 def list_runs(paths: Iterable[str]) -> Listing:
     """Return the runs at `paths`: each is a run (a folder or one trace file), or a folder of runs, up to three deep.
 
-    A path that is neither becomes an entry with a `problem`, and so does a run with a file that links to a path outside
-    of all `paths`. Folders that are such links are not followed.
+    A path may be a URL, whose runs come last. A path that is neither becomes an entry with a `problem`, and so does a
+    run with a file that links to a path outside of all `paths`. Folders that are such links are not followed.
     """
-    given = [Path(text) for text in paths]
+    paths = list(paths)
+    given = [Path(text) for text in paths if not object_storage.is_url(text)]
     roots = tuple({os.path.realpath(path if _is(path.is_dir) else path.parent): None for path in given})
     runs = [run for root in given for run in _runs_at(root, roots)]
     newest = set(sorted(range(len(runs)), key=lambda number: (_changed_ns(runs[number][1]), number))[-MAX_ENTRIES:])
@@ -112,7 +86,11 @@ def list_runs(paths: Iterable[str]) -> Listing:
     for name, path in (run for number, run in enumerate(runs) if number in newest):
         name = _unique_name(name, by_name)
         by_name[name] = entry(name, path, roots)
-    return Listing(tuple(by_name.values()), len(runs) - len(by_name))
+    remote = [found for url in paths if object_storage.is_url(url) for found in remote_catalog.list_runs(url)]
+    for found in remote[: max(MAX_ENTRIES - len(by_name), 0)]:
+        name = _unique_name(found.name, by_name)
+        by_name[name] = replace(found, name=name)
+    return Listing(tuple(by_name.values()), len(runs) + len(remote) - len(by_name))
 
 
 def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = False) -> RunEntry:
@@ -122,7 +100,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         return RunEntry(name, str(path), problem=f"{path}: there is no such file, or no such folder that can be read")
     state = keys.file_states(str(path))
     run_files = state.files if state else ()
-    traces = [file for file in run_files if _may_be_trace(_name_of(file))]
+    traces = [file for file in run_files if may_be_trace(_name_of(file))]
     # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
     is_readable = is_folder and not link_outside(state, roots)
     manifest = (manifests.read(path / conventions.MANIFEST_FILE) if is_readable else None) or Manifest()
@@ -184,7 +162,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
     except OSError:
         return
     name = str(folder.relative_to(root)) if folder != root else root.resolve().name
-    if _contains_traces(children, _is_trace_by_name):
+    if _contains_traces(children, is_trace_by_name):
         yield name, folder
         return
     inner = [child for child in children if depth < MAX_DEPTH and not child.name.startswith(".") and _is(child.is_dir)]
@@ -194,7 +172,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
     yield from runs
     # Without runs below, any JSON file may be a trace; a training may also have written only its logs so far.
     has_logs = depth > 0 and any(child.name.endswith(_LOGS) for child in children)
-    if not runs and (has_logs or _contains_traces(children, _may_be_trace)):
+    if not runs and (has_logs or _contains_traces(children, may_be_trace)):
         yield name, folder
 
 
@@ -217,15 +195,6 @@ def _names_in(folder: str) -> Sequence[str]:
         return [path.name for path in Path(folder).iterdir()]
     except OSError:
         return ()
-
-
-def _is_trace_by_name(name: str) -> bool:
-    return _may_be_trace(name) and ("trace" in name.lower() or "rank" in name.lower() or not name.endswith(".json"))
-
-
-def _may_be_trace(name: str) -> bool:
-    other = (conventions.MANIFEST_FILE, conventions.TRUTH_FILE)
-    return name.lower().endswith(readers.trace_suffixes()) and not name.startswith(".") and name not in other
 
 
 def _is_inside(real: Path, roots: Sequence[str]) -> bool:
@@ -262,7 +231,7 @@ def _stamp(path: Path, state: FileStates | None) -> str:
 
 def _traces_stamp(run_files: Sequence[FileState]) -> str:
     traces = tuple(
-        file for file in run_files if _may_be_trace(_name_of(file)) or _name_of(file) == conventions.MANIFEST_FILE
+        file for file in run_files if may_be_trace(_name_of(file)) or _name_of(file) == conventions.MANIFEST_FILE
     )
     return "" if _changed_within(traces, SETTLED_S) else FileStates(traces).stamp
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from tracekit.model import escaping
 from tracekit.rules.rule import Severity
 

@@ -15,7 +15,7 @@ import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 from dashboard import run_catalog, widgets
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.decompression import Blocks
 from tracekit.model import units

@@ -14,7 +14,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import downloads, run_store, url_state
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from dashboard.run_store import LoadedRun, OpenRun
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping
@@ -108,6 +108,12 @@ def choose_window(windows: Sequence[int], place: DeltaGenerator | None = None) -
         return windows[0]
     chosen: int = (place or st).selectbox("Window", windows, key=url_state.bind("window", windows), width=160)
     return chosen
+
+
+def note(text: str) -> None:
+    """Show a remark below a figure; nothing for ''."""
+    if text:
+        st.caption(plain(text))
 
 
 def problem(message: str) -> None:

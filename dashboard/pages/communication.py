@@ -6,7 +6,7 @@ import streamlit as st
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
-from tracekit.report import charts
+from tracekit.report import charts, rank_rows
 
 GAPS = {
     tables.COMMUNICATION_GAPS: (
@@ -34,7 +34,9 @@ def show(run: OpenRun) -> None:
         "Communication in steps by rank: overlapped with compute, exposed, and waiting. Waiting ends when the last "
         "rank with a trace enters the collective."
     )
-    widgets.chart(charts.communication_parts(run.table(tables.EXPOSED_BY_RANK)), key="communication-hidden")
+    figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.compute(rank_rows.drawn))
+    widgets.chart(figure, key="communication-hidden")
+    widgets.note(rank_rows.selection_note(run.run))
     _gaps(run, tables.COMMUNICATION_GAPS)
     _gaps(run, tables.COMPUTE_GAPS)
     _bandwidth(run)
@@ -50,7 +52,8 @@ def _gaps(run: OpenRun, of: str) -> None:
     if rows.is_empty():
         st.caption("There is no such gap.")
         return
-    widgets.chart(charts.stall_causes(rows), key=f"communication-{of}")
+    widgets.chart(charts.stall_causes(rows, run.compute(rank_rows.drawn)), key=f"communication-{of}")
+    widgets.note(rank_rows.selection_note(run.run))
     with st.expander("By phase and host activity"):
         causes = run.table(tables.GAPS_BY_CAUSE).filter(gap_kind=of)
         sums = causes.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
@@ -90,6 +93,7 @@ def _stragglers(run: OpenRun) -> None:
     st.caption(
         "Time in which a rank (row) computes nothing and all its collectives wait for a late rank (column). Every "
         "moment counts once. A dark column is a straggler."
+        + (" The ranks with the longest waits are drawn." if len(run.run.ranks) > charts.MAX_MATRIX_RANKS else "")
     )
     widgets.chart(charts.wait_matrix(waits, run.run.ranks), key="communication-waits")
 

@@ -6,7 +6,7 @@ import streamlit as st
 
 from dashboard import downloads, run_store, widgets
 from dashboard.pages.page import TOOLS, Needs, Page
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from dashboard.run_store import regression
 from dashboard.run_store.regression import Change, Comparison
 from dashboard.url_state import bind_flag

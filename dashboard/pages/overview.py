@@ -9,7 +9,7 @@ from dashboard.findings import Findings
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.report import charts, html, html_fragments, phrases
+from tracekit.report import charts, html, html_fragments, phrases, rank_rows
 from tracekit.report import json as report_json
 
 BY_RANK, BY_STEP = "by rank", "by step"
@@ -68,20 +68,23 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     if by_rank.is_empty():
         st.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
+    drawn = run.compute(rank_rows.drawn)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
-        widgets.chart(charts.breakdown(by_rank), key="breakdown_by_rank")
+        widgets.chart(charts.breakdown(by_rank, drawn), key="breakdown_by_rank")
+        widgets.note(rank_rows.selection_note(run.run))
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()
     rank = st.selectbox("Rank", ranks, key=bind("rank", ranks), width=160) if len(ranks) > 1 else ranks[0]
     table = by_step.filter(by_step["rank"] == rank)
     widgets.chart(charts.breakdown(table), key="breakdown_by_step")
-    return table, charts.step_times(by_step)
+    return table, charts.step_times(by_step, drawn)
 
 
 def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) -> None:
     if step_times is not None:
         st.subheader("Step times")
         widgets.chart(step_times, key="step_times")
+        widgets.note(rank_rows.selection_note(run.run))
     if table.height:
         with st.expander("Where the time goes, in numbers"):
             shown = table.drop("start_ns", "window" if table["window"].n_unique() == 1 else "start_ns")

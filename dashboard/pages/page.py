@@ -9,7 +9,8 @@ from typing import Any, Self
 import streamlit as st
 
 from dashboard import run_store, widgets
-from dashboard.run_catalog import Catalog, RunEntry
+from dashboard.run_catalog import Catalog
+from dashboard.run_entry import RunEntry
 from dashboard.run_store import tables
 
 ALL_RUNS, ONE_RUN, TOOLS = "", "Run", "Tools"

@@ -6,7 +6,7 @@ import streamlit as st
 
 from dashboard import widgets
 from dashboard.pages.page import TOOLS, Needs, Page
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from dashboard.run_store import tables
 from dashboard.url_state import bind, bind_flag
 from tracekit.errors import TracekitError

@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import widgets
+from dashboard import rank_choice, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
@@ -24,12 +24,16 @@ def show(run: OpenRun) -> None:
     rows = activity.filter(window=window)
     span = run.compute(lambda of: tables.step_span(of, window, step))
     part = _choose_part(run, span, window, step)
+    cell = st.session_state.get(f"ranks-cell-{run.entry.name}")
+    drawn = rank_choice.choose(run, cell[:1] if cell else ())
     st.caption(
         f"{'all steps' if step is None else f'step {step}'} · {units.duration(span[1] - span[0])} from the first rank "
         f"that begins it to the last that ends it · {_clock_error(offsets, window)}"
     )
     widgets.chart(
-        charts.rank_activity(rows, part, origin_ns=span[0]), key="ranks", config={**charts.CONFIG, "scrollZoom": True}
+        charts.rank_activity(rows, part, origin_ns=span[0], drawn=drawn),
+        key="ranks",
+        config={**charts.CONFIG, "scrollZoom": True},
     )
     st.caption(
         "Drag to zoom, double-click to reset. A collective transfers data once its last rank has entered it; until "

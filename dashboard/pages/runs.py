@@ -6,7 +6,8 @@ import streamlit as st
 
 from dashboard import run_store, runs_table, widgets
 from dashboard.pages.page import ALL_RUNS, Needs, Page
-from dashboard.run_catalog import Catalog, RunEntry
+from dashboard.run_catalog import Catalog
+from dashboard.run_entry import RunEntry
 from dashboard.runs_table import RunFilter
 from dashboard.url_state import bind, bind_number, bind_several, bind_text
 from tracekit.errors import RuleError, TracekitError

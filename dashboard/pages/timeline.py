@@ -4,13 +4,13 @@ import hashlib
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, run_store, widgets
+from dashboard import findings, rank_choice, run_store, widgets
 from dashboard.components.perfetto import export
 from dashboard.components.timeline import message, timeline_store
 from dashboard.components.timeline.message import View
@@ -18,8 +18,8 @@ from dashboard.components.timeline.timeline import timeline
 from dashboard.components.timeline.timeline_store import OpenTimeline
 from dashboard.findings import Findings
 from dashboard.pages.page import Needs, Page
-from dashboard.run_catalog import RunEntry
-from dashboard.run_store import critical_path, tables
+from dashboard.run_entry import RunEntry
+from dashboard.run_store import LoadedRun, OpenRun, critical_path, tables
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
@@ -65,6 +65,8 @@ class RankOrder:
 
     axis: str | None = None
     coordinates: RankCoordinates = field(default_factory=dict)
+    about: Mapping[int, str] = field(default_factory=dict)
+    """What a rank is, such as "typical"."""
 
     def sorted(self, tracks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return the tracks in this order; ranks outside the mesh come last."""
@@ -72,11 +74,10 @@ class RankOrder:
         return sorted(tracks, key=lambda track: self.coordinates.get(track["rank"], {}).get(self.axis or "", last))
 
     def places(self) -> dict[int, str]:
-        """Return the place of each rank along the axes, such as "pp 1 · tp 0", with short names of axes."""
-        texts = {
-            rank: [f"{SHORT_NAMES.get(axis, axis)} {at}" for axis, (_, at) in of.items()]
-            for rank, of in self.coordinates.items()
-        }
+        """Return what each rank is and its place along the axes, such as "pp 1 · tp 0", with short names of axes."""
+        texts = {rank: [text] for rank, text in self.about.items() if text}
+        for rank, of in self.coordinates.items():
+            texts.setdefault(rank, []).extend(f"{SHORT_NAMES.get(axis, axis)} {at}" for axis, (_, at) in of.items())
         return {rank: escaping.inert(" · ".join(parts), message.MAX_NAME) for rank, parts in texts.items()}
 
 
@@ -92,8 +93,10 @@ def show(entry: RunEntry) -> None:
     by_key = _findings(entry)
     key = _key(entry, opened.window)
     chosen = _choose_finding(by_key, key)
-    order = _choose_order(_coordinates(entry, by_key), key)
-    key = f"{key}-{order.axis}" if order.axis else key  # the browser gets the tracks of a component once
+    order = replace(_choose_order(_coordinates(entry, opened, by_key), key), about=opened.about)
+    # The browser gets the tracks of a component once.
+    key = f"{key}-{order.axis}" if order.axis else key
+    key = f"{key}-{opened.scene.key[:8]}" if opened.about else key
     jump = _jump(entry, opened, by_key, chosen, key)
     marks = [*_path_marks(entry, opened, key), *message.findings(opened.scene, opened.window, by_key)]
     _canvas(opened, order, marks, jump, key)
@@ -121,15 +124,16 @@ def _path_marks(entry: RunEntry, opened: OpenTimeline, key: str) -> list[dict[st
     return message.path_marks(opened.scene, found.compact) if found.window == opened.window else []
 
 
-def _coordinates(entry: RunEntry, by_key: Findings) -> RankCoordinates:
+def _coordinates(entry: RunEntry, opened: OpenTimeline, by_key: Findings) -> RankCoordinates:
     """Return the places of ranks in the mesh that the manifest states; else, of a checked run, as its traces say."""
-    groups = tables.mesh_groups(run_store.load(entry).run.manifest)
+    groups = tables.mesh_groups(opened.run.manifest)
     if not groups and by_key:
         named = run_store.open_run(entry).table(tables.GROUP_AXES).drop_nulls(["axis", "ranks"])
         for axis, ranks in named.select("axis", "ranks").unique(maintain_order=True).iter_rows():
             groups.setdefault(axis, []).append(ranks)
     # Along a single group of all ranks, the place of a rank is its number.
-    return tables.mesh_coordinates(groups) if any(len(listed) > 1 for listed in groups.values()) else {}
+    places = tables.mesh_coordinates(groups) if any(len(listed) > 1 for listed in groups.values()) else {}
+    return {rank: place for rank, place in places.items() if not opened.about or rank in opened.about}
 
 
 def _choose_order(coordinates: RankCoordinates, key: str) -> RankOrder:
@@ -150,15 +154,39 @@ def _key(entry: RunEntry, window: int) -> str:
 
 
 def _open(entry: RunEntry) -> OpenTimeline:
-    window = widgets.choose_window(sorted({source.window for source in run_store.load(entry).run.sources}))
+    # Of a run with many ranks the report says which to draw, and has the clocks of all of them.
+    is_large = entry.summary is not None and rank_choice.is_needed(entry.summary.ranks)
+    loaded: LoadedRun = run_store.open_run(entry) if is_large else run_store.load(entry)
+    if not isinstance(loaded, OpenRun) and rank_choice.is_needed(len(loaded.run.ranks)):
+        loaded = run_store.open_run(entry)
+    window = widgets.choose_window(sorted({source.window for source in loaded.run.sources}))
+    drawn = rank_choice.choose(loaded, _wanted_ranks(entry, loaded, window)) if isinstance(loaded, OpenRun) else None
     bar = st.empty()
 
     def on_progress(done: int, total: int) -> None:
         bar.progress(min(done / total, 1.0), f"Laying out the timeline, once for this run: {done} of {total} traces")
 
-    opened = timeline_store.open_timeline(entry, window, on_progress)
+    ranks = tuple(drawn) if drawn else None
+    opened = timeline_store.open_timeline(entry, window, on_progress, of=loaded, ranks=ranks)
     bar.empty()
-    return opened
+    return replace(opened, about=drawn) if drawn else opened
+
+
+def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
+    """Return the ranks that another page or a choice of a finding opens, once."""
+    shown, wanted = st.session_state.get(widgets.SHOWN_MOMENT), []
+    if shown and shown["run"] == entry.name:
+        wanted.append(int(shown["rank"]))
+    state, seen = f"finding-{_key(entry, window)}", f"ranks-of-{entry.name}"
+    name = st.session_state.get(findings.SHOWN_FINDING) or st.session_state.get(state) or st.query_params.get(FINDING)
+    if name == st.session_state.get(seen):
+        return wanted
+    st.session_state[seen] = name
+    for key, finding in findings.by_key(run.report.findings).items():
+        if name in (key, finding.id) and findings.has_moment(finding):
+            longest = finding.evidence.drop_nulls("rank").sort("dur_ns", descending=True, nulls_last=True)
+            wanted.append(int(longest["rank"][0]))
+    return wanted
 
 
 def _findings(entry: RunEntry) -> Findings:

@@ -13,7 +13,7 @@ from dashboard.run_store.what_if import Answer, NodeSpec, Prediction, WhatIf
 from dashboard.url_state import bind, bind_number, bind_several
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
-from tracekit.report import charts, phrases
+from tracekit.report import charts, phrases, rank_rows
 from tracekit.report import what_if as answer_text
 
 MAX_PRICE = 10_000.0
@@ -118,8 +118,10 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
             st.caption(widgets.plain(f"Less certain: {', '.join(rows['cause'])}, because {caveat}."))
         with st.expander("Savings by rank"):
             by_rank = what_if.savings_by_rank(run, [(name,) for name in table["cause"]])
-            by_rank = by_rank.with_columns(pl.format("rank {}_ns", "rank"))
-            widgets.frame(by_rank.pivot("rank", index="cause", values="saved_ns"), key="whatif-by-rank")
+            if len(run.run.ranks) <= rank_rows.MAX_DRAWN:
+                by_rank = by_rank.with_columns(pl.format("rank {}_ns", "rank"))
+                by_rank = by_rank.pivot("rank", index="cause", values="saved_ns")
+            widgets.frame(by_rank, key="whatif-by-rank")
     _others(answers)
 
 
@@ -174,7 +176,9 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
         st.caption(widgets.plain(f"Savings of each alone: {each}."))
     st.caption(widgets.plain(_about(answer)))
     by_rank = what_if.savings_by_rank(run, [tuple(chosen)])
-    widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code), key="whatif-ranks")
+    drawn = run.compute(rank_rows.drawn)
+    widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code, drawn), key="whatif-ranks")
+    widgets.note(rank_rows.selection_note(run.run))
     with st.expander("Step by step"):
         widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(chosen))), key="whatif-steps")
     _findings(run, chosen)

@@ -17,11 +17,12 @@ import polars as pl
 import streamlit as st
 
 from dashboard import run_catalog, settings
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from dashboard.run_store.tables import Table
 from tracekit.analysis.time import breakdown, summary
 from tracekit.cli.watch.run_watch import Watch
 from tracekit.cli.watch.training_state import TrainingState
+from tracekit.conventions import object_storage
 from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.model.run import Run
@@ -164,6 +165,8 @@ def stamp_seen(entry: RunEntry) -> str:
 
 def refuse_links(entry: RunEntry) -> None:
     """Raise InputError where a file of the run is a link to a path outside of those the dashboard was opened on."""
+    if object_storage.is_url(entry.path):
+        return  # an object store has no links
     # Also here: a file may have become a link after the run was listed.
     linked = run_catalog.link_outside(keys.file_states(entry.path), entry.roots)
     if linked:
@@ -173,7 +176,12 @@ def refuse_links(entry: RunEntry) -> None:
 
 
 def training_state(entry: RunEntry) -> TrainingState | None:
-    """Return the progress of a run that is being recorded, from its logs; None where a file is a link elsewhere."""
+    """Return the progress of a run that is being recorded, from its logs.
+
+    None where a file is a link elsewhere, and for a URL: its logs arrive with each profiled window.
+    """
+    if object_storage.is_url(entry.path):
+        return None
     try:
         refuse_links(entry)
     except InputError:

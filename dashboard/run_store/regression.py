@@ -8,7 +8,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import run_store
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from dashboard.run_store import cached_per_run
 from tracekit.analysis.host import call_trees
 from tracekit.errors import InputError, TracekitError

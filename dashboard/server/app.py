@@ -16,7 +16,8 @@ from streamlit.runtime.scriptrunner import get_script_run_ctx
 from dashboard import run_catalog, run_store, uploads, url_state, widgets
 from dashboard.pages import DEFAULT, all_pages
 from dashboard.pages.page import ALL_RUNS, ONE_RUN, TOOLS, Needs, Page, Selection
-from dashboard.run_catalog import Catalog, RunEntry
+from dashboard.run_catalog import Catalog
+from dashboard.run_entry import RunEntry
 from tracekit.errors import TracekitError
 
 # A local file: Streamlit would fetch icons given by name from a network.

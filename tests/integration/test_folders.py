@@ -235,6 +235,41 @@ def test_gaps_in_names_are_missing_ranks_too(tmp_path):
     assert "missing_ranks" in kinds(load(tmp_path))
 
 
+def test_a_running_training_says_which_ranks_and_windows_are_not_written_yet(tmp_path):
+    windows = [{"window": n, "first_step": 10 * n, "steps": 2} for n in range(3)]
+    (tmp_path / "run.json").write_text(json.dumps({"world_size": 4, "windows": windows}))
+    for rank in range(3):
+        write(tmp_path / f"rank0000{rank}.pt.trace.json.gz", trace(rank, 4))
+    for rank in (0, 2):
+        write(tmp_path / "window001" / f"rank0000{rank}.pt.trace.json.gz", trace(rank, 4, start_us=9e6))
+    partial = tmp_path / "window001" / "rank00001.pt.trace.json.gz.partial"
+    partial.write_bytes(b"half of it")
+    run = load(tmp_path)
+    assert [(source.window, source.rank) for source in run.sources] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)]
+    assert [message for kind, message in run.data_quality.select("kind", "message").rows() if kind != "partial"] == [
+        "3 of 4 ranks have a trace (not 3); the others cannot be analyzed.",
+        "Window 1 has no trace of rank 1, other windows do.",
+        "Window 2 is listed in the manifest, but no rank has a trace of it.",
+    ]
+    (row,) = run.data_quality.filter(kind="partial").rows(named=True)
+    assert row["rank"] == 1
+    assert f"{partial}: the trace of rank 1 is not complete and was not read" in row["message"]
+
+
+def test_only_the_manifest_of_the_whole_run_says_which_windows_there_are(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"windows": [{"window": 1, "first_step": 0, "steps": 2}]}))
+    file = write(tmp_path / "rank00000.pt.trace.json.gz", trace(0, 1))
+    assert kinds(load(tmp_path)) == {"missing_ranks"}
+    assert kinds(load(f"{tmp_path}/rank*.gz")) == kinds(load([file])) == set()
+
+
+@pytest.mark.parametrize("name", ["run.json", "rank00000.metrics.jsonl.partial", "rank00000.pt.trace.json.gz.partial"])
+def test_a_training_that_has_no_trace_yet_is_not_a_wrong_folder(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError, match="no rank has written a trace yet"):
+        load(tmp_path)
+
+
 # Windows and jobs -----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, tables
 from dashboard.run_store import what_if as dashboard_what_if
 from tests.unit.simulate.jobs import job, written

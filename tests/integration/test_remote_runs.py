@@ -274,6 +274,93 @@ def test_a_trace_that_vanishes_or_changes_after_listing_is_left_out(s3: Server, 
     assert f"{url}/rank2.json: changed while it was being analysed; run the command again" in messages
 
 
+def test_a_log_or_manifest_that_a_running_training_replaces_is_read_as_it_is_now(s3: Server, tmp_path: Path) -> None:
+    write(tmp_path / "run" / "rank00000.json", trace(0))
+    write(tmp_path / "run" / "rank00001.json", trace(1))
+    log, manifest = (tmp_path / "run" / name for name in ("rank00000.metrics.jsonl", "run.json"))
+    log.write_text('{"step": 1, "loss": 2}\n')
+    manifest.write_text('{"strategy": "ddp"}')
+    url = object_stores.upload(tmp_path / "run", "runs/growing")
+
+    def replace(request: object_stores.Request) -> None:
+        """Replace each file once, when its content is requested after the listing."""
+        for path in (log, manifest):
+            if request.method == "GET" and request.path.endswith(path.name) and path.exists():
+                content = path.read_bytes() + b"\n" + (path.read_bytes() if path == log else b"")
+                path.unlink()
+                object_stores.client().put_object(Bucket=BUCKET, Key=f"runs/growing/{path.name}", Body=content)
+
+    s3.fault = replace
+    run = load(url)
+    assert run.manifest == {"strategy": "ddp"}
+    assert run.trace(0).metrics.height == 2
+    assert run.ranks == (0, 1)
+    assert run.data_quality.is_empty()
+
+
+def test_a_run_that_is_being_uploaded_says_what_is_missing(s3: Server, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"world_size": 4}')
+    url = object_stores.upload(tmp_path / "run", "runs/uploading")
+    assert "no rank has written a trace yet" in error("check", url)
+    for rank in range(3):
+        write(tmp_path / "run" / f"rank0000{rank}.pt.trace.json.gz", trace(rank, 4))
+    write(tmp_path / "run" / "window001" / "rank00000.pt.trace.json.gz", trace(0, 4, start_us=9e6))
+    object_stores.upload(tmp_path / "run", "runs/uploading")
+    assert load(url).data_quality["message"].to_list() == [
+        "3 of 4 ranks have a trace (not 3); the others cannot be analyzed.",
+        "Window 1 has no trace of rank 1-2, other windows do.",
+    ]
+
+
+def test_watch_refuses_a_url(s3: Server) -> None:
+    assert f"{SAMPLE_URL}: watch reads logs while they grow" in error("watch", SAMPLE_URL)
+
+
+# The dashboard -------------------------------------------------------------------------------------------------------
+
+
+def test_the_dashboard_lists_and_opens_runs_behind_the_url_it_was_started_with(s3: Server, tmp_path: Path) -> None:
+    pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
+    from dashboard import run_catalog
+    from tracekit.rules import report_cache
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"world_size": 2, "strategy": "ddp"}')
+    for folder in ("", "window001/"):
+        for rank in (0, 1):
+            write(tmp_path / "run" / f"{folder}rank0000{rank}.pt.trace.json.gz", trace(rank))
+    for name in ("a", "b/c"):
+        object_stores.upload(tmp_path / "run", f"listed/{name}")
+    url = f"s3://{BUCKET}/listed"
+    first, second = run_catalog.list_runs([url]).entries
+    assert [(each.name, each.path) for each in (first, second)] == [("a", f"{url}/a"), ("b/c", f"{url}/b/c")]
+    assert (first.files, first.world_size, first.strategy, first.problem) == (4, 2, "ddp", "")
+    assert first.is_live  # it was uploaded a moment ago
+    assert not s3.traces_fetched()
+    report_cache.report(first.path)
+    first, second = run_catalog.list_runs([url]).entries
+    assert first.summary is not None
+    assert first.summary.ranks == 2
+    assert second.summary is None
+    s3.requests.clear()
+    assert report_cache.report(first.path).run.ranks == (0, 1)
+    assert not s3.traces_fetched()
+    object_stores.upload(tmp_path / "run" / "window001", "listed/a/window002")
+    changed = run_catalog.list_runs([url]).entries[0]
+    assert changed.stamp != first.stamp
+    assert changed.summary is None
+
+
+def test_the_dashboard_says_why_a_url_cannot_be_listed(s3: Server) -> None:
+    pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
+    from dashboard import run_catalog
+
+    (entry,) = run_catalog.list_runs([f"s3://{BUCKET}/nothing"]).entries
+    assert entry.problem == f"s3://{BUCKET}/nothing: no such file or folder; check the address"
+    assert "no such file or folder" in error("dashboard", f"s3://{BUCKET}/nothing")
+
+
 def test_a_half_written_file_is_read_as_far_as_locally(s3: Server, tmp_path: Path) -> None:
     shutil.copytree(SAMPLE, tmp_path / "half")
     victim = tmp_path / "half" / "rank00001.pt.trace.json.gz"

@@ -61,9 +61,16 @@ def identify(
 
 
 def missing_ranks(
-    traces: Sequence[TraceFile], manifest_world_size: int | None, reported_ranks: set[int | None]
+    traces: Sequence[TraceFile],
+    manifest_world_size: int | None,
+    reported_ranks: set[int | None],
+    *,
+    listed_windows: Iterable[int] = (),
 ) -> list[QualityIssue]:
-    """Return an issue for each window without some ranks; `reported_ranks` already have an issue of their own."""
+    """Return an issue for each window without some ranks; `reported_ranks` already have an issue of their own.
+
+    `listed_windows` are those that the manifest of the whole run lists.
+    """
     sizes = [size for t in traces if (size := t.info.world_size) is not None]
     world_size = max(manifest_world_size or 0, max((t.rank for t in traces), default=-1) + 1, *sizes, 0)
     by_window: dict[int, set[int]] = defaultdict(set)
@@ -79,7 +86,25 @@ def missing_ranks(
         if absent_here := sorted(present - ranks - reported_ranks):
             message = f"Window {window} has no trace of rank {_numbers(absent_here)}, other windows do."
             issues.append(QualityIssue("missing_ranks", message, affected_ratio=len(absent_here) / len(present)))
+    for window in sorted(set(listed_windows) - set(by_window)):
+        message = f"Window {window} is listed in the manifest, but no rank has a trace of it."
+        issues.append(QualityIssue("missing_ranks", message, affected_ratio=0.0))
     return issues
+
+
+def partial_traces(files: Iterable[File]) -> list[QualityIssue]:
+    """Return an issue for each trace that has the name of one that is not complete."""
+    return [
+        QualityIssue(
+            "partial",
+            f"{file.path}: the trace of {'a rank' if rank is None else f'rank {rank}'} is not complete and was not "
+            "read: it is being written, or the rank ended before it was",
+            file.path,
+            rank,
+        )
+        for file in files
+        for rank in (_word_rank(file),)
+    ]
 
 
 def _archive_issues(files: Sequence[File]) -> list[QualityIssue]:

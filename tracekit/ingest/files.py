@@ -17,7 +17,7 @@ from tracekit.ingest import archives, readers, remote, remote_listing
 from tracekit.ingest.archived_trace import ArchivedTrace
 from tracekit.ingest.archives import Unpacked
 from tracekit.ingest.remote import RemoteFile
-from tracekit.ingest.remote_listing import Folders
+from tracekit.ingest.remote_listing import Folders, Listing
 
 RunLocation: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -61,12 +61,16 @@ class File:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The path of a run, the files that may be traces, the manifests, and the folders of remote files."""
+    """The path of a run, the files that may be traces, the manifests, and the folders of remote files.
+
+    `partial` are traces under the name that the recorder gives them until they are complete.
+    """
 
     root: str
     traces: tuple[File, ...]
     manifests: tuple[File, ...]
     folders: Folders = field(default_factory=Folders, repr=False, compare=False)
+    partial: tuple[File, ...] = ()
 
 
 def find(where: RunLocation, *, cache: bool = True) -> RunFiles:
@@ -84,11 +88,30 @@ def find(where: RunLocation, *, cache: bool = True) -> RunFiles:
     for path in named:
         found |= {file.path: file for file in _find_files(os.fspath(path), folders, cache=cache)}
     manifests = tuple(f for f in found.values() if f.name == conventions.MANIFEST_FILE)
-    traces = tuple(sorted((f for f in found.values() if f not in manifests), key=lambda f: natural_key(f.path)))
+    partial = tuple(f for f in found.values() if f.name.endswith(conventions.PARTIAL_SUFFIX))
+    others = {*manifests, *partial}
+    traces = tuple(sorted((f for f in found.values() if f not in others), key=lambda f: natural_key(f.path)))
     root = object_storage.shown(os.fspath(named[0])) if len(named) == 1 else _common_folder(traces)
     if not traces:
+        if partial or _has_logs(root, folders) or (manifests and not root.endswith(conventions.MANIFEST_FILE)):
+            raise InputError(
+                f"{root}: no rank has written a trace yet; if the training is running, check again when its first "
+                "profiled window is complete (tracekit watch shows its progress)"
+            )
         raise InputError(f"{root}: {_why_none(root)}; name a run's folder or a trace file")
-    return RunFiles(root, traces, manifests, folders)
+    return RunFiles(root, traces, manifests, folders, partial)
+
+
+def list_remote(url: str) -> Listing:
+    """Return the files behind a URL that may be of a run, without reading any. Raises InputError."""
+    return remote_listing.list_files(
+        url, max_depth=_MAX_DEPTH, is_wanted=is_read_by_tracekit, is_left_out=_is_checkpoint
+    )
+
+
+def is_glob(path: str) -> bool:
+    """Return whether a path or URL is a pattern; ? begins the query of a web address."""
+    return "*" in path or "[" in path or ("?" in path and object_storage.protocol(path) not in ("http", "https"))
 
 
 def natural_key(text: str) -> tuple[str | int, ...]:
@@ -98,6 +121,16 @@ def natural_key(text: str) -> tuple[str | int, ...]:
     ['rank9', 'rank10']
     """
     return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text))
+
+
+def _has_logs(root: str, folders: Folders) -> bool:
+    """Return whether a recorded training has a metrics log in a folder."""
+    if object_storage.is_url(root):
+        return any(name.endswith(conventions.METRICS_SUFFIX) for name in folders.names(root))
+    with contextlib.suppress(OSError):
+        endings = (conventions.METRICS_SUFFIX, conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX)
+        return any(name.endswith(endings) for name in map(str, Path(root).iterdir()))
+    return False
 
 
 def _why_none(root: str) -> str:
@@ -122,7 +155,7 @@ def _find_files(named: str, folders: Folders, *, cache: bool) -> list[File]:
     if path.is_dir():
         return list(_walk(path)) or _in_archives_of(path)
     if archives.is_archive(path):
-        return _in_archive(archives.unpack(path, _is_read_by_tracekit))
+        return _in_archive(archives.unpack(path, is_read_by_tracekit))
     if path.exists():
         manifest = path.parent / conventions.MANIFEST_FILE
         return [_file(p) for p in (path, manifest) if p.is_file()]
@@ -150,7 +183,7 @@ def _walk_paths(root: Path) -> Iterator[Path]:
             continue
         for name in sorted(names):
             path = Path(folder, name)
-            if _may_be_trace(name) and path.is_file():
+            if _may_be_trace(name.removesuffix(conventions.PARTIAL_SUFFIX)) and path.is_file():
                 yield path
 
 
@@ -161,7 +194,7 @@ def _in_archives_of(folder: Path) -> list[File]:
     then has some ranks of one run.
     """
     named = sorted(p for p in folder.iterdir() if p.name.lower().endswith(archives.SUFFIXES) and archives.is_archive(p))
-    found = [file for path in named for file in _in_archive(archives.unpack(path, _is_read_by_tracekit))]
+    found = [file for path in named for file in _in_archive(archives.unpack(path, is_read_by_tracekit))]
     manifests = [file for file in found if _is_manifest(file)]
     if len({Path(file.local).read_bytes() for file in manifests}) != 1:
         return found
@@ -178,9 +211,7 @@ def _in_archive(archive: Unpacked) -> list[File]:
 
 def _find_remote_files(url: str, folders: Folders, *, cache: bool) -> list[File]:
     """Return the files of a URL that may be traces or manifests, and add what lies next to them to `folders`."""
-    listing = remote_listing.list_files(
-        url, max_depth=_MAX_DEPTH, is_wanted=_is_read_by_tracekit, is_left_out=_is_checkpoint
-    )
+    listing = list_remote(url)
     folders.add(listing)
     if listing.is_single:
         if listing.files[0].name.lower().endswith(archives.SUFFIXES):
@@ -193,14 +224,14 @@ def _find_remote_files(url: str, folders: Folders, *, cache: bool) -> list[File]
 def _in_remote_archive(file: RemoteFile, *, cache: bool) -> list[File]:
     state = None if file.version is None else [file.url, file.size_bytes, file.version]
     with remote.local_copy(file, cache=cache) as copy:
-        return _in_archive(archives.unpack_copy(copy, _is_read_by_tracekit, url=file.shown, state=state))
+        return _in_archive(archives.unpack_copy(copy, is_read_by_tracekit, url=file.shown, state=state))
 
 
 def _remote(file: RemoteFile) -> File:
     return File(file.shown, file.size_bytes or 0, file)
 
 
-def _is_read_by_tracekit(name: str) -> bool:
+def is_read_by_tracekit(name: str) -> bool:
     """Return whether some reader reads files with this name: a trace, a manifest, a log or a snapshot."""
     return name.lower().endswith(tuple(suffix for reader in readers.available() for suffix in reader.suffixes))
 

@@ -60,7 +60,11 @@ def load(
     if len(sources) == 1 and not read_traces:
         read_traces = {sources[0]: sources[0].read()}  # it is read in any case, and its errors are raised at once
     unreadable_ranks = {issue.rank for issue in issues if issue.kind == "unreadable"}
-    issues += discovery.missing_ranks(traces, Manifest.of(fields).world_size, unreadable_ranks)
+    stated = Manifest.of(fields)
+    is_whole = any(file.folder == found.root.rstrip("/") for file in found.manifests)
+    listed = [window.window for window in stated.windows] if is_whole else []
+    issues += discovery.missing_ranks(traces, stated.world_size, unreadable_ranks, listed_windows=listed)
+    issues += discovery.partial_traces(found.partial)
     run = Run(
         found.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets, executor=executor
     )

@@ -9,7 +9,9 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -24,6 +26,8 @@ _READ_BYTES = 1 << 20
 _PLAIN = {"Accept-Encoding": "identity"}  # else a server may compress, and sizes say nothing
 _FACTS_SHARE, _COPIES_SHARE = 0.02, 0.2
 _HASH = "sha256"
+_CHANGED = "changed"
+_MAX_REPLACED = 3
 
 
 class DownloadError(BadTraceError):
@@ -39,13 +43,15 @@ class RemoteFile:
     """None if the server does not state it."""
     version: str | None
     """Changes with the content: ETag or checksum, else time and size; None if the server states none of them."""
+    changed_ns: int | None = field(default=None, compare=False)
+    """When the server says that the file was changed, Unix time in ns; None if it does not say."""
 
     @classmethod
     def of(cls, url: str, details: Mapping[str, Any]) -> "RemoteFile":
         """Return a file from what fsspec's `ls` or `info` says of it."""
         size = details.get("size")
         size_bytes = size if isinstance(size, int) and size >= 0 else None
-        return cls(url, size_bytes, _version(details, size_bytes))
+        return cls(url, size_bytes, _version(details, size_bytes), _changed_ns(details))
 
     @property
     def shown(self) -> str:
@@ -85,10 +91,42 @@ def head(file: RemoteFile, byte_count: int) -> bytes:
         return object_storage.retried(file.url, fetch)
 
 
+def fetch_current(file: RemoteFile, copy: Path, *, cache: bool) -> None:
+    """Write a file to the path `copy` as it is now, also where that is another version than was listed.
+
+    For files that a running training replaces: logs and manifests. Raises DownloadError.
+    """
+    for _ in range(_MAX_REPLACED):
+        try:
+            return fetch(file, copy, cache=cache)
+        except DownloadError as error:
+            if not is_changed(error):
+                raise
+        with _download_errors():
+            file = info(file.url)
+    return fetch(file, copy, cache=cache)
+
+
+def is_changed(error: BaseException) -> bool:
+    """Return whether a download failed because the file is not the version that was listed."""
+    return isinstance(error.__cause__, StorageError) and error.__cause__.kind == _CHANGED
+
+
 def read(file: RemoteFile, *, cache: bool = True) -> bytes:
-    """Return the content of a small file, from the cache if possible. Raises DownloadError."""
-    with local_copy(file, cache=cache) as path:
-        return path.read_bytes()
+    """Return the content of a small file, such as a manifest, from the cache if possible. Raises DownloadError.
+
+    If it was replaced after it was listed, that is its content now.
+    """
+    try:
+        with local_copy(file, cache=cache) as path:
+            return path.read_bytes()
+    except DownloadError as error:
+        if not is_changed(error):
+            raise
+    with tempfile.TemporaryDirectory(prefix="tracekit-") as folder:
+        copy = Path(folder, file.name)
+        fetch_current(file, copy, cache=cache)
+        return copy.read_bytes()
 
 
 @contextlib.contextmanager
@@ -164,7 +202,7 @@ def _download(file: RemoteFile, copy: Path) -> None:
     size_bytes = copy.stat().st_size
     now = RemoteFile.of(file.url, system.info(path)) if file.version is not None else file
     if now.version is not None and now.version != file.version:
-        raise StorageError(f"{file.shown}: changed while it was being analysed; run the command again", kind="changed")
+        raise StorageError(f"{file.shown}: changed while it was being analysed; run the command again", kind=_CHANGED)
     if file.size_bytes is not None and size_bytes != file.size_bytes:
         raise IncompleteError(f"{size_bytes:,} of {file.size_bytes:,} bytes arrived")
 
@@ -189,6 +227,26 @@ def _version(details: Mapping[str, Any], size_bytes: int | None) -> str | None:
     for name in _TIMES:
         if (at := details.get(name)) is not None:
             return f"{at.timestamp() if hasattr(at, 'timestamp') else at} {size_bytes}"
+    return None
+
+
+def _changed_ns(details: Mapping[str, Any]) -> int | None:
+    for name in _TIMES:
+        at = details.get(name)
+        if isinstance(at, str):
+            at = _parsed(at)
+        if isinstance(at, datetime):
+            at = at.timestamp()
+        if isinstance(at, int | float):
+            return int(at * 1e9)
+    return None
+
+
+def _parsed(text: str) -> datetime | None:
+    """Return the time in a text as GCS (ISO 8601) or a web server (RFC 9110) writes it."""
+    for parse in (datetime.fromisoformat, parsedate_to_datetime):
+        with contextlib.suppress(ValueError):
+            return parse(text)
     return None
 
 

@@ -56,6 +56,10 @@ class Folders:
             self._known.setdefault(file.folder, {})[file.name] = file
         self._complete |= listing.folders
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files known in the folder at a URL."""
+        return list(self._known.get(folder.rstrip("/"), {}))
+
     def companions(self, file: RemoteFile, names: Iterable[str]) -> tuple[RemoteFile, ...]:
         """Return the files with these names in the folder of `file` or, of those that are not there, the one above."""
         found = []

@@ -58,7 +58,7 @@ class RemoteTrace:
             path.parent.mkdir()
             for companion in self.companions:
                 place = path.parent if companion.folder == self.file.folder else path.parent.parent
-                remote.fetch(companion, place / companion.name, cache=self.use_cache, keep=False)
+                remote.fetch_current(companion, place / companion.name, cache=self.use_cache)
             yield path
 
     def placed(self, trace: Trace, path: Path) -> Trace:

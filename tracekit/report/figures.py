@@ -1,6 +1,6 @@
 """The figures of a report, each with its heading and caption."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import plotly.graph_objects as go
@@ -18,12 +18,11 @@ from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import snapshot_facts
-from tracekit.report import charts, trace_tracks
+from tracekit.report import charts, rank_rows, trace_tracks
 from tracekit.report import memory as memory_report
 from tracekit.rules.rule import Report
 
 _MIN_MEMORY_EVENTS = 50
-_MAX_WAIT_MATRIX_RANKS = 64
 _BREAKDOWN_COLUMNS = (
     "rank", "duration_ns", "compute_ns", "communication_ns", "overlapped_ns", "exposed_communication_ns",
     "exposed_copy_ns", "idle_ns",
@@ -51,29 +50,31 @@ def of_report(report: Report, run: Run) -> Iterator[ReportFigure]:
 
 def communication(run: Run) -> Iterator[ReportFigure]:
     """Yield figures of overlap, of idle compute and of waits for late ranks; none where there is no data."""
-    by_rank = run.run_table(exposed_communication.by_rank)
+    by_rank, (drawn, more) = run.run_table(exposed_communication.by_rank), _drawn(run)
     if int(by_rank["communication_ns"].sum()):
         yield ReportFigure(
             "communication",
             "Hidden and exposed communication",
             "Communication time of each rank in all steps, in ms: hidden by compute, exposed while data moves, exposed "
-            "while the rank waits for a late rank.",
-            charts.communication_parts(by_rank),
+            "while the rank waits for a late rank." + more,
+            charts.communication_parts(by_rank, drawn),
         )
     idle = run.run_table(stall_attribution.idle_by_rank)
     if idle.height:
         yield ReportFigure(
             "standing",
             "Why compute is idle",
-            "Time of each rank in all steps in which no compute runs, in ms, split by cause. The parts sum to it.",
-            charts.stall_causes(idle),
+            "Time of each rank in all steps in which no compute runs, in ms, split by cause. The parts sum to it."
+            + more,
+            charts.stall_causes(idle, drawn),
         )
     waited = run.run_table(rank_timelines.wait_times)
-    if waited.filter(pl.col("peer_rank").is_not_null()).height and len(run.ranks) <= _MAX_WAIT_MATRIX_RANKS:
+    if waited.filter(pl.col("peer_rank").is_not_null()).height:
         yield ReportFigure(
             "waits",
             "Which rank waits for which",
-            "Time in all steps in which a rank runs no compute and waits in a collective for a late rank, in ms.",
+            "Time in all steps in which a rank runs no compute and waits in a collective for a late rank, in ms."
+            + (" The ranks with the longest waits are drawn." if len(run.ranks) > charts.MAX_MATRIX_RANKS else ""),
             charts.wait_matrix(waited, run.ranks),
         )
 
@@ -112,15 +113,22 @@ def checkpoints(run: Run) -> Iterator[ReportFigure]:
         yield ReportFigure("save-bandwidth", "Durable write rate of each rank", caption, charts.save_bandwidth(clocks))
 
 
+def _drawn(run: Run) -> tuple[Mapping[int, str], str]:
+    """Return the ranks that figures by rank draw, and the end of their captions."""
+    note = rank_rows.selection_note(run)
+    return rank_rows.drawn(run), f" {note}" if note else ""
+
+
 def _time(report: Report, run: Run) -> Iterator[ReportFigure]:
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
+    drawn, more = _drawn(run)
     if by_rank.height:
-        caption = "Time of each rank from its first activity to its last, in ms."
+        caption = "Time of each rank from its first activity to its last, in ms." + more
         numbers = escaping.frame(by_rank.select(_BREAKDOWN_COLUMNS))
-        yield ReportFigure("breakdown", "Where the time goes", caption, charts.breakdown(by_rank), numbers)
+        yield ReportFigure("breakdown", "Where the time goes", caption, charts.breakdown(by_rank, drawn), numbers)
     if by_step.height > by_rank.height:
-        caption = "Duration of each step, in ms, one line per rank."
-        yield ReportFigure("steps", "Step time", caption, charts.step_times(by_step))
+        caption = "Duration of each step, in ms, one line per rank." + more
+        yield ReportFigure("steps", "Step time", caption, charts.step_times(by_step, drawn))
     row = summary.representative_step(by_step if by_step.height else by_rank)
     if row:
         rank, window, start_ns, duration_ns = (

@@ -62,7 +62,11 @@ _KINDS = {
     "bad_log": _Kind(_WARNING, "Check the lines in the evidence: their metrics or checkpoint stages are missing."),
     "not_a_trace": _Kind(_INFO, "No action needed: other JSON files in the folder were not read."),
     # Which ranks there are.
-    "missing_ranks": _Kind(_WARNING, "Collect the traces of all ranks in one folder."),
+    "missing_ranks": _Kind(
+        _WARNING,
+        "Collect the traces of all ranks in one folder. If the training is running, check again when they are written.",
+    ),
+    "partial": _Kind(_INFO, "Check again when the rank has written it. If the training has ended, remove the file."),
     "duplicate_rank": _Kind(_WARNING, "Keep one trace per rank and window, or put each window into its own folder."),
     "rank_guessed": _Kind(_INFO, "Record with torch.distributed initialized, so that the trace states its rank."),
     "mixed_jobs": _Kind(

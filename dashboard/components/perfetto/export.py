@@ -4,7 +4,7 @@ import io
 
 import streamlit as st
 
-from dashboard import components, downloads, widgets
+from dashboard import components, downloads, rank_choice, widgets
 from dashboard.components.timeline.timeline_store import OpenTimeline
 from tracekit.errors import InputError, TracekitError
 from tracekit.model import units
@@ -13,7 +13,7 @@ from tracekit.rules.rule import Finding
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TAB_BYTES = 64 << 20
-ALL = "all"
+ALL, DRAWN = "all", "those drawn"
 _mount_button = components.register("perfetto", ("perfetto.js",))
 
 
@@ -33,9 +33,11 @@ class _BoundedFile(io.BytesIO):
 def show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
     """Offer the run for Perfetto. The file is made on request."""
     ranks = opened.run.ranks
+    # All traces of a large run would exceed the limit, after minutes.
+    every = DRAWN if rank_choice.is_needed(len(ranks)) else ALL
     columns = st.columns([1, 1, 3], vertical_alignment="bottom")
     with columns[0]:
-        rank = st.selectbox("Ranks", [ALL, *ranks], key=f"perfetto-rank-{run_name}") if ranks[1:] else ALL
+        rank = st.selectbox("Ranks", [every, *ranks], key=f"perfetto-rank-{run_name}") if ranks[1:] else every
     key = f"perfetto-{opened.scene.key[:16]}-{rank}"
     with columns[1]:
         if st.button("Write the file", key=f"make-{key}"):
@@ -43,11 +45,11 @@ def show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
     data: bytes | None = st.session_state.get("perfetto", {}).get(key)
     if data is None:
         st.caption(
-            "One Perfetto trace of all ranks on one clock, with the findings. Writing it takes about as long as "
-            "opening the run."
+            f"One Perfetto trace of {'all ranks' if every == ALL else 'the ranks drawn'} on one clock, with the "
+            "findings. Writing it takes about as long as opening the run."
         )
         return
-    name = f"{downloads.file_name(run_name)}{'' if rank == ALL else f'-rank{rank}'}.pftrace"
+    name = f"{downloads.file_name(run_name)}{'' if rank == every else f'-rank{rank}'}.pftrace"
     st.download_button(
         f"Download {units.size(len(data))}",
         data,
@@ -69,12 +71,13 @@ def show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
 
 
 def _write(opened: OpenTimeline, findings: list[Finding], rank: int | str, key: str) -> None:
-    chosen = None if rank == ALL else [int(rank)]
+    drawn = opened.scene.tracks["rank"].unique(maintain_order=True).to_list()
+    chosen = None if rank == ALL else drawn if rank == DRAWN else [int(rank)]
     # One file per person at a time: they are large.
     st.session_state["perfetto"] = {}
     file = _BoundedFile()
     try:
-        with opened.lock, st.spinner("Writing all ranks on one clock"):
+        with opened.lock, st.spinner("Writing the ranks on one clock"):
             perfetto.write(opened.run, file, ranks=chosen, findings=findings)  # type: ignore[arg-type]
     except TracekitError as error:
         widgets.problem(str(error))

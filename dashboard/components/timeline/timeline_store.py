@@ -4,7 +4,7 @@ import contextlib
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +15,7 @@ import streamlit as st
 
 from dashboard import run_store
 from dashboard.components.timeline import message
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import RunEntry
 from dashboard.run_store import LoadedRun
 from tracekit.report import timeline
 
@@ -58,6 +58,8 @@ class OpenTimeline(LoadedRun):
 
     scene: timeline.Scene = field(kw_only=True)
     window: int = field(kw_only=True)
+    about: Mapping[int, str] = field(default_factory=dict)
+    """The ranks drawn if these are not all, each with what it is, such as "typical"."""
     _searches: _LruCache = field(default_factory=lambda: _LruCache(MAX_SEARCHES))
     _details: _LruCache = field(default_factory=lambda: _LruCache(MAX_DETAILS))
     _reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "timeline-details"))
@@ -93,23 +95,31 @@ class OpenTimeline(LoadedRun):
         return {"details": message.details(self.scene, details), "arrows": message.arrows(self.scene, arrows)}
 
 
-def open_timeline(entry: RunEntry, window: int, on_progress: Callable[[int, int], None]) -> OpenTimeline:
+def open_timeline(
+    entry: RunEntry,
+    window: int,
+    on_progress: Callable[[int, int], None],
+    *,
+    of: LoadedRun | None = None,
+    ranks: tuple[int, ...] | None = None,
+) -> OpenTimeline:
     """Return the timeline of a window: mapped if it was laid out before, else laid out now. Raises TracekitError.
 
-    `on_progress(done, total)` is called for each trace that is laid out.
+    `on_progress(done, total)` is called for each trace that is laid out. `of` is the run if it is open already, `ranks`
+    are those to draw.
     """
 
     def laid_out() -> OpenTimeline:
-        loaded = run_store.load(entry)
+        loaded = of or run_store.load(entry)
         # The mapped file of a private run lasts as long as the scene, under no name that anyone could open.
         temporary = tempfile.TemporaryDirectory() if entry.is_private else contextlib.nullcontext()
         with loaded.lock, temporary as name:
             folder = Path(name) if name else None
-            scene = timeline.open_scene(loaded.run, window, folder=folder, on_progress=on_progress)
+            scene = timeline.open_scene(loaded.run, window, ranks=ranks, folder=folder, on_progress=on_progress)
         return OpenTimeline(loaded.run, loaded.lock, scene=scene, window=window)
 
     scenes = st.session_state.setdefault("own_scenes", _LruCache(MAX_SCENES)) if entry.is_private else _shared_scenes()
-    opened: OpenTimeline = scenes.get((entry.path, run_store.stamp_seen(entry), window), laid_out)
+    opened: OpenTimeline = scenes.get((entry.path, run_store.stamp_seen(entry), window, ranks), laid_out)
     return opened
 
 

@@ -114,16 +114,20 @@ def test_the_heatmap_has_a_labelled_cell_per_rank_and_step():
     assert bars.base[0] == pytest.approx(-0.48)
 
 
-def test_a_heatmap_of_very_many_cells_is_drawn_as_an_image():
+def test_of_a_thousand_ranks_a_cell_shows_the_slowest_of_its_neighbours():
     rows = [
         {"window": 0, "step": step, "rank": rank, "start_ns": 0, "duration_ns": 10, "median_ns": 10}
-        | {"longer_ratio": 0.5 if rank == 7 else 0.0, "exposed_ratio": 0.0, "waited_ratio": 0.0}
-        for step in range(41)
-        for rank in range(100)
+        | {"longer_ratio": {700: 0.5, 701: -0.9}.get(rank, 0.0), "exposed_ratio": 0.0, "waited_ratio": 0.0}
+        for step in range(100)
+        for rank in range(1000)
     ]
-    figure = charts.step_heatmap(pl.DataFrame(rows))
-    assert figure.data[0].type == "heatmap"
-    assert sorted(set(figure.data[0].z)) == [0.0, 0.5]
+    bars = charts.step_heatmap(pl.DataFrame(rows)).data[0]
+    assert len(bars.x) <= 4000
+    slow = [cell for cell, value in zip(bars.customdata, bars.marker.color, strict=True) if value == 0.5]
+    assert [cell[:2] for cell in slow] == [[700, step] for step in range(0, 100, 2)]
+    assert "<b>rank 700, step 0</b>" in slow[0][2]
+    assert slow[0][2].endswith("highest of ranks 688–703, steps 0–1")
+    assert {value for value in bars.marker.color if value != 0.5} == {0.0}
 
 
 def test_a_collective_whose_peers_are_not_known_transfers_for_its_whole_duration():

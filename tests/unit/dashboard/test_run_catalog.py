@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
 
 from dashboard import downloads, run_catalog, run_store, runs_table, settings, uploads, widgets
-from dashboard.run_catalog import RunEntry
+from dashboard.run_entry import SETTLED_S, RunEntry
 from dashboard.runs_table import RunFilter
 from tests.browser import recorded
 from tracekit.cli.commands.dashboard import dashboard as serve
@@ -128,7 +128,7 @@ def test_the_stamp_of_traces_changes_once_they_are_complete_and_not_with_the_log
     assert stamp() == before != ""
     trace.write_bytes(trace.read_bytes())
     assert stamp() == ""  # it may still be written
-    os.utime(trace, (time.time() - run_catalog.SETTLED_S,) * 2)
+    os.utime(trace, (time.time() - SETTLED_S,) * 2)
     assert stamp() not in ("", before)
 
 

@@ -69,7 +69,7 @@ def test_an_address_that_asks_for_too_many_runs_gets_as_many_as_are_compared():
         import streamlit as st
 
         from dashboard import widgets
-        from dashboard.run_catalog import RunEntry
+        from dashboard.run_entry import RunEntry
 
         chosen, *others = widgets.choose_runs([RunEntry(f"r{number}", f"/r{number}") for number in range(14)])
         st.text(" ".join(entry.name for entry in (chosen, *others)))

@@ -53,6 +53,25 @@ def test_the_mesh_has_a_row_for_each_axis_and_one_colour_for_each_group():
     assert len({trace.marker.color for trace in figure.data if trace.y[0] == 0}) == 2
 
 
+def test_the_mesh_of_a_thousand_ranks_is_one_heatmap_whose_hover_names_rank_and_group():
+    rows = [("tp", list(range(first, first + 4))) for first in range(0, 1000, 4)]
+    rows += [("dp", list(range(first, 1000, 4))) for first in range(4)]
+    figure = charts.mesh_map(pl.DataFrame(rows, {"axis": pl.String, "ranks": pl.List(pl.Int64)}, orient="row"))
+    (cells,) = figure.data
+    assert figure.layout.yaxis.ticktext == ("dp", "tp")
+    assert cells.customdata[1][701] == "rank 701: <b>tp group 175</b><br>ranks 700–703"
+    assert cells.customdata[0][701].startswith("rank 701: <b>dp group 1</b>")
+    assert len({tuple(row[700:704]) for row in cells.z}) == 2
+
+
+def test_of_many_experts_those_with_the_most_uneven_load_are_drawn():
+    rows = [(rank, layer, 10, 3.0 if rank == 700 else 1.0) for rank in range(1000) for layer in range(3)]
+    load = pl.DataFrame(rows, ["rank", "layer", "load_bytes", "load_ratio"], orient="row")
+    figure = charts.expert_heatmap(load)
+    assert len(figure.data[0].z) == 64 * 3
+    assert "rank 700" in figure.layout.yaxis.ticktext
+
+
 def test_communication_of_an_axis_is_divided_into_exposed_and_hidden_time_of_a_step():
     rows = pl.DataFrame(
         {

@@ -1,6 +1,7 @@
 import polars as pl
 import pytest
 
+from tests.support import drawn_traces
 from tracekit.report import rank_rows
 
 
@@ -34,6 +35,20 @@ def test_a_rank_that_is_several_things_is_listed_once():
     ranks = shares([0.5] * 19 + [0.6]).with_columns(pl.lit(0.3).alias("idle_ratio"))
     ranks = ranks.with_columns(pl.when(pl.col("rank") == 19).then(0.5).otherwise("idle_ratio").alias("idle_ratio"))
     assert rank_rows.notable(ranks)[19] == "most compute, most idle"
+
+
+@pytest.mark.parametrize("ranks", [64, 65])
+def test_figures_draw_all_ranks_of_a_few_and_the_notable_ones_of_many(ranks):
+    work = ["step 00000\ncompute aa..a", "step 00000\ncompute aaaaa"]
+    drawn_run = drawn_traces.run(*(drawn_traces.trace(work[rank == 7], rank=rank) for rank in range(ranks)))
+    drawn = rank_rows.drawn(drawn_run)
+    if ranks == 64:
+        assert drawn == dict.fromkeys(range(64), "")
+        assert rank_rows.selection_note(drawn_run) == ""
+    else:
+        assert drawn[0] == "typical"
+        assert "most compute" in drawn[7]
+        assert rank_rows.selection_note(drawn_run).startswith("Of 65 ranks")
 
 
 def test_quantiles_are_of_all_ranks():

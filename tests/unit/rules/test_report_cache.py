@@ -25,10 +25,10 @@ from tracekit.model import environment
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.regression import samples
-from tracekit.report import html
-from tracekit.report import json as report_json
 from tracekit.replay.graph.savings import Removal
 from tracekit.replay.graph.transforms import HostSpan
+from tracekit.report import html
+from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.report_cache import entry, keys
@@ -377,9 +377,8 @@ def test_a_report_with_an_unserializable_manifest_is_not_cached(run, reports):
     assert _entries(reports) == []
 
 
-def test_missing_paths_urls_and_folders_with_too_many_files_have_no_key(run, monkeypatch, tmp_path):
+def test_missing_paths_and_folders_with_too_many_files_have_no_key(run, monkeypatch, tmp_path):
     assert keys.run_key(str(tmp_path / "missing")) is None
-    assert keys.run_key("s3://bucket/run") is None
     monkeypatch.setattr(keys, "MAX_FILES", 1)
     assert keys.run_key(str(run)) is None
     assert not _is_cached(report_cache.report(str(run)))

@@ -37,17 +37,19 @@ def dashboard(
     """Open runs, or folders of runs, in the dashboard.
 
     It listens on 127.0.0.1 unless --host sets another address, sends no statistics and loads nothing from the network.
-    There is no password: anyone who can reach the address can see the runs. It reads only the runs and folders given.
+    There is no password: anyone who can reach the address can see the runs. It reads only the runs and folders given,
+    which may be URLs.
     """
     from tracekit.cli import settings
 
-    for run in [*runs, *([str(history)] if history else [])]:
+    runs = [object_storage.without_file_scheme(run) for run in runs]
+    for run in runs:
         if object_storage.is_url(run):
-            raise InputError(
-                f"{object_storage.shown(run)}: the dashboard opens local runs; copy the run's folder first"
-            )
-        if not Path(run).exists():
+            _require_listable(run)
+        elif not Path(run).exists():
             raise InputError(f"{run}: there is no such file or folder; check the path")
+    if history is not None and not history.exists():
+        raise InputError(f"{history}: there is no such file; check the path")
     if importlib.util.find_spec("streamlit") is None:
         raise MissingExtraError("the dashboard needs Streamlit: pip install 'torch-tracekit[dashboard]'")
     settings.nearest_devices()  # an error in a settings file is said here, not on a page
@@ -55,8 +57,8 @@ def dashboard(
     if host not in _LOOPBACK:
         output.notify(
             f"warning: listening on {host}, port {port}, without a password or encryption: anyone who can "
-            f"reach it can read {', '.join(runs)}; for yourself alone, omit --host and forward the port: "
-            f"ssh -L {port}:127.0.0.1:{port}"
+            f"reach it can read {', '.join(map(object_storage.shown, runs))}; for yourself alone, omit --host and "
+            f"forward the port: ssh -L {port}:127.0.0.1:{port}"
         )
     # Streamlit replaces this process, so that it gets Ctrl-C and signals, and its exit code is the command's.
     arguments = server_command(runs, host=host, port=port, browser=browser, history=history)
@@ -76,9 +78,17 @@ def server_command(
     if host not in _LOOPBACK:  # other machines may reach it under any name
         options |= {"server.allowedHosts": "*"}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    paths = [str(Path(run).resolve()) for run in runs]
+    paths = [run if object_storage.is_url(run) else str(Path(run).resolve()) for run in runs]
     paths += [f"--history={history.resolve()}"] if history else []
     return [sys.executable, "-P", str(_server()), *flags, "--", *paths]
+
+
+def _require_listable(url: str) -> None:
+    """Raise InputError if a URL cannot be accessed or has no file of a run, before the browser opens."""
+    from tracekit.ingest import files
+
+    if not any(files.is_read_by_tracekit(file.name) for file in files.list_remote(url).files):
+        raise InputError(f"{object_storage.shown(url)}: no file of a run there; check the address")
 
 
 def _require_free_port(host: str, port: int) -> None:

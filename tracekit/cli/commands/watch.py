@@ -13,6 +13,7 @@ import typer
 from tracekit import conventions
 from tracekit.cli import output
 from tracekit.cli.options import Format, TextOrJson
+from tracekit.conventions import object_storage
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _MAX_PAST_OUTLIERS = 10
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that the training records into.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder that the training records into.")],
     *,
     once: Annotated[bool, typer.Option("--once", help="Show the current state once and exit.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until RUN exists.")] = False,
@@ -47,7 +48,14 @@ def watch(
     """
     from tracekit.cli.watch.run_watch import Watch
 
-    watched = Watch(run)
+    run = object_storage.without_file_scheme(run)
+    if object_storage.is_url(run):
+        url = object_storage.shown(run)
+        raise InputError(
+            f"{url}: watch reads logs while they grow, so it needs a file system; at a URL they arrive with each "
+            f"profiled window: tracekit check {url} judges what is there"
+        )
+    watched = Watch(Path(run))
     _wait_for_logs(watched, once=once, wait=wait)
     if once:
         watched.judge_pending()

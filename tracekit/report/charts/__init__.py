@@ -11,6 +11,7 @@ from tracekit.report.charts.checkpoints import save_bandwidth, save_clocks, save
 from tracekit.report.charts.communication import (
     ALGORITHM,
     BUS,
+    MAX_MATRIX_RANKS,
     bandwidth,
     communication_parts,
     stall_causes,
@@ -44,6 +45,7 @@ __all__ = [
     "KIND_LABELS",
     "LIGHT_KINDS",
     "LOST",
+    "MAX_MATRIX_RANKS",
     "MAX_SLICES",
     "PARTS",
     "PATH_COLOURS",

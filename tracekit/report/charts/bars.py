@@ -12,13 +12,16 @@ from tracekit.report.charts import style
 MAX_ROWS = 15
 
 
-def breakdown(summary: pl.DataFrame) -> go.Figure:
+def breakdown(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) -> go.Figure:
     """Return stacked bars of the time breakdown, one bar per row of a breakdown (per rank, or per step).
 
     `summary` has the columns of `analysis.breakdown` and rank; window, step and device label the bars where they
-    differ.
+    differ. `ranks`, by default all, are those drawn, each with a text for its label.
     """
-    return _stacked(summary, _row_labels(summary))
+    if ranks is not None:
+        summary = summary.filter(pl.col("rank").is_in(list(ranks)))
+    labels = zip(_row_labels(summary), summary["rank"], strict=True)
+    return _stacked(summary, [" · ".join(filter(None, (label, (ranks or {}).get(rank)))) for label, rank in labels])
 
 
 def comparison(summaries: Mapping[str, pl.DataFrame]) -> go.Figure:
@@ -32,10 +35,12 @@ def comparison(summaries: Mapping[str, pl.DataFrame]) -> go.Figure:
     return _stacked(pl.concat(means), list(summaries))
 
 
-def step_times(summary: pl.DataFrame) -> go.Figure:
-    """Return step time over steps, one line per rank, from a breakdown by step."""
+def step_times(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) -> go.Figure:
+    """Return step time over steps, one line per rank, from a breakdown by step; `ranks` as in `breakdown`."""
     figure = go.Figure()
     known = summary.filter(pl.col("step").is_not_null()).sort("rank", "step")
+    if ranks is not None:
+        known = known.filter(pl.col("rank").is_in(list(ranks)))
     count = known["rank"].n_unique()
     # Not the colours of kinds of work: a rank is not a kind of work.
     colours = sample_colorscale("Viridis", [0.9 * i / max(count - 1, 1) for i in range(count)])
@@ -44,7 +49,7 @@ def step_times(summary: pl.DataFrame) -> go.Figure:
             line={"color": colour},
             x=rows["step"].to_list(),
             y=(rows["duration_ns"] / 1e6).to_list(),
-            name=f"rank {rank}",
+            name=style.rank_names([int(str(rank))], ranks)[0],
             mode="lines+markers",
             customdata=[[units.duration(ns)] for ns in rows["duration_ns"]],
             hovertemplate=f"rank {rank}, step %{{x}}<br>%{{customdata[0]}}<extra></extra>",

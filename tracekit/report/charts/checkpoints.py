@@ -21,13 +21,15 @@ _STAGES = {
 }
 _MOST_ROWS = 64
 _MOST_SAVES = 200
+_MOST_POINTS = 5000
 
 
 def save_stages(lines: pl.DataFrame) -> go.Figure:
     """Return the stages of one save, a bar for each rank and worker, in the order in which they were first entered.
 
-    `lines` are those of one save of `analysis.saves.stages`. Stages alternate tensor by tensor; a bar shows the
-    total time of each stage, so that its length is the total time of the worker.
+    `lines` are those of one save of `analysis.saves.stages`; of many ranks those that take longest are drawn. Stages
+    alternate tensor by tensor; a bar shows the total time of each stage, so that its length is the total time of the
+    worker.
     """
     spent = (
         lines.filter(pl.col("stage").is_in(list(_STAGES)))
@@ -37,7 +39,11 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
     )
     if spent.is_empty():
         return style.empty()
-    rows = spent.select("rank", "blocking").unique(maintain_order=True).head(_MOST_ROWS)
+    rows = spent.group_by("rank", "blocking", maintain_order=True).agg(pl.col("dur_ns").sum())
+    if rows.height > _MOST_ROWS:
+        longest = rows.sort("dur_ns", "rank", descending=[True, False]).head(_MOST_ROWS)
+        rows = rows.join(longest.select("rank", "blocking"), on=["rank", "blocking"], how="semi", maintain_order="left")
+    rows = rows.select("rank", "blocking")
     both = rows["blocking"].n_unique() > 1
     began = lines.group_by("rank", "blocking").agg(began_ns=pl.col("start_ns").min())
     first_ns = int(str(lines["start_ns"].min()))
@@ -102,9 +108,13 @@ def save_clocks(each: pl.DataFrame) -> go.Figure:
 def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
     """Return the write rate of each rank, bytes per time in write and fsync, one point per rank and save.
 
-    `clocks` is `analysis.saves.by_rank`; saves without fsync have no point.
+    `clocks` is `analysis.saves.by_rank`; saves without fsync have no point. Of very many points, each rank has that of
+    its slowest save.
     """
     known = clocks.drop_nulls("storage_bytes_per_s")
+    if known.height > _MOST_POINTS:
+        slowest = known.sort("storage_bytes_per_s", "rank", maintain_order=True)
+        known = slowest.unique("rank", keep="first", maintain_order=True).sort("rank")
     figure = go.Figure()
     rows = known.select("rank", "storage_bytes_per_s", "save").rows()
     figure.add_scatter(

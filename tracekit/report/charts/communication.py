@@ -17,6 +17,7 @@ COMMUNICATION_PARTS = {
 """The parts of a rank's communication, each with its label and colour."""
 ALGORITHM, BUS = "algorithm", "bus"
 MAX_POINTS = 3000
+MAX_MATRIX_RANKS = 64
 # All of it is communication: colours show the kind of collective, symbols the group.
 _OPS = {
     "all_reduce": "#D55E00",
@@ -32,11 +33,13 @@ _MOST_NUMBERED = 16
 _UNKNOWN = "unknown rank"
 
 
-def stall_causes(by_rank: pl.DataFrame) -> go.Figure:
+def stall_causes(by_rank: pl.DataFrame, drawn: Mapping[int, str] | None = None) -> go.Figure:
     """Return stacked bars of the gaps of one kind of work, one bar per rank, split by cause.
 
     `by_rank` is the part of one `of` (communication or compute) of `analysis.compute.stall_attribution.by_rank`.
+    `drawn` are the ranks to draw, each with a text for its label; by default all.
     """
+    by_rank = _of_ranks(by_rank, drawn)
     ranks = by_rank["rank"].unique().sort().to_list()
     total = dict(by_rank.group_by("rank").agg(pl.col("dur_ns").sum()).iter_rows())
     figure = go.Figure()
@@ -44,29 +47,38 @@ def stall_causes(by_rank: pl.DataFrame) -> go.Figure:
         by_rank_ns = dict(by_rank.filter(pl.col("cause") == cause).select("rank", "dur_ns").iter_rows())
         if any(by_rank_ns.values()):
             _stack(figure, ranks, [by_rank_ns.get(rank, 0) for rank in ranks], total, label=label, colour=colour)
-    return style.with_labelled_rows(figure, [f"rank {rank}" for rank in ranks], showlegend=True)
+    return style.with_labelled_rows(figure, style.rank_names(ranks, drawn), showlegend=True)
 
 
-def communication_parts(by_rank: pl.DataFrame) -> go.Figure:
+def communication_parts(by_rank: pl.DataFrame, drawn: Mapping[int, str] | None = None) -> go.Figure:
     """Return stacked bars of each rank's communication: hidden, exposed while data moves, exposed while waiting.
 
-    `by_rank` is `analysis.communication.exposed_communication.by_rank`.
+    `by_rank` is `analysis.communication.exposed_communication.by_rank`; `drawn` as in `stall_causes`.
     """
+    by_rank = _of_ranks(by_rank, drawn)
     ranks = by_rank["rank"].to_list()
     total = dict(by_rank.select("rank", "communication_ns").iter_rows())
     figure = go.Figure()
     for column, (label, colour) in COMMUNICATION_PARTS.items():
         _stack(figure, ranks, by_rank[column].to_list(), total, label=label, colour=colour)
-    return style.with_labelled_rows(figure, [f"rank {rank}" for rank in ranks], showlegend=True)
+    return style.with_labelled_rows(figure, style.rank_names(ranks, drawn), showlegend=True)
+
+
+def _of_ranks(rows: pl.DataFrame, drawn: Mapping[int, str] | None) -> pl.DataFrame:
+    return rows if drawn is None else rows.filter(pl.col("rank").is_in(list(drawn)))
 
 
 def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     """Return which rank waits for which: a row per waiting rank, a column per late rank.
 
-    `waited` is `rank_timelines.wait_times`; a last column holds waits for an unknown rank.
+    `waited` is `rank_timelines.wait_times`; a last column holds waits for an unknown rank. Of more than
+    `MAX_MATRIX_RANKS` ranks, those that wait longest and those that are waited for longest are drawn.
     """
+    peers = ranks
+    if len(ranks) > MAX_MATRIX_RANKS:
+        ranks, peers = (_longest(waited, name) for name in ("rank", "peer_rank"))
     known = {(rank, peer): ns for rank, peer, ns in waited.select("rank", "peer_rank", "waited_ns").iter_rows()}
-    columns: list[int | None] = [*ranks, *([None] if any(peer is None for _, peer in known) else [])]
+    columns: list[int | None] = [*peers, *([None] if any(peer is None for _, peer in known) else [])]
     grid = [[known.get((rank, peer), 0) for peer in columns] for rank in ranks]
     names = [_UNKNOWN if peer is None else f"rank {peer}" for peer in columns]
     figure = go.Figure()
@@ -144,6 +156,13 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
     figure.update_xaxes(title="message size", **style.log_axis(speeds["bytes"], units.size, base=2))
     figure.update_yaxes(title=f"{kind} bandwidth", **style.log_axis(speeds[column], units.rate))
     return style.with_style(figure, height_px=420)
+
+
+def _longest(waited: pl.DataFrame, name: str) -> list[int]:
+    """Return the ranks in a column with the longest waits, in order."""
+    sums = waited.drop_nulls(name).group_by(name).agg(pl.col("waited_ns").sum())
+    longest = sums.sort("waited_ns", name, descending=[True, False]).head(MAX_MATRIX_RANKS // 2)
+    return longest[name].sort().to_list()
 
 
 def _stack(

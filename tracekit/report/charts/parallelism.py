@@ -22,6 +22,8 @@ _HATCHED = {"shape": "/", "size": 5, "solidity": 0.25, "fgcolor": "rgba(128, 138
 _AXES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 _WORLD = "world"
 _MOST_TICKS = 32
+MAX_MESH_BARS = 128
+MAX_LOAD_ROWS = 64
 _MOST_NUMBERED = 1200
 """With more actions, the micro-batches are not written into the bars."""
 _STAGE_PARTS = {
@@ -125,8 +127,12 @@ def expert_pair_heatmap(pairs: pl.DataFrame) -> go.Figure:
 
 
 def _load_heatmap(table: pl.DataFrame, column: str, size: str, name: str, row: str) -> go.Figure:
-    """Return a heatmap of load_ratio: ranks down, the values of a column across; means over all other columns."""
+    """Return a heatmap of load_ratio: ranks down, the values of a column across; means over all other columns.
+
+    Of more than MAX_LOAD_ROWS rows or columns, those with the most uneven load are drawn.
+    """
     means = table.group_by("rank", column).agg(pl.col("load_ratio", size).mean()).sort("rank", column)
+    means = _most_uneven(_most_uneven(means, "rank"), column)
     ranks, across = (means[of].unique().sort().to_list() for of in ("rank", column))
     far = max(0.02, float((means["load_ratio"] - 1).abs().max()))  # type: ignore[arg-type]  # not empty
     figure = go.Figure()
@@ -151,6 +157,12 @@ def _load_heatmap(table: pl.DataFrame, column: str, size: str, name: str, row: s
     return style.with_style(figure, height_px=min(130 + 26 * len(ranks), 700))
 
 
+def _most_uneven(means: pl.DataFrame, name: str) -> pl.DataFrame:
+    uneven = means.group_by(name).agg((pl.col("load_ratio") - 1).abs().max())
+    drawn = uneven.sort("load_ratio", name, descending=[True, False]).head(MAX_LOAD_ROWS)
+    return means.join(drawn.select(name), on=name, how="semi", maintain_order="left")
+
+
 def mesh_map(groups: pl.DataFrame) -> go.Figure:
     """Return the mesh as a map: axes down, ranks across; cells of one colour are one process group.
 
@@ -161,6 +173,9 @@ def mesh_map(groups: pl.DataFrame) -> go.Figure:
     axes = sorted(merged, key=lambda axis: (_AXES.index(axis) if axis in _AXES else len(_AXES), axis))
     if not axes:
         return style.empty()
+    last = max(ranks[-1] for of_axis in merged.values() for ranks in of_axis)
+    if last >= MAX_MESH_BARS:
+        return _mesh_cells({axis: merged[axis] for axis in axes}, last)
     figure = go.Figure()
     for y, axis in enumerate(axes):
         of_axis = merged[axis]
@@ -174,7 +189,26 @@ def mesh_map(groups: pl.DataFrame) -> go.Figure:
                 text=[str(number)] * len(ranks), textposition="inside", insidetextanchor="middle", showlegend=False,
             )  # fmt: skip
     figure.update_layout(barmode="overlay", dragmode=False)
-    last = max(ranks[-1] for of_axis in merged.values() for ranks in of_axis)
+    return _with_mesh_axes(figure, axes, last)
+
+
+def _mesh_cells(groups: Mapping[str, list[list[int]]], last: int) -> go.Figure:
+    """Return the map of a large mesh as one heatmap: a bar for each rank and axis would take seconds to draw."""
+    shades, hovers = [[[None] * (last + 1) for _ in groups] for _ in range(2)]
+    for y, (axis, of_axis) in enumerate(groups.items()):
+        for number, ranks in enumerate(of_axis):
+            hover = f"<b>{escaping.escape(axis)} group {number}</b><br>ranks {escaping.inert(units.ranges(ranks), 200)}"
+            for rank in ranks:
+                shades[y][rank], hovers[y][rank] = number / max(len(of_axis) - 1, 1), f"rank {rank}: {hover}"
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=shades, customdata=hovers, hovertemplate="%{customdata}<extra></extra>", hoverongaps=False,
+        colorscale="Viridis", zmin=-0.2, zmax=1.05, showscale=False, ygap=6,
+    )  # fmt: skip
+    return _with_mesh_axes(figure.update_layout(dragmode=False), list(groups), last)
+
+
+def _with_mesh_axes(figure: go.Figure, axes: list[str], last: int) -> go.Figure:
     figure.update_xaxes(title="rank", showgrid=False, fixedrange=True, tick0=0, dtick=1 + last // _MOST_TICKS)
     style.label_all_rows(figure, axes)
     return style.with_style(figure, height_px=130 + 34 * len(axes))

@@ -1,6 +1,6 @@
 """The activity of all ranks on one clock, which shows which rank waits for which, and a heatmap of ranks and steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -38,17 +38,28 @@ _SUFFIXES = {device_metrics.SM_CLOCK: " MHz", device_metrics.TEMPERATURE: " °C"
 _LEAST_SPREAD_RATIO = 0.1
 """Counters that differ by less than this share of the largest one get less than the full range of colours."""
 MAX_CELLS = 4000
+MAX_ROWS = 64
+"""More ranks, or steps with more cells than MAX_CELLS, share a row or column of the heatmap."""
 _SHADES = {EXPOSED: style.COLOURS["communication"], WAITED: style.COLOURS["waiting"]}
 _QUICK, _SLOW, _PLAIN = "#0072B2", "#D55E00", "rgba(160, 168, 180, 0.25)"
 _MIN_SCALE = 0.02  # the least value of the full colour
 
 
-def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | None = None) -> go.Figure:
+def rank_activity(
+    activity: pl.DataFrame,
+    window: Window,
+    *,
+    origin_ns: int | None = None,
+    drawn: Mapping[int, str] | None = None,
+) -> go.Figure:
     """Return what each rank does in a window of the run's clock (ns), one row per rank and device.
 
     `activity` is `rank_timelines.states`. 0 ms on the axis is `origin_ns`, or the window's start. Of more
-    than `MAX_SPANS` spans, adjacent ones too short to see are merged.
+    than `MAX_SPANS` spans, adjacent ones too short to see are merged. `drawn` are the ranks to draw, each with a text
+    for its label; by default all.
     """
+    if drawn is not None:
+        activity = activity.filter(pl.col("rank").is_in(list(drawn)))
     origin_ns = window[0] if origin_ns is None else origin_ns
     rows = activity.select("rank", "device").unique().sort("rank", "device").with_row_index("y")
     shown = _thin(rank_timelines.within(activity, window), window)
@@ -67,7 +78,8 @@ def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | No
             hover="%{customdata[0]}",
         )
     several = rows["rank"].is_duplicated().any()
-    names = [f"rank {row['rank']}" + (f" gpu {row['device']}" if several else "") for row in rows.iter_rows(named=True)]
+    devices = [f" gpu {device}" if several else "" for device in rows["device"]]
+    names = [name + device for name, device in zip(style.rank_names(rows["rank"], drawn), devices, strict=True)]
     figure.update_layout(barmode="overlay", dragmode="zoom")
     figure.update_xaxes(range=[(edge - origin_ns) / 1e6 for edge in window], ticksuffix=" ms")
     style.label_all_rows(figure, names)
@@ -118,44 +130,70 @@ def measures(table: pl.DataFrame) -> dict[str, str]:
 def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
     """Return a heatmap of ranks (rows) and steps (columns), coloured by `measure`, one of `measures`.
 
-    `table` is `exposed_communication.spread`, of one window, and may have the columns of `device_counters`. The
-    customdata of a cell starts with its rank and step. Steps without the counter have no cell. With more
-    than MAX_CELLS cells, a click does not select a cell.
+    `table` is `exposed_communication.spread`, of one window, and may have the columns of `device_counters`. Of many
+    ranks or steps, neighbours share a row or column, and the cell shows the one with the highest value (of clocks the
+    lowest). The customdata of a cell starts with its rank and step. Steps without the counter have no cell.
     """
-    steps = {step: place for place, step in enumerate(table["step"].unique().sort())}
-    ranks = {rank: place for place, rank in enumerate(table["rank"].unique().sort())}
+    ranks = _bins(table["rank"].unique().sort().to_list(), MAX_ROWS)
+    steps = _bins(table["step"].unique().sort().to_list(), max(MAX_CELLS // max(len(ranks), 1), 1))
     table = table.drop_nulls(measure)
-    rows = table.to_dicts()
     colours = _colours(table, measure)
-    columns = [steps[row["step"]] for row in rows]
-    place = {
-        "y": [ranks[row["rank"]] for row in rows],
-        "customdata": [[row["rank"], row["step"], _cell_hover(row)] for row in rows],
-        "hovertemplate": "%{customdata[2]}<extra></extra>",
-        "showlegend": False,
-    }
-    values = table[measure].to_list()
+    cells = _cells(table, measure, ranks, steps)
     figure = go.Figure()
-    if table.height <= MAX_CELLS:
-        base = [each - 0.48 for each in columns]
-        marker = {"color": values, "line": {"width": 0}, **colours, "colorbar": _bar(measure), "showscale": True}
-        figure.add_bar(orientation="h", base=base, x=[0.96] * len(rows), width=0.92, marker=marker, **place)
-    else:
-        scale = {"zmin": colours["cmin"], "zmax": colours["cmax"], "colorscale": colours["colorscale"]}
-        figure.add_heatmap(x=columns, z=values, colorbar=_bar(measure), **scale, **place)
+    figure.add_bar(
+        orientation="h",
+        base=[column - 0.48 for column in cells["column"]],
+        x=[0.96] * cells.height,
+        y=cells["row"].to_list(),
+        width=0.92,
+        marker={
+            "color": cells[measure].to_list(), "line": {"width": 0}, **colours, "colorbar": _bar(measure),
+            "showscale": True,
+        },
+        customdata=[
+            [cell["rank"], cell["step"], _cell_hover(cell) + _bin_hover(cell, measure, ranks, steps)]
+            for cell in cells.iter_rows(named=True)
+        ],
+        hovertemplate="%{customdata[2]}<extra></extra>",
+        showlegend=False,
+    )  # fmt: skip
     figure.update_layout(barmode="overlay", clickmode="event+select", dragmode=False)
     _ticks(figure.update_xaxes, steps, "step", [-0.5, len(steps) - 0.5])
     _ticks(figure.update_yaxes, ranks, "rank", [len(ranks) - 0.5, -0.5])
     return style.with_style(figure, height_px=min(max(190, 130 + 26 * len(ranks)), 700))
 
 
-def _ticks(update: object, places: dict[int, int], title: str, window: list[float]) -> None:
+def _bins(values: Sequence[int], most: int) -> list[list[int]]:
+    """Return sorted values in at most so many lists of neighbours.
+
+    >>> _bins([0, 1, 2, 5, 6], 3)
+    [[0, 1], [2, 5], [6]]
+    """
+    size = max(1, -(-len(values) // most))
+    return [list(values[first : first + size]) for first in range(0, len(values), size)]
+
+
+def _cells(table: pl.DataFrame, measure: str, ranks: list[list[int]], steps: list[list[int]]) -> pl.DataFrame:
+    """Return the row of `table` that each cell shows, with the columns row and column."""
+    places = {"row": ("rank", ranks), "column": ("step", steps)}
+    placed = table.with_columns(
+        pl.col(name)
+        .replace_strict({value: at for at, values in enumerate(bins) for value in values}, return_dtype=pl.Int64)
+        .alias(place)
+        for place, (name, bins) in places.items()
+    )
+    is_highest_first = measure != device_metrics.SM_CLOCK
+    ordered = placed.sort(measure, "rank", "step", descending=[is_highest_first, False, False])
+    return ordered.unique(list(places), keep="first", maintain_order=True).sort("row", "column")
+
+
+def _ticks(update: object, places: list[list[int]], title: str, window: list[float]) -> None:
     every = max(1, -(-len(places) // 32))
-    named = list(places.items())[::every]
+    named = list(enumerate(units.ranges(values) for values in places))[::every]
     update(  # type: ignore[operator]
         title=title,
-        tickvals=[place for _, place in named],
-        ticktext=[str(value) for value, _ in named],
+        tickvals=[place for place, _ in named],
+        ticktext=[text for _, text in named],
         range=window,
         showgrid=False,
         fixedrange=True,
@@ -179,6 +217,14 @@ def _bar(measure: str) -> dict[str, object]:
     if measure in COUNTERS:
         ticks = {"tickformat": ",.0f", "ticksuffix": _SUFFIXES[measure]}
     return {**ticks, "thickness": 14, "nticks": 5, "outlinewidth": 0}
+
+
+def _bin_hover(cell: dict[str, Any], measure: str, ranks: list[list[int]], steps: list[list[int]]) -> str:
+    """Return which ranks and steps share a cell, if there are several."""
+    shared = (("ranks", ranks[cell["row"]]), ("steps", steps[cell["column"]]))
+    texts = [f"{name} {units.ranges(values)}" for name, values in shared if len(values) > 1]
+    which = "lowest" if measure == device_metrics.SM_CLOCK else "highest"
+    return f"<br>{which} of {', '.join(texts)}" if texts else ""
 
 
 def _cell_hover(row: dict[str, Any]) -> str:

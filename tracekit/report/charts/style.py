@@ -1,7 +1,7 @@
 """What all figures share: colours, Plotly's configuration, backgrounds."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -150,6 +150,15 @@ def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int =
         showgrid=False,
         fixedrange=True,
     )
+
+
+def rank_names(ranks: Iterable[int], about: Mapping[int, str] | None = None) -> list[str]:
+    """Return the names of ranks with what `about` says of them.
+
+    >>> rank_names([0, 7], {7: "most idle"})
+    ['rank 0', 'rank 7 · most idle']
+    """
+    return [f"rank {rank}" + (f" · {text}" if (text := (about or {}).get(rank)) else "") for rank in ranks]
 
 
 def log_axis(values: Iterable[float | None], write: Callable[[float], str], *, base: int = 10) -> dict[str, Any]:

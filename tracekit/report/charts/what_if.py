@@ -1,5 +1,7 @@
 """Potential savings from a replay: bars by cause, and by rank."""
 
+from collections.abc import Mapping
+
 import plotly.graph_objects as go
 import polars as pl
 
@@ -52,12 +54,14 @@ def potential_savings(ranked: pl.DataFrame) -> go.Figure:
     return style.with_style(figure, height_px=140 + 28 * len(rows))
 
 
-def savings_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
+def savings_by_rank(by_rank: pl.DataFrame, code: str, drawn: Mapping[int, str] | None = None) -> go.Figure:
     """Return what a replayed step takes on each rank: the remaining time without a cause and the saving, stacked.
 
     `by_rank` is that of one saving in `savings.by_rank`, `code` is that of the rule of its cause; ''
-    for several causes.
+    for several causes. `drawn` are the ranks to draw, each with a text for its label; by default all.
     """
+    if drawn is not None:
+        by_rank = by_rank.filter(pl.col("rank").is_in(list(drawn)))
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
     parts = {
         "remaining": (left_ns, COLOURS["idle"]),
@@ -75,7 +79,7 @@ def savings_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
             hover="%{customdata[0]}",
         )
     figure.update_xaxes(title="replayed step")
-    return style.with_labelled_rows(figure, [f"rank {rank}" for rank in by_rank["rank"]], edge_px=150)
+    return style.with_labelled_rows(figure, style.rank_names(by_rank["rank"], drawn), edge_px=150)
 
 
 def _kind(code: str) -> tuple[str, str]:

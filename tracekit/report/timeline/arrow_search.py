@@ -106,6 +106,8 @@ def _collective_arrows(run: Run, scene: Scene, rank: int, id: int) -> pl.DataFra
     if there.is_empty():
         return pl.DataFrame(schema=ARROWS)
     last, *others = there.sort("start_ns", "rank", descending=[True, False]).iter_rows(named=True)
+    if last["wait_ns"]:
+        return pl.DataFrame(schema=ARROWS)  # it waited, too: for a rank that the scene does not draw
     at_ns = last["start_ns"]
     rows = [_arrow(last, at_ns, each, min(at_ns, each["start_ns"] + each["dur_ns"]), COLLECTIVE) for each in others]
     return pl.DataFrame(rows, schema=ARROWS, orient="row")

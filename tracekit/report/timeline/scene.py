@@ -85,33 +85,43 @@ class Scene:
         return {track: number for number, each in enumerate(self.parts) for track in each.tracks}
 
 
-def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_progress: Progress | None = None) -> Scene:
+def open_scene(
+    run: Run,
+    window: int = 0,
+    *,
+    ranks: Sequence[int] | None = None,
+    folder: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Scene:
     """Return the scene of one window of a run: from its file in the cache, or built and stored there.
 
-    Building it reads the traces one at a time; `on_progress(done, total)` is called after each. `folder` replaces the
-    user's cache. Runs whose files are not on this machine are laid out each time, in a temporary file.
+    `ranks` are those to draw, from the top; by default all. Building it reads their traces one at a time;
+    `on_progress(done, total)` is called after each. `folder` replaces the user's cache. Traces
+    without a known version, such as those of some web servers, are laid out each time, in a temporary file.
     Raises InputError if the run has no such window, BadTraceError if no trace of it can be read.
     """
     sources = [source for source in run.sources if source.window == window]
     if not sources:
         known = sorted({source.window for source in run.sources})
         raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, known))}")
+    chosen = _of_ranks(run, window, ranks)
     cache = scene_cache(folder)
-    key = _key(sources)
+    # All traces decide about the clocks.
+    key = _key(sources, ranks)
     if cache is None or key is None:
-        return _build_uncached(run, window, on_progress)
+        return _build_uncached(run, window, chosen, on_progress)
     scene = cache.get(key, lambda file: _scene(MappedFile(file), key, window))
     if scene is not None:
         return scene
     try:
         with cache.writing(key) as file:
-            scene = _build(run, window, file, key, on_progress)
-            if _key(sources) != key:
+            scene = _build(run, window, chosen, file, key=key, on_progress=on_progress)
+            if _key(sources, ranks) != key:
                 raise OSError("files of the run changed while they were read")
             return scene
     except OSError as error:
         cache.log_unusable(error)
-        return _build_uncached(run, window, on_progress)
+        return _build_uncached(run, window, chosen, on_progress)
 
 
 def scene_cache(folder: Path | None = None) -> DiskCache | None:
@@ -120,12 +130,34 @@ def scene_cache(folder: Path | None = None) -> DiskCache | None:
     return cache if cache is None or folder is None else replace(cache, folder=folder)
 
 
-def _key(sources: Sequence[Source]) -> str | None:
-    """Return the cache key of the scene of these traces; None if one of them is no local file."""
-    keys = [trace_cache.key_of(source) for source in sources]
+def _of_ranks(run: Run, window: int, ranks: Sequence[int] | None) -> list[Source]:
+    """Return the traces of some ranks in a window, in their order. Raises InputError if none of them has one."""
+    by_rank = {source.rank: source for source in run.sources if source.window == window}
+    chosen = [by_rank[rank] for rank in (by_rank if ranks is None else dict.fromkeys(ranks)) if rank in by_rank]
+    if not chosen:
+        raise InputError(f"{run.path}: no trace of these ranks in window {window}; choose others")
+    return chosen
+
+
+def _key(sources: Sequence[Source], ranks: Sequence[int] | None) -> str | None:
+    """Return the cache key of the scene of these traces; None if one of them has no state that can be compared."""
+    drawn = {source.rank for source in sources} if ranks is None else set(ranks)
+    # The traces that are not drawn only influence the clocks, so their content is not compared: that takes long.
+    keys = [trace_cache.key_of(source) if source.rank in drawn else _state(source) for source in sources]
     if None in keys:
         return None
-    return hashlib.sha256(json.dumps([_code(), keys]).encode()).hexdigest()
+    chosen = [] if ranks is None else [list(ranks)]
+    text = json.dumps([_code(), keys, *chosen])
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _state(source: Source) -> str | None:
+    """Return size and modification time of a local file; of others the key of the trace."""
+    try:
+        state = Path(source.path).stat()
+    except (OSError, ValueError):
+        return trace_cache.key_of(source)
+    return f"{source.path} {state.st_size} {state.st_mtime_ns}"
 
 
 @functools.cache
@@ -133,14 +165,16 @@ def _code() -> str:
     return disk_cache.code_hash(Path(__file__).parents[2], _CODE)
 
 
-def _build_uncached(run: Run, window: int, on_progress: Progress | None) -> Scene:
+def _build_uncached(run: Run, window: int, chosen: Sequence[Source], on_progress: Progress | None) -> Scene:
     with tempfile.TemporaryFile() as file:
-        return _build(run, window, file, secrets.token_hex(16), on_progress)
+        return _build(run, window, chosen, file, key=secrets.token_hex(16), on_progress=on_progress)
 
 
-def _build(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress | None) -> Scene:
+def _build(
+    run: Run, window: int, chosen: Sequence[Source], file: BinaryIO, *, key: str, on_progress: Progress | None
+) -> Scene:
     clocks = perfetto.clocks(run)  # a trace that cannot be read is left out of the run by now
-    sources = [source for source in run.sources if source.window == window]
+    sources = [source for source in chosen if source in run.sources]
     writer, making = Writer(file), _SceneBuilder()
     for done, source in enumerate(sources, 1):
         moved = clocks.get((source.window, source.rank), Clock()).to_run

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,8 +17,10 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.conventions import object_storage
 from tracekit.conventions.devices import DeviceOverride
-from tracekit.ingest import disk_cache, readers
+from tracekit.ingest import disk_cache, files, readers
+from tracekit.ingest.remote import RemoteFile
 from tracekit.rules import RULES, all_rules
 
 MAX_FILES = 20_000
@@ -39,6 +41,8 @@ class FileState:
     """The file's status change time, which no program can set back."""
     links_to: str | None = None
     """The real path, if the file is a link."""
+    version: str = ""
+    """The version of a remote file, which has no times here."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ class FileStates:
     @functools.cached_property
     def stamp(self) -> str:
         """Return a short hash that changes with any file."""
-        text = "\0".join(f"{f.path}\0{f.size_bytes} {f.changed_ns} {f.touched_ns} {f.links_to}" for f in self.files)
+        text = "\0".join(
+            f"{f.path}\0{f.size_bytes} {f.changed_ns} {f.touched_ns} {f.links_to} {f.version}" for f in self.files
+        )
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
@@ -58,8 +64,10 @@ def file_states(path: str) -> FileStates | None:
     """Return the states of a run's files, in a folder down to five levels; None if there are no files, or too many.
 
     Hidden folders and checkpoints are left out, as in loading. For a single file: that file, the manifest and the logs
-    next to it.
+    next to it. For a URL the files are listed; None also if the server states no version of one of them.
     """
+    if object_storage.is_url(path):
+        return remote_states(files.list_remote(path).files, path)
     root = Path(path)
     walk = _in_folder(path, "", 0) if root.is_dir() else _single_file(root)
     found = list(itertools.islice(walk, MAX_FILES + 1))
@@ -71,16 +79,30 @@ def file_states(path: str) -> FileStates | None:
     return FileStates(tuple(sorted(found, key=lambda file: file.path)))
 
 
-def run_key(path: str, known: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> str | None:
-    """Return the key of a run's report; None if it cannot be cached, such as that of a URL.
+def remote_states(listed: Iterable[RemoteFile], url: str) -> FileStates | None:
+    """Return the states of the files of a run behind a URL; None if one has no version, or there are too many."""
+    read = [file for file in listed if files.is_read_by_tracekit(file.name)]
+    states = [
+        FileState(file.url.removeprefix(url.rstrip("/")).lstrip("/"), file.size_bytes or 0, 0, 0, version=file.version)
+        for file in read
+        if file.version is not None
+    ]
+    if len(states) < len(read) or not 0 < len(read) <= MAX_FILES:
+        return None
+    return FileStates(tuple(sorted(states, key=lambda state: state.path)))
 
-    `devices` are what a user states of devices.
+
+def run_key(path: str, known: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> str | None:
+    """Return the key of a run's report; None if it cannot be cached.
+
+    `devices` are what a user states of devices. Raises InputError if a URL cannot be listed.
     """
     states = file_states(path) if known is None else known
     if states is None:
         return None
     # The report's file names depend on how the run's path was written.
-    text = repr((_code_hash(), path, str(Path(path).absolute()), states.stamp, *devices))
+    absolute = path if object_storage.is_url(path) else str(Path(path).absolute())
+    text = repr((_code_hash(), path, absolute, states.stamp, *devices))
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 

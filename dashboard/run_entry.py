@@ -1,0 +1,51 @@
+"""What the dashboard knows of a run before it opens it, and which file names are those of traces."""
+
+from dataclasses import dataclass
+
+from tracekit import conventions
+from tracekit.ingest import readers
+from tracekit.rules.report_cache import Summary
+
+LIVE_S = 20.0
+"""A run is being recorded if one of its files changed within this time."""
+SETTLED_S = 2.0
+"""A trace is complete if it has not changed for this long."""
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """One run on disk: `name` is unique in the catalog, `stamp` changes when a file of the run does."""
+
+    name: str
+    path: str
+    stamp: str = ""
+    files: int = 0
+    size_bytes: int = 0
+    strategy: str = ""
+    model: str = ""
+    world_size: int | None = None
+    created_ns: int | None = None
+    """When it was recorded, by its manifest or else by its newest file."""
+    problem: str = ""
+    """Why it cannot be opened, if that is known without reading a trace."""
+    is_live: bool = False
+    """Whether its files changed a moment ago, so that the training may still run."""
+    traces_stamp: str = ""
+    """Changes when one of its traces or its manifest does; '' while one is being written."""
+    is_private: bool = False
+    """Whether it was uploaded: only that session sees it, and nothing of it is cached on disk."""
+    roots: tuple[str, ...] = ()
+    """The real paths that its files may be in."""
+    summary: Summary | None = None
+    """The summary of its check; None if its current files were not checked."""
+
+
+def is_trace_by_name(name: str) -> bool:
+    """Return whether a file is a trace by its name alone: a JSON file may be anything."""
+    return may_be_trace(name) and ("trace" in name.lower() or "rank" in name.lower() or not name.endswith(".json"))
+
+
+def may_be_trace(name: str) -> bool:
+    """Return whether a file with this name may be a trace."""
+    other = (conventions.MANIFEST_FILE, conventions.TRUTH_FILE)
+    return name.lower().endswith(readers.trace_suffixes()) and not name.startswith(".") and name not in other
