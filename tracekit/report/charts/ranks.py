@@ -184,7 +184,7 @@ def _cells(table: pl.DataFrame, measure: str, ranks: list[list[int]], steps: lis
     )
     is_highest_first = measure != device_metrics.SM_CLOCK
     ordered = placed.sort(measure, "rank", "step", descending=[is_highest_first, False, False])
-    return ordered.unique(list(places), keep="first", maintain_order=True).sort("row", "column")
+    return ordered.unique(list(places), keep="first", maintain_order=True).sort("column", "row")
 
 
 def _ticks(update: object, places: list[list[int]], title: str, window: list[float]) -> None:
