@@ -194,7 +194,8 @@ def mesh_map(groups: pl.DataFrame) -> go.Figure:
 
 def _mesh_cells(groups: Mapping[str, list[list[int]]], last: int) -> go.Figure:
     """Return the map of a large mesh as one heatmap: a bar for each rank and axis would take seconds to draw."""
-    shades, hovers = [[[None] * (last + 1) for _ in groups] for _ in range(2)]
+    shades: list[list[float | None]] = [[None] * (last + 1) for _ in groups]
+    hovers: list[list[str | None]] = [[None] * (last + 1) for _ in groups]
     for y, (axis, of_axis) in enumerate(groups.items()):
         for number, ranks in enumerate(of_axis):
             hover = f"<b>{escaping.escape(axis)} group {number}</b><br>ranks {escaping.inert(units.ranges(ranks), 200)}"

@@ -65,16 +65,16 @@ def rank_activity(
     shown = _thin(rank_timelines.within(activity, window), window)
     figure = go.Figure()
     for doing, (label, kind) in LABELS.items():
-        drawn = shown.filter(pl.col("state") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
+        spans = shown.filter(pl.col("state") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
         style.add_bars(
             figure,
-            drawn["y"],
-            (drawn["dur_ns"] / 1e6).round(6),
-            base=((drawn["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
+            spans["y"],
+            (spans["dur_ns"] / 1e6).round(6),
+            base=((spans["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
             width=0.8,
             name=label,
             colour=style.COLOURS[kind],
-            customdata=[[_hover(row, label)] for row in drawn.iter_rows(named=True)],
+            customdata=[[_hover(row, label)] for row in spans.iter_rows(named=True)],
             hover="%{customdata[0]}",
         )
     several = rows["rank"].is_duplicated().any()
