@@ -445,3 +445,11 @@ def test_a_trace_whose_name_is_not_utf_8_is_scrubbed(tmp_path):
     name = os.fsdecode(b"\xff.pt.trace.json")
     write(tmp_path / "run" / name, trace(0))
     assert scrub(tmp_path / "run", tmp_path / "out").files == (name,)
+
+
+def test_dumps_of_a_hang_are_no_traces_of_the_run(pair):
+    (pair / "hang").mkdir()
+    (pair / "hang" / "rank00001.hang.json").write_text('{"entries": []}', encoding="utf-8")
+    run = load(pair, cache=False)
+    assert list(run.ranks) == [0, 1]
+    assert run.data_quality.filter(pl.col("path").str.contains("hang")).is_empty()

@@ -237,7 +237,7 @@ def is_read_by_tracekit(name: str) -> bool:
 
 
 def _may_be_trace(name: str) -> bool:
-    is_other = name.startswith(".") or name == conventions.TRUTH_FILE
+    is_other = name.startswith(".") or name == conventions.TRUTH_FILE or name.endswith(conventions.HANG_SUFFIX)
     return name.lower().endswith(readers.trace_suffixes()) and not is_other
 
 
