@@ -10,7 +10,7 @@ from tracekit.report import rank_rows
 
 MAX_CHOSEN = 32
 """How many ranks can be drawn at a time where a run has more than `rank_rows.MAX_DRAWN`."""
-_NAME = "ranks"
+_NAME = "drawn"
 
 
 def is_needed(rank_count: int) -> bool:

@@ -83,10 +83,12 @@ class RankOrder:
 
 def show(entry: RunEntry) -> None:
     """Draw all ranks of the run, or show why that is impossible."""
+    head = st.container()  # above the choice of ranks, which opening a large run shows
     opened = widgets.try_reading(entry, _open, "Opening the timeline of")
     if opened is None:
         return
-    widgets.heading(entry, opened)
+    with head:
+        widgets.heading(entry, opened)
     if opened.scene.tracks.is_empty():
         st.info("The traces contain no work to draw: no kernels, and no operators on a CPU run.")
         return
