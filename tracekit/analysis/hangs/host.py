@@ -8,6 +8,7 @@ from tracekit.model.hang_dump import Frame, RankDump, SystemCall, ThreadStack
 _BUSY_RATIO = 0.5
 _COMMUNICATION = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py",
                   "torch/distributed/nn/functional.py", "torch/distributed/rendezvous.py")  # fmt: skip
+_QUERIES = ("get_", "is_")
 _DATA = ("torch/utils/data/", "/torchdata/", "/webdataset/", "/datasets/", "/streaming/base/", "/grain/", "/ffcv/")
 _FILES = ("torch/serialization.py", "/safetensors/", "torch/distributed/checkpoint/", "/fsspec/", "/shutil.py",
           "/gzip.py", "/zipfile", "/pathlib.py", "/tempfile.py")  # fmt: skip
@@ -83,7 +84,7 @@ def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
 
 def _activity(thread: ThreadStack, path: str | None) -> Activity:
     frames, call = thread.frames, thread.system_call
-    if _within(frames, _COMMUNICATION):
+    if _is_communicating(frames):
         return Activity.COMMUNICATION
     if _within(frames, _DATA):
         return Activity.DATA_LOADER
@@ -94,6 +95,12 @@ def _activity(thread: ThreadStack, path: str | None) -> Activity:
     if thread.cpu_ratio is not None and thread.cpu_ratio >= _BUSY_RATIO:
         return Activity.RUNNING
     return Activity.HOST
+
+
+def _is_communicating(frames: tuple[Frame, ...]) -> bool:
+    """Return whether a thread is in a call of torch.distributed other than one that only asks, such as get_rank."""
+    calls = [frame.function for frame in frames if any(part in frame.file for part in _COMMUNICATION)]
+    return bool(calls) and not calls[-1].startswith(_QUERIES)
 
 
 def _within(frames: tuple[Frame, ...], parts: tuple[str, ...]) -> bool:

@@ -36,6 +36,9 @@ def diagnosed(
     return diagnose(HangDumps(dumps))
 
 
+C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
+
+
 def thread(*frames: tuple[str, str, int], **fields: Any) -> dict[str, Any]:
     listed = [{"name": name, "filename": file, "line": line} for name, file, line in frames]
     return {"threads": [{"name": "MainThread", "is_main": True, "frames": listed, **fields}]}
@@ -83,6 +86,11 @@ def test_a_rank_that_has_not_come_is_the_cause_and_its_stack_says_why() -> None:
     ("stack", "words"),
     [
         (thread(("solve", "/home/user/a.py", 3), cpu_ratio=0.9), "runs code on the host in solve"),
+        (
+            thread(("default_pg", C10D, 688), ("get_rank", C10D, 2572), ("solve", "/home/user/a.py", 6), cpu_ratio=1.0),
+            "runs code on the host in solve",
+        ),
+        (thread(("barrier", C10D, 9), ("save", "/home/user/a.py", 6)), "is in a call of torch.distributed in save"),
         (on_host("fsync", "/nfs/x.pt"), "access to /nfs/x.pt"),
         (on_host("clock_nanosleep"), "sleeps in save"),
         (on_host("read", "pipe:[7]"), "is on the host in save"),
