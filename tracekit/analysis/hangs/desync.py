@@ -73,14 +73,14 @@ def _kind(expected: Call, other: Call) -> str:
 def _explanation(table: CallTable, group: Group, seq: int, rank: int, reference: int) -> str:
     """Return how a rank's calls from a number on differ from those of a reference rank, by aligning both."""
     own, theirs = _calls_from(table, group, seq, rank), _calls_from(table, group, seq, reference)
-    mine, others = [signature(call) for call in own], [signature(call) for call in theirs]
+    own_calls, others = [signature(call) for call in own], [signature(call) for call in theirs]
     if own[0].op == theirs[0].op:
         return f"passes {sizes(own[0]) or 'nothing'}, others pass {sizes(theirs[0]) or 'nothing'}"
-    if mine[:2] == others[1::-1] and len(mine) > 1 and not _part(mine[2:], others[2:]):
+    if own_calls[:2] == others[1::-1] and len(own_calls) > 1 and not _part(own_calls[2:], others[2:]):
         return f"calls {own[0].op} before {theirs[0].op}, others call them in the opposite order"
-    if _continues(mine, others[1:]) or (theirs[0].op not in {call.op for call in own} and len(others) < 2):
+    if _continues(own_calls, others[1:]) or (theirs[0].op not in {call.op for call in own} and len(others) < 2):
         return f"calls {own[0].op} where others call {theirs[0].op}: it may have skipped this {theirs[0].op}"
-    if _continues(others, mine[1:]):
+    if _continues(others, own_calls[1:]):
         return f"calls an additional {own[0].op}, which others do not"
     return f"calls {own[0].op} where others call {theirs[0].op}"
 

@@ -228,7 +228,7 @@ class _Case:
     def _undecided(self, wait: Wait, late: Sequence[int]) -> Diagnosis:
         text = (
             f"{_sentence(_ranks(wait.waiting_ranks))} {_plural(wait.waiting_ranks, 'waits', 'wait')} in {_name(wait)}; "
-            f"the cause cannot be told, as {_ranks(late)} left no dumps."
+            f"the cause is not known, as {_ranks(late)} left no dumps."
         )
         return Diagnosis(Kind.UNKNOWN, text, ADVICE[Kind.UNKNOWN], wait, waited_ns=self.waited_ns)
 
