@@ -175,7 +175,7 @@ def test_the_command_ends_with_code_2_and_one_line(tmp_path):
     assert "this is an Nsight Systems report" in ended.stderr
 
 
-def test_a_foreign_trace_beside_those_of_a_run_is_left_out(tmp_path):
+def test_a_foreign_trace_in_the_folder_of_a_run_is_left_out(tmp_path):
     run = ROOT / "sample_traces" / "demo-yafsdp"
     for file in run.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -145,7 +145,7 @@ class _Target:
         if not parts or not self._is_wanted(parts[-1]) or any(part.startswith(".") and part != ".." for part in parts):
             return False
         if not _is_safe(name):
-            self.problems.append(f"{self.archive}: left out a file whose name leads out of the archive: {name!r:.200}")
+            self.problems.append(f"{self.archive}: left out a file whose name leads out of the archive: {name!r:.200}.")
             return False
         return True
 
@@ -158,11 +158,11 @@ class _Target:
             with path.open("xb") as file:
                 self._copy(content, file)
         except _DAMAGED as error:
-            self.problems.append(f"{self.archive}: {name!r:.200} is damaged ({error}); copy the archive again")
+            self.problems.append(f"{self.archive}: {name!r:.200} is damaged ({error}); copy the archive again.")
         except OSError:
             if path.parent.is_dir() and not path.is_dir():
                 raise  # the disk is full
-            self.problems.append(f"{self.archive}: {name!r:.200} has the name of a folder or a file of another member")
+            self.problems.append(f"{self.archive}: {name!r:.200} has the name of a folder or a file of another member.")
 
     def _copy(self, content: IO[bytes], file: IO[bytes]) -> None:
         while block := content.read(_COPY_BYTES):
@@ -191,7 +191,7 @@ def _unpack_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, target: _Tar
     try:
         content = archive.open(entry)
     except _DAMAGED as error:  # encrypted, or compressed in a way that Python does not know
-        target.problems.append(f"{target.archive}: {entry.filename!r:.200} cannot be unpacked ({error})")
+        target.problems.append(f"{target.archive}: {entry.filename!r:.200} cannot be unpacked ({error}).")
         return
     with content:
         target.write(entry.filename, content)
@@ -210,7 +210,7 @@ def _unpack_tar(path: Path, target: _Target) -> None:
         except _DAMAGED as error:
             blocks.broken = blocks.broken or f"the tar archive is damaged or ends early ({error})"
     if blocks.broken:
-        target.problems.append(f"{target.archive}: {blocks.broken}; files after that place are missing; copy it again")
+        target.problems.append(f"{target.archive}: {blocks.broken}; files after that place are missing; copy it again.")
 
 
 class _BoundedTarInfo(tarfile.TarInfo):

@@ -205,7 +205,7 @@ def _in_archives_of(folder: Path) -> list[File]:
 def _in_archive(archive: Unpacked) -> list[File]:
     found = [_file(path) for path in _walk_paths(archive.root())]
     if not found and archive.problems:
-        raise BadTraceError(archive.problems[0])
+        raise BadTraceError(archive.problems[0].rstrip("."))
     return [replace(f, path=archive.shown(f.path), archived=ArchivedTrace(archive, Path(f.path))) for f in found]
 
 

@@ -149,7 +149,7 @@ def test_a_changed_byte_gives_a_dump_or_a_message_but_no_other_error(data: st.Da
         pass
 
 
-def test_no_folder_no_file_and_no_dump_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_folder_an_empty_one_and_one_without_dumps_have_messages_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         folder.read(tmp_path / "none")
     (tmp_path / "notes.txt").write_text("nothing")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import polars as pl
 
+from tracekit.analysis.memory import allocations
 from tracekit.errors import InputError
 from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
 from tracekit.model import schema
@@ -134,13 +135,8 @@ def _final(history: History, *, is_last: bool) -> tuple[SegmentState, ...]:
 
 def _owners(snapshot: MemorySnapshot, history: History, played: ReplayResult | None) -> pl.DataFrame:
     if played is None:
-        return snapshot_facts.at_peak(snapshot, *_without_history(history))[:0]
+        return schema.empty(allocations.PEAK_COLUMNS)
     return snapshot_facts.after_event(snapshot, history, played, len(history.action) - 1)
-
-
-def _without_history(history: History) -> tuple[History, ReplayResult]:
-    empty = history.without_events()
-    return empty, playback.replay_as_recorded(empty)
 
 
 def _tried(
