@@ -66,14 +66,23 @@ def test_a_value_of_a_wrong_type_in_a_checkpoint_log_is_left_out_and_said(tmp_pa
     line = '{"step": 1, "stage": "write", "start_ns": 5, "dur_ns": @, "bytes": @, "files": 1}'.replace("@", value)
     done = check(tmp_path, rank00000__checkpoint__jsonl=line + "\n")
     assert done.returncode == 0, done.stderr
-    assert "2 values have a wrong type and were left out" in done.stdout
+    assert "2 values have a wrong type or size and were left out" in done.stdout
+
+
+@pytest.mark.parametrize("number", ["1.6e60", "-1e300", "9223372036854775808"])
+def test_a_time_that_no_step_takes_is_left_out_of_a_metrics_log_and_said(tmp_path, number):
+    lines = [f'{{"step": {step}, "step_time_ns": {number if step == 2 else 5}}}' for step in range(4)]
+    save = '{"step": 1, "stage": "total", "start_ns": 5, "dur_ns": 9, "bytes": 4, "blocking": true}'
+    done = check(tmp_path, rank00000__metrics__jsonl="\n".join(lines), rank00000__checkpoint__jsonl=save)
+    assert done.returncode == 0, done.stderr
+    assert "1 values have a wrong type or size and were left out" in done.stdout
 
 
 def test_a_step_of_a_wrong_type_in_a_metrics_log_is_left_out_and_said(tmp_path):
     lines = ['{"step": 0, "step_time_ns": 5}', '{"step": {}, "step_time_ns": 6}', '{"step": true, "loss": 7}']
     done = check(tmp_path, rank00000__metrics__jsonl="\n".join(lines))
     assert done.returncode == 0, done.stderr
-    assert "2 values have a wrong type and were left out" in done.stdout
+    assert "2 values have a wrong type or size and were left out" in done.stdout
 
 
 @pytest.mark.parametrize("depth", [untrusted_json.MAX_DEPTH + 1, 900, 20_000])

@@ -13,6 +13,8 @@ from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
 from tracekit.model.trace import Trace
 
+_MOST = 1 << 60
+
 
 class _Logs(Reader):
     has_traces = False
@@ -55,11 +57,14 @@ class MetricsLogs(_Logs):
             {"step": line.get("step"), "name": name, "value": value}
             for line in lines
             for name, value in line.items()
-            if name not in ("step", "rank") and _is_number(value)
+            if name not in ("step", "rank") and _is_number(value) and _is_possible(name, value)
         ]
         metrics, _ = _conform(schema.METRICS, rows)
         known = metrics.filter(pl.col("step").is_not_null())
         dropped = sum("step" in line and _typed(line["step"], pl.Int64()) is None for line in lines)
+        dropped += sum(
+            _is_number(value) and not _is_possible(name, value) for ln in lines for name, value in ln.items()
+        )
         return Trace(rank, window, path, metrics=known, data_quality=_issues(path, skipped, dropped))
 
 
@@ -81,9 +86,14 @@ def _lines(path: str) -> tuple[list[dict[str, Any]], int]:
 def _issues(path: str, skipped: int, dropped: int) -> pl.DataFrame:
     """Return the data-quality issues of a log: lines that are no objects, and values of a wrong type."""
     lines = f"{path}: {skipped} lines are not JSON objects and were left out."
-    values = f"{path}: {dropped} values have a wrong type and were left out."
+    values = f"{path}: {dropped} values have a wrong type or size and were left out."
     rows = [("bad_log", text, 0.0) for text, count in ((lines, skipped), (values, dropped)) if count]
     return pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
+
+
+def _is_possible(name: str, value: float) -> bool:
+    """Return whether a number can be what its name says: times and sizes are added up as int64."""
+    return not name.endswith(("_ns", "_bytes")) or abs(value) < _MOST
 
 
 def _is_number(value: object) -> bool:
