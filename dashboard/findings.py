@@ -11,7 +11,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import downloads, widgets
-from dashboard.run_store import OpenRun
+from dashboard.run_store import OpenRun, tables
 from tracekit.model import escaping
 from tracekit.report import html_fragments, phrases
 from tracekit.rules import all_rules
@@ -42,7 +42,7 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
                 st.session_state[SHOWN_FINDING] = key
                 widgets.go_to("timeline", finding=key)
             shown = finding.evidence.head(MAX_EVIDENCE_ROWS)
-            widgets.frame(phrases.from_trace_start(shown, phrases.trace_starts(run.run)))
+            widgets.frame(phrases.from_run_start(shown, run.table(tables.RUN_CLOCK)))
             if rows > MAX_EVIDENCE_ROWS:
                 st.caption(f"The first {MAX_EVIDENCE_ROWS:,} of {rows:,} rows; the download contains all.")
             downloads.table(finding.evidence, key=f"{finding.id}-evidence-{key}")

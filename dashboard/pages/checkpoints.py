@@ -8,7 +8,7 @@ from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
 from tracekit.model import escaping
-from tracekit.report import charts, phrases
+from tracekit.report import charts
 
 HOW_TO_RECORD = (
     "The run has no checkpoint log, or it contains no save: record with tracekit record, or wrap a save in "
@@ -34,7 +34,7 @@ def show(run: OpenRun) -> None:
     st.caption("By clock (training blocked, or until all data was written): the stages that all ranks wait for.")
     columns = ("clock", "kind", "rank", "stage", "dur_ns", pl.col("ratio").alias("time_ratio"))
     parts = run.table(tables.SAVE_CRITICAL_PATH).filter(save=save).select(columns)
-    widgets.frame(phrases.from_trace_start(parts, {}), key="save-parts")
+    widgets.frame(parts, key="save-parts")
     if st.button("Plan the checkpoint interval with these numbers", key="checkpoints-plan"):
         widgets.go_to("plan", **{"plan-measured": True})
 

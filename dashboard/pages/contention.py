@@ -78,7 +78,7 @@ def _moments(run: OpenRun) -> None:
     st.caption(
         "Calls that exceeded the duration of the same work alone by most. Select a row to show it in the timeline."
     )
-    shown = phrases.from_trace_start(rows, phrases.trace_starts(run.run))
+    shown = phrases.from_run_start(rows, run.table(tables.RUN_CLOCK))
     widgets.moment_table(
         run, rows, shown.drop("window") if shown["window"].n_unique() == 1 else shown, key="contention-at"
     )

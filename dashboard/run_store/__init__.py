@@ -19,7 +19,7 @@ import streamlit as st
 from dashboard import run_catalog, settings
 from dashboard.run_entry import RunEntry
 from dashboard.run_store.tables import Table
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown, extents, summary
 from tracekit.cli.watch.run_watch import Watch
 from tracekit.cli.watch.training_state import TrainingState
 from tracekit.conventions import object_storage
@@ -36,8 +36,8 @@ MAX_OPEN_RUNS = 3
 MAX_LOADED_RUNS = 20
 MAX_RESULTS = 24
 MAX_WATCHED = 16
-_FACTS = (breakdown.by_step, breakdown.by_rank, *baseline.FACTS)
-_RUN_FACTS = (samples.samples_across,)
+_FACTS = (breakdown.by_step, breakdown.by_rank, extents.extent, *baseline.FACTS)
+_RUN_FACTS = (samples.samples_across, extents.run_clock)
 _SEEN = "entries_seen"
 _T = TypeVar("_T")
 queryable_tables = run_query.tables

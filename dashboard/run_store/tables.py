@@ -30,7 +30,7 @@ from tracekit.analysis.parallelism import (
     rank_timelines,
 )
 from tracekit.analysis.quality import contents, trace_quality
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown, extents, summary
 from tracekit.model.intervals import Window
 from tracekit.model.run import Run, RunFact
 from tracekit.model.trace import Fact
@@ -58,6 +58,7 @@ BREAKDOWN_BY_STEP, BREAKDOWN_BY_RANK = _per_trace(breakdown.by_step), _per_trace
 
 CLOCKS = _across(summary.by_clock)
 CLOCK_OFFSETS = Table(lambda run: run.offsets)
+RUN_CLOCK = _across(extents.run_clock, extents.extent)
 EXPOSED_BY_STEP = _across(exposed_communication.spread)
 RANK_STATES = _across(rank_timelines.states)
 WAIT_TIMES = _across(rank_timelines.wait_times)

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from tracekit.analysis.time import breakdown
-from tracekit.model import escaping, units
+from tracekit.analysis.time import breakdown, extents
+from tracekit.model import escaping, schema, units
 from tracekit.model.run import Run
 from tracekit.regression.gate import CheckResult
 from tracekit.report import charts, ci_results, figures, html_fragments, phrases
@@ -78,7 +78,7 @@ def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> list[ReportFigure]
 
 def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) -> dict[str, Any]:
     """Return what page.html.j2 shows of one run; its ids begin with `prefix`."""
-    origins_ns = phrases.trace_starts(run) if report.findings else {}
+    clock = extents.run_clock(run) if report.findings else schema.empty(extents.RUN_CLOCK)
     inputs = [(file.path, units.size(file.size_bytes), file.sha256) for file in report.inputs]
     return {
         "prefix": prefix,
@@ -89,8 +89,7 @@ def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) ->
         "numbers": html_fragments.numbers(html_fragments.headline_numbers(run)),
         "gate_tables": html_fragments.gate_tables(gate) if gate else "",
         "findings": [
-            (found, html_fragments.finding(found), html_fragments.evidence(found, origins_ns))
-            for found in report.findings
+            (found, html_fragments.finding(found), html_fragments.evidence(found, clock)) for found in report.findings
         ],
         "figures": list(figures.of_report(report, run)),
         "notes": report.notes,

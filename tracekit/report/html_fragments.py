@@ -128,14 +128,14 @@ def finding(found: Finding) -> str:
     return escaping.fragment("finding", found, phrases.rule_name(found.code), phrases.cost(found), phrases.scope(found))
 
 
-def evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> str:
-    """Return the first rows of a finding's evidence as an HTML table, starts counted from the trace's origin.
+def evidence(found: Finding, clock: pl.DataFrame) -> str:
+    """Return the first rows of a finding's evidence as an HTML table, starts counted from the run's.
 
-    `origins_ns` maps (window, rank) to the time that counts as 0. '' where there is no evidence.
+    `clock` is that of `extents.run_clock`. '' where there is no evidence.
     """
     if found.evidence.is_empty():
         return ""
-    rows = escaping.frame(phrases.from_trace_start(found.evidence.head(MAX_EVIDENCE_ROWS), origins_ns))
+    rows = escaping.frame(phrases.from_run_start(found.evidence.head(MAX_EVIDENCE_ROWS), clock))
     return escaping.fragment("evidence", rows, found.evidence.height - MAX_EVIDENCE_ROWS)
 
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
 from tracekit.rules import all_rules, found_iterations
 from tracekit.rules.rule import Finding, Severity
+from tracekit.sync import alignment
 
 _MAX_WORD = 60
 
@@ -84,25 +84,18 @@ def scope(found: Finding) -> str:
     return " · ".join([*parts, f"confidence {found.confidence:.0%}"])
 
 
-def trace_starts(run: Run) -> dict[tuple[int, int], int]:
-    """Return the start of each trace's first activity, by (window, rank): the zero of displayed times."""
-    starts = run.table(breakdown.by_rank).group_by("window", "rank").agg(pl.col("start_ns").min())
-    return {(window, rank): start_ns for window, rank, start_ns in starts.iter_rows()}
+def from_run_start(table: pl.DataFrame, clock: pl.DataFrame) -> pl.DataFrame:
+    """Return evidence with `start_ns` on the run's clock, counted from where the window begins.
 
-
-def from_trace_start(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], int]) -> pl.DataFrame:
-    """Return evidence with `start_ns` counted from its trace's origin, where window and rank are known."""
+    `clock` is that of `extents.run_clock`. A start is null where the rank is unknown.
+    """
     if not {"start_ns", "rank"} <= set(table.columns):
         return table
     window = pl.col("window") if "window" in table.columns else pl.lit(0, pl.Int64)
-    origins = pl.DataFrame(
-        [(w, r, ns) for (w, r), ns in origins_ns.items()],
-        schema={"_window": pl.Int64, "rank": pl.Int64, "_origin_ns": pl.Int64},
-        orient="row",
-    )
-    rows = table.with_columns(_window=window)
-    placed = rows.join(origins, on=["_window", "rank"], how="left", maintain_order="left")
-    return placed.with_columns(pl.col("start_ns") - pl.col("_origin_ns")).select(table.columns)
+    place = table.select(window.alias("window"), "rank", "start_ns")
+    aligned = alignment.on_run_clock(place, clock, ("start_ns",))
+    zeros = place.join(clock, on=["window", "rank"], how="left", maintain_order="left")["zero_ns"]
+    return table.with_columns(start_ns=aligned["start_ns"] - zeros)
 
 
 @functools.cache

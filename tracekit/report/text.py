@@ -1,13 +1,13 @@
 """Report -> text for a terminal or a log: the verdict, then where the time goes, then what to change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import polars as pl
 from rich.console import RenderableType
 from rich.table import Table
 
-from tracekit.analysis.time import summary
-from tracekit.model import units
+from tracekit.analysis.time import extents, summary
+from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.report import phrases, rank_rows, text_layout
 from tracekit.rules import found_iterations
@@ -33,9 +33,9 @@ def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False)
 def body(report: Report, run: Run, shown: Sequence[Finding], width: int) -> list[RenderableType]:
     """Return a report without its verdict: where the time goes, the findings `shown`, the notes."""
     parts: list[RenderableType] = ["", *_breakdown(run)]
-    origins_ns = phrases.trace_starts(run)
+    clock = extents.run_clock(run) if shown else schema.empty(extents.RUN_CLOCK)
     for found in shown:
-        parts += ["", *_finding(found, origins_ns, width)]
+        parts += ["", *_finding(found, clock, width)]
     if report.notes:
         parts += ["", text_layout.title("Notes"), *text_layout.bullets(report.notes)]
     return parts
@@ -111,7 +111,7 @@ def _steps(run: Run) -> str:
     return f"  median step {units.duration(step_ns)}, steps {steps}"
 
 
-def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: int) -> list[RenderableType]:
+def _finding(found: Finding, clock: pl.DataFrame, width: int) -> list[RenderableType]:
     label = found.severity.label
     heading = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
     heading.add_column()
@@ -127,14 +127,14 @@ def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: i
     if found.fix:
         parts.append(text_layout.hanging("Fix", text_layout.line(found.fix)))
     parts.append(text_layout.indented(text_layout.dim(phrases.scope(found))))
-    return parts + _evidence(found, origins_ns, width - _EVIDENCE_INDENT)
+    return parts + _evidence(found, clock, width - _EVIDENCE_INDENT)
 
 
-def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: int) -> list[RenderableType]:
+def _evidence(found: Finding, clock: pl.DataFrame, width: int) -> list[RenderableType]:
     rows = found.evidence
     if rows.is_empty():
         return []
-    shown = _fitted(phrases.from_trace_start(rows.head(MAX_EVIDENCE_ROWS), origins_ns), width)
+    shown = _fitted(phrases.from_run_start(rows.head(MAX_EVIDENCE_ROWS), clock), width)
     parts: list[RenderableType] = [text_layout.frame(shown)]
     more = rows.height - shown.height
     parts += [text_layout.dim(f"and {more:,} more rows")] if more else []

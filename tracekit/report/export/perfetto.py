@@ -7,10 +7,10 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.time import extents
 from tracekit.errors import InputError
 from tracekit.model.run import Run
 from tracekit.model.source import Source
-from tracekit.model.trace import Trace
 from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.report.export import perfetto_encoder
 from tracekit.report.export.perfetto_encoder import ExportCounts
@@ -53,11 +53,11 @@ def write(
     `path` is shown as a track of each rank that it passes. `step` and `ranks` select a part. The same run gives the
     same bytes. Raises InputError if a rank has no trace, or no trace has the step.
     """
-    run.measure((extent,))
+    run.measure((extents.extent,))
     chosen = _chosen(run, ranks, step)
     clocks_by_trace = clocks(run) if clocks_by_trace is None else clocks_by_trace
     # Perfetto knows no time before zero; traces of relative clocks may have one.
-    starts = run.table(extent).select("window", "rank", "first_ns").iter_rows()
+    starts = run.table(extents.extent).select("window", "rank", "first_ns").iter_rows()
     moved = (clocks_by_trace.get((w, r), Clock()).to_run(np.array([first_ns])) for w, r, first_ns in starts)
     zero_ns = min([0, *(int(time_ns) for (time_ns,) in moved)])
     several = len({source.window for source in run.sources}) > 1
@@ -72,17 +72,6 @@ def write(
         if on_progress:
             on_progress(source)
     return done
-
-
-def extent(trace: Trace) -> pl.DataFrame:
-    """Return where a trace begins and which steps it has. Columns first_ns, steps; one row."""
-    starts = [trace.ops["start_ns"].min(), trace.activities["start_ns"].min(), trace.allocations["at_ns"].min()]
-    starts += [trace.steps["start_ns"].min(), trace.checkpoints["start_ns"].min()]
-    known = [start for start in starts if isinstance(start, int)]
-    return pl.DataFrame(
-        {"first_ns": [min(known, default=0)], "steps": [trace.steps["step"].drop_nulls().unique().sort().to_list()]},
-        schema={"first_ns": pl.Int64, "steps": pl.List(pl.Int64)},
-    )
 
 
 def clocks(run: Run) -> dict[TraceKey, Clock]:
@@ -113,7 +102,7 @@ def _chosen(run: Run, ranks: Iterable[int] | None, step: int | None) -> list[Sou
         )
     if step is None:
         return [source for source in run.sources if source.rank in wanted]
-    steps = {(row["window"], row["rank"]): row["steps"] for row in run.table(extent).iter_rows(named=True)}
+    steps = {(row["window"], row["rank"]): row["steps"] for row in run.table(extents.extent).iter_rows(named=True)}
     chosen = [s for s in run.sources if s.rank in wanted and step in steps.get((s.window, s.rank), [])]
     if not chosen:
         known = ", ".join(map(str, sorted({number for found in steps.values() for number in found}))) or "none"

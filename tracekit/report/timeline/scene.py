@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.analysis.time import extents
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, trace_cache
 from tracekit.ingest.disk_cache import DiskCache
@@ -26,6 +27,7 @@ from tracekit.report.timeline import layout
 from tracekit.report.timeline.layout import BANDS, TraceLayout
 from tracekit.report.timeline.mapped_file import MappedFile, Writer
 from tracekit.report.timeline.trace_part import Part, build_part
+from tracekit.sync import collective_matching
 
 SUFFIX = ".tiles"
 TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
@@ -34,6 +36,7 @@ _CODE = (
     "report.track_nesting.py",
     "report.trace_tracks.py",
     "report/export/perfetto.py",
+    "analysis/time/extents.py",
     "sync/*.py",
 )
 
@@ -173,6 +176,7 @@ def _build_uncached(run: Run, window: int, chosen: Sequence[Source], on_progress
 def _build(
     run: Run, window: int, chosen: Sequence[Source], file: BinaryIO, *, key: str, on_progress: Progress | None
 ) -> Scene:
+    run.measure((collective_matching.calls, extents.extent))
     clocks = perfetto.clocks(run)  # a trace that cannot be read is left out of the run by now
     sources = [source for source in chosen if source in run.sources]
     writer, making = Writer(file), _SceneBuilder()
@@ -186,6 +190,7 @@ def _build(
         if on_progress:
             on_progress(done, len(sources))
     writer.table("offsets", run.offsets.filter(pl.col("window") == window))
+    making.begin(extents.run_clock(run).filter(pl.col("window") == window))
     making.finish(writer)
     return _scene(MappedFile(file), key, window)
 
@@ -217,6 +222,12 @@ class _SceneBuilder:
         ):
             if len(start):
                 self.edges_ns.append((int(start.min()), int(end.max())))
+
+    def begin(self, clock: pl.DataFrame) -> None:
+        """Let the scene begin where displayed times begin at 0, also if the first trace is not drawn."""
+        zero_ns = clock.filter(pl.col("rank").is_in(self.ranks))["zero_ns"].min()
+        if isinstance(zero_ns, int) and self.edges_ns:
+            self.edges_ns.append((zero_ns, zero_ns))
 
     def finish(self, writer: Writer) -> None:
         """Write the tables and the contents."""
