@@ -14,6 +14,8 @@ from tracekit.rules.rule import Finding, Severity
 from tracekit.sync import alignment
 
 _MAX_WORD = 60
+_TIMES = ("start_ns", "end_ns", "at_ns", "ready_ns", "launched_ns", "host_start_ns", "host_end_ns")
+"""The columns of evidence that are times of a trace; all others in ns are durations."""
 
 
 def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> str:
@@ -85,17 +87,18 @@ def scope(found: Finding) -> str:
 
 
 def from_run_start(table: pl.DataFrame, clock: pl.DataFrame) -> pl.DataFrame:
-    """Return evidence with `start_ns` on the run's clock, counted from where the window begins.
+    """Return evidence with its times (_TIMES) on the run's clock, counted from where the window begins.
 
-    `clock` is that of `extents.run_clock`. A start is null where the rank is unknown.
+    `clock` is that of `extents.run_clock`. A time is null where the rank is unknown.
     """
-    if not {"start_ns", "rank"} <= set(table.columns):
+    times = tuple(name for name in _TIMES if name in table.columns)
+    if not times or "rank" not in table.columns:
         return table
     window = pl.col("window") if "window" in table.columns else pl.lit(0, pl.Int64)
-    place = table.select(window.alias("window"), "rank", "start_ns")
-    aligned = alignment.on_run_clock(place, clock, ("start_ns",))
+    place = table.select(window.alias("window"), "rank", *times)
+    aligned = alignment.on_run_clock(place, clock, times)
     zeros = place.join(clock, on=["window", "rank"], how="left", maintain_order="left")["zero_ns"]
-    return table.with_columns(start_ns=aligned["start_ns"] - zeros)
+    return table.with_columns(aligned[name] - zeros for name in times)
 
 
 @functools.cache

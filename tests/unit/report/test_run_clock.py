@@ -46,6 +46,17 @@ def test_a_trace_that_was_not_aligned_counts_from_its_own_beginning() -> None:
     assert phrases.from_run_start(starts, extents.run_clock(run))["start_ns"].to_list() == [0, 0]
 
 
+def test_all_times_of_a_row_are_on_one_clock_and_durations_stay() -> None:
+    run = simulated()
+    calls = run.run_table(collective_matching.matched_calls).with_columns(
+        ready_ns=pl.col("start_ns") - 5, dur_ns=pl.col("end_ns") - pl.col("start_ns")
+    )
+    shown = phrases.from_run_start(calls, extents.run_clock(run))
+    assert shown.select((pl.col("start_ns") - pl.col("ready_ns") == 5).all()).item()
+    assert shown.select((pl.col("end_ns") - pl.col("start_ns") == pl.col("dur_ns")).all()).item()
+    assert shown["dur_ns"].equals(calls["dur_ns"])
+
+
 def test_a_time_of_an_unknown_rank_has_no_place() -> None:
     rows = pl.DataFrame({"rank": [None, 9, 0], "start_ns": [1, 2, 3]}, schema={"rank": pl.Int64, "start_ns": pl.Int64})
     shown = phrases.from_run_start(rows, extents.run_clock(simulated()))
