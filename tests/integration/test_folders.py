@@ -16,9 +16,11 @@ from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.loader import load
 from tracekit.ingest.scrub import scrub
+from tracekit.model import units
 from tracekit.model.executor import Threads
 from tracekit.model.run import Run
 from tracekit.model.source import Source
+from tracekit.report import phrases
 from tracekit.rules.engine import check
 
 ROOT = Path(__file__).parents[2]
@@ -358,6 +360,20 @@ def test_a_merged_file_splits_into_its_ranks():
     assert run.ranks == (0, 1, 2, 3)
     assert run.offsets["pairs"].to_list() == [15] * 4
     assert run.offsets["residual_ns"].max() < 20_000
+
+
+def test_the_file_of_several_ranks_is_one_input_and_counts_once(tmp_path):
+    merged = trace(None)
+    parts = [
+        [{**event, "pid": rank, "args": {**event["args"], "rank": rank}} for event in trace(rank)["traceEvents"]]
+        for rank in (0, 1)
+    ]
+    file = write(tmp_path / "merged.json", merged | {"traceEvents": [*parts[0], *parts[1]]})
+    run = load(str(file))
+    assert run.ranks == (0, 1)
+    report = check(run)
+    assert [(each.path, each.size_bytes) for each in report.inputs] == [(str(file), file.stat().st_size)]
+    assert units.size(file.stat().st_size) in phrases.subtitle(run)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

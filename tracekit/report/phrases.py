@@ -38,7 +38,7 @@ def subtitle(run: Run) -> str:
     manifest = Manifest.of(run.manifest)
     parts = [escaping.inert(manifest.strategy or "", _MAX_WORD), _plural(len(run.ranks), "rank")]
     parts += [f"model {escaping.inert(manifest.model.name, _MAX_WORD)}"] if manifest.model.name else []
-    size_bytes = sum(source.size_bytes for source in run.sources)
+    size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())  # of files, not of traces
     parts += [units.size(size_bytes) if size_bytes else "", "simulated" if manifest.simulated else ""]
     return " · ".join(part for part in parts if part)
 

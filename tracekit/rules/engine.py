@@ -49,7 +49,8 @@ def check(
         except Exception as error:
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
         blind_spots |= {rule.code: blind} if blind else {}
-    inputs = tuple(_input(source) for source in run.sources)
+    files = {source.path: source for source in run.sources}  # a file may have the traces of several ranks
+    inputs = tuple(_input(source) for source in files.values())
     notes = tuple(f"{codes}: {blind}" for blind, codes in _by_reason(blind_spots).items())
     report = Report(run, sort_findings(judgeability.limited(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
