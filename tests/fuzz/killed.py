@@ -2,8 +2,8 @@
 
     python -m tests.fuzz.killed FOLDER count|operation|cpu NUMBER COMMAND…
 
-Operations are those of Python on paths in FOLDER, by its audit events. `count` kills nothing; the last line of stderr is
-the number of operations, and the CPU time in µs since the first one.
+Operations are those of Python on paths in FOLDER, by its audit events. `count` kills nothing; the last line of stderr
+is the number of operations, and the CPU time in µs since the first one.
 """
 
 import os
