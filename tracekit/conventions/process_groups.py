@@ -1,7 +1,8 @@
 """The mesh axis that a process group's description names.
 
-Sources of descriptions: init_device_mesh of PyTorch ("mesh_" and the name of the dim); Megatron-LM,
-core/parallel_state.py (group_desc). DeepSpeed gives its groups none.
+Sources of descriptions: init_device_mesh of PyTorch ("mesh_" and the name of the dim); torchtitan,
+distributed/parallel_dims.py (names of dims, also of earlier versions); Megatron-LM, core/parallel_state.py (group_desc).
+DeepSpeed gives its groups none.
 """
 
 import re
@@ -14,8 +15,12 @@ DP = "dp"
 _BY_MESH_NAME = {
     "pp": PP, "pipe": PP, "pipeline": PP, "tp": TP, "tensor": TP, "model": TP, "cp": CP, "context": CP, "ep": EP,
     "expert": EP, "dp": DP, "data": DP, "ddp": DP, "fsdp": DP_SHARD, "shard": DP_SHARD, "dp_shard": DP_SHARD,
-    "replicate": DP_REPLICATE, "dp_replicate": DP_REPLICATE,
+    "replicate": DP_REPLICATE, "dp_replicate": DP_REPLICATE, "etp": TP, "efsdp": "dp_expert", "ep_shard": "dp_expert",
+    "dp_shard_in_ep": "dp_expert", "dp_shard_mod_ep": "dp_expert", "dp_shard_of_experts": "dp_expert",
+    "loss": "dp_cp", "loss_mesh": "dp_cp",
 }  # fmt: skip
+_UNNAMED = re.compile(r"^(dim_\d+|default)$")
+"""What stands after "mesh_" where a mesh has no names of dims, or a dim is all ranks."""
 _BY_MEGATRON_NAME = (
     (r"embedding", "embedding"),
     (r"expert_(tensor_and_model|tensor_model_pipeline)", "ep_tp"),
@@ -30,8 +35,8 @@ _BY_MEGATRON_NAME = (
     (r"data_parallel", DP),
     (r"^model_parallel", "mp"),
 )
-JOINT = frozenset({"embedding", "ep_tp", "dp_expert", "dp_tp", "cp_tp", "mp"})
-"""Names of Megatron-LM's groups that are no axis of the mesh: over several axes, or over a part of one."""
+JOINT = frozenset({"batch", "embedding", "ep_tp", "dp_expert", "dp_cp", "dp_tp", "cp_tp", "mp"})
+"""Names of groups that are no axis of the mesh: over several axes, or over a part of one."""
 
 
 def axis_of_description(description: str | None) -> str | None:
@@ -39,11 +44,13 @@ def axis_of_description(description: str | None) -> str | None:
 
     >>> axis_of_description("mesh_dp_shard"), axis_of_description("TENSOR_MODEL_PARALLEL_GROUP")
     ('dp_shard', 'tp')
+    >>> axis_of_description("mesh_efsdp"), axis_of_description("mesh_dim_0")
+    ('dp_expert', None)
     """
     text = (description or "").lower()
     if text.startswith("mesh_"):
         name = text.removeprefix("mesh_")
-        return _BY_MESH_NAME.get(name, name)
+        return None if _UNNAMED.match(name) else _BY_MESH_NAME.get(name, name)
     if text in _BY_MESH_NAME:
         return _BY_MESH_NAME[text]
     return next((axis for pattern, axis in _BY_MEGATRON_NAME if re.search(pattern, text)), None)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.parallelism import group_axes, tensor_parallel
+from tracekit.analysis.parallelism import axis_communication, group_axes, tensor_parallel
 from tracekit.conventions.strategies import TP
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -46,13 +46,14 @@ class TensorParallelAcrossNodes(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all groups across nodes."""
-        if not group_axes.has_axis(run, TP) or not (groups := tensor_parallel.groups_across_nodes(run)):
+        if not axis_communication.has_calls(run, TP) or not (groups := tensor_parallel.groups_across_nodes(run)):
             return
         members = sorted({rank for ranks in groups for rank in ranks})
         steps = run.run_table(tensor_parallel.exposed_by_step).filter(pl.col("rank").is_in(members))
         if steps.is_empty():
             return
-        speed = tensor_parallel.bus_bandwidth(run, groups, inside=False)
+        named = tensor_parallel.named_groups(run)["ranks"].to_list()
+        speed = tensor_parallel.bus_bandwidth(run, [each for each in groups if each in named], inside=False)
         inside = tensor_parallel.bus_bandwidth(run, groups, inside=True)
         saved = 1 - min(1.0, speed / inside) if speed and inside and inside > speed else 1 - 1 / _NODE_SPEEDUP
         worst = median_row(steps, "transfer_ns", "rank", "step")
@@ -122,25 +123,25 @@ class ExposedTensorParallel(Rule):
             return
         worst = median_row(steps, "exposed_ratio", "rank", "step")
         transfer_ratio = worst["transfer_ns"] / worst["duration_ns"]
-        groups = run.run_table(group_axes.group_axes).filter(pl.col("axis") == TP)
-        speed = tensor_parallel.bus_bandwidth(run, groups["ranks"].to_list(), inside=False)
-        is_slow = transfer_ratio >= self.min_slow_ratio and self._is_slow(run, groups["ranks"].to_list(), speed)
+        groups = tensor_parallel.named_groups(run)["ranks"].to_list()
+        speed = tensor_parallel.bus_bandwidth(run, groups, inside=False)
+        is_slow = transfer_ratio >= self.min_slow_ratio and self._is_slow(run, groups, speed)
+        source, confidence = _source(run)
         if worst["exposed_ratio"] <= self.max_exposed_ratio and not is_slow:
             return
         is_warning = is_slow or transfer_ratio > self.max_exposed_ratio
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
-            f"Tensor-parallel collectives (axis tp, {_source(groups)}) are exposed for "
+            f"Tensor-parallel collectives (axis tp, {source}) are exposed for "
             f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['exposed_ratio'])}) in {_step(worst)} of rank {worst['rank']}: "
             f"{units.duration(worst['transfer_ns'])} transfer and {units.duration(worst['waited_ns'])} waiting for "
-            f"late ranks, {units.duration(worst['per_pass_ns'])} for each of {worst['passes']} passes of a "
-            "micro-batch through a layer." + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
+            f"late ranks{_per_pass(worst)}." + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
             _SLOW if is_slow else _OVERLAP if is_warning else _WAITING,
             impact=min(1.0, transfer_ratio),
             cost_ns=worst["transfer_ns"],
-            confidence=min(0.9, float(groups["confidence"].min() or 0)),  # type: ignore[arg-type]
+            confidence=min(0.9, confidence),
             ranks=distinct(steps, "rank"),
             steps=distinct(steps, "step"),
             evidence=_evidence(run, worst),
@@ -171,11 +172,23 @@ _SLOW = (
 _WAITING = "Most of it is waiting for late ranks: see RANK001, RANK003 and HOST001. The transfer itself is short."
 
 
-def _source(groups: pl.DataFrame) -> str:
-    row = groups.sort("confidence").row(0, named=True)
+def _source(run: Run) -> tuple[str, float]:
+    """Return how it is known that collectives are of tensor parallelism, and how sure that is."""
+    named = tensor_parallel.named_groups(run)
+    known = axis_communication.sources(run).filter(pl.col("axis") == TP) if named.is_empty() else named
+    row = known.sort("confidence").row(0, named=True)
     if row["source"] == group_axes.INFERRED:
-        return f"inferred, confidence {row['confidence']:.1f}"
-    return f"by the {'group description' if row['source'] == group_axes.DESCRIPTION else 'manifest'}"
+        return f"inferred, confidence {row['confidence']:.1f}", row["confidence"]
+    by = "group description" if row["source"] == group_axes.DESCRIPTION else "manifest"
+    return f"by the {by}", row["confidence"]
+
+
+def _per_pass(row: dict[str, Any]) -> str:
+    if not row["passes"]:  # messages of less than a layer's activations
+        return ""
+    return (
+        f", {units.duration(row['per_pass_ns'])} for each of {row['passes']} passes of a micro-batch through a layer"
+    )
 
 
 def _step(row: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ import pytest
 
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.parallelism import rank_places
+from tracekit.model import schema
 from tracekit.rules.engine import check
 from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.stragglers import Straggler, UnevenRanks
@@ -103,3 +104,26 @@ def test_a_late_rank_within_a_pipeline_stage_is_a_straggler():
 )
 def test_a_manifest_with_other_types_than_expected_names_no_place(manifest):
     assert judge(mesh_run(LATE_NODE, **manifest)) == [("RANK004", (2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("descriptions", "stages", "names"),
+    [
+        (("mesh_pp", "mesh_fsdp", "mesh_loss_mesh"), 2, ["data-parallel coordinate 0", "data-parallel coordinate 1"]),
+        (("PIPELINE_MODEL_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL_GROUP", "MODEL_PARALLEL_GROUP"), 2,
+         ["tensor-parallel coordinate 0", "tensor-parallel coordinate 1"]),
+        (("mesh_dim_0", "mesh_dim_1", "default_pg"), 0, []),
+    ],
+    ids=["torchtitan", "megatron", "a mesh without names"],
+)  # fmt: skip
+def test_stages_and_coordinates_are_read_from_the_descriptions_of_groups(descriptions, stages, names):
+    outer, inner, every = descriptions
+    traces = []
+    for rank, trace in enumerate(mesh_run(LATE_NODE).traces()):
+        first, second = 2 * (rank // 2), rank % 2
+        rows = [(outer, [second, second + 2]), (inner, [first, first + 1]), (every, [0, 1, 2, 3])]
+        groups = [{"group": str(at), "description": text, "ranks": ranks} for at, (text, ranks) in enumerate(rows)]
+        traces.append(trace.replaced(groups=schema.GROUPS.conform(pl.DataFrame(groups))))
+    run = drawn_traces.run(*traces)
+    assert rank_places.stages(run) == ({0: 0, 1: 0, 2: 1, 3: 1} if stages else {})
+    assert [each.name for each in rank_places.places(run) if "coordinate" in each.name] == names

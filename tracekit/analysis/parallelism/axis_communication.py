@@ -27,6 +27,8 @@ AXIS_COMMUNICATION = schema.table(
 )
 FACTS: tuple[Fact, ...] = (*group_axes.FACTS, breakdown.spans, breakdown.by_step)
 """The facts that the run tables of this module read."""
+_BY_CALL = 0.8
+"""Confidence of an axis that a collective has by its op or its purpose, out of the axes that the run is known to have."""
 
 
 def axis_communication(run: Run) -> pl.DataFrame:
@@ -46,9 +48,27 @@ def by_axis(run: Run) -> pl.DataFrame:
     of_rank = sums.group_by("rank", "axis").agg(
         pl.col("steps", "calls", "communication_ns", "exposed_communication_ns", "bytes").sum()
     )
-    surest = run.run_table(group_axes.group_axes).sort("confidence", descending=True)
-    sources = surest.unique("axis", keep="first", maintain_order=True).select("axis", "source", "confidence")
-    return of_rank.join(sources, on="axis", how="left", nulls_equal=True).sort("rank", "axis", nulls_last=True)
+    return of_rank.join(sources(run), on="axis", how="left").sort("rank", "axis", nulls_last=True)
+
+
+def sources(run: Run) -> pl.DataFrame:
+    """Return how each axis of the run's collectives is known. Columns axis, source, confidence; one row per axis.
+
+    Of several groups of an axis the surest counts. Where no group is of an axis, it is inferred from each collective.
+    """
+    surest = run.run_table(group_axes.group_axes).drop_nulls("axis").sort("confidence", descending=True)
+    by_group = surest.unique("axis", keep="first", maintain_order=True).select("axis", "source", "confidence")
+    by_call = run.run_table(calls).select("axis").drop_nulls().unique(maintain_order=True)
+    return (
+        by_call.join(by_group, on="axis", how="left", maintain_order="left")
+        .with_columns(pl.col("source").fill_null(group_axes.INFERRED), pl.col("confidence").fill_null(_BY_CALL))
+        .select("axis", "source", "confidence")
+    )
+
+
+def has_calls(run: Run, axis: str) -> bool:
+    """Return whether a run has collectives of an axis, in a group of this axis or by what each transfers."""
+    return bool((run.run_table(calls)["axis"] == axis).any())
 
 
 def calls(run: Run) -> pl.DataFrame:

@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.analysis.parallelism import axis_communication, group_axes, mesh
+from tracekit.analysis.parallelism import axis_communication, group_axes
 from tracekit.conventions.strategies import EP
 from tracekit.model import intervals, schema
 from tracekit.model.run import Run
@@ -42,7 +42,7 @@ def expert_load(run: Run) -> pl.DataFrame:
     second_id their activities. Empty where sizes of messages are unknown, or all-to-alls do not come in
     such pairs.
     """
-    if not group_axes.has_axis(run, EP) and EP not in mesh.groups_of(run.manifest):
+    if not axis_communication.has_calls(run, EP):
         return schema.empty(COLUMNS)
     sizes = run.table(message_sizes)
     named = run.run_table(axis_communication.calls).filter(pl.col("axis") == EP)
@@ -88,7 +88,7 @@ def by_rank(run: Run) -> pl.DataFrame:
 def ranks_of_groups(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     """Return a table, which has columns group and members, with the ranks of each group in its order: column ranks."""
     named = run.run_table(group_axes.group_axes).filter(axis=EP).select("group", "members", "ranks")
-    listed = [(",".join(map(str, of)), of) for of in mesh.groups_of(run.manifest).get(EP, [])]
+    listed = [(",".join(map(str, of)), of) for of in group_axes.listed_groups(run, EP)]
     stated = pl.DataFrame(listed, {"members": pl.String, "stated": pl.List(pl.Int64)}, orient="row")
     return (
         table.join(named.unique(["group", "members"]), on=["group", "members"], how="left", nulls_equal=True)
@@ -99,9 +99,8 @@ def ranks_of_groups(run: Run, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_members(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return calls with the ranks of their groups from the manifest, where the trace does not name them (gloo)."""
-    listed = mesh.groups_of(run.manifest).get(EP, [])
-    members = {rank: ",".join(map(str, ranks)) for ranks in listed for rank in ranks}
+    """Return calls with the ranks of their groups, where the trace does not name the groups of calls (gloo)."""
+    members = {rank: ",".join(map(str, of)) for of in group_axes.listed_groups(run, EP) for rank in of}
     known = pl.col("rank").replace_strict(members, default=None, return_dtype=pl.String)
     return calls.with_columns(pl.coalesce("members", known).alias("members"))
 

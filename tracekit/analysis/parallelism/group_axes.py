@@ -107,9 +107,13 @@ def axis_of_calls(run: Run) -> pl.DataFrame:
 _CALL = ("window", "rank", "activity_id", "step", "op", "bytes", "phase", "unit", "start_ns", "end_ns")
 
 
-def has_axis(run: Run, axis: str) -> bool:
-    """Return whether a run has collectives of an axis."""
-    return bool((run.run_table(group_axes)["axis"] == axis).any())
+def listed_groups(run: Run, axis: str) -> list[list[int]]:
+    """Return the groups of several ranks of an axis that run.json lists, else those that descriptions name."""
+    if stated := mesh.groups_of(run.manifest).get(axis):
+        return stated
+    described = described_groups(run).filter(pl.col("axis") == axis, pl.col("ranks").list.len() > 1)
+    listed: list[list[int]] = described["ranks"].unique(maintain_order=True).to_list()
+    return listed
 
 
 def _axis_of_pair(ranks: list[int], run: Run) -> str | None:

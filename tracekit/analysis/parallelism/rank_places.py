@@ -1,6 +1,5 @@
 """Places of ranks: their nodes, pipeline stages and process groups, and what some ranks share."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,13 +7,14 @@ from pathlib import PurePath
 
 import polars as pl
 
+from tracekit.analysis.parallelism import mesh
 from tracekit.conventions import strategies
+from tracekit.conventions.process_groups import JOINT, axis_of_description
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 
 _HOST = re.compile(r"(?P<host>[A-Za-z][\w.-]*?)_\d+\.\d+\.pt\.trace\.json")
 """How torch.profiler.tensorboard_trace_handler names files: HOST_PID.TIME.pt.trace.json."""
-_AXIS = re.compile(r"^mesh_(?P<axis>\w+)$")
 _AXIS_NAMES = {
     strategies.DP_REPLICATE: "replica",
     strategies.DP_SHARD: "data-parallel coordinate",
@@ -177,30 +177,23 @@ def _group_places(run: Run) -> Iterator[Place]:
 
 
 def _axis_groups(run: Run) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the groups of each mesh axis: from run.json, else from the names of groups in the traces."""
-    stated = run.manifest.get("groups")
-    if isinstance(stated, dict) and stated:
-        return [(str(axis), ranks) for axis, groups in stated.items() for ranks in _int_lists(groups)]
-    recorded = run.manifest.get("mesh")
-    mesh = recorded if isinstance(recorded, dict) else {}
-    (shape,) = _int_lists([mesh.get("shape")]) or ((),)
-    if shape and min(shape) > 0 and math.prod(shape) == run.manifest.get("world_size"):
-        return list(_groups_of_mesh([str(axis) for axis in mesh.get("axes") or ()], shape))
-    rows = run.table(rank_groups).select("description", "ranks").drop_nulls("description").unique()
-    found = ((_AXIS.match(description), ranks) for description, ranks in rows.sort("description", "ranks").iter_rows())
-    return [(match["axis"], tuple(ranks)) for match, ranks in found if match]
+    """Return the groups of each mesh axis: from run.json, else from the descriptions of groups in the traces.
+
+    Of several descriptions of one axis the shortest counts: others are of experts, or together with context
+    parallelism.
+    """
+    if stated := mesh.groups_of(run.manifest):
+        return [(axis, tuple(ranks)) for axis, groups in stated.items() for ranks in groups]
+    rows = run.table(rank_groups).select("description", "ranks").drop_nulls().unique().sort("description", "ranks")
+    named = [(axis_of_description(text), text, tuple(ranks)) for text, ranks in rows.iter_rows()]
+    plain: dict[str, str] = {}
+    for axis, text, _ in named:
+        if axis and axis not in JOINT:
+            plain[axis] = min(plain.get(axis, text), text, key=len)
+    return [(axis, ranks) for axis, text, ranks in named if axis in plain and text == plain[axis]]
 
 
 def _int_lists(value: object) -> list[tuple[int, ...]]:
     """Return the lists of whole numbers in a list from run.json; others are left out."""
     lists = [each for each in value if isinstance(each, list)] if isinstance(value, list) else []
     return [tuple(each) for each in lists if each and all(isinstance(number, int) for number in each)]
-
-
-def _groups_of_mesh(axes: Sequence[str], shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the groups of each axis of a mesh whose ranks are numbered row-major."""
-    for number, (axis, size) in enumerate(zip(axes, shape, strict=False)):
-        stride = math.prod(shape[number + 1 :])
-        for base in range(0, math.prod(shape), stride * size):
-            for first in range(base, base + stride):
-                yield axis, tuple(range(first, first + stride * size, stride))

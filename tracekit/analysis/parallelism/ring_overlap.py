@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.parallelism import axis_communication, group_axes, mesh
+from tracekit.analysis.parallelism import axis_communication
 from tracekit.conventions.strategies import CP
 from tracekit.model import intervals, schema
 from tracekit.model.run import Run
@@ -32,7 +32,7 @@ def ring_overlap(run: Run) -> pl.DataFrame:
     A transfer is under way from its issue to its completion: on a device its kernel, under gloo from the call to the
     end of the wait. Empty without sends and receives along axis cp.
     """
-    if not group_axes.has_axis(run, CP) and CP not in mesh.groups_of(run.manifest):
+    if not axis_communication.has_calls(run, CP):
         return RINGS.empty()
     named = run.run_table(axis_communication.calls).filter(
         pl.col("axis") == CP, pl.col("op").is_in([PAIRED, "send", "recv"])

@@ -61,14 +61,14 @@ def exposed_calls(run: Run) -> pl.DataFrame:
 def exposed_by_step(run: Run) -> pl.DataFrame:
     """Return the exposed communication of tensor parallelism per rank and step; use ``run.run_table``.
 
-    Columns COLUMNS: passes (of a micro-batch through a layer: half of the large all-reduces in forward, or of all if
-    phases are not known; an all-gather and a reduce-scatter count as one), exposed_ns = transfer_ns + waited_ns,
-    per_pass_ns (exposed_ns over passes), exposed_ratio (of the step's duration). Empty without tensor parallelism.
+    Columns COLUMNS: passes (of a micro-batch through a layer: half of the all-reduces in forward, or of all if phases
+    are not known, that are large or of unknown size; an all-gather and a reduce-scatter count as one), exposed_ns =
+    transfer_ns + waited_ns, per_pass_ns (exposed_ns over passes), exposed_ratio (of the step's duration). Empty without tensor parallelism.
     """
-    if not group_axes.has_axis(run, TP):
+    if not axis_communication.has_calls(run, TP):
         return schema.empty(COLUMNS)
     calls = run.run_table(exposed_calls)
-    is_large = pl.col("bytes") >= _LARGE_BYTES
+    is_large = pl.col("bytes").is_null() | (pl.col("bytes") >= _LARGE_BYTES)
     reduces = pl.when(pl.col("op").is_in(_HALVES)).then(0.5).otherwise(1.0)
     in_forward = reduces.filter(is_large & (pl.col("phase") == "forward")).sum()
     of_passes = pl.when(in_forward > 0).then(in_forward).otherwise(reduces.filter(is_large).sum())
@@ -90,10 +90,18 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     return schema.conform(table, COLUMNS).sort("window", "rank", "step")
 
 
+def named_groups(run: Run) -> pl.DataFrame:
+    """Return the tensor-parallel groups that collectives name. Columns as `group_axes`."""
+    return run.run_table(group_axes.group_axes).filter(pl.col("axis") == TP)
+
+
 def groups_across_nodes(run: Run) -> list[list[int]]:
-    """Return the tensor-parallel groups whose ranks are on several nodes; [] where nodes are not known."""
+    """Return the tensor-parallel groups whose ranks are on several nodes; [] where nodes are not known.
+
+    Where collectives name no group (gloo), the groups are those that run.json or descriptions list.
+    """
     node_of = rank_places.node_of_rank(run)
-    groups = run.run_table(group_axes.group_axes).filter(pl.col("axis") == TP)["ranks"].to_list()
+    groups = named_groups(run)["ranks"].to_list() or group_axes.listed_groups(run, TP)
     return [ranks for ranks in groups if len({node_of.get(rank) for rank in ranks} - {None}) > 1]
 
 
