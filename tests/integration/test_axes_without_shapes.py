@@ -5,9 +5,12 @@ import pytest
 
 import tracekit
 from tests.support.python_path import REPOSITORY
-from tracekit.analysis.parallelism import axis_communication, collective_purposes, group_axes
+from tracekit.analysis.parallelism import axis_communication, collective_purposes, group_axes, tensor_parallel
 from tracekit.analysis.parallelism.collective_purposes import ACTIVATIONS, PARAMETERS
+from tracekit.model import intervals
 from tracekit.model.run import Run
+from tracekit.rules.engine import check
+from tracekit.rules.tensor_parallel import ExposedTensorParallel
 
 LAYERS = 2
 
@@ -35,6 +38,27 @@ def test_each_collective_of_unnamed_groups_has_the_axis_of_what_it_transfers() -
         ("dp", "all_gather", PARAMETERS): 2 * LAYERS,
         ("dp", "reduce_scatter", PARAMETERS): LAYERS,
     }
+
+
+def test_exposed_tensor_parallel_time_is_that_of_its_collectives_where_no_group_is_named() -> None:
+    run = recorded("tests/recordings/dtensor_tp_fsdp2")
+    reduces = run.run_table(axis_communication.calls).filter(pl.col("op") == "all_reduce")
+    compute = axis_communication.compute_spans(run)
+    by_hand = {}
+    for (window, rank), own in reduces.partition_by("window", "rank", as_dict=True).items():
+        spans = intervals.union(own.select("start_ns", "end_ns").to_numpy())
+        hidden = intervals.intersect(spans, compute[window, rank])
+        by_hand[rank] = intervals.length(spans) - intervals.length(hidden)
+    measured = run.run_table(tensor_parallel.exposed_by_step)
+    assert dict(measured.select("rank", "exposed_ns").iter_rows()) == by_hand
+    (found,) = check(run, [ExposedTensorParallel()]).findings
+    assert "axis tp, inferred" in found.message
+    assert by_hand[1] > 0.3 * measured["duration_ns"][1]
+
+
+def test_every_collective_of_experts_and_data_parallelism_has_an_axis() -> None:
+    rows = axis_communication.by_axis(recorded("sample_traces/parallelism/moe-ep2"))
+    assert set(rows.select("axis", "source").iter_rows()) == {("ep", "inferred"), ("dp_shard", "manifest")}
 
 
 @pytest.mark.parametrize("sample", ["healthy-ddp", "healthy-fsdp2"])
