@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, EP, PP, TP
-from tracekit.simulate import fault_arguments, hybrid
+from tracekit.simulate import engine, fault_arguments, hybrid
 from tracekit.simulate.fault_registry import Fault, impaired, on_hardware, register
 from tracekit.simulate.hybrid import Hybrid
-from tracekit.simulate.job import Job
+from tracekit.simulate.job import Impairments, Job
 
 FAULTS: dict[str, Fault] = {}
 _fault = partial(register, FAULTS, plain=False, hybrid=True)
@@ -116,6 +117,19 @@ def _slow_pipeline_links(job: Job, given: Sequence[str]) -> Job:
 
 
 @_fault(
+    "read-each-action",
+    "PIPE001",
+    "[:DURATION]",
+    "the host reads the result of each action of the schedule (.item()), which waits for the device, and processes it "
+    "for DURATION (a quarter of a step over its actions) before it launches the next one",
+    axis=PP,
+)
+def _read_each_action(job: Job, given: Sequence[str]) -> Job:
+    _require_pipeline(job)
+    return impaired(job, action_read_ns=fault_arguments.duration(given, lambda: _mean_action_ns(job) // 4))
+
+
+@_fault(
     "slow-tensor-link",
     "TP002",
     "[:FACTOR]",
@@ -215,6 +229,13 @@ def _require_pipeline(job: Job) -> None:
 def _require_ranks(count: int, what: str) -> None:
     if count < 2:
         raise ValueError(f"it needs {what} of 2 or more")
+
+
+def _mean_action_ns(job: Job) -> int:
+    """Return what one action of the schedule is of a step, without faults."""
+    healthy = replace(job, impairments=Impairments(), steps=1)
+    layout = _layout(job)
+    return engine.total_ns(healthy) // len(pipeline_schedules.order(layout.schedule, layout.shape(job.micro_batches), 0))
 
 
 def _boundary(job: Job) -> tuple[int, ...]:

@@ -80,9 +80,19 @@ class RankProgram:
                     self._receive(number, self._actions[index + 1])
                 self._run_action(number, action)
                 self._send(number, action)
+                self._read_result(number, action)
                 if self._completes_gradients(action):
                     self._reduce(number, action.stage)
             self._finish(number)
+
+    def _read_result(self, number: int, action: Action) -> None:
+        """Read the result of an action on the host, and process it before the next action is launched."""
+        read_ns = self.job.impairments.action_read_ns
+        if read_ns is None:
+            return
+        self._begin(f"{number} {action.name} read")
+        self.host.read_item()
+        self.host.add(program.PassTime(read_ns))
 
     def _completes_gradients(self, action: Action) -> bool:
         is_last = action == self._last_of_stage[action.stage]

@@ -33,6 +33,9 @@ class Impairments:
     """Host time lost in Python before each layer's forward pass."""
     host_read_ns: int | None = None
     """Host time to process each layer's output, after a read that waits for the device; None: no read."""
+    action_read_ns: int | None = None
+    """With a pipeline: host time to process the result of each action, after a read that waits for the device, and
+    before the next action is launched; None: no read."""
     data_stall_ns: int = 0
     """Wait for each batch, during which nothing is launched."""
     save_ns: int = 0

@@ -17,6 +17,8 @@ SECOND_CHUNK = 16
 """What is added to such a stream for transfers of the second stages of a V-shaped schedule, which go the other way."""
 MAIN_THREAD, AUTOGRAD_THREAD = 4242, 4243
 
+_READ_BYTES = 4
+
 SHARD, REPLICATE = "shard", "replicate"
 """Process groups: the ranks over which units are sharded, and those that hold the same shard."""
 
@@ -253,6 +255,13 @@ class Host:
     def follow(self, stream: int, leader: int) -> None:
         """Let a stream wait for all that another has been given so far (wait_stream)."""
         self.wait(stream, self.record(leader))
+
+    def read_item(self) -> None:
+        """Copy a number to the host, which waits for the main stream (.item())."""
+        copy = Kernel("Memcpy DtoH (Device -> Pageable)", COPY, MAIN_STREAM, 1_500, bytes=_READ_BYTES)
+        with self.op("aten::item"), self.op("aten::_local_scalar_dense"):
+            self.launch(copy)
+            self.add(Synchronize(self.record(MAIN_STREAM), "cudaStreamSynchronize"))
 
     def add(self, instruction: Instruction) -> None:
         """Write any other instruction down."""

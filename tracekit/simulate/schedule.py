@@ -8,7 +8,6 @@ from tracekit.simulate import costs, kernels, memory, program
 from tracekit.simulate.job import Job
 from tracekit.simulate.kernels import Op
 
-_READ_BYTES = 4
 _PCIE_BYTES_PER_S = 20e9
 _COLLECTIVE_NAMES = {
     "all_gather": ("c10d::_allgather_base_", "nccl:_all_gather_base", "_allgather_base"),
@@ -191,11 +190,7 @@ class Schedule:
         host_read_ns = self.job.impairments.host_read_ns
         if host_read_ns is None:
             return
-        name = "Memcpy DtoH (Device -> Pageable)"
-        copy = program.Kernel(name, program.COPY, program.MAIN_STREAM, 1_500, bytes=_READ_BYTES)
-        with self.host.op("aten::item"), self.host.op("aten::_local_scalar_dense"):
-            self.host.launch(copy)
-            self.host.add(program.Synchronize(self.host.record(program.MAIN_STREAM), "cudaStreamSynchronize"))
+        self.host.read_item()
         self.host.add(program.PassTime(host_read_ns))
 
     def _retry(self) -> None:

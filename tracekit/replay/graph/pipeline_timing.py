@@ -64,6 +64,9 @@ class PipelineTiming:
     gathers before it can start, and the exposed time within the action. Empty: none."""
     reduction_ns: tuple[float, ...] = ()
     """Exposed collectives of data parallelism after the last action of each place, in proportion to its weights."""
+    host_ns: tuple[float, ...] = ()
+    """How long after an action each place's host launches the next one, whose input is there: such as by a read that
+    waits for the device. The receive for the action after that is posted then, too. Empty: no time."""
 
     @property
     def stages(self) -> int:
@@ -85,8 +88,9 @@ class PipelineTiming:
                 while at[rank] < len(order) and (made := self._made_ns(order[at[rank]], done)) is not None:
                     action = order[at[rank]]
                     arrived_ns = self._arrived_ns(action, max(made, posted_ns[rank]), link_free_ns)
-                    gathered_ns = free_ns[rank] + self._gather_ns(action)
-                    posted_ns[rank] = free_ns[rank]
+                    launched_ns = free_ns[rank] + (self.host_ns[rank] if self.host_ns and at[rank] else 0.0)
+                    gathered_ns = launched_ns + self._gather_ns(action)
+                    posted_ns[rank] = launched_ns
                     free_ns[rank] = done[action] = max(gathered_ns, arrived_ns, made) + self._takes_ns(action)
                     at[rank] += 1
             assert sum(at) > before, "a schedule whose actions wait for each other"
@@ -273,6 +277,8 @@ def recorded(run: Run) -> PipelineTiming:
     def place_of(stage: int) -> int:
         return pipeline_schedules.place_of(stated.schedule or "", stage, ranks)  # known: see above
 
+    places = _places(run, place_of)
+    transfer_ns = _transfer_ns(run, places)
     return PipelineTiming(
         stated.schedule,
         shape,
@@ -280,10 +286,11 @@ def recorded(run: Run) -> PipelineTiming:
         forward,
         inputs,
         weights,
-        _transfer_ns(run, _places(run, place_of)),
+        transfer_ns,
         pipeline_balance.head_layers(run.manifest) or 0.0,
         **dict(zip((*_GATHERS, *_EXPOSED), per_action, strict=True)),
-        reduction_ns=_reduction_ns(run, _places(run, place_of), ranks),
+        reduction_ns=_reduction_ns(run, places, ranks),
+        host_ns=_host_ns(run, places, ranks, max(transfer_ns.values(), default=0.0)),
     )
 
 
@@ -312,16 +319,41 @@ def _mean_times(run: Run) -> pl.DataFrame:
 
     These two are medians: what a step gathers once shows at one micro-batch only.
     """
-    previous_ns = pl.col("end_ns").shift().over("window", "rank", "step", "iteration", order_by="start_ns")
-    actions = run.run_table(pipeline_stages.staged_actions)
-    idle_ns = actions.select((pl.col("start_ns") - previous_ns).clip(0).fill_null(0)).to_series()
-    exposed = sharded_micro_batches.exposed_spans(run)
-    gather_ns, exposed_ns = sharded_micro_batches.exposed_around(actions, idle_ns, exposed)
-    named = actions.with_columns(pl.Series("gather_ns", gather_ns), pl.Series("exposed_ns", exposed_ns))
-    return named.group_by("stage", "action").agg(
+    return _with_collectives(run).group_by("stage", "action").agg(
         ((pl.col("end_ns") - pl.col("start_ns")).mean() - pl.col("exposed_ns").median()).alias("own_ns"),
         pl.col("gather_ns", "exposed_ns").median(),
     )
+
+
+def _with_collectives(run: Run) -> pl.DataFrame:
+    """Return the actions with previous_ns, the end of the rank's action before; null for the first of a step.
+
+    And with idle_ns from then to the action, gather_ns and exposed_ns: see `_mean_times`.
+    """
+    previous_ns = pl.col("end_ns").shift().over("window", "rank", "step", "iteration", order_by="start_ns")
+    actions = run.run_table(pipeline_stages.staged_actions).with_columns(previous_ns.alias("previous_ns"))
+    idle_ns = actions.select((pl.col("start_ns") - pl.col("previous_ns")).clip(0).fill_null(0)).to_series()
+    exposed = sharded_micro_batches.exposed_spans(run)
+    gather_ns, exposed_ns = sharded_micro_batches.exposed_around(actions, idle_ns, exposed)
+    return actions.with_columns(
+        idle_ns.alias("idle_ns"), pl.Series("gather_ns", gather_ns), pl.Series("exposed_ns", exposed_ns)
+    )
+
+
+def _host_ns(run: Run, places: Mapping[int, int], ranks: int, transfer_ns: float) -> tuple[float, ...]:
+    """Return by place how long after an action the next one starts whose input was there: medians, without gathers.
+
+    The input is there where it was computed `transfer_ns` before the rank was free.
+    """
+    actions = _with_collectives(run)
+    key = [*pipeline_stages.PIPELINE, "rank", "stage", "micro_batch", "action"]
+    needed = pipeline_stages.dependencies(actions).group_by(key).agg(pl.col("ready_ns").max())
+    joined = actions.drop_nulls("previous_ns").join(needed, on=key, how="left", nulls_equal=True)
+    is_there = (pl.col("ready_ns") + transfer_ns <= pl.col("previous_ns")).fill_null(value=True)
+    place = pl.col("rank").replace_strict(places, return_dtype=pl.Int64).alias("place")
+    late_ns = (pl.col("idle_ns") - pl.col("gather_ns")).clip(0).median()
+    found = dict(joined.filter(is_there).group_by(place).agg(late_ns).iter_rows())
+    return tuple(found.get(at, 0.0) for at in range(ranks))
 
 
 def _backward(times: Mapping[tuple[int, str], float], stage: int) -> tuple[float, float]:
