@@ -13,7 +13,7 @@ from tracekit.model.run import Run
 from tracekit.plan import models
 from tracekit.replay.graph import pipeline_changes, pipeline_timing
 from tracekit.replay.graph.pipeline_changes import PipelineChange
-from tracekit.simulate import engine
+from tracekit.simulate import engine, faults
 from tracekit.simulate.hybrid import equal_stages
 from tracekit.simulate.job import Impairments, Job
 
@@ -72,6 +72,23 @@ def test_balanced_stages_have_equal_numbers_of_equal_layers(job: Job, run: Run) 
     found = pipeline_changes.predict(run, PipelineChange(stage_layers="balanced"))
     assert found.predicted_ns == pytest.approx(_simulated_ns(job, stage_layers=layers), rel=CLOSE)
     assert found.saved_ratio > 0.1
+
+
+def test_a_host_that_reads_each_result_delays_every_action_of_another_pipeline(tmp_path: Path) -> None:
+    # The read takes as long with twice the micro-batches, and there are twice as many.
+    healthy = replace(pipelined(4, pp=4, layers=8, micro_batches=8), seq=1024, batch=2)
+    job = faults.inject(healthy, [faults.parse("read-each-action")])
+    written(healthy, tmp_path, "read-each-action")
+    run = tracekit.load(str(tmp_path), cache=False)
+    for change, of in (
+        (PipelineChange(micro_batches=16), replace(job, micro_batches=16, batch=1)),
+        (PipelineChange(schedule="gpipe"), job),
+        (PipelineChange(schedule="interleaved"), job),
+    ):
+        stages = 2 if change.schedule == "interleaved" else 1
+        changes = {"schedule": change.schedule or "1f1b", "virtual_stages": stages}
+        true_ns = _simulated_ns(of, **changes, stage_layers=equal_stages(8, 4 * stages))
+        assert pipeline_changes.predict(run, change).predicted_ns == pytest.approx(true_ns, rel=CLOSE)
 
 
 @pytest.fixture(scope="module", params=[("1f1b", 1), ("interleaved", 2)], ids=["1f1b", "interleaved"])

@@ -190,6 +190,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "sharded-micro-batches": {"pp": 2, "gpus": 4, "strategy": "fsdp2", "shards_data": True},
     "slow-pipeline-link:0:100": {"pp": 2},
     "slow-pipeline-links:100": {"pp": 2},
+    "read-each-action": {"pp": 2},
     "slow-tensor-link": {"tp": 2},
     "tp-across-nodes": {"tp": 2},
     "late-replica": {"pp": 2, "gpus": 4},
@@ -245,7 +246,22 @@ def test_faults_of_one_kind_of_job_are_refused_in_the_other() -> None:
         faults.inject(pipelined(2, pp=2), [faults.parse("no-prefetch")])
 
 
-@pytest.mark.parametrize("fault", ["slow-stage", "slow-pipeline-link", "slow-tensor-link", "late-launch"])
+def test_a_host_that_reads_each_result_is_found_as_the_host_half_of_the_bubble(tmp_path: Path) -> None:
+    # stage 0   F0 .. F1 .. F2         .. the host reads the result and processes it
+    job = pipelined(8, pp=4, layers=4, micro_batches=8)
+    done = written(job, tmp_path, "read-each-action")
+    run = tracekit.load(tmp_path)
+    found = check(run, [rule() for rule in RULES if rule.code.startswith("PIPE")]).findings
+    assert [each.code for each in found if each.severity is Severity.WARNING] == ["PIPE001"]
+    assert found[0].cost_ns == pytest.approx(done.known[0].cost_ns, rel=0.1)
+    assert "Let the host launch ahead" in found[0].fix
+    bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles)
+    assert bubbles["host_ns"].sum() > 5 * bubbles["communication_ns"].sum()
+
+
+@pytest.mark.parametrize(
+    "fault", ["slow-stage", "slow-pipeline-link", "read-each-action", "slow-tensor-link", "late-launch"]
+)
 def test_the_time_of_a_job_is_the_same_without_a_recording(fault: str) -> None:
     faulty = faults.inject(pipelined(8, pp=2, tp=2), [faults.parse(fault)])
     assert engine.total_ns(faulty) == engine.simulate(faulty).total_ns

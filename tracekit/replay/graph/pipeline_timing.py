@@ -24,7 +24,7 @@ from tracekit.conventions.pipeline_schedules import (
     Shape,
 )
 from tracekit.errors import InputError
-from tracekit.model import units
+from tracekit.model import intervals, units
 from tracekit.model.run import Run
 
 KINDS = {
@@ -278,7 +278,6 @@ def recorded(run: Run) -> PipelineTiming:
         return pipeline_schedules.place_of(stated.schedule or "", stage, ranks)  # known: see above
 
     places = _places(run, place_of)
-    transfer_ns = _transfer_ns(run, places)
     return PipelineTiming(
         stated.schedule,
         shape,
@@ -286,11 +285,11 @@ def recorded(run: Run) -> PipelineTiming:
         forward,
         inputs,
         weights,
-        transfer_ns,
+        _transfer_ns(run, places),
         pipeline_balance.head_layers(run.manifest) or 0.0,
         **dict(zip((*_GATHERS, *_EXPOSED), per_action, strict=True)),
         reduction_ns=_reduction_ns(run, places, ranks),
-        host_ns=_host_ns(run, places, ranks, max(transfer_ns.values(), default=0.0)),
+        host_ns=_host_ns(run, places, ranks),
     )
 
 
@@ -340,20 +339,23 @@ def _with_collectives(run: Run) -> pl.DataFrame:
     )
 
 
-def _host_ns(run: Run, places: Mapping[int, int], ranks: int, transfer_ns: float) -> tuple[float, ...]:
-    """Return by place how long after an action the next one starts whose input was there: medians, without gathers.
+def _host_ns(run: Run, places: Mapping[int, int], ranks: int) -> tuple[float, ...]:
+    """Return by place how long after an action the next one starts whose input is there: medians, without gathers.
 
-    The input is there where it was computed `transfer_ns` before the rank was free.
+    An input is there if the rank receives nothing meanwhile, but for the receives that it posts for later actions.
     """
+    spans = run.table(pipeline_bubbles.transfer_spans).filter(pl.col("op") != "send")
+    received = {
+        place: intervals.from_table(own) for place, own in spans.partition_by("window", "rank", as_dict=True).items()
+    }
     actions = _with_collectives(run)
-    key = [*pipeline_stages.PIPELINE, "rank", "stage", "micro_batch", "action"]
-    needed = pipeline_stages.dependencies(actions).group_by(key).agg(pl.col("ready_ns").max())
-    joined = actions.drop_nulls("previous_ns").join(needed, on=key, how="left", nulls_equal=True)
-    is_there = (pl.col("ready_ns") + transfer_ns <= pl.col("previous_ns")).fill_null(value=True)
+    received_ns, _ = sharded_micro_batches.exposed_around(actions, actions["idle_ns"], received)
+    is_there = pl.Series(received_ns) <= _POSTED_RATIO * actions["idle_ns"]
     place = pl.col("rank").replace_strict(places, return_dtype=pl.Int64).alias("place")
     late_ns = (pl.col("idle_ns") - pl.col("gather_ns")).clip(0).median()
-    found = dict(joined.filter(is_there).group_by(place).agg(late_ns).iter_rows())
-    return tuple(found.get(at, 0.0) for at in range(ranks))
+    found = actions.filter(is_there).drop_nulls("previous_ns").group_by(place).agg(late_ns)
+    by_place = dict(found.iter_rows())
+    return tuple(by_place.get(at, 0.0) for at in range(ranks))
 
 
 def _backward(times: Mapping[tuple[int, str], float], stage: int) -> tuple[float, float]:
@@ -366,6 +368,8 @@ def _backward(times: Mapping[tuple[int, str], float], stage: int) -> tuple[float
     return both - weight, weight
 
 
+_POSTED_RATIO = 0.1
+"""Share of the time between two actions in which receives for later actions may be under way already."""
 _ALONE = 0.1
 """This quantile of transfers had their link alone: activations and gradients share it where stages form a V."""
 
