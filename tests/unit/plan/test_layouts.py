@@ -62,6 +62,17 @@ def test_the_time_of_a_step_by_hand() -> None:
     assert (plan.bubble_ratio, plan.tp_bytes, plan.pp_bytes, plan.dp_bytes) == (0, 0, 0, 0)
 
 
+def test_the_operations_of_an_iteration_are_those_of_the_paper() -> None:
+    # arXiv 2104.04473, section 5.1: 96 B s l h² (1 + s/6h + V/16lh), with layers, but not the head, recomputed
+    gpt, sequences, tokens = models.find("gpt3-175b"), 1536, 2048
+    layers, h = gpt.layers, gpt.width
+    inner = 1 + tokens / (6 * h) + gpt.vocabulary / (16 * layers * h)
+    published = 96 * sequences * tokens * layers * h**2 * inner
+    head = 6.0 * gpt.vocabulary * h
+    of_layers = layouts.flops_per_token(gpt, tokens) - 6.0 * gpt.outer_parameters
+    assert sequences * tokens * (4 / 3 * of_layers + head) == pytest.approx(published, rel=2e-3)
+
+
 def test_traffic_by_hand() -> None:
     job = Job.of(models.find("gpt3-175b"), hardware.find("a100-80"), gpus=64, sequence=2048, batch=8)
     work, mesh = Workload(2048, 1, 8, NONE, sequence_parallel=True), Mesh(pp=8, dp=1, tp=8)

@@ -36,6 +36,17 @@ def test_activations_of_llama_2_70b() -> None:
     assert plan["total_bytes"] == pytest.approx(state + plan["buffer_bytes"] + plan["activation_bytes"])
 
 
+@pytest.mark.parametrize("tp", [1, 8])
+def test_activations_of_a_gpt_layer_are_those_of_the_paper_without_scores_and_dropout(tp: int) -> None:
+    # arXiv 2205.05198, table 2: sbh(10 + 24/t + 5as/(ht)); with sequence parallelism sbh/t·(34 + 5as/h); full 2sbh.
+    # Flash attention keeps none of the 5as/h; the masks of two dropouts, which are 1 each, are not counted.
+    gpt, masks = models.find("gpt3-175b"), 2
+    assert memory.llama_factor(gpt, tp=tp, work=memory.Workload(2048)) + masks == 10 + 24 / tp
+    scattered = memory.Workload(2048, sequence_parallel=True)
+    assert memory.llama_factor(gpt, tp=tp, work=scattered) + masks / tp == 34 / tp
+    assert memory.llama_factor(gpt, tp=tp, work=memory.Workload(2048, recomputation=memory.FULL)) == 2
+
+
 @pytest.mark.parametrize(("name", "tp", "pp"), [("1b", 1, 8), ("8b", 8, 16), ("70b", 8, 128)])
 def test_yafsdp_buffers_are_no_larger_than_a_pipeline_stage(name: str, tp: int, pp: int) -> None:
     model = models.find(name)
