@@ -1,4 +1,4 @@
-"""Pipelines that DeepSpeed and Megatron-core ran: their actions, stages and axes (tests/recordings/README.md)."""
+"""Pipelines that DeepSpeed, Megatron-core and torchtitan ran: their actions, stages and axes (tests/recordings/README.md)."""
 
 import polars as pl
 import pytest
@@ -15,11 +15,19 @@ STAGES_OF = {
     "deepspeed_pipeline": {0: [0], 1: [1]},
     "megatron_interleaved": {0: [0, 2], 1: [1, 3]},
     "megatron_tp2_pp2": {0: [0], 1: [0], 2: [1], 3: [1]},
+    "torchtitan_interleaved": {0: [0, 2], 1: [0, 2], 2: [1, 3], 3: [1, 3]},
+    "torchtitan_1f1b_tp2": {0: [0], 1: [0], 2: [1], 3: [1]},
 }
+UNMARKED = ("torchtitan_1f1b_tp2",)
+"""Pipelines of torch's 1F1B, which writes no spans."""
+BUSY = ("torchtitan_interleaved",)
+"""Recorded whole, while other processes had the cores: results of one rank took ten times as long as of others."""
 AXES = {
     "deepspeed_pipeline": {"dp", "pp"},
     "megatron_interleaved": {"pp"},
     "megatron_tp2_pp2": {"pp", "tp"},
+    "torchtitan_interleaved": {"pp", "dp_shard"},
+    "torchtitan_1f1b_tp2": {"pp", "tp"},
 }
 
 
@@ -30,7 +38,7 @@ def recorded(name: str) -> Run:
 @pytest.mark.parametrize("name", STAGES_OF)
 def test_each_micro_batch_passes_each_stage_once_forward_and_once_backward(name: str) -> None:
     run = recorded(name)
-    assert set(run.table(pipeline_actions)["source"]) == {"span"}
+    assert set(run.table(pipeline_actions)["source"]) == {"inferred" if name in UNMARKED else "span"}
     actions = run.run_table(pipeline_stages.staged_actions)
     for rank, stages in STAGES_OF[name].items():
         own = actions.filter(pl.col("rank") == rank).select("stage", "micro_batch", "action")
@@ -70,8 +78,9 @@ def test_axes_are_those_of_the_layout(name: str) -> None:
 @pytest.mark.parametrize("name", STAGES_OF)
 def test_all_rules_judge_it(name: str) -> None:
     codes = {finding.code for finding in check(recorded(name)).findings}
-    assert "DATA001" in codes
-    assert not codes & {"TP001", "EP001", "PIPE004", "PIPE005"}
+    assert "DATA001" in codes or name in BUSY
+    assert not codes & {"TP001", "EP001", "PIPE004"}
+    assert "PIPE005" not in codes or name in BUSY
 
 
 @pytest.mark.parametrize("name", ["deepspeed_pipeline", "megatron_tp2_pp2"])

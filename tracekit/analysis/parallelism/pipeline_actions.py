@@ -279,19 +279,20 @@ def _without_waits(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
     """Return actions of a CPU run without the wait for a receive before their first op, and a send after their last.
 
     The runtime of torch.distributed.pipelining posts receives in spans of their own, but waits for them in the span of
-    the action.
+    the action: under FSDP2 after it has unpacked the gathered weights of the stage.
     """
     computes = pl.col("action").is_in(COMPUTE_ACTIONS)
     spans = actions.filter(computes).with_row_index("number")
     work = trace.activities.filter(pl.col("kind") == "compute").select("start_ns", "dur_ns", launched_ns="start_ns")
     calls = trace.activities.join(_sends(trace).select("op", id="activity_id"), on="id")
-    received = calls.filter(pl.col("op") == "recv").sort("start_ns")
-    received = received.select(posted_ns="start_ns", received_ns=(pl.col("start_ns") + pl.col("dur_ns")).cum_max())
+    receives = calls.filter(pl.col("op") == "recv").sort("start_ns")
+    receives = receives.select(posted_ns="start_ns", received_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    received = receives.with_columns(pl.col("received_ns").cum_max())
     sent = calls.filter(pl.col("op") != "recv").select(sent_ns="start_ns").sort("sent_ns")
     inner = _extent(spans, work).select("number", first_ns="start_ns", last_ns="end_ns")
+    inner = _after_receives(spans.join(inner, on="number", how="left"), receives["received_ns"], work["start_ns"])
     placed = (
-        spans.join(inner, on="number", how="left")
-        .with_columns(pl.col("first_ns", "last_ns").fill_null(pl.col("host_end_ns")))  # it only waits
+        inner.with_columns(pl.col("first_ns", "last_ns").fill_null(pl.col("host_end_ns")))  # it only waits
         .sort("first_ns")
         .join_asof(received, left_on="first_ns", right_on="posted_ns")
         .sort("last_ns")
@@ -303,3 +304,20 @@ def _without_waits(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
         pl.when(sends).then("last_ns").otherwise("end_ns").alias("end_ns"),
     )
     return pl.concat([tightened.select(actions.columns), actions.filter(~computes)])
+
+
+def _after_receives(spans: pl.DataFrame, received_ns: pl.Series, computed_ns: pl.Series) -> pl.DataFrame:
+    """Return spans whose first_ns is the first op after the last receive that ends within the span, if there is one."""
+    ends = pl.DataFrame({"input_ns": received_ns.sort()})
+    starts = pl.DataFrame({"needed_ns": computed_ns.sort()})
+    of = (
+        spans.sort("host_end_ns")
+        .join_asof(ends, left_on="host_end_ns", right_on="input_ns")
+        .with_columns(pl.max_horizontal("input_ns", "first_ns").alias("input_ns"))
+        .sort("input_ns")
+        .join_asof(starts, left_on="input_ns", right_on="needed_ns", strategy="forward")
+    )
+    is_inside = pl.col("needed_ns") < pl.col("last_ns")
+    return of.with_columns(pl.when(is_inside).then("needed_ns").otherwise("first_ns").alias("first_ns")).drop(
+        "input_ns", "needed_ns"
+    )
