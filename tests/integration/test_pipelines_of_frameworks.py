@@ -1,4 +1,4 @@
-"""Pipelines that DeepSpeed, Megatron-core and torchtitan ran: their actions, stages and axes (tests/recordings/README.md)."""
+"""Pipelines that DeepSpeed, Megatron-core and torchtitan ran: their actions and axes (tests/recordings/README.md)."""
 
 import polars as pl
 import pytest

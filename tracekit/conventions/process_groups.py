@@ -1,8 +1,8 @@
 """The mesh axis that a process group's description names.
 
-Sources of descriptions: init_device_mesh of PyTorch ("mesh_" and the name of the dim); torchtitan,
-distributed/parallel_dims.py (names of dims, also of earlier versions); Megatron-LM, core/parallel_state.py (group_desc).
-DeepSpeed gives its groups none.
+Sources of descriptions: init_device_mesh of PyTorch ("mesh_" and the name of the dim); torchtitan 0.3.0,
+distributed/parallel_dims.py (names of dims, also of earlier versions); Megatron-LM, core/parallel_state.py
+(group_desc). DeepSpeed gives its groups none.
 """
 
 import re

@@ -234,8 +234,8 @@ def _require_ranks(count: int, what: str) -> None:
 def _mean_action_ns(job: Job) -> int:
     """Return what one action of the schedule is of a step, without faults."""
     healthy = replace(job, impairments=Impairments(), steps=1)
-    layout = _layout(job)
-    return engine.total_ns(healthy) // len(pipeline_schedules.order(layout.schedule, layout.shape(job.micro_batches), 0))
+    actions = pipeline_schedules.order(_layout(job).schedule, _layout(job).shape(job.micro_batches), 0)
+    return engine.total_ns(healthy) // len(actions)
 
 
 def _boundary(job: Job) -> tuple[int, ...]:

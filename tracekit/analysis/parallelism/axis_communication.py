@@ -28,7 +28,7 @@ AXIS_COMMUNICATION = schema.table(
 FACTS: tuple[Fact, ...] = (*group_axes.FACTS, breakdown.spans, breakdown.by_step)
 """The facts that the run tables of this module read."""
 _BY_CALL = 0.8
-"""Confidence of an axis that a collective has by its op or its purpose, out of the axes that the run is known to have."""
+"""Confidence of an axis that a collective has by its op or purpose, out of those that the run is known to have."""
 
 
 def axis_communication(run: Run) -> pl.DataFrame:

@@ -63,7 +63,8 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
 
     Columns COLUMNS: passes (of a micro-batch through a layer: half of the all-reduces in forward, or of all if phases
     are not known, that are large or of unknown size; an all-gather and a reduce-scatter count as one), exposed_ns =
-    transfer_ns + waited_ns, per_pass_ns (exposed_ns over passes), exposed_ratio (of the step's duration). Empty without tensor parallelism.
+    transfer_ns + waited_ns, per_pass_ns (exposed_ns over passes), exposed_ratio (of the step's duration). Empty without
+    tensor parallelism.
     """
     if not axis_communication.has_calls(run, TP):
         return schema.empty(COLUMNS)
