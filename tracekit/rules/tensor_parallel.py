@@ -186,9 +186,7 @@ def _source(run: Run) -> tuple[str, float]:
 def _per_pass(row: dict[str, Any]) -> str:
     if not row["passes"]:  # messages of less than a layer's activations
         return ""
-    return (
-        f", {units.duration(row['per_pass_ns'])} for each of {row['passes']} passes of a micro-batch through a layer"
-    )
+    return f", {units.duration(row['per_pass_ns'])} for each of {row['passes']} passes of a micro-batch through a layer"
 
 
 def _step(row: dict[str, Any]) -> str:

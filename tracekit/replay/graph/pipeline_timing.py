@@ -318,9 +318,13 @@ def _mean_times(run: Run) -> pl.DataFrame:
 
     These two are medians: what a step gathers once shows at one micro-batch only.
     """
-    return _with_collectives(run).group_by("stage", "action").agg(
-        ((pl.col("end_ns") - pl.col("start_ns")).mean() - pl.col("exposed_ns").median()).alias("own_ns"),
-        pl.col("gather_ns", "exposed_ns").median(),
+    return (
+        _with_collectives(run)
+        .group_by("stage", "action")
+        .agg(
+            ((pl.col("end_ns") - pl.col("start_ns")).mean() - pl.col("exposed_ns").median()).alias("own_ns"),
+            pl.col("gather_ns", "exposed_ns").median(),
+        )
     )
 
 
