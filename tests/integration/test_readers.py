@@ -117,7 +117,9 @@ def test_each_format_is_recognized(name):
     assert reader.name == format_name
 
 
-@pytest.mark.parametrize("reader", [r for r in readers.READERS if not r.has_traces], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "reader", [r for r in readers.READERS if not r.has_traces and not r.is_companion], ids=lambda r: r.name
+)
 def test_a_file_without_a_trace_is_named_with_what_to_do(tmp_path, reader):
     path = str(tmp_path / "file")
     with pytest.raises(BadTraceError) as caught:

@@ -8,16 +8,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest import headers, run_separation
+from tracekit.ingest import companion_files, headers, run_separation
 from tracekit.ingest.files import File, natural_key
 from tracekit.ingest.headers import Header
 from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
 from tracekit.ingest.run_separation import HOUR_NS
-from tracekit.ingest.trace_files import QualityIssue, TraceFile
-from tracekit.model.manifest import MAX_RANKS
+from tracekit.ingest.trace_files import QualityIssue, TraceFile, word_rank
 
-_RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)(?=[._-]|$)")
 _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
 _WINDOW_FOLDER = re.compile(r"/window(\d+)/")
@@ -39,6 +37,7 @@ def identify(
     """
     issues = _archive_issues(files)
     traces: list[TraceFile] = []
+    companions: list[TraceFile] = []
     for done, (file, header) in enumerate(_headers(files, cache=cache), 1):
         if isinstance(header, BadTraceError):
             if len(files) == 1:
@@ -46,9 +45,12 @@ def identify(
             issues.append(_left_out(file, header, len(files)))
         else:
             reader, infos = header
-            traces += [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
+            named = [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
+            (companions if reader.is_companion else traces).extend(named)
         if on_progress:
             on_progress(done, len(files))
+    if not traces and companions:
+        raise companion_files.without_traces(companions[0])
     if not traces:
         raise BadTraceError(issues[0].message if issues else "no trace")
     ranked = _with_ranks(traces, issues)
@@ -57,7 +59,8 @@ def identify(
         issues[:] = [issue for issue in issues if issue.kind != "rank_guessed"]
         run = _with_ranks(run, issues)
     numbered = _windows(_without_copies(run, issues), issues)
-    return sorted(numbered, key=lambda t: (t.window, t.rank)), issues
+    joined = companion_files.attach(numbered, companions, issues)
+    return sorted(joined, key=lambda t: (t.window, t.rank)), issues
 
 
 def missing_ranks(
@@ -103,7 +106,7 @@ def partial_traces(files: Iterable[File]) -> list[QualityIssue]:
             rank,
         )
         for file in files
-        for rank in (_word_rank(file),)
+        for rank in (word_rank(file),)
     ]
 
 
@@ -136,7 +139,7 @@ def _headers(files: Sequence[File], *, cache: bool) -> Iterator[tuple[File, Head
 
 def _left_out(file: File, error: BadTraceError, file_count: int) -> QualityIssue:
     """Return the issue of a file without a trace: a warning only if its name says that it should have one."""
-    rank = _word_rank(file)
+    rank = word_rank(file)
     if rank is None and file.size_bytes and not file.name.endswith(_TRACE_NAME):
         reason = str(error).removeprefix(f"{file.path}: ").partition(";")[0]
         return QualityIssue("not_a_trace", f"{file.path}: not a trace, left out ({reason})", file.path)
@@ -171,7 +174,7 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
             how = f"neither trace nor name state a rank; rank {rank} is assumed from the order of files"
         if how and len(traces) > 1:
             issues.append(QualityIssue("rank_guessed", f"{t.file.path}: {how}", t.file.path, rank))
-        is_stated = id(t) in stated or _word_rank(t.file) is not None
+        is_stated = id(t) in stated or word_rank(t.file) is not None
         ranked.append(replace(t, rank=rank, is_rank_assumed=not is_stated))
     return ranked
 
@@ -184,7 +187,7 @@ def _process(t: TraceFile) -> tuple[object, ...]:
 
 def _named_ranks(files: Sequence[File]) -> dict[str, int]:
     """Return ranks by file name: the number after rank or worker, else the one number that differs between names."""
-    by_word = {f.path: rank for f in files if (rank := _word_rank(f)) is not None}
+    by_word = {f.path: rank for f in files if (rank := word_rank(f)) is not None}
     rest = [f for f in files if f.path not in by_word]
     numbers = {f.path: [int(n) for n in _NUMBER.findall(f.name)] for f in rest}
     most = max(1024, 2 * len(files))  # a larger number is a process id, a port or a date
@@ -193,11 +196,6 @@ def _named_ranks(files: Sequence[File]) -> dict[str, int]:
         if len(set(column)) == len(column) and max(column) < most:
             return by_word | dict(zip(numbers, column, strict=True))
     return by_word
-
-
-def _word_rank(file: File) -> int | None:
-    found = _RANK_WORD.search(file.name) or _RANK_WORD.search(file.folder.rpartition("/")[2])
-    return int(found[1]) if found and len(found[1]) < 8 and int(found[1]) < MAX_RANKS else None
 
 
 # Copies and windows --------------------------------------------------------------------------------------------------

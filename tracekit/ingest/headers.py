@@ -112,7 +112,7 @@ def _as_json(known: Header | str) -> Any:
     if isinstance(known, str):
         return known
     reader, infos = known
-    names = [f.name for f in dataclasses.fields(TraceInfo) if f.name != "trace"]
+    names = [f.name for f in dataclasses.fields(TraceInfo) if f.name not in ("trace", "companions")]
     return [reader.name, [{name: _plain(getattr(info, name)) for name in names} for info in infos]]
 
 

@@ -15,11 +15,11 @@ from tracekit.ingest import discovery, files, readers, trace_cache
 from tracekit.ingest.archived_trace import ArchivedTrace
 from tracekit.ingest.files import File, RunFiles, RunLocation
 from tracekit.ingest.readers import manifest
-from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
 from tracekit.ingest.remote_trace import RemoteTrace
 from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
-from tracekit.model import environment
+from tracekit.model import environment, schema
 from tracekit.model.executor import Executor
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import RUN_DATA_QUALITY, Run
@@ -72,19 +72,29 @@ def load(
     return run
 
 
-def with_companions(trace: Trace, path: str) -> Trace:
-    """Return a trace with the tables of its companion files, such as logs, in the folder of `path` or the one above."""
+def with_companions(trace: Trace, path: str, others: Sequence[Companion] = ()) -> Trace:
+    """Return a trace with the tables of its companion files: logs next to `path` or one folder above, and `others`."""
+    folder = Path(path).parent
+    logs = [
+        Companion(reader, str(log), TraceInfo())
+        for name, reader in readers.companions(trace.rank).items()
+        if (log := next((p for p in (folder / name, folder.parent / name) if p.is_file()), None)) is not None
+    ]
     tables: dict[str, list[pl.DataFrame]] = {}
-    for name, reader in readers.companions(trace.rank).items():
-        folder = Path(path).parent
-        companion = next((p for p in (folder / name, folder.parent / name) if p.is_file()), None)
-        if companion is None:
-            continue
-        part = reader.read(str(companion), TraceInfo(), rank=trace.rank, window=trace.window)
+    for companion in (*logs, *others):
+        part = _read_companion(companion, trace)
         for table_name, table in part.tables.items():
             if not table.is_empty():
                 tables.setdefault(table_name, [getattr(trace, table_name)]).append(table)
     return trace.replaced(**{name: pl.concat(parts) for name, parts in tables.items()})
+
+
+def _read_companion(companion: Companion, trace: Trace) -> Trace:
+    try:
+        return companion.reader.read(companion.path, companion.info, rank=trace.rank, window=trace.window)
+    except BadTraceError as error:
+        issue = pl.DataFrame([("bad_companion", f"{error}.", 0.0)], schema.DATA_QUALITY.schema, orient="row")
+        return Trace(trace.rank, trace.window, companion.path, data_quality=issue)
 
 
 def _with_devices(source: Source, devices: tuple[DeviceOverride, ...]) -> Source:
@@ -101,18 +111,20 @@ def _stating(trace: Trace, devices: tuple[DeviceOverride, ...]) -> Trace:
 
 
 def _source(t: TraceFile, found: RunFiles, *, cache: bool) -> Source:
-    info = replace(t.info, trace=None)
+    paths = tuple(c.file.path for c in t.companions if c.file.remote is None and c.file.archived is None)
+    info = replace(t.info, trace=None, companions=_local_companions(t))
     if t.file.archived is not None:
         read = partial(_read_archived, t.reader, t.file.archived, info, t.rank, t.window)
-        source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, t.file.archived)
+        source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, t.file.archived, paths)
     elif t.file.remote is None:
         read = partial(_read, t.reader, t.file.path, info, t.rank, t.window)
-        source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read)
+        source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, companions=paths)
     else:
-        companions = found.folders.companions(t.file.remote, readers.companions(t.rank))
+        logs = found.folders.companions(t.file.remote, readers.companions(t.rank))
+        others = [c.file.remote for c in t.companions if c.file.remote is not None]
         snapshot = conventions.rank_file(t.rank, conventions.MEMORY_SNAPSHOT_SUFFIX)
-        origin = RemoteTrace(t.file.remote, companions, cache, found.folders.file(t.file.folder, snapshot))
-        read = partial(_read_remote, t.reader, origin, info, t.rank, t.window)
+        origin = RemoteTrace(t.file.remote, (*logs, *others), cache, found.folders.file(t.file.folder, snapshot))
+        read = partial(_read_remote, replace(t, info=info), origin)
         source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, origin)
     return cached_source(source) if cache else source
 
@@ -123,18 +135,19 @@ def _read_already(t: TraceFile, source: Source, *, cache: bool) -> Trace | None:
         return None
     trace = t.info.trace.replaced(window=t.window)
     if isinstance(source.origin, ArchivedTrace):
-        return source.origin.placed(with_companions(trace, t.file.local))
+        return source.origin.placed(with_companions(trace, t.file.local, _local_companions(t)))
     if not isinstance(source.origin, RemoteTrace):
-        return with_companions(trace, t.file.path)
+        return with_companions(trace, t.file.path, _local_companions(t))
     with source.origin.folder() as local:
-        trace = source.origin.placed(with_companions(trace, str(local)), local)
+        others = _remote_companions(t, source.origin, local)
+        trace = source.origin.placed(with_companions(trace, str(local), others), local)
     if cache:
         trace_cache.store(source, trace)
     return trace
 
 
 def _read(reader: Reader, path: str, info: TraceInfo, rank: int, window: int) -> Trace:
-    return with_companions(reader.read(path, info, rank=rank, window=window), path)
+    return with_companions(reader.read(path, info, rank=rank, window=window), path, info.companions)
 
 
 def _read_archived(reader: Reader, origin: ArchivedTrace, info: TraceInfo, rank: int, window: int) -> Trace:
@@ -144,9 +157,24 @@ def _read_archived(reader: Reader, origin: ArchivedTrace, info: TraceInfo, rank:
         raise BadTraceError(origin.archive.shown(str(error))) from error
 
 
-def _read_remote(reader: Reader, origin: RemoteTrace, info: TraceInfo, rank: int, window: int) -> Trace:
+def _read_remote(t: TraceFile, origin: RemoteTrace) -> Trace:
     with origin.downloaded() as path:
-        return origin.placed(_read(reader, str(path), info, rank, window), path)
+        info = replace(t.info, companions=_remote_companions(t, origin, path))
+        return origin.placed(_read(t.reader, str(path), info, t.rank, t.window), path)
+
+
+def _local_companions(t: TraceFile) -> tuple[Companion, ...]:
+    """Return the files of other tools that belong to a trace and are on this machine."""
+    return tuple(Companion(c.reader, c.file.local, c.info) for c in t.companions if c.file.remote is None)
+
+
+def _remote_companions(t: TraceFile, origin: RemoteTrace, path: Path) -> tuple[Companion, ...]:
+    """Return the files of other tools that belong to a remote trace, by their copies around that of the trace."""
+    return tuple(
+        Companion(c.reader, str(origin.copy_of(c.file.remote, path)), c.info)
+        for c in t.companions
+        if c.file.remote is not None
+    )
 
 
 def _manifest(

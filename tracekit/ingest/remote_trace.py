@@ -57,9 +57,13 @@ class RemoteTrace:
             path = Path(above, "run", self.file.name)
             path.parent.mkdir()
             for companion in self.companions:
-                place = path.parent if companion.folder == self.file.folder else path.parent.parent
-                remote.fetch_current(companion, place / companion.name, cache=self.use_cache)
+                remote.fetch_current(companion, self.copy_of(companion, path), cache=self.use_cache)
             yield path
+
+    def copy_of(self, companion: RemoteFile, path: Path) -> Path:
+        """Return the path of a companion's copy, if the trace file's copy is at `path`."""
+        place = path.parent if companion.folder == self.file.folder else path.parent.parent
+        return place / companion.name
 
     def placed(self, trace: Trace, path: Path) -> Trace:
         """Return a trace that was read from the copy at `path` with URLs in place of local paths."""

@@ -147,7 +147,8 @@ def key_of(source: Source) -> str | None:
     state = _local_state(source) if source.origin is None else source.origin.state
     if state is None:
         return None
-    parts = json.dumps([_code(), source.path, source.rank, source.window, state])
+    companions = [[path, _state(Path(path))] for path in source.companions]
+    parts = json.dumps([_code(), source.path, source.rank, source.window, state, companions])
     return hashlib.sha256(parts.encode("utf-8", "surrogateescape")).hexdigest()
 
 

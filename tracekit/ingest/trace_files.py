@@ -1,10 +1,14 @@
 """Traces known from file headers, before they are read, and what is wrong with the files of a run."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tracekit.ingest.files import File
 from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.model.manifest import MAX_RANKS
+
+_RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,14 @@ class TraceFile:
     is_rank_assumed: bool = False
     """Whether neither the header nor a name such as rank3 states the rank."""
     window: int = 0
+    companions: tuple["TraceFile", ...] = ()
+    """Files that other tools recorded of the same process."""
+
+
+def word_rank(file: File) -> int | None:
+    """Return the number after rank or worker in the name of a file, or else of its folder."""
+    found = _RANK_WORD.search(file.name) or _RANK_WORD.search(file.folder.rpartition("/")[2])
+    return int(found[1]) if found and len(found[1]) < 8 and int(found[1]) < MAX_RANKS else None
 
 
 def first_paths(paths: Sequence[str]) -> str:

@@ -30,6 +30,8 @@ class Source:
     size_bytes: int
     read: Callable[[], Trace] = field(repr=False)
     origin: Origin | None = field(default=None, repr=False, compare=False)
+    companions: tuple[str, ...] = ()
+    """Paths of local files of other tools that `read` adds to the trace."""
 
 
 class LoadedTraces:

@@ -60,6 +60,12 @@ _KINDS = {
     "stray_bytes": _Kind(_INFO, "No action needed: only the marked characters of names are lost."),
     "bad_manifest": _Kind(_WARNING, "Write run.json again, or remove it: the traces alone are enough."),
     "bad_log": _Kind(_WARNING, "Check the lines in the evidence: their metrics or checkpoint stages are missing."),
+    "bad_companion": _Kind(
+        _WARNING, "Record the named file again, or remove it: the profiler's trace was judged without the rest of it."
+    ),
+    "unmatched_companion": _Kind(
+        _INFO, "Record both files in one process and window; put rank and number into the names, such as rank3."
+    ),
     "not_a_trace": _Kind(_INFO, "No action needed: other JSON files in the folder were not read."),
     # Which ranks there are.
     "missing_ranks": _Kind(

@@ -7,6 +7,7 @@ import functools
 from importlib.metadata import entry_points
 
 from tracekit.ingest.readers import foreign_formats
+from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.reader import KinetoTraces
 from tracekit.ingest.readers.logs import CheckpointLogs, MetricsLogs
 from tracekit.ingest.readers.manifest import Manifests
@@ -14,7 +15,14 @@ from tracekit.ingest.readers.memory_snapshot.reader import MemorySnapshots
 from tracekit.ingest.readers.reader import Reader
 
 # Kineto is last: it takes every JSON file that no other reader recognizes, to say what is wrong with it.
-READERS: tuple[Reader, ...] = (Manifests(), CheckpointLogs(), MetricsLogs(), MemorySnapshots(), KinetoTraces())
+READERS: tuple[Reader, ...] = (
+    Manifests(),
+    CheckpointLogs(),
+    MetricsLogs(),
+    MemorySnapshots(),
+    ExecutionTraces(),
+    KinetoTraces(),
+)
 
 
 @functools.cache
@@ -31,6 +39,11 @@ def find(head: bytes, name: str) -> Reader | None:
 def trace_suffixes() -> tuple[str, ...]:
     """Return the endings of the names of files that may have traces."""
     return tuple(dict.fromkeys(s for reader in available() if reader.has_traces for s in reader.suffixes))
+
+
+def searched_suffixes() -> tuple[str, ...]:
+    """Return the endings of the names of files that are searched for in a folder: of traces and their companions."""
+    return trace_suffixes() + tuple(s for reader in available() if reader.is_companion for s in reader.suffixes)
 
 
 def companions(rank: int) -> dict[str, Reader]:

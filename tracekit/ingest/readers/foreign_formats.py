@@ -130,11 +130,9 @@ FORMATS = (
     ),
     # Other traces.
     ForeignFormat(
-        "an execution trace of PyTorch (Chakra)",
-        "it has operators and their dependencies, no times of kernels; name the Kineto trace of the same run",
-        lambda head: (
-            head.lstrip()[:1] == b"{" and (b"chakra" in head[:512] or (b'"nodes"' in head and b'"ctrl_deps"' in head))
-        ),
+        "a Chakra execution trace (protobuf)",
+        "tracekit reads the JSON files of ExecutionTraceObserver, together with the profiler's trace of the process",
+        _never,
         (".et",),
     ),
     ForeignFormat(

@@ -10,6 +10,15 @@ from tracekit.model.trace import Trace
 
 
 @dataclass(frozen=True)
+class Companion:
+    """A file that another tool recorded of a trace's process; `path` is that of its content on this machine."""
+
+    reader: "Reader"
+    path: str
+    info: "TraceInfo"
+
+
+@dataclass(frozen=True)
 class TraceInfo:
     """One trace in a file, as far as it is known before the trace is read; None where the file does not state it."""
 
@@ -23,12 +32,16 @@ class TraceInfo:
     """The same for copies of one recording."""
     process_id: int | None = None
     """Of the process that was recorded."""
+    parent_process_id: int | None = None
+    """Of the process that started it; only for companions, which may be of a rank's workers."""
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Versions of software and names of devices, by name."""
     shares_file: bool = False
     """Whether the file may hold traces of other ranks too."""
     trace: Trace | None = field(default=None, repr=False, compare=False)
     """The trace itself, if the reader had to read it to know the above."""
+    companions: tuple[Companion, ...] = ()
+    """The files of other tools that belong to the trace; the loader sets them for `read`."""
 
 
 class Reader(Protocol):
@@ -41,6 +54,8 @@ class Reader(Protocol):
     contents: str
     """What tracekit reads from such a file, for the documentation."""
     has_traces: bool = True
+    is_companion: bool = False
+    """Whether such a file adds to the trace of the process that `traces` states, whatever its name."""
     usage: str = ""
     """What to do with such a file where a trace is expected; only for formats without traces."""
 
@@ -55,7 +70,10 @@ class Reader(Protocol):
         raise BadTraceError(f"{path}: this is a {self.name}, not a trace; {self.usage}")
 
     def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
-        """Return the trace `info` of a file, as this rank and window. Raises BadTraceError if it cannot be read."""
+        """Return the trace `info` of a file, as this rank and window. Raises BadTraceError if it cannot be read.
+
+        Of a companion, that is what is added to the tables of the trace.
+        """
         raise BadTraceError(f"{path}: this is a {self.name}, not a trace; {self.usage}")
 
     def companions(self, rank: int) -> Sequence[str]:

@@ -1,6 +1,6 @@
 """Collectives by the field's names, with their sizes, and the process groups they run in."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -35,16 +35,18 @@ def table(
     return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
 
 
-def groups(header: Mapping[str, Any], collective_args: Iterable[Args]) -> pl.DataFrame:
-    """Return the groups table from a header's distributedInfo, and from what collectives say of other groups."""
+def groups(
+    header: Mapping[str, Any], collective_args: Iterable[Args], listed_groups: Sequence[Any] = ()
+) -> pl.DataFrame:
+    """Return the groups table from a header's distributedInfo, else from `listed_groups`, else from collectives."""
     info = header.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     listed = info.get("pg_config")
     listed = list(listed.values()) if isinstance(listed, dict) else listed
     rows: dict[str, tuple[Any, ...]] = {}
-    for group in listed if isinstance(listed, list) else ():
-        if isinstance(group, dict):
-            name = _whole_text(str(group.get("pg_name")))
+    for group in (*(listed if isinstance(listed, list) else ()), *listed_groups):
+        name = _whole_text(str(group.get("pg_name"))) if isinstance(group, dict) else None
+        if name is not None and name not in rows:
             backend = _text(group.get("backend_config"))
             rows[name] = (name, _text(group.get("pg_desc")), backend, _ranks(group, info.get("world_size")))
     for args in collective_args:
@@ -56,8 +58,9 @@ def groups(header: Mapping[str, Any], collective_args: Iterable[Args]) -> pl.Dat
 
 def _ranks(group: Mapping[str, Any], world_size: object) -> list[int] | None:
     known = _believable(group.get("ranks"))
-    # PyTorch lists no ranks for the group of all.
-    if not known and type(world_size) is int and 0 < world_size <= MAX_RANKS and group.get("pg_size") == world_size:
+    # PyTorch lists no ranks for a group of all; its name for the size is another in execution traces.
+    size = group.get("pg_size", group.get("group_size"))
+    if not known and type(world_size) is int and 0 < world_size <= MAX_RANKS and size == world_size:
         return list(range(world_size))
     return known or None
 

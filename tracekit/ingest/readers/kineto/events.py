@@ -26,6 +26,7 @@ class Args(msgspec.Struct, gc=False):
     old_external_id: Any = field(default=None, name="external id")
     sequence: Any = field(default=None, name="Sequence number")
     forward_thread: Any = field(default=None, name="Fwd thread id")
+    record_id: Any = field(default=None, name="Record function id")
     name: Any = None
     rank: Any = None
     bytes: Any = None

@@ -27,9 +27,10 @@ from tracekit.ingest.readers.kineto import (
 from tracekit.ingest.readers.kineto.columns import CollectiveArgs
 from tracekit.ingest.readers.kineto.events import Args
 from tracekit.ingest.readers.kineto.header import read_header
+from tracekit.ingest.readers.kineto.joined_inputs import JoinedInputs
 from tracekit.ingest.readers.kineto.scan import Scan
 from tracekit.ingest.readers.kineto.stream import Events
-from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
 from tracekit.model import environment, schema
 from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.nesting import Ints
@@ -83,22 +84,29 @@ class KinetoTraces(Reader):
 
     def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
         """Return the trace of a file, or of one rank of a merged file."""
-        return read_merged(path, window=window)[rank] if info.shares_file else read(path, rank=rank, window=window)
+        if info.shares_file:
+            return read_merged(path, window=window)[rank]
+        return read(path, rank=rank, window=window, companions=info.companions)
 
 
-def read(path: str, *, rank: int, window: int = 0) -> Trace:
-    """Read one trace file.
+def read(path: str, *, rank: int, window: int = 0, companions: Sequence[Companion] = ()) -> Trace:
+    """Read one trace file; operators without shapes get those of the execution traces among the companions.
 
     A truncated or damaged file is read as far as possible; `data_quality` states what is missing. Raises BadTraceError
     if the file is missing, empty, not a trace, or has no complete event.
     """
-    return read_counted(path, rank=rank, window=window)[0]
+    return read_counted(path, rank=rank, window=window, companions=companions)[0]
 
 
-def read_counted(path: str, *, rank: int, window: int = 0) -> tuple[Trace, Counter[tuple[str | None, str | None]]]:
+def read_counted(
+    path: str, *, rank: int, window: int = 0, companions: Sequence[Companion] = ()
+) -> tuple[Trace, Counter[tuple[str | None, str | None]]]:
     """Read one trace file as `read` does, and say how many events of each (ph, cat) were read."""
-    events = stream.read_events(path)
-    return _trace(events, path, rank=rank, window=window, further=_several_ranks(events)), events.counts
+    joined = JoinedInputs(companions)
+    events = stream.read_events(path, joined)
+    issues = pl.DataFrame(list(joined.issues()), schema.DATA_QUALITY.schema, orient="row")
+    further = pl.concat([_several_ranks(events), issues])
+    return _trace(events, path, rank=rank, window=window, further=further, listed_groups=joined.groups), events.counts
 
 
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
@@ -157,8 +165,13 @@ def _process_id(head: bytes) -> int | None:
     return None if first is None else int(first[1])
 
 
-def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame) -> Trace:
-    """Return the trace of `events`, with `further` data-quality issues; rarely used tables are built on access."""
+def _trace(
+    events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame, listed_groups: Sequence[Any] = ()
+) -> Trace:
+    """Return the trace of `events`, with `further` data-quality issues; rarely used tables are built on access.
+
+    `listed_groups` are process groups that the header may lack.
+    """
     base_ns = _base_ns(events.header)
     slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
     threads, lanes = _lanes(events, slices)
@@ -184,7 +197,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         events, built.steps, bad_times=bad_times, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
     )
     collective_args: list[Args] = [s.args for s in (*events.device_collectives, *events.host_collectives)]
-    groups = collectives.groups(events.header, collective_args)
+    groups = collectives.groups(events.header, collective_args, listed_groups)
     trace = Trace(
         rank=rank,
         window=window,

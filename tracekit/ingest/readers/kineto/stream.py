@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit.ingest.readers.kineto import numbers
 from tracekit.ingest.readers.kineto.columns import CollectiveArgs, ColumnBuilder, OpInputs
+from tracekit.ingest.readers.kineto.joined_inputs import JoinedInputs
 from tracekit.ingest.readers.kineto.scan import Damage, Scan
 
 
@@ -45,16 +46,21 @@ class Events:
     read_bytes: int
 
 
-def read_events(path: str) -> Events:
+def read_events(path: str, joined: JoinedInputs | None = None) -> Events:
     """Read one Kineto JSON file: plain, gzip or zstd, of any layout, complete or not.
 
-    Raises BadTraceError if the file is missing, empty, not a trace, or has no complete event.
+    Operators without inputs get those of `joined`. Raises BadTraceError if the file is missing, empty, not a trace, or
+    has no complete event.
     """
     source = Scan(path)
     builder = ColumnBuilder()
     for batch in source:
+        if joined:
+            joined.complete(batch)
         if not builder.add(batch):
             exactly = source.redecode_exactly()
+            if joined and exactly is not None:
+                joined.complete(exactly)
             builder.add(batch if exactly is None else exactly)
     builder.finish()
     host, device, memory, syncs = builder.frames()

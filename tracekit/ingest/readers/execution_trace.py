@@ -1,0 +1,230 @@
+"""Execution traces of PyTorch's ExecutionTraceObserver (Chakra host traces): inputs of operators, process groups.
+
+Schemas 1.0.1 to 1.1.1 of torch/csrc/profiler/standalone/execution_trace_observer.cpp. The profiler's trace of the same
+process states for each operator the id of its record function, which is the `rf_id` of a node here.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from tracekit.errors import BadTraceError
+from tracekit.ingest import untrusted_json
+from tracekit.ingest.decompression import Blocks
+from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.model.trace import Trace
+
+MAX_BYTES = 1 << 30
+_START = re.compile(rb'\s*\{\s*"schema"\s*:\s*"[^"]{1,64}"\s*,[^\[\]{}]{0,500}"nodes"\s*:\s*\[')
+_PROCESS_ID = re.compile(rb'"pid"\s*:\s*(\d{1,9})\s*[,}]')
+_NODE_END = re.compile(rb"\}\s*,\s*\{\s*\"(?:id|name)\"")
+_GROUPS_NODE = "## process_group:init ##"
+_NO_RAW = Raw(b"null")
+
+OpInputs = tuple[bytes, bytes, bytes, bytes]
+"""Shapes, element types, values and strides of an operator's inputs, as JSON arrays in the profiler's spelling."""
+
+
+class ExecutionTraces(Reader):
+    """Reads the JSON files of torch.profiler.ExecutionTraceObserver, with the profiler's trace of the same process."""
+
+    name = "execution trace of PyTorch (ExecutionTraceObserver, Chakra)"
+    suffixes = (".et.json", ".et.json.gz")
+    contents = "shapes, types and values of operators' inputs where the profiler's trace has none; process groups"
+    has_traces = False
+    is_companion = True
+    usage = (
+        "it has operators and their inputs, no times; put the profiler's trace of the same process into the folder and "
+        "name the folder, or name both files"
+    )
+
+    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
+        """Return whether a file begins like those of the observer."""
+        return _START.match(head) is not None
+
+    def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:  # noqa: ARG002
+        """Return the process that was recorded."""
+        found = _PROCESS_ID.search(head)
+        return [TraceInfo(process_id=None if found is None else int(found[1]))]
+
+    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG002
+        """Return an empty trace: the reader of the profiler's trace takes what it needs by `load`."""
+        return Trace(rank, window, path)
+
+
+class _Attribute(msgspec.Struct, gc=False):
+    name: Any = None
+    value: Raw = _NO_RAW
+
+
+class _Node(msgspec.Struct, gc=False):
+    name: Any = None
+    inputs: Raw = _NO_RAW
+    attrs: list[_Attribute] = []
+    rf_id: Any = None  # here and the next two: schema 1.0.1
+    input_shapes: Raw = _NO_RAW
+    input_types: Raw = _NO_RAW
+
+
+class _File(msgspec.Struct):
+    nodes: list[_Node]
+
+
+class _Inputs(msgspec.Struct):
+    values: list[Any] = []
+    shapes: list[Any] = []
+    types: list[Any] = []
+    strides: list[Any] = []
+
+
+@dataclass(frozen=True)
+class ExecutionTrace:
+    """The nodes of an execution trace by the id of their record function, and its process groups."""
+
+    nodes: Mapping[int, _Node]
+    node_count: int
+    groups: Sequence[Any]
+    """What torch.distributed states of each group: pg_name, pg_desc, backend_config, ranks, group_size."""
+    is_truncated: bool
+
+    def inputs_of(self, record_id: object, name: object) -> OpInputs | None:
+        """Return the inputs of an operator; None without a node of this record id and name, or without inputs."""
+        node = self.nodes.get(record_id) if isinstance(record_id, int) else None
+        return None if node is None or node.name != name else _op_inputs(node)
+
+    def has(self, record_id: object, name: object) -> bool:
+        """Return whether there is a node of this record id and name."""
+        node = self.nodes.get(record_id) if isinstance(record_id, int) else None
+        return node is not None and node.name == name
+
+
+def load(path: str) -> ExecutionTrace:
+    """Read an execution trace. Raises BadTraceError if it is damaged or larger than 1 GiB decompressed."""
+    content = _content(path)
+    try:
+        nodes, is_truncated = msgspec.json.decode(content, type=_File).nodes, False
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        nodes, is_truncated = _nodes_before_cut(path, content, error), True
+    by_record = {record: node for node in nodes if (record := _record_id(node))}
+    groups = next((_listed_groups(node) for node in nodes if node.name == _GROUPS_NODE), [])
+    return ExecutionTrace(by_record, len(nodes), groups, is_truncated)
+
+
+def _content(path: str) -> bytes:
+    blocks, size_bytes = [], 0
+    for block in Blocks(path):
+        blocks.append(block)
+        size_bytes += len(block)
+        if size_bytes > MAX_BYTES:
+            raise BadTraceError(f"{path}: more than {MAX_BYTES >> 30} GiB, too large to read; record fewer steps")
+    return b"".join(blocks)
+
+
+def _nodes_before_cut(path: str, content: bytes, error: Exception) -> list[_Node]:
+    """Return the complete nodes of a file that ends early. Raises BadTraceError if it is damaged otherwise."""
+    ends = [found.start() for found in _NODE_END.finditer(content, max(len(content) - (1 << 20), 0))]
+    try:
+        return msgspec.json.decode(content[: ends[-1] + 1] + b"]}", type=_File).nodes
+    except (IndexError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise BadTraceError(f"{path}: cannot be read as an execution trace ({error}); record it again") from None
+
+
+def _record_id(node: _Node) -> int:
+    """Return the id of a node's record function; 0 if it has none."""
+    stated = next((a.value for a in node.attrs if a.name == "rf_id"), None)
+    if stated is not None:
+        text = bytes(stated)
+        return int(text) if text.isdigit() and len(text) < 20 else 0
+    return node.rf_id if type(node.rf_id) is int else 0
+
+
+def _inputs(node: _Node) -> _Inputs | None:
+    """Return a node's inputs as lists of one length; None if they are malformed, or there are none."""
+    try:
+        if bytes(node.inputs).lstrip()[:1] == b"{":
+            found = msgspec.convert(untrusted_json.parse(bytes(node.inputs)), _Inputs)
+        else:
+            parts = [untrusted_json.parse(bytes(raw)) for raw in (node.inputs, node.input_shapes, node.input_types)]
+            found = msgspec.convert(dict(zip(("values", "shapes", "types"), parts, strict=True)), _Inputs)
+    except (ValueError, msgspec.ValidationError):
+        return None
+    counts = {len(found.values), len(found.shapes), len(found.types)}
+    return found if found.types and len(counts) == 1 else None
+
+
+def _listed_groups(node: _Node) -> list[Any]:
+    found = _inputs(node)
+    try:
+        groups = untrusted_json.parse(found.values[0]) if found and isinstance(found.values[0], str) else []
+    except ValueError:
+        return []
+    return groups if isinstance(groups, list) else []
+
+
+# In the profiler's spelling ------------------------------------------------------------------------------------------
+
+_SCALARS = frozenset({"Int", "Double", "Bool", "ComplexDouble", "SymInt", "SymFloat", "SymBool"})
+_LIST = "GenericList["
+_UNDEFINED = "nullptr"
+_TENSOR = re.compile(r"Tensor\((.*)\)")
+
+
+def _op_inputs(node: _Node) -> OpInputs | None:
+    """Return a node's inputs as the profiler writes them with record_shapes.
+
+    See InputOutputEncoder and shapesToStr of torch/csrc/profiler.
+    """
+    found = _inputs(node)
+    if found is None:
+        return None
+    kinds = [_kind(stated) for stated in found.types]
+    shaped = [kind not in ("", "Scalar", "ScalarList") for kind in kinds]
+    dims = [shape if keep else [] for shape, keep in zip(found.shapes, shaped, strict=True)]
+    values = [
+        _text(value) if kind.startswith("Scalar") else "" for value, kind in zip(found.values, kinds, strict=True)
+    ]
+    strides: list[Any] = []
+    if len(found.strides) == len(kinds):
+        strides = [stride if keep else [] for stride, keep in zip(found.strides, shaped, strict=True)]
+    dims_text, kinds_text, values_text = (json.dumps(part).encode() for part in (dims, kinds, values))
+    return dims_text, kinds_text, values_text, json.dumps(strides).encode() if strides else b""
+
+
+def _kind(stated: object) -> str:
+    """Return the profiler's type of an input.
+
+    >>> [_kind(t) for t in ("Tensor(float)", "GenericList[Tensor(float),Tensor(float)]", "GenericList[Int]", "Device")]
+    ['float', 'TensorList', 'ScalarList', '']
+    >>> _kind("Tensor(nullptr (uninitialized))")
+    ''
+    """
+    text = str(stated)
+    if (tensor := _TENSOR.fullmatch(text)) is not None and not text.startswith(_LIST):
+        return "" if tensor[1].startswith(_UNDEFINED) else tensor[1]
+    if text in _SCALARS:
+        return "Scalar"
+    if not text.startswith(_LIST) or not text.endswith("]"):
+        return ""
+    elements = text[len(_LIST) : -1].split(",") if text != f"{_LIST}]" else []
+    if all(element in _SCALARS for element in elements):
+        return "ScalarList"
+    return "TensorList" if all(_TENSOR.fullmatch(element) for element in elements) else ""
+
+
+def _text(value: Any) -> str:
+    """Return a value as PyTorch prints it.
+
+    >>> [_text(value) for value in (True, 3, 2.0, [8, 32])]
+    ['True', '3', '2.', '[8, 32]']
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, float):
+        text = f"{value:.17g}"
+        return text if any(c in text for c in ".en") else f"{text}."
+    return str(value)
