@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest import companion_files, headers, run_separation
+from tracekit.ingest import companion_files, headers, readers, run_separation
 from tracekit.ingest.files import File, natural_key
 from tracekit.ingest.headers import Header
 from tracekit.ingest.readers.reader import TraceInfo
@@ -140,7 +140,8 @@ def _headers(files: Sequence[File], *, cache: bool) -> Iterator[tuple[File, Head
 def _left_out(file: File, error: BadTraceError, file_count: int) -> QualityIssue:
     """Return the issue of a file without a trace: a warning only if its name says that it should have one."""
     rank = word_rank(file)
-    if rank is None and file.size_bytes and not file.name.endswith(_TRACE_NAME):
+    is_companion = file.name.lower().endswith(readers.companion_suffixes())
+    if is_companion or (rank is None and file.size_bytes and not file.name.endswith(_TRACE_NAME)):
         reason = str(error).removeprefix(f"{file.path}: ").partition(";")[0]
         return QualityIssue("not_a_trace", f"{file.path}: not a trace, left out ({reason})", file.path)
     return QualityIssue("unreadable", str(error), file.path, rank, 1 / file_count)

@@ -238,7 +238,8 @@ def is_read_by_tracekit(name: str) -> bool:
 
 def _may_be_trace(name: str) -> bool:
     is_other = name.startswith(".") or name == conventions.TRUTH_FILE or name.endswith(conventions.HANG_SUFFIX)
-    return name.lower().endswith(readers.searched_suffixes()) and not is_other
+    searched = readers.trace_suffixes() + readers.companion_suffixes()
+    return name.lower().endswith(searched) and not is_other
 
 
 def _patterns() -> str:

@@ -291,6 +291,19 @@ CHECKPOINTS = table(
     column("whole_bytes", "Bytes of all shards of the loaded checkpoint; total of a load only."),
 )
 
+IO_CALLS = table(
+    "io_calls",
+    "file system call of the rank's process or its workers, from an I/O log (DFTracer), on the clock of the trace",
+    column("name", "Function that was called, such as pread64 or fsync.", _TEXT),
+    column("kind", "read, write, sync or metadata (open, close, stat, seek, …).", _TEXT),
+    column("file", "Path of the file; null where the log has none.", _TEXT),
+    column("start_ns", "Start."),
+    column("dur_ns", "Duration."),
+    column("bytes", "Bytes that were read or written, as returned; null for other calls, and where it failed."),
+    column("process", "Process id."),
+    column("thread", "Native thread id."),
+)
+
 METRICS = table(
     "metrics",
     "training step and metric",
@@ -308,7 +321,18 @@ DATA_QUALITY = table(
 )
 
 TABLES: Mapping[str, Table] = _by_name(
-    LANES, STEPS, OPS, ACTIVITIES, COLLECTIVES, GROUPS, ALLOCATIONS, SYNCS, CHECKPOINTS, METRICS, DATA_QUALITY
+    LANES,
+    STEPS,
+    OPS,
+    ACTIVITIES,
+    COLLECTIVES,
+    GROUPS,
+    ALLOCATIONS,
+    SYNCS,
+    CHECKPOINTS,
+    IO_CALLS,
+    METRICS,
+    DATA_QUALITY,
 )
 
 _DEVICE = column("device", "Device index.")

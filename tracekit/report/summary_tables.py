@@ -45,6 +45,10 @@ _HEADINGS = {
     "short_ns": "time of\nthose",
     "flops_unknown_ns": "operations\nunknown",
     "compute_ratio": "of compute",
+    "longest_ns": "longest",
+    "longest_call": "longest\ncall",
+    "busy_ns": "busy",
+    "moved_bytes_per_s": "bandwidth",
 }
 # The columns that are dropped on a narrow terminal, in this order: those on pipelines, or those after the breakdown.
 _PIPELINE_DROP_ORDER = (

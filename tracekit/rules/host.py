@@ -8,13 +8,13 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import contention
-from tracekit.analysis.host import host_stalls, launch_delay
+from tracekit.analysis.host import host_stalls, io_calls, launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
-from tracekit.model import units
+from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step, step_losses
+from tracekit.rules import io_evidence, representative_step, step_losses
 from tracekit.rules.representative_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -235,11 +235,12 @@ class DataStall(Rule):
     and augmentation, data on faster or local storage, batches prepared ahead on another thread.
 
     Blind spots: loading without a DataLoader and outside a span of phase data looks like Python (HOST001). If workers
-    load the data, the trace of the training process does not show why they are slow.
+    load the data, the trace of the training process does not show why they are slow; with an I/O log of theirs
+    (DFTracer), the message says which file system calls run meanwhile.
     """
 
     code: ClassVar[str] = "HOST003"
-    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, launch_delay.data_waits)
+    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, launch_delay.data_waits, io_calls.calls)
     min_stall_ratio: float = 0.05
     min_saved_ratio: float = 0.02
 
@@ -254,7 +255,7 @@ class DataStall(Rule):
             self,
             Severity.WARNING,
             f"Data loading stalls the {representative_step.noun(loss.row)}: compute is idle {loss} while the host "
-            f"waits for a batch.{_line(loss.rows(late))}",
+            f"waits for a batch.{_line(loss.rows(late))}{_io(run, loss, late)}",
             _PREFETCH,
             confidence=0.9,
             evidence=_evidence(loss, late),
@@ -272,7 +273,7 @@ class DataStall(Rule):
             self,
             Severity.WARNING,
             f"Data loading delays launches: the host waits {loss} for a batch. The device works on queued kernels "
-            "meanwhile, and is idle later because the next ones are launched late.",
+            f"meanwhile, and is idle later because the next ones are launched late.{_io(run, loss, waits)}",
             _PREFETCH,
             confidence=0.9,
             evidence=evidence.select("window", "rank", "step", "device", "start_ns", "dur_ns"),
@@ -309,6 +310,11 @@ def _all_but_last(run: Run, late: pl.DataFrame) -> pl.DataFrame:
 
 def _on_device(run: Run) -> bool:
     return bool(run.table(contention.device_count)["devices"].sum())
+
+
+def _io(run: Run, loss: step_losses.StepLoss, waits: pl.DataFrame) -> str:
+    """Return a sentence on the file system calls during these waits of the quoted step, where they were logged."""
+    return io_evidence.sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
 
 
 def _line(rows: pl.DataFrame) -> str:

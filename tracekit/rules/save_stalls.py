@@ -6,13 +6,22 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
-from tracekit.model import units
+from tracekit.analysis.host import io_calls
+from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.rules import io_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_row
 
 _EVIDENCE_ROWS = 60
+_IO_KINDS = {
+    conventions.WRITE: ("write",),
+    conventions.FSYNC: ("sync",),
+    conventions.FINISH: ("metadata", "sync"),
+}
+"""The kinds of file system calls that a stage consists of, as io_calls.kind."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class StalledSave(Rule):
     detail: ClassVar[str]
     """The end of the message: where and why. In braces, as in `subject` and `fix`: columns of `stalls.dominant`."""
     fix: ClassVar[str]
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times, io_calls.calls)
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
 
@@ -46,7 +55,7 @@ class StalledSave(Rule):
             self.code,
             Severity.INFO if overhead is None else Severity.WARNING,
             f"{self._cause(row)} {units.duration(row['dur_ns'])} ({units.share(row['ratio'])}) "
-            f"{_of_save(row, stalled.height)}{self._detail(row)}.",
+            f"{_of_save(row, stalled.height)}{self._detail(row)}.{_io(run, row)}",
             self.fix.format_map(row),
             impact=(overhead or 0.0) * row["ratio"],
             cost_ns=round(row["dur_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
@@ -70,6 +79,14 @@ def _of_save(row: dict[str, Any], count: int) -> str:
 
 def _rate(before: str, row: dict[str, Any]) -> str:
     return before + units.rate(row["bytes"] / (row["dur_ns"] / 1e9)) if row["bytes"] else ""
+
+
+def _io(run: Run, row: dict[str, Any]) -> str:
+    """Return a sentence on the file system calls of that rank during the save, where they were logged."""
+    of_rank = (pl.col("save") == row["save"]) & (pl.col("rank") == row["rank"]) & pl.col("blocking")
+    whole = run.run_table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
+    kinds = _IO_KINDS.get(row["stage"], ())
+    return io_evidence.sentence(run, row["rank"], intervals.from_table(whole), "the save", kinds)
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:

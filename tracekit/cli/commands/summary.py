@@ -24,6 +24,7 @@ class By(StrEnum):
     RING = "ring"
     STREAM = "stream"
     UNKNOWN_WORK = "unknown-work"
+    FILE = "file"
 
 
 @expand_options
@@ -50,11 +51,12 @@ def summary(
     tokens that each rank sends to the experts of each, and how long they travel, the slowest pair first. By ring: how
     much of the sends and receives of ring attention (context parallelism) compute hides, by rank and step. By stream:
     how much work waits on each device stream, how late it starts after its launch, and how much of it is short. By
-    unknown-work: the operators and kernels whose operations or bytes are not known, and why they are not.
+    unknown-work: the operators and kernels whose operations or bytes are not known, and why they are not. By file: the
+    file system calls of an I/O log (DFTracer), with bytes and bandwidth, the longest first.
     """
     from tracekit.analysis.communication import collective_instances
     from tracekit.analysis.compute import collective_contention, contention, device_counters, efficiency, unknown_work
-    from tracekit.analysis.host import launch_queues
+    from tracekit.analysis.host import io_calls, launch_queues
     from tracekit.analysis.parallelism import (
         axis_communication,
         expert_load,
@@ -80,6 +82,7 @@ def summary(
         By.RING: [*axis_communication.FACTS],
         By.STREAM: [launch_queues.launch_queues],
         By.UNKNOWN_WORK: [*unknown_work.FACTS],
+        By.FILE: [io_calls.calls],
     }
     tables = {
         By.RANK: analysis.by_rank,
@@ -94,6 +97,7 @@ def summary(
         By.RING: lambda run: run.run_table(ring_overlap.ring_overlap),
         By.STREAM: launch_queues.by_stream,
         By.UNKNOWN_WORK: unknown_work.by_operator,
+        By.FILE: io_calls.by_file,
     }
     with executor.open() as opened:
         run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), opened)

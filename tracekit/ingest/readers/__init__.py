@@ -7,6 +7,7 @@ import functools
 from importlib.metadata import entry_points
 
 from tracekit.ingest.readers import foreign_formats
+from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.reader import KinetoTraces
 from tracekit.ingest.readers.logs import CheckpointLogs, MetricsLogs
@@ -21,6 +22,7 @@ READERS: tuple[Reader, ...] = (
     MetricsLogs(),
     MemorySnapshots(),
     ExecutionTraces(),
+    DFTracerLogs(),
     KinetoTraces(),
 )
 
@@ -41,9 +43,9 @@ def trace_suffixes() -> tuple[str, ...]:
     return tuple(dict.fromkeys(s for reader in available() if reader.has_traces for s in reader.suffixes))
 
 
-def searched_suffixes() -> tuple[str, ...]:
-    """Return the endings of the names of files that are searched for in a folder: of traces and their companions."""
-    return trace_suffixes() + tuple(s for reader in available() if reader.is_companion for s in reader.suffixes)
+def companion_suffixes() -> tuple[str, ...]:
+    """Return the endings of the names of files of other tools that add to traces."""
+    return tuple(s for reader in available() if reader.is_companion for s in reader.suffixes)
 
 
 def companions(rank: int) -> dict[str, Reader]:

@@ -1,0 +1,44 @@
+"""What file systems have to do with a finding: the sentence on the calls of an I/O log during some time of a rank."""
+
+from collections.abc import Collection
+
+import polars as pl
+
+from tracekit.analysis.host import io_calls
+from tracekit.model import escaping, intervals, units
+from tracekit.model.run import Run
+
+_MAX_PATH = 80
+
+
+def sentence(run: Run, rank: int, spans: intervals.Spans, of: str, kinds: Collection[str] = ()) -> str:
+    """Return a sentence on the file system calls of a rank during the spans, shape (n, 2) in ns.
+
+    It names the function and file with most of that time, which `of` calls by its name, such as "the save". `kinds`
+    limits it to calls of these kinds, if there are any during the spans. Empty where no I/O log has a call in them.
+    """
+    found = run.run_table(io_calls.of_run).filter(pl.col("rank") == rank)
+    if found.is_empty():
+        return ""
+    overlapping = io_calls.during(found, spans)
+    wanted = overlapping.filter(pl.col("kind").is_in(list(kinds)))
+    overlapping = overlapping if wanted.is_empty() else wanted
+    if overlapping.is_empty():
+        return ""
+    most = (
+        overlapping.group_by("name", "file", maintain_order=True)
+        .agg(pl.len().alias("calls"), pl.col("overlap_ns", "dur_ns", "bytes").sum())
+        .sort("overlap_ns", descending=True, maintain_order=True)
+        .row(0, named=True)
+    )
+    took = units.duration(io_calls.covered_ns(overlapping, spans))
+    what = f"{' and '.join(sorted(kinds))} calls" if not wanted.is_empty() else "calls"
+    return f" File system {what} take {took} of {of}, most of that {_of_file(most)}."
+
+
+def _of_file(most: dict[str, object]) -> str:
+    count, moved, dur_ns = (int(str(most[name])) for name in ("calls", "bytes", "dur_ns"))
+    calls = f"{count:,} {most['name']} call{'s' * (count != 1)}"
+    path = "an unknown file" if most["file"] is None else escaping.inert(str(most["file"]), _MAX_PATH)
+    rate = f", {units.size(moved)} at {units.rate(moved * 1e9 / dur_ns)}" if moved and dur_ns else ""
+    return f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"
