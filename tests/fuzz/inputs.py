@@ -261,6 +261,41 @@ def _dumps(random: Random) -> Files:
     return {**files, name: changed}
 
 
+RECORDINGS = ROOT / "tests" / "recordings"
+
+
+def _recorded(folder: str, names: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((RECORDINGS / folder).glob(names))}
+
+
+def _execution_traces(random: Random) -> Files:
+    files = _recorded("execution_traces/without_shapes", "rank0*")
+    name = "rank0.et.json.gz"
+    text = gzip.decompress(files[name])
+    if random.random() < 0.5:
+        document = json.loads(text)
+        nodes = document["nodes"]
+        for _ in range(random.randint(1, 8)):
+            at = random.randrange(len(nodes))
+            nodes[at] = mutations.value(nodes[at], random)
+        return {**files, name: json.dumps(document).encode("utf-8", "surrogatepass")}
+    return {**files, name: mutations.text(text, random)}
+
+
+def _io_logs(random: Random) -> Files:
+    files = {**_recorded("dftracer", "rank00000.*"), **_recorded("dftracer", "*.pfw.gz")}
+    name = random.choice([name for name in files if name.endswith(".pfw.gz")])
+    lines = gzip.decompress(files[name]).splitlines()
+    for _ in range(random.randint(1, 20)):
+        at = random.randrange(len(lines))
+        changed = (
+            mutations.json_text(mutations.value(json.loads(lines[at]), random), random) if lines[at][:1] == b"{" else ""
+        )
+        lines[at] = changed.encode("utf-8", "surrogatepass")
+    text = b"\n".join(lines)
+    return {**files, name: mutations.text(text, random) if random.random() < 0.3 else text}
+
+
 CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "trace": (CHECK, _traces),
@@ -274,6 +309,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "settings": ((*CHECK, "--config", f"{FOLDER}/tracekit.toml"), _settings),
     "summary": (("summary", FOLDER, "--format", "json", "--no-cache"), _traces),
     "scrub": (("scrub", f"{FOLDER}/{IN}", f"{FOLDER}/scrubbed"), _scrubbed),
+    "execution trace": (CHECK, _execution_traces),
+    "I/O log": (CHECK, _io_logs),
     "hang dump": (("hang", FOLDER, "--format", "json"), _dumps),
     "memory snapshot": (("memory", f"{FOLDER}/a.pickle", "--format", "json"), _snapshots),
     "safetensors": (("checkpoint", "verify", FOLDER), _safetensors),

@@ -1,4 +1,4 @@
-"""I/O logs that DFTracer wrote around the instrumented trainer: calls, their steps, files and what rules say of them."""
+"""I/O logs that DFTracer wrote around the instrumented trainer: calls, steps, files, and what rules say of them."""
 
 import gzip
 import json

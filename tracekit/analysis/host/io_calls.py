@@ -7,7 +7,7 @@ from tracekit.model import intervals, schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
-COLUMNS = {"step": pl.Int64, **schema.IO_CALLS.schema}
+COLUMNS = schema.columns(f"step {' '.join(column.name for column in schema.IO_CALLS.columns)}")
 BY_FILE_COLUMNS = schema.columns(
     "rank kind file calls bytes busy_ns moved_bytes_per_s longest_ns longest_call",
     longest_call=pl.String,

@@ -1,7 +1,8 @@
-"""``tracekit export``: a run as one file for Perfetto."""
+"""``tracekit export``: a run for other programs: Perfetto, Prometheus, OpenTelemetry, TensorBoard."""
 
 import contextlib
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
@@ -9,6 +10,7 @@ import typer
 
 from tracekit.cli import output
 from tracekit.cli.options import RunOptions, SelectedWork, expand_options
+from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
@@ -16,34 +18,108 @@ if TYPE_CHECKING:
 _ZIP_LEVEL = 2
 
 
+class ExportFormat(StrEnum):
+    """Formats of other programs."""
+
+    PERFETTO = "perfetto"
+    PROMETHEUS = "prometheus"
+    OPENMETRICS = "openmetrics"
+    OTLP = "otlp"
+    TENSORBOARD = "tensorboard"
+
+
 @expand_options
 def export(
     *,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--out",
             "--output",
             "-o",
-            metavar="FILE",
-            help="Trace file to write, such as run.pftrace; compressed if the name ends in .gz.",
+            metavar="PATH",
+            help="File to write, such as run.pftrace; compressed if the name ends in .gz. Of tensorboard: a folder.",
         ),
-    ],
+    ] = None,
+    export_format: Annotated[ExportFormat, typer.Option("--format", help="See above.")] = ExportFormat.PERFETTO,
+    serve: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT", min=0, max=65535, help="Prometheus: serve the latest step on 127.0.0.1 in place of a file."
+        ),
+    ] = None,
     findings: Annotated[
-        bool, typer.Option("--findings/--no-findings", help="Add a track with the findings of tracekit check.")
+        bool,
+        typer.Option("--findings/--no-findings", help="Perfetto: add a track with the findings of tracekit check."),
     ] = True,
     critical_path: Annotated[
-        bool, typer.Option("--critical-path", help="Add a track with the critical path of the step.")
+        bool, typer.Option("--critical-path", help="Perfetto: add a track with the critical path of the step.")
     ] = False,
     work: SelectedWork,
     source: RunOptions,
 ) -> None:
-    """Write a run as one Perfetto trace for ui.perfetto.dev: all ranks, on one clock.
+    """Write a run for another program.
 
-    Each rank is a process; each stream or thread is a track whose name shows its role. Slices that overlap others
-    without nesting get an additional track, so that none is dropped. Arrows connect launches with kernels, counters
-    show memory, and findings of tracekit check are above each rank, below them the parts of the critical path there.
+    perfetto: one trace for ui.perfetto.dev, all ranks on one clock. Each rank is a process; each stream or thread is a
+    track whose name shows its role. Slices that overlap others without nesting get an additional track, so that none is
+    dropped. Arrows connect launches with kernels, counters show memory, and findings of tracekit check are above each
+    rank, below them the parts of the critical path there. The other formats have the metrics logs of a local folder,
+    which needs no traces and may belong to a running training. prometheus: the latest step of each rank, as text for
+    the node exporter, or served (--serve). openmetrics: all steps with their times, as promtool backfills them. otlp:
+    all steps as OpenTelemetry JSON lines. tensorboard: all steps as scalars, a folder per rank.
     """
+    if serve is not None:
+        _serve(source.run, serve, export_format, out)
+        return
+    if out is None:
+        raise ConfigError("--out PATH is needed, or --serve PORT with --format prometheus")
+    if export_format is not ExportFormat.PERFETTO:
+        _write_metrics(Path(source.run), export_format, out)
+        return
+    _write_perfetto(source, work, out, findings=findings, with_path=critical_path)
+
+
+def _serve(folder: str, port: int, export_format: ExportFormat, out: Path | None) -> None:
+    from tracekit.cli import metrics_server
+    from tracekit.report.export import prometheus
+
+    if out is not None or export_format not in (ExportFormat.PROMETHEUS, ExportFormat.OPENMETRICS):
+        raise ConfigError("--serve is for --format prometheus, without --out")
+    prometheus.require_library()
+    metrics_server.serve(Path(folder), port)
+
+
+def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None:
+    """Write the metrics logs of a folder."""
+    from tracekit.report.export import otlp, prometheus, step_metrics, tensorboard
+
+    run = folder.resolve().name
+    samples = step_metrics.samples(folder)
+    if export_format is ExportFormat.TENSORBOARD:
+        tensorboard.write(samples, out)
+    elif export_format is ExportFormat.OTLP:
+        _write_bytes(b"".join(otlp.lines(run, samples)), out)
+    else:
+        prometheus.require_library()
+        is_latest = export_format is ExportFormat.PROMETHEUS
+        _write_bytes(_latest(folder) if is_latest else prometheus.history(run, samples), out)
+    ranks = samples["rank"].n_unique()
+    output.notify(f"{out}: {_count(samples['name'].n_unique(), 'metric')} of {_count(ranks, 'rank')}")
+
+
+def _latest(folder: Path) -> bytes:
+    from tracekit.cli import metrics_server
+    from tracekit.report.export import prometheus
+
+    return prometheus.text(metrics_server.LatestMetrics(folder).collect())
+
+
+def _write_bytes(content: bytes, out: Path) -> None:
+    with output.atomic_file(out) as file, _compressed(file, out) as packed:
+        packed.write(content)
+
+
+def _write_perfetto(source: RunOptions, work: SelectedWork, out: Path, *, findings: bool, with_path: bool) -> None:
     from tracekit.replay.graph.critical_path import path
     from tracekit.report.export import perfetto
     from tracekit.rules import engine
@@ -53,7 +129,7 @@ def export(
     with output.progress() as bar:
         callback = bar.trace_callback((1 + findings) * len(run.sources))
         shown = engine.check(run, on_progress=callback).findings if findings else ()
-        explained = path.critical_path(run, step) if critical_path else None
+        explained = path.critical_path(run, step) if with_path else None
         with output.atomic_file(out) as file, _compressed(file, out) as packed:
             written = perfetto.write(
                 run, packed, findings=shown, path=explained, step=step, ranks=selected, on_progress=callback

@@ -138,7 +138,7 @@ class _Log:
         """Take the name of a file, or the unit of times."""
         args = event.args or _Arguments()
         if event.name == "FH":
-            self._files[str(args.value)] = _text(args.name)
+            self._files[str(args.value)] = str(args.name)
         elif event.name == "CM" and args.name == "time_metric":
             self._unit_ns = _UNIT_NS.get(str(args.value).upper(), self._unit_ns)
 
@@ -150,7 +150,7 @@ class _Log:
         if start_ns is None or dur_ns is None or start_ns + dur_ns > _MOST_NS:
             self._bad_calls += 1
             return
-        name, args = _text(event.name), event.args or _Arguments()
+        name, args = str(event.name), event.args or _Arguments()
         kind = _kind(name)
         moved = _whole(args.ret) if kind in (READ, WRITE) else None
         file = None if args.fhash is None else str(args.fhash)

@@ -1,0 +1,165 @@
+"""Metrics logs for Prometheus, OpenTelemetry and TensorBoard, read back by their own libraries."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as openmetrics_parser
+
+import tracekit
+from tests.support import cli_runner
+from tests.support.cli_runner import ROOT
+from tracekit.errors import InputError, MissingExtraError
+from tracekit.report.export import prometheus, step_metrics, tensorboard
+
+RUN = ROOT / "tests" / "recordings" / "dftracer"
+
+
+def rows(rank, folder=RUN):
+    return [json.loads(line) for line in (folder / f"rank0000{rank}.metrics.jsonl").read_text().splitlines()]
+
+
+def export(out, export_format, folder=RUN):
+    return cli_runner.tracekit("export", folder, "--format", export_format, "--out", out)
+
+
+def gauges(text):
+    return {
+        (sample.name, int(sample.labels["rank"])): sample.value
+        for family in parser.text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def expected_gauges(row, rank):
+    seconds = {f"tracekit_{n.removesuffix('_ns')}_seconds": v / 1e9 for n, v in row.items() if n.endswith("_ns")}
+    others = {f"tracekit_{n}": v for n, v in row.items() if not n.endswith("_ns")}
+    return {(name, rank): pytest.approx(value) for name, value in (seconds | others).items()}
+
+
+def test_prometheus_has_the_latest_step_of_each_rank(tmp_path):
+    assert export(tmp_path / "run.prom", "prometheus").returncode == 0
+    found = gauges((tmp_path / "run.prom").read_text())
+    assert found == expected_gauges(rows(0)[-1], 0) | expected_gauges(rows(1)[-1], 1)
+
+
+def test_openmetrics_has_all_steps_at_their_times(tmp_path):
+    assert export(tmp_path / "run.om", "openmetrics").returncode == 0
+    families = list(openmetrics_parser.text_string_to_metric_families((tmp_path / "run.om").read_text()))
+    samples = [sample for family in families for sample in family.samples]
+    assert len(samples) == sum(len(row) - 1 for rank in (0, 1) for row in rows(rank))
+    losses = [(s.value, float(s.timestamp)) for s in samples if s.name == "tracekit_loss" and s.labels["rank"] == "1"]
+    assert [loss for loss, _ in losses] == pytest.approx([row["loss"] for row in rows(1)])
+    assert losses == sorted(losses, key=lambda pair: pair[1])
+
+
+def test_times_of_steps_agree_with_the_trace():
+    trace = tracekit.load(RUN, cache=False).trace(0)
+    samples = step_metrics.samples(RUN)
+    for step, end_ns in trace.steps.select("step", "host_end_ns").rows():
+        (at_ns,) = set(samples.filter(rank=0, step=step)["at_ns"])
+        assert 0 <= end_ns - at_ns < 200_000_000  # the time between steps: here a save
+
+
+def test_otlp_is_what_the_protocol_says(tmp_path):
+    service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
+    json_format = pytest.importorskip("google.protobuf.json_format")
+    assert export(tmp_path / "run.jsonl", "otlp").returncode == 0
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        (of_rank,) = json_format.Parse(line, service.ExportMetricsServiceRequest()).resource_metrics
+        attributes = {a.key: a.value for a in of_rank.resource.attributes}
+        assert (attributes["rank"].int_value, attributes["tracekit.run"].string_value) == (rank, "dftracer")
+        found = {m.name.removeprefix("tracekit."): m for m in of_rank.scope_metrics[0].metrics}
+        for name in set(rows(rank)[0]) - {"step"}:
+            points = found[name].gauge.data_points
+            assert [p.as_double for p in points] == [row[name] for row in rows(rank)]
+            assert [p.attributes[0].value.int_value for p in points] == [row["step"] for row in rows(rank)]
+        assert found["step_time_ns"].unit == "ns"
+
+
+def test_tensorboard_shows_all_steps(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert export(tmp_path / "boards", "tensorboard").returncode == 0
+    for rank in (0, 1):
+        board = accumulator.EventAccumulator(str(tmp_path / "boards" / f"rank0000{rank}"))
+        board.Reload()
+        assert set(board.Tags()["scalars"]) == set(rows(rank)[0]) - {"step"}
+        for name in board.Tags()["scalars"]:
+            scalars = board.Scalars(name)
+            assert [s.step for s in scalars] == [row["step"] for row in rows(rank)]
+            assert [s.value for s in scalars] == pytest.approx([row[name] for row in rows(rank)])
+    again = export(tmp_path / "boards", "tensorboard")
+    assert again.returncode == 2
+    assert "is no empty folder" in again.stderr
+
+
+def test_a_running_training_is_served_on_this_machine(tmp_path):
+    log = tmp_path / "rank00000.metrics.jsonl.partial"
+    log.write_text('{"step": 0, "loss": 2.5, "step_time_ns": 500000000}\n')
+    command = [sys.executable, "-m", "tracekit", "export", str(tmp_path), "--format", "prometheus", "--serve", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            url = re.search(r"http://127\.0\.0\.1:\d+/metrics", server.stderr.readline())[0]
+
+            def scraped():
+                with urllib.request.urlopen(url, timeout=60) as answer:
+                    return gauges(answer.read().decode())
+
+            first = {("tracekit_step", 0): 0, ("tracekit_loss", 0): 2.5, ("tracekit_step_time_seconds", 0): 0.5}
+            assert scraped() == first
+            with log.open("a") as file:
+                file.write('{"step": 1, "loss": 2.25}\n{"step": 2, "lo')
+            assert scraped() == {("tracekit_step", 0): 1, ("tracekit_loss", 0): 2.25}
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+
+
+def test_metrics_whose_names_differ_in_other_characters_stay_apart():
+    families = prometheus.latest("run", {0: {"a/b": 1.0, "a b": 2.0}})
+    assert gauges(prometheus.text(families).decode()) == {("tracekit_a_b", 0): 2.0, ("tracekit_a_b_2", 0): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--format", "otlp"), "--out PATH is needed"),
+        (("--serve", "0"), "--serve is for --format prometheus"),
+        (("--format", "prometheus", "--serve", "0", "--out", "x"), "--serve is for --format prometheus, without --out"),
+        (("--format", "nosuch", "--out", "x"), "nosuch"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(arguments, said):
+    ended = cli_runner.tracekit("export", RUN, *arguments)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+
+
+def test_a_folder_without_logs_or_times_is_named(tmp_path):
+    with pytest.raises(InputError, match="no metrics log"):
+        step_metrics.samples(tmp_path)
+    with pytest.raises(InputError, match="this is none"):
+        step_metrics.samples(tmp_path / "nothing")
+    shutil.copy(RUN / "rank00000.metrics.jsonl", tmp_path)
+    assert step_metrics.samples(tmp_path)["at_ns"].null_count() == step_metrics.samples(tmp_path).height
+    for export_format in ("otlp", "openmetrics"):
+        ended = export(tmp_path / "out", export_format, tmp_path)
+        assert ended.returncode == 2
+        assert "the times of the steps are not known" in ended.stderr
+
+
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtraError, match=r"torch-tracekit\[prometheus\]"):
+        prometheus.require_library()
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(MissingExtraError, match=r"torch-tracekit\[tensorboard\]"):
+        tensorboard.write(step_metrics.samples(RUN), tmp_path / "boards")
