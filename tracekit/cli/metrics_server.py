@@ -46,7 +46,7 @@ def serve(folder: Path, port: int) -> None:
     from tracekit.cli import output
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(LatestMetrics(folder))  # type: ignore[arg-type]
+    registry.register(LatestMetrics(folder))
     try:
         server, thread = start_http_server(port, addr=ADDRESS, registry=registry)
     except OSError as error:

@@ -13,6 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 DISTRIBUTIONS = {
     "dask_jobqueue": "dask-jobqueue",
     "hta": "traceinsight",
+    "prometheus_client": "prometheus-client",
     "pytorch_lightning": "pytorch-lightning",
 }
 OUR_OWN = {"tracekit", "dashboard", "instrumented_trainers", "tests"}
@@ -42,7 +43,10 @@ def declared(*extras: str) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tracekit", ("train", "cluster", "hta", "pandas", "huggingface", "pytest", "remote")),
+        (
+            "tracekit",
+            ("train", "cluster", "hta", "pandas", "huggingface", "pytest", "remote", "tensorboard", "prometheus"),
+        ),
         ("dashboard", ("dashboard",)),
         ("instrumented_trainers", ("train", "tokenizers", "datasets", "wandb", "huggingface", "lightning")),
     ],

@@ -48,7 +48,7 @@ def text(families: "Iterable[GaugeMetricFamily]") -> bytes:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StaticCollector(families))  # type: ignore[arg-type]
+    registry.register(StaticCollector(families))
     return bytes(generate_latest(registry))
 
 
@@ -64,8 +64,8 @@ def history(run: str, samples: pl.DataFrame) -> bytes:
     if known.is_empty():
         raise InputError("the times of the steps are not known: the run has no run.json or its log no step_time_ns")
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StaticCollector(_families(run, known.select("name", "rank", "value", "at_ns").rows())))  # type: ignore[arg-type]
-    return bytes(generate_latest(registry))
+    registry.register(StaticCollector(_families(run, known.select("name", "rank", "value", "at_ns").rows())))
+    return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
 
 
 def _families(run: str, points: Iterable[tuple[str, int, float, int | None]]) -> "list[GaugeMetricFamily]":

@@ -27,7 +27,8 @@ def samples(folder: Path) -> pl.DataFrame:
     InputError if the folder has no metrics log.
     """
     stated = manifest.read(folder / conventions.MANIFEST_FILE)
-    parts = [_of_rank(rank, path, stated and stated.created_ns) for rank, path in logs(folder).items()]
+    created_ns = None if stated is None else stated.created_ns
+    parts = [_of_rank(rank, path, created_ns) for rank, path in logs(folder).items()]
     return pl.concat(parts).sort("rank", "name", "step", maintain_order=True)
 
 
