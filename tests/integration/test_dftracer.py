@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from collections import Counter
 
@@ -16,6 +17,7 @@ from tracekit.analysis.host import io_calls, launch_delay
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.rules import engine
+from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.host import DataStall
 from tracekit.rules.save_stalls import SerializedSave
 
@@ -118,6 +120,17 @@ def test_a_save_that_blocks_says_which_call_took_the_time():
         if e["name"] == "fsync" and "step-000002/__1_0" in files[e["args"]["fhash"]]
     ]
     assert [round(us, -2) for us in syncs] == [24_400]
+
+
+def test_a_blocking_checkpoint_says_what_file_systems_have_to_do_with_it(tmp_path):
+    (finding,) = BlockingCheckpoint().check(load(RECORDED))
+    assert re.search(
+        r" File system calls take [\d.]+ ms of the save, most of that in \d+ \w+ calls? of /data/run/", finding.message
+    )
+    for path in RECORDED.glob("rank*"):
+        shutil.copy(path, tmp_path)
+    (without,) = BlockingCheckpoint().check(load(tmp_path))
+    assert without.message == finding.message.partition(" File system")[0]
 
 
 def log_of_worker(folder, process, parent, calls):

@@ -126,7 +126,7 @@ def test_an_execution_trace_alone_is_named(tmp_path):
         assert (ended.returncode, ended.stdout) == (2, "")
         assert ended.stderr.count("\n") == 1
         assert f"{tmp_path / 'anything.json'}: this is an execution trace of PyTorch" in ended.stderr
-        assert "put the profiler's trace of the same process into the folder" in ended.stderr
+        assert "put the profiler's trace of the same process into its folder" in ended.stderr
 
 
 def test_both_files_can_be_named(copied):

@@ -8,10 +8,12 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_costs, save_stages, saves, stalls
+from tracekit.analysis.host import io_calls
 from tracekit.analysis.time import breakdown
-from tracekit.model import units
+from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.rules import io_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 60
@@ -62,6 +64,7 @@ class BlockingCheckpoint(Rule):
         save_stages.step_times,
         save_stages.save_spans,
         breakdown.by_step,
+        io_calls.calls,
     )
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
@@ -101,7 +104,8 @@ class BlockingCheckpoint(Rule):
             self.code,
             Severity.WARNING if costly else Severity.INFO,
             f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
-            f"({_quoted_save(median_save, after_steps.height)}){_slowest_stage(critical, own)}",
+            f"({_quoted_save(median_save, after_steps.height)}){_slowest_stage(critical, own)}"
+            f"{_io(run, critical.get('rank', quoted['rank']), own)}",
             f"{_BACKGROUND_FIX} {_FIXES[critical['stage']]}" if critical else _BACKGROUND_FIX,
             impact=overhead,
             cost_ns=int(blocked_ns / steps) if steps else 0,
@@ -130,7 +134,8 @@ class BlockingCheckpoint(Rule):
             f"{counted} in the trace of rank {longest['rank']} block{'s' * one} training for "
             f"{units.duration(int(own['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
             f"{_inside_spans(own)}"
-            + ("." if often else "; the trace does not show how often the run saves, so it may be rare."),
+            + ("." if often else "; the trace does not show how often the run saves, so it may be rare.")
+            + io_evidence.sentence(run, longest["rank"], intervals.from_table(own), "that time"),
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
             impact=share,
             cost_ns=lost_ns // steps if steps else 0,
@@ -194,6 +199,12 @@ def _slowest_stage(critical: dict[str, Any], own: pl.DataFrame) -> str:
         f". The longest stage is {critical['stage']} on rank {critical['rank']}, "
         f"{units.duration(stage_ns)}{of}{''.join(waiting)}."
     )
+
+
+def _io(run: Run, rank: int, own: pl.DataFrame) -> str:
+    """Return a sentence on the file system calls of a rank during its save, where they were logged."""
+    whole = own.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
+    return io_evidence.sentence(run, rank, intervals.from_table(whole), "the save")
 
 
 def _evidence(

@@ -39,8 +39,8 @@ class DFTracerLogs(Reader):
     has_traces = False
     is_companion = True
     usage = (
-        "it has file system calls, no operators; put the profiler's trace of the same process into the folder and name "
-        "the folder, or name both files"
+        "it has file system calls, no operators; put the profiler's trace of the same process into its "
+        "folder, and name the folder"
     )
 
     def sniff(self, head: bytes, name: str) -> bool:

@@ -39,8 +39,8 @@ class ExecutionTraces(Reader):
     has_traces = False
     is_companion = True
     usage = (
-        "it has operators and their inputs, no times; put the profiler's trace of the same process into the folder and "
-        "name the folder, or name both files"
+        "it has operators and their inputs, no times; put the profiler's trace of the same process into its "
+        "folder, and name the folder"
     )
 
     def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
