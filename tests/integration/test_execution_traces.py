@@ -160,6 +160,16 @@ def test_equal_process_ids_on_two_machines_are_separated_by_name(copied):
     assert "ranks 0, 1 have this process id" in load(copied).data_quality["message"][0]
 
 
+def test_a_trace_without_record_functions_gets_no_shapes_and_says_so(copied):
+    old = plain(copied / "rank0.pt.trace.json.gz")
+    for event in old["traceEvents"]:
+        event.get("args", {}).pop("Record function id", None)
+    write(copied / "rank0.pt.trace.json.gz", old)
+    trace = load(copied).trace(0)
+    assert trace.ops["shapes"].null_count() == trace.ops.height
+    assert "have no record function ids" in trace.data_quality.filter(kind="unmatched_companion")["message"][0]
+
+
 def test_a_truncated_execution_trace_is_read_to_its_end(copied):
     path = copied / "rank0.et.json.gz"
     text = gzip.decompress(path.read_bytes())

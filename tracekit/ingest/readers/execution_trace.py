@@ -4,6 +4,7 @@ Schemas 1.0.1 to 1.1.1 of torch/csrc/profiler/standalone/execution_trace_observe
 process states for each operator the id of its record function, which is the `rf_id` of a node here.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -75,11 +76,11 @@ class _File(msgspec.Struct):
     nodes: list[_Node]
 
 
-class _Inputs(msgspec.Struct):
-    values: list[Any] = []
-    shapes: list[Any] = []
-    types: list[Any] = []
-    strides: list[Any] = []
+class _Inputs(msgspec.Struct, gc=False):
+    values: Raw = _NO_RAW
+    shapes: Raw = _NO_RAW
+    types: Raw = _NO_RAW
+    strides: Raw = _NO_RAW
 
 
 @dataclass(frozen=True)
@@ -143,27 +144,28 @@ def _record_id(node: _Node) -> int:
     return node.rf_id if type(node.rf_id) is int else 0
 
 
-def _inputs(node: _Node) -> _Inputs | None:
-    """Return a node's inputs as lists of one length; None if they are malformed, or there are none."""
+def _inputs(node: _Node) -> _Inputs:
+    """Return a node's inputs; those of schema 1.0.1 are fields of the node, without strides."""
+    if not bytes(node.inputs).startswith(b"{"):
+        return _Inputs(node.inputs, node.input_shapes, node.input_types)
     try:
-        if bytes(node.inputs).lstrip()[:1] == b"{":
-            found = msgspec.convert(untrusted_json.parse(bytes(node.inputs)), _Inputs)
-        else:
-            parts = [untrusted_json.parse(bytes(raw)) for raw in (node.inputs, node.input_shapes, node.input_types)]
-            found = msgspec.convert(dict(zip(("values", "shapes", "types"), parts, strict=True)), _Inputs)
-    except (ValueError, msgspec.ValidationError):
-        return None
-    counts = {len(found.values), len(found.shapes), len(found.types)}
-    return found if found.types and len(counts) == 1 else None
+        return msgspec.json.decode(node.inputs, type=_Inputs)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _Inputs()
+
+
+def _listed(raw: Raw | bytes) -> list[Any]:
+    """Return a JSON array; an empty list for anything else."""
+    try:
+        found = untrusted_json.parse(bytes(raw))
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
 
 
 def _listed_groups(node: _Node) -> list[Any]:
-    found = _inputs(node)
-    try:
-        groups = untrusted_json.parse(found.values[0]) if found and isinstance(found.values[0], str) else []
-    except ValueError:
-        return []
-    return groups if isinstance(groups, list) else []
+    text = next(iter(_listed(_inputs(node).values)), None)
+    return _listed(text.encode("utf-8", "replace")) if isinstance(text, str) else []
 
 
 # In the profiler's spelling ------------------------------------------------------------------------------------------
@@ -177,22 +179,36 @@ _TENSOR = re.compile(r"Tensor\((.*)\)")
 def _op_inputs(node: _Node) -> OpInputs | None:
     """Return a node's inputs as the profiler writes them with record_shapes.
 
-    See InputOutputEncoder and shapesToStr of torch/csrc/profiler.
+    See InputOutputEncoder and shapesToStr of torch/csrc/profiler. None if there are none, or they are malformed.
     """
     found = _inputs(node)
-    if found is None:
+    described = _described(bytes(found.shapes), bytes(found.types), bytes(found.strides))
+    if described is None:
         return None
-    kinds = [_kind(stated) for stated in found.types]
+    kinds, dims, types, strides = described
+    values = [""] * len(kinds)
+    if any(kind.startswith("Scalar") for kind in kinds):
+        stated = _listed(found.values)
+        if len(stated) != len(kinds):
+            return None
+        values = [_text(value) if kind.startswith("Scalar") else "" for value, kind in zip(stated, kinds, strict=True)]
+    return dims, types, json.dumps(values).encode(), strides
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(shapes: bytes, types: bytes, strides: bytes) -> tuple[list[str], bytes, bytes, bytes] | None:
+    """Return the kinds of inputs, and their shapes, kinds and strides as the profiler writes them."""
+    kinds = [_kind(stated) for stated in _listed(types)]
+    listed_shapes, listed_strides = _listed(shapes), _listed(strides)
+    if not kinds or len(listed_shapes) != len(kinds):
+        return None
     shaped = [kind not in ("", "Scalar", "ScalarList") for kind in kinds]
-    dims = [shape if keep else [] for shape, keep in zip(found.shapes, shaped, strict=True)]
-    values = [
-        _text(value) if kind.startswith("Scalar") else "" for value, kind in zip(found.values, kinds, strict=True)
-    ]
-    strides: list[Any] = []
-    if len(found.strides) == len(kinds):
-        strides = [stride if keep else [] for stride, keep in zip(found.strides, shaped, strict=True)]
-    dims_text, kinds_text, values_text = (json.dumps(part).encode() for part in (dims, kinds, values))
-    return dims_text, kinds_text, values_text, json.dumps(strides).encode() if strides else b""
+    dims, steps = (
+        [part if keep else [] for part, keep in zip(parts, shaped, strict=False)]
+        for parts in (listed_shapes, listed_strides)
+    )
+    text = json.dumps(steps).encode() if len(steps) == len(kinds) else b""
+    return kinds, json.dumps(dims).encode(), json.dumps(kinds).encode(), text
 
 
 def _kind(stated: object) -> str:

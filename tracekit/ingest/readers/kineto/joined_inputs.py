@@ -67,7 +67,10 @@ class JoinedInputs:
         """Yield the data-quality issues of the execution traces, as rows of DATA_QUALITY."""
         yield from (("bad_companion", issue, 0.0) for issue in self._issues)
         joined_ratio = self._joined_count / max(self._op_count, 1)
-        if self and joined_ratio < _COMPLETE:
+        if self and not self._op_count:
+            message = "The operators of this trace have no record function ids, so the execution trace adds no shapes."
+            yield "unmatched_companion", message, 0.0
+        elif self and joined_ratio < _COMPLETE:
             message = (
                 f"The execution trace has {self._joined_count:,} of {self._op_count:,} operators of this trace "
                 f"({units.share(joined_ratio)}), by the ids of their record functions; the others get no "
