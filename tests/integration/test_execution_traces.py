@@ -119,6 +119,16 @@ def test_the_first_schema_is_read_too(copied):
     assert load(copied).trace(0).ops.drop("strides").equals(expected.drop("strides"))
 
 
+def test_a_file_that_another_tool_wrote_again_is_recognized(copied):
+    path = copied / "rank0.et.json.gz"
+    expected = load(copied).trace(0).ops
+    document = plain(path)
+    write(path, {"nodes": document.pop("nodes"), **document})
+    path.rename(copied / "linked_rank0.json.gz")
+    assert load(copied).data_quality.is_empty()
+    assert load(copied).trace(0).ops.equals(expected)
+
+
 def test_an_execution_trace_alone_is_named(tmp_path):
     shutil.copy(WITHOUT / "rank0.et.json.gz", tmp_path / "anything.json")
     for path in (tmp_path, tmp_path / "anything.json"):

@@ -36,7 +36,7 @@ class LatestMetrics:
                 rows += tail.read()
             if rows:
                 self._rows[rank] = _numbers(rows[-1])
-        return prometheus.latest(self._folder.resolve().name, self._rows)
+        return prometheus.latest(step_metrics.run_name(self._folder), self._rows)
 
 
 def serve(folder: Path, port: int) -> None:

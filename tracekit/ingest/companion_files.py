@@ -33,14 +33,14 @@ def without_traces(companion: TraceFile) -> BadTraceError:
 
 
 def _of_process(companion: TraceFile, traces: Sequence[TraceFile]) -> list[TraceFile]:
-    """Return the traces of a file's process, otherwise of the process that started it."""
+    """Return the traces of a file's process, else of the process that started it, else, if unknown, of its rank."""
     info, rank = companion.info, word_rank(companion.file)
     traces = [t for t in traces if (t.file.remote is None) == (companion.file.remote is None)]
     for process_id in (info.process_id, info.parent_process_id):
         fitting = [t for t in traces if process_id is not None and t.info.process_id == process_id]
         if fitting:
             return _narrowed(fitting, companion, rank)
-    return [t for t in traces if t.info.process_id is None and t.rank == rank]
+    return [t for t in traces if None in (info.process_id, t.info.process_id) and t.rank == rank]
 
 
 def _narrowed(fitting: list[TraceFile], companion: TraceFile, rank: int | None) -> list[TraceFile]:

@@ -93,8 +93,7 @@ def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None
     """Write the metrics logs of a folder."""
     from tracekit.report.export import otlp, prometheus, step_metrics, tensorboard
 
-    run = folder.resolve().name
-    samples = step_metrics.samples(folder)
+    run, samples = step_metrics.run_name(folder), step_metrics.samples(folder)
     if export_format is ExportFormat.TENSORBOARD:
         tensorboard.write(samples, out)
     elif export_format is ExportFormat.OTLP:

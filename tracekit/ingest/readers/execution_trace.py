@@ -22,6 +22,7 @@ from tracekit.model.trace import Trace
 
 MAX_BYTES = 1 << 30
 _START = re.compile(rb'\s*\{\s*"schema"\s*:\s*"[^"]{1,64}"\s*,[^\[\]{}]{0,500}"nodes"\s*:\s*\[')
+_HEAD_BYTES = 64 << 10
 _PROCESS_ID = re.compile(rb'"pid"\s*:\s*(\d{1,9})\s*[,}]')
 _NODE_END = re.compile(rb"\}\s*,\s*\{\s*\"(?:id|name)\"")
 _GROUPS_NODE = "## process_group:init ##"
@@ -45,8 +46,10 @@ class ExecutionTraces(Reader):
     )
 
     def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
-        """Return whether a file begins like those of the observer."""
-        return _START.match(head) is not None
+        """Return whether a file begins like those of the observer, or has such nodes, as tools write them."""
+        start = head[:_HEAD_BYTES]
+        has_nodes = start.lstrip()[:1] == b"{" and b'"nodes"' in start and b'"traceEvents"' not in start
+        return _START.match(start) is not None or (has_nodes and (b'"ctrl_deps"' in start or b'"rf_id"' in start))
 
     def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:  # noqa: ARG002
         """Return the process that was recorded."""

@@ -32,6 +32,11 @@ def samples(folder: Path) -> pl.DataFrame:
     return pl.concat(parts).sort("rank", "name", "step", maintain_order=True)
 
 
+def run_name(folder: Path) -> str:
+    """Return the name of a run's folder, with '?' for bytes that are not text."""
+    return folder.resolve().name.encode("utf-8", "replace").decode()
+
+
 def logs(folder: Path) -> dict[int, Path]:
     """Return the metrics logs in a folder by rank, complete or still being written. Raises InputError without one."""
     if not folder.is_dir():
