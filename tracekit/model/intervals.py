@@ -19,12 +19,12 @@ EMPTY: Spans = np.empty((0, 2), np.int64)
 def from_columns(start_ns: npt.ArrayLike, dur_ns: npt.ArrayLike) -> Spans:
     """Return the spans that columns of starts and durations describe, shape (n, 2), in the order given."""
     start = np.asarray(start_ns, np.int64)
-    return np.stack((start, start + np.asarray(dur_ns, np.int64)), axis=1)
+    return _pairs(start, start + np.asarray(dur_ns, np.int64))
 
 
 def from_table(rows: pl.DataFrame) -> Spans:
     """Return the span of each row of a table with columns start_ns and dur_ns, shape (n, 2), in order of the rows."""
-    return from_columns(rows["start_ns"], rows["dur_ns"])
+    return from_columns(rows["start_ns"].to_numpy(), rows["dur_ns"].to_numpy())
 
 
 def union(*sets: Spans) -> Spans:
@@ -44,7 +44,7 @@ def union(*sets: Spans) -> Spans:
     reach = np.maximum.accumulate(spans[:, 1])
     first = np.flatnonzero(np.concatenate(([True], spans[1:, 0] > reach[:-1])))
     last = np.concatenate((first[1:] - 1, [len(spans) - 1]))
-    return np.stack((spans[first, 0], reach[last]), axis=1)
+    return _pairs(spans[first, 0], reach[last])
 
 
 def intersect(a: Spans, b: Spans) -> Spans:
@@ -62,7 +62,7 @@ def intersect(a: Spans, b: Spans) -> Spans:
     counts = np.maximum(past - first, 0)
     of_a = np.repeat(np.arange(len(a)), counts)
     of_b = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
-    return np.stack((np.maximum(a[of_a, 0], b[of_b, 0]), np.minimum(a[of_a, 1], b[of_b, 1])), axis=1)
+    return _pairs(np.maximum(a[of_a, 0], b[of_b, 0]), np.minimum(a[of_a, 1], b[of_b, 1]))
 
 
 def subtract(a: Spans, b: Spans) -> Spans:
@@ -110,10 +110,16 @@ def coverage(targets: Spans, by: Spans) -> npt.NDArray[np.int64]:
         return np.zeros(len(targets), np.int64)
     before = np.concatenate(([0], np.cumsum(by[:, 1] - by[:, 0])))
 
-    def covered_until(time: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def covered_until(time: Spans) -> Spans:
         index = np.searchsorted(by[:, 0], time, side="right")
         last = np.maximum(index - 1, 0)
         inside = np.where(index > 0, np.minimum(time, by[last, 1]) - by[last, 0], 0)
         return np.where(index > 0, before[last], 0) + inside
 
     return np.asarray(covered_until(targets[:, 1]) - covered_until(targets[:, 0]), np.int64)
+
+
+def _pairs(start_ns: Spans, end_ns: Spans) -> Spans:
+    spans = np.empty((len(start_ns), 2), np.int64)
+    spans[:, 0], spans[:, 1] = start_ns, end_ns
+    return spans

@@ -73,10 +73,13 @@ def concat(tables: Iterable[pl.DataFrame], types: ColumnTypes) -> pl.DataFrame:
 
 def select(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:
     """Return the columns of `frame` that `types` names, in that order, cast to these types."""
-    columns = [frame.get_column(name) for name in types]
-    if all(column.dtype == dtype for column, dtype in zip(columns, types.values(), strict=True)):
-        return pl.DataFrame(columns)  # a query costs ten times as much
-    return frame.select(pl.col(name).cast(dtype) for name, dtype in types.items())
+    # Without a query, which costs ten times as much.
+    first, *others = (_cast(frame.get_column(name), dtype) for name, dtype in types.items())
+    return first.to_frame().hstack(others)
+
+
+def _cast(column: pl.Series, dtype: type[pl.DataType] | pl.DataType) -> pl.Series:
+    return column if column.dtype == dtype else column.cast(dtype)
 
 
 def conform(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:

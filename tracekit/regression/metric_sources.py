@@ -13,9 +13,11 @@ from tracekit.analysis.compute import device_counters, efficiency, flops
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown, step_parts
 from tracekit.conventions import device_metrics
+from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
+_COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 _LOGGED = (conventions.TOKENS_METRIC, conventions.CPU_TIME_METRIC, conventions.DATA_WAIT_METRIC)
 _CHECKPOINT_COLUMNS = {
     "checkpoint_blocked_ns": "dur_ns",
@@ -57,9 +59,12 @@ def flop_samples(trace: Trace) -> pl.DataFrame:
 
     Without steps for much of whose compute they are not known: what is left out may differ from run to run.
     """
+    each = flops.flops(trace)
+    if each.is_empty():
+        return schema.empty(_COLUMNS)
     ratio = pl.col("known_ns") / pl.col("compute_ns")
     uncovered = flops.coverage(trace).filter(ratio < efficiency.MIN_COVERAGE_RATIO).select("step")
-    each = flops.flops(trace).join(uncovered, on="step", how="anti")
+    each = each.join(uncovered, on="step", how="anti")
     sums = each.group_by("step").agg(pl.col("flops").sum().alias("value")).sort("step")
     return sums.with_columns(pl.lit("flops").alias("metric"))
 
@@ -77,6 +82,8 @@ def allocation_samples(trace: Trace) -> pl.DataFrame:
 
     On the device, or on the host in a CPU run.
     """
+    if trace.allocations.is_empty():
+        return schema.empty(_COLUMNS)
     in_training = allocations.of_training(trace) & pl.col("step").is_not_null()
     allocated = trace.allocations.filter(in_training, pl.col("delta_bytes") > 0)
     totals = allocated.group_by("step").agg(
@@ -92,6 +99,8 @@ def allocation_samples(trace: Trace) -> pl.DataFrame:
 
 def checkpoint_samples(trace: Trace) -> pl.DataFrame:
     """Return what blocking saves take, one row per step after which something is saved and metric."""
+    if trace.checkpoints.is_empty():
+        return schema.empty(_COLUMNS)
     blocking = trace.checkpoints.filter(pl.col("operation") == "save", pl.col("stage") == "total", pl.col("blocking"))
     # A log has a line for each file, and training waits for all of them.
     sums = blocking.group_by("step", saves.save_without_step("checkpoint"), maintain_order=True).agg(
@@ -103,6 +112,8 @@ def checkpoint_samples(trace: Trace) -> pl.DataFrame:
 
 def logged_samples(trace: Trace) -> pl.DataFrame:
     """Return what the metrics log holds of each step: tokens a second, CPU time, wait for data, and memory peaks."""
+    if trace.metrics.is_empty():
+        return schema.empty(_COLUMNS)
     name = pl.col("name")
     logged = trace.metrics.filter(name.is_in(_LOGGED))
     # The allocator's counters cover the process so far; what the trace records of each step is more precise.

@@ -111,10 +111,10 @@ def _worst(*, lower_is_better: bool) -> tuple[str, ...]:
     )
 
 
-def _conform(
-    table: pl.DataFrame, columns: dict[str, type[pl.DataType]], own: dict[str, Metric], source: object
-) -> pl.DataFrame:
+def _conform(table: pl.DataFrame, columns: schema.ColumnTypes, own: dict[str, Metric], source: object) -> pl.DataFrame:
     """Return the rows of the metrics in `own` that a source measures, with these columns."""
+    if table.is_empty():
+        return schema.empty(columns)
     keys = [metric.key for metric in own.values() if source in (metric.of_trace, metric.of_run)]
     if "metric" not in table.columns:
         table = table.with_columns(pl.lit(keys[0]).alias("metric"))

@@ -42,6 +42,7 @@ def products(trace: Trace) -> pl.DataFrame:
     return schema.select(sums, PRODUCT_COLUMNS).sort("name", "shapes")
 
 
+@memoize
 def each_product(trace: Trace) -> pl.DataFrame:
     """Return the products, convolutions and attention of a trace: by the inputs of operators, else by kernels' names.
 
@@ -187,9 +188,13 @@ def _products(trace: Trace) -> pl.DataFrame:
 
 def _by_kernel_name(trace: Trace) -> pl.DataFrame:
     """Return the kernels outside of counted products whose names state the whole problem: id and EACH_COLUMNS."""
-    work = trace.activities.filter(_IS_COMPUTE) if trace.on_device else trace.activities.clear()
+    if not trace.on_device:
+        return schema.empty(_NAMED_COLUMNS)
+    work = trace.activities.filter(_IS_COMPUTE)
     stated = {name: kernel_products.product(name) for name in work["name"].unique().to_list()}
     whole = {name: (each.flops, each.dtype) for name, each in stated.items() if each and each.flops is not None}
+    if not whole:
+        return schema.empty(_NAMED_COLUMNS)
     names = pl.DataFrame(
         [(name, *of) for name, of in whole.items()],
         pl.Schema({"name": pl.String, "flops": pl.Float64, "dtype": pl.String}),
@@ -208,6 +213,11 @@ def _by_kernel_name(trace: Trace) -> pl.DataFrame:
         .is_in((repeated["id"] if repeated.height else found["id"].clear()).implode())
         .alias("is_recomputed"),
     )
+
+
+_NAMED_COLUMNS = schema.columns(
+    "id step phase name shapes flops bytes dtype is_recomputed", flops=pl.Float64, bytes=pl.Float64, shapes=pl.String
+)
 
 
 def _host_copies(trace: Trace) -> pl.DataFrame:

@@ -105,4 +105,4 @@ def _distinct(column: pl.Series) -> tuple[list[str], Ints]:
 
 def as_flags(column: pl.Series) -> Flags:
     """Return a boolean column as an array, False where it is null."""
-    return (column.fill_null(value=False) if column.null_count() else column).to_numpy()
+    return columns.flags(column)
