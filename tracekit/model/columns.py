@@ -70,6 +70,11 @@ def values_at(column: pl.Series, rows: Ints) -> pl.Series:
     return pl.concat([column, nothing])[np.where(rows < 0, len(column), rows)]
 
 
+def where(table: pl.DataFrame, which: Flags) -> pl.DataFrame:
+    """Return the rows of a table that are in a mask, shape (rows,); the table itself if all are."""
+    return table if which.all() else table[np.flatnonzero(which)]
+
+
 def rows_by_key(keys: Ints) -> dict[int, Ints]:
     """Return the rows of each key, in order, by key in order.
 

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
-from tracekit.analysis.time import launches
+from tracekit.analysis.time import breakdown, launches
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
@@ -67,7 +67,7 @@ def launch_order(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def _queues(trace: Trace) -> "list[_Queue]":
-    return [_Queue(trace, device) for device in trace.lanes["device"].drop_nulls().unique().sort()]
+    return [_Queue(trace, device) for device in breakdown.lane_devices(trace)]
 
 
 class _Queue:

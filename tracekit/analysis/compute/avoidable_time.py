@@ -26,8 +26,11 @@ def avoidable(trace: Trace) -> pl.DataFrame:
     kernel.
     """
     parts = [
-        fact(trace).select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))
+        found.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))
         for cause, fact in enumerate(_FACTS, MISALIGNED)
+        if (found := fact(trace)).height
     ]
+    if not parts:
+        return schema.empty(COLUMNS)
     found = pl.concat(parts).filter(pl.col("saved_ns") > 0)
     return schema.select(found.unique("activity_id", keep="first", maintain_order=True), COLUMNS)

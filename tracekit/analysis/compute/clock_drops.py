@@ -10,7 +10,7 @@ from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS,
 from tracekit.analysis.compute.slowdown import Floats
 from tracekit.analysis.time import device_stalls
 from tracekit.conventions import device_metrics
-from tracekit.model import schema
+from tracekit.model import columns, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -110,15 +110,16 @@ class _Drop:
 
 @memoize
 def _drops(trace: Trace) -> list[_Drop]:
-    paused = device_stalls.device_stalls(trace).filter(pl.col("kind") == device_stalls.PAUSED)["activity_id"]
+    stalls = device_stalls.device_stalls(trace)
+    paused = columns.ids(stalls["activity_id"])[columns.flags(stalls["kind"] == device_stalls.PAUSED)]
     found = (_drop(device, paused) for device in concurrency.device_work(trace))
     return [drop for drop in found if drop is not None]
 
 
-def _drop(device: DeviceWork, paused: pl.Series) -> _Drop | None:
+def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
     alone = device.concurrent_ns[:, KINDS.index(COMMUNICATION)] <= concurrency.ALONE_RATIO * device.dur_ns
     alone &= (device.kind == KINDS.index(COMPUTE)) & (device.dur_ns > 0)
-    alone &= ~device.work["id"].is_in(paused.implode()).to_numpy()
+    alone &= ~np.isin(device.work["id"].to_numpy(), paused)
     rows = np.flatnonzero(alone)
     ids, code = np.unique(device.kernel[rows], return_inverse=True)
     dur = device.dur_ns[rows].astype(np.float64)

@@ -11,7 +11,7 @@ import polars as pl
 
 from tracekit.analysis.compute import compute_gap_causes, concurrency, slowdown
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, DeviceWork
-from tracekit.analysis.time import launches
+from tracekit.analysis.time import breakdown, launches
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
@@ -80,12 +80,16 @@ def preparation(trace: Trace) -> pl.DataFrame:
     contention_ns (of that gap) and waited_ns (how long compute was idle because of the gap). One row per activity;
     those of a gap share the last three.
     """
+    if not breakdown.lane_devices(trace):
+        return schema.empty(PREPARATION_COLUMNS)
     chains = compute_gap_causes.chains(trace).select(
         "collective_id", "communication_gap", pl.col("dur_ns").alias("gap_ns"), "contention_ns", "waited_ns"
     )
     parts = [schema.empty(PREPARATION_COLUMNS)]
-    for device in trace.lanes["device"].drop_nulls().unique().sort():
+    for device in breakdown.lane_devices(trace):
         found = launches.preparation(trace, device)
+        if found.is_empty():
+            continue
         joined = found.join(chains, on="collective_id", how="left", maintain_order="left")
         parts.append(schema.select(joined, PREPARATION_COLUMNS))
     return pl.concat(parts)

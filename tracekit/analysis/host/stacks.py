@@ -45,7 +45,10 @@ def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
 
     Column stack: "train.py(12): main"; null where no such function runs, or no stacks were recorded.
     """
-    names = trace.ops["name"].filter(pl.Series(trace_columns.is_kind(trace, "python"))).unique()
+    is_python = trace_columns.is_kind(trace, "python")
+    if not is_python.any():
+        return pl.Series("stack", [None] * len(at_ns), pl.String)
+    names = trace.ops["name"].filter(pl.Series(is_python)).unique()
     names = names.filter(names.str.contains(_NAME) & ~names.str.contains(_FRAMEWORK))
     if names.is_empty():
         return pl.Series("stack", [None] * len(at_ns), pl.String)

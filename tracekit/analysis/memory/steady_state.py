@@ -6,7 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown, trace_columns
-from tracekit.model import intervals, schema
+from tracekit.model import columns, intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -46,9 +46,8 @@ def stalls(trace: Trace) -> pl.DataFrame:
     rows = []
     for step, device, start_ns, duration_ns in _windows(trace).iter_rows():
         end_ns = start_ns + duration_ns
-        step_calls = calls.filter(
-            pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step
-        )
+        within = pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step
+        step_calls = calls.filter(within) if calls.height else calls
         stalled = intervals.intersect(_with_aftermath(step_calls, idle), idle)
         place, host_ns = (step, device, start_ns, duration_ns), step_calls["dur_ns"].sum()
         rows.append((*place, step_calls.height, host_ns, intervals.length(stalled)))
@@ -124,8 +123,8 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
 @memoize
 def _calls(trace: Trace) -> pl.DataFrame:
     calls = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _DEVICE_CALL)
-    columns = ["step", "name", "start_ns", "dur_ns", "id"]
-    return trace.ops.select(columns).filter(pl.Series(calls)).sort("start_ns", "id")
+    found = columns.where(trace.ops[["step", "name", "start_ns", "dur_ns", "id"]], calls)
+    return found.sort("start_ns", "id") if found.height else found
 
 
 @memoize

@@ -4,7 +4,8 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.model import nesting, schema
+from tracekit.analysis.time import trace_columns
+from tracekit.model import columns, nesting, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.nesting import Flags
 from tracekit.model.trace import Trace
@@ -64,13 +65,13 @@ def _called(trace: Trace) -> pl.DataFrame:
 
 def _accumulates(trace: Trace, launch_ids: pl.Series) -> Flags:
     """Return which ops run while autograd accumulates a gradient."""
-    marked = trace.ops["name"].str.contains(_ACCUMULATES).to_numpy()
+    marked = trace_columns.is_named(trace, _ACCUMULATES)
     if not marked.any():
         return np.zeros(len(launch_ids), bool)
     ids = trace.ops["id"].to_numpy()
     parent, flags = np.full(ids.max() + 1, -1, np.int64), np.zeros(ids.max() + 1, bool)
-    parent[ids], flags[ids] = trace.ops["parent_id"].fill_null(-1).to_numpy(), marked
-    at = launch_ids.fill_null(-1).to_numpy()
+    parent[ids], flags[ids] = trace_columns.parent_ids(trace), marked
+    at = columns.filled(launch_ids, -1)
     return np.asarray((at >= 0) & (nesting.nearest(parent, flags)[at] >= 0))
 
 

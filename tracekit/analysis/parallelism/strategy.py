@@ -1,5 +1,6 @@
 """The parallelism strategy of a trace, recognized by the annotations of its wrapper."""
 
+import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import trace_columns
@@ -24,9 +25,13 @@ def marks(trace: Trace) -> pl.DataFrame:
 
     Columns strategy (ddp, fsdp1, fsdp2, yafsdp), marks; one row per wrapper that left any.
     """
-    names = trace.ops.get_column("name").filter(pl.Series(trace_columns.is_kind(trace, "annotation")))
-    counts = [(strategy, int(names.str.starts_with(prefix).sum())) for strategy, prefix in _PREFIXES.items()]
-    return pl.DataFrame([row for row in counts if row[1]], schema=COLUMNS, orient="row")
+    names, code = trace_columns.op_names(trace)
+    counts = np.bincount(code[trace_columns.is_kind(trace, "annotation")], minlength=len(names)).tolist()
+    rows = [
+        (strategy, sum(count for name, count in zip(names, counts, strict=True) if name.startswith(prefix)))
+        for strategy, prefix in _PREFIXES.items()
+    ]
+    return pl.DataFrame([row for row in rows if row[1]], schema=COLUMNS, orient="row")
 
 
 def of_run(run: Run) -> str | None:

@@ -2,6 +2,7 @@
 
 import polars as pl
 
+from tracekit.analysis.time import trace_columns
 from tracekit.ingest.readers.kineto import communication_kernels
 from tracekit.model import schema, units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
@@ -25,9 +26,12 @@ def undecided(trace: Trace) -> pl.DataFrame:
     """
     if not trace.on_device:
         return schema.empty(COLUMNS)
-    work = trace.activities.filter(pl.col("kind") == "compute")
-    names = [name for name in work["name"].unique() if communication_kernels.kind_of(name) == "undecided"]
-    own = work.filter(pl.col("name").is_in(names)).sort("start_ns", "id")
+    names, _ = trace_columns.activity_names(trace)
+    undecided_names = [name for name in names if communication_kernels.kind_of(name) == "undecided"]
+    if not undecided_names:
+        return schema.empty(COLUMNS)
+    own = trace.activities.filter(pl.col("kind") == "compute", pl.col("name").is_in(undecided_names))
+    own = own.sort("start_ns", "id")
     return own.select(
         "name", pl.int_range(pl.len()).over("name").cast(pl.Int64).alias("nth"), "start_ns",
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), "dur_ns",

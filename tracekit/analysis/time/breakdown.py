@@ -90,6 +90,12 @@ def devices(trace: Trace) -> tuple[int | None, ...]:
 
 
 @memoize
+def lane_devices(trace: Trace) -> tuple[int, ...]:
+    """Return the devices that have a stream, in order, also those without activity."""
+    return tuple(sorted({device for device in _device_of(trace).values() if device is not None}))
+
+
+@memoize
 def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
     lanes = [lane for lane, its in _device_of(trace).items() if its == device]
@@ -128,6 +134,7 @@ _NO_DEVICE = -1
 """Stands for the device of a CPU run."""
 
 
+@memoize
 def _device_of(trace: Trace) -> dict[int, int | None]:
     return dict(zip(trace.lanes["lane"].to_list(), trace.lanes["device"].to_list(), strict=True))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.time import trace_columns
 from tracekit.model import schema
 from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.sweep_line import NEVER, Flags, Ints
@@ -164,10 +165,7 @@ def _codes(column: pl.Series) -> Ints:
 def _follows_wait_call(trace: Trace, device_work: pl.DataFrame) -> Flags:
     """Return which work is the first that its thread launches after a call that lets a stream wait for an event."""
     ops = trace.ops
-    is_runtime = flags(ops["kind"] == "runtime")
-    is_wait = np.zeros(ops.height, np.bool_)
-    calls = np.flatnonzero(is_runtime)
-    is_wait[calls] = flags(ops["name"][calls].str.contains(_WAIT_CALL)) if len(calls) else False
+    is_wait = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _WAIT_CALL)
     launch = rows_of(ops["id"].to_numpy(), ids(device_work["launch_id"]))
     if not is_wait.any():
         return np.zeros(len(launch), np.bool_)

@@ -16,6 +16,7 @@ from tracekit.model.trace import Trace
 _SPANS_OF_COLLECTIVES = r"all_gather|unshard|reduce|post_backward|pre_forward|pre_backward"
 _NO_PREPARATION = "copy_out"
 _KEY = ("step", "phase", "span", "unit")
+_FOUND = schema.columns("collective_id evidence")
 _ADDED = schema.columns("collective_id evidence message_bytes overlapped_ns alone_ns sample", sample=pl.String)
 
 
@@ -95,10 +96,14 @@ def messages(trace: Trace) -> pl.DataFrame:
 @memoize
 def collectives(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the communication of one device: columns of `work` without bytes, and those of `messages`, by start."""
-    own = work(trace, device).drop("bytes").filter(pl.Series(work_columns(trace, device).communicates))
-    moved = messages(trace)
+    whole, moved = work(trace, device), messages(trace)
+    own = columns.where(whole[_without(whole, "bytes")], work_columns(trace, device).communicates)
     row = columns.rows_of(moved["id"].to_numpy(), own["id"].to_numpy())
-    return own.hstack(columns.rows_or_nulls(moved.drop("id"), row))
+    return own.hstack(columns.rows_or_nulls(moved[_without(moved, "id")], row))
+
+
+def _without(table: pl.DataFrame, column: str) -> list[str]:
+    return [name for name in table.columns if name != column]
 
 
 @memoize
@@ -125,12 +130,13 @@ def _all_preparation(trace: Trace) -> pl.DataFrame:
 
 
 def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
-    others = work.filter(pl.col("kind") != "communication")
-    calls = work.filter(pl.col("kind") == "communication")
+    is_call = columns.flags(work["kind"] == "communication")
+    is_other = columns.flags(work["kind"] != "communication")
+    others, calls = columns.where(work, is_other), columns.where(work, is_call)
     by_span = _under_span(others, calls)
-    by_lane = _on_lane(others.join(by_span, on="id", how="anti"), calls)
+    by_lane = _on_lane(others.join(by_span, on="id", how="anti") if by_span.height else others, calls)
     if by_span.is_empty() and by_lane.is_empty():
-        return pl.DataFrame(schema={**work.schema, **_ADDED})
+        return work.clear().hstack(schema.empty(_ADDED))
     found = pl.concat([by_span, by_lane]).sort("start_ns", "id")
     found = found.join(sizes, on="collective_id", how="left", maintain_order="left")
     return _with_alone(found.with_columns(_overlapped(found, work)))
@@ -138,7 +144,7 @@ def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
 
 def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     if others["span"].null_count() == others.height or calls["span"].null_count() == calls.height:
-        return pl.DataFrame(schema={**others.schema, "collective_id": pl.Int64, "evidence": pl.String})
+        return others.clear().hstack(schema.empty(_FOUND))
     named = pl.col("span")
     names = pl.concat([others["span"], calls["span"]]).drop_nulls().unique().to_frame()
     spans = named.is_in(
@@ -155,9 +161,11 @@ def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _on_lane(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    own, following_calls = (rows.filter(pl.col("role") == "communication") for rows in (others, calls))
+    own, following_calls = (
+        columns.where(rows, columns.flags(rows["role"] == "communication")) for rows in (others, calls)
+    )
     if own.is_empty():
-        return pl.DataFrame(schema={**others.schema, "collective_id": pl.Int64, "evidence": pl.String})
+        return others.clear().hstack(schema.empty(_FOUND))
     both = pl.concat([own, following_calls]).sort("lane", "start_ns", "id")
     following = pl.when(pl.col("kind") == "communication").then("id").backward_fill().over("lane")
     found = both.with_columns(following.alias("collective_id"), pl.lit("lane").alias("evidence"))

@@ -75,6 +75,8 @@ def long_kernels(trace: Trace) -> pl.DataFrame:
     Columns KERNEL_COLUMNS; one row per kernel.
     """
     stalled = device_stalls.device_stalls(trace).filter("is_recurring")["device"]
+    if stalled.is_empty():
+        return schema.empty(KERNEL_COLUMNS)
     is_long = pl.col("dur_ns") >= device_stalls.MIN_STALL_NS
     return schema.select(_kernels(trace).filter(is_long, pl.col("device").is_in(stalled.implode())), KERNEL_COLUMNS)
 

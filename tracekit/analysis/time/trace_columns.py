@@ -58,7 +58,7 @@ def is_named(trace: Trace, pattern: str) -> Flags:
 
     Each distinct name is matched once: a trace has far fewer names than ops.
     """
-    names, code = _op_names(trace)
+    names, code = op_names(trace)
     return np.asarray(matches(names, pattern)[code], np.bool_)
 
 
@@ -82,17 +82,19 @@ _MAX_KNOWN_NAMES = 10_000
 @memoize
 def is_activity_named(trace: Trace, pattern: str) -> Flags:
     """Return which activities have a name in which the regular expression matches; shape (activities,)."""
-    names, code = _activity_names(trace)
+    names, code = activity_names(trace)
     return np.asarray(matches(names, pattern)[code], np.bool_)
 
 
 @memoize
-def _activity_names(trace: Trace) -> tuple[list[str], Ints]:
+def activity_names(trace: Trace) -> tuple[list[str], Ints]:
+    """Return the distinct names of activities, and the index of each one's name among them, shape (activities,)."""
     return _distinct(trace.activities["name"])
 
 
 @memoize
-def _op_names(trace: Trace) -> tuple[list[str], Ints]:
+def op_names(trace: Trace) -> tuple[list[str], Ints]:
+    """Return the distinct names of ops, and the index of each op's name among them, shape (ops,)."""
     return _distinct(trace.ops["name"])
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import host_state
+from tracekit.analysis.time import host_state, trace_columns
 from tracekit.model import sweep_line
 from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.sweep_line import NEVER, Flags, Ints
@@ -109,13 +109,8 @@ def _recorded_calls(trace: Trace) -> _Found:
     launch = rows_of(id_, ids(trace.activities["launch_id"]))
     launches[launch[launch >= 0]] = True
     patterns = {"drains": _DRAINS, "blocks": _BLOCKS, "allocates": _ALLOCATES}
-    runtime = np.flatnonzero(flags(ops["kind"] == "runtime"))
-    matches = pl.DataFrame([ops["name"][runtime]]).select(
-        pl.col("name").str.contains(pattern).alias(what) for what, pattern in patterns.items()
-    )
-    does = {what: np.zeros(ops.height, np.bool_) for what in patterns}
-    for what, values in does.items():
-        values[runtime] = flags(matches[what])
+    runtime = trace_columns.is_kind(trace, "runtime")
+    does = {what: runtime & trace_columns.is_named(trace, pattern) for what, pattern in patterns.items()}
     threads = host_state.launching_threads(trace)["lane"].to_numpy()
     is_call = np.isin(ops["lane"].to_numpy(), threads) & np.logical_or.reduce([launches, *does.values()])
     none = np.zeros(ops.height, np.bool_)

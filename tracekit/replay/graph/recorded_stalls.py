@@ -23,6 +23,8 @@ def delays(trace: Trace, items: pl.DataFrame) -> Ints:
     """
     delay_ns = np.zeros(items.height, np.int64)
     every = device_stalls.device_stalls(trace)
+    if every.is_empty():
+        return delay_ns
     stalls = every.filter(flags(every["is_recurring"]) & flags(every["kind"] == device_stalls.IDLE))
     if stalls.is_empty():
         return delay_ns
@@ -43,6 +45,8 @@ def delays(trace: Trace, items: pl.DataFrame) -> Ints:
 def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return for how long each item (`dependencies.lane_items`) was paused while it ran, shape (n,)."""
     stalls = device_stalls.device_stalls(trace)
+    if stalls.is_empty():
+        return np.zeros(items.height, np.int64)
     paused = stalls.filter(flags(stalls["kind"] == device_stalls.PAUSED))
     return _of_items(items, paused["activity_id"], paused["dur_ns"])
 
