@@ -53,10 +53,12 @@ class ReportOptions(OutputOptions):
     def facts(self) -> "tuple[Fact, ...]":
         """Return what the reports contain in addition to findings, measured in one pass with the facts of the rules."""
         from tracekit.analysis.time import breakdown, extents
+        from tracekit.regression import comparability
         from tracekit.regression.samples import samples
 
         formats = {self.report_format, *(report_format for report_format, _ in self._additional())}
-        return (breakdown.by_rank, extents.extent, *([samples] if ReportFormat.JSON in formats else []))
+        of_json = (samples, *comparability.FACTS) if ReportFormat.JSON in formats else ()
+        return (breakdown.by_rank, extents.extent, *of_json)
 
     def write(self, results: "Sequence[CheckResult]") -> None:
         """Write the report to `out` or stdout, and the additional ones to their files."""
