@@ -218,7 +218,7 @@ _SLACK_NS = 1_000
 
 def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     if trace.syncs.is_empty():
-        return pl.DataFrame(schema=inferred_dependencies.WAIT_COLUMNS)
+        return schema.empty(inferred_dependencies.WAIT_COLUMNS)
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "record_id", "awaited_stream"])
     lanes = trace.lanes.select(pl.col("lane").alias("awaited_lane"), "device", pl.col("stream").alias("awaited_stream"))
     starts = trace.ops.select(pl.col("id").alias("record_id"), pl.col("start_ns").alias("recorded_ns"))

@@ -218,12 +218,12 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
 def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     """Return the waits between collectives of one group on different lanes, in launch order; none if violated."""
     if not (lane := items["lane"].to_numpy()).size or lane.min() == lane.max():
-        return pl.DataFrame(schema=WAIT_COLUMNS)
+        return schema.empty(WAIT_COLUMNS)
     known = trace.collectives.select("activity_id", "group").drop_nulls()
     call = np.where(items["is_wait"].to_numpy(), -1, rows_of(ids(known["activity_id"]), items["ref"].to_numpy()))
     rows = np.flatnonzero(call >= 0)
     if not len(rows):
-        return pl.DataFrame(schema=WAIT_COLUMNS)
+        return schema.empty(WAIT_COLUMNS)
     group = _codes(known["group"])[call[rows]]
     device, launched, start = (items[name].to_numpy()[rows] for name in ("device", "launched_ns", "start_ns"))
     order = np.lexsort((start, launched, group, device))

@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 
+from tracekit.model import schema
 from tracekit.model.columns import flags, ids
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.nodes import EDGE_COLUMNS, edge_table
@@ -19,7 +20,6 @@ _NONE = np.empty(0, np.int64)
 
 def resource_waits(
     items: pl.DataFrame,
-    known: pl.DataFrame,
     first_item: int,
     *,
     launch: Ints,
@@ -31,7 +31,7 @@ def resource_waits(
 
     Those of the items in `resolved` are left out: a replay finds them itself.
 
-    `known` are the other waits between items, `first_item` the node of item 0, `launch` and `launched_ns` the node of
+    `items` are those of `late_kernels`, `first_item` is the node of item 0, `launch` and `launched_ns` are the node of
     each item's launching call and its end. A kernel waited if it started 50 µs or more after its launch and the work
     before it on its stream, in the last 20% of an earlier-launched kernel. If that began after the other was ready, it
     waits for it again in a replay. If it ran already, they met by chance: in a replay, another kernel may run then, so
@@ -40,12 +40,11 @@ def resource_waits(
     than in the recording. Edges as `trace_graph.edges`, of kind resources; the lag to the end of the other kernel is
     negative.
     """
-    parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
-    found = late_kernels(items, known, first_item, launched_ns)
-    is_open = found["late"].to_numpy() & ~np.isin(items["item"].to_numpy(), resolved)
+    parts = [schema.empty(EDGE_COLUMNS)]
+    is_open = items["late"].to_numpy() & ~np.isin(items["item"].to_numpy(), resolved)
     if not is_open.any():
         return pl.concat(parts)
-    kernels = found.with_columns(late=is_open, launch=launch, called_ns=launched_ns)
+    kernels = items.with_columns(late=is_open, launch=launch, called_ns=launched_ns)
     for (_,), here in kernels.filter(pl.col("kind") == "compute").group_by("device", maintain_order=True):
         rows, on = _in_last_wave(here)
         item, start, end, ready = (here[name].to_numpy() for name in ("item", "start_ns", "end_ns", "ready_ns"))
@@ -64,7 +63,8 @@ def resource_waits(
 def late_kernels(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launched_ns: Ints) -> pl.DataFrame:
     """Return the items with `ready_ns`, when each could have started, and whether it is a kernel that started `late`.
 
-    Arguments as of `resource_waits`. Late is 50 µs or more after the launch, the work before it and its known waits.
+    `items` are those of `dependencies.lane_items`, `known` the waits between them, other arguments as of
+    `resource_waits`. Late is 50 µs or more after the launch, the work before it and its known waits.
     """
     is_kernel = flags(items["kind"] == "compute") & (ids(items["launch_id"]) >= 0) & ~items["is_wait"].to_numpy()
     ready_ns = _ready_ns(items, known, first_item, launched_ns)

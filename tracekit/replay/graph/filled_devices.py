@@ -34,11 +34,11 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
     to the end of the other), is_found (a replay finds this wait itself); one row per kernel that waited.
     """
     if not late["late"].to_numpy().any():
-        return pl.DataFrame(schema=_WAITS_FOR_ROOM)
+        return schema.empty(_WAITS_FOR_ROOM)
     is_kernel = flags(late["kind"] == "compute") & ~late["is_wait"].to_numpy()
     kernels = late.with_columns(grid_id.alias("grid_id")).filter(is_kernel)
     devices = kernels.sort("start_ns", "item").partition_by("device", maintain_order=True)
-    starts = pl.concat([pl.DataFrame(schema=_CONCURRENT_START), *(_concurrent_starts(here) for here in devices)])
+    starts = pl.concat([schema.empty(_CONCURRENT_START), *(_concurrent_starts(here) for here in devices)])
     counts = starts.group_by("grid_id").agg(
         held_up=pl.col("on").filter("late", "in_last_wave", "ran_before").n_unique(),
         shared=pl.col("on").filter(~pl.col("late") & ~pl.col("in_last_wave")).n_unique(),

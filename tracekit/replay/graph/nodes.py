@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import host_state
-from tracekit.model import schema
+from tracekit.model import columns
 from tracekit.model.sweep_line import Ints
 
 HOST, WORK, WAIT = 0, 1, 2
@@ -36,13 +36,25 @@ class TraceGraph(NamedTuple):
 
 def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
     """Return nodes with all node columns, numbered; without launch, state or gap where these are missing."""
-    with_ids = every.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("node"))
-    return schema.conform(with_ids, NODE_COLUMNS).with_columns(
-        pl.col("launch", "host_state", "room_ns").fill_null(-1),
-        pl.col("is_late").fill_null(value=False),
-        pl.col("launch_ns", "stall_ns", "paused_ns", "slowed_ns", "avoidable_ns", "avoidable_by").fill_null(0),
-        pl.col(*GAP_COLUMNS.values()).fill_null(0),
-    )
+    node = pl.Series("node", np.arange(every.height), pl.Int64)
+    return node.to_frame().hstack([_node_column(every, name) for name in NODE_COLUMNS if name != "node"])
+
+
+_IF_MISSING = {
+    **dict.fromkeys(("launch", "host_state", "room_ns"), -1),
+    **dict.fromkeys(("launch_ns", "stall_ns", "paused_ns", "slowed_ns", "avoidable_ns", "avoidable_by"), 0),
+    **dict.fromkeys(GAP_COLUMNS.values(), 0),
+}
+
+
+def _node_column(every: pl.DataFrame, name: str) -> pl.Series:
+    """Return a column of nodes with its type, and with its value for nodes without one, if there is such a value."""
+    dtype, count = NODE_COLUMNS[name], every.height
+    nothing = pl.Series(name, [None], dtype).new_from_index(0, count)
+    column = every.get_column(name).cast(dtype) if name in every.columns else nothing
+    if name in _IF_MISSING:
+        return pl.Series(name, columns.filled(column, _IF_MISSING[name])).cast(dtype)
+    return pl.Series(name, columns.flags(column)) if name == "is_late" else column
 
 
 def gap_series(gap_ns: Ints) -> list[pl.Series]:

@@ -76,7 +76,8 @@ def windows(trace: Trace) -> pl.DataFrame:
     """
     made, steps = build(trace).nodes, trace.steps.drop_nulls(["start_ns", "end_ns"])
     starts = made["start_ns"].to_numpy()
-    near = made[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())
+    placed = made[["device", "start_ns", "step", "node", "kind"]]
+    near = placed[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())
     begins = near.select("device", "start_ns", pl.col("step").alias("of"), pl.col("node").alias("first"))
     found = steps.join(begins, on=["device", "start_ns"], how="left", nulls_equal=True, maintain_order="left")
     own = found.filter(pl.col("first").is_not_null() & (pl.col("step").is_null() | (pl.col("of") == pl.col("step"))))
@@ -90,7 +91,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
 
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
-    parts = [pl.DataFrame(schema=_PREPARATION)]
+    parts = [schema.empty(_PREPARATION)]
     made = build(trace).nodes
     work = np.flatnonzero(made["what"].to_numpy() == WORK)
     ref = ids(made["ref"][work])
@@ -166,8 +167,7 @@ def _on_device(trace: Trace) -> TraceGraph:
     late = device_sharing.late_kernels(items, lane_waits, first_item, launched_ns)
     for_room = filled_devices.waits_for_room(late, grid_id)
     shared = device_sharing.resource_waits(
-        items,
-        lane_waits,
+        late,
         first_item,
         launch=launch,
         launched_ns=launched_ns,
@@ -312,7 +312,7 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     which = np.flatnonzero((calls.blocks & unknown & ~calls.drains & ~calls.waits_itself) | queue_full)
     work = np.flatnonzero(~items["is_wait"].to_numpy())
     if not len(work) or not len(which):
-        return pl.DataFrame(schema=EDGE_COLUMNS)
+        return schema.empty(EDGE_COLUMNS)
     work = work[np.argsort(items["end_ns"].to_numpy()[work], kind="stable")]
     ends = items["end_ns"].to_numpy()[work]
     last = np.searchsorted(ends, calls.end_ns[which] + _NEAR_NS // 10, side="right") - 1
@@ -348,7 +348,7 @@ def _own(calls: Calls, waits: pl.DataFrame, items: pl.DataFrame, first_item: int
 
 def _queue(calls: Calls, items: pl.DataFrame, launch: Ints, first_item: int) -> pl.DataFrame:
     """Return the waits of launches for queue space: for the launch QUEUE_DEPTH before; none if violated."""
-    parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
+    parts = [schema.empty(EDGE_COLUMNS)]
     is_work = ~items["is_wait"].to_numpy() & (launch >= 0)
     device, end = items["device"].to_numpy(), items["end_ns"].to_numpy()
     for each in np.unique(device[is_work]) if is_work.sum() > QUEUE_DEPTH else ():

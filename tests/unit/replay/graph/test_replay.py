@@ -141,8 +141,9 @@ def test_a_kernel_waits_for_the_last_wave_of_another_that_fills_the_device():
 
 def waits_for_room(kernels, launched_ns):
     known = pl.DataFrame(schema=EDGE_COLUMNS)
-    launch = np.array([5, 6, 7])
-    found = device_sharing.resource_waits(kernels, known, 10, launch=launch, launched_ns=np.array(launched_ns))
+    launch, launched_ns = np.array([5, 6, 7]), np.array(launched_ns)
+    late = device_sharing.late_kernels(kernels, known, 10, launched_ns)
+    found = device_sharing.resource_waits(late, 10, launch=launch, launched_ns=launched_ns)
     return found.select("waiting", "awaited", "lag_ns").rows()
 
 
