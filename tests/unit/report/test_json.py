@@ -1,6 +1,7 @@
 """Reports as JSON: strict, as the published schema says, and read back for a comparison."""
 
 import json
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -10,10 +11,19 @@ import pytest
 
 from tests.support import drawn_traces, sample_report
 from tracekit.analysis.time import breakdown
+from tracekit.cli.formats import ReportFormat, ReportOptions
 from tracekit.errors import InputError
+from tracekit.ingest import loader
+from tracekit.model.executor import Measured, Threads
+from tracekit.model.source import LoadedTraces, Source
+from tracekit.model.trace import Fact
 from tracekit.regression.comparison import RunSamples, compare
+from tracekit.regression.samples import samples
 from tracekit.report import json as report_json
+from tracekit.rules import engine
 from tracekit.rules.rule import Finding, IgnoredFinding, Severity
+
+SAMPLES = Path(__file__).parents[3] / "sample_traces"
 
 SUMMARY_COLUMNS = [
     "rank",
@@ -176,3 +186,19 @@ def test_a_report_of_the_previous_schema_is_read_for_a_comparison(tmp_path: Path
     (tmp_path / "old.json").write_text(text.replace("tracekit.report/2", "tracekit.report/1"))
     new, old = (report_json.read(tmp_path / name) for name in ("new.json", "old.json"))
     assert old.samples.equals(new.samples)
+
+
+def test_a_report_measures_nothing_after_the_check() -> None:
+    measured: list[Fact] = []
+
+    class RecordingThreads(Threads):
+        def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
+            measured.extend(facts)
+            return super().measure(sources, facts, loaded)
+
+    run = loader.load(SAMPLES / "demo-yafsdp", executor=RecordingThreads(1))
+    report = engine.check(run, facts=ReportOptions(report_format=ReportFormat.JSON).facts())
+    assert samples in measured
+    measured.clear()
+    validate(report_json.render(report, run))
+    assert measured == []
