@@ -6,11 +6,15 @@ visits only the nodes that remain. The result is exact, since times are integers
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from tracekit.model.sweep_line import NEVER, Flags, Ints
 
+Rows: TypeAlias = npt.NDArray[np.int32]
+"""Numbers of nodes or rows: of the graph of thousands of ranks, such arrays need much memory."""
 _EVER = np.int64(-(1 << 60))
 
 
@@ -50,9 +54,9 @@ class Contracted:
     awaited: Ints
     lag_ns: Ints
     starts_at_0: Flags
-    first: Ints
+    first: Rows
     first_ns: Ints
-    second: Ints
+    second: Rows
     second_ns: Ints
 
     def rows(self, node: Ints) -> Ints:
@@ -97,28 +101,35 @@ def starts(network: Network) -> Ints:
 
 def contract(network: Network, remaining: Flags | None = None) -> Contracted:
     """Return the network without the nodes that follow from others, except for those that shall remain."""
+    chained, launched = _followers(network, remaining)
+    head, after_ns = _runs(chained, network.chain_ns + network.own_ns)
+    rows = np.flatnonzero(launched)
+    launched[rows] = ~launched[head[network.launch[rows]]]
+    before = np.flatnonzero(~chained)  # the remaining nodes so far, in order: each follows the one before
+    joins, launch = launched[before], np.maximum(network.launch[before], 0)
+    del chained, launched
+    caller = head[launch]
+    joins[1:] &= ~joins[:-1] | (caller[1:] == caller[:-1])
+    own, chain_ns = network.own_ns[before], network.chain_ns[before]
+    chain_ns = chain_ns + after_ns[np.maximum(before - 1, 0)]
+    first, first_ns = _runs(joins, chain_ns + own)
+    called_ns = network.launch_ns[before] + after_ns[launch] + own - first_ns
+    second_ns = np.where(joins, first_ns + _running_maximum(np.where(joins, called_ns, _EVER), first), NEVER)
+    of_node = np.full(len(head), -1, np.int32)
+    of_node[before] = np.arange(len(before), dtype=np.int32)
+    runs = _Runs(joins, first, first_ns, of_node[caller], second_ns)
+    return _joined(network, before, of_node[head], after_ns, runs)
+
+
+def _followers(network: Network, remaining: Flags | None) -> tuple[Flags, Flags]:
+    """Return which nodes wait for the one before alone, and which also for their launch, without the `remaining`."""
     count = len(network.own_ns)
     waits = np.bincount(network.waiting, minlength=count) + (network.chain >= 0) + (network.launch >= 0)
     follows = network.chain == np.arange(count) - 1
     follows[:1] = False
     if remaining is not None:
         follows &= ~remaining
-    chained = follows & (waits == 1)
-    head, after_ns = _runs(chained, network.chain_ns + network.own_ns)
-    launched = follows & (waits == 2) & (network.launch >= 0)
-    caller = head[np.maximum(network.launch, 0)]
-    launched &= ~launched[caller]
-    before = np.flatnonzero(~chained)  # the remaining nodes so far, in order: each follows the one before
-    joins = launched[before]
-    other = caller[before]
-    joins[1:] &= ~joins[:-1] | (other[1:] == other[:-1])
-    own, chain_ns = network.own_ns[before], network.chain_ns[before]
-    chain_ns = chain_ns + after_ns[np.maximum(before - 1, 0)]
-    first, first_ns = _runs(joins, chain_ns + own)
-    launch = network.launch[before]
-    called_ns = network.launch_ns[before] + after_ns[np.maximum(launch, 0)] + own - first_ns
-    second_ns = np.where(joins, first_ns + _running_maximum(np.where(joins, called_ns, _EVER), first), NEVER)
-    return _joined(network, before, head, after_ns, _Runs(joins, first, first_ns, other, second_ns))
+    return follows & (waits == 1), follows & (waits == 2) & (network.launch >= 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,20 +137,19 @@ class _Runs:
     """The runs of launched nodes: which join one, its first row, and the times after that row and after its caller."""
 
     joins: Flags
-    first: Ints
+    first: Rows
     first_ns: Ints
-    caller: Ints
+    caller: Rows
     second_ns: Ints
 
 
-def _joined(network: Network, before: Ints, head: Ints, after_ns: Ints, runs: _Runs) -> Contracted:
-    row = np.cumsum(~runs.joins) - 1
-    of_node = np.full(len(network.own_ns), -1, np.int64)
-    of_node[before] = np.arange(len(before))
-    run = of_node[head]
-    second = np.where(runs.joins, row[of_node[runs.caller]], -1)
-    first, second = row[runs.first][run], second[run]
-    first_ns, second_ns = runs.first_ns[run] + after_ns, runs.second_ns[run] + after_ns
+def _joined(network: Network, before: Ints, run: Rows, after_ns: Ints, runs: _Runs) -> Contracted:
+    """Return the network of the rows that join no run; `run` is the row in `before` by which each node ends."""
+    row = np.cumsum(~runs.joins, dtype=np.int32) - np.int32(1)
+    first, second = row[runs.first][run], np.where(runs.joins, row[runs.caller], np.int32(-1))[run]
+    first_ns, second_ns = runs.first_ns[run], runs.second_ns[run]
+    first_ns += after_ns
+    second_ns += after_ns
     node = before[~runs.joins]
     chain, launch = node[network.chain[node] >= 0], node[network.launch[node] >= 0]
     waiting = np.concatenate((network.waiting, chain, launch))  # nodes with further edges all remain
@@ -165,15 +175,20 @@ def _joined(network: Network, before: Ints, head: Ints, after_ns: Ints, runs: _R
     )
 
 
-def _runs(continues: Flags, took_ns: Ints) -> tuple[Ints, Ints]:
-    """Return the first row of each row's run, and the time from that one's end to the end of the row."""
-    rows = np.arange(len(continues))
-    first = np.maximum.accumulate(np.where(continues, 0, rows))
-    total = np.cumsum(np.where(continues, took_ns, 0))
-    return first, total - total[first]
+def _runs(continues: Flags, took_ns: Ints) -> tuple[Rows, Ints]:
+    """Return the first row of each row's run, and the time from that one's end to the end of the row.
+
+    Changes `took_ns`: there may be millions of rows.
+    """
+    first = np.arange(len(continues), dtype=np.int32)
+    first[continues] = 0
+    np.maximum.accumulate(first, out=first)
+    took_ns[~continues] = 0
+    np.cumsum(took_ns, out=took_ns)
+    return first, took_ns - took_ns[first]
 
 
-def _running_maximum(values: Ints, first: Ints) -> Ints:
+def _running_maximum(values: Ints, first: Rows) -> Ints:
     """Return the maximum of the values so far in each run, found by doubling: `first` is the run's first row."""
     found = values.copy()
     length = np.arange(len(values)) - first

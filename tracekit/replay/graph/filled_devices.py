@@ -10,7 +10,7 @@ from tracekit.model import schema
 from tracekit.model.columns import flags
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contraction, device_sharing
-from tracekit.replay.graph.contraction import Contracted, Network
+from tracekit.replay.graph.contraction import Contracted, Network, Rows
 from tracekit.replay.graph.nodes import WORK, NodeTable
 
 _SLACK_NS = 20_000
@@ -126,12 +126,14 @@ def is_kernel() -> pl.Expr:
 class Devices:
     """Which nodes fill which device: shape (n,) over all nodes; `place` is -1 for nodes that need no room.
 
+    `lane` is a number that no lane of another device has.
+
     `contended` are the kernels that became ready while another one filled their device, in any replay so far: the next
     one begins with these, which changes nothing but the time that it takes.
     """
 
     place: Ints
-    lane: Ints
+    lane: Rows
     room_ns: Ints
     shares_with: Ints
     contended: Flags
@@ -152,6 +154,7 @@ def devices(frame: NodeTable, count: int) -> Devices | None:
     )
     rest = np.full(count - frame.height, _NONE, np.int64)
     place, lane, room_ns, shares_with = (np.concatenate((nodes[name].to_numpy(), rest)) for name in nodes.columns)
+    lane = np.unique(place * _LANES + lane, return_inverse=True)[1].astype(np.int32)
     return Devices(place, lane, room_ns, shares_with, contended=np.zeros(count, np.bool_))
 
 
@@ -176,15 +179,14 @@ def starts(network: Network, devices: Devices | None) -> Ints:
 def _contended(devices: Devices, fillers: Flags, start_ns: Ints, own_ns: Ints) -> Flags:
     """Return which kernels start while one of another stream runs that leaves no room."""
     rows, kernels = np.flatnonzero(fillers), np.flatnonzero(devices.place >= 0)
-    lane = np.unique(devices.place * _LANES + devices.lane, return_inverse=True)[1]
     until_ns = start_ns[rows] + own_ns[rows] - devices.room_ns[rows]
     times = np.unique(np.concatenate((start_ns[rows], until_ns)))
     count = np.zeros(len(kernels), np.int64)
-    for place, sign in ((devices.place, 1), (lane, -1)):
-        base = place * (len(times) + 1)
-        begin = base[rows] + np.searchsorted(times, start_ns[rows]) + 1
-        until = base[rows] + np.searchsorted(times, until_ns) + 1
-        at = base[kernels] + np.searchsorted(times, start_ns[kernels], side="right")
+    start_at, until_at = np.searchsorted(times, start_ns[rows]) + 1, np.searchsorted(times, until_ns) + 1
+    kernel_at = np.searchsorted(times, start_ns[kernels], side="right")
+    for place, sign in ((devices.place, 1), (devices.lane, -1)):
+        base, of_kernel = (place[which].astype(np.int64) * (len(times) + 1) for which in (rows, kernels))
+        begin, until, at = base + start_at, base + until_at, of_kernel + kernel_at
         running = np.searchsorted(np.sort(begin), at, side="right") - np.searchsorted(np.sort(until), at, side="right")
         count += sign * running
     found = np.zeros(len(fillers), np.bool_)
