@@ -81,10 +81,12 @@ def _spans(run: Run, stalls: pl.DataFrame) -> Iterator[HostSpan]:
     pieces = run.run_table(outlier_steps.outlier_stalls).with_columns(end_ns=pl.col("run_start_ns") + pl.col("dur_ns"))
     for stall in stalls.iter_rows(named=True):
         events = pieces.filter(pl.col("event").is_in(stall["events"]), pl.col("window") == stall["window"])
-        ranks = run.ranks if stall["is_everyone"] else stall["ranks"]
-        of_ranks = {rank: events.filter(pl.col("rank") == rank) for rank in ranks}
-        for rank, own in of_ranks.items():
-            for start_ns, end_ns in (own if own.height else events).select("run_start_ns", "end_ns").iter_rows():
+        every = events.select("run_start_ns", "end_ns").rows()
+        by_rank: dict[int, list[tuple[int, int]]] = {}
+        for rank, span in zip(events["rank"].to_list(), every, strict=True):
+            by_rank.setdefault(rank, []).append(span)
+        for rank in run.ranks if stall["is_everyone"] else dict.fromkeys(stall["ranks"]):
+            for start_ns, end_ns in by_rank.get(rank, every):
                 yield HostSpan(stall["window"], rank, start_ns, end_ns, f"{stall['cause']} in step {stall['step']}")
 
 

@@ -85,6 +85,21 @@ def lead_ns(arrivals: pl.DataFrame, group: list[int]) -> int:
     return int(lead(arrivals, group)["lead_ns"].sum())
 
 
+def leads_of_ranks(arrivals: pl.DataFrame) -> dict[int, int]:
+    """Return for how long the others wait for each rank alone, as `lead_ns`, by rank in order."""
+    latest_first = arrivals.sort("arrival_ns", descending=True, nulls_last=True, maintain_order=True)
+    by_rank = latest_first.unique([*_KEY, "rank"], keep="first", maintain_order=True)
+    arrival_ns = pl.col("arrival_ns")
+    leads = by_rank.group_by(_KEY).agg(
+        pl.col("rank").first(),
+        (arrival_ns.first() - arrival_ns.slice(1, 1).first()).alias("lead_ns"),
+        pl.col("residual_ns").max(),
+    )
+    late = leads.filter(pl.col("lead_ns") > pl.col("residual_ns")).group_by("rank").agg(pl.col("lead_ns").sum())
+    of_rank: dict[int, int] = dict(late.iter_rows())
+    return {rank: of_rank.get(rank, 0) for rank in arrivals["rank"].unique().sort().to_list()}
+
+
 def lead(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
     """Return by how much some ranks arrive after the last of the others: window, instance, step, lead_ns."""
     is_late, arrival_ns = pl.col("rank").is_in(group), pl.col("arrival_ns")

@@ -82,7 +82,7 @@ def latest(run: Run) -> tuple[int, ...]:
     if not members.is_empty():
         return tuple(members["rank"].to_list())
     arrivals = run.run_table(late_groups.judged_arrivals)
-    leads = {rank: late_groups.lead_ns(arrivals, [rank]) for rank in arrivals["rank"].unique().sort().to_list()}
+    leads = late_groups.leads_of_ranks(arrivals)
     best = max(leads, key=lambda rank: leads[rank], default=None)
     return (best,) if best is not None and leads[best] > 0 else ()
 
