@@ -76,7 +76,8 @@ class Rank:
         for event in host:
             threads[event["pid"], event["tid"]] += 1
         self.main_thread = max(threads, key=lambda thread: threads[thread])
-        self.pauses: list[Pause] = [*recorded_waits(self.kernels, self.calls)]
+        self._waits = tuple(recorded_waits(self.kernels, self.calls))
+        self.pauses: list[Pause] = [*self._waits]
         self._fill: list[tuple[Kernel, float]] = []
         self._collectives = [kernel for kernel in self.kernels if kernel.is_collective]
         self._link()
@@ -126,6 +127,13 @@ class Rank:
         for kernel in self.kernels:
             if not self.steps or (kernel.launch is not None and kernel.launch >= self.steps_start):
                 kernel.stretch = 1.0
+
+    def undo_changes(self) -> None:
+        """Undo all changes to the host, to the work and to the clock, and forget the last replay."""
+        self.pauses, self.taken, self.clock_us = [*self._waits], [], 0.0
+        for kernel in self.kernels:
+            kernel.stretch = 1.0
+        self.prepare()
 
     def _link(self) -> None:
         waits = [float(call["ts"]) for call in self.calls if _WAIT_CALL.match(call["name"])]
@@ -324,10 +332,17 @@ class Job:
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
+        self._recorded_ranks = tuple(ranks)
         self.instances = _instances(ranks)
         for members in self.instances:
             for _, kernel in members:
                 kernel.members = members
+
+    def undo_changes(self) -> None:
+        """Make it the job that was read: with all ranks, and without changes or a replay."""
+        self.ranks = [*self._recorded_ranks]
+        for rank in self.ranks:
+            rank.undo_changes()
 
     def replay(self) -> None:
         """Compute when everything happens with the changes made to pauses and kernels."""

@@ -1,8 +1,10 @@
 """Train as the trainers' options say, on every rank of a process group and alone; compare. Not a test."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -17,6 +19,7 @@ from instrumented_trainers.loss import next_token_loss
 from instrumented_trainers.model import Llama
 from instrumented_trainers.parallelism import ModelAxes, PipelineModel
 from instrumented_trainers.sizes import model_config
+from tests.integration import references
 from tests.integration.hybrid import STEPS, weight_difference
 
 _FIXED = {
@@ -53,13 +56,18 @@ class Trainer:
 def difference(options: dict[str, Any]) -> float:
     """Return the largest relative difference of losses, and of this rank's part of the weights after the last step."""
     trainer = Trainer(options)
-    config, reference = trainer.config, _whole(trainer.config)
-    alone, largest = torch.optim.SGD(reference.parameters(), lr=_RATE), 0.0
-    for number in range(STEPS):
-        expected = _reference_step(config, reference, alone, number)
-        largest = max(largest, abs(trainer.step(number) - expected) / expected)
-    whole, state = reference.state_dict(), parallelism.checkpoint_state(trainer.model, trainer.optimizer)["model"]
-    return max(largest, *(weight_difference(value, whole[name]) for name, value in state.items()))
+    losses, whole = references.on_first_rank(functools.partial(_reference, trainer.config))
+    found = [trainer.step(number) for number in range(STEPS)]
+    largest = max(abs(loss - expected) / expected for loss, expected in zip(found, losses, strict=True))
+    state = parallelism.checkpoint_state(trainer.model, trainer.optimizer)["model"]
+    return max(largest, *(weight_difference(value, torch.from_numpy(whole[name])) for name, value in state.items()))
+
+
+def _reference(config: TrainingConfig) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Train the whole model on the data of all ranks; return the loss of each step, and the weights at the end."""
+    model = _whole(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    return [_reference_step(config, model, optimizer, n) for n in range(STEPS)], references.state_arrays(model)
 
 
 def save(options: dict[str, Any], path: Path) -> list[float]:

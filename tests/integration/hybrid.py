@@ -1,13 +1,15 @@
-"""Train the trainers' model over tensor, context and expert axes and, on each rank, the same alone; compare. No test.
+"""Train the trainers' model over tensor, context and expert axes and, on rank 0, the same alone; compare. Not a test.
 
 All in fp64, where the two may differ by rounding only. The reference trains on the data of all ranks.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -25,6 +27,7 @@ from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, context,
 from instrumented_trainers.parallelism.vocabulary_loss import vocabulary_cross_entropy
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard
 from instrumented_trainers.regions import Axis
+from tests.integration import references
 
 CONFIG = ModelConfig(width=16, layers=2, heads=4, key_value_heads=2, hidden_width=24, vocabulary=32)
 SEQUENCES, TOKENS, STEPS = 2, 8, 5
@@ -144,18 +147,24 @@ def batches(case: Hybrid, ranks: int, number: int) -> Tensor:
 
 def difference(case: Hybrid) -> float:
     """Train both; return the largest relative difference of losses, norms, and this rank's part of the weights."""
-    trainer, reference = Trainer(case), llama(case)
-    optimizer, largest = optimizer_of(case, reference), 0.0
-    for number in range(STEPS):
+    expected, whole = references.on_first_rank(functools.partial(_reference, case, case.data))
+    trainer, largest = Trainer(case), 0.0
+    for number, values in enumerate(expected):
         found = trainer.step(number)
-        expected = _reference_step(case, trainer.case.data, reference, optimizer, number)
-        largest = max(largest, *(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found, expected, strict=True) if b))
-    whole = reference.state_dict()
+        largest = max(largest, *(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found, values, strict=True) if b))
     state = parallelism.checkpoint_state(trainer.model, trainer.optimizer)["model"]
     assert state.keys() == whole.keys()
     for name, value in state.items():
-        largest = max(largest, weight_difference(value, whole[name]))
+        largest = max(largest, weight_difference(value, torch.from_numpy(whole[name])))
     return largest
+
+
+def _reference(case: Hybrid, ranks: int) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+    """Train the whole model on the data of all ranks; return loss and norm of each step, and the weights at the end."""
+    model = llama(case)
+    optimizer = optimizer_of(case, model)
+    values = [_reference_step(case, ranks, model, optimizer, number) for number in range(STEPS)]
+    return values, references.state_arrays(model)
 
 
 def _reference_step(

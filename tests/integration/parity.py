@@ -1,9 +1,10 @@
-"""Train a toy under YaFSDP on all ranks and, on each rank, the same toy alone on all ranks' data; compare. Not a test.
+"""Train a toy under YaFSDP on all ranks and, on rank 0, the same toy alone on all ranks' data; compare. Not a test.
 
 Both are in fp64, where the two may differ by rounding only. One of the world sizes must be other than 1, 2 and 4:
 dividing by a power of two is exact, so a wrong order of dividing and summing could hide.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
 from instrumented_trainers.parallelism.yafsdp.module import units_in
+from tests.integration import references
 from tests.integration.toy import RANK_DEPENDENT_PATHS, VOCABULARY, Toy
 
 SEQUENCES, TOKENS = 2, 9
@@ -84,19 +86,19 @@ def compare(case: Case) -> Difference:
     losses, gradients, norms = [0.0], [0.0], [0.0]
     for step in range(case.steps):
         batches = _batches(case, step)
-        rank, together = dist.get_rank(), case.path not in RANK_DEPENDENT_PATHS
+        rank = dist.get_rank()
         loss = _train(case, sharded, {rank: batches[rank]}, step)
-        everything = {0: torch.cat(list(batches), dim=1)} if together else dict(enumerate(batches))
-        reference_loss = _train(case, reference, everything, step)
+        train_reference = functools.partial(_train_reference, case, reference, batches, step)
+        reference_loss, reference_norm = references.follow_first_rank(reference, train_reference)
         losses.append(relative(_mean_over_ranks(loss), reference_loss))
         if case.max_norm is not None:
-            norm = sharded.clip_grad_norm_(case.max_norm)
-            norms.append(relative(norm, nn.utils.clip_grad_norm_(reference.parameters(), case.max_norm)))
+            norms.append(relative(sharded.clip_grad_norm_(case.max_norm), reference_norm))
         gradients.append(_gradient_difference(case, sharded, reference))
-        for optimizer in optimizers:
+        for optimizer in optimizers[: 2 if rank == 0 else 1]:
             optimizer.step()
             if (step + 1) % case.clear_every == 0:
                 optimizer.zero_grad(set_to_none=case.set_to_none)
+    references.follow_first_rank(reference, lambda: None)
     return Difference(max(losses), max(gradients), _parameter_difference(sharded, reference), max(norms))
 
 
@@ -175,6 +177,16 @@ def _train(case: Case, toy: Toy, batches: Mapping[int, Tensor], step: int) -> Te
     if case.evaluate:
         _evaluate(toy, tokens)
     return total
+
+
+def _train_reference(case: Case, reference: Toy, batches: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Run the batches of all ranks forward and backward, and clip; return the mean loss and the gradients' norm."""
+    together = case.path not in RANK_DEPENDENT_PATHS
+    loss = _train(case, reference, {0: torch.cat(list(batches), dim=1)} if together else dict(enumerate(batches)), step)
+    norm = torch.zeros(())
+    if case.max_norm is not None:
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), case.max_norm)
+    return loss.cpu(), norm.cpu()
 
 
 def _go_back(case: Case, losses: list[Tensor]) -> None:

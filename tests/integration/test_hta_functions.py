@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("hta", reason="needs the extra [hta]")
 
+from hta.analyzers import cuda_kernel_analysis
 from hta.common.trace import Trace as HtaTrace
 from hta.configs.env_options import HTAEnvOptions
 from hta.trace_analysis import TraceAnalysis
@@ -96,9 +97,23 @@ def test_kernels_have_the_sums_of_the_kernel_breakdown(theirs, ours):
         assert total == pytest.approx(own[name] / _US, abs=0.01)
 
 
+@pytest.fixture(scope="module")
+def sequences_of_hta(theirs, tmp_path_factory):
+    """Return HTA's function of an operator's name, with one call graph for all names, and without its overlaid trace.
+
+    The graph does not depend on the name. The overlaid trace is a file for a viewer: to make it takes 10 s each time.
+    """
+    graph, folder = cuda_kernel_analysis.CallGraph(theirs.t, ranks=[0]), str(tmp_path_factory.mktemp("sequences"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_kernel_analysis, "CallGraph", lambda trace, ranks: graph)
+        analysis = cuda_kernel_analysis.CudaKernelAnalysis
+        patch.setattr(analysis, "_overlay_frequent_patterns_with_trace", lambda *_: {})
+        yield lambda op: theirs.get_frequent_cuda_kernel_sequences(op, folder, min_pattern_len=2, visualize=False)
+
+
 @pytest.mark.parametrize("op", ["aten::linear", "aten::cudnn_convolution", "ConvolutionBackward"])
-def test_sequences_that_operators_launch_are_those_of_hta(theirs, ours, tmp_path, op):
-    hta = theirs.get_frequent_cuda_kernel_sequences(op, str(tmp_path), min_pattern_len=2, visualize=False)
+def test_sequences_that_operators_launch_are_those_of_hta(sequences_of_hta, ours, op):
+    hta = sequences_of_hta(op)
     own = {"|".join((row["op"], *row["kernels"])): row for row in kernel_sequences.by_call(ours, op).to_dicts()}
     assert set(hta["pattern"]) == set(own)
     for pattern, count, on_device, on_host in hta[

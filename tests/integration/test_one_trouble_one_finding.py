@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from benchmarks import perturbation_graph, perturbed, troubles
-from tests.support import shared_findings
+from benchmarks import perturbed, troubles
+from tests.support import recorded_jobs, shared_findings
 from tracekit.rules.rule import Severity
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -28,7 +28,7 @@ def controls():
 
 def changed(name, kind, size, scratch):
     """Return the findings on a recording with a trouble, and what it costs as a share of the recording."""
-    job = perturbation_graph.load(shared(name).glob("*.json.gz"))
+    job = recorded_jobs.job(shared(name))
     next(each for each in troubles.KINDS if each.name == kind).apply(job, size, random.Random(kind))
     findings = perturbed.checked(job, scratch).findings
     length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)

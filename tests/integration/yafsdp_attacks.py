@@ -21,6 +21,7 @@ from instrumented_trainers.parallelism.yafsdp import (
     register_forward_method,
 )
 from instrumented_trainers.parallelism.yafsdp.module import units_in
+from tests.integration import references
 from tests.integration.parity import pairs, relative
 
 WIDTH, DEPTH = 8, 4
@@ -84,14 +85,21 @@ def difference(attack: Attack) -> float:
     ranks = range(dist.get_world_size())
     largest = 0.0
     for step in range(attack.steps):
-        losses = [_train(attack, sharded, [dist.get_rank()], step), _train(attack, reference, ranks, step)]
-        dist.all_reduce(losses[0])
-        largest = max(largest, relative(losses[0], losses[1]), _largest(sharded, reference, gradients=True))
-        for model, optimizer in zip((sharded, reference), optimizers, strict=True):
-            attack.step(model, optimizer)
-            optimizer.zero_grad()
+        loss = _train(attack, sharded, [dist.get_rank()], step)
+        dist.all_reduce(loss)
+        train = functools.partial(_train, attack, reference, ranks, step)
+        expected = references.follow_first_rank(reference, train)
+        largest = max(largest, relative(loss, expected), _largest(sharded, reference, gradients=True))
+        attack.step(sharded, optimizers[0])
+        optimizers[0].zero_grad()
+        references.follow_first_rank(reference, functools.partial(_step, attack, reference, optimizers[1]))
         largest = max(largest, _largest(sharded, reference, gradients=False))
     return largest
+
+
+def _step(attack: Attack, reference: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    attack.step(reference, optimizer)
+    optimizer.zero_grad()
 
 
 def _train(attack: Attack, model: nn.Module, ranks: Any, step: int) -> Tensor:

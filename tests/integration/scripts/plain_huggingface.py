@@ -47,7 +47,8 @@ def main() -> None:
     options = parser.parse_args()
     steps, loss = train(options)
     gc.collect()  # DDP must go before its process group: torch 2.13 may hang where it goes after
-    print(f"rank {os.environ.get('RANK', '0')}: {steps} steps, loss {loss!r}", flush=True)
+    # In one write: otherwise the lines of ranks may mix.
+    print(f"rank {os.environ.get('RANK', '0')}: {steps} steps, loss {loss!r}\n", end="", flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

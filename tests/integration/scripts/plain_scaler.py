@@ -25,7 +25,8 @@ def main() -> None:
     device = start()
     taken, loss = train(device, options)
     gc.collect()  # DDP must go before its process group: torch 2.13 may hang where it goes after
-    print(f"rank {dist.get_rank()}: {taken} steps, loss {loss!r}", flush=True)
+    # In one write: otherwise the lines of ranks may mix.
+    print(f"rank {dist.get_rank()}: {taken} steps, loss {loss!r}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import false_alarms, perturbation_graph
+from benchmarks import false_alarms
 from benchmarks.documents import put_between
+from tests.support import recorded_jobs
 
 TORCHREC = Path(__file__).parents[4] / "shared" / "traces" / "torchrec_v100_4ranks"
 
@@ -44,7 +45,7 @@ def test_a_replay_takes_about_as_long_and_another_seed_differs() -> None:
         pytest.skip("the shared traces are not installed")
     lost_us = {}
     for seed in (1, 1, 2):
-        job = perturbation_graph.load(TORCHREC.glob("*.json.gz"))
+        job = recorded_jobs.job(TORCHREC)
         false_alarms.resample(job, random.Random(seed))
         job.replay()
         length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)

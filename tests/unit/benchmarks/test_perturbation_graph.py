@@ -8,9 +8,10 @@ import pytest
 from benchmarks import perturbation_graph, troubles
 from benchmarks.perturbation_events import Pause
 from benchmarks.perturbation_graph import Job, Rank
+from tests.support import recorded_jobs
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
-FOLDERS = ("nanogpt_h100_8ranks", "megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "merged_ddp_mi300_4ranks")
+FOLDERS = ("nanogpt_h100_8ranks", "torchrec_v100_4ranks", "megatron_tp8_a100_8ranks", "merged_ddp_mi300_4ranks")
 
 
 def event(category, name, at, dur, tid=1, **args):
@@ -95,6 +96,20 @@ def test_work_after_a_wait_call_waits_for_a_collective_that_ended_up_to_30_us_be
     slow.ranks[1].kernels[0].stretch = 1.5
     slow.replay()
     assert [spans(document)["mm"] for document in slow.documents()] == [(253, 303), (253, 303)]
+
+
+def test_changes_can_be_undone():
+    changed = job()
+    first, second = changed.ranks
+    first.kernels[0].stretch = 1.5
+    first.pauses.append(Pause(25, 200))
+    first.taken, first.clock_us = [(30.0, 90.0)], 5.0
+    changed.ranks.remove(second)
+    changed.replay()
+    assert changed.lost_us > 0
+    changed.undo_changes()
+    changed.replay()
+    assert changed.documents() == [recording(), recording(late_us=40)]
 
 
 def test_a_rank_that_is_early_absorbs_a_delay():
@@ -282,7 +297,7 @@ def test_pauses_of_all_ranks_are_at_the_same_collective():
 def test_real_recordings_are_replayed_as_they_were(folder):
     if not (SHARED / folder).is_dir():
         pytest.skip("needs the recordings of others")
-    recorded = perturbation_graph.load((SHARED / folder).glob("*.json.gz"))
+    recorded = recorded_jobs.job(SHARED / folder)
     assert len(recorded.instances) > 20
     recorded.replay()
     assert recorded.lost_us == 0
@@ -312,7 +327,7 @@ def test_a_call_that_loads_code_launches_its_kernel_at_its_end():
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
 @pytest.mark.parametrize("folder", ["megatron_tp8_a100_8ranks", "merged_ddp_mi300_4ranks"])
 def test_kernels_of_recordings_start_when_the_graph_says_that_they_can(folder):
-    job = perturbation_graph.load((SHARED / folder).glob("*.json.gz"))
+    job = recorded_jobs.job(SHARED / folder)
     kernels = [(rank, each) for rank in job.ranks for each in rank.kernels if not each.is_collective]
     assert kernels
     assert max(each.start - rank._ready(each) for rank, each in kernels) < 500
@@ -321,7 +336,7 @@ def test_kernels_of_recordings_start_when_the_graph_says_that_they_can(folder):
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
 def test_no_kernel_of_a_changed_recording_ends_before_it_starts():
     # Kernels of two streams hold each other up there: none may wait for one that waits for it.
-    job = perturbation_graph.load((SHARED / "torchrec_v100_4ranks").glob("*.json.gz"))
+    job = recorded_jobs.job(SHARED / "torchrec_v100_4ranks")
     for kernel in job.ranks[0].kernels:
         kernel.stretch = 1.0 if kernel.is_collective else 1.36
     job.replay()
