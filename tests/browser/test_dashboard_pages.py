@@ -1,6 +1,10 @@
 """The dashboard as a person uses it, in a real browser, against a real server."""
 
 import re
+import threading
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
@@ -80,6 +84,44 @@ def test_an_address_can_only_name_a_listed_run(page, server, requested):
     title = _visible(page, ".tk-title b", recorded.GOOD)
     assert title.inner_text() == recorded.GOOD
     expect(page).not_to_have_url(re.compile("etc"))
+
+
+@pytest.fixture
+def elsewhere():
+    """Return an HTTP server on this machine that records the path of each request in `paths`."""
+
+    class Recording(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.paths.append(self.path)
+            self.send_response(404)
+            self.end_headers()
+
+        do_HEAD = do_POST = do_PUT = do_OPTIONS = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Recording) as server:
+        server.paths = []
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_url_in_an_address_is_never_requested(page, server, elsewhere):
+    # The dashboard reads URLs, but only those that it was opened on: a link must not make it request others.
+    url = f"http://127.0.0.1:{elsewhere.server_port}/run/"
+    for address in ("", "timeline"):
+        page.goto(f"{server.url}/{address}?run={quote(url, safe='')}&compare={quote(url + 'other', safe='')}")
+        _visible(page, "[data-testid=stSidebar]")
+        settle(page)
+        expect(page).not_to_have_url(re.compile(str(elsewhere.server_port)))
+    assert elsewhere.paths == []
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(url, timeout=10)
+    assert elsewhere.paths == ["/run/"]  # a request would have been recorded
 
 
 def test_the_server_listens_to_this_machine_only(server):
