@@ -48,10 +48,10 @@ def show(run: OpenRun) -> None:
         chosen = st.pills("Kinds of host slices", tables.HOST_KINDS, selection_mode="multi", key=key)
         kinds = tuple(chosen) or ("cpu_op",)
     with st.spinner("Adding up"):
-        table = run.cached(
-            (level, by, kinds),
-            lambda of: tables.kernels(of, by) if level == KERNELS else tables.operators(of, by, kinds),
-        )
+        if level == KERNELS:
+            table = run.cached_table(tables.kernels, by)
+        else:
+            table = run.cached_table(tables.operators, by, kinds)
     rows = _search(table, by, text)
     if rows.is_empty():
         st.info("No name contains this text." if text else "The traces contain nothing of this kind.")
@@ -65,7 +65,7 @@ def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
         "Measure", tables.MODULE_MEASURES, key=bind("measure", tables.MODULE_MEASURES), format_func=_MEASURES.get
     )
     with st.spinner("Adding up"):
-        table = run.cached((MODULES,), tables.by_module)
+        table = run.cached_table(tables.by_module)
     if not table["module"].count():
         st.info(
             "The traces name no modules. Record with `tracekit record --modules`, or with the profiler's "
@@ -91,7 +91,7 @@ def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
     of = place.segmented_control("Time of", kinds, key=bind("time_of", kinds, kinds[-1]), required=True)
     try:
         with st.spinner("Adding up"):
-            tree = run.cached((STACKS, of), lambda traces: tables.call_tree(traces, of))
+            tree = run.cached_table(tables.call_tree, of)
     except InputError as error:
         st.info(str(error))
         return
@@ -111,7 +111,7 @@ def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001
     """Draw how far calls are from what the device allows, and list them, the most time above that first."""
     roofs = run.table(tables.ROOFS).select("device", "dtype", "flops_per_s", "memory_bytes_per_s").unique()
     with st.spinner("Adding up"):
-        rows = run.cached((ROOFLINE,), tables.rooflines_by_call)
+        rows = run.cached_table(tables.rooflines_by_call)
     if rows.is_empty() or roofs["device"].n_unique() != 1:
         st.info(
             "There is no roofline: it needs input shapes (`record_shapes=True`) and one known kind of device. The "

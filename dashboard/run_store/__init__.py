@@ -68,9 +68,12 @@ class OpenRun(LoadedRun):
 
     def table(self, table: Table) -> pl.DataFrame:
         """Return a table of `run_store.tables`."""
-        with self.lock:
-            self.run.measure(table.facts)
-            return table.measure(self.run)
+        return self.compute(table.measure)
+
+    def cached_table(self, measure: Callable[..., pl.DataFrame], *arguments: Hashable) -> pl.DataFrame:
+        """Return `measure(run, *arguments)` as `cached` does; it is stored with the report, too."""
+        name = f"{measure.__module__}.{measure.__qualname__}{arguments!r}"
+        return self.cached(name, lambda run: run.named_table(name, lambda of: measure(of, *arguments)))
 
     def query(self, text: str, *, timeout_s: float, memory_bytes: int, max_rows: int) -> pl.DataFrame:
         """Return the result of one SELECT over the tables of the run."""

@@ -39,10 +39,9 @@ from tracekit.sync import alignment, collective_matching
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a run, and the facts that are measured for it, and for related tables, in one pass over the traces."""
+    """A table of a run, and how it is measured."""
 
     measure: Callable[[Run], pl.DataFrame]
-    facts: tuple[Fact, ...] = ()
 
 
 def _per_trace(fact: Fact) -> Table:
@@ -50,8 +49,8 @@ def _per_trace(fact: Fact) -> Table:
 
 
 def _across(fact: RunFact, *facts: Fact) -> Table:
-    """Return a table across ranks, which also needs their clocks."""
-    return Table(lambda run: run.run_table(fact), (collective_matching.calls, *facts) if facts else ())
+    """Return a table across ranks. It needs their clocks and `facts`, measured for related tables in the same pass."""
+    return Table(lambda run: run.run_table(fact, (collective_matching.calls, *facts) if facts else ()))
 
 
 BREAKDOWN_BY_STEP, BREAKDOWN_BY_RANK = _per_trace(breakdown.by_step), _per_trace(breakdown.by_rank)

@@ -96,7 +96,7 @@ def elsewhere():
             self.send_response(404)
             self.end_headers()
 
-        do_HEAD = do_POST = do_PUT = do_OPTIONS = do_GET
+        do_HEAD = do_POST = do_PUT = do_OPTIONS = do_GET  # noqa: N815
 
         def log_message(self, *_):
             pass

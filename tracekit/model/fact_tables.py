@@ -51,6 +51,15 @@ class FactTables:
     def __setitem__(self, fact: Fact, table: pl.DataFrame) -> None:
         self._tables[fact] = table
 
+    def add(self, fact: Fact, table: pl.DataFrame) -> None:
+        """Add the table of a fact; it becomes a Parquet file if it does not fit in memory with the others."""
+        if table.estimated_size() <= self._free_bytes():
+            self._tables[fact] = table
+        else:
+            part = self.new_part()
+            _write(table, part)
+            self.add_parts(fact, (part,))
+
     def scan(self, fact: Fact) -> pl.LazyFrame:
         """Return the table of a fact to select from, without reading it whole. Raises KeyError if not measured."""
         if fact in self._tables:
@@ -63,8 +72,10 @@ class FactTables:
 
     def collector(self, facts: Sequence[Fact]) -> "Collector":
         """Return what takes the tables of these facts trace by trace."""
-        in_memory_bytes = sum(int(table.estimated_size()) for table in self._tables.values())
-        return Collector(self, facts, max(self._max_bytes - in_memory_bytes, 0))
+        return Collector(self, facts, max(self._free_bytes(), 0))
+
+    def _free_bytes(self) -> int:
+        return self._max_bytes - sum(int(table.estimated_size()) for table in self._tables.values())
 
     def new_part(self) -> Path:
         """Return the path of a new Parquet file, which is removed with these tables."""
@@ -106,7 +117,7 @@ class Collector:
         pending, self._pending[fact] = self._pending[fact], _Pending()
         if pending.places:
             part = self._into.new_part()
-            pending.table().write_parquet(part, compression="zstd", compression_level=1)
+            _write(pending.table(), part)
             self._parts.setdefault(fact, []).append(part)
 
 
@@ -134,6 +145,10 @@ class _Pending:
             for name, values in zip(("window", "rank"), zip(*self.places, strict=True), strict=True)
         )
         return pl.DataFrame([window, rank, *pl.concat(self._frames, rechunk=True).get_columns()])
+
+
+def _write(table: pl.DataFrame, part: Path) -> None:
+    table.write_parquet(part, compression="zstd", compression_level=1)
 
 
 def _without_place(frame: pl.DataFrame) -> pl.DataFrame:

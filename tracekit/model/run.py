@@ -1,9 +1,10 @@
 """Run: all traces of one job, with its manifest and its measured tables."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import polars as pl
 
@@ -16,6 +17,16 @@ from tracekit.model.trace import Fact, Trace
 
 RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
 """A measurement of all ranks together: a function of a run's tables to a table. See `Run.run_table`."""
+
+
+class TableCache(Protocol):
+    """Tables by name, measured of the same traces by the same code: after a restart nothing is measured again."""
+
+    def get(self, name: str) -> pl.DataFrame | None:
+        """Return the table of a name; None if it has to be measured."""
+
+    def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:
+        """Store a table that took `measured_s` to measure, if that is worth it."""
 
 
 class Run:
@@ -52,7 +63,8 @@ class Run:
         self._loaded = LoadedTraces(cache_bytes)
         self._facts = FactTables(fact_bytes)
         self._run_facts: dict[RunFact, pl.DataFrame] = {}
-        self._lookup: Callable[[str], pl.DataFrame | None] = lambda _: None
+        self._cache: TableCache | None = None
+        self._left_out = False
 
     @property
     def name(self) -> str:
@@ -105,12 +117,27 @@ class Run:
         self.measure((fact,))
         return self._facts[fact]
 
-    def run_table(self, fact: RunFact) -> pl.DataFrame:
-        """Return a fact of the run, such as its collectives across ranks. Measured once, then cached."""
+    def run_table(self, fact: RunFact, reads: Sequence[Fact] = ()) -> pl.DataFrame:
+        """Return a fact of the run, such as its collectives across ranks. Measured once, then cached.
+
+        `reads` are facts of traces that it reads: all of them are measured in one pass.
+        """
         if fact not in self._run_facts:
-            known = self._cached_table(fact)
-            self._run_facts[fact] = fact(self) if known is None else known
+            self._run_facts[fact] = self.named_table(_full_name(fact), fact, reads)
         return self._run_facts[fact]
+
+    def named_table(self, name: str | None, make: RunFact, reads: Sequence[Fact] = ()) -> pl.DataFrame:
+        """Return the table of a name from the run's cache of tables, or else what `make` returns, as in `run_table`.
+
+        The name states everything that the table depends on. Without a name, or a cache, it is made each time.
+        """
+        known = self._cached_table(name)
+        if known is None:
+            began_s = time.monotonic()
+            self.measure(reads)
+            known = make(self)
+            self._store((name,), (known,), time.monotonic() - began_s)
+        return known
 
     def measure(self, facts: Iterable[Fact], on_progress: Callable[[Source], None] | None = None) -> None:
         """Measure several facts in one pass over the traces; `table` then returns them from the cache.
@@ -118,12 +145,13 @@ class Run:
         The run's executor decides how many traces are read at a time. Raises BadTraceError if no trace can be read.
         """
         wanted = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
-        known = {fact: table for fact in wanted if (table := self._cached_table(fact)) is not None}
-        for fact, table in known.items():
-            self._facts[fact] = table
-        wanted = [fact for fact in wanted if fact not in known]
+        for fact in wanted:
+            if (table := self._cached_table(_full_name(fact))) is not None:
+                self._facts.add(fact, table)
+        wanted = [fact for fact in wanted if fact not in self._facts]
         if not wanted:
             return
+        began_s = time.monotonic()
         collector = self._facts.collector(wanted)
         for measured in self._executor.measure(self.sources, wanted, self._loaded):
             source = measured.source
@@ -134,6 +162,9 @@ class Run:
             if on_progress:
                 on_progress(source)
         collector.finish()
+        in_memory = [fact for fact in wanted if fact in self._facts and not self._facts.parts(fact)]
+        tables = [self._facts[fact] for fact in in_memory]
+        self._store(map(_full_name, in_memory), tables, time.monotonic() - began_s)
 
     def scan(self, fact: Fact) -> pl.LazyFrame:
         """Return a fact of every trace to select from: as `table`, but not all of it has to fit in memory."""
@@ -147,32 +178,37 @@ class Run:
 
     @property
     def measured_tables(self) -> dict[str, pl.DataFrame]:
-        """Return all tables measured so far, by full name of the fact; facts without a full name are left out."""
-        measured: list[tuple[Fact | RunFact, pl.DataFrame]] = [(fact, self._facts[fact]) for fact in self._facts]
+        """Return the tables measured so far that are in memory, by full name of the fact, where it has one."""
+        in_memory = [fact for fact in self._facts if not self._facts.parts(fact)]
+        measured: list[tuple[Fact | RunFact, pl.DataFrame]] = [(fact, self._facts[fact]) for fact in in_memory]
         both = [*measured, *self._run_facts.items()]
         return {name: table for measure, table in both if (name := _full_name(measure)) is not None}
 
-    def use_cached_tables(self, lookup: Callable[[str], pl.DataFrame | None]) -> None:
-        """Take tables from `lookup`, by full name of the fact, and measure only those for which it returns None.
-
-        Its tables must be measurements of the same traces by the same code.
-        """
-        self._lookup = lookup
+    def use_cache(self, cache: TableCache) -> None:
+        """Take tables from `cache`, and store in it those that it does not have, by full name of the fact."""
+        self._cache = cache
 
     def cache_traces(self, traces: Mapping[Source, Trace]) -> None:
         """Cache traces that were read already, as far as they fit in `cache_bytes`."""
         for source, trace in traces.items():
             self._loaded.add(source, trace)
 
-    def _cached_table(self, measure: Fact | RunFact) -> pl.DataFrame | None:
-        name = _full_name(measure)
-        return None if name is None else self._lookup(name)
+    def _cached_table(self, name: str | None) -> pl.DataFrame | None:
+        return None if name is None or self._cache is None else self._cache.get(name)
+
+    def _store(self, names: Iterable[str | None], tables: Iterable[pl.DataFrame], measured_s: float) -> None:
+        if self._cache is None or self._left_out:
+            return  # another process may be able to read the trace that was left out
+        for name, table in zip(names, tables, strict=True):
+            if name is not None:
+                self._cache.put(name, table, measured_s)
 
     def _leave_out(self, source: Source, error: BadTraceError) -> None:
         if len(self.sources) == 1:
             raise error
         row = {"rank": source.rank, "path": source.path, "kind": "unreadable", "message": str(error)}
         row |= {"affected_ratio": 1 / len(self.sources)}
+        self._left_out = True
         self.sources = tuple(other for other in self.sources if other != source)
         self._data_quality = pl.concat([self._data_quality, pl.DataFrame([row], schema=RUN_DATA_QUALITY.schema)])
 

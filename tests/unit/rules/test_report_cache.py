@@ -19,7 +19,7 @@ from tests.support.drawn_traces import trace as drawn_trace
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.devices import DeviceOverride
-from tracekit.errors import InputError
+from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, loader
 from tracekit.model import environment
 from tracekit.model.run import Run
@@ -31,7 +31,7 @@ from tracekit.report import html
 from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
 from tracekit.rules.communication import ExposedCommunication
-from tracekit.rules.report_cache import entry, keys
+from tracekit.rules.report_cache import entry, keys, measured_tables
 from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
 
 FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
@@ -122,6 +122,90 @@ def _names(trace):
     return trace.activities.select("name")
 
 
+def _count_names(run):
+    return run.table(_names).group_by("rank", maintain_order=True).len()
+
+
+@pytest.fixture
+def later(reports, monkeypatch):
+    """Return the function that lists the tables in the cache; every table is worth storing."""
+    monkeypatch.setattr(measured_tables, "MIN_MEASURED_S", 0.0)
+    return lambda: sorted((reports.parent / "tables").glob("*.table"))
+
+
+def _measured_later(run):
+    return run.table(_names), run.run_table(_count_names)
+
+
+def test_a_table_measured_after_the_check_is_measured_once(run, later, monkeypatch):
+    computed = _measured_later(loader.load(str(run)))
+    report_cache.report(str(run))
+    assert later() == []
+    _measured_later(report_cache.report(str(run)).run)
+    assert later()
+    monkeypatch.setattr(report_cache._LazyRun, "_read", _no_read)
+    cached = report_cache.report(str(run)).run
+    assert_frame_equal(cached.run_table(_count_names, [_other_names]), computed[1])  # what it reads is not measured
+    assert_frame_equal(cached.table(_names), computed[0])
+
+
+def _other_names(trace):
+    return _names(trace)
+
+
+def _no_read(*_):
+    raise AssertionError("a trace is read")
+
+
+def test_a_table_that_takes_no_time_is_not_stored(run, later, monkeypatch):
+    monkeypatch.setattr(measured_tables, "MIN_MEASURED_S", 1e9)
+    report_cache.report(str(run))
+    _measured_later(report_cache.report(str(run)).run)
+    assert later() == []
+
+
+def test_a_large_table_is_not_stored(run, later, monkeypatch):
+    monkeypatch.setattr(measured_tables, "MAX_TABLE_BYTES", 1)
+    report_cache.report(str(run))
+    _measured_later(report_cache.report(str(run)).run)
+    assert later() == []
+
+
+def test_a_table_of_a_run_that_changed_meanwhile_is_not_stored(run, later):
+    report_cache.report(str(run))
+    cached = report_cache.report(str(run)).run
+    cached.trace(0)  # from now on its files are known
+    time.sleep(0.01)
+    os.utime(run / "rank00000.pt.trace.json.gz", ns=(1, 1))
+    _measured_later(cached)
+    assert later() == []
+
+
+def test_a_table_without_a_rank_that_could_not_be_read_is_not_stored(run, later, monkeypatch):
+    report_cache.report(str(run))
+    read = report_cache._LazyRun._read
+
+    def fail(lazy, window, rank, path):
+        if rank == 1:
+            raise BadTraceError("the connection was cut")
+        return read(lazy, window, rank, path)
+
+    monkeypatch.setattr(report_cache._LazyRun, "_read", fail)
+    cached = report_cache.report(str(run)).run
+    assert _measured_later(cached)[1]["rank"].to_list() == [0]
+    assert later() == []
+
+
+def test_a_damaged_table_is_measured_again(run, later):
+    computed = _measured_later(loader.load(str(run)))
+    report_cache.report(str(run))
+    _measured_later(report_cache.report(str(run)).run)
+    for path in later():
+        path.write_bytes(_damaged(path.read_bytes(), 0.5, "flipped"))
+    for table, expected in zip(_measured_later(report_cache.report(str(run)).run), computed, strict=True):
+        assert_frame_equal(table, expected)
+
+
 def test_an_unreadable_rank_is_also_missing_in_the_cached_report(run):
     whole = (run / "rank00001.pt.trace.json.gz").read_bytes()
     (run / "rank00001.pt.trace.json.gz").write_bytes(whole[:60])
@@ -183,7 +267,7 @@ def test_any_finding_is_restored_exactly(tmp_path_factory, findings, notes, mani
     with path.open("wb") as file:
         entry.write(report, file)
     with path.open("rb") as file:
-        _same(entry.read(file, lambda *_: lambda: trace, lambda _: None), report)
+        _same(entry.read(file, lambda *_: lambda: trace)[0], report)
 
 
 # Changes --------------------------------------------------------------------------------------------------------------
@@ -354,7 +438,7 @@ def test_an_entry_contains_no_code(run, reports):
 
 
 def test_large_facts_are_not_cached_but_measured_again(run, monkeypatch):
-    monkeypatch.setattr(entry, "MAX_TABLE_BYTES", 1)
+    monkeypatch.setattr(entry, "MAX_BYTES", 1)
     computed = report_cache.report(str(run), facts=FACTS)
     cached = report_cache.report(str(run), facts=FACTS)
     assert _is_cached(cached)

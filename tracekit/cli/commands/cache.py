@@ -21,18 +21,24 @@ def cache(action: Annotated[Action, typer.Argument(help="Show its size or path, 
     """Show the size and path of the cache of parsed traces, or clear it.
 
     TRACEKIT_CACHE_DIR sets another folder, TRACEKIT_CACHE_MAX_BYTES another limit than 10 GiB (0 disables the cache).
-    The dashboard's caches are in the same folder and are cleared too: timelines, with the same limit, and reports, with
-    a tenth of it.
+    The dashboard's caches are in the same folder and are cleared too: timelines, with the same limit, reports, with a
+    tenth of it, and tables of checked runs, with a fifth.
     """
     from tracekit.ingest.trace_cache import TraceCache
     from tracekit.model import units
     from tracekit.report import timeline
     from tracekit.rules import report_cache
+    from tracekit.rules.report_cache import measured_tables
 
     traces = TraceCache.of_user()
     if traces is None:
         raise InputError("there is no home directory for a cache; set TRACEKIT_CACHE_DIR to a folder")
-    caches = {"traces": traces.disk, "timelines": timeline.scene_cache(), "reports": report_cache.user_cache()}
+    caches = {
+        "traces": traces.disk,
+        "timelines": timeline.scene_cache(),
+        "reports": report_cache.user_cache(),
+        "tables": measured_tables.user_cache(),
+    }
     if action is Action.PATH:
         output.emit(f"{traces.disk.folder}\n")
     elif action is Action.CLEAR:

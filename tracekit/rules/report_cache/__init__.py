@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-import polars as pl
-
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import InputError
 from tracekit.ingest import loader
@@ -25,6 +23,7 @@ from tracekit.model.trace import Fact, Trace
 from tracekit.rules import engine
 from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.report_cache.entry import Summary
+from tracekit.rules.report_cache.measured_tables import MeasuredTables
 from tracekit.rules.rule import Report
 
 __all__ = ["Summary", "get", "put", "report", "summary", "user_cache"]
@@ -75,12 +74,14 @@ def user_cache() -> DiskCache:
 
 def get(key: str, path: str, devices: Sequence[DeviceOverride] = ()) -> Report | None:
     """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
-    cache, run = user_cache(), _LazyRun(path, key, devices)
-
-    def read_cached(number: int) -> pl.DataFrame | None:
-        return cache.get(key, partial(entry.read_fact, number))
-
-    return cache.get(key, lambda file: entry.read(file, run.reader, read_cached))
+    run = _LazyRun(path, key, devices)
+    reports = user_cache()
+    found = reports.get(key, lambda file: entry.read(file, run.reader))
+    if found is None:
+        return None
+    report, numbers = found
+    report.run.use_cache(MeasuredTables(reports, key, numbers, run.is_unchanged))
+    return report
 
 
 def put(key: str, report: Report) -> None:
@@ -99,10 +100,14 @@ class _LazyRun:
     def reader(self, window: int, rank: int, path: str) -> Callable[[], Trace]:
         return partial(self._read, window, rank, path)
 
+    def is_unchanged(self) -> bool:
+        """Return whether the files of the run are those that were checked."""
+        return keys.run_key(self._path, devices=self._devices) == self._key
+
     def _read(self, window: int, rank: int, path: str) -> Trace:
         with self._lock:
             if self._run is None:
-                if keys.run_key(self._path, devices=self._devices) != self._key:
+                if not self.is_unchanged():
                     # Not BadTraceError: a run would continue without that rank.
                     raise InputError(f"{self._path}: changed since it was checked; open it again")
                 self._run = loader.load(self._path, devices=self._devices)

@@ -22,9 +22,8 @@ from tracekit.model.trace import Trace
 from tracekit.rules.rule import Finding, Input, Report, Severity, is_data_quality
 from tracekit.sync import alignment
 
-MAX_TABLE_BYTES = 16 << 20
 MAX_BYTES = 64 << 20
-"""Limit for all facts of a run together; the others are measured again when a page needs them."""
+"""Limit for all facts of a run together, compressed; the others are measured again when a page needs them."""
 UNSERIALIZABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
 """Errors for content of a manifest or a table that JSON or Arrow cannot represent."""
 _REPORT, _DATA_QUALITY = "report.json", "data_quality.arrow"
@@ -70,7 +69,7 @@ def summarize(report: Report) -> Summary:
 
 def write(report: Report, file: BinaryIO) -> None:
     """Write a report, its summary, and the facts of its run."""
-    tables = dict(_cacheable(report.run.measured_tables))
+    tables = dict(_packed_facts(report.run.measured_tables))
     content = {
         "path": report.run.path,
         "manifest": report.run.manifest,
@@ -91,7 +90,13 @@ def write(report: Report, file: BinaryIO) -> None:
         for number, found in enumerate(report.findings):
             archive.writestr(f"evidence{number}.arrow", _packed(found.evidence))
         for number, table in enumerate(tables.values()):
-            archive.writestr(f"fact{number}.arrow", _packed(table))
+            archive.writestr(_fact(number), table)
+
+
+def write_table(table: pl.DataFrame, file: BinaryIO) -> None:
+    """Write an entry with a single table, which `read_fact` reads as number 0."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(_fact(0), _packed(table))
 
 
 def read_summary(file: BinaryIO) -> Summary:
@@ -102,10 +107,10 @@ def read_summary(file: BinaryIO) -> Summary:
     return msgspec.convert(json.loads(line), Summary)
 
 
-def read(file: BinaryIO, reader: Reader, read_cached: Callable[[int], pl.DataFrame | None]) -> Report:
-    """Return the report of an entry. Raises if the entry is damaged.
+def read(file: BinaryIO, reader: Reader) -> tuple[Report, Mapping[str, int]]:
+    """Return the report of an entry, and the numbers of its facts by name. Raises if the entry is damaged.
 
-    Its run reads traces with `reader`, and facts by number with `read_cached`, as long as that returns them.
+    Its run reads traces with `reader`.
     """
     with zipfile.ZipFile(file) as archive:
         content = json.loads(archive.read(_REPORT))
@@ -115,9 +120,7 @@ def read(file: BinaryIO, reader: Reader, read_cached: Callable[[int], pl.DataFra
     run = Run(
         content["path"], sources, manifest=content["manifest"], data_quality=data_quality, align=alignment.offsets
     )
-    numbers = {name: number for number, name in enumerate(content["facts"])}
-    run.use_cached_tables(lambda name: read_cached(numbers[name]) if name in numbers else None)
-    return Report(
+    report = Report(
         run,
         tuple(_finding(each, rows) for each, rows in zip(content["findings"], evidence, strict=True)),
         tuple(content["notes"]),
@@ -126,22 +129,28 @@ def read(file: BinaryIO, reader: Reader, read_cached: Callable[[int], pl.DataFra
         rules=tuple(content["rules"]),
         blind_spots=content["blind_spots"],
     )
+    return report, {name: number for number, name in enumerate(content["facts"])}
 
 
 def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
     """Return one fact of an entry. Raises if the entry is damaged."""
     with zipfile.ZipFile(file) as archive:
-        return _table(archive, f"fact{number}.arrow")
+        return _table(archive, _fact(number))
 
 
-def _cacheable(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Yield the facts that are small enough, the smallest first."""
+def _packed_facts(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, memoryview]]:
+    """Yield the facts as Arrow files, the smallest table first, as far as they are within the limit."""
     left = MAX_BYTES
     for name, table in sorted(measured.items(), key=lambda item: int(item[1].estimated_size())):
-        left -= int(table.estimated_size())
-        if left < 0 or table.estimated_size() > MAX_TABLE_BYTES:
+        packed = _packed(table)
+        left -= len(packed)
+        if left < 0:
             return
-        yield name, table
+        yield name, packed
+
+
+def _fact(number: int) -> str:
+    return f"fact{number}.arrow"
 
 
 def _as_dict(finding: Finding) -> dict[str, Any]:

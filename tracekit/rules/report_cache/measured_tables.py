@@ -1,0 +1,53 @@
+"""Tables of a checked run: those in the entry of its report, and those that were measured later, each an entry."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import polars as pl
+
+from tracekit.ingest.disk_cache import DiskCache
+from tracekit.rules.report_cache import entry
+
+MIN_MEASURED_S = 0.2
+"""A table that takes less is measured again: reading it would save little, and each is a file."""
+MAX_TABLE_BYTES = 128 << 20
+_SUFFIX = ".table"
+_SHARE_OF_CACHE = 0.2
+
+
+class MeasuredTables:
+    """The cache of tables of one run, by full name of the fact (`Run.use_cache`)."""
+
+    def __init__(self, reports: DiskCache, key: str, numbers: Mapping[str, int], is_unchanged: Callable[[], bool]):
+        """Read tables of the report `key`, whose entry has those of `numbers`, by name.
+
+        `is_unchanged` returns whether the files of the run are those that were checked.
+        """
+        self._reports, self._key, self._numbers, self._is_unchanged = reports, key, numbers, is_unchanged
+        self._later = user_cache()
+
+    def get(self, name: str) -> pl.DataFrame | None:
+        """Return the table of a name; None if it has to be measured."""
+        if name in self._numbers:
+            found = self._reports.get(self._key, partial(entry.read_fact, self._numbers[name]))
+            if found is not None:
+                return found
+        return self._later.get(self._key_of(name), partial(entry.read_fact, 0))
+
+    def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:
+        """Store a table that took long to measure, unless it is large or files of the run have changed."""
+        is_worth_it = measured_s >= MIN_MEASURED_S and table.estimated_size() <= MAX_TABLE_BYTES
+        if is_worth_it and self._is_unchanged():
+            self._later.put(self._key_of(name), partial(entry.write_table, table), unless=entry.UNSERIALIZABLE)
+
+    def _key_of(self, name: str) -> str:
+        return hashlib.sha256(f"{self._key}\0{name}".encode()).hexdigest()
+
+
+def user_cache() -> DiskCache:
+    """Return the cache of tables, next to that of reports; without a home directory, one that stores nothing."""
+    cache = DiskCache.of_user("tables", _SUFFIX, share=_SHARE_OF_CACHE)
+    return DiskCache(Path(os.devnull), _SUFFIX, 0) if cache is None else cache
