@@ -12,7 +12,6 @@ import torch
 from tracekit import conventions
 
 _MOST_PENDING = 64
-_WRITE_EVERY_S = 1.0  # a step must not pay for a file-system call, least of all on a shared one
 
 
 class PendingScalar:
@@ -64,7 +63,7 @@ class MetricsLog:
         while self._pending and (len(self._pending) > _MOST_PENDING or _is_ready(self._pending[0])):
             self._collect_oldest()
         self._pending.append(row)
-        if time.monotonic() - self._written_s > _WRITE_EVERY_S:
+        if time.monotonic() - self._written_s > conventions.METRICS_WRITE_S:
             self._write()
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ TRUTH_FILE = "truth.json"  # the faults of a simulated run
 TRACE_SUFFIX = ".pt.trace.json.gz"
 CHECKPOINT_LOG_SUFFIX = ".checkpoint.jsonl"
 METRICS_SUFFIX = ".metrics.jsonl"
+METRICS_WRITE_S = 1.0  # steps reach a metrics log at most this late: a step must not pay for a file-system call
 MEMORY_SNAPSHOT_SUFFIX = ".memory.pickle"
 HANG_FOLDER = "hang"  # in a run: what its ranks left when their collectives made no progress
 HANG_SUFFIX = ".hang.json"  # a flight recorder's dump with the rank's stacks

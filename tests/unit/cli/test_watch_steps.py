@@ -204,16 +204,30 @@ def test_a_step_waits_for_late_ranks_for_a_limited_time(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_behind_missing_or_stalled_are_named(tmp_path: Path) -> None:
-    sample_logs.write(tmp_path, steady(60), steady(60, seed=1), steady(57, seed=2), live=True)
+    sample_logs.write(tmp_path, steady(60), steady(60, seed=1), steady(40, seed=2), live=True)
     sample_logs.manifest(tmp_path, world_size=5, strategy="ddp")
     now_s = sample_logs.path(tmp_path, live=True).stat().st_mtime
     watch = Watch(tmp_path)
     watch.poll(now_s + 1)
     state = watch.state(now_s + 1)
-    assert (state.slowest_rank, state.lag_steps, state.missing_ranks, state.stalled_ranks) == (2, 3, (3, 4), {})
+    assert (state.slowest_rank, state.lag_steps, state.missing_ranks, state.stalled_ranks) == (2, 20, (3, 4), {})
     state = watch.state(now_s + 60)
     assert set(state.stalled_ranks) == {0, 1, 2}
     assert state.stalled_ranks[0] == pytest.approx(60, abs=1)
+
+
+@pytest.mark.parametrize(("closed", "behind"), [(False, (None, 0)), (True, (2, 3))])
+def test_a_rank_is_not_behind_by_steps_that_it_may_not_have_written_yet(
+    tmp_path: Path, closed: bool, behind: tuple[int | None, int]
+) -> None:
+    # A recorder writes its steps once a second; of steps of 100 ms, 10 may be missing in a log that is open.
+    sample_logs.write(tmp_path, steady(60), steady(60, seed=1), steady(57, seed=2), live=True)
+    if closed:
+        sample_logs.path(tmp_path, 2, live=True).rename(sample_logs.path(tmp_path, 2))
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    state = watch.state(NOW_S)
+    assert (state.slowest_rank, state.lag_steps) == behind
 
 
 def test_a_growing_log_is_not_stalled_if_the_server_has_another_clock(tmp_path: Path) -> None:

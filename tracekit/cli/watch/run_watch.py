@@ -74,8 +74,10 @@ class Watch:
         front = max((log.position for log in logs if log.position), default=None)
         slowest = min((log for log in logs if log.position), key=lambda log: log.position or (0, 0), default=None)
         quiet_s = min((now_s - log.grew_s for log in logs), default=None)
-        lag = front[1] - slowest.position[1] if front and slowest and slowest.position else 0
         steps = self._steps
+        lag = front[1] - slowest.position[1] if front and slowest and slowest.position else 0
+        if slowest and not slowest.tail.is_closed and lag <= _buffered_steps(steps.median_ns):
+            lag = 0  # the rank may have done these steps and not written them yet
         return TrainingState(
             name=self.folder.name or str(self.folder),
             strategy=self._manifest.content.strategy,
@@ -180,6 +182,11 @@ class Watch:
         limit_s = max(STALLED_S, _STALLED_STEPS * (self._steps.median_ns or 0) / 1e9)
         quiet = ((log.rank, now_s - log.grew_s) for log in self._ranks.values() if not log.tail.is_closed)
         return {rank: quiet_s for rank, quiet_s in quiet if quiet_s > limit_s}
+
+
+def _buffered_steps(median_step_ns: float | None) -> float:
+    """Return how many steps a rank may have done that its log does not have yet."""
+    return 0 if not median_step_ns else conventions.METRICS_WRITE_S * 1e9 / median_step_ns + 1
 
 
 def _most(values: Iterable[float | None]) -> float | None:
