@@ -18,6 +18,7 @@ import streamlit as st
 
 from dashboard import run_catalog, settings
 from dashboard.run_entry import RunEntry
+from dashboard.run_store import tables
 from dashboard.run_store.tables import Table
 from tracekit.analysis.time import breakdown, extents, summary
 from tracekit.cli.watch.run_watch import Watch
@@ -36,7 +37,7 @@ MAX_OPEN_RUNS = 3
 MAX_LOADED_RUNS = 20
 MAX_RESULTS = 24
 MAX_WATCHED = 16
-_FACTS = (breakdown.by_step, breakdown.by_rank, extents.extent, *baseline.FACTS)
+_FACTS = (breakdown.by_step, breakdown.by_rank, extents.extent, *baseline.FACTS, *tables.FACTS)
 _RUN_FACTS = (samples.samples_across, extents.run_clock)
 _SEEN = "entries_seen"
 _T = TypeVar("_T")

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--save-at", type=int, default=8, help="optimizer steps done when saving; 0: never")
     parser.add_argument("--save-to", type=Path, default=Path("checkpoints"))
     parser.add_argument("--kill-at", type=int, help="optimizer steps done when the last rank is killed")
+    parser.add_argument("--stop", nargs="*", default=[], metavar="RANK:STEP", help="where ranks stop before that step")
     options = parser.parse_args()
     device = start()
     loss = train(device, options)
@@ -49,6 +50,9 @@ def train(device: torch.device, options: argparse.Namespace) -> float:
             loss = (model(x) - x.roll(1, dims=1)).pow(2).mean() / options.accumulate
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if f"{dist.get_rank()}:{step}" in options.stop:
+            Path(f"stopped-{dist.get_rank()}").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)  # until somebody continues it
         optimizer.step()
         optimizer.zero_grad()
         if step == options.kill_at and dist.get_rank() == dist.get_world_size() - 1:

@@ -85,7 +85,8 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
     for note in notes:
         if not note.ended:
             steps = _steps(folder, note)
-            _print(f"rank {note.rank} was killed while recording, after at least {steps} steps; complete files remain")
+            after = f", after at least {steps} steps" if steps else ""  # an uploaded log is no longer here
+            _print(f"rank {note.rank} was killed while recording{after}; complete files remain")
     place: Path | str = _uploaded_to(folder, settings) if object_storage.is_url(settings.out) else folder
     traced = _traced_ranks(place, (note.rank for note in notes))
     path = _display_path(folder) if isinstance(place, Path) else place
