@@ -22,9 +22,14 @@ def measure(source: Source, facts: Sequence[Fact]) -> Outcome:
     """Return the facts of a trace. Runs in the worker, which keeps the traces that it used last in memory."""
     try:
         trace = _loaded.open(source)
-        return [_packed(fact(trace)) for fact in facts]
+        return packed([fact(trace) for fact in facts])
     except BadTraceError as error:
         return BadTraceError(str(error))  # without its cause, which may not be picklable
+
+
+def packed(tables: Sequence[pl.DataFrame]) -> list[bytes]:
+    """Return tables as they are sent: an Arrow stream for each."""
+    return [_packed(table) for table in tables]
 
 
 def measured(source: Source, outcome: Outcome) -> Measured:
