@@ -149,6 +149,14 @@ def test_a_table_measured_after_the_check_is_measured_once(run, later, monkeypat
     assert_frame_equal(cached.table(_names), computed[0])
 
 
+def test_a_page_opened_in_the_session_of_the_check_stores_its_tables_too(run, later, monkeypatch):
+    computed = _measured_later(report_cache.report(str(run)).run)
+    assert later()
+    monkeypatch.setattr(report_cache._LazyRun, "_read", _no_read)
+    for table, expected in zip(_measured_later(report_cache.report(str(run)).run), computed, strict=True):
+        assert_frame_equal(table, expected)
+
+
 def _other_names(trace):
     return _names(trace)
 

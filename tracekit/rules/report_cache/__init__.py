@@ -54,6 +54,7 @@ def report(
         run.run_table(survey)
     if key is not None and keys.run_key(path, devices=devices) == key:  # else the run changed while it was read
         put(key, made)
+        run.use_cache(MeasuredTables(user_cache(), key, {}, _LazyRun(path, key, devices).is_unchanged))
     return made
 
 
