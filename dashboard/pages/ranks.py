@@ -12,6 +12,7 @@ from tracekit.model.intervals import Window
 from tracekit.report import charts
 
 ALL_STEPS = "all"
+MAX_AWAITED = 8
 
 
 def show(run: OpenRun) -> None:
@@ -40,7 +41,15 @@ def show(run: OpenRun) -> None:
         "then the other ranks wait. Overlapped communication is drawn as compute."
     )
     st.subheader("Time of this part by rank, and the ranks waited for")
-    widgets.frame(widgets.drop_empty(tables.rank_totals(rows, part)), key="ranks-totals")
+    widgets.frame(most_awaited(widgets.drop_empty(tables.rank_totals(rows, part))), key="ranks-totals")
+    st.caption(f"Of the ranks waited for, the {MAX_AWAITED} with the longest waits have a column.")
+
+
+def most_awaited(totals: pl.DataFrame) -> pl.DataFrame:
+    """Return `rank_totals` with the columns of the `MAX_AWAITED` ranks that all ranks together wait longest for."""
+    waits = {name: totals[name].sum() for name in totals.columns if name.startswith("waiting_for_")}
+    most = sorted(waits, key=lambda name: waits[name], reverse=True)[:MAX_AWAITED]
+    return totals.drop(name for name in waits if name not in most)
 
 
 def _heatmap(run: OpenRun) -> None:
