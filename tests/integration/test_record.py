@@ -136,7 +136,7 @@ ENDS = [
     ("raise", 1, [10, 11], "recorded rank 0"),
     ("exit", 7, [10, 11], "recorded rank 0"),
     ("interrupt", -signal.SIGINT, [10, 11], "recorded rank 0"),
-    ("kill", -signal.SIGKILL, None, "rank 0 was killed while recording, after "),
+    ("kill", -signal.SIGKILL, None, "rank 0 was killed while recording"),
     ("never", 0, None, "nothing was recorded: no torch optimizer took a step"),
     ("short", 0, None, "the training ended after 5 steps, before step 10: nothing was profiled; try --steps 2:5"),
     ("profile", 0, None, "steps 10:15 are not recorded: ProfilerBusyError: another profiler is running"),
@@ -161,13 +161,16 @@ def test_a_training_ends_as_without_the_recorder_and_one_line_names_the_files(
         assert f"own profiler: {14 if end == 'profile' else 2} optimizer steps, of tracekit 0" in done.out
 
 
+_KILLED = re.compile(r"rank 1 was killed while recording(, after at least [1-9]\d* steps)?; complete files remain")
+
+
 def test_a_rank_killed_in_a_window_costs_that_window(tmp_path: Path) -> None:
     training = launched(2, "plain_ddp.py", "--steps", "30", "--kill-at", "12")
     record = command("record", "--steps", "2:4", "--every", "9", "--out", "run", "--", *training)
     done = do([sys.executable, "-c", WITHOUT_THE_ANALYSIS, *record[4:]], tmp_path)
     assert done.code == 1
     assert steps_by_rank(load(tmp_path / "run"))[1] == [2, 3]
-    assert sum("rank 1 was killed while recording, after " in line for line in done.said) == 1
+    assert sum(_KILLED.search(line) is not None for line in done.said) == 1
     assert "tracekit: recorded ranks 0, 1 in run" in done.said
 
 
