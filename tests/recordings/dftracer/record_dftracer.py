@@ -1,4 +1,4 @@
-"""Record the run of this folder: ``python -m tests.recordings.dftracer.record`` from the project's root.
+"""Record the run of this folder: ``python -m tests.recordings.dftracer.record_dftracer`` from the project's root.
 
 Needs ``pip install dftracer==2.2.0``; where that is another environment, DFTRACER_LIBRARY names its
 libdftracer_preload.so. Two gloo ranks of the instrumented trainers stream a text and save checkpoints. Paths and the
