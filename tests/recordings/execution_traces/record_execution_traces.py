@@ -1,4 +1,4 @@
-"""Record the traces of this folder: ``python -m tests.recordings.execution_traces.record_execution_traces`` from the project's root.
+"""Record the traces of this folder: ``python -m tests.recordings.execution_traces.record_execution_traces``.
 
 Two gloo ranks train a small model with DDP, once with record_shapes and once without, under torch.profiler with an
 ExecutionTraceObserver. The name of the machine and the paths of the recording are replaced.
