@@ -151,7 +151,10 @@ def _baseline_is_whole(folder: Path, made: Path) -> str | None:
 
 
 def _without_times(baseline: bytes) -> object:
-    return {name: value for name, value in json.loads(baseline).items() if name not in ("created", "created_at")}
+    try:
+        return {name: value for name, value in json.loads(baseline).items() if name not in ("created", "created_at")}
+    except ValueError:
+        return None
 
 
 def _history_is_whole(folder: Path, made: Path) -> str | None:
