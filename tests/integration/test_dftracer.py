@@ -235,3 +235,8 @@ def test_the_summary_by_file():
     assert ended.returncode == 0
     rows = json.loads(ended.stdout)
     assert len(rows["rows"] if isinstance(rows, dict) else rows) == io_calls.by_file(load(RECORDED)).height
+
+
+def test_a_run_without_an_io_log_says_what_is_missing() -> None:
+    done = cli_runner.tracekit("summary", ROOT / "sample_traces" / "demo-fsdp2", "--by", "file")
+    assert done.stdout == "The traces contain no file system calls: no I/O log of DFTracer (.pfw) is beside them.\n"

@@ -222,10 +222,10 @@ def test_too_large_a_file_is_left_out(copied, monkeypatch):
 
 def test_an_execution_trace_that_comes_later_is_not_missed_by_the_cache(copied, monkeypatch):
     monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(copied.parent / "cache"))
-    kept = copied.parent / "rank0.et.json.gz"
-    shutil.move(copied / kept.name, kept)
+    absent = copied.parent / "rank0.et.json.gz"
+    shutil.move(copied / absent.name, absent)
     assert tracekit.load(copied).trace(0).ops["shapes"].null_count() == tracekit.load(copied).trace(0).ops.height
-    shutil.move(kept, copied / kept.name)
+    shutil.move(absent, copied / absent.name)
     for _ in range(2):
         ops = tracekit.load(copied).trace(0).ops
         assert ops["shapes"].null_count() < ops.height

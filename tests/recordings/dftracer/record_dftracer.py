@@ -2,7 +2,7 @@
 
 Needs ``pip install dftracer==2.2.0``; where that is another environment, DFTRACER_LIBRARY names its
 libdftracer_preload.so. Two gloo ranks of the instrumented trainers stream a text and save checkpoints. Paths and the
-name of the machine are replaced; of the launcher's logs, only that with the command is kept.
+name of the machine are replaced; of the launcher's logs, only that with the command stays.
 """
 
 import gzip
