@@ -1,7 +1,5 @@
 """The pages of the dashboard, one module each. A page is added by its module and one entry in `PAGES`."""
 
-from importlib.metadata import entry_points
-
 from dashboard.pages import (
     checkpoints,
     communication,
@@ -22,6 +20,7 @@ from dashboard.pages import (
     whatif,
 )
 from dashboard.pages.page import Page
+from tracekit.model import plugins
 
 # In the order of the sidebar.
 _MODULES = (
@@ -34,4 +33,4 @@ DEFAULT = overview.PAGE
 
 def all_pages() -> tuple[Page, ...]:
     """Return our pages and those that other distributions add by the entry point group ``tracekit.pages``."""
-    return PAGES + tuple(point.load() for point in entry_points(group="tracekit.pages"))
+    return PAGES + tuple(point.load() for point in plugins.entry_points(group="tracekit.pages"))

@@ -143,8 +143,12 @@ class ExecutorOptions:
     """What measures the traces of a run."""
 
     executor: Annotated[
-        ExecutorKind, typer.Option(help="Measure traces in threads, in processes, or on a Dask cluster.")
-    ] = ExecutorKind.THREADS
+        ExecutorKind | None,
+        typer.Option(
+            help="Measure traces in threads, in processes, or on a Dask cluster.  "
+            "[default: threads; processes for runs of 32 or more local traces]"
+        ),
+    ] = None
     workers: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Threads or processes.  [default: one per processor]")
     ] = None
@@ -153,11 +157,20 @@ class ExecutorOptions:
         typer.Option(metavar="ADDRESS", help="A Dask cluster: local:N, slurm:N or a scheduler, tcp://HOST:PORT."),
     ] = None
 
-    def open(self) -> "contextlib.AbstractContextManager[Executor]":
-        """Return a context with the executor, whose workers stop at its end. Raises ConfigError."""
-        from tracekit.executors import open_executor
+    def open(self, paths: "Sequence[str]") -> "contextlib.AbstractContextManager[Executor]":
+        """Return a context with the executor for these runs, whose workers stop at its end. Raises ConfigError.
 
-        return open_executor(self.executor.value, workers=self.workers, cluster=self.cluster)
+        Call it before Polars is imported: it also sets the number of Polars' threads.
+        """
+        from tracekit.executors import defaults, open_executor
+
+        defaults.limit_polars_threads(paths)
+        kind, workers = self.executor, self.workers
+        if kind is None:
+            processes = None if self.cluster else defaults.process_count(paths)
+            kind = ExecutorKind.PROCESSES if processes else ExecutorKind.THREADS
+            workers = workers or processes
+        return open_executor(kind.value, workers=workers, cluster=self.cluster)
 
 
 @dataclass(frozen=True, kw_only=True)

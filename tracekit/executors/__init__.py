@@ -7,15 +7,18 @@ a trace. A trace that cannot be read is a value, not an exception. If a worker i
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from tracekit.errors import ConfigError
-from tracekit.model.executor import Executor, Threads
+
+if TYPE_CHECKING:
+    from tracekit.model.executor import Executor
 
 THREADS, PROCESSES, DASK = "threads", "processes", "dask"
 
 
 @contextlib.contextmanager
-def open_executor(kind: str, *, workers: int | None = None, cluster: str | None = None) -> Iterator[Executor]:
+def open_executor(kind: str, *, workers: int | None = None, cluster: str | None = None) -> "Iterator[Executor]":
     """Yield the executor of a kind (threads, processes, dask), and stop its workers after the block.
 
     `workers` is by default one for each processor. `cluster` is for Dask: see `tracekit.executors.dask_cluster`. Raises
@@ -26,6 +29,8 @@ def open_executor(kind: str, *, workers: int | None = None, cluster: str | None 
     if workers is not None and cluster is not None:
         raise ConfigError(f"--workers {workers}: --cluster {cluster} says how many workers there are")
     if kind == THREADS:
+        from tracekit.model.executor import Threads
+
         yield Threads(workers)
     elif kind == PROCESSES:
         from tracekit.executors.processes import Processes

@@ -7,6 +7,7 @@ they need the same paths, or a URL, and the same version of tracekit.
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,7 +117,7 @@ def _local_cluster(workers: int) -> Any:
         dashboard_address=_STATUS_PAGE,
         memory_limit=0,  # as for other executors, the machine's memory is the limit
         silence_logs=logging.CRITICAL,
-        env={"POLARS_MAX_THREADS": str(max(processors() // workers, 1))},
+        env={"POLARS_MAX_THREADS": os.environ.get("POLARS_MAX_THREADS", str(max(processors() // workers, 1)))},
     )
 
 

@@ -5,6 +5,6 @@ import signal
 
 
 def prepare(threads: int) -> None:
-    """Leave Ctrl-C to the process that started this one, and let Polars use `threads` threads."""
+    """Leave Ctrl-C to the process that started this one, and let Polars use `threads` threads if no limit is set."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["POLARS_MAX_THREADS"] = str(threads)
+    os.environ.setdefault("POLARS_MAX_THREADS", str(threads))

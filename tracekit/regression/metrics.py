@@ -9,12 +9,11 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import entry_points
 
 from tracekit import conventions
 from tracekit.conventions import device_metrics
 from tracekit.errors import ConfigError
-from tracekit.model import escaping
+from tracekit.model import escaping, plugins
 from tracekit.model.run import RunFact
 from tracekit.model.trace import Fact
 from tracekit.regression import metric_sources as sources
@@ -236,9 +235,9 @@ METRICS = (
 @functools.cache
 def all_metrics() -> Mapping[str, Metric]:
     """Return our metrics and those of other distributions, by key. Raises ConfigError where two have one key."""
-    plugins = [point.load() for point in entry_points(group=ENTRY_POINTS)]
+    added = [point.load() for point in plugins.entry_points(group=ENTRY_POINTS)]
     by_key = {metric.key: metric for metric in METRICS}
-    for metric in plugins:
+    for metric in added:
         if metric.key in by_key:
             raise ConfigError(f"the plug-in metric {metric.key} has the key of another metric: rename it")
         by_key[metric.key] = metric

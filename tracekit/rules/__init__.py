@@ -1,7 +1,6 @@
 """Judgements, one family per module. `RULES` lists them all."""
 
-from importlib.metadata import entry_points
-
+from tracekit.model import plugins
 from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.background_save import BlockingBackgroundSave, CrowdedOut, LockedOut
@@ -114,4 +113,4 @@ RULES: tuple[type[Rule], ...] = (
 
 def all_rules() -> tuple[type[Rule], ...]:
     """Return our rules and those that other distributions add by the entry point group ``tracekit.rules``."""
-    return RULES + tuple(point.load() for point in entry_points(group="tracekit.rules"))
+    return RULES + tuple(point.load() for point in plugins.entry_points(group="tracekit.rules"))

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -26,7 +25,7 @@ from tracekit.analysis.parallelism.pipeline_actions import ACTIONS, pipeline_act
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
-from tracekit.model import schema
+from tracekit.model import plugins, schema
 from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run, RunFact
 from tracekit.model.schema import Column, Table
 from tracekit.model.source import Source
@@ -139,14 +138,14 @@ def tables() -> Mapping[str, Table]:
 
 
 def _plugin_tables() -> dict[str, DerivedTable]:
-    plugins: dict[str, DerivedTable] = {}
-    for point in entry_points(group="tracekit.tables"):
+    added: dict[str, DerivedTable] = {}
+    for point in plugins.entry_points(group="tracekit.tables"):
         derived: DerivedTable = point.load()
         name = derived.table.name
-        if name in TABLES or name in plugins:
+        if name in TABLES or name in added:
             raise InputError(f"{point.value}: there is already a table {name}; remove one of the two packages")
-        plugins[name] = derived
-    return plugins
+        added[name] = derived
+    return added
 
 
 def query(

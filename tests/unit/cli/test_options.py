@@ -7,7 +7,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tracekit.cli.options import expand_options
+from tracekit.cli.options import ExecutorKind, ExecutorOptions, expand_options
+from tracekit.executors import defaults
+from tracekit.executors.processes import Processes
+from tracekit.model.executor import Threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +74,15 @@ def test_the_command_can_be_called_from_python():
     assert received == [(Input(run="runs/today"), Output(), 1, "none")]
     with pytest.raises(TypeError, match="run"):
         show(top=1)
+
+
+@pytest.mark.parametrize(("files", "executor"), [(31, Threads), (32, Processes)])
+def test_many_local_traces_are_measured_by_processes_unless_the_user_chooses(tmp_path, monkeypatch, files, executor):
+    monkeypatch.setattr(defaults, "processors", lambda: 4)
+    for number in range(files):
+        (tmp_path / f"rank{number:05}.pt.trace.json.gz").touch()
+    with ExecutorOptions().open([str(tmp_path)]) as opened:
+        assert isinstance(opened, executor)
+        assert opened.workers == 4 or executor is Threads
+    with ExecutorOptions(executor=ExecutorKind.THREADS).open([str(tmp_path)]) as opened:
+        assert isinstance(opened, Threads)

@@ -60,10 +60,10 @@ def check(
 
         store.check(history)
 
-    from tracekit.rules import all_rules
+    with executor.open([*paths, *repeats]) as opened:
+        from tracekit.rules import all_rules
 
-    resolved = settings.resolve(all_rules())
-    with executor.open() as opened:
+        resolved = settings.resolve(all_rules())
         results = _results(paths, resolved, baseline, repeats, reports.facts(), cache=cache, executor=opened)
         reports.write(results)
     if history is not None:

@@ -54,18 +54,19 @@ def query(
         raise ConfigError("--format parquet is a binary format: name a file with --output")
     if os.path.exists(sql):  # noqa: PTH110 a long SELECT is no error
         raise ConfigError(f"{sql} is a file or folder, not a SELECT; the run comes first: tracekit query RUN SQL")
-    from tracekit.sql import run_query
-
     limit = _DEFAULT_ROWS if max_rows is None and row_format is RowFormat.TABLE else max_rows
     memory_bytes = int(memory_gib * _GIB)
     # One row more shows whether rows are left out.
     max_read = None if limit is None else limit + 1
     statement = sys.stdin.read() if sql == "-" else sql
-    opened_query = run_query.open_query(statement, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_read)
-    with opened_query as sandboxed, executor.open() as opened:
-        run = source.open(opened)
-        with output.progress() as bar:
-            rows = sandboxed.run(run, bar.trace_callback(len(run.sources)))
+    with executor.open([source.run]) as opened:
+        from tracekit.sql import run_query
+
+        query = run_query.open_query(statement, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_read)
+        with query as sandboxed:
+            run = source.open(opened)
+            with output.progress() as bar:
+                rows = sandboxed.run(run, bar.trace_callback(len(run.sources)))
     _write(rows if limit is None else rows.head(limit), rows.height, row_format, result)
 
 

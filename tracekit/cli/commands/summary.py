@@ -1,12 +1,19 @@
 """``tracekit summary``: where the time goes, in one table."""
 
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracekit.cli import output
 from tracekit.cli.options import ExecutorOptions, RunOptions, TableOptions, expand_options
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from tracekit.model.run import Run
+    from tracekit.model.trace import Fact
 
 
 class By(StrEnum):
@@ -54,6 +61,21 @@ def summary(
     unknown-work: the operators and kernels whose operations or bytes are not known, and why they are not. By file: the
     file system calls of an I/O log (DFTracer), with bytes and bandwidth, the longest first.
     """
+    with executor.open([source.run]) as opened:
+        from tracekit.analysis.compute import unknown_work
+        from tracekit.report import summary_tables
+
+        facts, rows_of = _measurements(by)
+        run = source.measure(facts, opened)
+        rows = rows_of(run)
+        missing = unknown_work.note(run) if by is By.STEP else None
+    table.write(summary_tables, rows)
+    if missing:
+        output.notify(missing)
+
+
+def _measurements(by: By) -> "tuple[Sequence[Fact], Callable[[Run], pl.DataFrame]]":
+    """Return the facts that a table needs, and the function that makes it of the run."""
     from tracekit.analysis.communication import collective_instances
     from tracekit.analysis.compute import collective_contention, contention, device_counters, efficiency, unknown_work
     from tracekit.analysis.host import io_calls, launch_queues
@@ -66,11 +88,9 @@ def summary(
     )
     from tracekit.analysis.time import breakdown
     from tracekit.analysis.time import summary as analysis
-    from tracekit.model.trace import Fact
-    from tracekit.report import summary_tables
     from tracekit.sync import collective_matching
 
-    facts: dict[By, list[Fact]] = {
+    facts: dict[By, Sequence[Fact]] = {
         By.COLLECTIVE: [collective_matching.calls],
         By.CLOCK: [collective_matching.calls],
         By.STEP: [breakdown.by_step, efficiency.by_step, device_counters.device_counters, *unknown_work.FACTS],
@@ -99,10 +119,4 @@ def summary(
         By.UNKNOWN_WORK: unknown_work.by_operator,
         By.FILE: io_calls.by_file,
     }
-    with executor.open() as opened:
-        run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), opened)
-        rows = tables[by](run)
-        missing = unknown_work.note(run) if by is By.STEP else None
-    table.write(summary_tables, rows)
-    if missing:
-        output.notify(missing)
+    return facts.get(by, [breakdown.by_rank, breakdown.by_step]), tables[by]

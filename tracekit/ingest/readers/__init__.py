@@ -4,7 +4,6 @@ A new format is one module with a `Reader` and one entry here, or a plug-in with
 """
 
 import functools
-from importlib.metadata import entry_points
 
 from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.dftracer import DFTracerLogs
@@ -14,6 +13,7 @@ from tracekit.ingest.readers.logs import CheckpointLogs, MetricsLogs
 from tracekit.ingest.readers.manifest import Manifests
 from tracekit.ingest.readers.memory_snapshot.reader import MemorySnapshots
 from tracekit.ingest.readers.reader import Reader
+from tracekit.model import plugins
 
 # Kineto is last: it takes every JSON file that no other reader recognizes, to say what is wrong with it.
 READERS: tuple[Reader, ...] = (
@@ -30,7 +30,7 @@ READERS: tuple[Reader, ...] = (
 @functools.cache
 def available() -> tuple[Reader, ...]:
     """Return the readers of plug-ins, then READERS; the first whose `sniff` returns True reads a file."""
-    return (*(point.load() for point in entry_points(group="tracekit.readers")), *READERS)
+    return (*(point.load() for point in plugins.entry_points(group="tracekit.readers")), *READERS)
 
 
 def find(head: bytes, name: str) -> Reader | None:

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +20,7 @@ from tracekit.conventions import object_storage
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.ingest import disk_cache, files, readers
 from tracekit.ingest.remote import RemoteFile
+from tracekit.model import plugins
 from tracekit.rules import RULES, all_rules
 
 MAX_FILES = 20_000
@@ -158,13 +158,13 @@ def _code_hash() -> str:
     """Return the hash of all code that makes a report, and of the rules with their thresholds, plugins among them."""
     package = Path(conventions.__file__).parents[1]
     rules = [(rule.code, rule.__module__, rule.__qualname__, dataclasses.asdict(rule())) for rule in all_rules()]
-    plugins: list[type | ModuleType] = [rule for rule in all_rules() if rule not in RULES]
-    plugins += [type(reader) for reader in readers.available() if reader not in readers.READERS]
-    plugins += [importlib.import_module(point.module) for point in entry_points(group="tracekit.metrics")]
+    added: list[type | ModuleType] = [rule for rule in all_rules() if rule not in RULES]
+    added += [type(reader) for reader in readers.available() if reader not in readers.READERS]
+    added += [importlib.import_module(point.module) for point in plugins.entry_points(group="tracekit.metrics")]
     parts = {
         "code": disk_cache.code_hash(package, ("**/*.py",)),
         "libraries": [pl.__version__, np.__version__],
         "rules": rules,
-        "plugins": sorted({disk_cache.plugin_hash(plugin) for plugin in plugins}),
+        "plugins": sorted({disk_cache.plugin_hash(plugin) for plugin in added}),
     }
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

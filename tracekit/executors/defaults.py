@@ -1,0 +1,67 @@
+"""What measures a run where the user chose nothing: by the number and size of its files. Imports no Polars."""
+
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tracekit.executors import processors
+
+PROCESSES_FROM = 32
+"""Files from which starting processes (0.5 CPU s each) costs less than threads lose by sharing one interpreter lock."""
+MAX_PROCESSES = 8
+"""Each process needs 150 to 300 MiB."""
+_LARGE_BYTES = 4 << 20
+"""Operations on tables of smaller traces take 0.1 to 0.3 ms each, so that several Polars threads only add switches."""
+_MAX_FILES = 4096
+_TRACE_SUFFIXES = (".json", ".json.gz", ".json.zst")
+POLARS_THREADS = "POLARS_MAX_THREADS"
+
+
+def process_count(paths: Iterable[str]) -> int | None:
+    """Return how many processes measure the runs at these paths by default; None if threads do."""
+    available = processors()
+    if available == 1 or max((len(_trace_sizes(path)) for path in paths), default=0) < PROCESSES_FROM:
+        return None
+    return min(available, MAX_PROCESSES)
+
+
+def limit_polars_threads(paths: Iterable[str]) -> None:
+    """Let Polars use one thread in this process and its workers if all runs at these paths have small traces.
+
+    It has no effect if Polars is imported already or the user has set POLARS_MAX_THREADS. URLs and paths that cannot be
+    read have unknown sizes, so they change nothing.
+    """
+    sizes = [_trace_sizes(path) for path in paths]
+    if "polars" not in sys.modules and all(each and statistics.median(each) < _LARGE_BYTES for each in sizes):
+        os.environ.setdefault(POLARS_THREADS, "1")
+
+
+def _trace_sizes(path: str) -> list[int]:
+    """Return the sizes of at most `_MAX_FILES` JSON files of a local run, in bytes; none if it cannot be listed."""
+    sizes: list[int] = []
+    try:
+        for file in _json_files(Path(path)):
+            sizes.append(file.stat().st_size)
+            if len(sizes) == _MAX_FILES:
+                break
+    except (OSError, ValueError):  # the reader says what is wrong with it
+        return []
+    return sizes
+
+
+def _json_files(path: Path) -> Iterator[Path]:
+    """Yield a file itself, or the JSON files of a folder and of its folders (one for each node)."""
+    if path.is_file():
+        yield path
+        return
+    folders = []
+    for entry in os.scandir(path):
+        if entry.is_dir():
+            folders.append(entry.path)
+        elif entry.name.endswith(_TRACE_SUFFIXES) and entry.is_file():
+            yield Path(entry.path)
+    for folder in folders[:_MAX_FILES]:
+        with os.scandir(folder) as entries:
+            yield from (Path(each.path) for each in entries if each.name.endswith(_TRACE_SUFFIXES) and each.is_file())
