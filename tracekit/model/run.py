@@ -184,6 +184,27 @@ class Run:
         both = [*measured, *self._run_facts.items()]
         return {name: table for measure, table in both if (name := _full_name(measure)) is not None}
 
+    def of_ranks(self, ranks: Iterable[int]) -> "Run":
+        """Return a run of some ranks, with what was measured of them so far, on the clock of this run.
+
+        It shares traces in memory and the executor. What it measures of all its ranks together is of these ranks alone.
+        """
+        chosen = set(ranks)
+        is_chosen = pl.col("rank").is_in(list(chosen))
+        offsets = self.offsets.filter(is_chosen)
+        part = Run(
+            self.path,
+            [source for source in self.sources if source.rank in chosen],
+            manifest=self.manifest,
+            data_quality=self._data_quality,
+            align=lambda _: offsets,
+            executor=self._executor,
+        )
+        part._loaded = self._loaded
+        for fact in self._facts:
+            part._facts.add(fact, self._facts.scan(fact).filter(is_chosen).collect())
+        return part
+
     def use_cache(self, cache: TableCache) -> None:
         """Take tables from `cache`, and store in it those that it does not have, by full name of the fact."""
         self._cache = cache

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, savings, steps
+from tracekit.replay.graph import causes, representative_ranks, savings, steps
 from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import WORK
@@ -57,18 +57,22 @@ def attribute_costs(report: Report) -> Report:
     by what it costs without those that have a warning, and is information if that is less than half of it. Late
     launches are priced by what remains without all these and without stragglers.
 
+    Of a run with many ranks, representative ones are replayed; a note says which. A finding on other ranks keeps the
+    cost that its rule measured.
+
     A finding whose replay saves less than its `min_saved_ratio` becomes information, since the step has another
     bottleneck behind this one; it is left out if it was information before, or if the rule did not measure more either.
     Otherwise the cost that the rule measured stays. Findings are sorted again.
     """
-    run = report.run
-    replayable = any(finding.what_if for finding in report.findings) and _can_be_replayed(run)
-    priced = [each for finding in report.findings for each in _priced_stalls(run, finding, replayable)]
-    stalls = single_stalls.reported(run, priced) if replayable else pl.DataFrame()
+    named = tuple(finding.ranks for finding in report.findings if finding.what_if)
+    run = representative_ranks.run_of(report.run, named) if named else report.run
+    replayable = bool(named) and _can_be_replayed(run)
+    priced = [each for finding in report.findings for each in _priced_stalls(report.run, run, finding, replayable)]
+    stalls = single_stalls.reported(report.run, priced) if replayable else pl.DataFrame()
     findings: list[Finding] = []
     removed: list[Removal] = []
     for finding in sorted(priced, key=_order):
-        own = _removal(run, finding, stalls)
+        own = _removal(report.run, finding, stalls)
         repriced = list(_with_replayed_cost(run, finding, own, removed)) if replayable else _measured(finding)
         findings += repriced
         if own and _is_confirmed(finding, repriced):
@@ -76,7 +80,13 @@ def attribute_costs(report: Report) -> Report:
     if removed:
         findings = [_beyond(run, each, removed) if each.code == _UNEVEN else each for each in findings]
         findings = [single_stalls.once(each, findings, stalls) for each in findings]
-    return replace(report, findings=sort_findings(findings))
+    notes = (*report.notes, _replayed_ranks(report.run, run)) if replayable and run is not report.run else report.notes
+    return replace(report, findings=sort_findings(findings), notes=notes)
+
+
+def _replayed_ranks(run: Run, replayed: Run) -> str:
+    count = f"{len(replayed.ranks)} of {len(run.ranks):,} ranks"
+    return f"potential savings are from replays of {count}: {units.ranges(replayed.ranks)}"
 
 
 def saved_by(report: Report, removals: Sequence[Removal]) -> int:
@@ -87,7 +97,8 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     """
     stalls = single_stalls.reported(report.run, report.findings)
     *first, own = (replace(each, stalls=_staying_in_both(report.run, stalls, each)) for each in removals)
-    alone, after = _savings(report.run, own, tuple(first))
+    run = representative_ranks.run_of(report.run, tuple(each.ranks for each in removals if each.ranks))
+    alone, after = _savings(run, own, tuple(first))
     return max(0, min(each.saved_ns for each in (alone, after) if each)) if alone else 0
 
 
@@ -100,13 +111,16 @@ def _staying_in_both(run: Run, stalls: pl.DataFrame, removal: Removal) -> tuple[
     return tuple(each for each in single_stalls.staying(run, stalls, removal.cause) if each.stall in known)
 
 
-def _priced_stalls(run: Run, finding: Finding, replayable: bool) -> Iterable[Finding]:
-    """Return a finding on single stalls with its cost from a replay, if there is one; others as they are."""
+def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) -> Iterable[Finding]:
+    """Return a finding on single stalls with its cost from a replay, if there is one; others as they are.
+
+    `replayed` is the run of the ranks that are replayed.
+    """
     if finding.code != single_stalls.CODE or not replayable:
         return (finding,)
     own = Removal(causes.SINGLE_STALL.name, (), tuple(single_stalls.of_finding(run, finding)))
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
-    return [replace(each, removals=()) for each in _with_replayed_cost(run, finding, own, [])]
+    return [replace(each, removals=()) for each in _with_replayed_cost(replayed, finding, own, [])]
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
@@ -215,6 +229,9 @@ def _with_replayed_cost(run: Run, finding: Finding, own: Removal | None, removed
     what_if = finding.what_if
     if what_if is None or own is None:
         yield finding
+        return
+    if finding.ranks and not set(finding.ranks) & set(run.ranks):
+        yield from _measured(finding)
         return
     first = _before(run, finding, removed)
     alone, after = _savings(run, own, first)

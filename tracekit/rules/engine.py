@@ -10,7 +10,7 @@ from tracekit.errors import RuleError
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Fact
-from tracekit.replay.graph import dependency_graph
+from tracekit.replay.graph import dependency_graph, representative_ranks
 from tracekit.rules import all_rules, cost_attribution, found_iterations, judgeability
 from tracekit.rules.rule import Finding, Input, Report, Rule, sort_findings
 
@@ -29,11 +29,12 @@ def check(
 
     All rules, and `facts` that are needed later, share one pass over the traces; `on_progress` is called after each
     trace. The cost of findings comes from a replay of the steps without their cause, where possible: a second pass,
-    only if there is such a finding; of many traces, the first pass measures what it needs. Raises RuleError, with the
-    rule's code, if a rule crashes.
+    only if there is such a finding, and over representative ranks if there are more than 128; of more than 32 traces,
+    the first pass measures what it needs. Raises RuleError, with the rule's code, if a rule crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    replayed = dependency_graph.FACTS if len(run.sources) > _MANY_TRACES else ()
+    is_replayed = len(run.sources) > _MANY_TRACES and not representative_ranks.are_needed(run)
+    replayed = dependency_graph.FACTS if is_replayed else ()
     run.measure(
         [*(fact for rule in chosen for fact in rule.facts), *judgeability.FACTS, *facts, *replayed], on_progress
     )

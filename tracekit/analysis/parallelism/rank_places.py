@@ -100,7 +100,7 @@ def stages(run: Run) -> dict[int, int]:
     for stage, ranks in enumerate(_int_lists(pipeline.get("stage_ranks") if isinstance(pipeline, dict) else None)):
         found |= {rank: stage for rank in ranks if rank not in found}
     if not found:
-        groups = (group for axis, group in _axis_groups(run) if axis == strategies.PP)
+        groups = (group for axis, group in axis_groups(run) if axis == strategies.PP)
         found = {rank: stage for group in groups for stage, rank in enumerate(group)}
     return found if len(set(found.values())) > 1 else {}
 
@@ -135,6 +135,23 @@ def shared_place(run: Run, ranks: Sequence[int]) -> str | None:
     return None
 
 
+def axis_groups(run: Run) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the groups of each mesh axis: from run.json, else from the descriptions of groups in the traces.
+
+    Of several descriptions of one axis the shortest counts: others are of experts, or together with context
+    parallelism.
+    """
+    if stated := mesh.groups_of(run.manifest):
+        return [(axis, tuple(ranks)) for axis, groups in stated.items() for ranks in groups]
+    rows = run.table(rank_groups).select("description", "ranks").drop_nulls().unique().sort("description", "ranks")
+    named = [(axis_of_description(text), text, tuple(ranks)) for text, ranks in rows.iter_rows()]
+    plain: dict[str, str] = {}
+    for axis, text, _ in named:
+        if axis and axis not in JOINT:
+            plain[axis] = min(plain.get(axis, text), text, key=len)
+    return [(axis, ranks) for axis, text, ranks in named if axis in plain and text == plain[axis]]
+
+
 def _node_size(run: Run, places_of_ranks: pl.DataFrame) -> int | None:
     """Return how many consecutive ranks share a node; None if not known, or if all do."""
     hardware = run.manifest.get("hardware")
@@ -156,7 +173,7 @@ def _node_places(run: Run) -> list[Place]:
 def _coordinate_places(run: Run) -> Iterator[Place]:
     """Yield the ranks of each coordinate of the axes that have a name."""
     by_axis: dict[str, list[tuple[int, ...]]] = {}
-    for axis, group in _axis_groups(run):
+    for axis, group in axis_groups(run):
         by_axis.setdefault(axis, []).append(group)
     for axis, name in _AXIS_NAMES.items():
         groups = by_axis.get(axis, [])
@@ -167,30 +184,13 @@ def _coordinate_places(run: Run) -> Iterator[Place]:
 def _group_places(run: Run) -> Iterator[Place]:
     """Yield the process groups, the known axes first."""
     numbers: dict[str, int] = {}
-    for axis, group in _axis_groups(run):
+    for axis, group in axis_groups(run):
         number = numbers[axis] = numbers.get(axis, -1) + 1
         if axis in _GROUP_NAMES:
             yield Place(f"{_GROUP_NAMES[axis]} {number}", group)
     rows = run.table(rank_groups).select("description", "ranks").unique("ranks").sort("ranks")
     for description, ranks in rows.iter_rows():
         yield Place(f"process group {description}" if description else "one process group", tuple(sorted(ranks)))
-
-
-def _axis_groups(run: Run) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the groups of each mesh axis: from run.json, else from the descriptions of groups in the traces.
-
-    Of several descriptions of one axis the shortest counts: others are of experts, or together with context
-    parallelism.
-    """
-    if stated := mesh.groups_of(run.manifest):
-        return [(axis, tuple(ranks)) for axis, groups in stated.items() for ranks in groups]
-    rows = run.table(rank_groups).select("description", "ranks").drop_nulls().unique().sort("description", "ranks")
-    named = [(axis_of_description(text), text, tuple(ranks)) for text, ranks in rows.iter_rows()]
-    plain: dict[str, str] = {}
-    for axis, text, _ in named:
-        if axis and axis not in JOINT:
-            plain[axis] = min(plain.get(axis, text), text, key=len)
-    return [(axis, ranks) for axis, text, ranks in named if axis in plain and text == plain[axis]]
 
 
 def _int_lists(value: object) -> list[tuple[int, ...]]:

@@ -12,7 +12,14 @@ from tracekit.analysis.checkpoint import saves
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, contention_update, dependency_graph, slow_ranks, steps
+from tracekit.replay.graph import (
+    causes,
+    contention_update,
+    dependency_graph,
+    representative_ranks,
+    slow_ranks,
+    steps,
+)
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
 from tracekit.replay.graph.transforms import (
     BEFORE_WINDOW,
@@ -124,8 +131,8 @@ def replayed_steps(run: Run) -> pl.DataFrame:
 
 @memoize
 def graphs_of(run: Run) -> list[Graph]:
-    """Return the graphs of a run, one per window, built once."""
-    return dependency_graph.graphs(run)
+    """Return the graphs of a run, one per window, built once: of all its ranks, or of representative ones of many."""
+    return dependency_graph.graphs(representative_ranks.run_of(run))
 
 
 def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
@@ -211,12 +218,18 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     least = min(causes.find(name).confidence for name in names)
     sure = least * _confidence(run, table) * (_GUESSED if unseen else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
-    notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if _CHECKPOINT in names and saved_ns else ""]
+    rare = _rare_saves(run, table) if _CHECKPOINT in names and saved_ns else ""
+    notes = [_UNSEEN if unseen else "", rare, _left_out(run, table["rank"].n_unique())]
     note = "; ".join(each for each in notes if each)
     by_step = table.select(*STEP_COLUMNS)
     return Saving(
         cause, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
     )
+
+
+def _left_out(run: Run, replayed: int) -> str:
+    """Return how many of many ranks are replayed; "" where all are."""
+    return f"replays {replayed} of {len(run.ranks):,} ranks" if representative_ranks.are_needed(run) else ""
 
 
 def _rare_saves(run: Run, table: pl.DataFrame) -> str:

@@ -1,0 +1,85 @@
+"""Replays of some ranks of a run: which they are, and that prices are those of a replay of all ranks."""
+
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests.unit.simulate.jobs import job, pipelined, written
+from tracekit.replay.graph import representative_ranks, savings
+from tracekit.rules import cost_attribution, engine
+from tracekit.rules.rule import Finding, Report, Severity, WhatIf
+
+
+@pytest.fixture
+def few_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(representative_ranks, "MAX_RANKS", 8)
+    monkeypatch.setattr(representative_ranks, "_LEAST_RANKS", 4)
+
+
+def priced(report: Report) -> dict[tuple[str, tuple[int, ...]], float]:
+    """Return what each finding costs per step in ms, by rule and ranks."""
+    return {(each.code, each.ranks): each.cost_ns / 1e6 for each in report.findings}
+
+
+def test_prices_are_those_of_a_replay_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(job("fsdp2", layers=2, ranks_written=12), tmp_path, "slow-rank:7", "host-sync")
+    everything = engine.check(tracekit.load(str(tmp_path), cache=False))
+    monkeypatch.setattr(representative_ranks, "MAX_RANKS", 8)
+    monkeypatch.setattr(representative_ranks, "_LEAST_RANKS", 4)
+    part = engine.check(tracekit.load(str(tmp_path), cache=False))
+    assert priced(part).keys() == priced(everything).keys()
+    assert ("RANK001", (7,)) in priced(part)
+    for key, cost_ms in priced(everything).items():
+        assert priced(part)[key] == pytest.approx(cost_ms, rel=0.02, abs=0.01)
+    (note,) = set(part.notes) - set(everything.notes)
+    assert note.startswith("potential savings are from replays of 5 of 12 ranks: 0, ")
+
+
+@pytest.mark.usefixtures("few_ranks")
+def test_pipelines_and_tensor_parallel_groups_are_whole(tmp_path: Path) -> None:
+    # ranks: stage x replica x tp; replica 1 is ranks 2, 3 of stage 0 and 10, 11 of stage 1
+    written(pipelined(16, pp=2, tp=2, layers=2, micro_batches=2, steps=1), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    chosen = representative_ranks.run_of(run, ((3,),))
+    assert {2, 3, 10, 11} < set(chosen.ranks)
+    assert len(chosen.ranks) == 8
+    assert all(rank + 8 in chosen.ranks for rank in chosen.ranks if rank < 8)
+
+
+@pytest.mark.usefixtures("few_ranks")
+def test_a_finding_on_other_ranks_keeps_its_measured_cost(tmp_path: Path) -> None:
+    written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    shared = {"severity": Severity.WARNING, "fix": "", "impact": 0.1, "cost_ns": 1_000_000}
+    late = [Finding("RANK001", message="late", ranks=(n,), what_if=WhatIf("straggler"), **shared) for n in range(8)]
+    own = Finding("HOST003", message="measured", ranks=(11,), what_if=WhatIf("data-loading"), **shared)
+    attributed = cost_attribution.attribute_costs(Report(run, (*late, own), (), (), ""))
+    (kept,) = [each for each in attributed.findings if each.code == "HOST003"]
+    assert (kept.cost_ns, kept.message, kept.severity) == (1_000_000, "measured", Severity.WARNING)
+    assert attributed.notes == ("potential savings are from replays of 8 of 12 ranks: 0–7",)
+
+
+@pytest.mark.usefixtures("few_ranks")
+def test_a_saving_says_how_many_ranks_it_is_from(tmp_path: Path) -> None:
+    written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    assert savings.saving(run, "straggler").caveat.startswith("replays 4 of 12 ranks")
+
+
+def test_a_run_of_few_ranks_is_replayed_whole(tmp_path: Path) -> None:
+    written(job("fsdp2", layers=2, ranks_written=3, steps=2), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    assert representative_ranks.run_of(run, ((1,),)) is run
+    assert "ranks" not in savings.saving(run, "straggler").caveat
+
+
+def test_a_run_of_some_ranks_has_the_tables_and_the_clock_of_the_whole(tmp_path: Path) -> None:
+    written(job("fsdp2", layers=2, ranks_written=6, steps=2), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    engine.check(run)
+    part = run.of_ranks([1, 4, 77])
+    assert part.ranks == (1, 4)
+    assert part.offsets.equals(run.offsets.filter(run.offsets["rank"].is_in([1, 4])))
+    for name, table in part.measured_tables.items():
+        assert set(table["rank"].unique()) <= {1, 4}, name

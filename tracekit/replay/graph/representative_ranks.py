@@ -1,0 +1,91 @@
+"""Representative ranks: of a run with many ranks, replays read the traces of these, as if only they were recorded.
+
+The replay graph of 1,000 ranks takes gigabytes, and most of them do the same. Chosen are the ranks that findings name,
+those that the others wait for, and others at equal distances. A rank comes with the ranks that it exchanges activations
+with, so pipelines and tensor-parallel groups are whole; of data-parallel groups a part is enough. A collective of which
+some members are not chosen keeps its recorded duration after the last of those that are.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from tracekit.analysis.parallelism import late_ranks, rank_places
+from tracekit.conventions import strategies
+from tracekit.model.memoize import memoize
+from tracekit.model.run import Run
+
+T = TypeVar("T")
+MAX_RANKS = 128
+"""Of so many ranks, all are replayed."""
+_LEAST_RANKS = 64
+_PER_FINDING = 8
+_DATA_PARALLEL = (strategies.DP_REPLICATE, strategies.DP_SHARD)
+
+
+def are_needed(run: Run) -> bool:
+    """Return whether a run has too many ranks to replay all of them."""
+    return len(run.ranks) > MAX_RANKS
+
+
+@memoize
+def run_of(run: Run, named: tuple[tuple[int, ...], ...] = ()) -> Run:
+    """Return the run of the representative ranks; the run itself if it has few ranks.
+
+    `named` are the ranks of findings: up to eight of each are chosen, first of those that name the fewest, as far as
+    there is room. Any rank will do for a finding on most of them.
+    """
+    if not are_needed(run):
+        return run
+    specific = [ranks for ranks in (late_ranks.latest(run), *named) if len(ranks) <= len(run.ranks) // 2]
+    wanted = (rank for ranks in sorted(specific, key=len) for rank in _spread(ranks, _PER_FINDING))
+    return run.of_ranks(_chosen(_units(run), wanted))
+
+
+def _chosen(units: Sequence[tuple[int, ...]], wanted: Iterable[int]) -> list[int]:
+    """Return ranks in whole units: those of the wanted ranks, then some at equal distances, MAX_RANKS at the most."""
+    unit_of = {rank: unit for unit in units for rank in unit}
+    chosen: set[int] = set()
+    for rank in wanted:
+        if len(chosen.union(unit_of.get(rank, ()))) <= MAX_RANKS:
+            chosen.update(unit_of.get(rank, ()))
+    largest = max(map(len, units))
+    for unit in _spread(units, max(1, _LEAST_RANKS // largest)):
+        if len(chosen) < _LEAST_RANKS and len(chosen.union(unit)) <= MAX_RANKS:
+            chosen.update(unit)
+    return sorted(chosen)
+
+
+def _units(run: Run) -> list[tuple[int, ...]]:
+    """Return the ranks in parts of at most MAX_RANKS that exchange activations: model replicas, or pipelines of one."""
+    units: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in run.ranks}
+    for group in _dependent_groups(run):
+        present = [rank for rank in group if rank in units]
+        joined = tuple(sorted({other for rank in present for other in units[rank]}))
+        if len(joined) <= MAX_RANKS:
+            units |= dict.fromkeys(joined, joined)
+    return sorted(set(units.values()))
+
+
+def _dependent_groups(run: Run) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of ranks that exchange activations: pipelines first, then others, the smallest first.
+
+    Groups whose axis is not known are among them unless they are larger than half of what is replayed: those are of
+    data parallelism.
+    """
+    by_axis = rank_places.axis_groups(run)
+    known = {frozenset(ranks) for _, ranks in by_axis}
+    dependent = [(axis != strategies.PP, len(ranks), ranks) for axis, ranks in by_axis if axis not in _DATA_PARALLEL]
+    unnamed = map(tuple, run.table(rank_places.rank_groups)["ranks"].unique().to_list())
+    small = [ranks for ranks in unnamed if frozenset(ranks) not in known and len(ranks) <= _LEAST_RANKS // 2]
+    dependent += [(True, len(ranks), ranks) for ranks in small]
+    for *_, ranks in sorted(dependent):
+        yield ranks
+
+
+def _spread(values: Sequence[T], count: int) -> list[T]:
+    """Return at most `count` of some values at equal distances, the first and the last among them."""
+    if len(values) <= count:
+        return list(values)
+    if count == 1:
+        return [values[0]]
+    return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
