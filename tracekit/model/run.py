@@ -45,7 +45,7 @@ class Run:
         data_quality: pl.DataFrame | None = None,
         align: RunFact | None = None,
         cache_bytes: int = 64 << 20,
-        fact_bytes: int = 128 << 20,
+        fact_bytes: int = 64 << 20,
         executor: Executor | None = None,
     ) -> None:
         """Build a run from `sources`; `data_quality` has the issues of the run itself, columns as RUN_DATA_QUALITY.

@@ -4,6 +4,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.time import breakdown
+from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 
@@ -34,12 +35,18 @@ def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
     """
     sums = rows.group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
     return (
-        _without_saves(run, _all_steps(run), is_marked=True)
-        .select(*PLACE, "start_ns", "duration_ns")
+        _without_saves(run, _step_times(run), is_marked=True)
         .join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("lost_ns").fill_null(0))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
     )
+
+
+@memoize
+def _step_times(run: Run) -> pl.DataFrame:
+    """Return these columns of all steps: many rules read them, and of many ranks the whole table is in files."""
+    steps = run.scan(breakdown.by_step).filter(pl.col("duration_ns") > 0)
+    return steps.select(*PLACE, "start_ns", "duration_ns").collect()
 
 
 def _all_steps(run: Run) -> pl.DataFrame:

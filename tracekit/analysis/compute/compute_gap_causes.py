@@ -85,7 +85,7 @@ def _with_peers_apart(run: Run) -> tuple[pl.LazyFrame, pl.LazyFrame]:
     last_ns = pl.col("collective_start_ns") + pl.col("wait_ns").fill_null(0)
     peer_ns = pl.when(pl.col("cause") == causes.COLLECTIVE).then((last_ns - pl.col("start_ns")).clip(0)).fill_null(0)
     pieces_with_wait = joined.with_columns(pl.min_horizontal(peer_ns, "dur_ns").alias("peer_ns"))
-    waiting = pieces_with_wait.filter(pl.col("peer_ns") > 0).with_columns(
+    waiting = pieces_with_wait.filter(pl.col("cause") == causes.COLLECTIVE, pl.col("peer_ns") > 0).with_columns(
         dur_ns="peer_ns",
         cause=pl.lit(causes.PEER),
         evidence=pl.lit(causes.INSTANCES),

@@ -137,6 +137,7 @@ _SUMMED = schema.columns("communication_ns calls exposed_communication_ns bytes 
 
 def compute_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     """Return when each rank computes, on any of its devices: by window and rank."""
-    computing = run.scan(breakdown.spans).filter(pl.col("part") == breakdown.COMPUTE).collect()
+    spans = run.scan(breakdown.spans).filter(pl.col("part") == breakdown.COMPUTE)
+    computing = spans.select("window", "rank", "start_ns", "dur_ns").collect()
     of_rank = computing.partition_by("window", "rank", as_dict=True)
     return {place: intervals.union(intervals.from_table(own)) for place, own in of_rank.items()}

@@ -1,5 +1,6 @@
 """Outlier steps: single stalls of the host that other steps do not have, and the time that the job loses to them."""
 
+import numpy as np
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
@@ -97,12 +98,15 @@ def _with_retries_of_others(stalls: pl.DataFrame, outliers: pl.DataFrame) -> pl.
 
     Ranks that free their caches at once lose as much. In other steps a retry may also wait for other ranks.
     """
-    retries = outliers.filter(pl.col("cause") == host_stalls.RETRY)
-    key = ["window", "cause"]
-    pairs = stalls.join(retries.select(*key, "run_start_ns", "dur_ns"), on=key, suffix="_of")
-    end_ns, end_of_ns = (pl.col(f"run_start_ns{of}") + pl.col(f"dur_ns{of}") for of in ("", "_of"))
-    both_ns = pl.min_horizontal(end_ns, end_of_ns) - pl.max_horizontal("run_start_ns", "run_start_ns_of")
-    together = pairs.filter(both_ns >= _TOGETHER_RATIO * pl.max_horizontal("dur_ns", "dur_ns_of"))["id"]
+    is_retry = pl.col("cause") == host_stalls.RETRY
+    columns = ["window", "run_start_ns", "dur_ns"]
+    retries = stalls.filter(is_retry).select("id", *columns)
+    window, start_ns, dur_ns = (retries[name].to_numpy() for name in columns)
+    overlaps = np.zeros(retries.height, bool)
+    for of_window, of_start_ns, of_dur_ns in outliers.filter(is_retry).select(columns).iter_rows():
+        both_ns = np.minimum(start_ns + dur_ns, of_start_ns + of_dur_ns) - np.maximum(start_ns, of_start_ns)
+        overlaps |= (window == of_window) & (both_ns >= _TOGETHER_RATIO * np.maximum(dur_ns, of_dur_ns))
+    together = retries["id"].filter(pl.Series(overlaps))
     expected_ns = pl.when(pl.col("id").is_in(together.implode())).then(0).otherwise("expected_ns")
     return stalls.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"))
 

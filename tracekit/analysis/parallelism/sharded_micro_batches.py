@@ -71,12 +71,15 @@ def passes(run: Run) -> pl.DataFrame:
     cost, each with its own duration and the exposed collectives right before it: delayed_ns is what the pass is longer
     than without the latter, lost_ns what it is longer than if the collectives took the time of one micro-batch.
     """
+    by_pipeline = pipeline_stages.representative_passes(run)
+    if not by_pipeline:
+        return schema.empty(PASSES)
     exposed = exposed_spans(run)
     after_ns = pl.max_horizontal("start_ns", pl.min_horizontal(pl.coalesce("ready_ns", "start_ns"), "end_ns"))
     gaps = run.run_table(pipeline_bubbles.idle_gaps).drop_nulls("action")
     delays = gaps.select(*_KEY, idle_ns=pl.col("end_ns") - after_ns)
     rows = []
-    for (window, pipeline), actions in pipeline_stages.representative_passes(run).items():
+    for (window, pipeline), actions in by_pipeline.items():
         place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
         schedule = pipeline_schedule.graph(tuple(actions.select(place, *_ACTION).iter_rows()))
         if schedule is None:
