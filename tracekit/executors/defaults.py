@@ -11,7 +11,7 @@ from tracekit.executors import processors
 PROCESSES_FROM = 32
 """Files from which starting processes (0.5 CPU s each) costs less than threads lose by sharing one interpreter lock."""
 MAX_PROCESSES = 8
-"""Each process needs 150 to 300 MiB."""
+"""Each process needs 200 to 500 MiB."""
 _LARGE_BYTES = 4 << 20
 """Operations on tables of smaller traces take 0.1 to 0.3 ms each, so that several Polars threads only add switches."""
 _MAX_FILES = 4096
