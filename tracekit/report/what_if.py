@@ -33,7 +33,7 @@ def as_text(
         f"{run}: mean step {units.duration(found.step_ns)}; replayed without changes "
         f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
     ]
-    lines += [caveat(found)] if not found.is_reproduced else []
+    lines += [text for text in (caveat(found),) if text]
     if not found.answers and not predictions:
         lines.append("removing a cause does not make the step shorter")
     for each in found.answers:
@@ -81,13 +81,17 @@ def as_table(found: WhatIf) -> pl.DataFrame:
 
 
 def caveat(found: WhatIf) -> str:
-    """Return what to say of a replay that does not reproduce the run; '' of one that does."""
-    if found.is_reproduced:
-        return ""
-    return (
-        f"The replay does not reproduce this run: without changes it is {abs(found.replay_error_ratio):.1%} off, "
-        f"more than {savings.MAX_ERROR_RATIO:.0%}. Read the answers as hints; findings do not use them as costs."
-    )
+    """Return what limits all answers: ranks that are not replayed, a replay that does not reproduce the run; or ''."""
+    replayed = found.replay["rank"].n_unique()
+    sentences = []
+    if replayed < found.ranks:
+        sentences.append(f"Replays {replayed} of {found.ranks:,} ranks, which represent the others.")
+    if not found.is_reproduced:
+        sentences.append(
+            f"The replay does not reproduce this run: without changes it is {abs(found.replay_error_ratio):.1%} off, "
+            f"more than {savings.MAX_ERROR_RATIO:.0%}. Read the answers as hints; findings do not use them as costs."
+        )
+    return " ".join(sentences)
 
 
 def _of_answer(each: Answer, price: float | None) -> Iterator[str]:

@@ -218,18 +218,12 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     least = min(causes.find(name).confidence for name in names)
     sure = least * _confidence(run, table) * (_GUESSED if unseen else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
-    rare = _rare_saves(run, table) if _CHECKPOINT in names and saved_ns else ""
-    notes = [_UNSEEN if unseen else "", rare, _left_out(run, table["rank"].n_unique())]
+    notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if _CHECKPOINT in names and saved_ns else ""]
     note = "; ".join(each for each in notes if each)
     by_step = table.select(*STEP_COLUMNS)
     return Saving(
         cause, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
     )
-
-
-def _left_out(run: Run, replayed: int) -> str:
-    """Return how many of many ranks are replayed; "" where all are."""
-    return f"replays {replayed} of {len(run.ranks):,} ranks" if representative_ranks.are_needed(run) else ""
 
 
 def _rare_saves(run: Run, table: pl.DataFrame) -> str:

@@ -57,6 +57,8 @@ class WhatIf:
     """Of the job; 0 where it ran on CPUs."""
     infers_waits: bool
     """Whether event waits of streams are inferred, because the traces do not record them."""
+    ranks: int = 0
+    """How many ranks the run has; `replay` has those that are replayed."""
 
     @property
     def replay_error_ratio(self) -> float:
@@ -98,6 +100,7 @@ def answer(
         replay,
         gpus,
         savings.infers_waits(run),
+        len(run.ranks),
     )
 
 

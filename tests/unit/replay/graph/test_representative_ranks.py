@@ -6,7 +6,8 @@ import pytest
 
 import tracekit
 from tests.unit.simulate.jobs import job, pipelined, written
-from tracekit.replay.graph import representative_ranks, savings
+from tracekit.replay.graph import representative_ranks, what_if
+from tracekit.report import what_if as report
 from tracekit.rules import cost_attribution, engine
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf
 
@@ -17,9 +18,9 @@ def few_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(representative_ranks, "_LEAST_RANKS", 4)
 
 
-def priced(report: Report) -> dict[tuple[str, tuple[int, ...]], float]:
+def priced(of: Report) -> dict[tuple[str, tuple[int, ...]], float]:
     """Return what each finding costs per step in ms, by rule and ranks."""
-    return {(each.code, each.ranks): each.cost_ns / 1e6 for each in report.findings}
+    return {(each.code, each.ranks): each.cost_ns / 1e6 for each in of.findings}
 
 
 def test_prices_are_those_of_a_replay_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,17 +62,18 @@ def test_a_finding_on_other_ranks_keeps_its_measured_cost(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("few_ranks")
-def test_a_saving_says_how_many_ranks_it_is_from(tmp_path: Path) -> None:
+def test_answers_say_of_how_many_ranks_they_are(tmp_path: Path) -> None:
     written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
-    assert savings.saving(run, "straggler").caveat.startswith("replays 4 of 12 ranks")
+    answers = what_if.answer(run, ("straggler",))
+    assert report.caveat(answers) == "Replays 4 of 12 ranks, which represent the others."
 
 
 def test_a_run_of_few_ranks_is_replayed_whole(tmp_path: Path) -> None:
     written(job("fsdp2", layers=2, ranks_written=3, steps=2), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
     assert representative_ranks.run_of(run, ((1,),)) is run
-    assert "ranks" not in savings.saving(run, "straggler").caveat
+    assert report.caveat(what_if.answer(run, ("straggler",))) == ""
 
 
 def test_a_run_of_some_ranks_has_the_tables_and_the_clock_of_the_whole(tmp_path: Path) -> None:
