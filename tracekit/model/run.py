@@ -28,6 +28,12 @@ class TableCache(Protocol):
     def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:
         """Store a table that took `measured_s` to measure, if that is worth it."""
 
+    def get_parts(self, name: str, new_part: Callable[[], Path]) -> tuple[Path, ...]:
+        """Return the table of a name as Parquet files at paths of `new_part`; none if it has to be measured."""
+
+    def put_parts(self, name: str, parts: Sequence[Path]) -> None:
+        """Store a table that is in Parquet files, if that is worth it."""
+
 
 class Run:
     """All traces of one job, with its manifest. Traces are read when needed and evicted, so memory use stays flat.
@@ -148,6 +154,8 @@ class Run:
         for fact in wanted:
             if (table := self._cached_table(_full_name(fact))) is not None:
                 self._facts.add(fact, table)
+            elif parts := self._cached_parts(_full_name(fact)):
+                self._facts.add_parts(fact, parts)
         wanted = [fact for fact in wanted if fact not in self._facts]
         if not wanted:
             return
@@ -165,6 +173,7 @@ class Run:
         in_memory = [fact for fact in wanted if fact in self._facts and not self._facts.parts(fact)]
         tables = [self._facts[fact] for fact in in_memory]
         self._store(map(_full_name, in_memory), tables, time.monotonic() - began_s)
+        self._store_parts(wanted)
 
     def scan(self, fact: Fact) -> pl.LazyFrame:
         """Return a fact of every trace to select from: as `table`, but not all of it has to fit in memory."""
@@ -206,8 +215,12 @@ class Run:
         return part
 
     def use_cache(self, cache: TableCache) -> None:
-        """Take tables from `cache`, and store in it those that it does not have, by full name of the fact."""
+        """Take tables from `cache`, and store in it those that it does not have, by full name of the fact.
+
+        Tables that are in Parquet files already are stored now: `measured_tables` does not have them.
+        """
         self._cache = cache
+        self._store_parts(list(self._facts))
 
     def cache_traces(self, traces: Mapping[Source, Trace]) -> None:
         """Cache traces that were read already, as far as they fit in `cache_bytes`."""
@@ -216,6 +229,15 @@ class Run:
 
     def _cached_table(self, name: str | None) -> pl.DataFrame | None:
         return None if name is None or self._cache is None else self._cache.get(name)
+
+    def _cached_parts(self, name: str | None) -> tuple[Path, ...]:
+        return () if name is None or self._cache is None else self._cache.get_parts(name, self._facts.new_part)
+
+    def _store_parts(self, facts: Iterable[Fact]) -> None:
+        for fact in facts:
+            name, parts = _full_name(fact), self._facts.parts(fact)
+            if parts and name is not None and self._cache is not None and not self._left_out:
+                self._cache.put_parts(name, parts)
 
     def _store(self, names: Iterable[str | None], tables: Iterable[pl.DataFrame], measured_s: float) -> None:
         if self._cache is None or self._left_out:

@@ -157,6 +157,22 @@ def test_a_page_opened_in_the_session_of_the_check_stores_its_tables_too(run, la
         assert_frame_equal(table, expected)
 
 
+def test_tables_that_are_in_files_are_stored_at_the_check_and_when_measured_later(run, later, monkeypatch):
+    computed = _measured_later(loader.load(str(run)))
+    monkeypatch.setitem(Run.__init__.__kwdefaults__, "fact_bytes", 0)
+    checked = report_cache.report(str(run), facts=FACTS)
+    assert checked.run.parts(FACTS[0])
+    assert later()
+    _measured_later(report_cache.report(str(run)).run)
+    monkeypatch.setattr(report_cache._LazyRun, "_read", _no_read)
+    cached = report_cache.report(str(run)).run
+    for fact in FACTS:
+        assert_frame_equal(cached.table(fact), checked.run.table(fact))
+    for table, expected in zip(_measured_later(cached), computed, strict=True):
+        assert_frame_equal(table, expected)
+    assert cached.parts(_names)
+
+
 def _other_names(trace):
     return _names(trace)
 

@@ -6,10 +6,12 @@ The summary comes first, so that a list of hundreds of runs reads only one line 
 import dataclasses
 import io
 import json
+import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -99,6 +101,25 @@ def write_table(table: pl.DataFrame, file: BinaryIO) -> None:
         archive.writestr(_fact(0), _packed(table))
 
 
+def write_parts(parts: Sequence[Path], file: BinaryIO) -> None:
+    """Write an entry with the Parquet files of a single table, which `read_parts` reads."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for number, part in enumerate(parts):
+            archive.write(part, _part(number))
+
+
+def read_parts(file: BinaryIO, new_part: Callable[[], Path]) -> tuple[Path, ...]:
+    """Copy the Parquet files of an entry to paths of `new_part` and return these. Raises if the entry is damaged."""
+    paths = []
+    with zipfile.ZipFile(file) as archive:
+        for number in range(len(archive.namelist())):
+            path = new_part()
+            with archive.open(_part(number)) as packed, path.open("wb") as copy:
+                shutil.copyfileobj(packed, copy)  # checks the checksum as it reads
+            paths.append(path)
+    return tuple(paths)
+
+
 def read_summary(file: BinaryIO) -> Summary:
     """Return the summary of an entry. Raises if the entry is damaged."""
     checksum, _, line = file.readline(_MAX_LINE_BYTES).rstrip(b"\n").partition(b" ")
@@ -147,6 +168,10 @@ def _packed_facts(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, m
         if left < 0:
             return
         yield name, packed
+
+
+def _part(number: int) -> str:
+    return f"part{number}.parquet"
 
 
 def _fact(number: int) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from tracekit.rules.report_cache import entry
 MIN_MEASURED_S = 0.2
 """A table that takes less is measured again: reading it would save little, and each is a file."""
 MAX_TABLE_BYTES = 128 << 20
-_SUFFIX = ".table"
+"""Limit for one table: in memory, or of its Parquet files."""
+_SUFFIX, _PARTS = ".table", "\0parts"
 _SHARE_OF_CACHE = 0.2
 
 
@@ -42,6 +43,18 @@ class MeasuredTables:
         is_worth_it = measured_s >= MIN_MEASURED_S and table.estimated_size() <= MAX_TABLE_BYTES
         if is_worth_it and self._is_unchanged():
             self._later.put(self._key_of(name), partial(entry.write_table, table), unless=entry.UNSERIALIZABLE)
+
+    def get_parts(self, name: str, new_part: Callable[[], Path]) -> tuple[Path, ...]:
+        """Return the table of a name as Parquet files at paths of `new_part`; none if it has to be measured."""
+        read = partial(entry.read_parts, new_part=new_part)
+        return self._later.get(self._key_of(name + _PARTS), read) or ()
+
+    def put_parts(self, name: str, parts: Sequence[Path]) -> None:
+        """Store a table that is in Parquet files, unless it is large, stored already, or files of the run changed."""
+        key = self._key_of(name + _PARTS)
+        size_bytes = sum(part.stat().st_size for part in parts)
+        if size_bytes <= MAX_TABLE_BYTES and not self._later.path(key).exists() and self._is_unchanged():
+            self._later.put(key, partial(entry.write_parts, parts))
 
     def _key_of(self, name: str) -> str:
         return hashlib.sha256(f"{self._key}\0{name}".encode()).hexdigest()
