@@ -18,16 +18,18 @@ def is_needed(rank_count: int) -> bool:
     return rank_count > rank_rows.MAX_DRAWN
 
 
-def choose(run: OpenRun, wanted: Iterable[int] = ()) -> Mapping[int, str] | None:
+def choose(run: OpenRun, wanted: Iterable[int] = (), also: Mapping[int, str] | None = None) -> Mapping[int, str] | None:
     """Let a person choose the ranks to draw; return them with what each is, such as "typical". None: all.
 
-    At first these are the typical rank and the extreme ones, as in the report. `wanted` are added to the choice, such
-    as the rank of a finding that another page opens.
+    At first these are the ranks of `also`, with what each is, then the typical rank and the extreme ones, as in the
+    report. `wanted` are added to the choice, such as the rank of a finding that another page opens.
     """
     ranks = run.run.ranks
     if not is_needed(len(ranks)):
         return None
-    notable = run.compute(rank_rows.drawn)
+    notable = dict(also or {})
+    for rank, what in run.compute(rank_rows.drawn).items():
+        notable[rank] = f"{notable[rank]}, {what}" if rank in notable else what
     key = bind_several(_NAME, ranks, tuple(notable), at_most=MAX_CHOSEN)
     missing = [rank for rank in dict.fromkeys(wanted) if rank in ranks and rank not in st.session_state[key]]
     if missing:

@@ -1,5 +1,7 @@
 """Ranks: a heatmap of ranks and steps, one step of all ranks side by side, and the ranks that are waited for."""
 
+from collections.abc import Mapping
+
 import polars as pl
 import streamlit as st
 
@@ -12,6 +14,16 @@ from tracekit.model.intervals import Window
 from tracekit.report import charts
 
 ALL_STEPS = "all"
+ABOUT = {
+    charts.AWAITED: (
+        "The longest time that one other rank waits for this rank, as a share of the step; the ranks that others wait "
+        "for most are at the top."
+    ),
+    charts.SLOWER: (
+        "The device window of the step against the median of the ranks. A rank that others wait for can have the "
+        "shortest one: the waiting makes the others longer."
+    ),
+}
 MAX_AWAITED = 8
 
 
@@ -19,14 +31,14 @@ def show(run: OpenRun) -> None:
     """Let a person pick a step and draw what each rank does in it."""
     with st.spinner("Measuring"):
         activity, offsets = run.table(tables.RANK_STATES), run.table(tables.CLOCK_OFFSETS)
-    _heatmap(run)
+    culprits = _heatmap(run)
     st.subheader("One step, rank by rank")
     window, step = _choose_step(run)
     rows = activity.filter(window=window)
     span = run.compute(lambda of: tables.step_span(of, window, step))
     part = _choose_part(run, span, window, step)
     cell = st.session_state.get(f"ranks-cell-{run.entry.name}")
-    drawn = rank_choice.choose(run, cell[:1] if cell else ())
+    drawn = rank_choice.choose(run, cell[:1] if cell else (), culprits)
     st.caption(
         f"{'all steps' if step is None else f'step {step}'} · {units.duration(span[1] - span[0])} from the first rank "
         f"that begins it to the last that ends it · {_clock_error(offsets, window)}"
@@ -52,12 +64,15 @@ def most_awaited(totals: pl.DataFrame) -> pl.DataFrame:
     return totals.drop(name for name in waits if name not in most)
 
 
-def _heatmap(run: OpenRun) -> None:
-    """Draw ranks against steps; a click on a cell chooses its step below, and offers to show it in the timeline."""
-    by_step = run.table(tables.EXPOSED_BY_STEP)
+def _heatmap(run: OpenRun) -> Mapping[int, str]:
+    """Draw ranks against steps; a click on a cell chooses its step below, and offers to show it in the timeline.
+
+    Return the rank that others wait for longest and one that waits longest for it, with what each is.
+    """
+    by_step = run.table(tables.SPREAD_BY_STEP)
     if by_step.is_empty():
         st.caption("The traces mark no steps, so ranks cannot be compared step by step.")
-        return
+        return {}
     windows = by_step["window"].unique().sort().to_list()
     window = st.session_state.get("window")
     counters = run.table(tables.DEVICE_COUNTERS)
@@ -66,8 +81,23 @@ def _heatmap(run: OpenRun) -> None:
     )
     st.subheader("Ranks and steps")
     measure = widgets.segments("Colour", "colour", charts.measures(table))
+    st.caption(ABOUT.get(measure, ""))
     clicked = widgets.clickable(charts.step_heatmap(table, measure), key=f"ranks-map-{run.entry.name}")
     _show_cell(run, table, clicked and clicked[:2])
+    return culprits(table)
+
+
+def culprits(table: pl.DataFrame) -> Mapping[int, str]:
+    """Return the rank of `rank_timelines.spread` that others wait for longest, and the rank that waits longest for it.
+
+    Empty where nobody waits.
+    """
+    sums = table.group_by("rank").agg(pl.col("awaited_ns").sum()).sort("awaited_ns", "rank", descending=[True, False])
+    if sums.is_empty() or not sums["awaited_ns"][0]:
+        return {}
+    rank = sums["rank"][0]
+    longest = table.filter(rank=rank).sort("awaited_ns", descending=True)["waiting_rank"][0]
+    return {rank: "waited for longest", longest: f"waits longest for rank {rank}"}
 
 
 def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) -> None:
@@ -82,7 +112,8 @@ def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) 
         st.session_state["step"] = step
     row = table.filter(rank=rank, step=step)
     if row.height and st.button(f"Show rank {rank}, step {step} in the timeline", key="ranks-show"):
-        widgets.show_moment(run.entry, row.rename({"duration_ns": "dur_ns"}).row(0, named=True))
+        waiting = row["waiting_rank"].drop_nulls().to_list()
+        widgets.show_moment(run.entry, row.rename({"duration_ns": "dur_ns"}).row(0, named=True), peers=waiting)
 
 
 def _choose_step(run: OpenRun) -> tuple[int, int | None]:

@@ -58,9 +58,9 @@ BREAKDOWN_BY_STEP, BREAKDOWN_BY_RANK = _per_trace(breakdown.by_step), _per_trace
 CLOCKS = _across(summary.by_clock)
 CLOCK_OFFSETS = Table(lambda run: run.offsets)
 RUN_CLOCK = _across(extents.run_clock, extents.extent)
-EXPOSED_BY_STEP = _across(exposed_communication.spread)
+SPREAD_BY_STEP = _across(rank_timelines.spread)
 RANK_STATES = _across(rank_timelines.states)
-WAIT_TIMES = _across(rank_timelines.wait_times)
+WAIT_TIMES, AWAITED = _across(rank_timelines.wait_times), _across(rank_timelines.awaited)
 
 COLLECTIVES = _across(
     traffic.by_kind,

@@ -66,6 +66,41 @@ def wait_times(run: Run) -> pl.DataFrame:
     return waits.group_by("rank", "peer_rank").agg(pl.col("dur_ns").sum().alias("waited_ns")).sort("rank", "peer_rank")
 
 
+def awaited(run: Run) -> pl.DataFrame:
+    """Return how long other ranks wait for each rank in each step; use ``run.run_table``.
+
+    Columns window, step (of the rank that waits; null outside steps), rank (the last arrival), awaited_ns (the longest
+    wait of one other rank), waiting_rank (which rank that is) and all_waits_ns (the sum over ranks); one row per step
+    and rank that is waited for. Waiting is that of `states`: each moment of a rank counts once.
+    """
+    waits = run.run_table(states).filter(pl.col("state") == WAITING).drop_nulls("peer_rank")
+    steps = run.table(breakdown.by_step).select(*_OF, "step", "start_ns", end_ns=pl.col("start_ns") + "duration_ns")
+    aligned = alignment.on_run_clock(steps, run.offsets, ("start_ns", "end_ns")).sort("start_ns")
+    placed = waits.sort("start_ns").join_asof(aligned, on="start_ns", by=list(_OF), check_sortedness=False)
+    in_step = pl.when(pl.col("start_ns") < pl.col("end_ns")).then("step").alias("step")
+    pairs = placed.group_by("window", in_step, "peer_rank", "rank").agg(pl.col("dur_ns").sum())
+    longest_first = pairs.sort("dur_ns", "rank", descending=[True, False])
+    table = longest_first.group_by("window", "step", "peer_rank", maintain_order=True).agg(
+        pl.col("dur_ns").first().alias("awaited_ns"),
+        pl.col("rank").first().alias("waiting_rank"),
+        pl.col("dur_ns").sum().alias("all_waits_ns"),
+    )
+    return table.rename({"peer_rank": "rank"}).sort("window", "step", "rank")
+
+
+def spread(run: Run) -> pl.DataFrame:
+    """Return `exposed_communication.spread` with how long others wait for each rank; use ``run.run_table``.
+
+    More columns: awaited_ns and waiting_rank of `awaited` (0 and null where nobody waits), and awaited_ratio, the share
+    of the median step of all ranks.
+    """
+    waits = run.run_table(awaited).drop_nulls("step").drop("all_waits_ns")
+    steps = run.run_table(exposed_communication.spread)
+    joined = steps.join(waits, on=["window", "step", "rank"], how="left", maintain_order="left")
+    awaited_ns = pl.col("awaited_ns").fill_null(0)
+    return joined.with_columns(awaited_ns, awaited_ratio=awaited_ns / pl.col("median_ns"))
+
+
 def _calls(run: Run) -> pl.DataFrame:
     key = ["window", "instance"]
     last = run.run_table(collective_instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))

@@ -30,7 +30,7 @@ from tracekit.report.charts.parallelism import (
     stage_balance,
 )
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
-from tracekit.report.charts.ranks import measures, rank_activity, step_heatmap
+from tracekit.report.charts.ranks import AWAITED, SLOWER, measures, rank_activity, step_heatmap
 from tracekit.report.charts.roofline import WITHOUT_PRODUCTS, roofline
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
@@ -38,6 +38,7 @@ from tracekit.report.charts.what_if import potential_savings, savings_by_rank
 
 __all__ = [
     "ALGORITHM",
+    "AWAITED",
     "BUS",
     "CAUSES",
     "COLOURS",
@@ -51,6 +52,7 @@ __all__ = [
     "PATH_COLOURS",
     "REPEATED",
     "SAVING",
+    "SLOWER",
     "WITHOUT_PRODUCTS",
     "axis_communication",
     "bandwidth",

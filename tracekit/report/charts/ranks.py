@@ -21,13 +21,14 @@ LABELS = {
 """The legend text of each activity, and the kind of work whose colour it has."""
 MAX_SPANS = 6000
 
-SLOWER, EXPOSED, WAITED = "longer_ratio", "exposed_ratio", "waited_ratio"
+AWAITED, SLOWER, EXPOSED, WAITED = "awaited_ratio", "longer_ratio", "exposed_ratio", "waited_ratio"
 MEASURES = {
+    AWAITED: "time others wait for this rank",
     SLOWER: "step time relative to the median of all ranks",
     EXPOSED: "exposed communication",
     WAITED: "waiting for a late rank",
 }
-"""The columns of every run that can be drawn, each with its label."""
+"""The columns that can be drawn, each with its label. The first of those that a table has is the default."""
 COUNTERS = {
     device_metrics.SM_CLOCK: "SM clock",
     device_metrics.TEMPERATURE: "temperature",
@@ -40,8 +41,8 @@ _LEAST_SPREAD_RATIO = 0.1
 MAX_CELLS = 4000
 MAX_ROWS = 64
 """More ranks, or steps with more cells than MAX_CELLS, share a row or column of the heatmap."""
-_SHADES = {EXPOSED: style.COLOURS["communication"], WAITED: style.COLOURS["waiting"]}
 _QUICK, _SLOW, _PLAIN = "#0072B2", "#D55E00", "rgba(160, 168, 180, 0.25)"
+_SHADES = {AWAITED: _SLOW, EXPOSED: style.COLOURS["communication"], WAITED: style.COLOURS["waiting"]}
 _MIN_SCALE = 0.02  # the least value of the full colour
 
 
@@ -123,18 +124,21 @@ def _hover(row: Mapping[str, Any], label: str) -> str:
 
 def measures(table: pl.DataFrame) -> dict[str, str]:
     """Return the columns of a table that `step_heatmap` can draw, each with its label."""
-    recorded = {name: label for name, label in COUNTERS.items() if name in table.columns and table[name].count()}
-    return MEASURES | recorded
+    known = {name: label for name, label in (MEASURES | COUNTERS).items() if name in table.columns}
+    if AWAITED in known and not table[AWAITED].sum():
+        del known[AWAITED]  # nobody waits: all cells would be alike
+    return {name: label for name, label in known.items() if table[name].count()}
 
 
 def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
     """Return a heatmap of ranks (rows) and steps (columns), coloured by `measure`, one of `measures`.
 
-    `table` is `exposed_communication.spread`, of one window, and may have the columns of `device_counters`. Of many
-    ranks or steps, neighbours share a row or column, and the cell shows the one with the highest value (of clocks the
-    lowest). The customdata of a cell starts with its rank and step. Steps without the counter have no cell.
+    `table` is `rank_timelines.spread`, of one window, and may have the columns of `device_counters`. The ranks that
+    others wait for most are at the top, where this is drawn; otherwise ranks are in order. Of many ranks or steps,
+    neighbours share a row or column, and the cell shows the one with the highest value (of clocks the lowest). The
+    customdata of a cell starts with its rank and step. Steps without the counter have no cell.
     """
-    ranks = _bins(table["rank"].unique().sort().to_list(), MAX_ROWS)
+    ranks = _culprits_first(table) if measure == AWAITED else _bins(_ranks(table), MAX_ROWS)
     steps = _bins(table["step"].unique().sort().to_list(), max(MAX_CELLS // max(len(ranks), 1), 1))
     table = table.drop_nulls(measure)
     colours = _colours(table, measure)
@@ -161,6 +165,21 @@ def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
     _ticks(figure.update_xaxes, steps, "step", [-0.5, len(steps) - 0.5])
     _ticks(figure.update_yaxes, ranks, "rank", [len(ranks) - 0.5, -0.5])
     return style.with_style(figure, height_px=min(max(190, 130 + 26 * len(ranks)), 700))
+
+
+def _ranks(table: pl.DataFrame) -> list[int]:
+    ranks: list[int] = table["rank"].unique().sort().to_list()
+    return ranks
+
+
+def _culprits_first(table: pl.DataFrame) -> list[list[int]]:
+    """Return the ranks of each row: those that others wait for longest, then the others by number."""
+    sums = table.group_by("rank").agg(pl.col(AWAITED).sum()).sort(AWAITED, "rank", descending=[True, False])
+    ranks: list[int] = sums["rank"].to_list()
+    if len(ranks) <= MAX_ROWS:
+        return [[rank] for rank in ranks]
+    alone = MAX_ROWS // 2
+    return [[rank] for rank in ranks[:alone]] + _bins(sorted(ranks[alone:]), MAX_ROWS - alone)
 
 
 def _bins(values: Sequence[int], most: int) -> list[list[int]]:
@@ -231,8 +250,15 @@ def _cell_hover(row: dict[str, Any]) -> str:
     counters = [f"{row[name]:,.0f}{_SUFFIXES[name]}" for name in COUNTERS if row.get(name) is not None]
     counters += [escaping.escape(reason) for reason in row.get(device_metrics.THROTTLE_REASONS) or ()]
     return (
-        f"<b>rank {row['rank']}, step {row['step']}</b><br>{units.duration(row['duration_ns'])}, median of ranks "
+        f"<b>rank {row['rank']}, step {row['step']}</b><br>{_awaited_hover(row)}"
+        f"{units.duration(row['duration_ns'])}, median of ranks "
         f"{units.duration(row['median_ns'])} ({row[SLOWER]:+.1%})<br>exposed communication "
         f"{units.share(row[EXPOSED])}, waiting for a late rank {units.share(row[WAITED])}"
         f"{'<br>GPU: ' if counters else ''}{', '.join(counters)}"
     )
+
+
+def _awaited_hover(row: dict[str, Any]) -> str:
+    if not row.get("awaited_ns"):
+        return ""
+    return f"others wait up to {units.duration(row['awaited_ns'])} for it (rank {row['waiting_rank']} longest)<br>"
