@@ -19,6 +19,7 @@ from dashboard.run_store import LoadedRun, OpenRun
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping
 from tracekit.report import charts, html_fragments, phrases
+from tracekit.report.headlines import Headline
 
 PAGES = "pages"
 RUN = "run"
@@ -108,6 +109,12 @@ def choose_window(windows: Sequence[int], place: DeltaGenerator | None = None) -
         return windows[0]
     chosen: int = (place or st).selectbox("Window", windows, key=url_state.bind("window", windows), width=160)
     return chosen
+
+
+def headline(shown: Headline | None) -> None:
+    """Show the sentence that answers a page's question; nothing where there is none."""
+    if shown is not None:
+        st.html(html_fragments.headline(shown.text, shown.about, shown.status))
 
 
 def note(text: str) -> None:

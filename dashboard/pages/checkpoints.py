@@ -8,7 +8,7 @@ from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
 from tracekit.model import escaping
-from tracekit.report import charts
+from tracekit.report import charts, headlines
 
 HOW_TO_RECORD = (
     "The run has no checkpoint log, or it contains no save: record with tracekit record, or wrap a save in "
@@ -52,4 +52,4 @@ def _totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
             st.caption("No save synced its files, so the write rate of the storage is unknown.")
 
 
-PAGE = Page.described_by(__doc__, "checkpoints", show)
+PAGE = Page.described_by(__doc__, "checkpoints", show, headline=lambda run: run.headline(headlines.checkpoints))

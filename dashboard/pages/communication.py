@@ -6,7 +6,7 @@ import streamlit as st
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
-from tracekit.report import charts, rank_rows
+from tracekit.report import charts, headlines, rank_rows
 
 GAPS = {
     tables.COMMUNICATION_GAPS: (
@@ -108,4 +108,6 @@ def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
             widgets.frame(by_rank, key="collectives-by-rank")
 
 
-PAGE = Page.described_by(__doc__, "communication", show, Needs.WORK)
+PAGE = Page.described_by(
+    __doc__, "communication", show, Needs.WORK, headline=lambda run: run.headline(headlines.communication)
+)

@@ -1,5 +1,6 @@
 """Compare: several runs side by side, with verdicts as `tracekit compare` gives them and the causes of regressions."""
 
+import contextlib
 from collections.abc import Sequence
 
 import streamlit as st
@@ -13,8 +14,9 @@ from dashboard.url_state import bind_flag
 from tracekit.errors import NotComparableError
 from tracekit.model import escaping
 from tracekit.report import charts, comparison, html_fragments, step_change
+from tracekit.report.headlines import Headline
 
-_BEFORE = "before"
+_BEFORE, STEP_TIME = "before", "step_time_ns"
 _WIDTHS = {"after": "as wide as after", _BEFORE: "as wide as before"}
 MAX_NAME = 40
 """Characters of a run's name above its column."""
@@ -26,9 +28,12 @@ def show(chosen: Sequence[RunEntry]) -> None:
     if len(chosen) < 2:
         st.info("Pick one or more runs under 'Compare with' in the sidebar, or select several on the page Runs.")
         return
+    headline = st.empty()
     steps = [(entry, widgets.try_reading(entry, run_store.breakdown_by_step)) for entry in chosen]
     usable = [entry for entry, table in steps if table is not None]
     if len(usable) >= 2:
+        with headline:
+            widgets.headline(_headline(usable[0], usable[1:]))
         _differences(usable[0], usable[1:])
         candidate = _chosen(usable[1:])
         _step_change(usable[0], candidate)
@@ -39,6 +44,23 @@ def show(chosen: Sequence[RunEntry]) -> None:
         widgets.chart(charts.comparison(drawn), key="comparison")
     else:
         st.info("None of these runs has a step to break down. Record with profiler.step() after each optimizer step.")
+
+
+def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline | None:
+    """Return how the step time of the candidate that changed most compares with the reference."""
+    changes = []
+    for entry in candidates:
+        with contextlib.suppress(NotComparableError):  # shown below
+            found = regression.compare(reference, entry)
+            changes += [(entry, change) for change in found.changes if change.metric == STEP_TIME]
+    if not changes:
+        return None
+    entry, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
+    status = html_fragments.change_status(change)
+    name, of = (escaping.inert(each.name, MAX_NAME) for each in (entry, reference))
+    return Headline(
+        f"{name}: step time {comparison.change_text(change)} against {of}: {change.verdict.value}", status=status
+    )
 
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:

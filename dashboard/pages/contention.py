@@ -6,7 +6,7 @@ import streamlit as st
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
-from tracekit.report import charts, phrases
+from tracekit.report import charts, headlines, phrases
 
 WITHOUT_DEVICE = (
     "No device activity was recorded. Contention is measured between device streams, and a trace does not record how "
@@ -84,4 +84,6 @@ def _moments(run: OpenRun) -> None:
     )
 
 
-PAGE = Page.described_by(__doc__, "contention", show, Needs.WORK)
+PAGE = Page.described_by(
+    __doc__, "contention", show, Needs.WORK, headline=lambda run: run.headline(headlines.contended)
+)

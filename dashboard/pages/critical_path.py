@@ -10,6 +10,7 @@ from dashboard.url_state import bind
 from tracekit.errors import TracekitError
 from tracekit.model import units
 from tracekit.report import charts
+from tracekit.report.headlines import Headline
 
 _MOST_ROWS = 400
 
@@ -76,4 +77,18 @@ def _chart(run: OpenRun, found: CriticalPath) -> None:
         widgets.show_moment(run.entry, moment)
 
 
-PAGE = Page.described_by(__doc__, "criticalpath", show, Needs.WORK)
+def _headline(run: OpenRun) -> Headline | None:
+    try:
+        found = critical_path.explained(run)
+    except TracekitError:
+        return None  # the page shows why
+    kind, ratio = found.shares_by("kind").select("kind", "step_ratio").row(0)
+    rank, of_rank = found.shares_by("rank").select("rank", "step_ratio").row(0)
+    step = "the window" if found.step is None else f"step {found.step}, the representative one,"
+    return Headline(
+        f"{units.share(ratio)} of the critical path of {step} is {kind}, and {units.share(of_rank)} of it is on rank "
+        f"{rank}; it takes {units.duration(found.step_ns)}"
+    )
+
+
+PAGE = Page.described_by(__doc__, "criticalpath", show, Needs.WORK, headline=_headline)

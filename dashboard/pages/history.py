@@ -12,9 +12,10 @@ from dashboard.run_store import regression
 from dashboard.run_store.regression import Group, Series
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
+from tracekit.report import headlines, history_figures
 from tracekit.report import history as history_text
-from tracekit.report import history_figures
 from tracekit.report.comparison import label
+from tracekit.report.headlines import Headline
 
 MAX_DRAWN = 4
 
@@ -35,6 +36,7 @@ def show(path: Path) -> None:
         "Runs of", numbers, key="history_group", format_func=lambda number: escaping.inert(_name(groups[number]), 300)
     )
     group = groups[chosen if chosen is not None else 0]
+    widgets.headline(_headline(group))
     _changes(group)
     by_label = {label(series.metric): series for series in _changed_first(group.series)}
     chosen = st.multiselect("Metrics", list(by_label), list(by_label)[:MAX_DRAWN], key=f"history_{group.fingerprint}")
@@ -43,6 +45,17 @@ def show(path: Path) -> None:
         st.caption(widgets.plain(history_text.verdict(by_label[name])))
         _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])
     _run(group)
+
+
+def _headline(group: Group) -> Headline:
+    changed = [series for series in group.series if series.shifts or series.drifts]
+    runs = f"{group.runs.height} runs"
+    if not changed:
+        return Headline(f"No metric changed its level in {runs}", status=headlines.GOOD)
+    first = changed[0]
+    text = f"{len(changed)} of {len(group.series)} metrics changed in {runs}: {label(first.metric)}"
+    is_worse = any(shift.is_worse for series in changed for shift in series.shifts)
+    return Headline(f"{text}, {history_text.verdict(first)}", status="warning" if is_worse else headlines.INFO)
 
 
 def _name(group: Group) -> str:

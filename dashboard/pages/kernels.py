@@ -10,7 +10,8 @@ from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind, bind_several, bind_text
 from tracekit.errors import InputError
 from tracekit.model import units
-from tracekit.report import charts
+from tracekit.report import charts, headlines
+from tracekit.report.headlines import Headline
 
 KERNELS, OPERATORS, MODULES, STACKS, ROOFLINE = "kernels", "operators", "modules", "call stacks", "roofline"
 LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "launching operator", "shapes": "input shapes"}
@@ -168,4 +169,11 @@ def _about(rows: pl.DataFrame, level: str) -> str:
     )
 
 
-PAGE = Page.described_by(__doc__, "kernels", show, Needs.WORK)
+def _headline(run: OpenRun) -> Headline | None:
+    table = run.cached_table(tables.kernels, ("name",))
+    if table.is_empty():
+        table = run.cached_table(tables.operators, ("name",), ("cpu_op",))
+    return headlines.kernels(run.report, table)
+
+
+PAGE = Page.described_by(__doc__, "kernels", show, Needs.WORK, headline=_headline)

@@ -12,7 +12,7 @@ from dashboard.run_store.memory import SnapshotFile
 from dashboard.url_state import bind
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
-from tracekit.report import charts
+from tracekit.report import charts, headlines
 from tracekit.report import memory as memory_report
 
 TRACES = "the traces"
@@ -192,4 +192,4 @@ def _show_replay(report: memory_report.MemoryReport) -> None:
         st.caption(widgets.plain(note))
 
 
-PAGE = Page.described_by(__doc__, "memory", show)
+PAGE = Page.described_by(__doc__, "memory", show, headline=lambda run: run.headline(headlines.memory))

@@ -9,21 +9,18 @@ from dashboard.findings import Findings
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.report import charts, html, html_fragments, phrases, rank_rows
+from tracekit.report import charts, headlines, html, html_fragments, phrases, rank_rows
 from tracekit.report import json as report_json
 
 BY_RANK, BY_STEP = "by rank", "by step"
 
 
 def show(run: OpenRun) -> None:
-    """Show the verdict, the potential savings, the breakdown, the findings by impact, and the data quality."""
+    """Show the potential savings, the breakdown, the findings by impact, and the data quality."""
     by_key = findings.by_key(run.report.findings)
     quality = findings.of_families(run.report.findings, ("DATA",))
     judged = {key: finding for key, finding in by_key.items() if key not in quality}
-    st.html(
-        html_fragments.verdict(list(judged.values()), run.report.cannot_judge)
-        + html_fragments.data_quality(list(quality.values()))
-    )
+    st.html(html_fragments.data_quality(list(quality.values())))
     st.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
     gains = html_fragments.potential_savings(list(judged.values()), run.step_time_ns)
     left, right = st.columns([3, 2]) if gains else (st.container(), None)
@@ -48,7 +45,7 @@ def _findings(judged: Findings, run: OpenRun) -> None:
     rest = {key: finding for key, finding in judged.items() if key not in severe}
     if not judged:
         cannot_judge = run.report.cannot_judge
-        found = "No rule found anything in this run."
+        found = "No rule found anything in what was recorded."
         st.caption(found if cannot_judge is None else f"The rules on time did not run: {cannot_judge}")
     findings.show_all(severe, run)
     if severe and rest:
@@ -114,4 +111,6 @@ def _report(run: OpenRun) -> None:
             )
 
 
-PAGE = Page.described_by(__doc__, "overview", show, follows_recording=True)
+PAGE = Page.described_by(
+    __doc__, "overview", show, follows_recording=True, headline=lambda run: run.headline(headlines.verdict)
+)

@@ -12,6 +12,7 @@ from dashboard import run_store, widgets
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import tables
+from tracekit.report.headlines import Headline
 
 ALL_RUNS, ONE_RUN, TOOLS = "", "Run", "Tools"
 """Sections of the sidebar, in their order."""
@@ -56,6 +57,11 @@ class Page:
     section: str = ONE_RUN
     follows_recording: bool = False
     """Whether the page refreshes itself while the run is being recorded."""
+    headline: Callable[[Any], Headline | None] | None = None
+    """Returns the sentence that answers the page's question, of what `show` is called with.
+
+    It is shown above what `show` draws; a page that draws its own title calls `widgets.headline` below it.
+    """
 
     @classmethod
     def described_by(cls, doc: str | None, address: str, *more: Any, **options: Any) -> Self:
@@ -74,7 +80,13 @@ class Page:
             Needs.SEVERAL: selection.runs,
             Needs.HISTORY: selection.history,
         }
-        self.show(arguments[self.needs])
+        self._show(arguments[self.needs])
+
+    def _show(self, argument: Any) -> None:
+        if self.headline is not None:
+            with st.spinner("Measuring"):
+                widgets.headline(self.headline(argument))
+        self.show(argument)
 
     def _open_run(self, entry: RunEntry) -> None:
         if self.follows_recording:
@@ -86,4 +98,4 @@ class Page:
         if self.needs is Needs.WORK and run.table(tables.BREAKDOWN_BY_RANK).is_empty():
             st.info(NO_WORK)
         else:
-            self.show(run)
+            self._show(run)

@@ -8,7 +8,7 @@ from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
 from tracekit.model import units
-from tracekit.report import charts
+from tracekit.report import charts, headlines
 
 NO_GROUPS = "The traces contain no collectives or sends of process groups, so there is no parallelism to show."
 
@@ -130,4 +130,6 @@ def _axes(by_axis: pl.DataFrame) -> None:
     widgets.frame(widgets.drop_empty(by_axis), key="parallelism-axis-table")
 
 
-PAGE = Page.described_by(__doc__, "parallelism", show, Needs.WORK)
+PAGE = Page.described_by(
+    __doc__, "parallelism", show, Needs.WORK, headline=lambda run: run.headline(headlines.parallelism)
+)

@@ -15,6 +15,7 @@ from tracekit.plan import checkpoint, memory, models, pipeline
 from tracekit.plan.checkpoint import CheckpointPlan, Layout, Storage
 from tracekit.plan.models import Model
 from tracekit.report import charts
+from tracekit.report.headlines import Headline
 
 MINUTE_S, HOUR_S = 60, 3600
 INTERVALS_S = (60, 120, 300, 600, 900, 1800, HOUR_S, 2 * HOUR_S, 4 * HOUR_S, 8 * HOUR_S, 24 * HOUR_S)
@@ -33,9 +34,12 @@ def show(entry: RunEntry) -> None:
     """Let a person choose model and layout, and show the cost of checkpoints, memory and pipeline."""
     widgets.title("Plan", "computed by formulas before anything runs; docs/plan.md lists them")
     try:
+        headline = st.container()
         model, layout = _choose()
         st.subheader("Checkpoints")
-        _checkpoints(model, layout, entry)
+        plan, interval_s = _checkpoints(model, layout, entry)
+        with headline:
+            widgets.headline(_headline(plan, model, interval_s))
         st.subheader("Memory per rank")
         _memory(model, layout)
         st.subheader("Pipeline")
@@ -56,7 +60,15 @@ def _choose() -> tuple[Model, Layout]:
     return model, Layout(tp, pp, dp, zero)
 
 
-def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> None:
+def _headline(plan: CheckpointPlan, model: Model, interval_s: float) -> Headline:
+    best = plan.daly_interval_seconds
+    text = f"A checkpoint of {model.name} every {_duration(interval_s)} costs {plan.overhead_ratio:.2%} of the "
+    text += "time and blocks training for " + _duration(plan.blocked_seconds)
+    return Headline(text + (f"; least time is lost with one every {_duration(best)}" if best else ""))
+
+
+def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[CheckpointPlan, float]:
+    """Return the plan, and the interval between checkpoints in s."""
     left, right = st.columns([1, 2])
     with left:
         measured = _measured(entry)
@@ -85,6 +97,7 @@ def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> None:
         }
         marks = {"chosen": interval_s, "best (Daly)": plan.daly_interval_seconds or interval_s}
         widgets.chart(charts.lost_time(CURVE_S, lost, marks=marks), key="plan-lost")
+    return plan, interval_s
 
 
 def _measured(entry: RunEntry) -> tuple[float, float | None] | None:

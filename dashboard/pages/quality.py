@@ -7,6 +7,7 @@ from dashboard import findings, widgets
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import units
+from tracekit.report import headlines
 
 
 def show(run: OpenRun) -> None:
@@ -94,4 +95,4 @@ def _rules(run: OpenRun) -> None:
         findings.show_all(others, run)
 
 
-PAGE = Page.described_by(__doc__, "quality", show)
+PAGE = Page.described_by(__doc__, "quality", show, headline=lambda run: run.headline(headlines.data_quality))

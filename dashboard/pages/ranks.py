@@ -11,7 +11,7 @@ from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
 from tracekit.model import units
 from tracekit.model.intervals import Window
-from tracekit.report import charts
+from tracekit.report import charts, headlines
 
 ALL_STEPS = "all"
 ABOUT = {
@@ -150,4 +150,4 @@ def _clock_error(offsets: pl.DataFrame, window: int) -> str:
     return f"clocks of the ranks agree within {units.duration(int(residuals.max()))}"  # type: ignore[arg-type]  # whole ns
 
 
-PAGE = Page.described_by(__doc__, "ranks", show, Needs.WORK)
+PAGE = Page.described_by(__doc__, "ranks", show, Needs.WORK, headline=lambda run: run.headline(headlines.ranks))

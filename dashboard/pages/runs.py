@@ -13,10 +13,12 @@ from dashboard.url_state import bind, bind_number, bind_several, bind_text
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.report import charts
+from tracekit.report.headlines import Headline
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
 VERDICT_PX = 180
+MAX_NAME = 60
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", runs_table.GOOD: "#009E73"}
 
 
@@ -36,13 +38,28 @@ def _list(catalog: Catalog) -> None:
         )
     shown = runs_table.filter_runs(entries, _choose_filter(entries))
     count = f"{len(shown):,} of {len(entries):,} shown" if len(shown) < len(entries) else f"{len(entries):,}"
-    with title:
+    with title.container():
         widgets.title("Runs", count)
+        widgets.headline(_headline(entries))
     if not shown:
         st.info("No run matches. Remove a filter or shorten the search text.")
         return
     _actions(shown, _table(shown), catalog)
     _live([entry for entry in shown if entry.is_live])
+
+
+def _headline(entries: Sequence[RunEntry]) -> Headline:
+    """Return which run loses most, and how many are not checked."""
+    checked = [entry for entry in entries if entry.summary is not None]
+    unchecked = sum(entry.summary is None and not entry.problem for entry in entries)
+    more = f"{unchecked} of {len(entries):,} runs are not checked yet" if unchecked else ""
+    costliest = max(checked, key=lambda entry: entry.summary.impact if entry.summary else 0.0, default=None)
+    if costliest is None or costliest.summary is None:
+        return Headline(more or "No run can be opened")
+    if not costliest.summary.impact:
+        return Headline(f"No check of {len(checked):,} runs found lost time", more)
+    of_step = f"its costliest finding takes {units.share(costliest.summary.impact)} of its step time"
+    return Headline(f"{escaping.inert(costliest.name, MAX_NAME)} has the largest potential saving: {of_step}", more)
 
 
 def _choose_filter(entries: Sequence[RunEntry]) -> RunFilter:

@@ -9,7 +9,7 @@ from dashboard.run_store import OpenRun, queryable_tables
 from dashboard.url_state import bind, bind_text
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
-from tracekit.report import schema_pages
+from tracekit.report import headlines, schema_pages
 
 SQL = "sql"
 """The query's parameter in the address."""
@@ -117,4 +117,4 @@ def _schema() -> None:
     st.html(f'<div class="tk-schema">{shown}</div>')
 
 
-PAGE = Page.described_by(__doc__, "sql", show)
+PAGE = Page.described_by(__doc__, "sql", show, headline=lambda run: run.headline(headlines.tables))

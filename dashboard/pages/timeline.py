@@ -23,6 +23,7 @@ from dashboard.run_store import LoadedRun, OpenRun, critical_path, tables
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
+from tracekit.report import headlines
 from tracekit.report import timeline as tiles
 
 FROM, TO, FINDING = "from", "to", "finding"
@@ -89,10 +90,14 @@ def show(entry: RunEntry) -> None:
         return
     with head:
         widgets.heading(entry, opened)
+        headline = st.empty()
     if opened.scene.tracks.is_empty():
         st.info("The traces contain no work to draw: no kernels, and no operators on a CPU run.")
         return
     by_key = _findings(entry)
+    if by_key:
+        with headline:
+            widgets.headline(run_store.open_run(entry).headline(headlines.step))
     key = _key(entry, opened.window)
     chosen = _choose_finding(by_key, key)
     order = replace(_choose_order(_coordinates(entry, opened, by_key), key), about=opened.about)

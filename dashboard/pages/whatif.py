@@ -13,7 +13,7 @@ from dashboard.run_store.what_if import Answer, NodeSpec, Prediction, WhatIf
 from dashboard.url_state import bind, bind_number, bind_several
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
-from tracekit.report import charts, phrases, rank_rows
+from tracekit.report import charts, headlines, phrases, rank_rows
 from tracekit.report import what_if as answer_text
 
 MAX_PRICE = 10_000.0
@@ -264,4 +264,4 @@ def _show_prediction(prediction: Prediction, gpus: int | None, price: float | No
     st.markdown("This prediction assumes:\n" + "\n".join("- " + widgets.plain(text) for text in prediction.assumptions))
 
 
-PAGE = Page.described_by(__doc__, "whatif", show, Needs.WORK)
+PAGE = Page.described_by(__doc__, "whatif", show, Needs.WORK, headline=lambda run: run.headline(headlines.savings))

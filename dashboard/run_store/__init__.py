@@ -28,6 +28,7 @@ from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.model.run import Run
 from tracekit.regression import baseline, samples
+from tracekit.report.headlines import Headline
 from tracekit.rules import engine, report_cache
 from tracekit.rules.report_cache import keys
 from tracekit.rules.rule import Report
@@ -75,6 +76,10 @@ class OpenRun(LoadedRun):
         """Return `measure(run, *arguments)` as `cached` does; it is stored with the report, too."""
         name = f"{measure.__module__}.{measure.__qualname__}{arguments!r}"
         return self.cached(name, lambda run: run.named_table(name, lambda of: measure(of, *arguments)))
+
+    def headline(self, make: Callable[[Report, Run], Headline | None]) -> Headline | None:
+        """Return a headline of `report.headlines`, made once."""
+        return self.cached(("headline", make), lambda run: make(self.report, run))
 
     def query(self, text: str, *, timeout_s: float, memory_bytes: int, max_rows: int) -> pl.DataFrame:
         """Return the result of one SELECT over the tables of the run."""

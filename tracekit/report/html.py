@@ -85,7 +85,7 @@ def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) ->
         "name": run.name,
         "subtitle": phrases.subtitle(run),
         "gate_verdict": html_fragments.gate_verdict(gate) if gate else "",
-        "verdict": html_fragments.verdict(report.findings, report.cannot_judge),
+        "verdict": html_fragments.verdict(report.findings, phrases.cannot_judge(report)),
         "numbers": html_fragments.numbers(html_fragments.headline_numbers(run)),
         "gate_tables": html_fragments.gate_tables(gate) if gate else "",
         "findings": [

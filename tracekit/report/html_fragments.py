@@ -28,11 +28,21 @@ def style() -> str:
 def verdict(findings: Sequence[Finding], cannot_judge: str | None = None) -> str:
     """Return the verdict on a run in a coloured box: the costliest finding, and how many there are of each severity.
 
-    Of a run that rules cannot judge, it is the reason, `Report.cannot_judge`.
+    Of a run that rules cannot judge, it is the reason, `phrases.cannot_judge`.
     """
+    status, headline = verdict_status(findings, cannot_judge), phrases.headline(findings, cannot_judge)
+    return escaping.fragment("verdict", status, headline, phrases.severity_counts(findings))
+
+
+def verdict_status(findings: Sequence[Finding], cannot_judge: str | None = None) -> str:
+    """Return the colour of a verdict: the label of the worst severity, or "good"."""
     worst = max((finding.severity for finding in findings), default=None if cannot_judge is None else Severity.ERROR)
-    headline = phrases.headline(findings, cannot_judge)
-    return escaping.fragment("verdict", worst.label if worst else "good", headline, phrases.severity_counts(findings))
+    return worst.label if worst else "good"
+
+
+def headline(text: str, about: str, status: str) -> str:
+    """Return the headline of a page in a coloured box: one sentence, and one about it or ''."""
+    return escaping.fragment("headline", status, text, about)
 
 
 def numbers(figures: Mapping[str, tuple[str, str]]) -> str:
@@ -114,8 +124,13 @@ def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:
         new = [found.finding.code for found in gate.findings if found.status is FindingStatus.NEW]
         for name, codes in (("new findings", new), ("resolved findings", [found.code for found in gate.fixed])):
             lines += [(name, ", ".join(dict.fromkeys(map(phrases.rule_name, codes))))] if codes else []
-    status = _VERDICT_CLASSES[first.verdict]
+    status = change_status(first)
     return escaping.fragment("comparison_verdict", status, headline, " · ".join(metrics), lines)
+
+
+def change_status(change: Change) -> str:
+    """Return the colour of a change."""
+    return _VERDICT_CLASSES[change.verdict]
 
 
 def is_conclusive(change: Change) -> bool:

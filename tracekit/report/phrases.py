@@ -10,10 +10,11 @@ from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
 from tracekit.rules import all_rules, found_iterations
-from tracekit.rules.rule import Finding, Severity
+from tracekit.rules.rule import Finding, Report, Severity, is_data_quality
 from tracekit.sync import alignment
 
 _MAX_WORD = 60
+_MOST = 0.5
 _TIMES = ("start_ns", "end_ns", "at_ns", "ready_ns", "launched_ns", "host_start_ns", "host_end_ns")
 """The columns of evidence that are times of a trace; all others in ns are durations."""
 
@@ -25,6 +26,27 @@ def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> st
     if not findings:
         return "No problems found"
     return max(findings, key=lambda found: (found.impact, found.severity, found.cost_bytes)).message
+
+
+def cannot_judge(report: Report) -> str | None:
+    """Return why it is unknown whether a run loses time; None if it is judged.
+
+    Either no rule on time could judge it, or none found a problem in data most of which is doubtful.
+    """
+    if report.cannot_judge is not None:
+        return report.cannot_judge
+    severe = [found for found in report.findings if found.severity > Severity.INFO]
+    issues = [found for found in severe if is_data_quality(found.code)]
+    if len(issues) < len(severe):
+        return None
+    return next((found.message for found in issues if _is_of_most_data(found)), None)
+
+
+def _is_of_most_data(issue: Finding) -> bool:
+    if issue.severity is Severity.ERROR:
+        return True
+    ratios = issue.evidence["affected_ratio"] if "affected_ratio" in issue.evidence.columns else pl.Series([0.0])
+    return float(str(ratios.max() or 0.0)) > _MOST
 
 
 def severity_counts(findings: Sequence[Finding]) -> str:

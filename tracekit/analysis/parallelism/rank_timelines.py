@@ -74,7 +74,9 @@ def awaited(run: Run) -> pl.DataFrame:
     and rank that is waited for. Waiting is that of `states`: each moment of a rank counts once.
     """
     waits = run.run_table(states).filter(pl.col("state") == WAITING).drop_nulls("peer_rank")
-    steps = run.table(breakdown.by_step).select(*_OF, "step", "start_ns", end_ns=pl.col("start_ns") + "duration_ns")
+    steps = run.table(breakdown.by_step).select(
+        *_OF, "step", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns")
+    )
     aligned = alignment.on_run_clock(steps, run.offsets, ("start_ns", "end_ns")).sort("start_ns")
     placed = waits.sort("start_ns").join_asof(aligned, on="start_ns", by=list(_OF), check_sortedness=False)
     in_step = pl.when(pl.col("start_ns") < pl.col("end_ns")).then("step").alias("step")

@@ -1,0 +1,70 @@
+"""The headline of a page: a sentence with the numbers of the tables, and a status that doubtful data never makes good."""
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_traces, rule_examples
+from tracekit.model.run import Run
+from tracekit.report import headlines, phrases
+from tracekit.rules import engine
+from tracekit.rules.rule import Finding, Report, Severity
+
+
+def _report(run, *findings):
+    return Report(run, findings, (), (), "1.0")
+
+
+def _issue(ratio, severity=Severity.WARNING):
+    evidence = pl.DataFrame({"affected_ratio": [ratio]})
+    return Finding("DATA001", severity, "126 of 128 ranks have no trace.", "", evidence=evidence)
+
+
+def test_a_straggler_is_named_with_the_numbers_of_its_finding():
+    run = rule_examples.straggler_run(0, 3)
+    report = engine.check(run)
+    (straggler,) = [found for found in report.findings if found.code == "RANK001"]
+    shown = headlines.ranks(report, run)
+    assert straggler.message.startswith(shown.text)
+    assert shown.text.startswith("Rank 1 is a straggler: the other ranks wait")
+    assert shown.status == straggler.severity.label
+
+
+def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_longest():
+    run = rule_examples.straggler_run(0, 3)
+    shown = headlines.ranks(_report(run), run)
+    assert shown.text.startswith("Rank 1 is waited for longest: another rank waits up to 600 µs a step for it")  # 2 × 3 cells
+    assert shown.text.endswith("100.0% of all waiting is for this rank")
+
+
+def test_communication_names_the_rank_that_most_of_it_waits_for():
+    run = rule_examples.straggler_run(0, 3)
+    shown = headlines.communication(_report(run), run)
+    assert "exposed communication" in shown.text
+    assert "mostly waiting for rank 1 in the all-reduce" in shown.text
+
+
+def test_a_run_without_a_finding_is_good_unless_most_of_its_data_is_doubtful():
+    run = Run("/runs/demo", [])
+    assert headlines.verdict(_report(run), run) == headlines.Headline("No problems found", "No rule fired", "good")
+    small = headlines.verdict(_report(run, _issue(0.02)), run)
+    assert (small.text, small.status) == ("No problems found", "good")
+    most = headlines.verdict(_report(run, _issue(0.98)), run)
+    assert most.text == "Cannot judge this run: 126 of 128 ranks have no trace."
+    assert most.status == "error"
+    unusable = headlines.verdict(_report(run, _issue(0.0, Severity.ERROR)), run)
+    assert unusable.status == "error"
+
+
+def test_a_problem_that_was_found_is_the_verdict_although_data_is_doubtful():
+    run = Run("/runs/demo", [])
+    found = Finding("HOST001", Severity.WARNING, "The step is launch-bound.", "", impact=0.2)
+    report = _report(run, _issue(0.98), found)
+    assert phrases.cannot_judge(report) is None
+    assert headlines.verdict(report, run).text == "The step is launch-bound."
+    assert headlines.data_quality(report, run).text.startswith("The data is doubtful: 126 of 128")
+
+
+@pytest.mark.parametrize("make", [headlines.memory, headlines.checkpoints, headlines.contended, headlines.savings])
+def test_without_its_data_a_page_has_no_headline(make):
+    run = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED))
+    assert make(_report(run), run) is None

@@ -1,0 +1,285 @@
+"""The headline of a page: one sentence that answers its question with a number, from what the page shows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import saves
+from tracekit.analysis.communication import exposed_communication
+from tracekit.analysis.compute import collective_contention, contention
+from tracekit.analysis.memory import allocations
+from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, rank_timelines
+from tracekit.analysis.time import summary
+from tracekit.model import escaping, units
+from tracekit.model.run import Run
+from tracekit.report import html_fragments, phrases
+from tracekit.rules.rule import Finding, Report, Severity, family, is_data_quality
+
+GOOD, INFO = "good", "info"
+_MAX_NAME = 80
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One sentence with its number; `about` is a second one, such as the costliest finding of the page.
+
+    `status` is its colour: the label of a severity, or `GOOD`.
+    """
+
+    text: str
+    about: str = ""
+    status: str = INFO
+
+
+def verdict(report: Report, _run: Run) -> Headline:
+    """Return the message of the costliest finding, or that the run cannot be judged, or that no problem was found."""
+    judged = [found for found in report.findings if not is_data_quality(found.code)]
+    cannot_judge = phrases.cannot_judge(report)
+    status = html_fragments.verdict_status(judged, cannot_judge)
+    return Headline(phrases.headline(judged, cannot_judge), phrases.severity_counts(judged), status)
+
+
+def step(report: Report, run: Run) -> Headline | None:
+    """Return how long a step takes and what for, of all ranks."""
+    shares = {label: value for label, (value, _) in html_fragments.headline_numbers(run).items()}
+    if not shares:
+        return None
+    (label, duration), *parts = shares.items()
+    text = ", ".join(f"{value} {name}" for name, value in parts if not name.startswith("of "))
+    noun = "A step takes" if "step" in label else "The window takes"
+    return _about(f"{noun} {duration} (median, slowest rank): {text} over all ranks", report.findings)
+
+
+def ranks(report: Report, run: Run) -> Headline:
+    """Return which rank the others wait for longest, and how long per step."""
+    found = _of(report, "RANK")
+    severe = [each for each in found if each.severity > Severity.INFO]
+    if severe:
+        return _of_finding(max(severe, key=lambda each: each.impact))
+    if len(run.ranks) < 2:
+        return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
+    waits = run.run_table(rank_timelines.awaited)
+    if waits.is_empty():
+        residual_ns = run.offsets["residual_ns"].max()
+        if residual_ns is None:
+            return _about("Cannot judge: the clocks of the ranks could not be aligned", found)
+        return _about(f"No rank waits for another for longer than the clock error, {_duration(residual_ns)}", found)
+    by_rank = waits.group_by("rank").agg(pl.col("awaited_ns", "all_waits_ns").sum())
+    late = by_rank.sort("all_waits_ns", "rank", descending=[True, False]).row(0, named=True)
+    steps = max(summary.step_times(run).height, 1)
+    each_ns, step_ns = late["awaited_ns"] / steps, summary.step_time_ns(run)
+    share = f", {units.share(each_ns / step_ns)} of it" if step_ns else ""
+    part = late["all_waits_ns"] / max(int(by_rank["all_waits_ns"].sum()), 1)
+    per = "a step" if step_ns else "in the window"
+    return _about(
+        f"Rank {late['rank']} is waited for longest: another rank waits up to {_duration(each_ns)} {per} for it{share}"
+        f". {units.share(part)} of all waiting is for this rank",
+        found,
+    )
+
+
+def communication(report: Report, run: Run) -> Headline | None:
+    """Return which share of the step is exposed communication, and what most of it is."""
+    found = _of(report, "COMM", "RANK")
+    sums = run.run_table(exposed_communication.by_rank).select(pl.col("duration_ns", "exposed_ns", "waited_ns").sum())
+    duration_ns, exposed_ns, waited_ns = (value or 0 for value in sums.row(0))
+    if not duration_ns:
+        return None
+    share, waiting = (units.share(ns / duration_ns) for ns in (exposed_ns + waited_ns, waited_ns))
+    if not exposed_ns + waited_ns:
+        return _about(f"No communication is exposed in the {_noun(run)}: compute hides all of it", found)
+    states = run.run_table(rank_timelines.states)
+    mostly = _waiting(states) if waited_ns > exposed_ns else _transfer(states)
+    more = f" ({waiting} waiting for late ranks)" if waited_ns else ""
+    return _about(f"{share} of the {_noun(run)} is exposed communication{more}, mostly {mostly}", found)
+
+
+def parallelism(report: Report, run: Run) -> Headline | None:
+    """Return the bubble of the pipeline, or the axis with most exposed communication."""
+    found = _of(report, "PIPE", "TP", "EP")
+    bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles, pipeline_bubbles.FACTS).unique(
+        ["window", "rank", "step"]
+    )
+    if bubbles.height:
+        own, ideal = (units.share(_mean(bubbles[name])) for name in ("bubble_ratio", "ideal_bubble_ratio"))
+        return _about(f"The pipeline's bubble is {own} of a step; its schedule alone would have {ideal}", found)
+    by_axis = run.run_table(axis_communication.by_axis, axis_communication.FACTS).drop_nulls("axis")
+    sums = by_axis.group_by("axis").agg(
+        (pl.col(name) / pl.col("steps")).mean() for name in ("communication_ns", "exposed_communication_ns")
+    )
+    if sums.is_empty():
+        return None
+    axis, all_ns, exposed_ns = sums.sort("exposed_communication_ns", "axis", descending=[True, False]).row(0)
+    return _about(
+        f"{axis} has most exposed communication of the axes: {_duration(exposed_ns)} of {_duration(all_ns)} a step, "
+        "mean of ranks",
+        found,
+    )
+
+
+def contended(report: Report, run: Run) -> Headline | None:
+    """Return the kind of work that concurrent work slows most."""
+    found = _of(report, "STREAM")
+    if not run.table(contention.device_count)["devices"].sum():
+        return None
+    pairs = run.run_table(collective_contention.all_pairs).filter(pl.col("low") > 1)
+    pooled = pairs.group_by("kind", "concurrent_kind").agg(pl.col("lost_ns").sum(), pl.col("slowdown").median())
+    if pooled.is_empty():
+        return _about("No kind of work is measurably slower while other work runs concurrently", found)
+    kind, other, lost_ns, slowdown = pooled.sort("lost_ns", descending=True).row(0)
+    return _about(
+        f"Concurrent {other} makes {kind} {slowdown:.2f} times as long, {_duration(lost_ns / len(run.ranks))} a rank "
+        "in all steps",
+        found,
+    )
+
+
+def kernels(report: Report, table: pl.DataFrame) -> Headline | None:
+    """Return the row of `kernels` or `ops`, by name, with most time."""
+    found = _of(report, "HOST", "COMP")
+    if table.is_empty():
+        return None
+    is_work = "time_ratio" in table.columns
+    time, ratio = ("total_ns", "time_ratio") if is_work else ("self_ns", "self_ratio")
+    what = "traced" if is_work else "recorded host"
+    row = table.sort(time, descending=True).row(0, named=True)
+    return _about(
+        f"{escaping.inert(row['name'] or '?', _MAX_NAME)} takes {units.share(row[ratio])} of the {what} time: "
+        f"{_calls(row)}, {_duration(row[time])} on all ranks",
+        found,
+    )
+
+
+def memory(report: Report, run: Run) -> Headline | None:
+    """Return the rank with the highest peak of allocated memory, and how much more is reserved."""
+    peaks = run.table(allocations.peaks).drop_nulls("peak_allocated_bytes")
+    on_device = peaks.drop_nulls("device")
+    if peaks.is_empty():
+        return None
+    row = (
+        (on_device if on_device.height else peaks)
+        .sort("peak_allocated_bytes", "rank", descending=[True, False])
+        .row(0, named=True)
+    )
+    reserved, whole = row["peak_reserved_bytes"], row["memory_bytes"]
+    more = f", {units.size(reserved)} reserved" if reserved else ""
+    more += f", of {units.size(whole)} on the device" if whole else ""
+    rank = f"Rank {row['rank']}" + (" allocates most" if len(run.ranks) > 1 else " allocates")
+    where = "" if row["device"] is not None else " on the host"
+    return _about(f"{rank}: {units.size(row['peak_allocated_bytes'])} at its peak{where}{more}", _of(report, "MEM"))
+
+
+def checkpoints(report: Report, run: Run) -> Headline | None:
+    """Return for how long saves block training."""
+    by_save = run.run_table(saves.by_save)
+    if by_save.is_empty():
+        return None
+    blocked_ns, overhead = by_save["blocked_ns"].median(), by_save["overhead_ratio"].median()
+    text = f"{_plural(by_save.height, 'save')}: each blocks training for {_duration(blocked_ns)} (median)"
+    if overhead is not None:
+        text += f", {units.share(float(str(overhead)))} of the time between saves"
+    return _about(text, _of(report, "CKPT"))
+
+
+def savings(report: Report, run: Run) -> Headline | None:
+    """Return what fixing the costliest cause would save, as replays priced the findings."""
+    priced = [found for found in report.findings if found.what_if is not None and found.cost_ns]
+    step_ns = summary.step_time_ns(run)
+    if not priced or not step_ns:
+        return None
+    most = max(priced, key=lambda found: found.cost_ns)
+    text = f"Without {phrases.rule_name(most.code)}, a step would be {_duration(most.cost_ns)} shorter"
+    return _about(f"{text}: {units.share(most.impact)} of {_duration(step_ns)}", [most])
+
+
+def data_quality(report: Report, run: Run) -> Headline:
+    """Return whether the data can be trusted, and what limits it."""
+    found = [each for each in _of(report, "DATA") if each.severity > Severity.INFO]
+    if found:
+        worst = max(found, key=lambda each: each.severity)
+        more = f"{len(found) - 1} more below" if found[1:] else ""
+        return Headline(f"The data is doubtful: {worst.message}", more, worst.severity.label)
+    residual_ns = run.offsets["residual_ns"].max()
+    clocks = "" if residual_ns is None else f"; their clocks agree within {_duration(residual_ns)}"
+    return Headline(
+        f"The data of {_plural(len(run.ranks), 'rank')} has no issue that limits a verdict{clocks}", status=GOOD
+    )
+
+
+def tables(_report: Report, run: Run) -> Headline:
+    """Return what can be queried."""
+    size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())
+    ranks_text = _plural(len(run.ranks), "rank")
+    return Headline(f"One SELECT over all tables of {ranks_text}: {units.size(size_bytes)} of traces", status=INFO)
+
+
+def _about(text: str, findings: Sequence[Finding]) -> Headline:
+    """Return a headline with the costliest of the findings as its second sentence, and their worst severity."""
+    if not findings:
+        return Headline(text)
+    costliest = max(findings, key=lambda found: (found.severity > Severity.INFO, found.impact, found.severity))
+    worst = max(found.severity for found in findings)
+    return Headline(text, f"{phrases.rule_name(costliest.code)}: {costliest.message}", worst.label)
+
+
+def _of_finding(found: Finding) -> Headline:
+    """Return a finding as a headline: the first sentence of its message, and the rest."""
+    first, _, rest = found.message.partition(". ")
+    return Headline(first, rest, found.severity.label)
+
+
+def _of(report: Report, *families: str) -> list[Finding]:
+    return [found for found in report.findings if family(found.code) in families]
+
+
+def _waiting(states: pl.DataFrame) -> str:
+    """Return for which rank, and in which collective, most of the waiting is."""
+    waits = states.filter(pl.col("state") == rank_timelines.WAITING)
+    peers = (
+        waits.group_by("peer_rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "peer_rank", descending=[True, False])
+    )
+    if peers.is_empty():
+        return "waiting for late ranks"
+    peer, peer_ns = peers.drop_nulls("peer_rank").row(0) if peers["peer_rank"].count() else (None, 0)
+    if peer is None or peer_ns <= _MOSTLY * int(waits["dur_ns"].sum()):
+        return f"waiting for late ranks{_where(waits)}"
+    return f"waiting for rank {peer}{_where(waits.filter(peer_rank=peer))}"
+
+
+def _transfer(states: pl.DataFrame) -> str:
+    moved = states.filter(pl.col("state") == rank_timelines.TRANSFER)
+    return f"transfer{_where(moved)}"
+
+
+def _where(rows: pl.DataFrame) -> str:
+    """Return in which collective of which unit most of the time of some states is."""
+    sums = rows.drop_nulls("op").group_by("op", "unit").agg(pl.col("dur_ns").sum()).sort("dur_ns", "op", "unit")
+    if sums.is_empty():
+        return ""
+    op, unit, _ = sums.row(-1)
+    of_unit = f" of {escaping.inert(unit, _MAX_NAME)}" if unit else ""
+    return f" in the {op.replace('_', '-')}{of_unit}"
+
+
+def _noun(run: Run) -> str:
+    if summary.step_time_ns(run) is None:
+        return "window"
+    return "iteration" if phrases.step_note(run) else "step"
+
+
+def _calls(row: dict[str, object]) -> str:
+    return _plural(int(str(row["count"])), "call")
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def _mean(values: pl.Series) -> float:
+    return float(str(values.mean() or 0.0))
+
+
+def _duration(ns: object) -> str:
+    return units.duration(float(str(ns or 0)))
