@@ -4,13 +4,13 @@ A rule's family is the letters of its code: COMM of COMM001.
 """
 
 import re
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import polars as pl
 import streamlit as st
 
-from dashboard import downloads, widgets
+from dashboard import downloads, moments, widgets
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import escaping
 from tracekit.report import html_fragments, phrases
@@ -37,15 +37,26 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
         if not rows:
             return
         with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
-            # Above the table, which appears a moment later and would move the button away from the pointer.
-            if has_moment(finding) and st.button("Show in the timeline", key=f"show-{key}"):
-                st.session_state[SHOWN_FINDING] = key
-                widgets.go_to("timeline", finding=key)
-            shown = finding.evidence.head(MAX_EVIDENCE_ROWS)
-            widgets.frame(phrases.from_run_start(shown, run.table(tables.RUN_CLOCK)))
+            shown, selection = finding.evidence.head(MAX_EVIDENCE_ROWS), None
+            if has_moment(finding):
+                selection = f"evidence-{run.entry.name}-{key}"
+                # Above the table, which appears a moment later and would move the button away from the pointer.
+                _show_in_timeline(finding, run, moments.selected(shown, selection), key=key)
+            widgets.frame(phrases.from_run_start(shown, run.table(tables.RUN_CLOCK)), selection=selection)
             if rows > MAX_EVIDENCE_ROWS:
                 st.caption(f"The first {MAX_EVIDENCE_ROWS:,} of {rows:,} rows; the download contains all.")
             downloads.table(finding.evidence, key=f"{finding.id}-evidence-{key}")
+
+
+def _show_in_timeline(finding: Finding, run: OpenRun, row: Mapping[str, Any] | None, *, key: str) -> None:
+    """Offer to show the selected row of the evidence, else the longest one."""
+    label = "Show in the timeline" if row is None else f"Show {moments.name(row)} in the timeline"
+    if not st.button(label, key=f"show-{key}", help="Select a row of the evidence to show that one"):
+        return
+    st.session_state[SHOWN_FINDING] = key
+    if row is not None:
+        moments.show(run.entry, row, ranks=moments.late_and_waiting(finding.evidence, row))
+    widgets.go_to("timeline", finding=key)
 
 
 def show_all(findings: Findings, run: OpenRun) -> None:

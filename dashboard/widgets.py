@@ -25,7 +25,6 @@ PAGES = "pages"
 RUN = "run"
 OTHERS = "compare"
 MISSING = "—"
-SHOWN_MOMENT = "shown_moment"
 SHOWN_PATH = "shown_path"
 """The step whose critical path the timeline shows: a mapping with the names run and step."""
 MAX_PRESELECTED = 4
@@ -145,30 +144,14 @@ def title(name: str, about: str = "") -> None:
     st.html(f'<div class="tk-title"><b>{escaping.escape(name)}</b><span>{escaping.escape(about)}</span></div>')
 
 
-def moment_table(run: OpenRun, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) -> None:
-    """Show a table whose rows open the timeline: `rows` has window, rank, start_ns and dur_ns of each of `shown`."""
-    event = frame(shown, on_select="rerun", selection_mode="single-row", key=key)
-    selected = event["selection"]["rows"] if event else []
-    row = rows.row(selected[0], named=True) if selected and selected[0] < rows.height else None
-    label = "Show in the timeline" if row is None else f"Show rank {row['rank']}, step {row['step']} in the timeline"
-    if st.button(label, key=f"{key}-show", disabled=row is None, help="Select a row of the table first") and row:
-        show_moment(run.entry, row)
-
-
-def show_moment(entry: RunEntry, row: Mapping[str, Any]) -> None:
-    """Open the timeline at a moment: window, rank, start_ns (on the clock of the rank's trace) and dur_ns."""
-    st.session_state[SHOWN_MOMENT] = {"run": entry.name} | {
-        name: row[name] for name in ("window", "rank", "start_ns", "dur_ns")
-    }
-    go_to("timeline", **({"window": row["window"]} if row["window"] else {}))
-
-
-def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any:
+def frame(table: pl.DataFrame, *, key: str | None = None, selection: str | None = None, **options: Any) -> Any:
     """Show a table with its numbers in readable units; it can be sorted and searched.
 
-    With a `key`, the table can be downloaded below it in its original units. `options` are those of st.dataframe,
-    whose event is returned.
+    With a `key`, the table can be downloaded below it in its original units. With a `selection`, a row can be selected:
+    the state of that name has its number. `options` are those of st.dataframe, whose event is returned.
     """
+    if selection is not None:
+        options |= {"on_select": "rerun", "selection_mode": "single-row"}
     shown: list[pl.Series] = []
     columns: dict[str, Any] = {}
     for series in table:
@@ -185,7 +168,12 @@ def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any
         shown.append(series)
     columns |= options.pop("column_config", {})
     event = st.dataframe(
-        pl.DataFrame(shown), column_config=columns, hide_index=True, placeholder=MISSING, key=key, **options
+        pl.DataFrame(shown),
+        column_config=columns,
+        hide_index=True,
+        placeholder=MISSING,
+        key=selection or key,
+        **options,
     )
     if key is not None:
         downloads.table(table, key=key)

@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, widgets
+from dashboard import findings, moments, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from tracekit.report import charts, headlines, phrases
@@ -79,9 +79,8 @@ def _moments(run: OpenRun) -> None:
         "Calls that exceeded the duration of the same work alone by most. Select a row to show it in the timeline."
     )
     shown = phrases.from_run_start(rows, run.table(tables.RUN_CLOCK))
-    widgets.moment_table(
-        run, rows, shown.drop("window") if shown["window"].n_unique() == 1 else shown, key="contention-at"
-    )
+    shown = shown.drop("window") if shown["window"].n_unique() == 1 else shown
+    moments.table(run.entry, rows, shown, key="contention-at")
 
 
 PAGE = Page.described_by(

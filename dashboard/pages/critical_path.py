@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from dashboard import widgets
+from dashboard import moments, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, critical_path, tables
 from dashboard.run_store.critical_path import CriticalPath
@@ -74,7 +74,7 @@ def _chart(run: OpenRun, found: CriticalPath) -> None:
     elif st.button(f"Show rank {clicked[0]} in the timeline", key="critical-path-show"):
         st.session_state[widgets.SHOWN_PATH] = {"run": run.entry.name, "step": found.step}
         moment = {"rank": clicked[0], "start_ns": clicked[1], "dur_ns": clicked[2], "window": found.window}
-        widgets.show_moment(run.entry, moment)
+        moments.show(run.entry, moment)
 
 
 def _headline(run: OpenRun) -> Headline | None:

@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, widgets
+from dashboard import findings, moments, widgets
 from dashboard.findings import Findings
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
@@ -85,7 +85,8 @@ def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) ->
     if table.height:
         with st.expander("Where the time goes, in numbers"):
             shown = table.drop("start_ns", "window" if table["window"].n_unique() == 1 else "start_ns")
-            widgets.frame(shown, key=f"breakdown-{run.entry.name}")
+            rows = table.rename({"duration_ns": "dur_ns"})
+            moments.table(run.entry, rows, shown, key=f"breakdown-{run.entry.name}")
 
 
 def _notes(run: OpenRun) -> None:

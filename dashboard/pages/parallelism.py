@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import widgets
+from dashboard import moments, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
@@ -83,12 +83,13 @@ def _pipeline(run: OpenRun, bubbles: pl.DataFrame) -> None:
         )
     elif st.button(f"Show rank {clicked[0]} in the timeline", key="parallelism-show"):
         moment = {"rank": clicked[0], "start_ns": clicked[1], "dur_ns": clicked[2], "window": place["window"]}
-        widgets.show_moment(run.entry, moment)
+        moments.show(run.entry, moment)
     st.subheader("Stages, mean of all steps")
     widgets.chart(charts.stage_balance(bubbles), key="parallelism-stages")
     st.caption("A stage with more forward and backward time than the others makes all of them wait.")
     columns = [name for name in shown.columns if name not in _HIDDEN]
-    widgets.frame(widgets.drop_empty(shown.select(columns)), key="parallelism-bubbles")
+    rows = shown.rename({"duration_ns": "dur_ns"})
+    moments.table(run.entry, rows, widgets.drop_empty(shown.select(columns)), key="parallelism-bubbles")
 
 
 _HIDDEN = ("window", "iteration", "pipeline", "start_ns", "stages", "pipeline_ranks", "ideal_duration_ns", "step")

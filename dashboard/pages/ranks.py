@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import polars as pl
 import streamlit as st
 
-from dashboard import rank_choice, widgets
+from dashboard import moments, rank_choice, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
@@ -112,8 +112,10 @@ def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) 
         st.session_state["step"] = step
     row = table.filter(rank=rank, step=step)
     if row.height and st.button(f"Show rank {rank}, step {step} in the timeline", key="ranks-show"):
-        waiting = row["waiting_rank"].drop_nulls().to_list()
-        widgets.show_moment(run.entry, row.rename({"duration_ns": "dur_ns"}).row(0, named=True), peers=waiting)
+        waits = run.table(tables.WAIT_TIMES).filter(pl.col("peer_rank") == rank)
+        waiting = waits.sort("waited_ns", "rank", descending=[True, False])["rank"].head(moments.MAX_WAITING)
+        moment = row.rename({"duration_ns": "dur_ns"}).row(0, named=True)
+        moments.show(run.entry, moment, ranks=[rank, *waiting] if len(waiting) else ())
 
 
 def _choose_step(run: OpenRun) -> tuple[int, int | None]:

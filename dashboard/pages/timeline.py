@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, rank_choice, run_store, widgets
+from dashboard import findings, moments, rank_choice, run_store, widgets
 from dashboard.components.perfetto import export
 from dashboard.components.timeline import message, timeline_store
 from dashboard.components.timeline.message import View
@@ -43,17 +43,22 @@ _SMALL_RATIO = 0.5
 
 @dataclass(frozen=True)
 class Jump:
-    """Where the timeline goes: a part of the run in ns from its start, a track to scroll to, a finding."""
+    """Where the timeline goes: a part of the run in ns from its start, a track to scroll to, a finding.
+
+    `ranks` are placed at the top, in this order and folded, so that they can be compared.
+    """
 
     start_ns: int
     end_ns: int
     track: int | None = None
     finding: str | None = None
+    ranks: tuple[int, ...] = ()
 
     def message(self, nonce: str) -> dict[str, Any]:
         """Return the message to the browser, which obeys each `nonce` once."""
         span = {"start": self.start_ns, "end": self.end_ns}
-        return {**span, "track": self.track, "finding": self.finding, "nonce": nonce}
+        place = {"track": self.track, "finding": self.finding, "ranks": self.ranks}
+        return {**span, **place, "nonce": nonce}
 
 
 RankCoordinates: TypeAlias = Mapping[int, Mapping[str, tuple[int, int]]]
@@ -181,9 +186,9 @@ def _open(entry: RunEntry) -> OpenTimeline:
 
 def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
     """Return the ranks that another page or a choice of a finding opens, once."""
-    shown, wanted = st.session_state.get(widgets.SHOWN_MOMENT), []
+    shown, wanted = st.session_state.get(moments.SHOWN), []
     if shown and shown["run"] == entry.name:
-        wanted.append(int(shown["rank"]))
+        wanted += [int(shown["rank"]), *shown["ranks"]]
     state, seen = f"finding-{_key(entry, window)}", f"ranks-of-{entry.name}"
     name = st.session_state.get(findings.SHOWN_FINDING) or st.session_state.get(state) or st.query_params.get(FINDING)
     if name == st.session_state.get(seen):
@@ -192,7 +197,7 @@ def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
     for key, finding in findings.by_key(run.report.findings).items():
         if name in (key, finding.id) and findings.has_moment(finding):
             longest = finding.evidence.drop_nulls("rank").sort("dur_ns", descending=True, nulls_last=True)
-            wanted.append(int(longest["rank"][0]))
+            wanted += [int(longest["rank"][0]), *moments.late_and_waiting(finding.evidence)]
     return wanted
 
 
@@ -243,10 +248,13 @@ def _choose_finding(by_key: Findings, key: str) -> str:
 
 def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, chosen: str, key: str) -> Jump | None:
     """Return where to go now: a row chosen on another page, the finding just chosen, or the part that a link names."""
-    shown = st.session_state.pop(widgets.SHOWN_MOMENT, None)
+    shown = st.session_state.pop(moments.SHOWN, None)
     if shown and shown["run"] == entry.name and shown["window"] == opened.window:
         row = pl.DataFrame([{name: shown[name] for name in ("window", "rank", "start_ns", "dur_ns")}])
-        return _at(opened, message.aligned_spans(opened.scene, opened.window, row))
+        jump = _at(opened, message.aligned_spans(opened.scene, opened.window, row))
+        if chosen in by_key:  # the finding that the row is evidence of
+            st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = chosen
+        return replace(jump, ranks=shown["ranks"]) if jump else None
     linked = _linked(opened)
     is_new = linked is not None and (linked.start_ns, linked.end_ns) != st.session_state.get(f"address-{key}")
     if chosen in by_key and st.session_state.get(f"seen-{key}") != chosen:
@@ -273,7 +281,8 @@ def _moment(opened: OpenTimeline, by_key: Findings, key: str) -> Jump | None:
     jump = _at(opened, message.evidence_spans(opened.scene, opened.window, by_key[key]), key)
     if jump is None:
         st.caption(f"The evidence of this finding is outside of window {opened.window}.")
-    return jump
+        return None
+    return replace(jump, ranks=moments.late_and_waiting(by_key[key].evidence))
 
 
 def _at(opened: OpenTimeline, spans: pl.DataFrame, finding: str | None = None) -> Jump | None:

@@ -109,7 +109,8 @@ class Timeline {
     this.lastJump = go.nonce;
     this.view = withinRun({ from: go.start, to: go.end }, this.spanNs);
     const track = this.tracks.get(go.track);
-    if (track) this.reveal(track);
+    if (go.ranks?.length) this.lead(go.ranks);
+    else if (track) this.reveal(track);
     const mark = this.findings.find((mark) => mark.key === go.finding && mark.start < go.end && mark.end > go.start);
     if (mark) this.panel.showFinding(mark);
     this.changed();
@@ -378,6 +379,13 @@ class Timeline {
     const shown = this.matches.start.length;
     const at = this.matchAt < 0 ? "" : `${(this.matchAt + 1).toLocaleString("en")} of `;
     return `${at}${totalText} · ${durationText(this.matches.total_ns)}${shown < total ? ` (first ${shown.toLocaleString("en")} shown)` : ""}`;
+  }
+
+  lead(ranks) {
+    this.layout.lead(ranks);
+    this.root.dataset.lead = ranks.join(" ");
+    this.resize();
+    this.scroller.scrollTop = 0;
   }
 
   reveal(track, row = 0) {

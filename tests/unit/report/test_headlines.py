@@ -1,4 +1,4 @@
-"""The headline of a page: a sentence with the numbers of the tables, and a status that doubtful data never makes good."""
+"""The headline of a page: a sentence with the numbers of the tables; doubtful data is never called good."""
 
 import polars as pl
 import pytest
@@ -32,12 +32,12 @@ def test_a_straggler_is_named_with_the_numbers_of_its_finding():
 def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_longest():
     run = rule_examples.straggler_run(0, 3)
     shown = headlines.ranks(_report(run), run)
-    assert shown.text.startswith("Rank 1 is waited for longest: another rank waits up to 600 µs a step for it")  # 2 × 3 cells
+    assert shown.text.startswith("Rank 1 is waited for longest: another rank waits up to 600 µs a step for it")
     assert shown.text.endswith("100.0% of all waiting is for this rank")
 
 
 def test_communication_names_the_rank_that_most_of_it_waits_for():
-    run = rule_examples.straggler_run(0, 3)
+    run = rule_examples.straggler_run(0, 6)
     shown = headlines.communication(_report(run), run)
     assert "exposed communication" in shown.text
     assert "mostly waiting for rank 1 in the all-reduce" in shown.text
