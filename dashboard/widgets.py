@@ -34,6 +34,14 @@ BYTES = "localized"
 _T = TypeVar("_T")
 _LEAST = 0.001
 """The smallest value shown in a unit."""
+_SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
+    "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),
+    "tflops_per_s": ((1e3, "PFLOP/s"), (1, "TFLOP/s"), (1e-3, "GFLOP/s"), (1e-6, "MFLOP/s")),
+    "tbytes_per_s": ((1, "TB/s"), (1e-3, "GB/s"), (1e-6, "MB/s")),
+    "bytes_per_s": ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")),
+    "flops": ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1, "FLOP")),
+}
+"""Units of columns by the end of their names, the largest first; the first ending that fits counts."""
 
 STYLE = f"""<style>{html_fragments.style()}
 [data-testid="stMainBlockContainer"] {{padding: 4rem 2.2rem 3rem; max-width: 1500px}}
@@ -186,20 +194,36 @@ def drop_empty(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _scale(series: pl.Series) -> tuple[float, str] | None:
-    """Return the divisor and the number format of a column, by the unit at the end of its name."""
-    scales = {"_ns": (1e6, "%.3f ms"), "_ratio": (0.01, "%.1f%%"), "_bytes_per_s": (1e6, "%.2f MB/s")}
-    for ending, scale in scales.items():
-        if series.name.endswith(ending):
-            return scale
-    if not series.name.endswith("bytes"):
+    """Return the divisor and the number format of a column, by the unit at the end of its name.
+
+    One unit per column, so that values compare at a glance: that of the largest value, or a smaller one in which the
+    smallest still has digits.
+    """
+    if series.name.endswith("_ratio"):
+        return 0.01, "%.1f%%"
+    if series.name.endswith("bytes"):
+        return _scale_of_sizes(series)
+    scales = next((scales for ending, scales in _SCALES.items() if series.name.endswith(ending)), None)
+    if scales is None:
         return None
-    sizes = series.drop_nulls().abs()
-    least, most = (float(str(size or 0)) for size in (sizes.filter(sizes > 0).min(), sizes.max()))
-    # One unit per column, so that values compare at a glance, and enough digits to distinguish small sizes.
+    least, most = _extent(series)
+    divisor, unit = next(((size, unit) for size, unit in scales if most >= size), scales[-1])
+    return divisor, f"%.{3 if least >= _LEAST * divisor else 6}f {unit}"
+
+
+def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:
+    least, most = _extent(series)
     for unit_bytes, pattern in ((2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
         if most >= unit_bytes:
             return (unit_bytes, pattern) if least >= unit_bytes * _LEAST else (1, BYTES)
     return 1, "%d B"
+
+
+def _extent(series: pl.Series) -> tuple[float, float]:
+    """Return the smallest and the largest size of a number in a column, zeros left out; 0 without any."""
+    sizes = series.drop_nulls().abs()
+    least, most = (float(str(size or 0)) for size in (sizes.filter(sizes > 0).min(), sizes.max()))
+    return least, most
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:

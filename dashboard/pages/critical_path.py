@@ -44,7 +44,7 @@ def _choose(run: OpenRun) -> int | None:
     known = steps["step"].drop_nulls().unique().sort().to_list()
     if not known:
         return None
-    representative = tables.representative_step(steps.filter(steps["step"].is_not_null()))
+    representative = run.compute(tables.representative_step)
     default = representative["step"] if representative else known[0]
     chosen: int = st.selectbox("Step", known, key=bind("step", known, default), width=160)
     return chosen

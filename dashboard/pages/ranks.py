@@ -121,7 +121,7 @@ def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) 
 def _choose_step(run: OpenRun) -> tuple[int, int | None]:
     by_step = run.table(tables.BREAKDOWN_BY_STEP).drop_nulls("step")
     windows = run.table(tables.BREAKDOWN_BY_RANK)["window"].unique().sort().to_list()
-    median = tables.representative_step(by_step)
+    median = run.compute(tables.representative_step)
     choices = st.container(horizontal=True)
     window = widgets.choose_window(windows, choices)
     steps = by_step.filter(window=window)["step"].unique().sort().to_list()

@@ -116,7 +116,7 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
         column_config={
             "run": config.TextColumn(width="medium"),  # pinned, Streamlit would write it in grey
             "verdict": config.MultiselectColumn(width=VERDICT_PX, options=chips, color=[_colour(c) for c in chips]),
-            "step_ms": config.NumberColumn("step time", format="%.4g ms"),
+            "step_ms": config.NumberColumn("step time", format="%.2f ms"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
             "exposed": config.NumberColumn(format="%.1f%%", help="Share of the time in exposed communication"),
             "saving": config.NumberColumn(

@@ -407,6 +407,25 @@ def test_sizes_of_a_column_share_a_unit_that_fits_the_smallest(sizes, expected):
     assert widgets._scale(pl.Series("sent_bytes", sizes, dtype=pl.Int64)) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("dur_ns", [0, 20_000_000, 247_390_705_000], (1e9, "%.3f s")),
+        ("dur_ns", [1_500, 12_400_000], (1e6, "%.3f ms")),
+        ("dur_ns", [900, 12_400_000_000], (1e9, "%.6f s")),
+        ("dur_ns", [0, None], (1, "%.3f ns")),
+        ("bus_bytes_per_s", [379_591_530_000.0], (1e9, "%.3f GB/s")),
+        ("bus_bytes_per_s", [2_100.0], (1e3, "%.3f kB/s")),
+        ("tflops_per_s", [0.1063], (1e-3, "%.3f GFLOP/s")),
+        ("flops", [106_300_000], (1e6, "%.3f MFLOP")),
+        ("idle_ratio", [0.5], (0.01, "%.1f%%")),
+        ("count", [5], None),
+    ],
+)
+def test_numbers_of_a_column_share_the_unit_of_the_largest(name, values, expected):
+    assert widgets._scale(pl.Series(name, values)) == expected
+
+
 def test_runs_have_the_devices_of_the_settings_where_the_dashboard_was_started(tmp_path, monkeypatch):
     recorded.write_run(tmp_path / "run", kernel="gemm")
     (tmp_path / "tracekit.toml").write_text('[devices."a device"]\npeak_bf16_tflops = 800\nmemory_gb_per_s = 3000\n')

@@ -37,7 +37,7 @@ def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_long
 
 
 def test_communication_names_the_rank_that_most_of_it_waits_for():
-    run = rule_examples.straggler_run(0, 6)
+    run = rule_examples.straggler_run(0, 4)
     shown = headlines.communication(_report(run), run)
     assert "exposed communication" in shown.text
     assert "mostly waiting for rank 1 in the all-reduce" in shown.text
