@@ -25,13 +25,13 @@ def show(run: OpenRun) -> None:
         st.info("No two kinds of work ran at the same time on any device, so nothing was slowed down.")
         return
     findings.show_families(run, "STREAM")
-    _slowdowns(pairs)
+    _slowdowns(run, pairs)
     _phases(run)
     _give_way(run)
     _moments(run)
 
 
-def _slowdowns(pairs: pl.DataFrame) -> None:
+def _slowdowns(run: OpenRun, pairs: pl.DataFrame) -> None:
     st.subheader("Slowdown by concurrent work")
     st.caption(
         "Each kind of work compared with the same work alone (same kernel, grid and shapes; collectives of one size), "
@@ -40,6 +40,11 @@ def _slowdowns(pairs: pl.DataFrame) -> None:
     )
     if pairs["slowdown"].is_not_null().any():
         widgets.chart(charts.slowdowns(pairs), key="contention-slowdowns")
+        if len(run.run.ranks) > charts.MAX_SLOWED_RANKS:
+            st.caption(
+                f"Of {len(run.run.ranks):,} ranks, {charts.MAX_SLOWED_RANKS} are drawn for each pair: those with the "
+                "largest and the smallest slowdown, and others evenly between these."
+            )
     else:
         st.caption(f"Nothing ran both alone and concurrently with other work. {tables.RECORD_CONTENTION.capitalize()}.")
     with st.expander("Slowdowns in numbers"):

@@ -117,3 +117,15 @@ def test_predicted_bars_differ_from_recorded_ones_and_allocated_memory_is_marked
     assert list(figure.data[0].x) == [3, 2]
     assert figure.data[0].marker.pattern.shape == ("", "/")
     assert figure.layout.shapes[0].x0 == 1
+
+
+def test_of_many_ranks_the_smallest_the_largest_and_some_between_are_drawn():
+    row = {"device": 0, "kind": "compute", "concurrent_kind": "communication", "overlapped_ns": 5, "lost_ns": 1}
+    row |= {"low": None, "high": None}
+    pairs = pl.DataFrame([row | {"rank": rank, "slowdown": 1 + rank / 1000} for rank in range(1000)])
+    (markers,) = charts.slowdowns(pairs).data
+    assert len(markers.x) == charts.MAX_SLOWED_RANKS
+    assert (markers.x[0], markers.x[-1]) == (1.0, 1.999)
+    assert 1.49 < markers.x[len(markers.x) // 2] < 1.52
+    (few,) = charts.slowdowns(pairs.head(charts.MAX_SLOWED_RANKS)).data
+    assert len(few.x) == charts.MAX_SLOWED_RANKS

@@ -64,7 +64,7 @@ def test_a_problem_that_was_found_is_the_verdict_although_data_is_doubtful():
     assert headlines.data_quality(report, run).text.startswith("The data is doubtful: 126 of 128")
 
 
-@pytest.mark.parametrize("make", [headlines.memory, headlines.checkpoints, headlines.contended, headlines.savings])
+@pytest.mark.parametrize("make", [headlines.memory, headlines.checkpoints, headlines.savings])
 def test_without_its_data_a_page_has_no_headline(make):
     run = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED))
     assert make(_report(run), run) is None

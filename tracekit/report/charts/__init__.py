@@ -17,7 +17,7 @@ from tracekit.report.charts.communication import (
     stall_causes,
     wait_matrix,
 )
-from tracekit.report.charts.contention import concurrent_time, delayed_preparation, slowdowns
+from tracekit.report.charts.contention import MAX_SLOWED_RANKS, concurrent_time, delayed_preparation, slowdowns
 from tracekit.report.charts.critical_path import COLOURS as PATH_COLOURS
 from tracekit.report.charts.critical_path import critical_path, path_parts
 from tracekit.report.charts.memory import block_lifetimes, memory_over_time, reserved_memory, segment_map
@@ -48,6 +48,7 @@ __all__ = [
     "LOST",
     "MAX_MATRIX_RANKS",
     "MAX_SLICES",
+    "MAX_SLOWED_RANKS",
     "PARTS",
     "PATH_COLOURS",
     "REPEATED",

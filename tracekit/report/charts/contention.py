@@ -14,7 +14,8 @@ KIND_COLOURS = {
     concurrency.PREPARATION: "#F0E442",
     concurrency.COPY: COLOURS["memcpy"],
 }
-MAX_POINTS = 3000
+MAX_POINTS = 1000
+MAX_SLOWED_RANKS = 64
 _NO_PHASE = "no phase"
 _MARKER_SPREAD = 0.6
 
@@ -22,9 +23,10 @@ _MARKER_SPREAD = 0.6
 def slowdowns(pairs: pl.DataFrame) -> go.Figure:
     """Return the slowdown of each kind of work next to another kind: one marker per rank, with its interval.
 
-    `pairs` is `analysis.compute.collective_contention.all_pairs`; pairs that never ran alone have no marker.
+    `pairs` is `analysis.compute.collective_contention.all_pairs`; pairs that never ran alone have no marker. Of a pair
+    with more than `MAX_SLOWED_RANKS` ranks, the smallest, the largest and some evenly between are drawn.
     """
-    known = pairs.drop_nulls("slowdown")
+    known = _spread_over_ranks(pairs.drop_nulls("slowdown"))
     names = known.select("kind", "concurrent_kind").unique(maintain_order=True).sort("kind", "concurrent_kind").rows()
     ranks = known.select("rank", "device").unique().sort("rank", "device").rows()
     figure = go.Figure()
@@ -57,6 +59,16 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
     figure.update_xaxes(title="slowdown relative to running alone", ticksuffix="×", rangemode="tozero")
     style.label_all_rows(figure, [f"{of} during {other}" for of, other in names])
     return style.with_style(figure, height_px=150 + 46 * len(names))
+
+
+def _spread_over_ranks(known: pl.DataFrame) -> pl.DataFrame:
+    """Return rows evenly spread over the order of slowdowns of each pair of kinds, the first and the last included."""
+    pair = ["kind", "concurrent_kind"]
+    count, place = pl.len().over(pair), pl.int_range(pl.len()).over(pair)
+    every = (count - 1) / (MAX_SLOWED_RANKS - 1)
+    is_next = (place / every).floor() > ((place - 1) / every).floor()
+    ordered = known.sort(*pair, "slowdown", "rank")
+    return ordered.filter((count <= MAX_SLOWED_RANKS) | (place == 0) | is_next).sort("rank", "device", *pair)
 
 
 def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
