@@ -208,7 +208,8 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
         return None
     least, most = _extent(series)
     divisor, unit = next(((size, unit) for size, unit in scales if most >= size), scales[-1])
-    return divisor, f"%.{3 if least >= _LEAST * divisor else 6}f {unit}"
+    digits = 0 if divisor == 1 else 3 if least >= _LEAST * divisor else 6
+    return divisor, f"%.{digits}f {unit}"
 
 
 def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:

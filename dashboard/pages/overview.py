@@ -9,6 +9,7 @@ from dashboard.findings import Findings
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
+from tracekit.model import units
 from tracekit.report import charts, headlines, html, html_fragments, phrases, rank_rows
 from tracekit.report import json as report_json
 
@@ -61,13 +62,15 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     note = run.compute(phrases.step_note)
     if note is not None:
         st.caption(note)
-    by_step, by_rank = run.table(tables.BREAKDOWN_BY_STEP), run.table(tables.BREAKDOWN_BY_RANK)
+    by_step, by_rank = run.table(tables.BREAKDOWN_BY_STEP).drop_nulls("step"), run.table(tables.STEPS_BY_RANK)
     if by_rank.is_empty():
         st.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
     drawn = run.compute(rank_rows.drawn)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn), key="breakdown_by_rank")
+        window = "whole profiled window" if by_step.is_empty() else f"steps {units.ranges(by_step['step'])}"
+        st.caption(f"Sums over the {window} of each rank. The shares above are of the same time, over all ranks.")
         widgets.note(rank_rows.selection_note(run.run))
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()

@@ -188,7 +188,7 @@ def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
     """Return the ranks that another page or a choice of a finding opens, once."""
     shown, wanted = st.session_state.get(moments.SHOWN), []
     if shown and shown["run"] == entry.name:
-        wanted += [int(shown["rank"]), *shown["ranks"]]
+        wanted += [int(shown["rank"]), *shown.get("ranks", ())]
     state, seen = f"finding-{_key(entry, window)}", f"ranks-of-{entry.name}"
     name = st.session_state.get(findings.SHOWN_FINDING) or st.session_state.get(state) or st.query_params.get(FINDING)
     if name == st.session_state.get(seen):
@@ -254,7 +254,7 @@ def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, chosen: str, 
         jump = _at(opened, message.aligned_spans(opened.scene, opened.window, row))
         if chosen in by_key:  # the finding that the row is evidence of
             st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = chosen
-        return replace(jump, ranks=shown["ranks"]) if jump else None
+        return replace(jump, ranks=shown.get("ranks", ())) if jump else None
     linked = _linked(opened)
     is_new = linked is not None and (linked.start_ns, linked.end_ns) != st.session_state.get(f"address-{key}")
     if chosen in by_key and st.session_state.get(f"seen-{key}") != chosen:

@@ -54,6 +54,7 @@ def _across(fact: RunFact, *facts: Fact) -> Table:
 
 
 BREAKDOWN_BY_STEP, BREAKDOWN_BY_RANK = _per_trace(breakdown.by_step), _per_trace(breakdown.by_rank)
+STEPS_BY_RANK = Table(summary.steps_by_rank)
 
 CLOCKS = _across(summary.by_clock)
 CLOCK_OFFSETS = Table(lambda run: run.offsets)

@@ -38,7 +38,8 @@ def verdict(report: Report, _run: Run) -> Headline:
     judged = [found for found in report.findings if not is_data_quality(found.code)]
     cannot_judge = phrases.cannot_judge(report)
     status = html_fragments.verdict_status(judged, cannot_judge)
-    return Headline(phrases.headline(judged, cannot_judge), phrases.severity_counts(judged), status)
+    first, rest = _first_sentence(phrases.headline(judged, cannot_judge))
+    return Headline(first, " · ".join(filter(None, (rest, phrases.severity_counts(judged)))), status)
 
 
 def step(report: Report, run: Run) -> Headline | None:
@@ -47,7 +48,8 @@ def step(report: Report, run: Run) -> Headline | None:
     if not shares:
         return None
     (label, duration), *parts = shares.items()
-    text = ", ".join(f"{value} {name}" for name, value in parts if not name.startswith("of "))
+    is_part = [not name.startswith("of ") and value != units.share(0) for name, value in parts]
+    text = ", ".join(f"{value} {name}" for (name, value), shown in zip(parts, is_part, strict=True) if shown)
     noun = "A step takes" if "step" in label else "The window takes"
     return _about(f"{noun} {duration} (median, slowest rank): {text} over all ranks", report.findings)
 
@@ -221,13 +223,17 @@ def _about(text: str, findings: Sequence[Finding]) -> Headline:
         return Headline(text)
     costliest = max(findings, key=lambda found: (found.severity > Severity.INFO, found.impact, found.severity))
     worst = max(found.severity for found in findings)
-    return Headline(text, f"{phrases.rule_name(costliest.code)}: {costliest.message}", worst.label)
+    return Headline(text, f"{phrases.rule_name(costliest.code)}: {_first_sentence(costliest.message)[0]}", worst.label)
 
 
 def _of_finding(found: Finding) -> Headline:
     """Return a finding as a headline: the first sentence of its message, and the rest."""
-    first, _, rest = found.message.partition(". ")
-    return Headline(first, rest, found.severity.label)
+    return Headline(*_first_sentence(found.message), found.severity.label)
+
+
+def _first_sentence(text: str) -> tuple[str, str]:
+    first, _, rest = text.partition(". ")
+    return (first, rest) if rest else (text, "")
 
 
 def _of(report: Report, *families: str) -> list[Finding]:

@@ -413,7 +413,7 @@ def test_sizes_of_a_column_share_a_unit_that_fits_the_smallest(sizes, expected):
         ("dur_ns", [0, 20_000_000, 247_390_705_000], (1e9, "%.3f s")),
         ("dur_ns", [1_500, 12_400_000], (1e6, "%.3f ms")),
         ("dur_ns", [900, 12_400_000_000], (1e9, "%.6f s")),
-        ("dur_ns", [0, None], (1, "%.3f ns")),
+        ("dur_ns", [0, None], (1, "%.0f ns")),
         ("bus_bytes_per_s", [379_591_530_000.0], (1e9, "%.3f GB/s")),
         ("bus_bytes_per_s", [2_100.0], (1e3, "%.3f kB/s")),
         ("tflops_per_s", [0.1063], (1e-3, "%.3f GFLOP/s")),

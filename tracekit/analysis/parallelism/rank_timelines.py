@@ -77,8 +77,10 @@ def awaited(run: Run) -> pl.DataFrame:
     steps = run.table(breakdown.by_step).select(
         *_OF, "step", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns")
     )
-    aligned = alignment.on_run_clock(steps, run.offsets, ("start_ns", "end_ns")).sort("start_ns")
-    placed = waits.sort("start_ns").join_asof(aligned, on="start_ns", by=list(_OF), check_sortedness=False)
+    aligned = alignment.on_run_clock(steps, run.offsets, ("start_ns", "end_ns"))
+    # Without a null in the keys: the device of a CPU run is null, and nulls do not match.
+    left, right = (rows.with_columns(pl.col("device").fill_null(-1)).sort("start_ns") for rows in (waits, aligned))
+    placed = left.join_asof(right, on="start_ns", by=list(_OF), check_sortedness=False)
     in_step = pl.when(pl.col("start_ns") < pl.col("end_ns")).then("step").alias("step")
     pairs = placed.group_by("window", in_step, "peer_rank", "rank").agg(pl.col("dur_ns").sum())
     longest_first = pairs.sort("dur_ns", "rank", descending=[True, False])

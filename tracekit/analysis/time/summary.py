@@ -27,6 +27,21 @@ def by_rank(run: Run) -> pl.DataFrame:
     return sums.with_columns(pl.lit(None, pl.Int64).alias("window")).select(COLUMNS).sort("rank")
 
 
+def steps_by_rank(run: Run) -> pl.DataFrame:
+    """Return the sums of the marked steps of each rank and device; where no trace marks steps, of the whole windows.
+
+    Columns window, rank and those of `breakdown`; step is null, start_ns is that of the first step.
+    """
+    steps = run.table(breakdown.by_step).drop_nulls("step")
+    if steps.is_empty():
+        return run.table(breakdown.by_rank)
+    summed = [name for name in steps.columns if name.endswith("_ns") and name != "start_ns"]
+    sums = steps.group_by("window", "rank", "device", maintain_order=True).agg(
+        pl.lit(None, pl.Int64).alias("step"), pl.col("start_ns").min(), pl.col(summed).sum()
+    )
+    return sums.select(steps.columns).sort("window", "rank", "device")
+
+
 def by_clock(run: Run) -> pl.DataFrame:
     """Return the clock offset of each trace: the columns of OFFSETS for display, one row per window and rank.
 
