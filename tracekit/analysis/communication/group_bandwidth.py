@@ -9,7 +9,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 from tracekit.sync import collective_matching
 
-_GROUP = ("window", "group", "members")
+_GROUP, _OF_RANK = ("window", "group", "members"), ["window", "rank", "group"]
 _WHAT = ("op", "dtype", "bytes", "nth")
 _LARGE = 0.25  # of the group's largest message: smaller ones measure latency, not bandwidth
 
@@ -41,6 +41,7 @@ def transfers(run: Run) -> pl.DataFrame:
     """
     key = ["window", "rank", "activity_id"]
     waits = run.run_table(collective_instances.waits).select(*key, "wait_ns")
+    axes, listed = run.table(group_axes).unique(_OF_RANK, keep="first"), [*_OF_RANK, "group_ranks"]
     windows = run.table(breakdown.by_step).filter(pl.col("step").is_null()).select("window", "rank", "step").unique()
     one, measured = [*_GROUP, "step", *_WHAT], list(collective_instances.BUS_FACTORS)
     every = run.table(collective_matching.calls)
@@ -51,12 +52,12 @@ def transfers(run: Run) -> pl.DataFrame:
         .drop_nulls("bytes")
         .join(waits.unique(key), on=key, how="left")
         .join(run.table(exposed_times), on=key, how="left")
-        .join(run.table(group_axes).unique(["window", "rank", "group"]), on=["window", "rank", "group"], how="left")
+        .join(axes.drop("group_ranks"), on=_OF_RANK, how="left")
         .sort("window", "rank", "start_ns", "activity_id")
     )
     nth = pl.int_range(pl.len()).over("rank", *_GROUP, "step", "op", "dtype", "bytes").cast(pl.Int64)
     dur_ns = pl.col("end_ns") - pl.col("start_ns")
-    return (
+    first = (
         calls.with_columns(
             nth.alias("nth"),
             dur_ns.alias("dur_ns"),
@@ -66,13 +67,15 @@ def transfers(run: Run) -> pl.DataFrame:
         .sort("transfer_ns")
         .group_by(one, maintain_order=True)
         .agg(
-            pl.col("axis", "group_size", "group_ranks", "transfer_ns", "start_ns", "dur_ns").first(),
+            pl.col("axis", "group_size", "transfer_ns", "start_ns", "dur_ns").first(),
             pl.col("activity_id", "unit", "rank").first(),
             pl.col("rank").sort().alias("ranks"),
             pl.col("exposed_ns").max(),
         )
         .sort(*_GROUP, "step", "start_ns")
     )
+    # Last, for one row per collective: of many ranks the lists of a row for each call would take gigabytes.
+    return first.join(axes.select(listed), on=_OF_RANK, how="left", maintain_order="left")
 
 
 def group_comparison(run: Run) -> pl.DataFrame:

@@ -129,24 +129,26 @@ def _text(ranks: list[int] | None) -> str:
 
 def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     """Return what runs in each group: ranks, and per op how often, in which phases, and of how many sizes."""
-    listed = run.table(group_bandwidth.group_axes).select("rank", "window", "group", "group_ranks")
-    joined = calls.join(listed, on=["window", "rank", "group"], how="left", maintain_order="left").join(
+    of_rank = ["window", "rank", "group"]
+    listed = run.table(group_bandwidth.group_axes).drop_nulls("group_ranks").select(*of_rank, "group_ranks")
+    # The lists are joined last, for one row per group: of many ranks, those of each call would take gigabytes.
+    lister = listed.select(*of_rank, lister=pl.struct("window", "rank"))
+    joined = calls.join(lister, on=of_rank, how="left", maintain_order="left").join(
         run.table(collective_purposes.purposes),
         on=["window", "rank", "activity_id"],
         how="left",
         maintain_order="left",
     )
     op, purpose = pl.col("op"), pl.col("purpose")
-    pair = pl.col("members").str.extract_all(r"\d+").cast(pl.List(pl.Int64))
     in_forward = pl.col("is_forward").fill_null(value=False) & (purpose == ACTIVATIONS).fill_null(value=False)
     reduces = op == "all_reduce"
     usual_bytes = pl.col("bytes").filter(reduces).mode().max()
     per = pl.struct("window", "rank", "step").n_unique()
-    return (
-        joined.with_columns(pl.when(op == PAIRED).then(pair).otherwise("group_ranks").alias("group_ranks"))
-        .group_by("group", "members", maintain_order=True)
+    usage = (
+        joined.group_by("group", "members", maintain_order=True)
         .agg(
-            pl.col("group_ranks").drop_nulls().first(),
+            pl.col("members").filter(op == PAIRED).first().alias("pair"),
+            pl.col("lister").filter(op.ne_missing(PAIRED)).drop_nulls().first(),
             pl.col("rank").unique().sort().alias("callers"),
             pl.len().alias("calls"),
             per.alias("places"),
@@ -165,9 +167,12 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
             usual_bytes.alias("usual_bytes"),
             (reduces & (pl.col("bytes") == usual_bytes)).sum().alias("all_reduces_alike"),
         )
-        .with_columns(pl.coalesce("group_ranks", "callers").alias("ranks"))
         .sort("group", "members")
     )  # fmt: skip
+    placed = usage.with_columns(pl.col("lister").struct.field("window", "rank"))
+    joined = placed.join(listed, on=of_rank, how="left", maintain_order="left")
+    pair = pl.col("pair").str.extract_all(r"\d+").cast(pl.List(pl.Int64))
+    return joined.with_columns(pl.coalesce(pair, "group_ranks", "callers").alias("ranks"))
 
 
 def _inferred(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple[str | None, float]:
