@@ -13,9 +13,10 @@ from tracekit.model import escaping
 from tracekit.rules.rule import Severity
 
 UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data-quality issues"
+CANNOT_JUDGE = "cannot judge"
 NO_TRACE_YET = "no trace yet"
 SEVERITIES = tuple(severity.label for severity in sorted(Severity)[::-1])
-VERDICTS = (*SEVERITIES, GOOD, QUALITY_ISSUES, UNCHECKED, NO_TRACE_YET, BROKEN)
+VERDICTS = (*SEVERITIES, GOOD, CANNOT_JUDGE, QUALITY_ISSUES, UNCHECKED, NO_TRACE_YET, BROKEN)
 """The verdict of a run: the severity of its worst finding, data quality aside, or why there is none."""
 UNKNOWN = "unknown"
 DAY_S = 86_400
@@ -59,6 +60,8 @@ def verdict(entry: RunEntry) -> str:
     if entry.summary is None:
         return UNCHECKED
     worst = next((label for label in SEVERITIES if entry.summary.findings.get(label)), None)
+    if entry.summary.is_doubtful:
+        return CANNOT_JUDGE
     if worst in (None, Severity.INFO.label) and entry.summary.quality_issues:
         return QUALITY_ISSUES
     return worst or GOOD
@@ -72,7 +75,7 @@ def chips(entry: RunEntry) -> list[str]:
     counts = {label: number for label in SEVERITIES if (number := summary.findings.get(label, 0))}
     texts = [f"{number} {label}{'s' * (number > 1 and label != 'info')}" for label, number in counts.items()]
     if not counts.get("error") and not counts.get("warning"):
-        texts = [GOOD, *texts]
+        texts = [CANNOT_JUDGE if summary.is_doubtful else GOOD, *texts]
     return texts + [QUALITY_ISSUES] * bool(summary.quality_issues)
 
 

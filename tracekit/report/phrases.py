@@ -10,11 +10,10 @@ from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
 from tracekit.rules import all_rules, found_iterations
-from tracekit.rules.rule import Finding, Report, Severity, is_data_quality
+from tracekit.rules.rule import Finding, Report, Severity, doubtful_data_issue
 from tracekit.sync import alignment
 
 _MAX_WORD = 60
-_MOST = 0.5
 _TIMES = ("start_ns", "end_ns", "at_ns", "ready_ns", "launched_ns", "host_start_ns", "host_end_ns")
 """The columns of evidence that are times of a trace; all others in ns are durations."""
 
@@ -35,18 +34,8 @@ def cannot_judge(report: Report) -> str | None:
     """
     if report.cannot_judge is not None:
         return report.cannot_judge
-    severe = [found for found in report.findings if found.severity > Severity.INFO]
-    issues = [found for found in severe if is_data_quality(found.code)]
-    if len(issues) < len(severe):
-        return None
-    return next((found.message for found in issues if _is_of_most_data(found)), None)
-
-
-def _is_of_most_data(issue: Finding) -> bool:
-    if issue.severity is Severity.ERROR:
-        return True
-    ratios = issue.evidence["affected_ratio"] if "affected_ratio" in issue.evidence.columns else pl.Series([0.0])
-    return float(str(ratios.max() or 0.0)) > _MOST
+    issue = doubtful_data_issue(report.findings)
+    return None if issue is None else issue.message
 
 
 def severity_counts(findings: Sequence[Finding]) -> str:

@@ -106,6 +106,23 @@ def is_data_quality(code: str) -> bool:
     return code.rstrip("0123456789") == "DATA"
 
 
+def doubtful_data_issue(findings: Iterable[Finding]) -> Finding | None:
+    """Return the issue of most of the data of a run, if nothing but data quality was found above info; else None."""
+    severe = [found for found in findings if found.severity > Severity.INFO]
+    issues = [found for found in severe if is_data_quality(found.code)]
+    return next((found for found in issues if _is_of_most_data(found)), None) if len(issues) == len(severe) else None
+
+
+_MOST_DATA = 0.5
+
+
+def _is_of_most_data(issue: Finding) -> bool:
+    if issue.severity is Severity.ERROR:
+        return True
+    ratios = issue.evidence["affected_ratio"] if "affected_ratio" in issue.evidence.columns else pl.Series([0.0])
+    return float(str(ratios.max() or 0.0)) > _MOST_DATA
+
+
 TIMED_FAMILIES = ("COMM", "HOST", "COMP", "RANK", "STREAM", "PIPE", "TP", "EP")
 """The families of rules on the time of steps: communication, host, compute, ranks, streams, and axes of the mesh."""
 

@@ -289,6 +289,9 @@ def test_a_verdict_is_the_gravest_of_what_is_not_of_the_data():
     assert runs_table.chips(ENTRIES[1]) == ["2 warnings", "1 info"]
     assert runs_table.chips(ENTRIES[3]) == [runs_table.GOOD, "3 info"]
     assert runs_table.chips(ENTRIES[4]) == [runs_table.GOOD, runs_table.QUALITY_ISSUES]
+    doubtful = replace(ENTRIES[4], summary=replace(ENTRIES[4].summary, is_doubtful=True))
+    assert runs_table.verdict(doubtful) == runs_table.CANNOT_JUDGE
+    assert runs_table.chips(doubtful) == [runs_table.CANNOT_JUDGE, runs_table.QUALITY_ISSUES]
 
 
 def test_the_table_of_a_checked_run_contains_its_steps(runs):

@@ -21,7 +21,7 @@ from tracekit.analysis.time import summary as facts
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
-from tracekit.rules.rule import Finding, Input, Report, Severity, is_data_quality
+from tracekit.rules.rule import Finding, Input, Report, Severity, doubtful_data_issue, is_data_quality
 from tracekit.sync import alignment
 
 MAX_BYTES = 64 << 20
@@ -51,6 +51,8 @@ class Summary:
     exposed_communication_ratio: float | None
     impact: float
     """The largest share of the step that one finding costs."""
+    is_doubtful: bool = False
+    """Whether no finding is known because most of the data is doubtful, or no rule could judge the run."""
 
 
 def summarize(report: Report) -> Summary:
@@ -66,6 +68,7 @@ def summarize(report: Report) -> Summary:
         tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
         facts.exposed_communication_ratio(report.run),
         max((found.impact for found in judged), default=0.0),
+        report.cannot_judge is not None or doubtful_data_issue(report.findings) is not None,
     )
 
 
