@@ -121,7 +121,7 @@ def choose_window(windows: Sequence[int], place: DeltaGenerator | None = None) -
 def headline(shown: Headline | None) -> None:
     """Show the sentence that answers a page's question; nothing where there is none."""
     if shown is not None:
-        st.html(html_fragments.headline(shown.text, shown.about, shown.status))
+        st.html(html_fragments.headline(shown.text, shown.about, shown.status, is_verdict=shown.is_verdict))
 
 
 def note(text: str) -> None:

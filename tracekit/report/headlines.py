@@ -31,6 +31,8 @@ class Headline:
     text: str
     about: str = ""
     status: str = INFO
+    is_verdict: bool = False
+    """Whether it is the verdict on the run."""
 
 
 def verdict(report: Report, _run: Run) -> Headline:
@@ -39,7 +41,7 @@ def verdict(report: Report, _run: Run) -> Headline:
     cannot_judge = phrases.cannot_judge(report)
     status = html_fragments.verdict_status(judged, cannot_judge)
     first, rest = _first_sentence(phrases.headline(judged, cannot_judge))
-    return Headline(first, " · ".join(filter(None, (rest, phrases.severity_counts(judged)))), status)
+    return Headline(first, " · ".join(filter(None, (rest, phrases.severity_counts(judged)))), status, is_verdict=True)
 
 
 def step(report: Report, run: Run) -> Headline | None:

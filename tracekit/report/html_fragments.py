@@ -40,9 +40,12 @@ def verdict_status(findings: Sequence[Finding], cannot_judge: str | None = None)
     return worst.label if worst else "good"
 
 
-def headline(text: str, about: str, status: str) -> str:
-    """Return the headline of a page in a coloured box: one sentence, and one about it or ''."""
-    return escaping.fragment("headline", status, text, about)
+def headline(text: str, about: str, status: str, *, is_verdict: bool = False) -> str:
+    """Return the headline of a page in a coloured box: one sentence, and one about it or ''.
+
+    `is_verdict`: whether it is the verdict on the run.
+    """
+    return escaping.fragment("headline", f"{status} tk-verdict" if is_verdict else status, text, about)
 
 
 def numbers(figures: Mapping[str, tuple[str, str]]) -> str:

@@ -45,7 +45,9 @@ def test_communication_names_the_rank_that_most_of_it_waits_for():
 
 def test_a_run_without_a_finding_is_good_unless_most_of_its_data_is_doubtful():
     run = Run("/runs/demo", [])
-    assert headlines.verdict(_report(run), run) == headlines.Headline("No problems found", "No rule fired", "good")
+    assert headlines.verdict(_report(run), run) == headlines.Headline(
+        "No problems found", "No rule fired", "good", is_verdict=True
+    )
     small = headlines.verdict(_report(run, _issue(0.02)), run)
     assert (small.text, small.status) == ("No problems found", "good")
     most = headlines.verdict(_report(run, _issue(0.98)), run)
