@@ -28,3 +28,8 @@ def select(page, *names):
     for name in names:
         settle(page)
         grid.click(position={"x": BOX_PX, "y": HEADER_PX + ROW_PX * row_of(page, name) + ROW_PX / 2})
+
+
+def select_first(page):
+    """Click on the box before the first row of the first table."""
+    page.locator(TABLE).filter(visible=True).first.click(position={"x": BOX_PX, "y": HEADER_PX + ROW_PX / 2})

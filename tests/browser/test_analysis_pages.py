@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import conftest, recorded
+from tests.browser import conftest, grid, recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
 from tests.support import dashboard_pages
 
@@ -191,3 +191,16 @@ def test_every_page_opens_at_its_address_and_names_run_nothing(shown, server, li
 def test_names_are_shown_as_text(at, shown, server):
     shown.goto(f"{server.url}/kernels?run={recorded.HOSTILE}")
     expect(shown.locator(".st-key-kernels-top .ytick text").filter(has_text="<script>")).to_be_visible()
+
+
+def test_a_row_of_evidence_leads_to_its_moment(shown, server):
+    shown.goto(f"{server.url}/?run={recorded.GOOD}")
+    heard(shown)
+    shown.locator("[data-testid=stExpander] summary").filter(has_text="Evidence").first.click()
+    expect(shown.get_by_role("button", name="Show in the timeline", exact=True).first).to_be_visible()
+    settle(shown)
+    grid.select_first(shown)
+    shown.get_by_role("button", name=re.compile(r"Show rank \d, step \d in the timeline")).click()
+    expect(shown).to_have_url(re.compile(r"timeline\?.*from=\d+"))
+    expect(shown.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Timeline")
+    assert_clean(shown)
