@@ -19,6 +19,8 @@ from tracekit.rules.rule import Finding, Report, Severity, family, is_data_quali
 GOOD, INFO = "good", "info"
 _MAX_NAME = 80
 _MOSTLY = 0.5
+_STRAGGLERS = ("RANK001", "RANK004")
+"""The rules that name the ranks that are late in most steps."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,9 @@ def step(report: Report, run: Run) -> Headline | None:
 def ranks(report: Report, run: Run) -> Headline:
     """Return which rank the others wait for longest, and how long per step."""
     found = _of(report, "RANK")
-    severe = [each for each in found if each.severity > Severity.INFO]
-    if severe:
-        return _of_finding(max(severe, key=lambda each: each.impact))
+    stragglers = [each for each in found if each.severity > Severity.INFO or each.code in _STRAGGLERS]
+    if stragglers:
+        return _of_finding(max(stragglers, key=lambda each: (each.severity, each.impact)))
     if len(run.ranks) < 2:
         return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
     waits = run.run_table(rank_timelines.awaited)
