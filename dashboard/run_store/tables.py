@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from tracekit.analysis.checkpoint import planning_inputs as planning
-from tracekit.analysis.checkpoint import saves, stalls, training_steps
+from tracekit.analysis.checkpoint import saves, stalls, steps_without_saves
 from tracekit.analysis.communication import collective_instances, exposed_communication, traffic
 from tracekit.analysis.compute import (
     collective_contention,
@@ -113,7 +113,7 @@ rooflines_by_call = rooflines.by_call
 kernels = kernel_totals.with_launch_delays
 planning_inputs = planning.planning_inputs
 rank_totals = rank_timelines.totals
-representative_step = training_steps.representative_step
+representative_step = steps_without_saves.representative_step
 
 
 def step_span(run: Run, window: int, step: int | None) -> Window:

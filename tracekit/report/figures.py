@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 import polars as pl
 
-from tracekit.analysis.checkpoint import saves, training_steps
+from tracekit.analysis.checkpoint import saves, steps_without_saves
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.compute import stall_attribution
 from tracekit.analysis.memory import allocations, snapshot_files, usage
@@ -129,7 +129,7 @@ def _time(report: Report, run: Run) -> Iterator[ReportFigure]:
     if by_step.height > by_rank.height:
         caption = "Duration of each step, in ms, one line per rank." + more
         yield ReportFigure("steps", "Step time", caption, charts.step_times(by_step, drawn))
-    row = training_steps.representative_step(run, by_step if by_step.height else by_rank)
+    row = steps_without_saves.representative_step(run, by_step if by_step.height else by_rank)
     if row:
         rank, window, start_ns, duration_ns = (
             int(row[name] or 0) for name in ("rank", "window", "start_ns", "duration_ns")

@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, summary
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -24,6 +24,17 @@ def steps(run: Run) -> pl.DataFrame:
 def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
     """Return the rows (with columns window and step) of steps in which no rank saves."""
     return _without_saves(run, rows, is_marked=False)
+
+
+def representative_step(run: Run, rows: pl.DataFrame | None = None) -> dict[str, int | None] | None:
+    """Return the step of a run to look at first, a row of `rows`; None where there are no steps.
+
+    Of the slowest rank, it is the step nearest to its median, without steps that save unless all of them do. `rows`, by
+    default the marked steps of the breakdown, has the columns of `summary.representative_step`, and window.
+    """
+    table = run.table(breakdown.by_step).drop_nulls("step") if rows is None else rows
+    rest = without_saves(run, table)
+    return summary.representative_step(rest if rest.height else table)
 
 
 def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.checkpoint import training_steps
+from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.errors import InputError
 from tracekit.model import schema, units
 from tracekit.model.run import Run
@@ -16,7 +16,7 @@ from tracekit.replay.graph.critical_path.recorded_times import RecordedTimes, re
 from tracekit.replay.graph.critical_path.walk import NEVER, Span, latest_ends, walk
 from tracekit.replay.graph.nodes import HOST
 
-FACTS = (*dependency_graph.FACTS, *training_steps.FACTS)
+FACTS = (*dependency_graph.FACTS, *steps_without_saves.FACTS)
 """The facts of a critical path, measured in one pass over the traces."""
 SHARES = schema.columns("rank kind name unit state count dur_ns step_ratio", state=pl.String)
 SLACK = schema.columns("rank kind name module unit count dur_ns slack_ns", module=pl.String)
@@ -186,7 +186,7 @@ def _chosen_step(run: Run, windows: pl.DataFrame, step: int | None) -> dict[str,
         known = units.ranges(timed["step"].drop_nulls().unique()) or "none"
         raise InputError(f"--step {step}: no such step; the traces have {known}")
     if step is None:
-        typical = training_steps.representative_step(run, timed)
+        typical = steps_without_saves.representative_step(run, timed)
         assert typical is not None
         of_step = timed.filter(pl.col("step").eq_missing(pl.lit(typical["step"], pl.Int64)))
         of_step = of_step.filter(pl.col("window") == typical["window"])
