@@ -226,7 +226,9 @@ def _same_recording(a: TraceFile, b: TraceFile) -> bool:
 
 def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Return the traces with their windows: by the recorder's folders, else by time, else by any folder."""
-    if any(_window_folder(t) is not None for t in listed):
+    if all(t.info.window is not None for t in listed):
+        placed = [replace(t, window=t.info.window or 0) for t in listed]
+    elif any(_window_folder(t) is not None for t in listed):
         placed = [replace(t, window=_window_folder(t) or 0) for t in listed]
     elif (times := _times(listed)) is not None:
         placed = _by_time(listed, times, issues)

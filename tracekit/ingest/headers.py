@@ -2,7 +2,7 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,11 @@ def _as_json(known: Header | str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
+    return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+
+
+def _stored(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _recalled(origin: RemoteFile) -> Header | str | None:
@@ -127,6 +131,6 @@ def _recalled(origin: RemoteFile) -> Header | str | None:
     try:
         name, infos = stored
         reader = next(reader for reader in readers.available() if reader.name == name)
-        return reader, [TraceInfo(**info) for info in infos]
+        return reader, [TraceInfo(**{name: _stored(value) for name, value in info.items()}) for info in infos]
     except (TypeError, ValueError, StopIteration):  # of a plug-in that is gone
         return None

@@ -65,6 +65,7 @@ def load(
     listed = [window.window for window in stated.windows] if is_whole else []
     issues += discovery.missing_ranks(traces, stated.world_size, unreadable_ranks, listed_windows=listed)
     issues += discovery.partial_traces(found.partial)
+    issues += _stated_issues(traces, issues)
     run = Run(
         found.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets, executor=executor
     )
@@ -182,13 +183,29 @@ def _manifest(
 ) -> Mapping[str, Any]:
     file = manifests.get(str(traces[0].job[0]))
     if file is None:
-        return {}
+        return next((t.info.manifest for t in traces if t.info.manifest is not None), {})
     try:
         return manifest.parse(file.text(cache=cache))
     except (ValueError, OSError, BadTraceError) as error:
         message = f"{file.path}: cannot be read as JSON ({error}); the run has no manifest"
         issues.append(QualityIssue("bad_manifest", message, file.path))
         return {}
+
+
+def _stated_issues(traces: Sequence[TraceFile], known: Sequence[QualityIssue]) -> list[QualityIssue]:
+    """Return what files say was wrong with those that they were made of, without what is found again."""
+    found = {issue.kind for issue in known}
+    stated = [issue for t in traces for issue in t.info.run_issues if issue.get("kind") not in found]
+    return [
+        QualityIssue(
+            str(issue.get("kind")),
+            str(issue.get("message")),
+            issue.get("path"),
+            issue.get("rank"),
+            issue.get("affected_ratio") or 0.0,
+        )
+        for issue in stated
+    ]
 
 
 def _table(issues: Sequence[QualityIssue]) -> pl.DataFrame:

@@ -10,12 +10,13 @@ from tracekit.model.intervals import Window
 from tracekit.model.trace import Trace
 from tracekit.rules.rule import Finding
 
-ARGUMENTS = schema.columns(
-    "step phase unit span shapes bytes op group seq dtype sent_bytes received_bytes group_size checkpoint path "
-    "files blocking code severity message fix",
-    severity=pl.String,
-    fix=pl.String,
-)
+_NO_ARGUMENTS = ("id", "name", "kind", "start_ns", "dur_ns", "activity_id")
+ARGUMENTS = {
+    column.name: column.dtype
+    for table in (schema.OPS, schema.ACTIVITIES, schema.COLLECTIVES, schema.CHECKPOINTS)
+    for column in table.columns
+    if column.name not in _NO_ARGUMENTS
+} | schema.columns("code severity message fix", severity=pl.String, fix=pl.String)
 SLICES = schema.columns("track track_name name category start_ns dur_ns source id", category=pl.String) | ARGUMENTS
 COUNTERS = {"track": pl.Int64, "track_name": pl.String, "at_ns": pl.Int64, "value": pl.Int64}
 FLOWS = {"launch_id": pl.Int64, "activity_id": pl.Int64}

@@ -12,6 +12,7 @@ from tracekit.ingest.readers.kineto.reader import KinetoTraces
 from tracekit.ingest.readers.logs import CheckpointLogs, MetricsLogs
 from tracekit.ingest.readers.manifest import Manifests
 from tracekit.ingest.readers.memory_snapshot.reader import MemorySnapshots
+from tracekit.ingest.readers.perfetto.reader import PerfettoTraces
 from tracekit.ingest.readers.reader import Reader
 from tracekit.model import plugins
 
@@ -23,6 +24,7 @@ READERS: tuple[Reader, ...] = (
     MemorySnapshots(),
     ExecutionTraces(),
     DFTracerLogs(),
+    PerfettoTraces(),
     KinetoTraces(),
 )
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from tracekit.errors import BadTraceError
 from tracekit.model.trace import Trace
@@ -38,6 +38,12 @@ class TraceInfo:
     """Versions of software and names of devices, by name."""
     shares_file: bool = False
     """Whether the file may hold traces of other ranks too."""
+    part: tuple[int, int] | None = None
+    """Offset and size of the bytes of the (decompressed) file that hold the trace, where it has others too."""
+    manifest: Mapping[str, Any] | None = field(default=None, hash=False)
+    """The manifest of the run, if the file states it."""
+    run_issues: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    """What the file says was wrong with the files of the run, fields as those of a run's data_quality."""
     trace: Trace | None = field(default=None, repr=False, compare=False)
     """The trace itself, if the reader had to read it to know the above."""
     companions: tuple[Companion, ...] = ()

@@ -8,11 +8,12 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import extents
+from tracekit.conventions import perfetto as conventions
 from tracekit.errors import InputError
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.replay.graph.critical_path.path import CriticalPath
-from tracekit.report.export import perfetto_encoder
+from tracekit.report.export import perfetto_encoder, table_rows
 from tracekit.report.export.perfetto_encoder import ExportCounts
 from tracekit.report.export.protobuf_wire import Ints
 from tracekit.report.trace_tracks import timeline
@@ -57,8 +58,9 @@ def write(
     chosen = _chosen(run, ranks, step)
     clocks_by_trace = clocks(run) if clocks_by_trace is None else clocks_by_trace
     # Perfetto knows no time before zero; traces of relative clocks may have one.
-    starts = run.table(extents.extent).select("window", "rank", "first_ns").iter_rows()
-    moved = (clocks_by_trace.get((w, r), Clock()).to_run(np.array([first_ns])) for w, r, first_ns in starts)
+    starts = run.table(extents.extent).select("window", "rank", "first_ns").rows()
+    firsts = {(window, rank): first_ns for window, rank, first_ns in starts}
+    moved = (clocks_by_trace.get(trace, Clock()).to_run(np.array([first_ns])) for trace, first_ns in firsts.items())
     zero_ns = min([0, *(int(time_ns) for (time_ns,) in moved)])
     several = len({source.window for source in run.sources}) > 1
     done = ExportCounts()
@@ -68,7 +70,16 @@ def write(
         clock = replace(clock, offset_ns=clock.offset_ns - zero_ns)
         name = f"rank {source.rank}" + (f" · window {source.window}" if several else "")
         shown = timeline(trace, findings, step=step, path=_path_on(run, source, path))
-        done += perfetto_encoder.write_trace(file, shown, number=number, name=name, to_run_clock=clock.to_run)
+        if clock.drift:  # cannot be undone to the ns
+            shown = replace(shown, slices=shown.slices.with_columns(begin_ns="start_ns", length_ns="dur_ns"))
+        first_ns = int(firsts[source.window, source.rank] or 0)
+        about = {"format": conventions.FORMAT, "rank": source.rank, "window": source.window, "step": step}
+        rows = [table_rows.of_clock(about | vars(clock), first_ns)]
+        rows += table_rows.of_run(run, first_ns) if number == 1 else []
+        rows += table_rows.of_trace(trace, first_ns, step=step)
+        done += perfetto_encoder.write_trace(
+            file, shown, number=number, name=name, to_run_clock=clock.to_run, rows=rows
+        )
         if on_progress:
             on_progress(source)
     return done

@@ -1,42 +1,56 @@
 """The timeline of one trace -> the packets of one process in a Perfetto trace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
 import polars as pl
 
+from tracekit.conventions.perfetto import INSTANT, ROW, ROW_PREFIX, UNNAMED
 from tracekit.report import track_nesting
 from tracekit.report.export import perfetto_packets
-from tracekit.report.export.perfetto_packets import InternedTexts, PacketTemplates
+from tracekit.report.export import protobuf_wire as wire
+from tracekit.report.export.perfetto_packets import Filling, InternedTexts, PacketTemplates, Placeholder
 from tracekit.report.export.protobuf_wire import Ints
-from tracekit.report.trace_tracks import ARGUMENTS, Timeline
+from tracekit.report.export.table_rows import TableRows
+from tracekit.report.trace_tracks import Timeline
 
 _TRACKS_PER_TRACE = 1 << 20
 _FLOWS_PER_TRACE = 1 << 32
 _TRACK = ("track", "layer", "track_name")
-_SAME = ("uuid", "name", "category", *ARGUMENTS, "flows", "last_flows")
+_OF_EVENTS = ("uuid", "name", "category", "track", "track_name", "layer", "start_ns", "dur_ns", "source", "flows", "last_flows")
+"""Columns of slices that are no arguments."""
 
 
 @dataclass(frozen=True)
 class ExportCounts:
-    """What was written. `own_tracks` counts extra tracks for slices that overlap without nesting."""
+    """What was written. `own_tracks` counts extra tracks for slices that overlap without nesting, `rows` those of tables."""
 
     traces: int = 0
     slices: int = 0
     counter_values: int = 0
     flows: int = 0
     own_tracks: int = 0
+    rows: int = 0
 
     def __add__(self, other: "ExportCounts") -> "ExportCounts":
         return ExportCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 def write_trace(
-    file: BinaryIO, timeline: Timeline, *, number: int, name: str, to_run_clock: Callable[[Ints], Ints]
+    file: BinaryIO,
+    timeline: Timeline,
+    *,
+    number: int,
+    name: str,
+    to_run_clock: Callable[[Ints], Ints],
+    rows: Sequence[TableRows] = (),
 ) -> ExportCounts:
-    """Write a trace as process `name`; `number`, from 1, is unique in the file; `to_run_clock` converts its times."""
+    """Write a trace as process `name`; `number`, from 1, is unique in the file; `to_run_clock` converts its times.
+
+    `rows` of tables become instant events, on a track for each table.
+    """
     process = number * _TRACKS_PER_TRACE
     layers = track_nesting.layers(*(timeline.slices[name].to_numpy() for name in ("track", "start_ns", "dur_ns")))
     slices = _with_flows(timeline.slices.with_columns(pl.Series("layer", layers)), timeline.flows)
@@ -45,14 +59,22 @@ def write_trace(
     texts, templates = InternedTexts(), PacketTemplates(number)
     events = _slice_events(slices, timeline.flows, number, texts, templates, to_run_clock)
     values = _counter_events(counters, PacketTemplates(number), to_run_clock)
+    first_row_track = process + 1 + tracks.height + counter_tracks.height
+    row_events = [
+        _row_events(table, uuid, texts, PacketTemplates(number), to_run_clock)
+        for uuid, table in enumerate(rows, first_row_track)
+    ]
     file.write(perfetto_packets.process(process, number, name))
     for place, (uuid, label) in enumerate(tracks.select("uuid", "label").iter_rows()):
         file.write(perfetto_packets.track(uuid, process, label, place))
     for place, (uuid, label) in enumerate(counter_tracks.select("uuid", "label").iter_rows(), tracks.height):
         file.write(perfetto_packets.track(uuid, process, label, place, counts_bytes=True))
-    file.writelines((texts.packet(number), events, values))
+    for uuid, table in enumerate(rows, first_row_track):
+        file.write(perfetto_packets.track(uuid, process, f"table · {table.name}", uuid - process))
+    file.writelines((texts.packet(number), events, values, *row_events))
     own = tracks.filter(pl.col("layer") > 0).height
-    return ExportCounts(1, slices.height, counters.height, timeline.flows.height, own)
+    row_count = sum(table.rows.height for table in rows)
+    return ExportCounts(1, slices.height, counters.height, timeline.flows.height, own, row_count)
 
 
 def _with_flows(slices: pl.DataFrame, flows: pl.DataFrame) -> pl.DataFrame:
@@ -80,24 +102,93 @@ def _slice_events(
     templates: PacketTemplates,
     moved: Callable[[Ints], Ints],
 ) -> bytes:
-    kinds = slices.select(name for name in _SAME if name == "uuid" or slices[name].null_count() < slices.height)
-    same = kinds.unique(maintain_order=True).with_row_index("template")
-    which = kinds.join(same, on=kinds.columns, nulls_equal=True, maintain_order="left")["template"].to_numpy()
-    for row in same.iter_rows(named=True):
-        arguments = {key: row[key] for key in ARGUMENTS if key in row}
-        event = perfetto_packets.begin(row["uuid"], row["name"] or "?", row["category"] or "?", arguments, texts)
-        templates.add(event, flows=row.get("flows") or 0, last_flows=row.get("last_flows") or 0)
+    names = [name for name in slices.columns if name not in _OF_EVENTS]
+    which, same_count, fillings = _add_templates(slices, slices.select(names), texts, templates)
     first = int(slices["uuid"].min() or 0)  # type: ignore[arg-type]  # of integers
     for uuid in range(first, int(slices["uuid"].max() or -1) + 1):  # type: ignore[arg-type]
         templates.add(perfetto_packets.end(uuid))
     uuids = slices["uuid"].to_numpy()
     rows, ends, at_ns = track_nesting.events(uuids, slices["start_ns"].to_numpy(), slices["dur_ns"].to_numpy())
     begins = ends == track_nesting.BEGIN
-    of_event = np.where(begins, which[rows].astype(np.int64), same.height + uuids[rows] - first)
+    of_event = np.where(begins, which[rows], same_count + uuids[rows] - first)
     begin_of = np.zeros(slices.height, np.int64)
     begin_of[rows[begins]] = np.flatnonzero(begins)
     arrows = _arrows(slices.with_columns(pl.Series("event", begin_of)), flows, number)
-    return templates.fill(of_event, moved(at_ns), flows=arrows)
+    arguments = (Filling(f.argument, begin_of[f.copies], f.content) for f in fillings)
+    return templates.fill(of_event, moved(at_ns), flows=arrows, arguments=arguments)
+
+
+def _row_events(
+    table: TableRows, uuid: int, texts: InternedTexts, templates: PacketTemplates, moved: Callable[[Ints], Ints]
+) -> bytes:
+    arguments = table.rows.with_columns(pl.Series(ROW, np.arange(table.rows.height)))
+    labels = {"uuid": uuid, "name": table.name, "category": ROW_PREFIX + table.name}
+    events = pl.DataFrame({name: [value] for name, value in labels.items()}).join(arguments.select(ROW), how="cross")
+    which, _, fillings = _add_templates(events, arguments, texts, templates, kind=INSTANT)
+    return templates.fill(which, moved(table.at_ns), arguments=fillings)
+
+
+def _add_templates(
+    events: pl.DataFrame,
+    arguments: pl.DataFrame,
+    texts: InternedTexts,
+    templates: PacketTemplates,
+    *,
+    kind: int = track_nesting.BEGIN,
+) -> tuple[Ints, int, list[Filling]]:
+    """Add a template for each kind of event: return that of each row, how many there are, and the numbers to fill in.
+
+    `events` has columns uuid, name, category and flows, `arguments` a column for each argument. Numbers are filled in,
+    everything else is of the template.
+    """
+    columns = _with_lists_as_text(arguments)
+    stated = [name for name in columns.columns if columns[name].null_count() < columns.height]
+    numbers = {name: _placeholder(columns[name]) for name in stated if columns[name].dtype.is_numeric()}
+    fixed = [name for name in stated if name not in numbers]
+    flows = [name for name in ("flows", "last_flows") if name in events.columns]
+    of_kind = ("uuid", "name", "category", *flows)
+    has_number = (pl.col(name).is_not_null().alias(f"{name} is stated") for name in numbers)
+    labels = events.select(pl.col(name).alias(f"of {name}") for name in of_kind)
+    kinds = pl.concat([labels, columns.select(*fixed, *has_number)], how="horizontal")
+    same = kinds.unique(maintain_order=True).with_row_index("template")
+    which = kinds.join(same, on=kinds.columns, nulls_equal=True, maintain_order="left")["template"].to_numpy()
+    for row in same.iter_rows(named=True):
+        uuid, name, category = (row[f"of {each}"] for each in of_kind[:3])
+        texts_of = {key: row[key] for key in fixed} | ({} if name else {UNNAMED: name is None})
+        gaps = {key: placeholder for key, placeholder in numbers.items() if row[f"{key} is stated"]}
+        event = perfetto_packets.begin(uuid, name or "?", category or "?", texts_of | gaps, texts, kind=kind)
+        after = _bytes_after(gaps, texts)
+        counts = (row.get(f"of {each}") or 0 for each in ("flows", "last_flows"))
+        templates.add(event, arguments=after, **dict(zip(("flows", "last_flows"), counts, strict=True)))
+    fillings = []
+    for key, placeholder in numbers.items():
+        rows = np.flatnonzero(columns[key].is_not_null().to_numpy())
+        fillings.append(Filling(key, rows, placeholder.encoded(columns[key].drop_nulls().to_numpy())))
+    return which.astype(np.int64), same.height, fillings
+
+
+def _placeholder(numbers: pl.Series) -> Placeholder:
+    if numbers.dtype.is_float():
+        return Placeholder(wire.FIXED, is_double=True)
+    least, most = numbers.min(), numbers.max()
+    fits = least >= 0 and most < wire.NARROW_LIMIT  # type: ignore[operator]  # of integers
+    return Placeholder(wire.NARROW if fits else wire.WIDE)
+
+
+def _bytes_after(gaps: Mapping[str, Placeholder], texts: InternedTexts) -> dict[str, int]:
+    """Return how many bytes of an event follow each of its placeholders, which are its last arguments."""
+    after, found = 0, {}
+    for key, placeholder in reversed(gaps.items()):
+        found[key] = after
+        after += len(perfetto_packets.argument(key, placeholder, texts))
+    return found
+
+
+def _with_lists_as_text(events: pl.DataFrame) -> pl.DataFrame:
+    """Return events with lists of numbers as JSON arrays."""
+    lists = [name for name, dtype in events.schema.items() if dtype == pl.List]
+    texts = (pl.col(name).cast(pl.List(pl.String)).list.join(",").alias(name) for name in lists)
+    return events.with_columns(texts).with_columns(pl.format("[{}]", name).alias(name) for name in lists)
 
 
 def _arrows(slices: pl.DataFrame, flows: pl.DataFrame, number: int) -> tuple[Ints, Ints, Ints]:

@@ -1,57 +1,39 @@
-"""The packets of a Perfetto trace, in the protobuf format of TrackEvent.
+"""The packets of a Perfetto trace, in the protobuf format of TrackEvent."""
 
-Field numbers are those of Perfetto's protos/perfetto/trace: trace_packet, track_event, track_descriptor, interned_data
-and debug_annotation.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from tracekit.report import track_nesting
+from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.report.export import protobuf_wire as wire
-from tracekit.report.export.protobuf_wire import Ints
+from tracekit.report.export.protobuf_wire import Bytes, Floats, Ints
 
-BEGIN, END, COUNTER = track_nesting.BEGIN, track_nesting.END, 4  # TrackEvent.Type
-
-_PACKET = 1  # of Trace
-_TIMESTAMP, _SEQUENCE, _TRACK_EVENT, _INTERNED, _FLAGS, _DESCRIPTOR = 8, 10, 11, 12, 13, 60  # of TracePacket
-_CLEARED, _NEEDED = 1, 2  # TracePacket.SequenceFlags
-_CATEGORY, _ANNOTATION, _TYPE, _NAME_IID, _TRACK, _VALUE, _FLOW, _LAST_FLOW = 3, 4, 9, 10, 11, 30, 47, 48  # TrackEvent
-_ARGUMENT, _BOOL, _INT, _TEXT = 1, 2, 4, 17  # of DebugAnnotation
-# Of TrackDescriptor:
-_UUID, _NAME, _PROCESS, _PARENT, _COUNTER_KIND, _ORDERING, _PLACE, _MERGING = 1, 2, 3, 5, 8, 11, 12, 15
-_PID, _PROCESS_NAME = 1, 6  # of ProcessDescriptor
-_UNIT, _BYTES = 3, 3  # CounterDescriptor.Unit
-_BY_PLACE, _NEVER = 3, 2  # ChildTracksOrdering, SiblingMergeBehavior
-_CATEGORIES, _NAMES, _ARGUMENTS, _TEXTS = 1, 2, 3, 29  # of InternedData
-_IID, _INTERNED_TEXT = 1, 2
-
-_FLOW_BYTES = len(wire.fixed64_placeholder(_FLOW))
+_FLOW_BYTES = len(wire.fixed64_placeholder(F.FLOW))
 
 
 def process(uuid: int, pid: int, name: str) -> bytes:
     """Return the packet of a process track, whose tracks stand in the order of their places."""
-    described = wire.block(_PROCESS, wire.integer(_PID, pid), wire.text(_PROCESS_NAME, name))
-    return _descriptor(uuid, described, wire.integer(_ORDERING, _BY_PLACE))
+    described = wire.block(F.PROCESS, wire.integer(F.PID, pid), wire.text(F.PROCESS_NAME, name))
+    return _descriptor(uuid, described, wire.integer(F.ORDERING, F.BY_PLACE))
 
 
 def track(uuid: int, parent: int, name: str, place: int, *, counts_bytes: bool = False) -> bytes:
     """Return the packet of a track of slices, or of a counter of bytes, that is never drawn as one with another."""
-    kind = wire.block(_COUNTER_KIND, wire.integer(_UNIT, _BYTES)) if counts_bytes else b""
-    ordered = wire.integer(_PLACE, place) + wire.integer(_MERGING, _NEVER)
-    return _descriptor(uuid, wire.integer(_PARENT, parent), wire.text(_NAME, name), kind, ordered)
+    kind = wire.block(F.COUNTER_KIND, wire.integer(F.UNIT, F.BYTES)) if counts_bytes else b""
+    ordered = wire.integer(F.PLACE, place) + wire.integer(F.MERGING, F.NEVER)
+    return _descriptor(uuid, wire.integer(F.PARENT, parent), wire.text(F.TRACK_NAME, name), kind, ordered)
 
 
 def _descriptor(uuid: int, *fields: bytes) -> bytes:
-    return wire.block(_PACKET, wire.block(_DESCRIPTOR, wire.integer(_UUID, uuid), *fields))
+    return wire.block(F.PACKET, wire.block(F.DESCRIPTOR, wire.integer(F.UUID, uuid), *fields))
 
 
 class InternedTexts:
     """The texts of one sequence of packets, each written once and named by a number from then on."""
 
     def __init__(self) -> None:
-        self._known: dict[int, dict[str, int]] = {kind: {} for kind in (_CATEGORIES, _NAMES, _ARGUMENTS, _TEXTS)}
+        self._known: dict[int, dict[str, int]] = {kind: {} for kind in (F.CATEGORIES, F.NAMES, F.ARGUMENT_NAMES, F.TEXTS)}
 
     def number(self, kind: int, text: str) -> int:
         """Return the number of a text among those of its kind, a field of InternedData."""
@@ -61,55 +43,97 @@ class InternedTexts:
     def packet(self, sequence: int) -> bytes:
         """Return the packet with which the sequence begins: all texts numbered so far."""
         entries = (
-            wire.block(kind, wire.integer(_IID, number), wire.text(_INTERNED_TEXT, text))
+            wire.block(kind, wire.integer(F.IID, number), wire.text(F.INTERNED_TEXT, text))
             for kind, numbers in self._known.items()
             for text, number in numbers.items()
         )
-        flags = wire.integer(_FLAGS, _CLEARED)
-        return wire.block(_PACKET, wire.integer(_SEQUENCE, sequence), flags, wire.block(_INTERNED, *entries))
+        flags = wire.integer(F.FLAGS, F.CLEARED)
+        return wire.block(F.PACKET, wire.integer(F.SEQUENCE, sequence), flags, wire.block(F.INTERNED, *entries))
 
 
-def begin(uuid: int, name: str, category: str, arguments: Mapping[str, object], texts: InternedTexts) -> bytes:
-    """Return the fields of an event that begins a slice; arguments that are None are left out."""
-    category_field = wire.integer(_CATEGORY, texts.number(_CATEGORIES, category))
-    name_field = wire.integer(_NAME_IID, texts.number(_NAMES, name))
-    rest = [_argument(key, value, texts) for key, value in arguments.items() if value is not None]
-    return b"".join((wire.integer(_TYPE, BEGIN), wire.integer(_TRACK, uuid), category_field, name_field, *rest))
+@dataclass(frozen=True)
+class Placeholder:
+    """An argument with a number that is filled in later: a double, or an integer of so many bytes."""
+
+    width: int
+    is_double: bool = False
+
+    def field(self) -> bytes:
+        """Return the field of the number: its tag and zeros."""
+        return wire.fixed64_placeholder(F.DOUBLE) if self.is_double else wire.varint_placeholder(F.INT, self.width)
+
+    def encoded(self, values: Ints | Floats) -> Bytes:
+        """Return numbers as they are filled in, shape (n, width)."""
+        return wire.fixed64s(values) if self.is_double else wire.wide_varints(values, self.width)
+
+
+def begin(
+    uuid: int, name: str, category: str, arguments: Mapping[str, object], texts: InternedTexts, *, kind: int = F.BEGIN
+) -> bytes:
+    """Return the fields of an event that begins a slice, or of another kind; arguments that are None are left out.
+
+    Placeholders must be the last arguments.
+    """
+    category_field = wire.integer(F.CATEGORY_IID, texts.number(F.CATEGORIES, category))
+    name_field = wire.integer(F.NAME_IID, texts.number(F.NAMES, name))
+    rest = [argument(key, value, texts) for key, value in arguments.items() if value is not None]
+    return b"".join((wire.integer(F.TYPE, kind), wire.integer(F.TRACK, uuid), category_field, name_field, *rest))
 
 
 def end(uuid: int) -> bytes:
     """Return the fields of an event that ends the slice that began last on its track."""
-    return wire.integer(_TYPE, END) + wire.integer(_TRACK, uuid)
+    return wire.integer(F.TYPE, F.END) + wire.integer(F.TRACK, uuid)
 
 
 def value(uuid: int) -> bytes:
     """Return the fields of a counter's event, with a placeholder for its value."""
-    return wire.integer(_TYPE, COUNTER) + wire.integer(_TRACK, uuid) + wire.varint_placeholder(_VALUE)
+    return wire.integer(F.TYPE, F.COUNTER) + wire.integer(F.TRACK, uuid) + wire.varint_placeholder(F.VALUE)
 
 
-def _argument(key: str, argument: object, texts: InternedTexts) -> bytes:
-    if isinstance(argument, bool):
-        field = wire.integer(_BOOL, argument)
-    elif isinstance(argument, int):
-        field = wire.integer(_INT, argument)
+def argument(key: str, content: object, texts: InternedTexts) -> bytes:
+    """Return the field of an argument of an event: a bool, an int, a placeholder, or text."""
+    if isinstance(content, Placeholder):
+        field = content.field()
+    elif isinstance(content, bool):
+        field = wire.integer(F.BOOL, content)
+    elif isinstance(content, int):
+        field = wire.integer(F.INT, content)
     else:
-        field = wire.integer(_TEXT, texts.number(_TEXTS, str(argument)))
-    return wire.block(_ANNOTATION, wire.integer(_ARGUMENT, texts.number(_ARGUMENTS, key)), field)
+        field = wire.integer(F.TEXT_IID, texts.number(F.TEXTS, str(content)))
+    return wire.block(F.ANNOTATION, wire.integer(F.ARGUMENT_IID, texts.number(F.ARGUMENT_NAMES, key)), field)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Numbers of one argument: of which copies of templates, and what is filled in, shape (n, width)."""
+
+    argument: str
+    copies: Ints
+    content: Bytes
 
 
 class PacketTemplates:
-    """Packets of events that differ only in times, counter values and flows: encoded once, then copied."""
+    """Packets of events that differ only in times, numbers and flows: encoded once, then copied."""
 
     def __init__(self, sequence: int) -> None:
-        self._head = wire.integer(_SEQUENCE, sequence) + wire.integer(_FLAGS, _NEEDED)
+        self._head = wire.integer(F.SEQUENCE, sequence) + wire.integer(F.FLAGS, F.NEEDED)
         self._packets: list[bytes] = []
         self._time_at: list[int] = []
+        self._argument_at: dict[str, dict[int, int]] = {}
+        """Offset of the number of a placeholder, by argument and template."""
 
-    def add(self, event: bytes, *, flows: int = 0, last_flows: int = 0) -> None:
-        """Add the template of an event with so many outgoing and ending flows. Templates are numbered from 0."""
-        gaps = wire.fixed64_placeholder(_FLOW) * flows + wire.fixed64_placeholder(_LAST_FLOW) * last_flows
-        content = wire.varint_placeholder(_TIMESTAMP) + self._head + wire.block(_TRACK_EVENT, event, gaps)
-        packet = wire.block(_PACKET, content)
+    def add(
+        self, event: bytes, *, arguments: Mapping[str, int] | None = None, flows: int = 0, last_flows: int = 0
+    ) -> None:
+        """Add the template of an event with so many outgoing and ending flows. Templates are numbered from 0.
+
+        `arguments` has the bytes from the end of each placeholder's number to that of the event.
+        """
+        gaps = wire.fixed64_placeholder(F.FLOW) * flows + wire.fixed64_placeholder(F.LAST_FLOW) * last_flows
+        content = wire.varint_placeholder(F.TIMESTAMP) + self._head + wire.block(F.TRACK_EVENT, event, gaps)
+        packet = wire.block(F.PACKET, content)
+        for name, after in (arguments or {}).items():
+            self._argument_at.setdefault(name, {})[len(self._packets)] = len(packet) - len(gaps) - after
         self._packets.append(packet)
         self._time_at.append(len(packet) - len(content) + 1)
 
@@ -120,11 +144,13 @@ class PacketTemplates:
         *,
         values: Ints | None = None,
         flows: tuple[Ints, Ints, Ints] | None = None,
+        arguments: Iterable[Filling] = (),
     ) -> bytes:
         """Return copies of templates, ``which[i]`` at the time ``at_ns[i]``, one after the other.
 
         `values` holds the values of counters. `flows` says of each flow which copy it is of (its index in `which`),
-        how many flows of that copy come after it, and its number, not negative.
+        how many flows of that copy come after it, and its number, not negative. `arguments` are the numbers of
+        placeholders.
         """
         if not len(which):
             return b""
@@ -137,4 +163,9 @@ class PacketTemplates:
             copies, after, numbers = flows
             ends = length[which[copies]] - _FLOW_BYTES * after
             fillings.append((copies, ends - wire.FIXED, wire.fixed64s(numbers)))
+        for filling in arguments:
+            ends = np.zeros(len(self._packets), np.int64)
+            known = self._argument_at[filling.argument]
+            ends[list(known)] = list(known.values())
+            fillings.append((filling.copies, ends[which[filling.copies]] - filling.content.shape[1], filling.content))
         return wire.fill_templates(self._packets, which, fillings)

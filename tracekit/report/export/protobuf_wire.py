@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-WIDE = 10
-"""Bytes of a varint that is filled in later."""
+WIDE, NARROW = 10, 5
+"""Bytes of a varint that is filled in later: any int64, or a number below NARROW_LIMIT."""
+NARROW_LIMIT = 1 << 7 * NARROW
 FIXED = 8
 """Bytes of a fixed64."""
 
@@ -55,9 +57,9 @@ def text(field: int, value: str) -> bytes:
     return block(field, value.encode("utf-8", "replace"))
 
 
-def varint_placeholder(field: int) -> bytes:
-    """Return a field of an integer that is filled in later: its tag and WIDE zeros."""
-    return varint(field << 3 | _VARINT) + bytes(WIDE)
+def varint_placeholder(field: int, width: int = WIDE) -> bytes:
+    """Return a field of an integer that is filled in later: its tag and `width` zeros."""
+    return varint(field << 3 | _VARINT) + bytes(width)
 
 
 def fixed64_placeholder(field: int) -> bytes:
@@ -65,17 +67,18 @@ def fixed64_placeholder(field: int) -> bytes:
     return varint(field << 3 | _FIXED64) + bytes(FIXED)
 
 
-def wide_varints(values: Ints) -> Bytes:
-    """Return numbers as varints of WIDE bytes, shape (n, WIDE)."""
-    bits = values.astype(np.int64).view(np.uint64)[:, None] >> np.arange(0, 7 * WIDE, 7, dtype=np.uint64)
+def wide_varints(values: Ints, width: int = WIDE) -> Bytes:
+    """Return numbers as varints of `width` bytes, shape (n, width). NARROW bytes need 0 <= value < NARROW_LIMIT."""
+    bits = values.astype(np.int64).view(np.uint64)[:, None] >> np.arange(0, 7 * width, 7, dtype=np.uint64)
     encoded = (bits & np.uint64(0x7F)).astype(np.uint8)
     encoded[:, :-1] |= 0x80
     return encoded
 
 
-def fixed64s(values: Ints) -> Bytes:
-    """Return numbers as fixed64, shape (n, FIXED)."""
-    return np.ascontiguousarray(values.astype("<i8")).view(np.uint8).reshape(-1, FIXED)
+def fixed64s(values: Ints | Floats) -> Bytes:
+    """Return numbers as fixed64 or double, shape (n, FIXED)."""
+    kind = "<f8" if values.dtype.kind == "f" else "<i8"
+    return np.ascontiguousarray(values.astype(kind)).view(np.uint8).reshape(-1, FIXED)
 
 
 def fill_templates(templates: Sequence[bytes], which: Ints, fillings: Iterable[tuple[Ints, Ints, Bytes]]) -> bytes:

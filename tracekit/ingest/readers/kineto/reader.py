@@ -26,13 +26,12 @@ from tracekit.ingest.readers.kineto import (
 )
 from tracekit.ingest.readers.kineto.columns import CollectiveArgs
 from tracekit.ingest.readers.kineto.events import Args
-from tracekit.ingest.readers.kineto.header import read_header
+from tracekit.ingest.readers.kineto.header import distributed_info, read_header, stated_rank
 from tracekit.ingest.readers.kineto.joined_inputs import JoinedInputs
 from tracekit.ingest.readers.kineto.scan import Scan
 from tracekit.ingest.readers.kineto.stream import Events
 from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
 from tracekit.model import environment, schema
-from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
 
@@ -60,7 +59,7 @@ class KinetoTraces(Reader):
         header = read_header(path, head)
         if is_complete and not _states_known_category(head):
             _refuse_foreign_trace(path)
-        info, start_ns = _distributed_info(header), _start_ns(head, header)
+        info, start_ns = distributed_info(header), _start_ns(head, header)
         if not info and is_complete and columns.states_ranks(next(filter(None, Scan(path)), [])):
             merged = read_merged(path)
             if not merged:
@@ -72,8 +71,8 @@ class KinetoTraces(Reader):
         trace_id, job_id = header.get("trace_id"), header.get("tw_job")
         return [
             TraceInfo(
-                rank=_rank(info.get("rank"), lowest=0),
-                world_size=_rank(info.get("world_size"), lowest=1),
+                rank=stated_rank(info.get("rank"), lowest=0),
+                world_size=stated_rank(info.get("world_size"), lowest=1),
                 job_id=job_id if isinstance(job_id, str) else None,
                 start_ns=start_ns,
                 recording_id=None if trace_id is None else str(trace_id),
@@ -134,18 +133,6 @@ def counts(path: str) -> Counter[tuple[str | None, str | None]]:
     for batch in Scan(path):
         columns.count(found, batch)
     return found
-
-
-def _distributed_info(header: Mapping[str, Any]) -> Mapping[str, Any]:
-    info = header.get("distributedInfo")
-    return info if isinstance(info, dict) else {}
-
-
-def _rank(value: object, *, lowest: int) -> int | None:
-    """Return a rank, or a number of ranks, that a header states; None if it is not plausible."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    return value if lowest <= value < MAX_RANKS + lowest else None
 
 
 def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:

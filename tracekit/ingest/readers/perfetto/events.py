@@ -1,0 +1,239 @@
+"""The events of Perfetto's tracks as columns: slices, moments, counters, and the arguments of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
+from tracekit.ingest.readers.perfetto import packets as packet_columns
+from tracekit.ingest.readers.perfetto import wire
+from tracekit.ingest.readers.perfetto.packets import Interned, Packets
+from tracekit.ingest.readers.perfetto.wire import FIXED64, LENGTH, VARINT, Flags, Ints
+
+_OPEN = -1
+_MOST_TIME = 1 << 62
+SCALARS = (F.BOOL, F.UINT, F.INT, F.DOUBLE, F.POINTER, F.TEXT, F.TEXT_IID, F.JSON)
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """Events in file order, columns of shape (n,).
+
+    `name` and `category` (the first of several) are places in `names` and `categories`, -1 for none. `packet` is the
+    row of the event's packet. `fields` are those of the events, for arguments and flows. `void` counts events that
+    refer to what their sequence has not stated, or have no usable time.
+    """
+
+    packets: Packets
+    packet: Ints
+    kind: Ints
+    track: Ints
+    at_ns: Ints
+    name: Ints
+    category: Ints
+    names: list[str]
+    categories: list[str]
+    fields: wire.Fields
+    argument_names: Interned
+    texts: Interned
+    void: int
+
+
+def of_packets(packets: Packets) -> Events:
+    """Return the events of packets; those without state or time are counted and left out."""
+    has_event = packets.event[1] > packets.event[0]
+    usable = has_event & ~packets.void & packets.has_time & (packets.at_ns >= 0) & (packets.at_ns < _MOST_TIME)
+    rows = np.flatnonzero(usable)
+    fields = wire.fields(packets.data, packets.event[0][rows], packets.event[1][rows])
+    kinds = (F.CATEGORIES, F.NAMES, F.ARGUMENT_NAMES, F.TEXTS)
+    interned = packet_columns.texts(packets, kinds)
+    generation = packets.generation[rows]
+    names, name = _texts(packets, fields, generation, interned[F.NAMES], F.NAME_IID, F.NAME)
+    categories, category = _texts(packets, fields, generation, interned[F.CATEGORIES], F.CATEGORY_IID, F.CATEGORY)
+    stated = fields.column(F.TRACK, missing=-1)
+    track = np.where(stated == -1, _default_tracks(packets)[generation], stated)
+    return Events(
+        packets,
+        rows,
+        fields.column(F.TYPE),
+        track,
+        packets.at_ns[rows],
+        name,
+        category,
+        names,
+        categories,
+        fields,
+        interned[F.ARGUMENT_NAMES],
+        interned[F.TEXTS],
+        int(np.count_nonzero(has_event) - len(rows)),
+    )
+
+
+def _texts(
+    packets: Packets, fields: wire.Fields, generation: Ints, interned: Interned, by_number: int, in_place: int
+) -> tuple[list[str], Ints]:
+    """Return texts, and the place of each event's: the first that it states by number, else in place, else -1."""
+    rows = fields.where(by_number, VARINT)[::-1]
+    place = np.full(len(fields.damaged), -1, np.int64)
+    owner = fields.owner[rows]
+    place[owner] = interned.find(generation[owner], fields.value[rows])
+    texts = list(interned.texts)
+    known = {text: i for i, text in enumerate(texts)}
+    rows = fields.where(in_place, LENGTH)[::-1]
+    stated = packet_columns.strings(packets.data, fields.value[rows], fields.value[rows] + fields.size[rows])
+    for event, text in zip(fields.owner[rows].tolist(), stated, strict=True):
+        if place[event] < 0:
+            place[event] = known.setdefault(text, len(known))
+    return list(known), place
+
+
+def _default_tracks(packets: Packets) -> Ints:
+    """Return the track of events that state none, by generation; 0 where there is none."""
+    rows = np.flatnonzero(packets.defaults[1] > packets.defaults[0])
+    outer = wire.fields(packets.data, packets.defaults[0][rows], packets.defaults[1][rows])
+    begin, end = outer.spans(F.TRACK_EVENT)
+    tracks = np.zeros(int(packets.generation.max(initial=0)) + 1, np.int64)
+    tracks[packets.generation[rows]] = wire.fields(packets.data, begin, end).column(F.TRACK)
+    return tracks
+
+
+# Slices --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """Slices: the event that begins each, and its duration; how many begins and ends have no other half."""
+
+    event: Ints
+    dur_ns: Ints
+    unfinished: int
+    stray_ends: int
+
+
+def slices(events: Events) -> Slices:
+    """Return the slices of all tracks: an end ends the slice that began last on its track.
+
+    Events of a track are in order of time, at one time in order of the file.
+    """
+    rows = np.flatnonzero((events.kind == F.BEGIN) | (events.kind == F.END))
+    rows = rows[np.lexsort((events.at_ns[rows], events.track[rows]))]
+    begins = events.kind[rows] == F.BEGIN
+    group = np.cumsum(np.diff(events.track[rows], prepend=0) != 0)
+    stray = _stray_ends(group, begins)
+    rows, begins, group = rows[~stray], begins[~stray], group[~stray]
+    depth = _running_depth(group, begins)
+    level = depth - begins  # of a slice: how many were open before it
+    order = np.lexsort((level, group))
+    first, second = order[:-1], order[1:]
+    paired = begins[first] & ~begins[second] & (level[first] == level[second]) & (group[first] == group[second])
+    begin, end = rows[first[paired]], rows[second[paired]]
+    return Slices(begin, events.at_ns[end] - events.at_ns[begin], int(begins.sum()) - len(begin), int(stray.sum()))
+
+
+def _running_depth(group: Ints, begins: Flags) -> Ints:
+    """Return how many slices of the group are open after each event."""
+    total = np.cumsum(np.where(begins, 1, -1))
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    before = np.concatenate(([0], total[first[1:] - 1])) if len(first) else np.empty(0, np.int64)
+    return total - np.repeat(before, np.diff(first, append=len(group)))
+
+
+def _stray_ends(group: Ints, begins: Flags) -> Flags:
+    """Flag ends of groups in which no slice is open."""
+    depth = _running_depth(group, begins)
+    # Groups lie far apart: the lowest depth so far is that of the own group.
+    apart = depth - group * (len(group) + 1) * 2
+    lowest = np.minimum.accumulate(np.minimum(apart, -group * (len(group) + 1) * 2)) if len(group) else apart
+    before = np.concatenate((lowest[:1] * 0 + 1, lowest[:-1])) if len(group) else lowest
+    new_group = np.diff(group, prepend=-1) != 0
+    floor = np.where(new_group, -group * (len(group) + 1) * 2, before)
+    return ~begins & (apart < floor)
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """Arguments of events, one a row: the event, the name (a place in `names`, -1 if not known), and the value.
+
+    `field` is the field of DebugAnnotation that states the value: `value` is an integer, the bits of a double, or the
+    place of a text in `texts`. `annotation` is where the whole argument begins and ends, for nested ones.
+    """
+
+    event: Ints
+    name: Ints
+    field: Ints
+    value: Ints
+    annotation: tuple[Ints, Ints]
+    names: list[str]
+    texts: list[str]
+
+    def column(self, name: str, dtype: pl.DataType, place: Ints, count: int) -> pl.Series:
+        """Return the argument of this name of `count` rows, the event e being row ``place[e]``; -1: not among them.
+
+        A value of another type than the column's is null.
+        """
+        if name not in self.names:
+            return pl.Series(name, [None] * count, dtype)
+        rows = np.flatnonzero((self.name == self.names.index(name)) & (place[self.event] >= 0))
+        return self.of_rows(name, dtype, rows, place, count)
+
+    def of_rows(self, name: str, dtype: pl.DataType, rows: Ints, place: Ints, count: int) -> pl.Series:
+        """Return a column as `column` does, of these rows of arguments."""
+        fitting = rows[np.isin(self.field[rows], _FIELDS[dtype.base_type()])]
+        values = self.value[fitting]
+        if dtype == pl.String or dtype.base_type() is pl.List:
+            found = pl.Series(self.texts, dtype=pl.String).gather(values)
+            if dtype.base_type() is pl.List:
+                found = _lists(found, dtype)
+        elif dtype == pl.Float64:
+            found = pl.Series(np.where(self.field[fitting] == F.DOUBLE, values.view(np.float64), values))
+        else:
+            found = pl.Series(values).cast(dtype)
+        where = np.full(count, -1, np.int64)
+        where[place[self.event[fitting]]] = np.arange(len(fitting))
+        at = pl.Series(where)
+        return found.gather(pl.select(pl.when(at >= 0).then(at)).to_series()).alias(name).cast(dtype)
+
+
+_WHOLE = [F.UINT, F.INT, F.POINTER]
+_TEXTS = [F.TEXT, F.TEXT_IID, F.JSON]
+_FIELDS = {pl.Int64: _WHOLE, pl.Boolean: [F.BOOL], pl.Float64: [F.DOUBLE, *_WHOLE], pl.String: _TEXTS, pl.List: _TEXTS}
+
+
+def _lists(texts: pl.Series, dtype: pl.DataType) -> pl.Series:
+    try:
+        return texts.str.json_decode(dtype)
+    except pl.exceptions.PolarsError:
+        return pl.Series([None] * len(texts), dtype=dtype)
+
+
+def arguments(events: Events, chosen: Flags) -> Arguments:
+    """Return the arguments of the chosen events."""
+    data, generation = events.packets.data, events.packets.generation[events.packet]
+    rows = events.fields.where(F.ANNOTATION, LENGTH)
+    rows = rows[chosen[events.fields.owner[rows]]]
+    owner, begin = events.fields.owner[rows], events.fields.value[rows]
+    end = begin + events.fields.size[rows]
+    fields = wire.fields(data, begin, end)
+    names, name = _texts(
+        events.packets, fields, generation[owner], events.argument_names, F.ARGUMENT_IID, F.ARGUMENT_NAME
+    )
+    texts, text = _texts(events.packets, fields, generation[owner], events.texts, F.TEXT_IID, F.TEXT)
+    field, value = np.zeros((2, len(owner)), np.int64)
+    for number, kind in [(F.DOUBLE, FIXED64), *((n, VARINT) for n in (F.BOOL, F.UINT, F.INT, F.POINTER))]:
+        found = fields.where(number, kind)
+        field[fields.owner[found]], value[fields.owner[found]] = number, fields.value[found]
+    field[text >= 0], value[text >= 0] = F.TEXT, text[text >= 0]
+    for number in (F.DICT, F.ARRAY, F.JSON):
+        field[fields.owner[fields.where(number, LENGTH)]] = number
+    return Arguments(owner, name, field, value, (begin, end), names, texts)
+
+
+def flows(events: Events, numbers: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """Return events and the flows that they state in fields of these numbers and wire types."""
+    rows = np.concatenate([events.fields.where(number, kind) for number, kind in numbers])
+    return events.fields.owner[rows], events.fields.value[rows]

@@ -1,0 +1,258 @@
+"""Exports of tracekit: slices and rows, with the columns of their tables as arguments, back to the tables."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
+from tracekit.ingest import untrusted_json
+from tracekit.ingest.readers.perfetto import events as event_columns
+from tracekit.ingest.readers.perfetto.events import Arguments, Events
+from tracekit.ingest.readers.perfetto.wire import Ints
+from tracekit.model import schema
+from tracekit.model.trace import Trace
+
+_OPS = ("cpu_op", "annotation", "runtime", "python", "overhead")
+_ACTIVITIES = ("compute", "communication", "memcpy", "memset")
+_CHECKPOINT = "checkpoint"
+_ID = "id"
+_RUN_ISSUES = {
+    "rank": pl.Int64(), "path": pl.String(), "kind": pl.String(), "message": pl.String(), "affected_ratio": pl.Float64(),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class TraceFacts:
+    """What a trace of an export states of itself: which it is, its clock, its header, and where its packets lie."""
+
+    rank: int
+    window: int
+    sequence: int
+    offset_ns: int
+    step: int | None
+    has_drift: bool
+    first_ns: int
+    header: Mapping[str, Any]
+    process: str | None
+    part: tuple[int, int] | None
+
+
+@dataclass(frozen=True, eq=False)
+class RunFacts:
+    """What an export states of the run: its manifest, and what was wrong with its files, columns as RUN_DATA_QUALITY."""
+
+    manifest: Mapping[str, Any]
+    issues: tuple[Mapping[str, Any], ...]
+
+
+def category(name: str) -> str:
+    """Return the category of the rows of a table."""
+    return F.ROW_PREFIX + name
+
+
+def is_export(events: Events) -> bool:
+    """Return whether a file is an export with the columns of tables: those of earlier versions lack them."""
+    return category(F.TRACE_ROW) in events.categories
+
+
+class Rows:
+    """The rows of tables among events, by category."""
+
+    def __init__(self, events: Events, wanted: tuple[str, ...]) -> None:
+        self.events = events
+        codes = [events.categories.index(name) for name in wanted if name in events.categories]
+        chosen = np.isin(events.category, codes) & (events.kind != F.END)
+        self.arguments = event_columns.arguments(events, chosen)
+
+    def table(self, name: str, columns: Mapping[str, pl.DataType]) -> pl.DataFrame:
+        """Return the rows of a table, in their order, with their sequence."""
+        of_name = self._events(category(name))
+        ordered = _table(self.arguments, of_name, {**columns, F.ROW: pl.Int64()}, len(self.events.kind))
+        sequence = self.events.packets.sequence[self.events.packet[of_name]]
+        placed = ordered.with_columns(pl.Series("sequence", sequence))
+        return placed.sort(F.ROW, maintain_order=True).drop(F.ROW)
+
+    def _events(self, name: str) -> Ints:
+        if name not in self.events.categories:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(
+            (self.events.category == self.events.categories.index(name)) & (self.events.kind == F.INSTANT)
+        )
+
+
+def _table(arguments: Arguments, of_events: Ints, columns: Mapping[str, pl.DataType], event_count: int) -> pl.DataFrame:
+    """Return a row for each of the events, with these columns from its arguments."""
+    place = np.full(event_count, -1, np.int64)
+    place[of_events] = np.arange(len(of_events))
+    mine = np.flatnonzero(place[arguments.event] >= 0)
+    mine = mine[np.argsort(arguments.name[mine], kind="stable")]
+    names = arguments.name[mine]
+    found = []
+    for name, dtype in columns.items():
+        code = arguments.names.index(name) if name in arguments.names else len(arguments.names)
+        first, past = np.searchsorted(names, [code, code + 1])
+        found.append(arguments.of_rows(name, dtype, mine[first:past], place, len(of_events)))
+    return pl.DataFrame(found)
+
+
+def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
+    """Return what an export states of its traces and of the run."""
+    rows = Rows(events, tuple(map(category, (F.TRACE_ROW, F.HEADER_ROWS, F.RUN_ROW, F.RUN_ISSUES, "lanes"))))
+    whole = pl.Int64()
+    stated = rows.table(
+        F.TRACE_ROW, {"rank": whole, "window": whole, "offset_ns": whole, "step": whole, "drift": pl.Float64()}
+    )
+    header = rows.table(F.HEADER_ROWS, {"key": pl.String(), "value": pl.String()})
+    lanes = rows.table("lanes", {"pid": pl.String(), "lane": whole})
+    manifest = rows.table(F.RUN_ROW, {"manifest": pl.String()})["manifest"].to_list()
+    issues = rows.table(F.RUN_ISSUES, _RUN_ISSUES).select(list(_RUN_ISSUES))
+    first_at = {sequence: int(events.at_ns[i]) for sequence, i in _first_events(events).items()}
+    parts = _parts(events)
+    traces = [
+        TraceFacts(
+            rank=row["rank"] or 0,
+            window=row["window"] or 0,
+            sequence=row["sequence"],
+            offset_ns=row["offset_ns"] or 0,
+            step=row["step"],
+            has_drift=bool(row["drift"]),
+            first_ns=first_at[row["sequence"]] - (row["offset_ns"] or 0),
+            header=_parsed(header.filter(pl.col("sequence") == row["sequence"])),
+            process=next(iter(lanes.filter(pl.col("sequence") == row["sequence"])["pid"].drop_nulls()), None),
+            part=parts[row["sequence"]],
+        )
+        for row in stated.unique("sequence", keep="first", maintain_order=True).iter_rows(named=True)
+    ]
+    return traces, RunFacts(_object(manifest[0] if manifest else None), tuple(issues.iter_rows(named=True)))
+
+
+def _first_events(events: Events) -> dict[int, int]:
+    sequence = events.packets.sequence[events.packet]
+    order = np.lexsort((events.at_ns, sequence))
+    found, first = np.unique(sequence[order], return_index=True)
+    return dict(zip(found.tolist(), order[first].tolist(), strict=True))
+
+
+def _parts(events: Events) -> dict[int, tuple[int, int] | None]:
+    """Return offset and size of the bytes that hold all packets of each sequence; None if they are compressed."""
+    packets = events.packets
+    begins = np.concatenate(([0], packets.end[:-1]))  # where the tag of a packet stands
+    found = pl.DataFrame({"sequence": packets.sequence, "begin": begins, "end": packets.end})
+    spans = found.group_by("sequence").agg(pl.col("begin").min(), pl.col("end").max())
+    return {s: None if packets.was_packed else (b, e - b) for s, b, e in spans.iter_rows()}
+
+
+def _parsed(header: pl.DataFrame) -> dict[str, Any]:
+    return {key: _json(value) for key, value in header.select("key", "value").drop_nulls().iter_rows()}
+
+
+def _object(text: str | None) -> Mapping[str, Any]:
+    found = None if text is None else _json(text)
+    return found if isinstance(found, dict) else {}
+
+
+def _json(text: str) -> Any:
+    try:
+        return untrusted_json.parse(text)
+    except (ValueError, json.JSONDecodeError):
+        return None
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def trace(events: Events, stated: TraceFacts, path: str, *, rank: int, window: int) -> Trace:
+    """Return the trace of an export's sequence: its tables as they were exported."""
+    tables_of_rows = tuple(category(name) for name in schema.TABLES)
+    rows = Rows(events, (*_OPS, *_ACTIVITIES, _CHECKPOINT, *tables_of_rows))
+    slices = event_columns.slices(events)
+    tables = {name: rows.table(name, _types(name)) for name in schema.TABLES}
+    tables["ops"] = _slices(rows, slices, _OPS, _types("ops"), stated)
+    works = _types("activities") | {f: d for f, d in _types("collectives").items() if f != "activity_id"}
+    activities = _slices(rows, slices, _ACTIVITIES, works, stated)
+    tables["activities"] = activities
+    tables["collectives"] = activities.filter(pl.col("kind") == "communication").with_columns(activity_id="id")
+    saved = _slices(rows, slices, (_CHECKPOINT,), {**_types("checkpoints"), _ID: pl.Int64()}, stated)
+    tables["checkpoints"] = pl.concat([saved, tables["checkpoints"]], how="diagonal_relaxed")
+    conformed = {name: schema.TABLES[name].conform(table) for name, table in tables.items()}
+    conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated)])
+    return Trace(rank, window, path, header=stated.header, **_linked(conformed))
+
+
+def _types(name: str) -> dict[str, pl.DataType]:
+    return {column.name: column.dtype for column in schema.TABLES[name].columns}
+
+
+def _slices(
+    rows: Rows,
+    slices: event_columns.Slices,
+    kinds: tuple[str, ...],
+    types: Mapping[str, pl.DataType],
+    stated: TraceFacts,
+) -> pl.DataFrame:
+    """Return the slices of these kinds that are rows of a table, in the order of their ids."""
+    events = rows.events
+    of_kinds = np.isin(events.category[slices.event], [i for i, c in enumerate(events.categories) if c in kinds])
+    begun, dur_ns = slices.event[of_kinds], slices.dur_ns[of_kinds]
+    extra = {"begin_ns": pl.Int64(), "length_ns": pl.Int64(), F.UNNAMED: pl.Boolean()}
+    table = _table(rows.arguments, begun, {**types, **extra}, len(events.kind))
+    names = pl.Series(events.names, dtype=pl.String).gather(events.name[begun])
+    start_ns = events.at_ns[begun] - stated.offset_ns
+    named = (
+        table.with_columns(
+            pl.when(pl.col(F.UNNAMED).is_null()).then(names).when(~pl.col(F.UNNAMED)).then(pl.lit("")).alias("name"),
+            pl.coalesce("begin_ns", pl.Series(start_ns)).alias("start_ns"),
+            pl.coalesce("length_ns", pl.Series(dur_ns)).alias("dur_ns"),
+            pl.Series("kind", events.categories, pl.String).gather(events.category[begun]),
+        )
+        if len(begun)
+        else table
+    )
+    # The critical path and findings have no row in a table.
+    return named.drop(list(extra)).filter(pl.col(_ID).is_not_null()).sort(_ID, maintain_order=True)
+
+
+_LINKS = (
+    ("ops", "parent_id", "ops"), ("ops", "forward_id", "ops"), ("activities", "launch_id", "ops"),
+    ("allocations", "op_id", "ops"), ("syncs", "call_id", "ops"), ("syncs", "record_id", "ops"),
+)  # fmt: skip
+
+
+def _linked(tables: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+    """Return tables whose ids count from 0 and that refer to no row that an export of a part left out."""
+    numbers = {}
+    for name in ("ops", "activities"):
+        tables[name] = tables[name].unique(_ID, keep="first", maintain_order=True)
+        old = tables[name][_ID]
+        numbers[name] = pl.DataFrame({"old": old, "new": np.arange(len(old))})
+        tables[name] = tables[name].with_columns(numbers[name]["new"].alias(_ID))
+    for name, column, of in _LINKS:
+        tables[name] = _renumbered(tables[name], column, numbers[of])
+    collectives = _renumbered(tables["collectives"], "activity_id", numbers["activities"])
+    tables["collectives"] = collectives.filter(pl.col("activity_id").is_not_null())
+    return tables
+
+
+def _renumbered(table: pl.DataFrame, column: str, numbers: pl.DataFrame) -> pl.DataFrame:
+    joined = table.select(column).join(numbers, left_on=column, right_on="old", how="left", maintain_order="left")
+    return table.with_columns(joined["new"].alias(column))
+
+
+def _issues(events: Events, slices: event_columns.Slices, stated: TraceFacts) -> pl.DataFrame:
+    packets, rows = events.packets, []
+    if packets.broken or packets.read_bytes < packets.total_bytes or slices.unfinished:
+        lost = 1 - packets.read_bytes / max(packets.total_bytes, 1)
+        why = packets.broken or f"{packets.read_bytes:,} of {packets.total_bytes:,} bytes can be read"
+        rows.append(
+            ("truncated", f"The Perfetto file is damaged ({why}); {slices.unfinished:,} slices have no end.", lost)
+        )
+    if events.void or packets.damaged or slices.stray_ends:
+        count = events.void + packets.damaged + slices.stray_ends
+        rows.append(("damaged", f"{count:,} events of the Perfetto file cannot be read and were left out.", 0.0))
+    if stated.step is not None:
+        rows.append(("part_of_run", f"The Perfetto file was exported with step {stated.step} only.", 0.0))
+    return pl.DataFrame(rows, schema.DATA_QUALITY.schema, orient="row")

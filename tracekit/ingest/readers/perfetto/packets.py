@@ -1,0 +1,259 @@
+"""The packets of a Perfetto file as columns: what belongs to which sequence, and the time of each.
+
+A sequence of packets states texts once and refers to them by number, until it is cleared: then a new generation begins.
+See Perfetto's docs/design-docs/protozero and protos/perfetto/trace/trace_packet.proto.
+"""
+
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
+from tracekit.errors import BadTraceError
+from tracekit.ingest.decompression import Blocks
+from tracekit.ingest.readers.perfetto import clocks, wire
+from tracekit.ingest.readers.perfetto.wire import LENGTH, PADDING, Flags, Ints
+
+MAX_BYTES = 2 << 30
+"""Decompressed size of a file, or of the part of it that holds a trace."""
+_CHUNK = 1 << 20  # packets decoded at a time
+# The first fields of TracePacket: files of other formats in protobuf have other wire types there.
+_LENGTH_FIELDS = (1, 2, 4, 5, 6, 7, 9, 11, 12)
+_VARINT_FIELDS = (3, 8, 10, 13)
+
+
+@dataclass(frozen=True, eq=False)
+class Packets:
+    """Packets in file order, columns of shape (n,).
+
+    `at_ns` is on the trace's main clock. `sequence` and `generation` identify what an event refers to: generations are
+    numbered through the file. `needs_state` flags packets that are void before their sequence was cleared. The spans
+    of events, interned data and track descriptors are of `data`; begin and end are equal where a packet has none.
+    """
+
+    data: bytes
+    begin: Ints
+    end: Ints
+    at_ns: Ints
+    sequence: Ints
+    generation: Ints
+    void: Flags
+    has_time: Flags
+    event: tuple[Ints, Ints]
+    interned: tuple[Ints, Ints]
+    descriptor: tuple[Ints, Ints]
+    defaults: tuple[Ints, Ints]
+    damaged: int
+    read_bytes: int
+    total_bytes: int
+    broken: str | None
+    """Why decompression stopped early."""
+    was_packed: bool
+    """Whether packets were compressed in packets: then `data` is not the content of the file."""
+
+    def of_sequence(self, number: int) -> "Packets":
+        """Return the packets of one sequence."""
+        rows = np.flatnonzero(self.sequence == number)
+        spans = {name: tuple(edge[rows] for edge in getattr(self, name)) for name in _SPANS}
+        columns = ("begin", "end", "at_ns", "sequence", "generation", "void", "has_time")
+        return replace(self, **{name: getattr(self, name)[rows] for name in columns}, **spans)  # type: ignore[arg-type]
+
+
+_SPANS = ("event", "interned", "descriptor", "defaults")
+
+
+def is_perfetto(head: bytes) -> bool:
+    """Return whether a file begins with packets of a Perfetto trace, by the wire types of their fields."""
+    if head[:1] != b"\x0a":
+        return False
+    data = head[: 64 << 10] + bytes(PADDING)
+    end = len(data) - PADDING
+    starts, ends, intact = wire.split(data, F.PACKET, end)
+    if not len(starts):  # the first packet is longer than what is known of the file
+        starts, ends = np.array([2 + sum(byte >= 0x80 for byte in data[1:5])]), np.array([end])
+    elif intact + 2 < end and data[intact] != F.PACKET << 3 | LENGTH:
+        return False
+    found = wire.fields(data, starts[:16], ends[:16])
+    first = found.owner < max(len(starts) - 1, 1)
+    named = np.isin(found.number, _LENGTH_FIELDS) & (found.kind == LENGTH)
+    named |= np.isin(found.number, _VARINT_FIELDS) & (found.kind == wire.VARINT)
+    return bool((found.number >= F.CLOCK_SNAPSHOT).any()) and bool((named | (found.number > F.FLAGS))[first].all())
+
+
+def read(path: str, part: tuple[int, int] | None = None) -> Packets:
+    """Return the packets of a file, or of a part of its decompressed content (offset and size).
+
+    Raises BadTraceError if the file cannot be read, is too large, or has no packet.
+    """
+    data, broken = _content(path, part)
+    total = len(data) - PADDING
+    starts, ends, intact = wire.split(data, F.PACKET, total)
+    if not len(starts):
+        raise BadTraceError(f"{path}: no packet of this Perfetto trace can be read; record it again")
+    column = _columns(data, starts, ends)
+    was_packed = bool(column["packed_end"].any())
+    if was_packed:
+        data, starts, ends = _unpacked(data, starts, ends, column["packed"], column["packed_end"])
+        column = _columns(data, starts, ends)
+    generation, void = _generations(column["sequence"], column["flags"], column["cleared"])
+    at_ns = clocks.on_main_clock(
+        data,
+        column["at_ns"],
+        column["clock"],
+        sequence=column["sequence"],
+        generation=generation,
+        defaults=(column["defaults"], column["defaults_end"]),
+        snapshots=(column["snapshot"], column["snapshot_end"]),
+    )
+    return Packets(
+        data,
+        starts,
+        ends,
+        at_ns,
+        column["sequence"],
+        generation,
+        void,
+        column["has_time"].astype(np.bool_),
+        *((column[name], column[f"{name}_end"]) for name in _SPANS),
+        damaged=int(column["damaged"].sum()),
+        read_bytes=intact,
+        total_bytes=total,
+        broken=broken,
+        was_packed=was_packed,
+    )
+
+
+def _content(path: str, part: tuple[int, int] | None) -> tuple[bytes, str | None]:
+    blocks = Blocks(path)
+    first, size = part or (0, MAX_BYTES + 1)
+    kept, seen = [], 0
+    for block in blocks:
+        inside = block[max(first - seen, 0) : max(first + size - seen, 0)]
+        seen += len(block)
+        if inside:
+            kept.append(inside)
+        if seen - first > MAX_BYTES and part is None:
+            raise BadTraceError(f"{path}: more than {MAX_BYTES >> 30} GiB (decompressed); export fewer ranks: --ranks")
+        if seen >= first + size:
+            break
+    return b"".join((*kept, bytes(PADDING))), blocks.broken
+
+
+def _unpacked(data: bytes, starts: Ints, ends: Ints, packed: Ints, packed_ends: Ints) -> tuple[bytes, Ints, Ints]:
+    """Return the packets with those that were compressed in a packet (zlib), in its place."""
+    parts, total = [], 0
+    rows = zip(starts.tolist(), ends.tolist(), packed.tolist(), packed_ends.tolist(), strict=True)
+    for start, end, begin, past in rows:
+        try:
+            piece = zlib.decompressobj().decompress(data[begin:past], max(MAX_BYTES - total, 1)) if past else b""
+        except zlib.error:
+            continue
+        parts.append(piece if past else _with_length(data[start:end]))
+        total += len(parts[-1])
+        if total > MAX_BYTES:
+            break
+    joined = b"".join((*parts, bytes(PADDING)))
+    return joined, *wire.split(joined, F.PACKET, len(joined) - PADDING)[:2]
+
+
+def _with_length(packet: bytes) -> bytes:
+    size, length = len(packet), bytearray()
+    while size > 0x7F:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes((F.PACKET << 3 | LENGTH, *length, size)) + packet
+
+
+def _columns(data: bytes, starts: Ints, ends: Ints) -> dict[str, Ints]:
+    chunks = [_chunk(data, starts[i : i + _CHUNK], ends[i : i + _CHUNK]) for i in range(0, max(len(starts), 1), _CHUNK)]
+    return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+
+def _chunk(data: bytes, starts: Ints, ends: Ints) -> dict[str, Ints]:
+    fields = wire.fields(data, starts, ends)
+    columns = {
+        "at_ns": fields.column(F.TIMESTAMP),
+        "has_time": fields.column(F.TIMESTAMP, missing=-1) != -1,
+        "clock": fields.column(F.CLOCK_ID),
+        "sequence": fields.column(F.SEQUENCE),
+        "flags": fields.column(F.FLAGS),
+        "cleared": fields.column(F.CLEARED_STATE),
+        "damaged": fields.damaged,
+    }
+    spans = {
+        "event": F.TRACK_EVENT, "interned": F.INTERNED, "descriptor": F.DESCRIPTOR, "defaults": F.DEFAULTS,
+        "snapshot": F.CLOCK_SNAPSHOT, "packed": F.COMPRESSED,
+    }  # fmt: skip
+    for name, number in spans.items():
+        columns[name], columns[f"{name}_end"] = fields.spans(number)
+    return columns
+
+
+def _generations(sequence: Ints, flags: Ints, cleared: Ints) -> tuple[Ints, Flags]:
+    """Return the generation of each packet, numbered through the file, and whether the packet is void.
+
+    A packet that needs its sequence's state is void before that was cleared for the first time.
+    """
+    clears = (flags & F.CLEARED != 0) | (cleared != 0)
+    order = np.argsort(sequence, kind="stable")
+    first = np.diff(sequence[order], prepend=sequence[order[:1]] - 1) != 0
+    counted = np.cumsum(clears[order] | first)
+    generation = np.empty(len(sequence), np.int64)
+    generation[order] = counted
+    begun = np.cumsum(clears[order])
+    of_sequence = np.cumsum(first) - 1
+    before = (begun - clears[order])[first][of_sequence]
+    void = np.zeros(len(sequence), np.bool_)
+    void[order] = (begun == before) & (flags[order] & F.NEEDED != 0)
+    return generation, void
+
+
+def texts(packets: Packets, kinds: tuple[int, ...]) -> "dict[int, Interned]":
+    """Return the texts that the packets' sequences number, by kind (a field of InternedData)."""
+    rows = np.flatnonzero(packets.interned[1] > packets.interned[0])
+    outer = wire.fields(packets.data, packets.interned[0][rows], packets.interned[1][rows])
+    return {kind: _interned(packets, outer, rows, kind) for kind in kinds}
+
+
+@dataclass(frozen=True, eq=False)
+class Interned:
+    """Texts by generation and number."""
+
+    keys: Ints
+    places: Ints
+    texts: list[str]
+
+    def find(self, generation: Ints, number: Ints) -> Ints:
+        """Return the place in `texts` of each text, -1 where it was never stated."""
+        if not len(self.keys):
+            return np.full(len(number), -1, np.int64)
+        wanted = _key(generation, number)
+        at = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+        return np.where((self.keys[at] == wanted) & (number > 0) & (number < _MOST_NUMBERS), self.places[at], -1)
+
+
+_MOST_NUMBERS = 1 << 36
+
+
+def _key(generation: Ints, number: Ints) -> Ints:
+    return generation * _MOST_NUMBERS + np.clip(number, 0, _MOST_NUMBERS - 1)
+
+
+def _interned(packets: Packets, outer: wire.Fields, rows: Ints, kind: int) -> Interned:
+    found = outer.where(kind, LENGTH)
+    entries = wire.fields(packets.data, outer.value[found], outer.value[found] + outer.size[found])
+    begin, end = entries.spans(F.INTERNED_TEXT)
+    keys = _key(packets.generation[rows[outer.owner[found]]], entries.column(F.IID))
+    order = np.argsort(keys, kind="stable")
+    known: dict[str, int] = {}
+    places = [known.setdefault(text, len(known)) for text in strings(packets.data, begin, end)]
+    return Interned(keys[order], np.array(places, np.int64)[order], list(known))
+
+
+def strings(data: bytes, begin: Ints, end: Ints) -> Iterator[str]:
+    """Yield texts by where they are; what is not UTF-8 becomes '?'."""
+    decode = functools.partial(str, encoding="utf-8", errors="replace")
+    return (decode(data[a:b]) for a, b in zip(begin.tolist(), end.tolist(), strict=True))

@@ -1,0 +1,2 @@
+def traces(path, events): raise NotImplementedError
+def trace(*a, **k): raise NotImplementedError
