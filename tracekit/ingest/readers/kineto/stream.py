@@ -63,9 +63,16 @@ def read_events(path: str, joined: JoinedInputs | None = None) -> Events:
                 joined.complete(exactly)
             builder.add(batch if exactly is None else exactly)
     builder.finish()
+    return of_columns(builder, source.header, damage=source.damage, read_bytes=source.read_bytes)
+
+
+def of_columns(
+    builder: ColumnBuilder, header: dict[str, Any], *, damage: Damage | None = None, read_bytes: int = 0
+) -> Events:
+    """Return the events that a finished builder was given; its parts are let go."""
     host, device, memory, syncs = builder.frames()
     return Events(
-        header=source.header,
+        header=header,
         host=host,
         device=device,
         memory=memory,
@@ -81,7 +88,7 @@ def read_events(path: str, joined: JoinedInputs | None = None) -> Events:
         unknown=builder.unknown,
         unmatched=builder.unmatched,
         has_several_ranks=bool(builder.has_several_ranks),
-        damage=source.damage,
+        damage=damage or Damage(),
         clock=builder.clock,
-        read_bytes=source.read_bytes,
+        read_bytes=read_bytes,
     )

@@ -10,6 +10,7 @@ import polars as pl
 
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.ingest import untrusted_json
+from tracekit.ingest.readers.perfetto import data_quality
 from tracekit.ingest.readers.perfetto import events as event_columns
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
 from tracekit.ingest.readers.perfetto.wire import Ints
@@ -243,16 +244,8 @@ def _renumbered(table: pl.DataFrame, column: str, numbers: pl.DataFrame) -> pl.D
 
 
 def _issues(events: Events, slices: event_columns.Slices, stated: TraceFacts) -> pl.DataFrame:
-    packets, rows = events.packets, []
-    if packets.broken or packets.read_bytes < packets.total_bytes or slices.unfinished:
-        lost = 1 - packets.read_bytes / max(packets.total_bytes, 1)
-        why = packets.broken or f"{packets.read_bytes:,} of {packets.total_bytes:,} bytes can be read"
-        rows.append(
-            ("truncated", f"The Perfetto file is damaged ({why}); {slices.unfinished:,} slices have no end.", lost)
-        )
-    if events.void or packets.damaged or slices.stray_ends:
-        count = events.void + packets.damaged + slices.stray_ends
-        rows.append(("damaged", f"{count:,} events of the Perfetto file cannot be read and were left out.", 0.0))
+    rows = list(data_quality.of_file(events, slices))
     if stated.step is not None:
-        rows.append(("part_of_run", f"The Perfetto file was exported with step {stated.step} only.", 0.0))
+        message = f"The Perfetto file was exported with step {stated.step} only; the rest of the trace is not in it."
+        rows.append(("part_of_run", message, 0.0))
     return pl.DataFrame(rows, schema.DATA_QUALITY.schema, orient="row")

@@ -78,9 +78,10 @@ def is_perfetto(head: bytes) -> bool:
         return False
     found = wire.fields(data, starts[:16], ends[:16])
     first = found.owner < max(len(starts) - 1, 1)
-    named = np.isin(found.number, _LENGTH_FIELDS) & (found.kind == LENGTH)
-    named |= np.isin(found.number, _VARINT_FIELDS) & (found.kind == wire.VARINT)
-    return bool((found.number >= F.CLOCK_SNAPSHOT).any()) and bool((named | (found.number > F.FLAGS))[first].all())
+    number, kind = found.tag >> 3, found.tag & 7
+    named = np.isin(number, _LENGTH_FIELDS) & (kind == LENGTH)
+    named |= np.isin(number, _VARINT_FIELDS) & (kind == wire.VARINT)
+    return bool((number >= F.CLOCK_SNAPSHOT).any()) and bool((named | (number > F.FLAGS))[first].all())
 
 
 def read(path: str, part: tuple[int, int] | None = None) -> Packets:

@@ -1,2 +1,205 @@
-def traces(path, events): raise NotImplementedError
-def trace(*a, **k): raise NotImplementedError
+"""Perfetto files of others: slices in the categories of PyTorch's profiler become the events of a Kineto trace."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
+from tracekit.errors import BadTraceError
+from tracekit.ingest import untrusted_json
+from tracekit.ingest.readers.kineto import columns, stream
+from tracekit.ingest.readers.kineto import events as kineto_events
+from tracekit.ingest.readers.kineto import reader as kineto
+from tracekit.ingest.readers.perfetto import data_quality, wire
+from tracekit.ingest.readers.perfetto import events as event_columns
+from tracekit.ingest.readers.perfetto.events import Arguments, Events
+from tracekit.ingest.readers.perfetto.tracks import Tracks
+from tracekit.ingest.readers.perfetto.wire import FIXED64, LENGTH, VARINT, Flags, Ints
+from tracekit.ingest.readers.reader import TraceInfo
+from tracekit.model import schema
+from tracekit.model.trace import Trace
+
+_RECORD = "record with torch.profiler, or: tracekit record -- python train.py"
+_BATCH = 1 << 14
+_MOST_DEPTH, _MOST_ENTRIES = 8, 4096
+_FLOWS = ((F.FLOW, FIXED64), (F.LAST_FLOW, FIXED64), (F.OLD_FLOW, VARINT), (F.OLD_LAST_FLOW, VARINT))
+_EARLIER_EXPORT = frozenset({"step", "compute"})
+_MEMORY = "cpu_instant_event"
+
+
+def traces(path: str, events: Events) -> Sequence[TraceInfo]:
+    """Return the traces of a file: one for each rank that processes are named after, else one.
+
+    Raises BadTraceError if no slice has a category of PyTorch's profiler.
+    """
+    known = _known(events) & (events.kind == F.BEGIN)
+    if not known.any():
+        raise BadTraceError(f"{path}: {_what_it_is(events)}")
+    tracks = Tracks(events.packets)
+    ranks = sorted({rank for uuid in np.unique(events.track[known]).tolist() if (rank := tracks[uuid].rank) is not None})
+    start_ns = int(events.at_ns[known].min())
+    several = len(ranks) > 1
+    return [TraceInfo(rank, start_ns=start_ns, shares_file=several) for rank in ranks or (None,)]
+
+
+def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int) -> Trace:
+    """Return the trace of a file, or that of one rank of several."""
+    tracks = Tracks(events.packets)
+    chosen = _known(events)
+    if info.shares_file:
+        uuids, place = np.unique(events.track, return_inverse=True)
+        chosen &= np.array([tracks[uuid].rank == info.rank for uuid in uuids.tolist()], np.bool_)[place]
+    slices = event_columns.slices(events)
+    of_chosen = chosen[slices.event]
+    rows = replace(slices, event=slices.event[of_chosen], dur_ns=slices.dur_ns[of_chosen])
+    moments = np.flatnonzero(chosen & (events.kind == F.INSTANT))
+    base_ns = int(events.at_ns[rows.event].min()) if len(rows.event) else 0
+    made = _Made(events, tracks, event_columns.arguments(events, chosen), _correlations(events), base_ns)
+    builder = columns.ColumnBuilder(has_several_ranks=False)
+    for batch in made.batches(rows, moments):
+        builder.add(batch)
+    builder.finish()
+    header = {"baseTimeNanoseconds": base_ns}
+    issues = pl.DataFrame(list(data_quality.of_file(events, slices)), schema.DATA_QUALITY.schema, orient="row")
+    return kineto.build_trace(stream.of_columns(builder, header), path, rank=rank, window=window, further=issues)
+
+
+def _known(events: Events) -> Flags:
+    known = [i for i, category in enumerate(events.categories) if columns.is_known_category(category)]
+    return np.isin(events.category, known)
+
+
+def _what_it_is(events: Events) -> str:
+    """Return what a file without PyTorch's slices is, and what to do."""
+    begun = events.category[(events.kind == F.BEGIN) & (events.category >= 0)]
+    counted = Counter({events.categories[code]: n for code, n in enumerate(np.bincount(begun).tolist()) if n})
+    if set(counted) >= _EARLIER_EXPORT:
+        return "this Perfetto trace was exported by an earlier version of tracekit, without tables; export the run again"
+    listed = ", ".join(repr(category)[:40] for category, _ in counted.most_common(4))
+    categories = f"; its categories: {listed}" if listed else ""
+    count = int(np.count_nonzero(events.kind == F.BEGIN))
+    return f"this is a Perfetto trace without PyTorch events ({count:,} slices{categories}); {_RECORD}"
+
+
+def _correlations(events: Events) -> Ints:
+    """Return the number of the flow that each event begins or ends, 0 for none: a launch and its kernel share one."""
+    owner, flow = event_columns.flows(events, _FLOWS)
+    number = np.zeros(len(events.kind), np.int64)
+    number[owner] = np.unique(flow, return_inverse=True)[1] + 1 if len(flow) else flow
+    return number
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """Makes the events of a Kineto trace, in µs from `base_ns`."""
+
+    events: Events
+    tracks: Tracks
+    arguments: Arguments
+    correlations: Ints
+    base_ns: int
+
+    def batches(self, slices: event_columns.Slices, moments: Ints) -> Iterator[list[Any]]:
+        """Yield thread names, slices and moments, some at a time."""
+        args = self._args()
+        named = [self.tracks[uuid] for uuid in np.unique(self.events.track).tolist()]
+        yield [
+            kineto_events.from_object(
+                {"ph": "M", "name": "thread_name", "pid": t.process, "tid": t.thread, "args": {"name": t.name}}
+            )
+            for t in named
+            if t.name
+        ]
+        for first in range(0, len(slices.event), _BATCH):
+            part = slice(first, first + _BATCH)
+            pairs = zip(slices.event[part].tolist(), (slices.dur_ns[part] / 1000).tolist(), strict=True)
+            yield [kineto_events.from_object(self._fields(i, args) | {"ph": "X", "dur": dur}) for i, dur in pairs]
+        for first in range(0, len(moments), _BATCH):
+            rows = moments[first : first + _BATCH].tolist()
+            yield [kineto_events.from_object(self._fields(i, args) | {"ph": "i"}) for i in rows]
+
+    def _fields(self, i: int, args: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        events, name = self.events, int(self.events.name[i])
+        track = self.tracks[int(events.track[i])]
+        known = args.get(i, {})
+        if self.correlations[i] and "correlation" not in known:
+            known = known | {"correlation": int(self.correlations[i])}
+        return {
+            "cat": events.categories[int(events.category[i])],
+            "name": events.names[name] if name >= 0 else None,
+            "pid": track.process,
+            "tid": track.thread,
+            "ts": (int(events.at_ns[i]) - self.base_ns) / 1000,
+            "args": known,
+        }
+
+    def _args(self) -> dict[int, dict[str, Any]]:
+        """Return the arguments of each event, by name."""
+        found: dict[int, dict[str, Any]] = {}
+        arguments = self.arguments
+        columns = (arguments.event, arguments.name, arguments.field, arguments.value, *arguments.annotation)
+        for event, name, field, value, begin, end in zip(*(column.tolist() for column in columns), strict=True):
+            if name >= 0:
+                found.setdefault(event, {})[arguments.names[name]] = self._value(event, field, value, begin, end)
+        return found
+
+    def _value(self, event: int, field: int, value: int, begin: int, end: int) -> Any:
+        if field in (F.TEXT, F.TEXT_IID):
+            return _maybe_json(self.arguments.texts[value])
+        if field == F.BOOL:
+            return bool(value)
+        if field == F.DOUBLE:
+            return float(np.int64(value).view(np.float64))
+        if field in (F.ARRAY, F.DICT, F.JSON):
+            return self._nested(event, begin, end, 0)
+        return value
+
+    def _nested(self, event: int, begin: int, end: int, depth: int) -> Any:
+        """Return the value of an argument with lists or objects inside."""
+        data = self.events.packets.data
+        fields = wire.fields(data, np.array([begin]), np.array([end]))
+        entries = []
+        for tag, value, size in zip(fields.tag.tolist(), fields.value.tolist(), fields.size.tolist(), strict=True):
+            number = tag >> 3
+            if number in (F.ARRAY, F.DICT) and len(entries) < _MOST_ENTRIES and depth < _MOST_DEPTH:
+                key = self._key(event, value, value + size) if number == F.DICT else ""
+                entries.append((key, self._nested(event, value, value + size, depth + 1)))
+            elif number == F.JSON:
+                return _maybe_json(data[value : value + size].decode("utf-8", "replace"))
+            elif number == F.TEXT and tag & 7 == LENGTH:
+                return data[value : value + size].decode("utf-8", "replace")
+            elif number == F.TEXT_IID:
+                return self._interned(event, value)
+            elif number in (F.BOOL, F.UINT, F.INT, F.POINTER):
+                return value
+            elif number == F.DOUBLE:
+                return float(np.int64(value).view(np.float64))
+        return dict(entries) if len(fields.where(F.DICT, LENGTH)) else [entry for _, entry in entries]
+
+    def _interned(self, event: int, number: int) -> str | None:
+        generation = self.events.packets.generation[self.events.packet[[event]]]
+        place = int(self.events.texts.find(generation, np.array([number]))[0])
+        return self.events.texts.texts[place] if place >= 0 else None
+
+    def _key(self, event: int, begin: int, end: int) -> str:
+        data = self.events.packets.data
+        fields = wire.fields(data, np.array([begin]), np.array([end]))
+        for row in fields.where(F.ARGUMENT_NAME, LENGTH).tolist():
+            return data[fields.value[row] : fields.value[row] + fields.size[row]].decode("utf-8", "replace")
+        generation = self.events.packets.generation[self.events.packet[[event]]]
+        place = int(self.events.argument_names.find(generation, fields.column(F.ARGUMENT_IID))[0])
+        return self.events.argument_names.texts[place] if place >= 0 else ""
+
+
+def _maybe_json(text: str) -> Any:
+    """Return a list that a text states as JSON, as converters of Chrome traces write them; else the text."""
+    if not text.startswith("["):
+        return text
+    try:
+        return untrusted_json.parse(text)
+    except ValueError:
+        return text

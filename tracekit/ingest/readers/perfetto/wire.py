@@ -15,6 +15,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+_KNOWN_KINDS = np.isin(np.arange(8), (VARINT, FIXED64, LENGTH, FIXED32))
 PADDING = 16
 """Bytes that must follow the messages in a buffer."""
 _MOST_VARINT = 10
@@ -26,21 +27,20 @@ _MOST_FIELDS = 1 << 22  # of a message that is decoded by itself; Perfetto split
 class Fields:
     """The fields of messages, each of shape (n,), in no particular order except that fields of one message keep theirs.
 
-    `owner` is the index of the message, `number` that of the field, `kind` its wire type. `value` holds an integer (the
-    64 bits of a fixed64 or double), or of a LENGTH field the offset of its `size` bytes. `damaged` flags messages that
-    were read only in part, shape (messages,).
+    `owner` is the index of the message, `tag` the number of the field times 8 plus its wire type. `value` holds an
+    integer (the 64 bits of a fixed64 or double), or of a LENGTH field the offset of its `size` bytes. `damaged` flags
+    messages that were read only in part, shape (messages,).
     """
 
     owner: Ints
-    number: Ints
-    kind: Ints
+    tag: Ints
     value: Ints
     size: Ints
     damaged: Flags
 
     def where(self, number: int, kind: int) -> Ints:
         """Return the rows of the fields with this number and wire type."""
-        return np.flatnonzero((self.number == number) & (self.kind == kind))
+        return np.flatnonzero(self.tag == (number << 3 | kind))
 
     def column(self, number: int, kind: int = VARINT, *, missing: int = 0) -> Ints:
         """Return a field's value for each message; of a field that repeats, the last."""
@@ -96,56 +96,63 @@ def fields(data: bytes, starts: Ints, ends: Ints) -> Fields:
     """
     raw = np.frombuffer(data, np.uint8)
     damaged = np.zeros(len(starts), np.bool_)
-    parts: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
+    parts: list[_Part] = []
     at = starts.copy()
     left = np.flatnonzero(at < ends)
     while len(left) > _FEW:
-        tag, after, tag_good = _varints(raw, at[left])
-        number, kind = tag >> 3, tag & 7
-        value, past, size, good = _values(raw, after, kind)
-        good &= tag_good & (number > 0) & (number < 1 << 29) & (past <= ends[left]) & (past > after - 1)
-        damaged[left[~good]] = True
-        kept = left[good]
-        parts.append((kept, number[good], kind[good], value[good], size[good]))
-        at[kept] = past[good]
-        left = kept[at[kept] < ends[kept]]
+        tag, after, good = _varints(raw, at[left])
+        good &= (tag >= 8) & (tag < 1 << 32)
+        value, past, size = _values(raw, after, tag & 7, good)
+        good &= past <= ends[left]
+        if not good.all():
+            damaged[left[~good]] = True
+            left, tag, value, size, past = (column[good] for column in (left, tag, value, size, past))
+        parts.append((left, tag, value, size))
+        at[left] = past
+        left = left[past < ends[left]]
     parts.extend(_one_by_one(data, at, ends, left, damaged))
-    columns = (np.concatenate([part[i] for part in parts]) if parts else np.empty(0, np.int64) for i in range(5))
+    columns = (np.concatenate([part[i] for part in parts]) if parts else np.empty(0, np.int64) for i in range(4))
     return Fields(*columns, damaged)
 
 
-def _values(raw: Bytes, after: Ints, kind: Ints) -> tuple[Ints, Ints, Ints, Flags]:
-    """Return the values behind tags: value, where the field ends, bytes of content, and whether it can be read."""
-    value, past, good = _varints(raw, after)
+_Part: TypeAlias = tuple[Ints, Ints, Ints, Ints]
+
+
+def _values(raw: Bytes, after: Ints, kind: Ints, good: Flags) -> tuple[Ints, Ints, Ints]:
+    """Return the values behind tags, where each field ends, and its bytes of content; clears `good` where there is none."""
+    value, past, ends = _varints(raw, after)
     size = np.zeros(len(after), np.int64)
-    of_length = kind == LENGTH
-    good &= ~of_length | ((value >= 0) & (value < len(raw)))
-    size[of_length & good] = value[of_length & good]
+    of_length = np.flatnonzero(kind == LENGTH)
+    sizes = value[of_length]
+    fits = (sizes >= 0) & (sizes < len(raw))
+    ends[of_length] &= fits
+    size[of_length] = np.where(fits, sizes, 0)
     value[of_length] = past[of_length]
-    past = past + size
+    past[of_length] += size[of_length]
     for wire_type, width in ((FIXED64, 8), (FIXED32, 4)):
         rows = np.flatnonzero(kind == wire_type)
         if len(rows):
             value[rows] = _fixed(raw, after[rows], width)
             past[rows] = after[rows] + width
-            good[rows] = True
-    good &= np.isin(kind, (VARINT, FIXED64, LENGTH, FIXED32))
-    return value, past, size, good
+            ends[rows] = True
+    good &= ends & _KNOWN_KINDS[kind]
+    return value, past, size
 
 
 def _varints(raw: Bytes, at: Ints) -> tuple[Ints, Ints, Flags]:
     """Return varints, where each ends, and whether it ends within ten bytes."""
-    value = np.zeros(len(at), np.uint64)
-    past = at.copy()
-    left = np.arange(len(at))
     last = len(raw) - 1
-    for place in range(_MOST_VARINT):
+    byte = raw[np.minimum(at, last)]
+    value = (byte & 0x7F).astype(np.uint64)
+    past = at + 1
+    left = np.flatnonzero(byte >= 0x80)
+    for place in range(1, _MOST_VARINT):
+        if not len(left):
+            break
         byte = raw[np.minimum(at[left] + place, last)]
         value[left] |= (byte & 0x7F).astype(np.uint64) << np.uint64(7 * place)
         past[left] += 1
         left = left[byte >= 0x80]
-        if not len(left):
-            break
     good = np.ones(len(at), np.bool_)
     good[left] = False
     return value.view(np.int64), past, good
@@ -158,23 +165,21 @@ def _fixed(raw: Bytes, at: Ints, width: int) -> Ints:
     return wide.view("<i8").astype(np.int64).reshape(-1)
 
 
-def _one_by_one(
-    data: bytes, at: Ints, ends: Ints, left: Ints, damaged: Flags
-) -> list[tuple[Ints, Ints, Ints, Ints, Ints]]:
+def _one_by_one(data: bytes, at: Ints, ends: Ints, left: Ints, damaged: Flags) -> list[_Part]:
     parts = []
     for message in left.tolist():
         place, end = int(at[message]), int(ends[message])
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, int, int]] = []
         while place < end:
             field = _one_field(data, place, end)
             if field is None or len(rows) == _MOST_FIELDS:
                 damaged[message] = True
                 break
-            rows.append(field[:4])
-            place = field[4]
+            number, kind, value, size, place = field
+            rows.append((number << 3 | kind, value, size))
         if rows:
-            columns = np.array(rows, np.int64).T
-            parts.append((np.full(len(rows), message, np.int64), *columns))
+            tag, value, size = np.array(rows, np.int64).T
+            parts.append((np.full(len(rows), message, np.int64), tag, value, size))
     return parts
 
 
