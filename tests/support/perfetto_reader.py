@@ -9,7 +9,7 @@ import pytest
 
 schema = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 
-BEGIN, END, COUNTER = 1, 2, 4
+BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
 
 
 @dataclass
@@ -30,6 +30,7 @@ class File:
     processes: dict[int, str] = field(default_factory=dict)
     tracks: dict[int, Any] = field(default_factory=dict)
     slices: list[Slice] = field(default_factory=list)
+    moments: list[Slice] = field(default_factory=list)
     values: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
     def track_of(self, each: Slice) -> str:
@@ -89,7 +90,7 @@ def _play(events: list[Any], texts: dict[int, dict[str, dict[int, str]]], found:
         assert event.track_uuid in found.tracks
         assert packet.timestamp < 1 << 63
         stack = stacks[event.track_uuid]
-        if event.type == BEGIN:
+        if event.type in (BEGIN, INSTANT):
             begun = Slice(
                 event.track_uuid,
                 known["event_names"][event.name_iid],
@@ -101,6 +102,9 @@ def _play(events: list[Any], texts: dict[int, dict[str, dict[int, str]]], found:
                 list(event.flow_ids),
                 list(event.terminating_flow_ids),
             )
+            if event.type == INSTANT:
+                found.moments.append(begun)
+                continue
             stack.append(begun)
             found.slices.append(begun)
         elif event.type == END:

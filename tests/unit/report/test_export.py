@@ -137,7 +137,10 @@ def test_a_rank_is_a_process_and_a_lane_a_track_with_its_role():
         rank_slices = sorted(
             (t for t in found.tracks.values() if t.parent_uuid == uuid), key=lambda track: track.sibling_order_rank
         )
-        assert [t.name for t in rank_slices] == ["steps", "compute · compute", "communication · comm", "copies · copy"]
+        tables = ["table · trace", *["table · run"] * (found.processes[uuid] == "rank 0")]
+        tables += [f"table · {name}" for name in ("lanes", "steps")]
+        lanes = ["steps", "compute · compute", "communication · comm", "copies · copy"]
+        assert [t.name for t in rank_slices] == lanes + tables
 
 
 def test_several_windows_are_distinguished():
@@ -155,8 +158,8 @@ def test_a_slice_says_step_unit_phase_bytes_and_group_and_nothing_that_is_not_kn
     )
     found = {s.name: s.arguments for s in exported(drawn_traces.run(trace)).slices}
     message = {"op": "all_gather", "group": "0", "sent_bytes": 4096}
-    assert found["x"] == {"step": 0} | known | message
-    assert found["a"] == {"step": 0, "unit": ""}
+    assert found["x"] == {"step": 0} | known | message | {"id": 1, "lane": 1, "launch_id": 1}
+    assert found["a"] == {"step": 0, "unit": ""} | {"id": 0, "lane": 0, "launch_id": 0}
 
 
 def test_arrows_go_from_a_launch_to_all_that_it_launched():

@@ -71,7 +71,7 @@ def write_trace(
         file.write(perfetto_packets.track(uuid, process, label, place, counts_bytes=True))
     for uuid, table in enumerate(rows, first_row_track):
         file.write(perfetto_packets.track(uuid, process, f"table · {table.name}", uuid - process))
-    file.writelines((texts.packet(number), events, values, *row_events))
+    file.writelines((texts.packet(number), *row_events, events, values))  # a truncated file keeps its rows
     own = tracks.filter(pl.col("layer") > 0).height
     row_count = sum(table.rows.height for table in rows)
     return ExportCounts(1, slices.height, counters.height, timeline.flows.height, own, row_count)

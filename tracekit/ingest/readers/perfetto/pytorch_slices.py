@@ -37,7 +37,7 @@ def traces(path: str, events: Events) -> Sequence[TraceInfo]:
     Raises BadTraceError if no slice has a category of PyTorch's profiler.
     """
     known = _known(events) & (events.kind == F.BEGIN)
-    if not known.any():
+    if not known.any() or set(events.categories) >= _EARLIER_EXPORT:
         raise BadTraceError(f"{path}: {_what_it_is(events)}")
     tracks = Tracks(events.packets)
     ranks = sorted({rank for uuid in np.unique(events.track[known]).tolist() if (rank := tracks[uuid].rank) is not None})
@@ -77,7 +77,7 @@ def _what_it_is(events: Events) -> str:
     """Return what a file without PyTorch's slices is, and what to do."""
     begun = events.category[(events.kind == F.BEGIN) & (events.category >= 0)]
     counted = Counter({events.categories[code]: n for code, n in enumerate(np.bincount(begun).tolist()) if n})
-    if set(counted) >= _EARLIER_EXPORT:
+    if set(events.categories) >= _EARLIER_EXPORT:
         return "this Perfetto trace was exported by an earlier version of tracekit, without tables; export the run again"
     listed = ", ".join(repr(category)[:40] for category, _ in counted.most_common(4))
     categories = f"; its categories: {listed}" if listed else ""
