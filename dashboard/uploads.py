@@ -16,6 +16,7 @@ from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 from dashboard import run_catalog, widgets
 from dashboard.run_entry import RunEntry
+from tracekit.conventions import perfetto
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.decompression import Blocks
 from tracekit.model import units
@@ -27,7 +28,8 @@ MAX_BYTES = 400 << 20
 """Limit of all files of a session."""
 MAX_UNPACKED_BYTES = 4 << 30
 """Limit of one decompressed file: a trace compresses to a tenth, a decompression bomb to a thousandth."""
-ENDINGS = ("json", "gz", "zst")
+ENDINGS = ("json", "gz", "zst", *(suffix.removeprefix(".") for suffix in perfetto.SUFFIXES))
+_SUFFIXES = (".json", *perfetto.SUFFIXES)
 _PREFIX = "tracekit-upload-"
 _MAX_NAME = 120
 
@@ -80,10 +82,14 @@ def safe_name(name: str) -> str:
     'rank00001._b_.pt.trace.json.gz'
     """
     last = re.sub(r"[^A-Za-z0-9._-]", "_", name.replace("\\", "/").rpartition("/")[2]).lstrip(".")
-    stem, dot, ending = last.rpartition(".json")
-    if not dot or ending not in ("", ".gz", ".zst"):
-        raise InputError("the name is not that of a trace; a trace ends with .json, .json.gz or .json.zst")
-    return f"{stem[-_MAX_NAME:] or 'trace'}.json{ending}"
+    parts = ((suffix, *last.rpartition(suffix)) for suffix in _SUFFIXES)
+    named = [(stem, suffix, ending) for suffix, stem, dot, ending in parts if dot and ending in ("", ".gz", ".zst")]
+    if not named:
+        raise InputError(
+            f"the name is not that of a trace; a trace ends with {', '.join(_SUFFIXES)}, or one of these and .gz or .zst"
+        )
+    stem, suffix, ending = named[0]
+    return f"{stem[-_MAX_NAME:] or 'trace'}{suffix}{ending}"
 
 
 def refuse_decompression_bomb(path: Path, max_bytes: int = MAX_UNPACKED_BYTES) -> None:

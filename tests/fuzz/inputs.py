@@ -296,12 +296,39 @@ def _io_logs(random: Random) -> Files:
     return {**files, name: mutations.text(text, random) if random.random() < 0.3 else text}
 
 
+@functools.cache
+def _perfetto_files() -> tuple[bytes, ...]:
+    import tempfile
+    from pathlib import Path
+
+    import tracekit
+    from tests.support import perfetto_files
+    from tracekit.report.export import perfetto
+
+    trace = kineto_files.trace(0, steps=1)
+    slices = [event for event in [*trace["traceEvents"], *_EVENTS] if event["ph"] == "X"]
+    others = (perfetto_files.of_kineto(slices, 10**18, interned=interned) for interned in (False, True))
+    with tempfile.TemporaryDirectory() as folder:
+        path = kineto_files.write(Path(folder, RANK), {**trace, "traceEvents": [*trace["traceEvents"], *_EVENTS]})
+        exported = io.BytesIO()
+        perfetto.write(tracekit.load(path, cache=False), exported)
+    return (exported.getvalue(), *others)
+
+
+def _perfetto(random: Random) -> Files:
+    data = random.choice(_perfetto_files())
+    for _ in range(random.choice((1, 1, 3, 20))):
+        data = mutations.text(data, random)
+    return {"run.pftrace": data}
+
+
 CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "trace": (CHECK, _traces),
     "merged trace": (CHECK, _merged),
     "packed trace": (CHECK, _packed),
     "archive": (CHECK, _archives),
+    "Perfetto trace": (CHECK, _perfetto),
     "manifest": (CHECK, _manifests),
     "metrics log": (CHECK, _metrics),
     "checkpoint log": (CHECK, _saves),

@@ -29,7 +29,9 @@ SAME = {
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(64, 256), torch.nn.Linear(256, 256), torch.nn.Linear(256, 8)])
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Linear(64, 256), torch.nn.Linear(256, 256), torch.nn.Linear(256, 8)]
+        )
 
     def forward(self, x):
         first, second, last = self.layers

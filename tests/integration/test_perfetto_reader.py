@@ -88,7 +88,9 @@ def _without_paths(value):
 
 
 def drawn(rank: int = 0, window: int = 0, start_ns: int = 1_000_000) -> Trace:
-    slices = ops(("launch", 0, 1), ("", 3, 3), ("crossing", 4, 9), ("later", 6, 12), ("名 <b>\x00", 12, 13), ("end", 14, 15))
+    slices = ops(
+        ("launch", 0, 1), ("", 3, 3), ("crossing", 4, 9), ("later", 6, 12), ("名 <b>\x00", 12, 13), ("end", 14, 15)
+    )
     slices = slices.with_columns(
         pl.col("start_ns") + start_ns,
         kind=pl.lit("cpu_op"),

@@ -10,14 +10,15 @@ import polars as pl
 
 from tracekit.analysis.memory import allocations, growth, steady_state
 from tracekit.errors import InputError
-from tracekit.model import units
+from tracekit.model import schema, units
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
-from tracekit.replay.allocator.facts import double_buffering, out_of_memory, run_snapshots, snapshot_facts
+from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, run_snapshots, snapshot_facts
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.playback import History, ReplayResult
+from tracekit.report import memory_difference
 
 FACTS: tuple[Fact, ...] = (
     allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating,
@@ -27,6 +28,7 @@ AS_RECORDED = "default"
 UNIT_BUFFERS = f"unit_buffers:{double_buffering.BUFFERS}"
 _MOST_ROWS = 15
 _EARLIER = "(allocated earlier, or without a stack)"
+_CATEGORIES = "What the memory at the peak is for"
 
 
 class ReservedMemory(TypedDict):
@@ -55,6 +57,10 @@ class MemoryReport:
     rank: int | None = None
     """The rank that ran out of memory; of several snapshots, that of the report."""
     settings: str = AS_RECORDED
+    categories: pl.DataFrame = field(default_factory=lambda: schema.empty(categories.COLUMNS))
+    """What the memory at the peak of a snapshot is for."""
+    against: "MemoryReport | None" = None
+    """The memory that this is compared with."""
 
 
 def of_run(run: Run) -> MemoryReport:
@@ -102,6 +108,7 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
             f"The allocator model differs from the recording at {outcome.address_mismatches:,} of "
             f"{int((history.action == 0).sum()):,} requests."
         )
+    peak = int(snapshot_facts.allocated_over_time(history, outcome).argmax()) - 1
     return MemoryReport(
         snapshot_facts.peak_allocated_bytes(history, outcome),
         history.peak_reserved_bytes,
@@ -110,6 +117,7 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
         {"Free memory at the snapshot": snapshot_facts.fragmentation(snapshot).filter(pl.col("device") == device)},
         tuple(notes),
         out_of_memory=out_of_memory.of_snapshot(snapshot, history),
+        categories=categories.by_category(snapshot, history, outcome, peak),
     )
 
 
@@ -197,8 +205,16 @@ def as_json(report: MemoryReport) -> str:
         "peak_reserved_bytes": report.peak_reserved_bytes,
         "live_at_peak": report.live_at_peak.to_dicts(),
         "churn": report.churn.to_dicts(),
+        "categories": report.categories.to_dicts(),
         "oom": _oom_as_json(report),
     }
+    if report.against is not None:
+        tables = memory_difference.tables(report, report.against).values()
+        document["against"] = {
+            "peak_allocated_bytes": report.against.peak_allocated_bytes,
+            "peak_reserved_bytes": report.against.peak_reserved_bytes,
+            **dict(zip(("by_category", "by_owner"), (rows.to_dicts() for rows in tables), strict=True)),
+        }
     if report.recorded is not None:
         document |= {"recorded": report.recorded, "replayed": report.replayed}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
@@ -215,7 +231,11 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
     if report.recorded is not None and report.replayed is not None:
         parts.append(text_layout.line(replay_line(report.settings, report.recorded, report.replayed)))
     parts += [text_layout.line(note) for note in report.notes]
-    tables = {**_oom_tables(report.out_of_memory), "Allocated at the peak": report.live_at_peak}
+    if report.against is not None:
+        parts.append(text_layout.line(memory_difference.headline(report, report.against)))
+    tables = dict(_oom_tables(report.out_of_memory))
+    tables |= {} if report.against is None else memory_difference.tables(report, report.against)
+    tables |= {_CATEGORIES: report.categories.drop("device"), "Allocated at the peak": report.live_at_peak}
     tables |= {"Allocations": report.churn, **report.tables}
     for title, rows in tables.items():
         shown = text_layout.without_empty_columns(rows)
@@ -359,7 +379,7 @@ def _headline(report: MemoryReport) -> str:
 
 
 def _for_people(rows: pl.DataFrame) -> pl.DataFrame:
-    if "peak_ratio" not in rows.columns:
+    if "peak_ratio" not in rows.columns or "category" in rows.columns:
         return rows
     owners = pl.col("op").fill_null(_EARLIER) if "op" in rows.columns else pl.lit(_EARLIER).alias("op")
     return rows.drop("at_ns", "peak_bytes", strict=False).with_columns(owners)

@@ -1,6 +1,6 @@
 """``tracekit memory``: who uses memory, and the effect of other allocator settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,6 +58,10 @@ def memory(
         ),
     ],
     *,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|SNAPSHOT", help="Show what changed since another run or snapshot, at the peaks."),
+    ] = None,
     options: ReplayOptions,
     cache: UseCache = True,
     table: TableOptions,
@@ -70,15 +74,20 @@ def memory(
     """
     from tracekit.report import memory as report
 
-    if _is_snapshot(path):
-        usage = _of_snapshot(path, options, cache=cache)
-    elif snapshots := _snapshots_without_traces(path):
-        usage = _of_snapshots(snapshots, options)
-    else:
-        usage = _of_run(path, options, cache=cache)
+    usage = _usage(path, options, cache=cache)
+    if against is not None:
+        usage = replace(usage, against=_usage(against, ReplayOptions(device=options.device), cache=cache))
     for note in usage.notes if table.is_json else ():
         output.notify(note)
     table.write(report, usage)
+
+
+def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
+    if _is_snapshot(path):
+        return _of_snapshot(path, options, cache=cache)
+    if snapshots := _snapshots_without_traces(path):
+        return _of_snapshots(snapshots, options)
+    return _of_run(path, options, cache=cache)
 
 
 def _is_snapshot(path: str) -> bool:

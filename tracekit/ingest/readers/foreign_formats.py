@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tracekit.conventions import perfetto
+
 _HEAD_BYTES = 64 << 10
 _OWN_OUTPUT = re.compile(rb'"schema"\s*:\s*"tracekit\.([a-z]+)/')
 _RECORD = "record with torch.profiler, or: tracekit record -- python train.py"
@@ -136,10 +138,10 @@ FORMATS = (
         (".et",),
     ),
     ForeignFormat(
-        "a Perfetto trace (protobuf)",
-        f"tracekit writes such files but does not read them; {_EXPORT}",
+        "named like a Perfetto trace, but does not begin with a packet of one",
+        "copy or record it again",
         _never,
-        (".pftrace", ".perfetto-trace"),
+        tuple(f"{name}{packed}" for name in perfetto.SUFFIXES for packed in ("", ".gz", ".zst")),
     ),
     ForeignFormat("an OpenTelemetry trace (JSON)", _EXPORT, _json("resourceSpans")),
     ForeignFormat("a Jaeger trace (JSON)", _EXPORT, _json("data", "traceID")),

@@ -19,7 +19,19 @@ from tracekit.report.trace_tracks import Timeline
 _TRACKS_PER_TRACE = 1 << 20
 _FLOWS_PER_TRACE = 1 << 32
 _TRACK = ("track", "layer", "track_name")
-_OF_EVENTS = ("uuid", "name", "category", "track", "track_name", "layer", "start_ns", "dur_ns", "source", "flows", "last_flows")
+_OF_EVENTS = (
+    "uuid",
+    "name",
+    "category",
+    "track",
+    "track_name",
+    "layer",
+    "start_ns",
+    "dur_ns",
+    "source",
+    "flows",
+    "last_flows",
+)
 """Columns of slices that are no arguments."""
 
 

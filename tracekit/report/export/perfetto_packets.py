@@ -33,7 +33,9 @@ class InternedTexts:
     """The texts of one sequence of packets, each written once and named by a number from then on."""
 
     def __init__(self) -> None:
-        self._known: dict[int, dict[str, int]] = {kind: {} for kind in (F.CATEGORIES, F.NAMES, F.ARGUMENT_NAMES, F.TEXTS)}
+        self._known: dict[int, dict[str, int]] = {
+            kind: {} for kind in (F.CATEGORIES, F.NAMES, F.ARGUMENT_NAMES, F.TEXTS)
+        }
 
     def number(self, kind: int, text: str) -> int:
         """Return the number of a text among those of its kind, a field of InternedData."""

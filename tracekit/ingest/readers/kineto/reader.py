@@ -105,7 +105,9 @@ def read_counted(
     events = stream.read_events(path, joined)
     issues = pl.DataFrame(list(joined.issues()), schema.DATA_QUALITY.schema, orient="row")
     further = pl.concat([_several_ranks(events), issues])
-    return build_trace(events, path, rank=rank, window=window, further=further, listed_groups=joined.groups), events.counts
+    return build_trace(
+        events, path, rank=rank, window=window, further=further, listed_groups=joined.groups
+    ), events.counts
 
 
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
@@ -121,7 +123,9 @@ def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
         message = f"{rankless:,} events of the merged file name no rank and were left out."
         row = ("rankless_events", message, rankless / sum(events.counts.values()))
         further = pl.DataFrame([row], schema.DATA_QUALITY.schema, orient="row")
-    return {rank: build_trace(_of_rank(events, rank), path, rank=rank, window=window, further=further) for rank in found}
+    return {
+        rank: build_trace(_of_rank(events, rank), path, rank=rank, window=window, further=further) for rank in found
+    }
 
 
 def counts(path: str) -> Counter[tuple[str | None, str | None]]:

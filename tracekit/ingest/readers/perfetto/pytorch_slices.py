@@ -40,7 +40,9 @@ def traces(path: str, events: Events) -> Sequence[TraceInfo]:
     if not known.any() or set(events.categories) >= _EARLIER_EXPORT:
         raise BadTraceError(f"{path}: {_what_it_is(events)}")
     tracks = Tracks(events.packets)
-    ranks = sorted({rank for uuid in np.unique(events.track[known]).tolist() if (rank := tracks[uuid].rank) is not None})
+    ranks = sorted(
+        {rank for uuid in np.unique(events.track[known]).tolist() if (rank := tracks[uuid].rank) is not None}
+    )
     start_ns = int(events.at_ns[known].min())
     several = len(ranks) > 1
     return [TraceInfo(rank, start_ns=start_ns, shares_file=several) for rank in ranks or (None,)]
@@ -78,7 +80,9 @@ def _what_it_is(events: Events) -> str:
     begun = events.category[(events.kind == F.BEGIN) & (events.category >= 0)]
     counted = Counter({events.categories[code]: n for code, n in enumerate(np.bincount(begun).tolist()) if n})
     if set(events.categories) >= _EARLIER_EXPORT:
-        return "this Perfetto trace was exported by an earlier version of tracekit, without tables; export the run again"
+        return (
+            "this Perfetto trace was exported by an earlier version of tracekit, without tables; export the run again"
+        )
     listed = ", ".join(repr(category)[:40] for category, _ in counted.most_common(4))
     categories = f"; its categories: {listed}" if listed else ""
     count = int(np.count_nonzero(events.kind == F.BEGIN))

@@ -15,13 +15,15 @@ from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.playback.recorded_history import ALLOC, REQUEST
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-ACTIVATIONS, TEMPORARIES, COMMUNICATION, UNKNOWN = "activations", "temporaries", "communication", "unknown"
+ACTIVATIONS, TEMPORARIES, COMMUNICATION = "activations", "temporaries", "communication"
+WORKSPACE, UNKNOWN = "workspace", "unknown"
 COLUMNS = schema.columns(
     "device category count bytes peak_ratio evidence", category=pl.String, evidence=pl.String, count=pl.Int64
 )
 
 # Parts of a step by what a stack's frames are, "file:function" or the C++ function; the first that matches counts.
 _PARTS = {
+    "workspace": r"getNewWorkspace|getCUDABlas(?:Lt)?Workspace|getWorkspace|cudnn\w*::.*[Ww]orkspace",
     "communication": (
         r"\bc10d::|c10d_functional|ProcessGroup(?:NCCL|Gloo)|/torch/distributed/(?:distributed_c10d|_functional_coll"
         r"|fsdp/_fully_shard/_fsdp_coll|fsdp/_flat_param\.py:_?alloc|nn/functional)|/deep_ep/"
@@ -44,6 +46,7 @@ _EVIDENCE = {
     ACTIVATIONS: "requested in the forward pass or recomputed, still allocated in the backward pass",
     TEMPORARIES: "freed in the part of the step that requested it",
     COMMUNICATION: "requested by a collective or for its buffers",
+    WORKSPACE: "requested by cuBLAS or cuDNN for work of its own, and kept",
     UNKNOWN: "no call stack, one that shows no part of a step, or a forward pass without a backward pass after it",
 }
 
@@ -134,8 +137,8 @@ def _categories(found: pl.DataFrame, allocated: pl.DataFrame, count: int) -> pl.
     )
     outlives = pl.col("outlives_optimizer") | never_freed
     return lived.select(
-        pl.when(part == "communication")
-        .then(pl.lit(COMMUNICATION))
+        pl.when(part.is_in([COMMUNICATION, WORKSPACE]))
+        .then(part)
         .when(part == "accumulation")
         .then(pl.lit(GRADIENTS))
         .when(part == "optimizer")
