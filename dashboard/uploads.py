@@ -86,7 +86,7 @@ def safe_name(name: str) -> str:
     named = [(stem, suffix, ending) for suffix, stem, dot, ending in parts if dot and ending in ("", ".gz", ".zst")]
     if not named:
         raise InputError(
-            f"the name is not that of a trace; a trace ends with {', '.join(_SUFFIXES)}, or one of these and .gz or .zst"
+            f"the name is not that of a trace; a trace ends with {', '.join(_SUFFIXES)}, or with .gz or .zst after it"
         )
     stem, suffix, ending = named[0]
     return f"{stem[-_MAX_NAME:] or 'trace'}{suffix}{ending}"

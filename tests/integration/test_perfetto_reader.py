@@ -106,7 +106,10 @@ def drawn(rank: int = 0, window: int = 0, start_ns: int = 1_000_000) -> Trace:
         columns={"c": {"step": 1, "bytes": 1 << 40}, "b": {"launch_id": None, "unit": ""}},
         ops=slices,
         collectives=pl.DataFrame(
-            {"activity_id": [4, 5], "op": ["all_to_all", None], "splits": [[1, 2, 1 << 40], None], "row_bytes": [None, 4]}
+            {
+                "activity_id": [4, 5], "op": ["all_to_all", None], "splits": [[1, 2, 1 << 40], None],
+                "row_bytes": [None, 4],
+            }
         ),
         groups=pl.DataFrame({"group": ["0"], "ranks": [[0, 7]], "backend": ["nccl"]}),
         allocations=pl.DataFrame({"at_ns": [start_ns + 3], "device": [0], "delta_bytes": [-512], "address": [1 << 62]}),
@@ -116,7 +119,8 @@ def drawn(rank: int = 0, window: int = 0, start_ns: int = 1_000_000) -> Trace:
         checkpoints=pl.DataFrame(
             {
                 "checkpoint": ["a", "a"], "operation": ["save", "save"], "stage": ["write", "total"],
-                "start_ns": [start_ns + 2, None], "dur_ns": [3, None], "blocking": [True, False], "durable": [None, True],
+                "start_ns": [start_ns + 2, None], "dur_ns": [3, None], "blocking": [True, False],
+                "durable": [None, True],
             }
         ),
     )  # fmt: skip

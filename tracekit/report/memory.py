@@ -209,7 +209,7 @@ def as_json(report: MemoryReport) -> str:
         "oom": _oom_as_json(report),
     }
     if report.against is not None:
-        tables = memory_difference.tables(report, report.against).values()
+        tables = _change(report, report.against).values()
         document["against"] = {
             "peak_allocated_bytes": report.against.peak_allocated_bytes,
             "peak_reserved_bytes": report.against.peak_reserved_bytes,
@@ -232,9 +232,13 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
         parts.append(text_layout.line(replay_line(report.settings, report.recorded, report.replayed)))
     parts += [text_layout.line(note) for note in report.notes]
     if report.against is not None:
-        parts.append(text_layout.line(memory_difference.headline(report, report.against)))
+        parts.append(
+            text_layout.line(
+                memory_difference.headline(report.peak_allocated_bytes, report.against.peak_allocated_bytes)
+            )
+        )
     tables = dict(_oom_tables(report.out_of_memory))
-    tables |= {} if report.against is None else memory_difference.tables(report, report.against)
+    tables |= {} if report.against is None else _change(report, report.against)
     tables |= {_CATEGORIES: report.categories.drop("device"), "Allocated at the peak": report.live_at_peak}
     tables |= {"Allocations": report.churn, **report.tables}
     for title, rows in tables.items():
@@ -245,6 +249,15 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
         if shown.height > _MOST_ROWS:
             parts.append(text_layout.line(f"and {shown.height - _MOST_ROWS:,} more: use --format json to see all"))
     return text_layout.print_to_string(parts, width=width, color=color)  # type: ignore[arg-type]
+
+
+def _change(report: MemoryReport, against: MemoryReport) -> dict[str, pl.DataFrame]:
+    return memory_difference.tables(
+        report.categories,
+        report.live_at_peak,
+        other_categories=against.categories,
+        other_owners=against.live_at_peak,
+    )
 
 
 def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:

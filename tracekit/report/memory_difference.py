@@ -1,44 +1,40 @@
 """What two memory reports differ in: two snapshots of a program, or two runs."""
 
-from typing import TYPE_CHECKING
-
 import polars as pl
 
 from tracekit.model import schema, units
-
-if TYPE_CHECKING:
-    from tracekit.report.memory import MemoryReport
 
 _UNATTRIBUTED = "(allocated earlier, or without a stack)"
 CATEGORY_COLUMNS = schema.columns("category bytes against_bytes change_bytes", category=pl.String)
 OWNER_COLUMNS = schema.columns("op count against_count bytes against_bytes change_bytes", op=pl.String)
 
 
-def tables(report: "MemoryReport", against: "MemoryReport") -> dict[str, pl.DataFrame]:
+def tables(
+    categories: pl.DataFrame, owners: pl.DataFrame, *, other_categories: pl.DataFrame, other_owners: pl.DataFrame
+) -> dict[str, pl.DataFrame]:
     """Return the change of the memory allocated at the peaks, by title: by category, and by who requested it.
+
+    The arguments are the categories and live blocks at the peak of this report and the other.
 
     Columns CATEGORY_COLUMNS and OWNER_COLUMNS, largest change first; what did not change is left out. A change is
     positive where this report has more.
     """
     return {
         "Change of the memory at the peak, by what it is for": _difference(
-            report.categories, against.categories, "category", CATEGORY_COLUMNS
+            categories, other_categories, "category", CATEGORY_COLUMNS
         ),
-        "Change of the memory at the peak, by who requested it": _difference(
-            report.live_at_peak, against.live_at_peak, "op", OWNER_COLUMNS
-        ),
+        "Change of the memory at the peak, by who requested it": _difference(owners, other_owners, "op", OWNER_COLUMNS),
     }
 
 
-def headline(report: "MemoryReport", against: "MemoryReport") -> str:
+def headline(here_bytes: int | None, there_bytes: int | None) -> str:
     """Return how the peaks differ, in one sentence."""
-    here, there = report.peak_allocated_bytes, against.peak_allocated_bytes
-    if here is None or there is None:
+    if here_bytes is None or there_bytes is None:
         return "The peaks cannot be compared: one of them is not known."
-    change = here - there
+    change, there = here_bytes - there_bytes, units.size(there_bytes)
     if not change:
         return "The other has the same peak."
-    return f"That is {units.size(abs(change))} {'more' if change > 0 else 'less'} than the {units.size(there)} of the other."
+    return f"That is {units.size(abs(change))} {'more' if change > 0 else 'less'} than the {there} of the other."
 
 
 def _difference(here: pl.DataFrame, there: pl.DataFrame, key: str, columns: schema.ColumnTypes) -> pl.DataFrame:

@@ -37,7 +37,7 @@ _OF_EVENTS = (
 
 @dataclass(frozen=True)
 class ExportCounts:
-    """What was written. `own_tracks` counts extra tracks for slices that overlap without nesting, `rows` those of tables."""
+    """What was written. `own_tracks` counts tracks for slices that overlap without nesting, `rows` those of tables."""
 
     traces: int = 0
     slices: int = 0

@@ -27,7 +27,7 @@ def on_main_clock(
     defaults: tuple[Ints, Ints],
     snapshots: tuple[Ints, Ints],
 ) -> Ints:
-    """Return the times of packets, stated on any clock, on the main one. Without a snapshot, clocks are taken as equal."""
+    """Return the times of packets on the main clock. Without a snapshot, all clocks are taken as equal."""
     clock = np.where(clock == 0, _default_clocks(data, generation, defaults), clock)
     rows = np.flatnonzero(snapshots[1] > snapshots[0])
     if not len(rows):
@@ -61,7 +61,7 @@ def _default_clocks(data: bytes, generation: Ints, defaults: tuple[Ints, Ints]) 
 
 
 class _Snapshots:
-    """Clock readings in file order: of which snapshot, clock, time, unit and whether packets count from the one before."""
+    """Clock readings in file order: snapshot, clock, time, unit, and whether times count from the packet before."""
 
     def __init__(self, data: bytes, rows: Ints, begin: Ints, end: Ints, sequence: Ints) -> None:
         outer = wire.fields(data, begin[rows], end[rows])

@@ -22,7 +22,8 @@ _ACTIVITIES = ("compute", "communication", "memcpy", "memset")
 _CHECKPOINT = "checkpoint"
 _ID = "id"
 _RUN_ISSUES = {
-    "rank": pl.Int64(), "path": pl.String(), "kind": pl.String(), "message": pl.String(), "affected_ratio": pl.Float64(),
+    "rank": pl.Int64(), "path": pl.String(), "kind": pl.String(), "message": pl.String(),
+    "affected_ratio": pl.Float64(),
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ class TraceFacts:
 
 @dataclass(frozen=True, eq=False)
 class RunFacts:
-    """What an export states of the run: its manifest, and what was wrong with its files, columns as RUN_DATA_QUALITY."""
+    """What an export states of the run: its manifest and its data quality, columns as RUN_DATA_QUALITY."""
 
     manifest: Mapping[str, Any]
     issues: tuple[Mapping[str, Any], ...]

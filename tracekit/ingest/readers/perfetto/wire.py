@@ -119,7 +119,7 @@ _Part: TypeAlias = tuple[Ints, Ints, Ints, Ints]
 
 
 def _values(raw: Bytes, after: Ints, kind: Ints, good: Flags) -> tuple[Ints, Ints, Ints]:
-    """Return the values behind tags, where each field ends, and its bytes of content; clears `good` where there is none."""
+    """Return value, end and size of content of the fields behind tags; clears `good` where there is none."""
     value, past, ends = _varints(raw, after)
     size = np.zeros(len(after), np.int64)
     of_length = np.flatnonzero(kind == LENGTH)

@@ -1,4 +1,4 @@
-"""What blocks of device memory are for: parameters, gradients, optimizer state, activations, communication, temporaries.
+"""What blocks of device memory are for: parameters, gradients, optimizer state, activations, temporaries, others.
 
 The call stack of an allocation says in which part of a step it was requested; how long the block lives says the rest.
 An activation is requested in the forward pass and still allocated when the backward pass allocates; a gradient is
