@@ -47,6 +47,7 @@ _KINDS = {
     "rankless_events": _degrading("Merge the ranks' files again so that each event names its rank."),
     "several_ranks": _Kind(_ERROR, "Pass one trace file per rank, or a folder with all of them."),
     "unmatched_pairs": _degrading("Stop the profiler after the profiled work has ended."),
+    "part_of_run": _Kind(_INFO, "Export the run without --step to judge all of it."),
     "unknown_kinds": _degrading("Report this trace to tracekit's authors: the profiler that wrote it is unknown."),
     "undecided_ending_together": _Kind(
         _WARNING, "Report the names to us; until then, add this time to what COMM001 says of exposed communication."
