@@ -13,8 +13,9 @@ from tracekit.ingest.scrub import streams
 from tracekit.ingest.scrub.secrets import HOST, USER, Secrets
 
 _LOGS = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
-_TRACES = (".json", ".json.gz")
-_EVENTS = (b'"traceEvents"', b'"ph"')
+_TRACES = (".json", ".json.gz", ".pfw", ".pfw.gz")
+# Of profiler traces and I/O logs; of execution traces.
+_EVENTS = (b'"traceEvents"', b'"ph"', b'"ctrl_deps"')
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,10 @@ def fields(data: bytes, starts: Ints, ends: Ints) -> Fields:
         at[left] = past
         left = left[past < ends[left]]
     parts.extend(_one_by_one(data, at, ends, left, damaged))
-    columns = (np.concatenate([part[i] for part in parts]) if parts else np.empty(0, np.int64) for i in range(4))
-    return Fields(*columns, damaged)
+    owner, tag, value, size = (
+        np.concatenate([part[i] for part in parts]) if parts else np.empty(0, np.int64) for i in range(4)
+    )
+    return Fields(owner, tag, value, size, damaged)
 
 
 _Part: TypeAlias = tuple[Ints, Ints, Ints, Ints]
