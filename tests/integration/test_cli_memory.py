@@ -11,7 +11,7 @@ from tests.support.kineto_files import write as write_trace
 from tests.support.sample_snapshots import MIB, Simulation, frame, recorded, write
 
 ROOT = Path(__file__).parents[2]
-KEYS = ["peak_allocated_bytes", "peak_reserved_bytes", "live_at_peak", "churn", "oom"]
+KEYS = ["peak_allocated_bytes", "peak_reserved_bytes", "live_at_peak", "churn", "categories", "oom"]
 REPLAY_KEYS = ["segment_allocs", "segment_frees", "peak_reserved_bytes", "device_allocations", "retries"]
 
 
@@ -150,3 +150,22 @@ def test_a_malicious_snapshot_is_rejected_by_name(tmp_path):
     path.write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
     done = tracekit("memory", path)
     assert (done.returncode, "GLOBAL (os.system)" in only_line(done)) == (2, True)
+
+
+def test_two_snapshots_differ_by_what_the_memory_is_for_and_by_who_requested_it(tmp_path):
+    path = simulated(tmp_path)
+    made = Simulation()
+    made.malloc(50 * MIB)
+    made.events[-1]["frames"] = [frame("at::_ops::mm::call(at::Tensor)") | {"filename": "??"}, frame("forward", 12)]
+    other = write(tmp_path / "other.pickle", made.document())
+    output = memory(path, "--against", other)
+    assert output["against"]["peak_allocated_bytes"] == 50 * MIB
+    owners = output["against"]["by_owner"]
+    assert [(row["against_bytes"], row["change_bytes"]) for row in owners] == [(0, 70 * MIB)]
+    by_category = {row["category"]: row["change_bytes"] for row in output["against"]["by_category"]}
+    assert sum(by_category.values()) == output["peak_allocated_bytes"] - 50 * MIB
+    assert sum(row["bytes"] for row in output["categories"]) == output["peak_allocated_bytes"]
+    same = memory(path, "--against", path)["against"]
+    assert (same["by_category"], same["by_owner"]) == ([], [])
+    text = tracekit("memory", path, "--against", other).stdout
+    assert "That is 70 MiB more than the 50 MiB of the other." in text

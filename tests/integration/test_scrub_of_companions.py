@@ -1,4 +1,4 @@
-"""Files of other tools in a run that is shared: I/O logs and execution traces are scrubbed, snapshots are not copied."""
+"""Files of other tools in a run that is shared: logs and execution traces are scrubbed, snapshots are not copied."""
 
 import gzip
 import shutil

@@ -331,6 +331,7 @@ def test_a_manifest_can_say_anything(runs):
         ("a" * 9000 + "7.json", "a" * 119 + "7.json"),
         ("<img src=x>.json", "_img_src_x_.json"),
         ("\u202e.json", "_.json"),
+        ("../run.pftrace.gz", "run.pftrace.gz"),
     ],
 )
 def test_an_uploaded_file_gets_a_name_that_can_only_be_a_trace(given, expected):

@@ -66,7 +66,7 @@ class Placeholder:
 
     def encoded(self, values: Ints | Floats) -> Bytes:
         """Return numbers as they are filled in, shape (n, width)."""
-        return wire.fixed64s(values) if self.is_double else wire.wide_varints(values, self.width)
+        return wire.fixed64s(values) if self.is_double else wire.wide_varints(values.astype(np.int64), self.width)
 
 
 def begin(
