@@ -190,7 +190,7 @@ def _placeholder(numbers: pl.Series) -> Placeholder:
 def _bytes_after(gaps: Mapping[str, Placeholder], texts: InternedTexts) -> dict[str, int]:
     """Return how many bytes of an event follow each of its placeholders, which are its last arguments."""
     after, found = 0, {}
-    for key, placeholder in reversed(gaps.items()):
+    for key, placeholder in reversed(list(gaps.items())):
         found[key] = after
         after += len(perfetto_packets.argument(key, placeholder, texts))
     return found

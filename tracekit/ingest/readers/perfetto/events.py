@@ -137,7 +137,8 @@ def _running_depth(group: Ints, begins: Flags) -> Ints:
     total = np.cumsum(np.where(begins, 1, -1))
     first = np.flatnonzero(np.diff(group, prepend=-1))
     before = np.concatenate(([0], total[first[1:] - 1])) if len(first) else np.empty(0, np.int64)
-    return total - np.repeat(before, np.diff(first, append=len(group)))
+    depth: Ints = total - np.repeat(before, np.diff(first, append=len(group)))
+    return depth
 
 
 def _stray_ends(group: Ints, begins: Flags) -> Flags:

@@ -166,7 +166,7 @@ class _Made:
         """Return the value of an argument with lists or objects inside."""
         data = self.events.packets.data
         fields = wire.fields(data, np.array([begin]), np.array([end]))
-        entries = []
+        entries: list[tuple[str, Any]] = []
         for tag, value, size in zip(fields.tag.tolist(), fields.value.tolist(), fields.size.tolist(), strict=True):
             number = tag >> 3
             if number in (F.ARRAY, F.DICT) and len(entries) < _MOST_ENTRIES and depth < _MOST_DEPTH:
