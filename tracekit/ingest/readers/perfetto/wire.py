@@ -1,7 +1,7 @@
 """The protobuf wire format of many messages at once, as columns. Any bytes are accepted: what is damaged is counted.
 
-Source: the encoding guide of Protocol Buffers. No protobuf library is used: those of Python make an object of each
-message, which takes 10 times as long (docs/inputs.md).
+Source: the encoding guide of Protocol Buffers. The protobuf library is not used: it refuses a truncated file as a whole,
+and to visit the objects that it makes takes as long as reading all tables does here (1.9 s of CPU time for 19 MB).
 """
 
 from dataclasses import dataclass
