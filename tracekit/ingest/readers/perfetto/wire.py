@@ -1,6 +1,6 @@
 """The protobuf wire format of many messages at once, as columns. Any bytes are accepted: what is damaged is counted.
 
-Source: the encoding guide of Protocol Buffers. The protobuf library is not used: it refuses a truncated file as a whole,
+Source: the encoding guide of Protocol Buffers. The protobuf library is not used: it refuses a truncated file entirely,
 and to visit the objects that it makes takes as long as reading all tables does here (1.9 s of CPU time for 19 MB).
 """
 
