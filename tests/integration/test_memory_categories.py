@@ -56,15 +56,19 @@ def frames(path) -> tuple[tuple[str, str], ...]:
     """Return file and function of each frame, the innermost first, as a snapshot with C++ frames has them."""
     found = []
     for event in reversed(path):
-        if (python := _FRAME.match(event.name)) is not None:
+        try:
+            name = event.name
+        except UnicodeDecodeError:  # torch's name of a built-in function may not be text
+            continue
+        if (python := _FRAME.match(name)) is not None:
             file = f"/site-packages/{python[1]}" if python[1].startswith("torch/") else f"/home/me/{python[1]}"
             found.append((file, python[3]))
-        elif event.name.startswith("autograd::engine::evaluate_function"):
+        elif name.startswith("autograd::engine::evaluate_function"):
             found.append(("??", "torch::autograd::Engine::evaluate_function(...)"))
-        elif "AccumulateGrad" in event.name:
+        elif "AccumulateGrad" in name:
             found.append(("??", "torch::autograd::AccumulateGrad::apply(...)"))
-        elif event.name.startswith("aten::"):
-            found.append(("??", f"at::_ops::{event.name[6:]}::call(...)"))
+        elif name.startswith("aten::"):
+            found.append(("??", f"at::_ops::{name[6:]}::call(...)"))
     return tuple(found)
 
 
@@ -79,7 +83,7 @@ def moves(profiler):
         if "Allocation" in str(event.tag):
             fields = event.typed[1]
             found.append((event.start_time_ns, fields.ptr, fields.alloc_size, fields.allocation_id, frames(path)))
-        if event.name == BACKWARD:
+        if "TorchOp" in str(event.tag) and event.name == BACKWARD:
             begins.append(event.start_time_ns)
         for child in event.children:
             walk(child, [*path, event])
