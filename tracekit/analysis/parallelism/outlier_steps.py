@@ -125,12 +125,18 @@ def outlier_steps(run: Run) -> pl.DataFrame:
     events = _events(run)
     if events.is_empty():
         return schema.empty(COLUMNS)
-    lengths = _step_lengths(run)
+    lengths = step_lengths(run)
     parts = [
         _priced(own, lengths.filter(pl.col("window") == window))
         for (window,), own in events.group_by("window", maintain_order=True)
     ]
     return pl.concat(parts).sort("window", "start_ns")
+
+
+def step_lengths(run: Run) -> pl.DataFrame:
+    """Return the median rank's device window of each step. Columns window, step, duration_ns."""
+    of_rank = run.table(breakdown.by_step).group_by("window", "rank", "step").agg(pl.col("duration_ns").max())
+    return of_rank.group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("window", "step")
 
 
 def _without_saves(run: Run, stalls: pl.DataFrame) -> pl.DataFrame:
@@ -232,12 +238,6 @@ def _events(run: Run) -> pl.DataFrame:
         pl.col("step", "is_first", "detail", "name", "ranks").first(),
         pl.col("event").alias("events"), pl.col("start_ns").min(), pl.col("stall_ns").sum(),
     ).drop("_of")  # fmt: skip
-
-
-def _step_lengths(run: Run) -> pl.DataFrame:
-    """Return the median rank's device window of each step. Columns window, step, duration_ns."""
-    of_rank = run.table(breakdown.by_step).group_by("window", "rank", "step").agg(pl.col("duration_ns").max())
-    return of_rank.group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("window", "step")
 
 
 def _priced(events: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:
