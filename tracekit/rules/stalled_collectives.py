@@ -13,7 +13,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.graph import causes
 from tracekit.replay.graph.savings import Removal
-from tracekit.replay.graph.transforms import HostSpan
+from tracekit.replay.graph.transforms import STOPPED, HostSpan
 from tracekit.rules import outlier_steps
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -113,15 +113,23 @@ def removal(run: Run, findings: Iterable[Finding]) -> Removal | None:
     events = run.run_table(stalled_collectives.stalled_collectives)
     steps_of = {each.subject: each.steps for each in findings if each.code == StalledCollective.code}
     own = [
-        row["event"]
+        row
         for row in events.iter_rows(named=True)
         if (steps := steps_of.get(_subject(row))) is not None and (row["step"] is None or row["step"] in steps)
     ]
-    calls = run.run_table(stalled_collectives.stalled_calls).filter(pl.col("event").is_in(own))
+    calls = run.run_table(stalled_collectives.stalled_calls).filter(
+        pl.col("event").is_in([row["event"] for row in own])
+    )
     rows = calls.select(
         "window", "rank", "excess_start_ns", end_ns=pl.col("excess_start_ns") + pl.col("excess_ns")
     ).rows()
-    return Removal(causes.STALLED_COLLECTIVE.name, (), tuple(HostSpan(*row) for row in rows)) if rows else None
+    stopped = [
+        HostSpan(row["window"], rank, row["start_ns"], row["end_ns"], STOPPED)
+        for row in own
+        for rank in row["silent_ranks"]
+    ]
+    spans = (*(HostSpan(*row) for row in rows), *stopped)
+    return Removal(causes.STALLED_COLLECTIVE.name, (), spans) if spans else None
 
 
 def _subject(event: dict[str, Any]) -> str:
@@ -165,9 +173,9 @@ def _cause(event: dict[str, Any]) -> str:
     """Return what stood still, as far as the traces show it."""
     if event["silent_ranks"]:
         several = len(event["silent_ranks"]) > 1
-        where = f" inside {event['name']}" if event["name"] else ""
+        where = f", inside {event['name']}" if event["name"] else ""
         return (
-            f"The host of rank{'s' * several} {units.ranges(event['silent_ranks'])} does nothing meanwhile{where}: "
+            f"Meanwhile the host of rank{'s' * several} {units.ranges(event['silent_ranks'])} does nothing{where}: "
             f"{'these processes were' if several else 'its process was'} stopped or got no CPU time."
         )
     if not event["is_whole"]:

@@ -1,70 +1,67 @@
-"""A training on gloo in which a rank is stopped (SIGSTOP) while it takes part in an all-reduce, and continues later.
+"""A training on gloo in which ranks are stopped (SIGSTOP) while they take part in an all-reduce, and continue later.
 
-torchrun --nproc-per-node 3 stopped_in_collective.py --steps 16 --stop 1:9
+torchrun --nproc-per-node 3 stopped_in_collective.py --steps 16 --stop 1:9:computing 2:12:waiting
 """
 
 import argparse
 import os
+import signal
 import subprocess
+import threading
+import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-WIDTH, BATCH = 1024, 64
+WIDTH, BATCH = 768, 8
+_SOON_S = 0.003
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument(
-        "--stop", nargs="*", default=[], metavar="RANK:STEP", help="which rank is stopped in which step"
-    )
-    parser.add_argument("--stop-s", type=float, default=1.5, help="for how long")
-    parser.add_argument("--after-s", type=float, default=0.01, help="how long after the collective was called")
+    parser.add_argument("--stop", nargs="*", default=[], metavar="RANK:STEP:WHILE", help="WHILE: computing, waiting")
+    parser.add_argument("--stop-s", type=float, default=3.0, help="for how long")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    other = torch.randn(512, 2048)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    stops = {tuple(map(int, each.split(":")[:2])): each.split(":")[2] for each in options.stop}
     for step in range(1, options.steps + 1):
         x = torch.randn(BATCH, WIDTH)
         (model(x) - x).pow(2).mean().backward()
-        stopper = Stopper(options) if f"{dist.get_rank()}:{step}" in options.stop else None
-        reduce(model, stopper)
+        reduce(model, other, stops.get((dist.get_rank(), step)), options.stop_s)
         optimizer.step()
         optimizer.zero_grad()
-        if stopper:
-            stopper.join()
     dist.destroy_process_group()
 
 
-def reduce(model: nn.Module, stopper: "Stopper | None") -> None:
-    """Average the gradients in one collective."""
+def reduce(model: nn.Module, other: Tensor, stop_while: str | None, stop_s: float) -> None:
+    """Average the gradients in one collective, while something else is computed."""
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = torch.cat([each.flatten() for each in gradients])
-    if stopper:
-        stopper.start()
-    dist.all_reduce(flat)
+    work = dist.all_reduce(flat, async_op=True)
+    if stop_while:
+        stopping = threading.Thread(target=stop, args=(stop_s,))
+        stopping.start()
+    if stop_while != "waiting":
+        other @ other.T  # one product, in which the GIL is free
+    work.wait()
     flat /= dist.get_world_size()
     for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
+    if stop_while:
+        stopping.join()
 
 
-class Stopper:
-    """A shell that stops this process and lets it continue: a stopped process cannot do so itself."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        commands = f"read go; sleep {options.after_s}; kill -STOP {os.getpid()}; sleep {options.stop_s}"
-        self._shell = subprocess.Popen(["sh", "-c", f"{commands}; kill -CONT {os.getpid()}"], stdin=subprocess.PIPE)
-
-    def start(self) -> None:
-        assert self._shell.stdin is not None
-        self._shell.stdin.write(b"go\n")
-        self._shell.stdin.flush()
-
-    def join(self) -> None:
-        self._shell.wait()
+def stop(stop_s: float) -> None:
+    """Stop this process; a shell lets it continue."""
+    time.sleep(_SOON_S)
+    subprocess.Popen(["sh", "-c", f"sleep {stop_s}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ FACTS = (*group_bandwidth.FACTS, host_silences.host_silences)
 def stalled_calls(run: Run) -> pl.DataFrame:
     """Return the collectives that take far longer than the same ones usually do; use ``run.run_table``.
 
-    Columns CALL_COLUMNS: transfer_ns (of `group_bandwidth`: from the last known arrival to the end), usual_ns
-    and others (of the other ones: at the same place of other steps, and of the same op, group and size within a factor
-    of two), excess_ns (beyond that), excess_start_ns (when it begins, on the run's clock), rank, start_ns and dur_ns (of
+    Columns CALL_COLUMNS: transfer_ns (of `group_bandwidth`: from the last known arrival to the end), usual_ns and
+    others (of the other ones: at the same place of other steps, and of the same op, group and size within a factor of
+    two), excess_ns (beyond that), excess_start_ns (when it begins, on the run's clock), rank, start_ns and dur_ns (of
     the rank with the shortest wait), event (those that stall at once have one number), ranks (with a trace); one row
     per collective. Sends and receives, saves and the first collective of a group are left out.
     """
@@ -161,8 +161,9 @@ def _silent(run: Run, events: pl.DataFrame) -> pl.DataFrame:
     ).select("window", "rank", "from_ns", "dur_ns", "name")
     pairs = events.select("event", "window", "start_ns", "end_ns", rank="ranks").explode("rank")
     until_ns = pl.min_horizontal("end_ns", pl.col("from_ns") + pl.col("dur_ns"))
-    both_ns = (until_ns - pl.max_horizontal("start_ns", "from_ns")).clip(0).fill_null(0)
-    share = both_ns / (pl.col("end_ns") - pl.col("start_ns"))
+    both_ns = (until_ns - pl.max_horizontal("start_ns", "from_ns")).clip(0)
+    # A rank without a long silence has a row of nulls.
+    share = pl.when(pl.col("from_ns").is_null()).then(0.0).otherwise(both_ns / (pl.col("end_ns") - pl.col("start_ns")))
     of_rank = (
         pairs.join(silences, on=["window", "rank"], how="left")
         .with_columns(share.alias("share"))

@@ -179,6 +179,10 @@ class HostSpan(NamedTuple):
     """The stall that the span is a part of: the same text in other recordings of the same job."""
 
 
+STOPPED = "stopped"
+"""The `stall` of a span in which the process of a rank did not run."""
+
+
 def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Graph:
     """Return the graph after a transform of host time or device stalls that is applied to some ranks."""
     is_on_ranks = graph.frame["rank"].is_in(list(ranks)).to_numpy()
@@ -216,18 +220,22 @@ def without_stalls(graph: Graph, stalls: tuple[HostSpan, ...]) -> Graph:
 
 
 def without_excess(graph: Graph, spans: tuple[HostSpan, ...]) -> Graph:
-    """Return the graph with the collectives that end with some spans of their ranks shorter by these."""
+    """Return the graph with the collectives that end with some spans of their ranks shorter by these.
+
+    Of a rank that was STOPPED in a span, its host's time in the span is removed, too.
+    """
+    stopped = tuple(each for each in spans if each.stall == STOPPED)
     own_ns = graph.own_ns.copy()
     start, end, rank = (graph.column(name) for name in ("start_ns", "end_ns", "rank"))
     calls = np.flatnonzero(graph.matches("kind", "communication"))
     for each in spans:
-        if each.window != graph.window:
+        if each.window != graph.window or each in stopped:
             continue
         here = calls[(rank[calls] == each.rank) & (start[calls] <= each.start_ns + 1)]
         stalled = here[np.abs(end[here] - each.end_ns) <= 1]  # clocks are converted to whole ns
         done = np.unique(graph.done[stalled])
         own_ns[done] = np.maximum(own_ns[done] - (each.end_ns - each.start_ns), 0)
-    return replace(graph, own_ns=own_ns)
+    return without_stalls(replace(graph, own_ns=own_ns), stopped)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
