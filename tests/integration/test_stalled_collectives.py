@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from tests.integration.recorded import command, do, launched, load
+from tracekit.analysis.parallelism import outlier_steps
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 from tracekit.rules.stalled_collectives import StalledCollective
@@ -12,18 +14,26 @@ from tracekit.rules.stalled_collectives import StalledCollective
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 STOP_NS = 3_000_000_000
-COMPUTING, WAITING = 5, 9  # steps of the log, from 0
+PROFILED = 11
+COMPUTING, WAITING, SLEEPING, LAST = 5, 7, 9, 12
+"""Steps in which ranks stop or pause; of 13, from 0."""
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory):
-    """Return the findings on three ranks, of which rank 1 is stopped while it computes, and rank 2 while it waits."""
+def report(tmp_path_factory):
+    """Return the report on three ranks: rank 1 is stopped while it computes, rank 2 while it waits, rank 0 pauses."""
     folder = tmp_path_factory.mktemp("stopped")
     stops = ("--stop", f"1:{COMPUTING + 1}:computing", f"2:{WAITING + 1}:waiting")
-    training = launched(3, "stopped_in_collective.py", "--steps", "12", *stops)
-    done = do(command("--quiet", "--out", "run", "--steps", "2:12", "--", *training), folder)
+    sleeps = ("--sleep", f"0:{SLEEPING + 1}", f"0:{LAST + 1}")
+    training = launched(3, "stopped_in_collective.py", "--steps", str(LAST + 1), *stops, *sleeps)
+    done = do(command("--quiet", "--out", "run", "--steps", f"2:{LAST + 1}", "--", *training), folder)
     assert done.code == 0, done.err
-    return check(load(folder / "run")).findings
+    return check(load(folder / "run"))
+
+
+@pytest.fixture(scope="module")
+def findings(report):
+    return report.findings
 
 
 def stalls(findings):
@@ -35,21 +45,34 @@ def test_a_rank_that_is_stopped_while_it_computes_is_named(findings):
     assert (found.severity, found.ranks) == (Severity.WARNING, (1,))
     assert "one all-reduce of 18 MiB of the group 0 takes " in found.message
     assert "Meanwhile the host of rank 1 does nothing, inside aten::mm: its process was stopped" in found.message
-    assert 0.6 * STOP_NS < 10 * found.cost_ns < 1.2 * STOP_NS  # the other ranks may arrive later on a loaded machine
+    assert (
+        0.6 * STOP_NS < PROFILED * found.cost_ns < 1.2 * STOP_NS
+    )  # the other ranks may arrive later on a loaded machine
 
 
 def test_a_rank_that_is_stopped_while_all_wait_looks_like_the_network(findings):
     found = stalls(findings)[(WAITING,)]
     assert (found.severity, found.ranks) == (Severity.WARNING, (0, 1, 2))
     assert "the network or a member stood still, and the traces do not show which" in found.message
-    assert 0.6 * STOP_NS < 10 * found.cost_ns < 1.2 * STOP_NS  # the other ranks may arrive later on a loaded machine
+    assert (
+        0.6 * STOP_NS < PROFILED * found.cost_ns < 1.2 * STOP_NS
+    )  # the other ranks may arrive later on a loaded machine
 
 
 def test_no_other_finding_contains_the_stops(findings):
     # What a loaded machine adds is part of other findings.
     others = [each for each in findings if each.code != "STEP004"]
-    assert all(not {COMPUTING, WAITING}.intersection(each.steps) for each in others if each.code == "STEP001")
+    assert all(not {COMPUTING, WAITING} & {*each.steps} for each in others if each.code == "STEP001")
     assert all("after STEP004" in each.message for each in others if each.code == "COMM001")
+
+
+def test_a_pause_costs_as_much_in_the_last_step_as_in_a_middle_one(report):
+    steps = report.run.run_table(outlier_steps.outlier_steps).filter(pl.col("ranks") == [0])
+    lost_ns = dict(steps.group_by("gap_step").agg(pl.col("lost_ns").max()).iter_rows())
+    assert lost_ns[SLEEPING] == pytest.approx(STOP_NS, rel=0.3)
+    assert lost_ns[LAST] == pytest.approx(STOP_NS, rel=0.3)
+    (found,) = (each for each in report.findings if each.code == "STEP001" and LAST in each.steps)
+    assert found.ranks == (0,)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A training on gloo in which ranks are stopped (SIGSTOP) while they take part in an all-reduce, and continue later.
 
-torchrun --nproc-per-node 3 stopped_in_collective.py --steps 16 --stop 1:9:computing 2:12:waiting
+torchrun --nproc-per-node 3 stopped_in_collective.py --steps 16 --stop 1:9:computing 2:12:waiting --sleep 0:14
 """
 
 import argparse
@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--stop", nargs="*", default=[], metavar="RANK:STEP:WHILE", help="WHILE: computing, waiting")
+    parser.add_argument("--sleep", nargs="*", default=[], metavar="RANK:STEP", help="which ranks pause after a step")
     parser.add_argument("--stop-s", type=float, default=3.0, help="for how long")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -36,6 +37,8 @@ def main() -> None:
         reduce(model, other, stops.get((dist.get_rank(), step)), options.stop_s)
         optimizer.step()
         optimizer.zero_grad()
+        if f"{dist.get_rank()}:{step}" in options.sleep:
+            time.sleep(options.stop_s)
     dist.destroy_process_group()
 
 
