@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--stop", nargs="*", default=[], metavar="RANK:STEP:WHILE", help="WHILE: computing, waiting")
-    parser.add_argument("--sleep", nargs="*", default=[], metavar="RANK:STEP", help="which ranks pause after a step")
+    parser.add_argument("--sleep", nargs="*", default=[], metavar="RANK:STEP", help="which ranks pause before an optimizer step")
     parser.add_argument("--stop-s", type=float, default=3.0, help="for how long")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -35,10 +35,10 @@ def main() -> None:
         x = torch.randn(BATCH, WIDTH)
         (model(x) - x).pow(2).mean().backward()
         reduce(model, other, stops.get((dist.get_rank(), step)), options.stop_s)
-        optimizer.step()
-        optimizer.zero_grad()
         if f"{dist.get_rank()}:{step}" in options.sleep:
             time.sleep(options.stop_s)
+        optimizer.step()
+        optimizer.zero_grad()
     dist.destroy_process_group()
 
 
