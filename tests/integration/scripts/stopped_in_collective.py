@@ -22,7 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--stop", nargs="*", default=[], metavar="RANK:STEP:WHILE", help="WHILE: computing, waiting")
-    parser.add_argument("--sleep", nargs="*", default=[], metavar="RANK:STEP", help="which ranks pause before an optimizer step")
+    parser.add_argument(
+        "--sleep", nargs="*", default=[], metavar="RANK:STEP", help="which ranks pause before an optimizer step"
+    )
     parser.add_argument("--stop-s", type=float, default=3.0, help="for how long")
     options = parser.parse_args()
     dist.init_process_group("gloo")
