@@ -35,7 +35,7 @@ def test_a_file_that_may_not_grow_is_one_line(name: str, tmp_path: Path) -> None
         cli_runner.command(*COMMANDS[name]),
         cwd=tmp_path,
         env=cli_runner.environment(TRACEKIT_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1"),
-        preexec_fn=_limit_files,  # noqa: PLW1509 the limit must be set in the new process
+        preexec_fn=_limit_files,
         capture_output=True,
         text=True,
         timeout=120,
