@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.communication import stalled_collectives
+from tracekit.analysis.parallelism import stalled_collectives
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run

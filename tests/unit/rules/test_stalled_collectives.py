@@ -8,7 +8,7 @@ import tracekit
 from tests.support.drawn_hosts import UNIT_NS
 from tests.support.rule_examples import all_reduce_run
 from tests.unit.simulate.jobs import job, written
-from tracekit.analysis.communication import stalled_collectives
+from tracekit.analysis.parallelism import stalled_collectives
 from tracekit.rules.engine import check
 from tracekit.rules.outlier_steps import OutlierStep
 from tracekit.rules.rule import Severity
