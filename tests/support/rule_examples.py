@@ -379,6 +379,35 @@ def slow_link_run(*took: int) -> Run:
     return drawn_traces.run(*traces)
 
 
+def all_reduce_run(
+    *took: int,
+    late: dict[tuple[int, int], int] | None = None,
+    doing: dict[int, tuple[tuple[str, str, int, int], ...]] | None = None,
+    ranks: tuple[int, ...] = (0, 1),
+    hidden: bool = False,
+) -> Run:
+    """Return ranks with one all-reduce in each step, given its duration in each step; the group has ranks 0 and 1.
+
+    `late` is by how much a rank comes later, by rank and step, `doing` what a rank's host does. Compute overlaps the
+    all-reduces if they are `hidden`.
+    """
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
+    waits = [max((late or {}).get((rank, step), 0) for rank in (0, 1)) for step in range(len(took))]
+    traces = []
+    for rank in ranks:
+        own = [(late or {}).get((rank, step), 0) for step in range(len(took))]
+        each = list(zip(took, waits, own, strict=True))
+        steps = "".join(str(step) * (3 + wait + n) for step, (n, wait, _) in enumerate(each))
+        comm = "".join("." * (2 + after) + "x" * (wait - after + n) + "." for n, wait, after in each)
+        compute = "".join("aa" + "." * (wait) + ("b" if hidden else ".") * n + "." for n, wait, _ in each)
+        picture = f"step {steps}\ncompute {compute}\ncomm {comm}"
+        happening = (doing or {}).get(rank, ())
+        traces.append(
+            drawn_hosts.trace(picture, {"a": 0}, happening, rank=rank, groups=groups, ops={"x": "all_reduce"})
+        )
+    return drawn_traces.run(*traces)
+
+
 def recomputation_run(free_bytes: int, *, step: str = "0" * 20) -> Run:
     """Return a run that recomputes kernel r (1 GiB of activations) in backward, with `free_bytes` never reserved."""
     picture = f"step {step}\ncompute ffffffffrrrrbbbbbbbb"
@@ -467,6 +496,7 @@ EXAMPLES: dict[str, Example] = {
         lambda: drawn_traces.run(drawn_traces.slowing(dict.fromkeys("abcdefgh", 12))),
         lambda: drawn_traces.run(drawn_traces.slowing({"a": 12})),
     ),
+    "STEP004": Example(lambda: all_reduce_run(*[2] * 6, 60, 2), lambda: all_reduce_run(*[2] * 6, 7, 2)),
     "RANK001": Example(lambda: straggler_run(0, 3), lambda: straggler_run(0, 0)),
     "RANK002": Example(lambda: slow_link_run(3, 6), lambda: slow_link_run(3, 3)),
     "MEM002": Example(lambda: recomputation_run(10 * GIB), lambda: recomputation_run(5 * GIB)),

@@ -7,7 +7,7 @@ Exit codes: 0 success, 1 a finding or a metric fails the check, 2 input or optio
 import logging
 import os
 import sys
-from errno import EACCES, EDQUOT, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENOSPC, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENOSPC, EPERM, EROFS
 from typing import Annotated
 
 import typer
@@ -43,7 +43,7 @@ from tracekit.errors import TracekitError
 DEBUG = "TRACEKIT_DEBUG"
 INTERNAL_ERROR, INTERRUPTED = 3, 130
 # Errors of the operating system that only the user can fix.
-_SYSTEM_ERRORS = (EACCES, EPERM, EROFS, ENOSPC, EDQUOT, EIO, ENAMETOOLONG, ELOOP, EMFILE)
+_SYSTEM_ERRORS = (EACCES, EPERM, EROFS, ENOSPC, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ELOOP, EMFILE)
 
 app = typer.Typer(
     help="Find out why a distributed PyTorch training is slow, what it costs and what to change.",

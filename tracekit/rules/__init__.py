@@ -41,6 +41,7 @@ from tracekit.rules.save_stalls import (
     StagedSave,
     StragglingWriter,
 )
+from tracekit.rules.stalled_collectives import StalledCollective
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.rules.streams import GiveWay, NeedlessOrder
 from tracekit.rules.tensor_parallel import ExposedTensorParallel, TensorParallelAcrossNodes
@@ -79,6 +80,7 @@ RULES: tuple[type[Rule], ...] = (
     OutlierStep,
     ColdStart,
     ClockDrop,
+    StalledCollective,
     SteadyDeviceAllocation,
     NeedlessRecomputation,
     GrowingMemory,

@@ -10,12 +10,11 @@ from tracekit.analysis.parallelism import late_ranks
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, representative_ranks, savings, steps
-from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.replay.graph.savings import Removal
 from tracekit.replay.graph.transforms import HostSpan
-from tracekit.rules import single_stalls
+from tracekit.rules import single_stalls, stalled_collectives
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings
 
 _MIN_LAUNCHED_RATIO = 0.9
@@ -23,6 +22,8 @@ _MIN_LAUNCHED_RATIO = 0.9
 _MIN_ACTIVITIES = 100
 """With less work on each rank, waits cannot be inferred."""
 _DATA, _STRAGGLER, _LATE_LAUNCH = "data-loading", "straggler", "late-launch"
+_OF_STALLS = (single_stalls.CODE, stalled_collectives.StalledCollective.code)
+_OF_TRANSFERS = ("communication", "slow-link", "slowed-collectives", "small-collectives")
 _DIRECT = (_DATA, "blocking-sync", "allocator", "checkpoint", "device-stall", "clock-drop")
 _CONSEQUENCES = (_STRAGGLER, _LATE_LAUNCH)
 """Causes that also contain the time of the causes before them: late ranks and late launches have reasons themselves."""
@@ -51,11 +52,12 @@ def attribute_costs(report: Report) -> Report:
     the message states them.
 
     One trouble has one price. The single stalls of a finding of STEP001 are removed where they are. That comes first,
-    for those that STEP001 still warns of, and the first uses of STEP002, stay in the replays of other causes. In a
-    window of one step, STEP001 is information where the rule of the cause warns. Data loading, blocking calls,
-    allocator calls, saves, device stalls and clock drops of a late rank are what makes it late: a straggler is priced
-    by what it costs without those that have a warning, and is information if that is less than half of it. Late
-    launches are priced by what remains without all these and without stragglers.
+    for those that STEP001 still warns of, and the first uses of STEP002, stay in the replays of other causes. So are
+    the stalled collectives of STEP004, and causes that are the time of transfers are priced without them. In a window
+    of one step, STEP001 is information where the rule of the cause warns. Data loading, blocking calls, allocator
+    calls, saves, device stalls and clock drops of a late rank are what makes it late: a straggler is priced by what it
+    costs without those that have a warning, and is information if that is less than half of it. Late launches are
+    priced by what remains without all these and without stragglers.
 
     Of a run with many ranks, representative ones are replayed; a note says which. A finding on other ranks keeps the
     cost that its rule measured.
@@ -69,11 +71,12 @@ def attribute_costs(report: Report) -> Report:
     replayable = bool(named) and _can_be_replayed(run)
     priced = [each for finding in report.findings for each in _priced_stalls(report.run, run, finding, replayable)]
     stalls = single_stalls.reported(report.run, priced) if replayable else pl.DataFrame()
+    stalled = stalled_collectives.removal(report.run, priced) if replayable else None
     findings: list[Finding] = []
     removed: list[Removal] = []
     for finding in sorted(priced, key=_order):
         own = _removal(report.run, finding, stalls)
-        repriced = list(_with_replayed_cost(run, finding, own, removed)) if replayable else _measured(finding)
+        repriced = list(_with_replayed_cost(run, finding, own, removed, stalled)) if replayable else _measured(finding)
         findings += repriced
         if own and _is_confirmed(finding, repriced):
             removed.append(own)
@@ -98,7 +101,8 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     stalls = single_stalls.reported(report.run, report.findings)
     *first, own = (replace(each, stalls=_staying_in_both(report.run, stalls, each)) for each in removals)
     run = representative_ranks.run_of(report.run, tuple(each.ranks for each in removals if each.ranks))
-    alone, after = _savings(run, own, tuple(first))
+    stalled = stalled_collectives.removal(report.run, report.findings)
+    alone, after = _savings(run, own, (*_stalled_before(own, stalled), *first))
     return max(0, min(each.saved_ns for each in (alone, after) if each)) if alone else 0
 
 
@@ -116,11 +120,14 @@ def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) 
 
     `replayed` is the run of the ranks that are replayed.
     """
-    if finding.code != single_stalls.CODE or not replayable:
+    if finding.code == stalled_collectives.StalledCollective.code:
+        own = stalled_collectives.removal(run, (finding,))
+    else:
+        own = Removal(causes.SINGLE_STALL.name, (), tuple(single_stalls.of_finding(run, finding)))
+    if finding.code not in _OF_STALLS or not replayable or own is None:
         return (finding,)
-    own = Removal(causes.SINGLE_STALL.name, (), tuple(single_stalls.of_finding(run, finding)))
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
-    return [replace(each, removals=()) for each in _with_replayed_cost(replayed, finding, own, [])]
+    return [replace(each, removals=()) for each in _with_replayed_cost(replayed, finding, own, [], None)]
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
@@ -140,7 +147,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
 
 def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None:
     """Return the removal of a finding's cause, in which single stalls stay; None for a finding without a cause."""
-    if finding.what_if is None or finding.code == single_stalls.CODE:
+    if finding.what_if is None or finding.code in _OF_STALLS:
         return None
     cause = finding.what_if.cause
     return Removal(cause, finding.ranks if cause == _STRAGGLER else (), single_stalls.staying(run, stalls, cause))
@@ -148,7 +155,7 @@ def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None
 
 def _code(removal: Removal) -> str:
     """Return the code of the rule on a removed cause: a straggler of several ranks is a late group."""
-    return _LATE_GROUP if removal.cause == _STRAGGLER and len(removal.ranks) > 1 else CAUSES[removal.cause].code
+    return _LATE_GROUP if removal.cause == _STRAGGLER and len(removal.ranks) > 1 else causes.find(removal.cause).code
 
 
 def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
@@ -160,6 +167,11 @@ def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal
         return ()
     direct = (each for each in removed if each.cause != _STRAGGLER)
     return tuple(replace(each, ranks=finding.ranks) for each in direct if _makes_late(run, finding, each.cause))
+
+
+def _stalled_before(own: Removal, stalled: Removal | None) -> tuple[Removal, ...]:
+    """Return the removal of stalled collectives where a cause is the time of transfers: their excess is not its."""
+    return (stalled,) if stalled and own.cause in _OF_TRANSFERS else ()
 
 
 def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
@@ -221,10 +233,13 @@ def _measured(finding: Finding) -> list[Finding]:
     return [finding] if is_costly else []
 
 
-def _with_replayed_cost(run: Run, finding: Finding, own: Removal | None, removed: list[Removal]) -> Iterator[Finding]:
+def _with_replayed_cost(
+    run: Run, finding: Finding, own: Removal | None, removed: list[Removal], stalled: Removal | None
+) -> Iterator[Finding]:
     """Yield the finding, with the cost from a replay if there is one; nothing if the cost is too small.
 
-    The causes of which it is a consequence are removed before: only what remains is the finding's.
+    The causes of which it is a consequence, and stalled collectives, are removed before: only what remains is the
+    finding's.
     """
     what_if = finding.what_if
     if what_if is None or own is None:
@@ -233,13 +248,14 @@ def _with_replayed_cost(run: Run, finding: Finding, own: Removal | None, removed
     if finding.ranks and not set(finding.ranks) & set(run.ranks):
         yield from _measured(finding)
         return
-    first = _before(run, finding, removed)
+    causing = _before(run, finding, removed)
+    first = (*_stalled_before(own, stalled), *causing)
     alone, after = _savings(run, own, first)
     if alone is None:
         yield from _measured(finding)
         return
     least = min(alone, after, key=lambda each: each.saved_ns) if after else alone
-    priced = replace(_reprice(finding, what_if, first, least), removals=(*first, own))
+    priced = replace(_reprice(finding, what_if, first, least), removals=(*causing, own))
     repriced = _with_other_ranks(run, priced, what_if.cause)
     if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * alone.saved_ns:
         yield replace(repriced, severity=Severity.INFO)  # most of it is the trouble that makes the rank late
@@ -310,8 +326,8 @@ def _saving_per_step(run: Run, own: Removal, *, first: tuple[Removal, ...] = ())
 
     None if there is no replay.
     """
-    is_stall = own.cause == causes.SINGLE_STALL.name
-    without = savings.stall_saving(run, own.stalls) if is_stall else savings.saving_of(run, (*first, own))
+    is_stall = own.cause in causes.OF_FINDINGS
+    without = savings.stall_saving(run, own) if is_stall else savings.saving_of(run, (*first, own))
     if without.steps.is_empty():
         return None
     count = without.steps.select("window", "step").n_unique()

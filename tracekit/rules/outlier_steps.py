@@ -97,7 +97,9 @@ class OutlierStep(Rule):
     what the steps are shorter in a replay without the stall; where there is no replay, the stall, and at most what the
     step takes longer than the median of the steps without stalls. It is a warning from `min_lost_ratio` of the window;
     from `min_step_ratio` of a step it is information. On a CPU run, whose ops run on
-    the host and whose threads are often interrupted, only pauses in Python of `min_cpu_step_ratio` of a step count.
+    the host and whose threads are often interrupted, only pauses in Python of `min_cpu_step_ratio` of a step count. In
+    the last step of a window, where no other rank can wait, the ranks that stall show what is lost; there, a stall also
+    lasts from the last work to the end of the step on the host.
     Saves that have a span belong to CKPT001.
 
     How to fix: see the cause: for retries a lower peak; gc.disable() and gc.collect() on all ranks in the same step;
@@ -170,7 +172,10 @@ class OutlierStep(Rule):
             ranks=() if everyone else tuple(event["ranks"]),
             steps=distinct(own, "step"),
             evidence=_evidence(run, own),
-            what_if=WhatIf(causes.SINGLE_STALL.name, min_saved_ratio) if self._on_device(run) else None,
+            # After the last work there is nothing that a replay could show.
+            what_if=WhatIf(causes.SINGLE_STALL.name, min_saved_ratio)
+            if self._on_device(run) and not event["is_last"]
+            else None,
             subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
         )
 

@@ -15,7 +15,7 @@ from tracekit.simulate.fsdp1 import Ddp, Fsdp1
 from tracekit.simulate.fsdp2 import Fsdp2, Hsdp
 from tracekit.simulate.hosts import SPACE_NS, HostState
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Job
-from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel, timed_program
+from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction, Kernel, timed_program
 from tracekit.simulate.recording import Activity, RankRecord, Recording
 from tracekit.simulate.schedule import Schedule
 from tracekit.simulate.yafsdp import Yafsdp, YafsdpV1
@@ -71,6 +71,7 @@ class Engine:
         self._heap: list[tuple[int, int, _Handler, tuple[Any, ...]]] = []
         self._count = 0
         self._jitter = _jitter(job)
+        self._has_stalled = False
         self._transfers: dict[tuple[str, int], Transfer] = {}
         self._members = set(job.simulated_ranks)
         hardware, impairments = job.hardware, job.impairments
@@ -126,10 +127,19 @@ class Engine:
             expected = len(self._members.intersection(group.ranks))
             transfer_ns = self.world.transfer_ns(kernel.collective, group) * self.world.slowed(group, step)
             transfer_ns *= self.jitter(key + 104_729)
+            transfer_ns += self._collective_stall_ns(kernel.collective, step)
             transfer = Transfer(group, number, kernel.collective, expected, remaining_ns=transfer_ns)
             self._transfers[group.name, number] = transfer
         turns.append(transfer)
         return transfer
+
+    def _collective_stall_ns(self, collective: Collective, step: int) -> int:
+        """Return how much longer a new collective takes: only the first one of the step that stalls does."""
+        stalled = self.job.impairments.stalled_collective
+        if stalled is None or stalled[0] != step or self._has_stalled or collective.peer is not None:
+            return 0
+        self._has_stalled = True
+        return stalled[1]
 
     # Streams ---------------------------------------------------------------------------------------------------------
     def _advance(self, now_ns: int, stream: Stream) -> None:

@@ -86,6 +86,10 @@ def _step_ns(job: Job) -> int:
     return engine.total_ns(healthy) // 2
 
 
+def _stall_ns(job: Job) -> int:
+    return round(_STALL * _step_ns(job))
+
+
 @_fault(
     "slow-rank",
     "RANK001",
@@ -183,6 +187,36 @@ def _host_sync(job: Job, given: Sequence[str]) -> Job:
 )
 def _dataloader_stall(job: Job, given: Sequence[str]) -> Job:
     return impaired(job, data_stall_ns=fault_arguments.duration(given, lambda: round(_STALL * _step_ns(job))))
+
+
+@_fault(
+    "host-stall",
+    "STEP001",
+    "[:RANK[:DURATION[:STEP]]]",
+    "one rank's host stops once for DURATION (1.3 times the steps so far, for it runs ahead) between forward and "
+    "backward of a step (the middle one)",
+    steps=lambda job: tuple(sorted({step for step, _ in job.impairments.host_stalls.values()})),
+    ranks=lambda job: tuple(job.impairments.host_stalls),
+)
+def _host_stall(job: Job, given: Sequence[str]) -> Job:
+    rank, step = fault_arguments.rank(job, given, 0), fault_arguments.step(job, given, 2, job.steps // 2)
+    took_ns = fault_arguments.duration(given[1:], lambda: (step + 1) * _stall_ns(job))
+    return impaired(job, host_stalls={**job.impairments.host_stalls, rank: (step, took_ns)})
+
+
+@_fault(
+    "stalled-collective",
+    "STEP004",
+    "[:DURATION[:STEP]]",
+    "the first collective of a step (the middle one) takes DURATION longer (1.3 steps) although all ranks have arrived",
+    steps=lambda job: (job.impairments.stalled_collective or (0, 0))[:1],
+    hybrid=True,
+)
+def _stalled_collective(job: Job, given: Sequence[str]) -> Job:
+    if job.steps < 2:
+        raise ValueError("it needs --steps 2 or more: other steps show how long the collective usually takes")
+    took_ns = fault_arguments.duration(given, lambda: _stall_ns(job))
+    return impaired(job, stalled_collective=(fault_arguments.step(job, given, 1, job.steps // 2), took_ns))
 
 
 @_fault(

@@ -68,6 +68,7 @@ class HostState:
             program.CloseSlice: self._end_slice,
             program.SwitchThread: self._switch,
             program.PassTime: self._spend,
+            program.Stall: self._stall,
             program.Call: self._call,
             program.Launch: self._launch,
             program.Record: self._record_event,
@@ -134,6 +135,11 @@ class HostState:
 
     def _spend(self, what: program.PassTime) -> None:
         self._clock_ns += what.ns
+
+    def _stall(self, _: program.Stall) -> None:
+        step, stall_ns = self._engine.job.impairments.host_stalls.get(self._device.rank, (None, 0))
+        if step == self._step:
+            self._clock_ns += stall_ns
 
     def _begin_step(self, what: program.Step) -> None:
         self._step = what.number

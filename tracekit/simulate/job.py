@@ -38,6 +38,10 @@ class Impairments:
     before the next action is launched; None: no read."""
     data_stall_ns: int = 0
     """Wait for each batch, during which nothing is launched."""
+    host_stalls: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """By rank: in which step its host stops once, between forward and backward, and for how long."""
+    stalled_collective: tuple[int, int] | None = None
+    """The step whose first collective takes longer although all ranks have arrived, and by how much."""
     save_ns: int = 0
     """How long a checkpoint blocks training after `save_step`."""
     save_step: int = 0

@@ -80,6 +80,10 @@ class PassTime(NamedTuple):
     ns: int
 
 
+class Stall(NamedTuple):
+    """The host of a rank stops here, if `Impairments.host_stalls` says so for the current step."""
+
+
 class Call(NamedTuple):
     """A runtime call that takes host time. `drains` makes it wait until the device has done all that was launched."""
 
@@ -152,6 +156,7 @@ Instruction: TypeAlias = (
     | CloseSlice
     | SwitchThread
     | PassTime
+    | Stall
     | Call
     | Launch
     | Record

@@ -70,6 +70,8 @@ class Schedule:
             for micro_batch in range(self.job.micro_batches):
                 self.micro_batch = micro_batch
                 self._forward(number)
+                if impairments.host_stalls and micro_batch == 0:
+                    host.add(program.Stall())
                 self._backward(number)
             host.begin(f"{number} optimizer")
             with (

@@ -1,9 +1,13 @@
 """Outlier steps and cold windows on drawn timelines: one host stalls once, or all do."""
 
+import polars as pl
 import pytest
 
+from tests.support import drawn_traces
 from tests.support.drawn_hosts import UNIT_NS
 from tests.support.rule_examples import stalled_run
+from tracekit.model import schema
+from tracekit.model.trace import Trace
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
@@ -103,3 +107,69 @@ def test_a_stall_in_a_graph_launch_gets_a_fix_for_graphs():
     assert "cudaGraphUpload" in found.fix
     (found,) = judge(stalled_run("late", "", doing=(("cudaLaunchKernel", "runtime", 0, 39),)))
     assert "Graph" not in found.fix
+
+
+# Stalls in the last step of a window ----------------------------------------------------------------------------------
+
+
+def cpu_run(step, where, pause, ranks=3, steps=8):
+    """Return ranks on a CPU, of which rank 1 pauses in a step, before its last op or after it; times in UNIT_NS.
+
+    # op    aaaa  bb.aaaa  bb.     others wait for rank 1 in the all-reduce of the next step, if there is one
+    # comm      xx.      xx.
+    """
+    rows = {rank: [] for rank in range(ranks)}
+    at = dict.fromkeys(rows, 0)
+    for number in range(steps):
+        begin, arrived = dict(at), {rank: at[rank] + 40 for rank in rows}
+        end = max(arrived.values()) + 20
+        for rank in rows:
+            stalls = (rank, number) == (1, step)
+            late, after = (pause if stalls and where == each else 0 for each in ("before", "after"))
+            rows[rank] += [("a", begin[rank], arrived[rank], number), ("x", arrived[rank], end, number)]
+            rows[rank] += [("b", end + late, end + late + 20, number)]
+            at[rank] = end + late + 20 + after + 5
+            rows[rank] += [("step", begin[rank], at[rank] - 1, number)]
+    return drawn_traces.run(*(_cpu_trace(rank, rows[rank]) for rank in rows))
+
+
+def _cpu_trace(rank, rows):
+    slices = [(name, start * UNIT_NS, (end - start) * UNIT_NS, step) for name, start, end, step in rows]
+    work = [each for each in slices if each[0] != "step"]
+    activities = pl.DataFrame(work, schema=["name", "start_ns", "dur_ns", "step"], orient="row").with_columns(
+        pl.when(pl.col("name") == "x").then(pl.lit("communication")).otherwise(pl.lit("compute")).alias("kind"),
+        pl.when(pl.col("name") == "x").then(1).otherwise(0).alias("lane"),
+        pl.int_range(pl.len()).alias("id"), pl.int_range(pl.len()).alias("launch_id"),
+    )  # fmt: skip
+    ops = activities.select("id", "lane", "name", "start_ns", "dur_ns", "step", kind=pl.lit("cpu_op"))
+    calls = activities.filter(pl.col("name") == "x").select(activity_id="id", op=pl.lit("all_reduce"), sent_bytes=1024)
+    first = {step: start for name, start, _, step in work if name == "a"}
+    last = max(start + dur for _, start, dur, _ in work)
+    marks = [
+        {"step": step, "host_start_ns": start, "host_end_ns": start + dur, "start_ns": first[step],
+         "end_ns": first.get(step + 1, last)}
+        for name, start, dur, step in slices if name == "step"
+    ]  # fmt: skip
+    lanes = pl.DataFrame({"lane": [0, 1], "name": ["main", "gloo"], "role": ["compute", "communication"]})
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1, 2]]})
+    tables = {
+        "lanes": lanes, "activities": activities, "ops": ops, "collectives": calls, "groups": groups,
+        "steps": pl.DataFrame(marks),
+    }  # fmt: skip
+    conformed = {name: schema.TABLES[name].conform(table) for name, table in tables.items()}
+    return Trace(rank=rank, window=0, path=f"drawn-rank{rank}", **conformed)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_stall_costs_as_much_in_the_last_step_as_in_a_middle_one(where):
+    pause = 400
+    (middle,), (last,) = (judge(cpu_run(step, where, pause)) for step in (4, 7))
+    assert middle.ranks == last.ranks == (1,)
+    assert (last.severity, last.steps) == (Severity.WARNING, (7,))
+    assert middle.cost_ns == pytest.approx(pause * UNIT_NS / 8, rel=0.05)
+    assert last.cost_ns == pytest.approx(middle.cost_ns, rel=0.05)
+    assert last.impact == pytest.approx(middle.impact, rel=0.05)
+
+
+def test_a_window_that_ends_as_its_steps_do_has_no_stall_at_its_end():
+    assert judge(cpu_run(7, "after", 0)) == ()

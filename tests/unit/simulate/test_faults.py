@@ -37,6 +37,8 @@ MARKS: dict[str, Callable[[Recording], float]] = {
     "late-launch": lambda r: _spans(r, "tracekit::forward"),
     "host-sync": lambda r: sum(s.name == "cudaStreamSynchronize" for s in r.ranks[0].slices),
     "dataloader-stall": lambda r: _spans(r, "tracekit::data"),
+    "host-stall": lambda r: r.total_ns,
+    "stalled-collective": lambda r: _kernels(r, "AllGather"),
     "checkpoint-stall": lambda r: _spans(r, "tracekit::checkpoint"),
     "allocator-retry": lambda r: sum(s.name == "cudaMalloc" for s in r.ranks[0].slices),
     "give-way": lambda r: _kernels(r, "DivFunctor"),

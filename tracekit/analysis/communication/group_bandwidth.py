@@ -39,17 +39,22 @@ def transfers(run: Run) -> pl.DataFrame:
     activity_id (of the rank that waited least); one row per collective of a step. transfer_ns is the shortest time over
     ranks from the last known arrival to the end: a rank without a trace may have arrived later.
     """
+    measured = list(collective_instances.BUS_FACTORS)
+    return run.run_table(collective_times).filter(pl.col("op").is_in(measured), pl.col("bytes").is_not_null())
+
+
+def collective_times(run: Run) -> pl.DataFrame:
+    """Return `transfers` of all ops, also of those without a size; use ``run.run_table``."""
     key = ["window", "rank", "activity_id"]
     waits = run.run_table(collective_instances.waits).select(*key, "wait_ns")
     axes, listed = run.table(group_axes).unique(_OF_RANK, keep="first"), [*_OF_RANK, "group_ranks"]
     windows = run.table(breakdown.by_step).filter(pl.col("step").is_null()).select("window", "rank", "step").unique()
-    one, measured = [*_GROUP, "step", *_WHAT], list(collective_instances.BUS_FACTORS)
+    one = [*_GROUP, "step", *_WHAT]
     every = run.table(collective_matching.calls)
     in_window = every.join(windows, on=list(windows.columns), how="semi", nulls_equal=True)
     calls = (
         pl.concat([every.drop_nulls("step"), in_window])
-        .filter(pl.col("phase").ne_missing(conventions.CHECKPOINT), pl.col("op").is_in(measured))
-        .drop_nulls("bytes")
+        .filter(pl.col("phase").ne_missing(conventions.CHECKPOINT))
         .join(waits.unique(key), on=key, how="left")
         .join(run.table(exposed_times), on=key, how="left")
         .join(axes.drop("group_ranks"), on=_OF_RANK, how="left")

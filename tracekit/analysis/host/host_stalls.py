@@ -1,5 +1,8 @@
 """Host stalls: single long gaps in compute that the host causes, and what the host did in each."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import polars as pl
 
@@ -8,7 +11,7 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import launch_delay
-from tracekit.analysis.time import host_state, trace_columns
+from tracekit.analysis.time import breakdown, host_state, trace_columns
 from tracekit.model import intervals, schema
 from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
@@ -24,12 +27,14 @@ FIRST_USE = (COMPILE, AUTOTUNE, KERNEL_LOADING, ALLOCATION)
 """Causes that a training has when it does something for the first time."""
 
 COLUMNS = schema.columns(
-    "step gap_step device place nth cause detail name start_ns dur_ns evidence_ns", place=pl.String
+    "step gap_step device place nth cause detail name start_ns dur_ns evidence_ns is_last", place=pl.String
 )
 MIN_STALL_NS = 1_000_000
 _MAX_STALLS = 200
 _MIN_COVERED = 0.5
 _LONG_LAUNCH_NS = 1_000_000
+
+_STALL = ("step", "gap_step", "device", "place", "nth", "detail", "start_ns", "dur_ns")
 
 _PATTERNS = {
     # Kineto's overhead events and what the profiler itself calls.
@@ -54,16 +59,17 @@ _MIN_FREES = 2  # in a retry the allocator frees its whole cache
 def host_stalls(trace: Trace) -> pl.DataFrame:
     """Return the longest gaps in compute that the host causes, with what it did.
 
+    So is the time from a device's last work to the end of the last step on the host, in which nothing follows.
+
     Columns COLUMNS: step (that launched the compute which ends the gap), gap_step (whose device window the gap is in),
     place and nth (name of that compute, and its number among those of that name in its step), cause (of CAUSES), detail
     (the host's state for most of the time, of `host_state.HOST_STATES`), name (of the innermost slice that covers half
-    of the stall; null if none does), evidence_ns (time in slices that show the cause); one row per gap of MIN_STALL_NS
-    or more, by start.
+    of the stall; null if none does), evidence_ns (time in slices that show the cause), is_last (after the last work;
+    place and nth are then those of the first compute of the last step); one row per gap of MIN_STALL_NS or more, by
+    start.
     """
     pieces = _long_gaps(compute_gap_causes.compute_gap_causes(trace))
-    if pieces.is_empty():
-        return schema.empty(COLUMNS)
-    stalls = _stalls(trace, pieces)
+    stalls = pl.concat([_stalls(trace, pieces), *_after_last_work(trace)])
     if stalls.is_empty():
         return schema.empty(COLUMNS)
     spans = intervals.from_table(stalls)
@@ -108,7 +114,48 @@ def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
         .rename({"step": "gap_step", "name": "place"})
         .with_columns(pl.coalesce("launched_in", "gap_step").alias("step"))
         .sort("start_ns", "device")
+        .select(*_STALL, is_last=pl.lit(value=False))
     )
+
+
+def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
+    """Yield the time from the last work of each device to the end of the last step on the host, if it is a stall."""
+    ended = (
+        trace.steps.drop_nulls(["step", "start_ns", "host_end_ns"])
+        .sort("step")
+        .unique("device", keep="last", maintain_order=True)
+    )
+    for step in ended.sort("device").iter_rows(named=True):
+        busy = intervals.union(*breakdown.busy(trace, step["device"]))
+        idle_ns = step["host_end_ns"] - int(busy[-1, 1]) if len(busy) else 0
+        if idle_ns < MIN_STALL_NS:
+            continue
+        middle = np.array([int(busy[-1, 1]) + idle_ns // 2])
+        row = {"step": step["step"], "gap_step": step["step"], "device": step["device"], "start_ns": int(busy[-1, 1])}
+        row |= {"dur_ns": idle_ns, "detail": host_state.HOST_STATES[int(host_state.state_at(trace, middle)[0])]}
+        yield pl.DataFrame(
+            [
+                row | _first_place(trace, step),
+            ],
+            schema=schema.columns(f"{' '.join(_STALL)} is_last", place=pl.String),
+        )
+
+
+def _first_place(trace: Trace, step: dict[str, Any]) -> dict[str, Any]:
+    """Return the place of the first compute that a step launched on a device: its columns place and nth, and is_last.
+
+    In other steps, what the host does at the end of a step is before that of the next one.
+    """
+    lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(step["device"], pl.Int64)))
+    first = (
+        trace.activities.filter(pl.col("step") == step["step"], pl.col("kind") == "compute")
+        .join(lanes, on="lane", how="semi")
+        .sort("start_ns", "id")
+        .head(1)
+        .join(launch_delay.places(trace), left_on="id", right_on="activity_id", suffix="_of")
+    )
+    name, nth = first.select("name_of", "nth").row(0) if first.height else (None, None)
+    return {"place": name, "nth": nth, "is_last": True}
 
 
 def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:

@@ -1,5 +1,7 @@
 """Outlier steps: single stalls of the host that other steps do not have, and the time that the job loses to them."""
 
+from typing import Any
+
 import numpy as np
 import polars as pl
 
@@ -13,11 +15,11 @@ from tracekit.sync import alignment
 
 STALL_COLUMNS = schema.columns(
     "event window rank step gap_step device cause detail name start_ns dur_ns expected_ns excess_ns run_start_ns "
-    "is_first"
+    "is_first is_last"
 )
 COLUMNS = {
     **schema.columns("window step gap_step is_first cause detail name is_everyone start_ns stall_ns lost_ns"),
-    **schema.columns("step_ns reference_ns window_ns steps"),
+    **schema.columns("step_ns reference_ns window_ns steps is_last"),
     "ranks": pl.List(pl.Int64),
     "events": pl.List(pl.Int64),
 }
@@ -47,10 +49,10 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     """Return the stalls of the host that other steps of the same rank do not have; use ``run.run_table``.
 
     Columns STALL_COLUMNS: expected_ns (how long the same place, or the longest stall of the same cause, takes in other
-    steps), excess_ns, run_start_ns (on the run's clock), is_first (the first step of several), event (number of the
-    group of stalls of one cause that overlap in time on several ranks). One row per stall. With three other steps or
-    fewer, each of them must contradict the stall; a window of one step is compared with its own other stalls. Stalls in
-    saves are left out.
+    steps), excess_ns, run_start_ns (on the run's clock), is_first (the first step of several), is_last (after the last
+    work of the window), event (number of the group of stalls of one cause that overlap in time on several ranks). One
+    row per stall. With three other steps or fewer, each of them must contradict the stall; a window of one step is
+    compared with its own other stalls. Stalls in saves are left out.
     """
     every = run.table(host_stalls.host_stalls).filter(pl.col("cause") != host_stalls.SAVE).with_row_index("id")
     stalls = _without_saves(run, every)
@@ -119,18 +121,26 @@ def outlier_steps(run: Run) -> pl.DataFrame:
     the longest stall, ranks (those that stall; others wait for them), events (the numbers of their stalls in
     `outlier_stalls`), is_everyone (whether all ranks do), stall_ns (how long, beyond what is usual in other steps),
     lost_ns (the job's: at most what the step takes longer than the reference), step_ns and reference_ns (of the step,
-    and the median of steps without outliers: the median over ranks), window_ns and steps (of the window); one row
-    per step, cause and set of ranks.
+    and the median of steps without outliers: the median over ranks), window_ns and steps (of the window), is_last
+    (whether the longest stall is after the last work of the window); one row per step, cause and set of ranks.
+
+    In the last step of a window, the length is that of the ranks that stall: the others would wait in the next step.
     """
     events = _events(run)
     if events.is_empty():
         return schema.empty(COLUMNS)
-    lengths = _step_lengths(run)
+    lengths, of_ranks = step_lengths(run), _last_steps(run)
     parts = [
-        _priced(own, lengths.filter(pl.col("window") == window))
+        _priced(own, lengths.filter(pl.col("window") == window), of_ranks.filter(pl.col("window") == window))
         for (window,), own in events.group_by("window", maintain_order=True)
     ]
     return pl.concat(parts).sort("window", "start_ns")
+
+
+def step_lengths(run: Run) -> pl.DataFrame:
+    """Return the median rank's device window of each step. Columns window, step, duration_ns."""
+    of_rank = run.table(breakdown.by_step).group_by("window", "rank", "step").agg(pl.col("duration_ns").max())
+    return of_rank.group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("window", "step")
 
 
 def _without_saves(run: Run, stalls: pl.DataFrame) -> pl.DataFrame:
@@ -204,14 +214,14 @@ def _events(run: Run) -> pl.DataFrame:
     ranks_of = dict(run.table(breakdown.by_rank).group_by("window").agg(pl.col("rank").n_unique()).iter_rows())
     by_rank = stalls.sort("excess_ns", descending=True).group_by("window", "event", "rank", maintain_order=True)
     of_ranks = by_rank.agg(
-        pl.col("step", "gap_step", "is_first", "cause", "detail", "name").first(),
+        pl.col("step", "gap_step", "is_first", "is_last", "cause", "detail", "name").first(),
         pl.col("run_start_ns").min().alias("start_ns"), pl.col("excess_ns").sum(),
     )  # fmt: skip
     culprits = of_ranks.filter(pl.col("excess_ns") >= _SAME_RATIO * pl.col("excess_ns").max().over("window", "event"))
     events = (
         culprits.group_by("window", "event", maintain_order=True)
         .agg(
-            pl.col("step", "gap_step", "is_first", "cause", "detail", "name").first(),
+            pl.col("step", "gap_step", "is_first", "is_last", "cause", "detail", "name").first(),
             pl.col("start_ns").min(), pl.col("excess_ns").median().cast(pl.Int64).alias("stall_ns"),
             pl.col("rank").unique().sort().alias("ranks"),
         )
@@ -229,24 +239,40 @@ def _events(run: Run) -> pl.DataFrame:
         pl.when("is_everyone").then(None).otherwise("ranks").alias("_of"),
     ]
     return largest.group_by(key, maintain_order=True).agg(
-        pl.col("step", "is_first", "detail", "name", "ranks").first(),
+        pl.col("step", "is_first", "is_last", "detail", "name", "ranks").first(),
         pl.col("event").alias("events"), pl.col("start_ns").min(), pl.col("stall_ns").sum(),
     ).drop("_of")  # fmt: skip
 
 
-def _step_lengths(run: Run) -> pl.DataFrame:
-    """Return the median rank's device window of each step. Columns window, step, duration_ns."""
-    of_rank = run.table(breakdown.by_step).group_by("window", "rank", "step").agg(pl.col("duration_ns").max())
-    return of_rank.group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("window", "step")
+def _last_steps(run: Run) -> pl.DataFrame:
+    """Return how long the last of several steps takes each rank, until it ends on the host if nothing runs before.
+
+    Columns window, rank, step, duration_ns.
+    """
+    key = ["window", "rank", "step"]
+    steps = run.table(breakdown.by_step).drop_nulls("step").filter(pl.col("step").n_unique().over("window") > 1)
+    last = steps.filter(pl.col("step") == pl.col("step").max().over("window"))
+    tails = run.table(host_stalls.host_stalls).filter("is_last").group_by(key).agg(tail_ns=pl.col("dur_ns").max())
+    lengths = last.group_by(key).agg(pl.col("duration_ns").max()).join(tails, on=key, how="left")
+    return lengths.select(*key, pl.col("duration_ns") + pl.col("tail_ns").fill_null(0))
 
 
-def _priced(events: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:
+def _with_last_step(length_of: dict[int | None, int], events: pl.DataFrame, of_ranks: pl.DataFrame) -> None:
+    """Set the length of the last step to that of the ranks that stall in it, if it is longer on these."""
+    for event in events.iter_rows(named=True):
+        here = pl.col("step").is_in([event["step"], event["gap_step"]]) & pl.col("rank").is_in(event["ranks"])
+        for step, own in of_ranks.filter(here).group_by("step").agg(pl.col("duration_ns").median()).iter_rows():
+            length_of[step] = max(length_of.get(step, 0), int(own))
+
+
+def _priced(events: pl.DataFrame, lengths: pl.DataFrame, of_ranks: pl.DataFrame) -> pl.DataFrame:
     """Return the events of one window with what the job loses to each.
 
     What a step takes longer than the reference is shared out among its events, the longest stall first. A stall costs
     at most that, and the spread of the other steps besides if the step shows it.
     """
-    length_of = dict(lengths.select("step", "duration_ns").iter_rows())
+    length_of: dict[int | None, int] = dict(lengths.select("step", "duration_ns").iter_rows())
+    _with_last_step(length_of, events, of_ranks)
     reference_ns, spread_ns = _reference({*events["step"].to_list(), *events["gap_step"].to_list()}, length_of)
     longer_ns = {step: max(0, ns - reference_ns) if len(length_of) > 1 else ns for step, ns in length_of.items()}
     window = {
@@ -256,7 +282,7 @@ def _priced(events: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:
     }
     rows = []
     for event in events.sort("stall_ns", descending=True).iter_rows(named=True):
-        places = list(dict.fromkeys((event["step"], event["gap_step"])))
+        places = _places(event, length_of)
         shown_ns = sum(longer_ns.get(step, 0) for step in places)
         lost_ns = min(event["stall_ns"], shown_ns + (spread_ns if shown_ns >= _SHOWN_RATIO * event["stall_ns"] else 0))
         left_ns = lost_ns
@@ -265,6 +291,14 @@ def _priced(events: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:
             longer_ns[step], left_ns = longer_ns.get(step, 0) - part_ns, left_ns - part_ns
         rows.append({**event, **window, "lost_ns": lost_ns, "step_ns": length_of.get(event["step"])})
     return pl.DataFrame(rows, schema=COLUMNS)
+
+
+def _places(event: dict[str, Any], length_of: dict[int | None, int]) -> list[int | None]:
+    """Return the steps that a stall makes longer: its own, and the next one, in which the other ranks wait."""
+    own: list[int | None] = [event["step"], event["gap_step"]]
+    if not event["is_everyone"] and event["gap_step"] is not None:
+        own += sorted(step for step in length_of if step is not None and step > event["gap_step"])[:1]
+    return list(dict.fromkeys(own))
 
 
 def _reference(stalled: set[int | None], length_of: dict[int | None, int]) -> tuple[int, int]:

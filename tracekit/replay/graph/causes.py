@@ -189,15 +189,23 @@ SINGLE_STALL = Cause(
     "host time in the stalls of one finding",
     0.8,
 )
-"""Not one of CAUSES, for it needs the stalls of a finding."""
+STALLED_COLLECTIVE = Cause(
+    "stalled-collective",
+    "STEP004",
+    "no single collective takes far longer than usual",
+    "the excess of the collectives of one finding",
+    0.8,
+)
+OF_FINDINGS: Mapping[str, Cause] = {cause.name: cause for cause in (SINGLE_STALL, STALLED_COLLECTIVE)}
+"""Not among CAUSES, for these need the stalls of a finding."""
 
 
 def find(name: str) -> Cause:
     """Return the cause with this name. Raises InputError with the nearest name for any other."""
     if name in CAUSES:
         return CAUSES[name]
-    if name == SINGLE_STALL.name:
-        return SINGLE_STALL
+    if name in OF_FINDINGS:
+        return OF_FINDINGS[name]
     near = difflib.get_close_matches(name, CAUSES, n=1)
     guess = f"did you mean {near[0]}? " if near else ""
     raise InputError(f"{name!r} is not a known cause; {guess}known causes: {', '.join(CAUSES)}")

@@ -29,6 +29,7 @@ from tracekit.replay.graph.transforms import (
     in_order,
     on_ranks,
     outside_stalls,
+    without_excess,
     without_stalls,
 )
 
@@ -66,6 +67,8 @@ class Saving:
 @dataclass(frozen=True)
 class Removal:
     """A cause to remove from a replay: on these ranks; without ranks, on all. The host time in `stalls` stays.
+
+    Of a cause of `causes.OF_FINDINGS`, `stalls` are what is removed.
 
     Of `straggler` the ranks are those that nobody shall wait for: without ranks, those that the others wait for most.
     """
@@ -117,9 +120,9 @@ def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
     return known[wanted]
 
 
-def stall_saving(run: Run, stalls: tuple[HostSpan, ...]) -> Saving:
-    """Return the potential saving without the time of hosts in some stalls."""
-    return _saving(run, (Removal(causes.SINGLE_STALL.name, stalls=stalls),))
+def stall_saving(run: Run, stalls: Removal) -> Saving:
+    """Return the potential saving without the single stalls of hosts or collectives of one finding."""
+    return _saving(run, (stalls,))
 
 
 @memoize
@@ -260,6 +263,8 @@ def _without(whole: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay
 def _removed(graph: Graph, removal: Removal) -> Graph:
     if removal.cause == causes.SINGLE_STALL.name:
         return without_stalls(graph, removal.stalls)
+    if removal.cause == causes.STALLED_COLLECTIVE.name:
+        return without_excess(graph, removal.stalls)
     transform = TRANSFORMS[removal.cause]
     if removal.ranks and removal.cause == _STRAGGLER:
         graph = replace(graph, late_ranks=removal.ranks)

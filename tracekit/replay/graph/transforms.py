@@ -14,6 +14,7 @@ from tracekit.model.columns import rows_by_key
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import (
     balanced_experts,
+    causes,
     contention_free,
     earlier_collectives,
     redundant_work,
@@ -147,6 +148,7 @@ BEFORE_WINDOW = "data-loading"
 CONTENTION_TRANSFORMS = frozenset({"preparation", "give-way", "slowed-compute"})
 """Transforms that set contention themselves: durations are not updated after them."""
 _FIRST = (
+    causes.STALLED_COLLECTIVE.name,
     "device-stall",
     "clock-drop",
     "misaligned-products",
@@ -175,6 +177,10 @@ class HostSpan(NamedTuple):
     end_ns: int
     stall: str = ""
     """The stall that the span is a part of: the same text in other recordings of the same job."""
+
+
+STOPPED = "stopped"
+"""The `stall` of a span in which the process of a rank did not run."""
 
 
 def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Graph:
@@ -211,6 +217,25 @@ def without_stalls(graph: Graph, stalls: tuple[HostSpan, ...]) -> Graph:
     in_stall, stalled_ns = _stalled(graph, stalls)
     beyond_ns = np.maximum(stalled_ns - _usual_ns(graph, stalled_ns > 0), 0)
     return _without_waits(_with_shorter_gaps(graph, beyond_ns), in_stall)
+
+
+def without_excess(graph: Graph, spans: tuple[HostSpan, ...]) -> Graph:
+    """Return the graph with the collectives that end with some spans of their ranks shorter by these.
+
+    Of a rank that was STOPPED in a span, its host's time in the span is removed, too.
+    """
+    stopped = tuple(each for each in spans if each.stall == STOPPED)
+    own_ns = graph.own_ns.copy()
+    start, end, rank = (graph.column(name) for name in ("start_ns", "end_ns", "rank"))
+    calls = np.flatnonzero(graph.matches("kind", "communication"))
+    for each in spans:
+        if each.window != graph.window or each in stopped:
+            continue
+        here = calls[(rank[calls] == each.rank) & (start[calls] <= each.start_ns + 1)]
+        stalled = here[np.abs(end[here] - each.end_ns) <= 1]  # clocks are converted to whole ns
+        done = np.unique(graph.done[stalled])
+        own_ns[done] = np.maximum(own_ns[done] - (each.end_ns - each.start_ns), 0)
+    return without_stalls(replace(graph, own_ns=own_ns), stopped)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:

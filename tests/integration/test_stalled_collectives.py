@@ -1,0 +1,104 @@
+"""A gloo job whose ranks are stopped during an all-reduce, recorded as by a user; and recordings without one."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.integration.recorded import command, do, launched, load
+from tracekit.analysis.parallelism import outlier_steps
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
+from tracekit.rules.stalled_collectives import StalledCollective
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
+STOP_NS = 3_000_000_000
+PROFILED = 11
+COMPUTING, WAITING, SLEEPING, LAST = 5, 7, 9, 12
+"""Steps in which ranks stop or pause; of 13, from 0."""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Return the report on three ranks: rank 1 is stopped while it computes, rank 2 while it waits, rank 0 pauses."""
+    folder = tmp_path_factory.mktemp("stopped")
+    stops = ("--stop", f"1:{COMPUTING + 1}:computing", f"2:{WAITING + 1}:waiting")
+    sleeps = ("--sleep", f"0:{SLEEPING + 1}", f"0:{LAST + 1}")
+    training = launched(3, "stopped_in_collective.py", "--steps", str(LAST + 1), *stops, *sleeps)
+    done = do(command("--quiet", "--out", "run", "--steps", f"2:{LAST + 1}", "--", *training), folder)
+    assert done.code == 0, done.err
+    return check(load(folder / "run"))
+
+
+@pytest.fixture(scope="module")
+def findings(report):
+    return report.findings
+
+
+def stalls(findings):
+    return {each.steps: each for each in findings if each.code == "STEP004"}
+
+
+def test_a_rank_that_is_stopped_while_it_computes_is_named(findings):
+    found = stalls(findings)[(COMPUTING,)]
+    assert (found.severity, found.ranks) == (Severity.WARNING, (1,))
+    assert "one all-reduce of 18 MiB of the group 0 takes " in found.message
+    assert "Meanwhile the host of rank 1 does nothing, inside aten::mm: its process was stopped" in found.message
+    assert (
+        0.6 * STOP_NS < PROFILED * found.cost_ns < 1.2 * STOP_NS
+    )  # the other ranks may arrive later on a loaded machine
+
+
+def test_a_rank_that_is_stopped_while_all_wait_looks_like_the_network(findings):
+    found = stalls(findings)[(WAITING,)]
+    assert (found.severity, found.ranks) == (Severity.WARNING, (0, 1, 2))
+    assert "the network or a member stood still, and the traces do not show which" in found.message
+    assert (
+        0.6 * STOP_NS < PROFILED * found.cost_ns < 1.2 * STOP_NS
+    )  # the other ranks may arrive later on a loaded machine
+
+
+def test_no_other_finding_contains_the_stops(findings):
+    # What a loaded machine adds is part of other findings.
+    others = [each for each in findings if each.code != "STEP004"]
+    assert all(not {COMPUTING, WAITING} & {*each.steps} for each in others if each.code == "STEP001")
+    assert all("after STEP004" in each.message for each in others if each.code == "COMM001")
+
+
+def test_a_pause_costs_as_much_in_the_last_step_as_in_a_middle_one(report):
+    steps = report.run.run_table(outlier_steps.outlier_steps).filter(pl.col("ranks") == [0])
+    lost_ns = dict(steps.group_by("gap_step").agg(pl.col("lost_ns").max()).iter_rows())
+    assert lost_ns[SLEEPING] == pytest.approx(STOP_NS, rel=0.3)
+    assert lost_ns[LAST] == pytest.approx(STOP_NS, rel=0.3)
+    (found,) = (each for each in report.findings if each.code == "STEP001" and LAST in each.steps)
+    assert found.ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron_tp8_a100_8ranks",
+        "nanogpt_h100_8ranks",
+        "torchrec_v100_4ranks",
+        "merged_ddp_mi300_4ranks",
+        "hta_ddp_v100_memory",
+        "hta_cpu_gloo",
+        "hta_pair_of_128",
+    ],
+)
+def test_public_recordings_have_no_stalled_collective(name):
+    if not (TRACES / name).is_dir():
+        pytest.skip("the downloaded traces are not in ../shared")
+    assert list(StalledCollective().check(load(TRACES / name))) == []
+
+
+def test_samples_have_no_stalled_collective():
+    runs = [
+        *SAMPLES.glob("demo-*"),
+        *(path for path in (SAMPLES / "faults").iterdir() if path.is_dir()),
+        *(SAMPLES / "parallelism").iterdir(),
+        *(path for path in (SAMPLES / "ci").iterdir() if path.is_dir()),
+    ]
+    assert len(runs) > 15
+    assert {path.name: list(StalledCollective().check(load(path))) for path in runs} == {path.name: [] for path in runs}

@@ -1,0 +1,117 @@
+"""Single collectives that take far longer than usual, on drawn timelines and in simulated runs."""
+
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests.support.drawn_hosts import UNIT_NS
+from tests.support.rule_examples import all_reduce_run
+from tests.unit.simulate.jobs import job, written
+from tracekit.analysis.parallelism import stalled_collectives
+from tracekit.rules.engine import check
+from tracekit.rules.outlier_steps import OutlierStep
+from tracekit.rules.rule import Severity
+from tracekit.rules.stalled_collectives import StalledCollective
+from tracekit.rules.stragglers import UnevenRanks
+
+EXCESS_NS = 58 * UNIT_NS
+STALLED = (2, 2, 2, 2, 60, 2, 2)
+STALL = range(19, 79)  # when the fifth all-reduce runs: 4 steps of 5 characters, less one, and 2 of compute
+
+
+def judge(run, *rules):
+    return check(run, rules or [StalledCollective()]).findings
+
+
+def test_a_single_long_collective_names_step_group_and_cost():
+    # step     0    1 …  4                5
+    # compute  aa..      aa               aa
+    # comm       xx        xxxx…xxxx        xx    60 instead of 2, on both ranks
+    (found,) = judge(all_reduce_run(*STALLED))
+    assert (found.severity, found.ranks, found.steps, found.subject) == (Severity.WARNING, (0, 1), (4,), "")
+    assert found.cost_ns == EXCESS_NS // 7
+    assert "Step 4 takes 2.9 ms longer than the others (250 µs)" in found.message
+    assert "one all-reduce of 1 KiB of the group 0 takes 3 ms instead of 100 µs" in found.message
+    assert "the traces do not show which" in found.message
+    assert "once in 7 profiled steps" in found.message
+    row = found.evidence.row(0, named=True)
+    assert (row["step"], row["transfer_ns"], row["usual_ns"]) == (4, 60 * UNIT_NS, 2 * UNIT_NS)
+
+
+def test_a_collective_that_waits_for_a_late_rank_does_not_stall():
+    # compute  aa          aaaa…aaaa    rank 1 comes 58 later
+    # comm       xxxx…xxxx         xx
+    late = all_reduce_run(*[2] * 7, late={(1, 4): 58})
+    assert judge(late) == ()
+    assert late.run_table(stalled_collectives.stalled_calls).is_empty()
+
+
+def test_without_the_trace_of_a_member_it_is_unknown_whether_a_rank_came_late():
+    (found,) = judge(all_reduce_run(*STALLED, ranks=(0,)))
+    assert (found.severity, found.subject, found.confidence) == (Severity.INFO, "untraced ranks", 0.5)
+    assert "it is unknown whether a rank arrived late" in found.message
+    assert found.cost_ns == EXCESS_NS // 7
+
+
+def test_a_rank_whose_host_does_nothing_while_others_go_on_is_named():
+    busy = tuple((f"op{at}", "cpu_op", at, at + 4) for at in range(22, 82, 5))
+    (found,) = judge(all_reduce_run(*STALLED, doing={0: busy}))
+    assert (found.ranks, found.subject) == ((1,), "ranks 1")
+    assert "Meanwhile the host of rank 1 does nothing: its process was stopped or got no CPU time" in found.message
+    assert "rank 1 at that time" in found.fix
+    (both,) = judge(all_reduce_run(*STALLED, doing={0: busy, 1: busy}))
+    assert both.subject == ""
+
+
+@pytest.mark.parametrize(
+    ("took", "why"),
+    [
+        ((2, 2, 2, 2, 7, 2, 2), "three times as long, as by contention"),
+        ((60, 2, 2, 2, 2, 2, 2), "the first one of the group may set up the communicator"),
+        ((2, 60, 2, 60, 2, 60, 2), "one in two takes long"),
+        ((2, 2, 60, 2, 2), "only four others"),
+        ((20, 20, 20, 79, 20, 20, 20), "less than four times as long"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_stall(took, why):
+    assert judge(all_reduce_run(*took)) == (), why
+
+
+def test_a_hidden_stall_costs_nothing():
+    assert judge(all_reduce_run(*STALLED, hidden=True)) == ()
+
+
+def test_a_host_that_stalls_is_one_trouble(tmp_path: Path):
+    written(job("fsdp2", steps=8, gpus=4, ranks_written=4), tmp_path, "host-stall")
+    rules = [StalledCollective(), OutlierStep(), UnevenRanks()]
+    findings = check(tracekit.load(str(tmp_path), cache=False), rules).findings
+    assert [(each.code, each.ranks, each.steps) for each in findings] == [("STEP001", (1,), (4,))]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "yafsdp"])
+def test_the_price_of_a_simulated_stall_is_what_truth_says(strategy: str, tmp_path: Path):
+    known = written(job(strategy, steps=8, gpus=4, ranks_written=4), tmp_path, "stalled-collective").known[0]
+    report = check(tracekit.load(str(tmp_path), cache=False))
+    (found,) = (each for each in report.findings if each.code == "STEP004")
+    assert (found.severity, found.steps) == (Severity.WARNING, known.steps)
+    assert 8 * found.cost_ns == pytest.approx(known.cost_ns, rel=0.02)
+    warned = [each.code for each in report.findings if each.severity > Severity.INFO and each.cost_ns]
+    assert [code for code in warned if not code.startswith("MEM")] == ["STEP004"]
+
+
+def test_communication_is_priced_without_the_stall(tmp_path: Path):
+    costs = []
+    for fault in ((), ("stalled-collective",)):
+        out = tmp_path / "".join(("run", *fault))
+        written(job("fsdp2", steps=8, gpus=4, ranks_written=4, model="125m"), out, *fault)
+        report = check(tracekit.load(str(out), cache=False))
+        costs += [each.cost_ns for each in report.findings if each.code == "COMM001"]
+    assert costs[1] == pytest.approx(costs[0], rel=0.02)
+
+
+def test_healthy_simulated_jobs_have_none(tmp_path: Path):
+    for strategy in ("fsdp2", "hsdp"):
+        written(job(strategy, steps=6, ranks_written=4), tmp_path / strategy)
+        assert judge(tracekit.load(str(tmp_path / strategy), cache=False)) == ()

@@ -1,0 +1,183 @@
+"""Stalled collectives: single ones that take far longer than the same ones usually do, without a late rank."""
+
+import polars as pl
+
+from tracekit.analysis.communication import group_bandwidth
+from tracekit.analysis.host import host_silences
+from tracekit.analysis.parallelism import outlier_steps
+from tracekit.model import schema
+from tracekit.model.run import Run
+from tracekit.sync import alignment, collective_matching
+
+_RANKS = pl.List(pl.Int64)
+_WHAT = "event window step op group group_size bytes transfer_ns usual_ns"
+CALL_COLUMNS = {
+    **schema.columns(f"{_WHAT} rank activity_id start_ns dur_ns excess_ns exposed_ns excess_start_ns others"),
+    "ranks": _RANKS,
+}
+COLUMNS = {
+    **schema.columns(f"{_WHAT} start_ns end_ns lost_ns is_whole collectives groups step_ns reference_ns window_ns"),
+    **schema.columns("steps name", name=pl.String),
+    "ranks": _RANKS,
+    "silent_ranks": _RANKS,
+}
+_GROUP = ["group", "members"]
+_KIND = [*_GROUP, "op", "dtype", "size_class"]
+_ONE = ["window", "step"]
+_MIN_EXCESS_NS = 1_000_000
+_MIN_RATIO = 4.0
+"""How many times as long as usual a collective must take: contention and jitter slow one down a few times at most."""
+_MIN_OTHERS = 5
+_FEW, _MANY = 3, 20
+_USUAL_QUANTILE, _TAIL_QUANTILE = 0.75, 0.95
+_TAIL_RATIO = 2.0
+"""Among many collectives some take long now and then: how many times as long as these a stalled one must take."""
+_MAX_CALLS = 1000
+_JUDGED = (*collective_matching.SYNCHRONIZING, *collective_matching.ROOTED, *collective_matching.EXPERT)
+_SILENT, _ALIVE = 0.9, 0.5
+_EXPLAINED = 0.5
+
+FACTS = (*group_bandwidth.FACTS, host_silences.host_silences)
+"""The facts that the run tables of this module read, besides those of `outlier_steps`."""
+
+
+def stalled_calls(run: Run) -> pl.DataFrame:
+    """Return the collectives that take far longer than the same ones usually do; use ``run.run_table``.
+
+    Columns CALL_COLUMNS: transfer_ns (of `group_bandwidth`: from the last known arrival to the end), usual_ns and
+    others (of the other ones: at the same place of other steps, and of the same op, group and size within a factor of
+    two), excess_ns (beyond that), excess_start_ns (when it begins, on the run's clock), rank, start_ns and dur_ns (of
+    the rank with the shortest wait), event (those that stall at once have one number), ranks (with a trace); one row
+    per collective. Sends and receives, saves and the first collective of a group are left out.
+    """
+    every = _judged(run)
+    usual = _usual(every)
+    if usual.is_empty():
+        return schema.empty(CALL_COLUMNS)
+    excess_ns = pl.col("transfer_ns") - pl.col("usual_ns")
+    stalls = usual.with_columns(excess_ns.alias("excess_ns")).filter(
+        pl.col("excess_ns") >= _MIN_EXCESS_NS, pl.col("exposed_ns") > 0
+    )
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    placed = alignment.on_run_clock(
+        stalls.with_columns((end_ns - pl.col("excess_ns")).alias("excess_start_ns")), run.offsets, ("excess_start_ns",)
+    ).sort("window", "excess_start_ns")
+    reach_ns = (pl.col("excess_start_ns") + pl.col("excess_ns")).cum_max().shift(1).over("window")
+    begins = (pl.col("excess_start_ns") > reach_ns).fill_null(value=True)
+    return placed.with_columns(begins.cum_sum().cast(pl.Int64).alias("event")).pipe(schema.select, CALL_COLUMNS)
+
+
+def stalled_collectives(run: Run) -> pl.DataFrame:
+    """Return the times in which collectives stalled, with the cost for the job; use ``run.run_table``.
+
+    Columns COLUMNS: op, group, group_size, bytes, transfer_ns, usual_ns and ranks (with a trace) of the longest
+    collective, collectives and groups (how many stalled at once), start_ns and end_ns (of the excess, on the run's
+    clock), lost_ns (the part of the excess in which nothing is computed), is_whole (every rank of the groups has a
+    trace, so none came late), silent_ranks (whose host did nothing while those of others did) and name (of the op in
+    which such a host was), step_ns and reference_ns (of the step, and the median), window_ns and steps (of the window);
+    one row per event. Stalls of hosts that `outlier_steps` explains are left out.
+    """
+    calls = run.run_table(stalled_calls)
+    if calls.is_empty():
+        return schema.empty(COLUMNS)
+    lengths = outlier_steps.step_lengths(run)
+    windows = lengths.group_by("window").agg(
+        pl.col("duration_ns").sum().alias("window_ns"), pl.len().cast(pl.Int64).alias("steps"),
+        pl.when(pl.len() > 1).then(pl.col("duration_ns").quantile(0.5, "lower")).cast(pl.Int64).alias("reference_ns"),
+    )  # fmt: skip
+    key = ["window", "step"]
+    events = _without_host_stalls(run, _events(calls))
+    priced = events.join(lengths, on=key, how="left", nulls_equal=True).join(windows, on="window", how="left")
+    named = priced.rename({"duration_ns": "step_ns"}).join(_silent(run, events), on="event", how="left")
+    return named.with_columns(pl.col("silent_ranks").fill_null([])).pipe(schema.select, COLUMNS).sort("event")
+
+
+def _judged(run: Run) -> pl.DataFrame:
+    """Return the collectives of `group_bandwidth.collective_times` with the class of their size, and place and row."""
+    every = run.run_table(group_bandwidth.collective_times).filter(pl.col("op").is_in(_JUDGED))
+    size_class = pl.col("bytes").cast(pl.Float64).log(2).floor().alias("size_class")
+    ordered = every.with_columns(pl.when(pl.col("bytes") > 0).then(size_class)).sort("window", "start_ns")
+    nth = pl.int_range(pl.len()).over(*_ONE, *_KIND).alias("place")
+    is_first = pl.int_range(pl.len()).over(_GROUP) == 0
+    return ordered.with_columns(nth, is_first.alias("is_first")).with_row_index("row")
+
+
+def _usual(every: pl.DataFrame) -> pl.DataFrame:
+    """Return the collectives that take far longer than the others, with usual_ns and others (how many)."""
+    middle_ns = pl.col("transfer_ns").quantile(0.5, "lower").over(_KIND)
+    long = every.filter(~pl.col("is_first"), pl.col("transfer_ns") >= _MIN_RATIO * middle_ns)
+    candidates = long.sort("transfer_ns", descending=True).head(_MAX_CALLS)
+    own = candidates.select("row", *_KIND, "place")
+    time_ns, count = pl.col("transfer_ns"), pl.len().cast(pl.Int64)
+    usual_ns = pl.when(pl.len() <= _FEW).then(time_ns.max()).otherwise(time_ns.quantile(_USUAL_QUANTILE, "higher"))
+    pairs = own.join(every, on=_KIND, nulls_equal=True, suffix="_of").filter(pl.col("row") != pl.col("row_of"))
+    of_kind = pairs.group_by("row").agg(
+        usual_ns.alias("of_kind_ns"), count.alias("others"),
+        pl.when(pl.len() >= _MANY).then(time_ns.quantile(_TAIL_QUANTILE, "higher")).alias("tail_ns"),
+    )  # fmt: skip
+    at_place = pairs.filter(pl.col("place") == pl.col("place_of")).group_by("row").agg(usual_ns.alias("at_place_ns"))
+    compared = candidates.join(of_kind, on="row").join(at_place, on="row", how="left")
+    most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
+    return compared.with_columns(pl.coalesce("at_place_ns", "of_kind_ns").cast(pl.Int64).alias("usual_ns")).filter(
+        pl.col("others") >= _MIN_OTHERS,
+        time_ns >= _MIN_RATIO * most_ns,
+        time_ns >= _TAIL_RATIO * pl.col("tail_ns").fill_null(0),
+    )
+
+
+def _events(calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the events of stalled collectives with the time that the job loses in each."""
+    whole = (pl.col("ranks").list.len() == pl.col("group_size")).fill_null(value=False)
+    end_ns = pl.col("excess_start_ns") + pl.col("excess_ns")
+    lost_ns = pl.min_horizontal("excess_ns", "exposed_ns").sum()
+    longest = calls.sort("excess_ns", descending=True)
+    return longest.group_by("event", maintain_order=True).agg(
+        pl.col("window", "step", "op", "group", "group_size", "bytes", "transfer_ns", "usual_ns").first(),
+        pl.col("ranks").explode().unique().sort(), whole.all().alias("is_whole"),
+        pl.len().cast(pl.Int64).alias("collectives"),
+        pl.struct("group", "ranks").n_unique().cast(pl.Int64).alias("groups"),
+        pl.col("excess_start_ns").min().alias("start_ns"), end_ns.max().alias("end_ns"),
+        pl.min_horizontal(lost_ns, end_ns.max() - pl.col("excess_start_ns").min()).alias("lost_ns"),
+    )  # fmt: skip
+
+
+def _without_host_stalls(run: Run, events: pl.DataFrame) -> pl.DataFrame:
+    """Return the events without those in which hosts stall for most of the time: these are reported as such."""
+    stalls = run.run_table(outlier_steps.outlier_stalls).select("window", "rank", "run_start_ns", "dur_ns")
+    pairs = events.join(stalls, on="window").filter(pl.col("ranks").list.contains(pl.col("rank")))
+    until_ns = pl.min_horizontal("end_ns", pl.col("run_start_ns") + pl.col("dur_ns"))
+    both_ns = until_ns - pl.max_horizontal("start_ns", "run_start_ns")
+    explained = pairs.filter(both_ns >= _EXPLAINED * (pl.col("end_ns") - pl.col("start_ns")))
+    return events.join(explained, on="event", how="anti", maintain_order="left")
+
+
+def _silent(run: Run, events: pl.DataFrame) -> pl.DataFrame:
+    """Return which ranks' hosts did nothing in an event while others did. Columns event, silent_ranks, name.
+
+    A host that waits is silent, too, so it shows nothing where all are silent: unless one is in an op that computes.
+    """
+    silences = alignment.on_run_clock(
+        run.table(host_silences.host_silences).with_columns(from_ns=pl.col("start_ns")), run.offsets, ("from_ns",)
+    ).select("window", "rank", "from_ns", "dur_ns", "name")
+    pairs = events.select("event", "window", "start_ns", "end_ns", rank="ranks").explode("rank")
+    until_ns = pl.min_horizontal("end_ns", pl.col("from_ns") + pl.col("dur_ns"))
+    both_ns = (until_ns - pl.max_horizontal("start_ns", "from_ns")).clip(0)
+    # A rank without a long silence has a row of nulls.
+    share = pl.when(pl.col("from_ns").is_null()).then(0.0).otherwise(both_ns / (pl.col("end_ns") - pl.col("start_ns")))
+    of_rank = (
+        pairs.join(silences, on=["window", "rank"], how="left")
+        .with_columns(share.alias("share"))
+        .sort("share", descending=True)
+        .group_by("event", "rank", maintain_order=True)
+        .agg(pl.col("share", "name").first())
+    )
+    computes = pl.col("name").is_not_null() & (pl.col("share") >= _SILENT)
+    others_go_on = (pl.col("share") < _ALIVE).any().over("event")
+    is_silent = (
+        pl.when(computes.any().over("event")).then(computes).otherwise((pl.col("share") >= _SILENT) & others_go_on)
+    )
+    return (
+        of_rank.filter(is_silent)
+        .group_by("event")
+        .agg(pl.col("rank").sort().alias("silent_ranks"), pl.col("name").drop_nulls().first())
+    )
