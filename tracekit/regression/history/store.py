@@ -6,6 +6,7 @@ is whole. A file that is not a history is opened read-only, and refused.
 """
 
 import contextlib
+import fcntl
 import os
 import random
 import re
@@ -82,13 +83,15 @@ def add(
     known, except for what `commit` states. Raises InputError where the file is not a history, cannot be written, or
     others write to it for longer than `timeout_s`.
     """
-    if not os.path.lexists(path):
-        _make(path)
-    check(path, timeout_s=timeout_s)
-    with _opened(path, read_only=False, timeout_s=timeout_s) as connection:
-        connection.execute("BEGIN")
-        counts = [_put(connection, entry, commit or Commit()) for entry in entries]
-        connection.execute("COMMIT")
+    with _only_writer(path, timeout_s=timeout_s):
+        if not os.path.lexists(path):
+            _make(path)
+        check(path, timeout_s=timeout_s)
+        with _opened(path, read_only=False, timeout_s=timeout_s) as connection:
+            connection.execute("BEGIN")
+            counts = [_put(connection, entry, commit or Commit()) for entry in entries]
+            connection.execute("COMMIT")
+            connection.execute("CHECKPOINT")  # now rather than on closing, where an error would be lost
     return AddedRuns(counts.count("new"), counts.count("renewed"), counts.count("same"))
 
 
@@ -107,6 +110,48 @@ def read(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> History:
         _refuse_other_databases(connection, path)
         runs, facts, metrics, findings = (_frame(connection, table) for table in tables.RUN_TABLES)
     return History(runs.sort("at_ns", "added_ns", "run"), facts, metrics, findings)
+
+
+@contextlib.contextmanager
+def _only_writer(path: Path, *, timeout_s: float) -> Iterator[None]:
+    """Let one process of tracekit at a time write to the histories of a folder. Raises InputError after `timeout_s`.
+
+    A process loses DuckDB's locks (fcntl) when it closes any other handle of the file; a lock of the folder (flock) is
+    not lost so, and leaves no file behind. A file system without such locks leaves only those of DuckDB.
+    """
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError:  # making or opening the file says what is wrong
+        yield
+        return
+    try:
+        _lock(folder, path, timeout_s=timeout_s)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, path: Path, *, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise _busy(path, timeout_s) from None
+        except OSError:
+            return
+        else:
+            return
+        time.sleep(_WAIT_S)
+
+
+def _busy(path: Path, timeout_s: float) -> InputError:
+    return InputError(
+        f"{path}: another process has been writing to it for {timeout_s:g} s; try again when it has ended"
+    )
 
 
 @contextlib.contextmanager
@@ -135,9 +180,7 @@ def _connected(path: Path, *, read_only: bool, timeout_s: float) -> duckdb.DuckD
             if "lock on file" not in message:
                 raise InputError(f"{path}: cannot be read as a history: {message}") from None
             if time.monotonic() > deadline_s:
-                raise InputError(
-                    f"{path}: another process has been writing to it for {timeout_s:g} s; try again when it has ended"
-                ) from None
+                raise _busy(path, timeout_s) from None
         time.sleep(_WAIT_S * (0.5 + random.random()))  # noqa: S311 only that not all come back at once
 
 
