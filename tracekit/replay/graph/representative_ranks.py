@@ -27,15 +27,18 @@ def are_needed(run: Run) -> bool:
     return len(run.ranks) > MAX_RANKS
 
 
-@memoize
 def run_of(run: Run, named: tuple[tuple[int, ...], ...] = ()) -> Run:
     """Return the run of the representative ranks; the run itself if it has few ranks.
 
     `named` are the ranks of findings: up to eight of each are chosen, first of those that name the fewest, as far as
     there is room. Any rank will do for a finding on most of them.
     """
-    if not are_needed(run):
-        return run
+    return _representative(run, named) if are_needed(run) else run
+
+
+@memoize
+def _representative(run: Run, named: tuple[tuple[int, ...], ...]) -> Run:
+    # Not the run itself, which the cache would then keep in memory for ever.
     specific = [ranks for ranks in (late_ranks.latest(run), *named) if len(ranks) <= len(run.ranks) // 2]
     wanted = (rank for ranks in sorted(specific, key=len) for rank in _spread(ranks, _PER_FINDING))
     return run.of_ranks(_chosen(_units(run), wanted))

@@ -1,5 +1,7 @@
 """Replays of some ranks of a run: which they are, and that prices are those of a replay of all ranks."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,17 @@ def test_a_run_of_some_ranks_has_the_tables_and_the_clock_of_the_whole(tmp_path:
     assert part.offsets.equals(run.offsets.filter(run.offsets["rank"].is_in([1, 4])))
     for name, table in part.measured_tables.items():
         assert set(table["rank"].unique()) <= {1, 4}, name
+
+
+@pytest.mark.parametrize("limit", [2, 100])
+def test_a_checked_run_that_nobody_uses_is_no_longer_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(representative_ranks, "MAX_RANKS", limit)
+    written(job("fsdp2", layers=2, ranks_written=3, steps=2), tmp_path, "slow-rank:1")
+    run = tracekit.load(str(tmp_path), cache=False)
+    assert any(each.what_if for each in engine.check(run).findings)
+    last = weakref.ref(run)
+    del run
+    gc.collect()
+    assert last() is None
