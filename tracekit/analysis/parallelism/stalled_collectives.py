@@ -1,5 +1,8 @@
 """Stalled collectives: single ones that take far longer than the same ones usually do, without a late rank."""
 
+import math
+
+import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import group_bandwidth
@@ -7,6 +10,7 @@ from tracekit.analysis.host import host_silences
 from tracekit.analysis.parallelism import outlier_steps
 from tracekit.model import schema
 from tracekit.model.run import Run
+from tracekit.model.sweep_line import Ints
 from tracekit.sync import alignment, collective_matching
 
 _RANKS = pl.List(pl.Int64)
@@ -107,22 +111,42 @@ def _usual(every: pl.DataFrame) -> pl.DataFrame:
     middle_ns = pl.col("transfer_ns").quantile(0.5, "lower").over(_KIND)
     long = every.filter(~pl.col("is_first"), pl.col("transfer_ns") >= _MIN_RATIO * middle_ns)
     candidates = long.sort("transfer_ns", descending=True).head(_MAX_CALLS)
-    own = candidates.select("row", *_KIND, "place")
-    time_ns, count = pl.col("transfer_ns"), pl.len().cast(pl.Int64)
-    usual_ns = pl.when(pl.len() <= _FEW).then(time_ns.max()).otherwise(time_ns.quantile(_USUAL_QUANTILE, "higher"))
-    pairs = own.join(every, on=_KIND, nulls_equal=True, suffix="_of").filter(pl.col("row") != pl.col("row_of"))
-    of_kind = pairs.group_by("row").agg(
-        usual_ns.alias("of_kind_ns"), count.alias("others"),
-        pl.when(pl.len() >= _MANY).then(time_ns.quantile(_TAIL_QUANTILE, "higher")).alias("tail_ns"),
-    )  # fmt: skip
-    at_place = pairs.filter(pl.col("place") == pl.col("place_of")).group_by("row").agg(usual_ns.alias("at_place_ns"))
-    compared = candidates.join(of_kind, on="row").join(at_place, on="row", how="left")
+    of_kind = _of_others(every, candidates, _KIND).rename({"usual_ns": "of_kind_ns"})
+    at_place = _of_others(every, candidates, [*_KIND, "place"]).select("row", at_place_ns="usual_ns")
+    compared = candidates.join(of_kind, on="row").join(at_place, on="row")
     most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
     return compared.with_columns(pl.coalesce("at_place_ns", "of_kind_ns").cast(pl.Int64).alias("usual_ns")).filter(
         pl.col("others") >= _MIN_OTHERS,
-        time_ns >= _MIN_RATIO * most_ns,
-        time_ns >= _TAIL_RATIO * pl.col("tail_ns").fill_null(0),
+        pl.col("transfer_ns") >= _MIN_RATIO * most_ns,
+        pl.col("transfer_ns") >= _TAIL_RATIO * pl.col("tail_ns").fill_null(0),
     )
+
+
+def _of_others(every: pl.DataFrame, candidates: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+    """Return what the other collectives with the same key take, for each candidate.
+
+    Columns row, usual_ns, tail_ns (null among few), others (how many); one row per candidate. A run may have tens of
+    thousands of one kind, so they are not joined in pairs.
+    """
+    alike = every.join(candidates.select(key).unique(), on=key, how="semi", nulls_equal=True)
+    times = {
+        place: np.sort(own["transfer_ns"].drop_nulls().to_numpy())
+        for place, own in alike.partition_by(key, as_dict=True).items()
+    }
+    rows = []
+    for row, own_ns, *place in candidates.select("row", "transfer_ns", *key).iter_rows():
+        ascending = times[tuple(place)]
+        others = np.delete(ascending, np.searchsorted(ascending, own_ns))
+        usual_ns = _quantile(others, 1.0 if len(others) <= _FEW else _USUAL_QUANTILE)
+        tail_ns = _quantile(others, _TAIL_QUANTILE) if len(others) >= _MANY else None
+        rows.append((row, usual_ns, tail_ns, len(others)))
+    types = {"row": candidates.schema["row"], **schema.columns("usual_ns tail_ns others")}
+    return pl.DataFrame(rows, schema=types, orient="row")
+
+
+def _quantile(ascending: Ints, ratio: float) -> int | None:
+    """Return the smallest value that is not below a quantile; None without values."""
+    return int(ascending[math.ceil(ratio * (len(ascending) - 1))]) if len(ascending) else None
 
 
 def _events(calls: pl.DataFrame) -> pl.DataFrame:
