@@ -243,7 +243,8 @@ def _may_be_trace(name: str) -> bool:
 
 
 def _patterns() -> str:
-    return ", ".join(f"*{suffix}" for suffix in readers.trace_suffixes())
+    most_common_first = sorted(readers.trace_suffixes(), key=lambda suffix: not suffix.startswith(".json"))
+    return ", ".join(f"*{suffix}" for suffix in most_common_first)
 
 
 def _is_checkpoint(names: Iterable[str]) -> bool:
