@@ -59,7 +59,7 @@ class StalledCollective(Rule):
     How to fix: for a named rank, find what stopped its process: CPU limits of the cgroup, swapping, a debugger, a
     paused container. Otherwise check the links (retransmissions, link errors) and the hosts of the group at that time.
 
-    Blind spots: where a rank of the group has no trace, it may have come late: that is information. Where the hosts of
+    Blind spots: where a rank of the group has no trace, it may have come late; the finding says so. Where the hosts of
     all members only wait, the traces do not show whether the network or a member stood still. The first collective of
     each group is not judged, for it may set up the communicator; sends and receives are not, for they wait for compute;
     nor are saves. Stalls of a host before a collective belong to STEP001.
@@ -83,8 +83,7 @@ class StalledCollective(Rule):
                 continue
             ratio = _lost_ratio(own)
             if ratio >= self.min_lost_ratio:
-                severity = Severity.WARNING if longest["is_whole"] else Severity.INFO
-                yield self._finding(run, own, severity, self.min_lost_ratio)
+                yield self._finding(run, own, Severity.WARNING, self.min_lost_ratio)
             elif longest["lost_ns"] >= least_ns:
                 yield self._finding(run, own, Severity.INFO, least_ns / longest["window_ns"])
 

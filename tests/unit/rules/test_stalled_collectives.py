@@ -49,7 +49,7 @@ def test_a_collective_that_waits_for_a_late_rank_does_not_stall():
 
 def test_without_the_trace_of_a_member_it_is_unknown_whether_a_rank_came_late():
     (found,) = judge(all_reduce_run(*STALLED, ranks=(0,)))
-    assert (found.severity, found.subject, found.confidence) == (Severity.INFO, "untraced ranks", 0.5)
+    assert (found.severity, found.subject, found.confidence) == (Severity.WARNING, "untraced ranks", 0.5)
     assert "it is unknown whether a rank arrived late" in found.message
     assert found.cost_ns == EXCESS_NS // 7
 
