@@ -13,7 +13,7 @@ HOST, USER = "gpu-node-17", "rosa"
 
 def test_io_logs_come_without_the_host_users_and_folders_and_with_all_calls(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(RECORDINGS / "dftracer", run, ignore=shutil.ignore_patterns("*.py"))
+    shutil.copytree(RECORDINGS / "dftracer", run, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (run / "rank00000.memory.pickle").write_bytes(f"/home/{USER}/train.py".encode())
     for log in run.glob("*.pfw.gz"):
         text = gzip.decompress(log.read_bytes()).replace(b'"name":"host"', f'"name":"{HOST}"'.encode())
