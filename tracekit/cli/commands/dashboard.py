@@ -73,6 +73,7 @@ def server_command(
         "server.address": host,
         "server.port": str(port),
         "server.headless": "false" if browser else "true",
+        "server.showEmailPrompt": "false",  # Streamlit would wait for the address of a new user
         "browser.gatherUsageStats": "false",
     }
     if host not in _LOOPBACK:  # other machines may reach it under any name
