@@ -239,4 +239,4 @@ def test_the_summary_by_file():
 
 def test_a_run_without_an_io_log_says_what_is_missing() -> None:
     done = cli_runner.tracekit("summary", ROOT / "sample_traces" / "demo-fsdp2", "--by", "file")
-    assert done.stdout == "The traces contain no file system calls: no I/O log of DFTracer (.pfw) is beside them.\n"
+    assert done.stdout == "The traces contain no file system calls: the run has no I/O log of DFTracer (.pfw).\n"

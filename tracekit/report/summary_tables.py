@@ -83,7 +83,7 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
             "peer": "all-to-alls around experts with known split sizes",
             "queue_max": "work on device streams",
             "flops_unknown_ns": "compute whose work is unknown",
-            "moved_bytes_per_s": "file system calls: no I/O log of DFTracer (.pfw) is beside them",
+            "moved_bytes_per_s": "file system calls: the run has no I/O log of DFTracer (.pfw)",
         }
         missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")
         return f"The traces contain no {missing}.\n"

@@ -42,7 +42,7 @@ _SILENT, _ALIVE = 0.9, 0.5
 _EXPLAINED = 0.5
 
 FACTS = (*group_bandwidth.FACTS, host_silences.host_silences)
-"""The facts that the run tables of this module read, besides those of `outlier_steps`."""
+"""The facts that the run tables of this module read, in addition to those of `outlier_steps`."""
 
 
 def stalled_calls(run: Run) -> pl.DataFrame:

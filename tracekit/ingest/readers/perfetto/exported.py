@@ -90,14 +90,14 @@ def _table(arguments: Arguments, of_events: Ints, columns: Mapping[str, pl.DataT
     """Return a row for each of the events, with these columns from its arguments."""
     place = np.full(event_count, -1, np.int64)
     place[of_events] = np.arange(len(of_events))
-    mine = np.flatnonzero(place[arguments.event] >= 0)
-    mine = mine[np.argsort(arguments.name[mine], kind="stable")]
-    names = arguments.name[mine]
+    own = np.flatnonzero(place[arguments.event] >= 0)
+    own = own[np.argsort(arguments.name[own], kind="stable")]
+    names = arguments.name[own]
     found = []
     for name, dtype in columns.items():
         code = arguments.names.index(name) if name in arguments.names else len(arguments.names)
         first, past = np.searchsorted(names, [code, code + 1])
-        found.append(arguments.of_rows(name, dtype, mine[first:past], place, len(of_events)))
+        found.append(arguments.of_rows(name, dtype, own[first:past], place, len(of_events)))
     return pl.DataFrame(found)
 
 

@@ -133,17 +133,17 @@ def read(path: str, part: tuple[int, int] | None = None) -> Packets:
 def _content(path: str, part: tuple[int, int] | None) -> tuple[bytes, str | None]:
     blocks = Blocks(path)
     first, size = part or (0, MAX_BYTES + 1)
-    kept, seen = [], 0
+    contents, seen = [], 0
     for block in blocks:
         inside = block[max(first - seen, 0) : max(first + size - seen, 0)]
         seen += len(block)
         if inside:
-            kept.append(inside)
+            contents.append(inside)
         if seen - first > MAX_BYTES and part is None:
             raise BadTraceError(f"{path}: more than {MAX_BYTES >> 30} GiB (decompressed); export fewer ranks: --ranks")
         if seen >= first + size:
             break
-    return b"".join((*kept, bytes(PADDING))), blocks.broken
+    return b"".join((*contents, bytes(PADDING))), blocks.broken
 
 
 def _unpacked(data: bytes, starts: Ints, ends: Ints, packed: Ints, packed_ends: Ints) -> tuple[bytes, Ints, Ints]:

@@ -46,7 +46,7 @@ _EVIDENCE = {
     ACTIVATIONS: "requested in the forward pass or recomputed, still allocated in the backward pass",
     TEMPORARIES: "freed in the part of the step that requested it",
     COMMUNICATION: "requested by a collective or for its buffers",
-    WORKSPACE: "requested by cuBLAS or cuDNN for work of its own, and kept",
+    WORKSPACE: "scratch memory that cuBLAS or cuDNN caches",
     UNKNOWN: "no call stack, one that shows no part of a step, or a forward pass without a backward pass after it",
 }
 
