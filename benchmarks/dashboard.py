@@ -30,8 +30,8 @@ LIMITS_MS = {
 LIMIT_BYTES = 2 << 30
 WAIT_MS = 60_000
 _STATE = (
-    "() => document.querySelector('[data-testid=stBidiComponentIsolated]')"
-    "?.shadowRoot?.querySelector('.timeline')?.dataset"
+    "() => [...document.querySelectorAll('[data-testid=stBidiComponentIsolated]')]"
+    ".map((part) => part.shadowRoot?.querySelector('.timeline')).find(Boolean)?.dataset"
 )
 _SHARP = f"() => {{ const e = ({_STATE})(); return e && e.sharp === 'true' && e.seq === e.requested; }}"
 

@@ -144,14 +144,14 @@ class _Person:
 
 _IN_THE_DASHBOARD: dict[str, Callable[[_Person], str]] = {
     "Which rank is late?": lambda person: (
-        person.choose("late").turn_to("Overview").read(".tk-verdict", "Rank 5 comes late")
+        person.choose("late").turn_to("Overview").read(".tk-verdict", "Rank 5 is a straggler")
     ),
     "Why is there a gap here?": lambda person: (
         person.choose("gap")
         .turn_to("Overview")
         .click("[data-testid=stExpander] summary", "Evidence")
         .click("[data-testid=stExpander] button", "Show in the timeline")
-        .read(".timeline .details", "Loading data holds up")
+        .read(".timeline .details", "Data loading stalls the step")
     ),
     "What would prefetch give?": lambda person: (
         person.choose("prefetch").turn_to("What if").read("table.tracekit tr", "late-gathers")

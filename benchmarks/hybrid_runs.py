@@ -40,8 +40,8 @@ from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import TP
 from tracekit.errors import InputError
 from tracekit.plan import hardware, models
-from tracekit.rules import all_rules
 from tracekit.rules.engine import check
+from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, memory, run
 from tracekit.simulate.fault_registry import impaired

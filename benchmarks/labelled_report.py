@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracekit.rules import all_rules
+from tracekit.rules.registry import all_rules
 from tracekit.simulate import faults
 
 if TYPE_CHECKING:

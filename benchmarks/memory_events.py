@@ -23,7 +23,7 @@ from tracekit.analysis.memory import steady_state as memory_facts
 from tracekit.replay.allocator import Allocator, Settings, playback
 from tracekit.replay.allocator.blocks import Block
 from tracekit.report import memory
-from tracekit.rules import all_rules
+from tracekit.rules.registry import all_rules
 
 _T = TypeVar("_T")
 _STEPS, _LAYERS, _SIZES = 50, 50, 60

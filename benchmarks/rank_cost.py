@@ -20,7 +20,7 @@ from tracekit.executors import tasks
 from tracekit.ingest import loader
 from tracekit.model.trace import Fact, Trace
 from tracekit.replay.graph import dependency_graph
-from tracekit.rules import all_rules
+from tracekit.rules.registry import all_rules
 
 T = TypeVar("T")
 _MB = 1e6

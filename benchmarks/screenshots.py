@@ -57,7 +57,6 @@ SETTINGS = {
         Shot("timeline", "demo-yafsdp&from=1130000000&to=1400000000", 960, search="gloo:all_gather"),
         Shot("communication", height=1250),
         Shot("contention", SIMULATED, 1150),
-        Shot("ranks", "demo-yafsdp&colour=waited_ratio"),
         Shot("parallelism", "parallelism/pipeline-1f1b", 1150),
         Shot("criticalpath", SIMULATED, 1250),
         Shot("memory", scroll_to="Allocated over time"),

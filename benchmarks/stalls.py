@@ -27,8 +27,8 @@ from tracekit.ingest import loader
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
-from tracekit.rules import RULES
 from tracekit.rules.engine import check
+from tracekit.rules.registry import RULES
 
 _RIVALS = (
     (*(f"CKPT00{number}" for number in range(2, 9)), "CKPT016"),

@@ -43,8 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="tiny", help="a size that the trainers know (default: tiny)")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank (default: 8)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens in a sequence (default: 256)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--share-gpus", action="store_true", help="allow more ranks than GPUs")
     options = parser.parse_args(arguments)
-    setting = Setting(options.device, options.world_size, options.model, options.batch, options.tokens)
+    names = ("device", "world_size", "model", "batch", "tokens", "precision", "share_gpus")
+    setting = Setting(**{name: getattr(options, name) for name in names})
     options.out.mkdir(parents=True, exist_ok=True)
     recorded = _recorded(options.out, setting, options.recorded)
     if recorded is None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from instrumented_trainers.launch import share_gpus
+
 _WARM_UP_STEPS = 3
 
 
@@ -20,12 +22,15 @@ class Setting:
     model: str
     batch: int
     tokens: int
+    precision: str = "fp32"
+    share_gpus: bool = False
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Return the setting as the trainers' command line takes it."""
-        names = ("device", "world_size", "model", "batch", "tokens")
-        return tuple(word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(self, name))))
+        names = ("device", "world_size", "model", "batch", "tokens", "precision")
+        values = tuple(word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(self, name))))
+        return (*values, *(["--share-gpus"] if self.share_gpus else []))
 
 
 def run(strategies: Sequence[str], setting: Setting, *, rounds: int, steps: int) -> list[dict[str, float]]:
@@ -67,7 +72,9 @@ def _serve(
     import torch.distributed as dist
 
     if setting.device == "cuda":
-        torch.cuda.set_device(rank)
+        if setting.share_gpus:
+            share_gpus(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if setting.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=setting.world_size)
     steppers = {name: _stepper(name, setting, rank) for name in strategies}
@@ -111,7 +118,8 @@ def _stepper(strategy: str, setting: Setting, rank: int) -> Callable[[], None]:
 
     torch.manual_seed(0)
     config = PRESETS[setting.model]
-    model = STRATEGIES[strategy](Llama(config), init_device_mesh(setting.device, (setting.world_size,)), ShardOptions())
+    options = ShardOptions(torch.bfloat16, torch.float32) if setting.precision == "bf16" else ShardOptions()
+    model = STRATEGIES[strategy](Llama(config), init_device_mesh(setting.device, (setting.world_size,)), options)
     optimizer = make_optimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
     shape = setting.batch, setting.tokens + 1
     tokens = torch.randint(config.vocabulary, shape, generator=torch.Generator().manual_seed(rank)).to(setting.device)

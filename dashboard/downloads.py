@@ -15,7 +15,19 @@ from tracekit.report import html
 _NESTED = (pl.List, pl.Array, pl.Struct)
 # A spreadsheet runs cells that begin like this as formulas, and names in tables come from traces.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_MAX_NAME = 60
+_MAX_NAME = 80
+_RUN = "exported_run"
+
+
+def name_files_by(run: str) -> None:
+    """From now on begin the names of this session's files with the run that they are of; '' for none."""
+    st.session_state[_RUN] = run
+
+
+def name_of(key: str) -> str:
+    """Return the name of a file without its ending: of the run and of what it shows."""
+    run = st.session_state.get(_RUN, "")
+    return file_name(f"{run}-{key}" if run and run not in key else key)
 
 
 def table(rows: pl.DataFrame, *, key: str) -> None:
@@ -36,7 +48,8 @@ def cells(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str) -> 
 
 def figure(chart: go.Figure, *, key: str) -> None:
     """Offer a figure as a self-contained HTML page that can be zoomed."""
-    _button("HTML", lambda: html.render_figure(chart, key).encode(), key=key, ending="html", mime="text/html")
+    title = name_of(key)
+    _button("HTML", lambda: html.render_figure(chart, title).encode(), key=key, ending="html", mime="text/html")
 
 
 def as_csv(rows: pl.DataFrame) -> str:
@@ -75,7 +88,7 @@ def _button(label: str, content: object, *, key: str, ending: str, mime: str) ->
     st.download_button(
         f"Download {label}",
         content,
-        file_name=f"{file_name(key)}.{ending}",
+        file_name=f"{name_of(key)}.{ending}",
         mime=mime,
         key=f"download-{ending}-{key}",
         on_click="ignore",

@@ -10,22 +10,22 @@ from typing import Any, TypeAlias
 import polars as pl
 import streamlit as st
 
-from dashboard import downloads, moments, widgets
+from dashboard import downloads, moments, sharing, widgets
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import escaping
 from tracekit.report import html_fragments, phrases
-from tracekit.rules import all_rules
+from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Finding, Report
 
 Findings: TypeAlias = dict[str, Finding]
 """Findings by a key that is unique even where one rule reports the same thing twice."""
 
 SHOWN_FINDING = "shown_finding"
-MAX_EVIDENCE_ROWS = 1000
+MAX_EVIDENCE_ROWS, SHARED_ROWS = 1000, 8
 FAMILIES_WITH_A_PAGE = ("COMM", "RANK", "STREAM", "HOST", "COMP", "MEM", "CKPT", "DATA")
 COLUMNS = {
     "family": pl.String, "code": pl.String, "rule": pl.String, "findings": pl.Int64, "impact_ratio": pl.Float64,
-    "cost_ns": pl.Int64, "could not judge": pl.String,
+    "cost_ns": pl.Int64, "upper_bound_ratio": pl.Float64, "upper_bound_ns": pl.Int64, "could not judge": pl.String,
 }  # fmt: skip
 
 
@@ -33,6 +33,7 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
     """Show a finding with its evidence and a button that opens the timeline there."""
     with st.container(border=True):
         st.html(html_fragments.finding(finding))
+        sharing.html(escaping.fragment("card", html_fragments.finding(finding)))
         rows = finding.evidence.height
         if not rows:
             return
@@ -42,9 +43,11 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
                 selection = f"evidence-{run.entry.name}-{key}"
                 # Above the table, which appears a moment later and would move the button away from the pointer.
                 _show_in_timeline(finding, run, moments.selected(shown, selection), key=key)
-            widgets.frame(phrases.from_run_start(shown, run.table(tables.RUN_CLOCK)), selection=selection)
+            widgets.frame(
+                phrases.from_run_start(shown, run.table(tables.RUN_CLOCK)), selection=selection, shared_rows=SHARED_ROWS
+            )
             if rows > MAX_EVIDENCE_ROWS:
-                st.caption(f"The first {MAX_EVIDENCE_ROWS:,} of {rows:,} rows; the download contains all.")
+                widgets.caption(f"The first {MAX_EVIDENCE_ROWS:,} of {rows:,} rows; the download contains all.")
             downloads.table(finding.evidence, key=f"{finding.id}-evidence-{key}")
 
 
@@ -106,14 +109,23 @@ def family(code: str) -> str:
 
 
 def rule_table(report: Report) -> pl.DataFrame:
-    """Return each rule of the registry with its findings: columns COLUMNS; one row per rule that ran."""
+    """Return each rule of the registry with its findings: columns COLUMNS; one row per rule that ran.
+
+    Impact and cost are those of the costliest finding; what is only an upper bound has columns of its own.
+    """
     rows = []
     for rule in all_rules():
         if report.rules and rule.code not in report.rules:
             continue
         findings = [finding for finding in report.findings if finding.code == rule.code]
-        impact = max((finding.impact for finding in findings), default=None)
-        cost_ns = max((finding.cost_ns for finding in findings), default=None)
+        costs = _largest([finding for finding in findings if not finding.is_upper_bound])
+        bounds = _largest([finding for finding in findings if finding.is_upper_bound])
         blind_spot = report.blind_spots.get(rule.code)
-        rows.append((family(rule.code), rule.code, rule.name(), len(findings), impact, cost_ns, blind_spot))
+        rows.append((family(rule.code), rule.code, rule.name(), len(findings), *costs, *bounds, blind_spot))
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+
+
+def _largest(findings: Sequence[Finding]) -> tuple[float | None, int | None]:
+    """Return the largest impact and the largest cost of findings; None without any."""
+    impact = max((finding.impact for finding in findings), default=None)
+    return impact, max((finding.cost_ns for finding in findings), default=None)

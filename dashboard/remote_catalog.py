@@ -115,4 +115,4 @@ def _stamp(url: str, of: Sequence[RemoteFile]) -> str:
 
 def _changed_within(of: Sequence[RemoteFile], seconds: float) -> bool:
     now_ns = time.time_ns()
-    return any(file.changed_ns is not None and now_ns - file.changed_ns < seconds * 1e9 for file in of)
+    return any(file.changed_ns is not None and abs(now_ns - file.changed_ns) < seconds * 1e9 for file in of)

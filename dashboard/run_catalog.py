@@ -11,8 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dashboard import remote_catalog, settings
-from dashboard.run_entry import LIVE_S, SETTLED_S, RunEntry, is_trace_by_name, may_be_trace
+from dashboard.run_entry import (
+    LIVE_S,
+    SETTLED_S,
+    RunEntry,
+    is_snapshot,
+    is_trace_by_name,
+    may_be_trace,
+    may_have_traces,
+)
 from tracekit import conventions
+from tracekit.analysis.memory.snapshot_files import PICKLES
 from tracekit.conventions import object_storage
 from tracekit.ingest import files
 from tracekit.ingest.readers import manifest as manifests
@@ -40,6 +49,8 @@ class Listing:
 
     entries: tuple[RunEntry, ...]
     omitted: int = 0
+    skipped: tuple[str, ...] = ()
+    """The folders that were not searched for runs, each with the reason."""
 
 
 class Catalog:
@@ -80,7 +91,8 @@ def list_runs(paths: Iterable[str]) -> Listing:
     paths = list(paths)
     given = [Path(text) for text in paths if not object_storage.is_url(text)]
     roots = tuple({os.path.realpath(path if _is(path.is_dir) else path.parent): None for path in given})
-    runs = [run for root in given for run in _runs_at(root, roots)]
+    skipped: list[str] = []
+    runs = [run for root in given for run in _runs_at(root, roots, skipped)]
     newest = set(sorted(range(len(runs)), key=lambda number: (_changed_ns(runs[number][1]), number))[-MAX_ENTRIES:])
     by_name: dict[str, RunEntry] = {}
     for name, path in (run for number, run in enumerate(runs) if number in newest):
@@ -90,7 +102,7 @@ def list_runs(paths: Iterable[str]) -> Listing:
     for found in remote[: max(MAX_ENTRIES - len(by_name), 0)]:
         name = _unique_name(found.name, by_name)
         by_name[name] = replace(found, name=name)
-    return Listing(tuple(by_name.values()), len(runs) + len(remote) - len(by_name))
+    return Listing(tuple(by_name.values()), len(runs) + len(remote) - len(by_name), tuple(skipped))
 
 
 def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = False) -> RunEntry:
@@ -100,18 +112,22 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         return RunEntry(name, str(path), problem=f"{path}: there is no such file, or no such folder that can be read")
     state = keys.file_states(str(path))
     run_files = state.files if state else ()
-    traces = [file for file in run_files if may_be_trace(_name_of(file))]
+    traces = [file for file in run_files if may_have_traces(_name_of(file))]
+    # A file that was named itself is what its content says; the page says so if it is no snapshot.
+    named = [file for file in run_files if is_snapshot(_name_of(file)) or (not is_folder and _is_pickle(file))]
+    snapshots = [] if traces else named
     # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
     is_readable = is_folder and not link_outside(state, roots)
     manifest = (manifests.read(path / conventions.MANIFEST_FILE) if is_readable else None) or Manifest()
     is_live = not is_private and _changed_within(run_files, LIVE_S)
-    problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
+    problem = _problem(path, state, roots, has_traces=bool(traces), snapshots=len(snapshots), is_live=is_live)
     return RunEntry(
         name,
         str(path),
         stamp=_stamp(path, state),
         files=len(traces),
-        size_bytes=sum(file.size_bytes for file in traces),
+        snapshots=0 if link_outside(state, roots) else len(snapshots),
+        size_bytes=sum(file.size_bytes for file in traces or snapshots),
         strategy=manifest.strategy or "",
         model=manifest.model.name,
         world_size=manifest.world_size,
@@ -148,32 +164,47 @@ def _changed_ns(path: Path) -> int:
         return 0
 
 
-def _runs_at(root: Path, roots: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    yield from list(_runs_below(root, root, roots, depth=0)) or [(root.name or str(root), root)]
+def _runs_at(root: Path, roots: Sequence[str], skipped: list[str]) -> Iterator[tuple[str, Path]]:
+    yield from list(_runs_below(root, root, roots, skipped, depth=0)) or [(root.name or str(root), root)]
 
 
-def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -> Iterator[tuple[str, Path]]:
+def _runs_below(
+    folder: Path, root: Path, roots: Sequence[str], skipped: list[str], *, depth: int
+) -> Iterator[tuple[str, Path]]:
     if _is(folder.is_file):
         yield root.resolve().name, folder
         return
     try:
         with os.scandir(folder) as listed:
             children = list(listed)
-    except OSError:
+    except OSError as error:
+        skipped.append(f"{folder}: {error.strerror or 'cannot be read'}")
         return
     name = str(folder.relative_to(root)) if folder != root else root.resolve().name
     if _contains_traces(children, is_trace_by_name):
         yield name, folder
         return
-    inner = [child for child in children if depth < MAX_DEPTH and not child.name.startswith(".") and _is(child.is_dir)]
-    followed = [Path(child.path) for child in inner if not child.is_symlink() or _may_follow(Path(child.path), roots)]
-    followed.sort(key=lambda child: files.natural_key(child.name))
-    runs = [run for child in followed for run in _runs_below(child, root, roots, depth=depth + 1)]
+    followed = _folders_to_search(children, roots, skipped, depth=depth)
+    runs = [run for child in followed for run in _runs_below(child, root, roots, skipped, depth=depth + 1)]
     yield from runs
-    # Without runs below, any JSON file may be a trace; a training may also have written only its logs so far.
+    # Without runs below, any JSON file may be a trace, and an archive may have some; a training may also have written
+    # only its logs so far.
     has_logs = depth > 0 and any(child.name.endswith(_LOGS) for child in children)
-    if not runs and (has_logs or _contains_traces(children, may_be_trace)):
+    if not runs and (has_logs or _contains_traces(children, lambda of: may_have_traces(of) or is_snapshot(of))):
         yield name, folder
+
+
+def _folders_to_search(
+    children: Sequence[os.DirEntry[str]], roots: Sequence[str], skipped: list[str], *, depth: int
+) -> list[Path]:
+    """Return the folders among `children` in which runs may be, in their order; add the others to `skipped`."""
+    inner = [Path(child.path) for child in children if not child.name.startswith(".") and _is(child.is_dir)]
+    if depth >= MAX_DEPTH:
+        skipped += [f"{path}: more than {MAX_DEPTH} folders deep; open the dashboard on it" for path in inner]
+        return []
+    outside = [path for path in inner if path.is_symlink() and not _may_follow(path, roots)]
+    skipped += [f"{path}: a link out of the folders that the dashboard was opened on" for path in outside]
+    return sorted(set(inner).difference(outside), key=lambda path: files.natural_key(path.name))
 
 
 def _contains_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
@@ -207,7 +238,9 @@ def _may_follow(link: Path, roots: Sequence[str]) -> bool:
     return _is_inside(real, roots) and not link.parent.resolve().is_relative_to(real)
 
 
-def _problem(path: Path, state: FileStates | None, roots: Sequence[str], *, has_traces: bool, is_live: bool) -> str:
+def _problem(
+    path: Path, state: FileStates | None, roots: Sequence[str], *, has_traces: bool, snapshots: int, is_live: bool
+) -> str:
     linked = link_outside(state, roots)
     if linked:
         return (
@@ -216,6 +249,8 @@ def _problem(path: Path, state: FileStates | None, roots: Sequence[str], *, has_
         )
     if has_traces:
         return ""
+    if snapshots:
+        return f"{path}: {snapshots} memory snapshot{'s' * (snapshots > 1)} and no trace; the page Memory shows this"
     if is_live:
         return f"{path}: no trace yet; the training is being recorded: wait for its first profiled window"
     return (
@@ -238,11 +273,15 @@ def _traces_stamp(run_files: Sequence[FileState]) -> str:
 
 def _changed_within(run_files: Iterable[FileState], seconds: float) -> bool:
     now_ns = time.time_ns()
-    return any(now_ns - file.changed_ns < seconds * 1e9 for file in run_files)
+    return any(abs(now_ns - file.changed_ns) < seconds * 1e9 for file in run_files)  # a clock may be set back
 
 
 def _name_of(file: FileState) -> str:
     return file.path.rpartition("/")[2]
+
+
+def _is_pickle(file: FileState) -> bool:
+    return _name_of(file).lower().endswith(PICKLES)
 
 
 def _unique_name(name: str, taken: Mapping[str, RunEntry]) -> str:

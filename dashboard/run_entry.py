@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from tracekit import conventions
-from tracekit.ingest import readers
+from tracekit.analysis.memory.snapshot_files import PICKLES
+from tracekit.ingest import archives, readers
 from tracekit.rules.report_cache import Summary
 
 LIVE_S = 20.0
@@ -20,6 +21,8 @@ class RunEntry:
     path: str
     stamp: str = ""
     files: int = 0
+    snapshots: int = 0
+    """Memory snapshots of a run without traces: only the page Memory shows them."""
     size_bytes: int = 0
     strategy: str = ""
     model: str = ""
@@ -43,6 +46,17 @@ class RunEntry:
 def is_trace_by_name(name: str) -> bool:
     """Return whether a file is a trace by its name alone: a JSON file may be anything."""
     return may_be_trace(name) and ("trace" in name.lower() or "rank" in name.lower() or not name.endswith(".json"))
+
+
+def is_snapshot(name: str) -> bool:
+    """Return whether a file with this name is a memory snapshot, such as rank00000.memory.pickle or snapshot.pickle."""
+    lower = name.lower()
+    return lower.endswith(PICKLES) and ("memory" in lower or "snapshot" in lower) and not name.startswith(".")
+
+
+def may_have_traces(name: str) -> bool:
+    """Return whether a file with this name may be a trace or an archive of traces."""
+    return may_be_trace(name) or (name.lower().endswith(archives.SUFFIXES) and not name.startswith("."))
 
 
 def may_be_trace(name: str) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 import polars as pl
 
@@ -22,9 +23,10 @@ UNKNOWN = "unknown"
 DAY_S = 86_400
 PERIODS = {"any time": None, "last day": DAY_S, "last week": 7 * DAY_S, "last month": 30 * DAY_S}
 COLUMNS = {
-    "run": pl.String, "verdict": pl.List(pl.String), "now": pl.String, "step_ms": pl.Float64,
-    "steps": pl.List(pl.Float64), "exposed": pl.Float64, "saving": pl.Float64, "recorded": pl.Datetime("us", "UTC"),
-    "strategy": pl.String, "model": pl.String, "ranks": pl.Int64, "size": pl.Float64, "problem": pl.String,
+    "run": pl.String, "open": pl.String, "verdict": pl.List(pl.String), "now": pl.String, "step_ns": pl.Float64,
+    "steps": pl.List(pl.Float64), "exposed": pl.Float64, "saving": pl.Float64, "costliest finding": pl.String,
+    "recorded": pl.Datetime("us", "UTC"), "strategy": pl.String, "model": pl.String, "ranks": pl.Int64,
+    "size": pl.Float64, "problem": pl.String,
 }  # fmt: skip
 ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
     "name": (lambda entry: entry.name, False),
@@ -49,7 +51,7 @@ class RunFilter:
     models: Sequence[str] = ()
     verdicts: Sequence[str] = ()
     since_s: float | None = None
-    step_ms: tuple[float, float] | None = None
+    step_ns: tuple[float, float] | None = None
     order: str = "name"
 
 
@@ -100,12 +102,14 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
     summary = entry.summary
     return (
         escaping.inert(entry.name),
+        None if entry.problem else f"./?run={quote(entry.name, safe='')}",
         chips(entry),
         "live" if entry.is_live else None,
-        summary.step_time_ns / 1e6 if summary and summary.step_time_ns else None,
+        summary.step_time_ns if summary and summary.step_time_ns else None,
         [ns / 1e6 for ns in summary.steps_ns] if summary and summary.steps_ns else None,
         _percent(summary and summary.exposed_communication_ratio),
         _percent(summary and summary.impact),
+        (summary and summary.costliest) or None,
         datetime.fromtimestamp(entry.created_ns / 1e9, UTC) if _is_date(entry.created_ns) else None,
         _text(entry.strategy),
         _text(entry.model),
@@ -119,14 +123,14 @@ def _matches(entry: RunEntry, run_filter: RunFilter) -> bool:
     words = run_filter.text.casefold().split()
     text = f"{entry.name} {entry.strategy} {entry.model} {verdict(entry)} {entry.problem}".casefold()
     step_ns = entry.summary.step_time_ns if entry.summary else None
-    left_ns, right_ns = (ms * 1e6 for ms in run_filter.step_ms or (0.0, 0.0))
+    left_ns, right_ns = run_filter.step_ns or (0.0, 0.0)
     return (
         all(word in text for word in words)
         and (not run_filter.strategies or (entry.strategy or UNKNOWN) in run_filter.strategies)
         and (not run_filter.models or (entry.model or UNKNOWN) in run_filter.models)
         and (not run_filter.verdicts or verdict(entry) in run_filter.verdicts)
         and (run_filter.since_s is None or time.time() - (entry.created_ns or 0) / 1e9 <= run_filter.since_s)
-        and (run_filter.step_ms is None or (step_ns is not None and left_ns <= step_ns <= right_ns))
+        and (run_filter.step_ns is None or (step_ns is not None and left_ns <= step_ns <= right_ns))
     )
 
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from tracekit.cli import settings
+from tracekit.cli import settings_file
 from tracekit.conventions.devices import DeviceOverride
 
 
@@ -12,4 +12,4 @@ def devices() -> tuple[DeviceOverride, ...]:
 
     Read once, since results are cached with them. Raises ConfigError where they cannot be used.
     """
-    return settings.nearest_devices()
+    return settings_file.nearest_devices()

@@ -16,6 +16,8 @@ from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 from dashboard import run_catalog, widgets
 from dashboard.run_entry import RunEntry
+from tracekit import conventions
+from tracekit.analysis.memory.snapshot_files import PICKLES
 from tracekit.conventions import perfetto
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.decompression import Blocks
@@ -28,9 +30,11 @@ MAX_BYTES = 400 << 20
 """Limit of all files of a session."""
 MAX_UNPACKED_BYTES = 4 << 30
 """Limit of one decompressed file: a trace compresses to a tenth, a decompression bomb to a thousandth."""
-ENDINGS = ("json", "gz", "zst", *(suffix.removeprefix(".") for suffix in perfetto.SUFFIXES))
-_SUFFIXES = (".json", *perfetto.SUFFIXES)
+_SUFFIXES = (".json", ".sqlite", ".pfw", *PICKLES, *perfetto.SUFFIXES)
+ENDINGS = ("gz", "zst", *(suffix.removeprefix(".") for suffix in _SUFFIXES))
 _PREFIX = "tracekit-upload-"
+NAME_BEGINS = "uploaded: "
+"""How the name of an uploaded run begins."""
 _MAX_NAME = 120
 
 
@@ -40,8 +44,18 @@ class UploadFolder:
 
     folder: Path
     names: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    """Why an upload was refused, by its id."""
+    refused: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The name of each upload that was refused, and why, by its id."""
+
+    def problems(self) -> list[str]:
+        """Return why uploads were refused, once for each reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.refused.values():
+            by_reason.setdefault(reason, []).append(name)
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+            for reason, names in by_reason.items()
+        ]
 
     def update(self, uploads: Sequence[UploadedFile]) -> None:
         """Store the new uploads and remove those that the widget no longer has."""
@@ -54,7 +68,7 @@ class UploadFolder:
                 try:
                     self._store(upload)
                 except (InputError, BadTraceError, OSError) as error:
-                    self.refused[upload.file_id] = f"{upload.name}: {error}"
+                    self.refused[upload.file_id] = upload.name, str(error)
 
     def _store(self, upload: UploadedFile) -> None:
         name = safe_name(upload.name)
@@ -76,19 +90,27 @@ class UploadFolder:
 
 
 def safe_name(name: str) -> str:
-    """Return a file name that can only be a trace in its folder. Raises InputError.
+    """Return a file name that can only be a trace, an I/O log or a snapshot in its folder. Raises InputError.
 
     >>> safe_name("../../rank00001.<b>.pt.trace.json.gz")
     'rank00001._b_.pt.trace.json.gz'
     """
     last = re.sub(r"[^A-Za-z0-9._-]", "_", name.replace("\\", "/").rpartition("/")[2]).lstrip(".")
     parts = ((suffix, *last.rpartition(suffix)) for suffix in _SUFFIXES)
-    named = [(stem, suffix, ending) for suffix, stem, dot, ending in parts if dot and ending in ("", ".gz", ".zst")]
+    packed = ("", ".gz", ".zst")
+    named = [
+        (stem, suffix, ending)
+        for suffix, stem, dot, ending in parts
+        if dot and ending in (packed[:1] if suffix in PICKLES else packed)
+    ]
     if not named:
         raise InputError(
-            f"the name is not that of a trace; a trace ends with {', '.join(_SUFFIXES)}, or with .gz or .zst after it"
+            "the name is not that of a trace, I/O log or memory snapshot; it ends with "
+            f"{', '.join(_SUFFIXES)}, or with .gz or .zst after it"
         )
     stem, suffix, ending = named[0]
+    if suffix in PICKLES:  # of the run's rank, if the name states one
+        return f"{stem[-_MAX_NAME:].removesuffix('.memory') or 'snapshot'}{conventions.MEMORY_SNAPSHOT_SUFFIX}"
     return f"{stem[-_MAX_NAME:] or 'trace'}{suffix}{ending}"
 
 
@@ -108,7 +130,7 @@ def choose() -> RunEntry | None:
     """Show the upload form; return the run of the uploaded traces, None without any."""
     with st.expander("Upload a trace"):
         uploads = st.file_uploader(
-            "Traces of one run, one file per rank",
+            "Traces of one run, one file per rank; also their I/O logs and memory snapshots",
             type=list(ENDINGS),
             accept_multiple_files=True,
             max_upload_size=MAX_MB,
@@ -120,12 +142,12 @@ def choose() -> RunEntry | None:
         folder = _session_folder()
         with st.spinner("Unpacking"):
             folder.update(uploads)
-        for reason in folder.refused.values():
-            st.error(widgets.plain(reason))
+        for problem in folder.problems():
+            st.error(widgets.plain(problem))
     if not folder.names:
         return None
     names = list(folder.names.values())
-    name = f"uploaded: {names[0] if len(names) == 1 else f'{len(names)} files'}"
+    name = f"{NAME_BEGINS}{names[0] if len(names) == 1 else f'{len(names)} files'}"
     return run_catalog.entry(name, folder.folder, (str(folder.folder.resolve()),), is_private=True)
 
 

@@ -116,6 +116,14 @@ def bind_flag(name: str, default: bool = False) -> str:  # noqa: FBT001, FBT002,
     return bind(name, (False, True), default)
 
 
+def forget(name: str) -> None:
+    """Let the widget of a parameter have its default again, as if nobody had chosen anything."""
+    for state in (name, f"binding-{name}"):
+        st.session_state.pop(state, None)
+    if name in st.query_params:
+        del st.query_params[name]
+
+
 def open_address(page: StreamlitPage, query: Mapping[str, list[str]]) -> NoReturn:
     """Open a page at an address whose parameters apply, also where they are a choice that was left before."""
     st.session_state[_NAVIGATIONS] = st.session_state.get(_NAVIGATIONS, 0) + 1

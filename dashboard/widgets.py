@@ -3,6 +3,7 @@
 A widget whose choice belongs in the address takes its key from `dashboard.url_state`.
 """
 
+import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ import polars as pl
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from dashboard import downloads, run_store, url_state
+from dashboard import downloads, run_store, sharing, url_state
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import LoadedRun, OpenRun
 from tracekit.errors import RuleError, TracekitError
@@ -24,6 +25,8 @@ from tracekit.report.headlines import Headline
 PAGES = "pages"
 RUN = "run"
 OTHERS = "compare"
+UNKNOWN_RUN = "unknown_run"
+"""The state with the run that the address named and that is not listed."""
 MISSING = "—"
 SHOWN_PATH = "shown_path"
 """The step whose critical path the timeline shows: a mapping with the names run and step."""
@@ -31,7 +34,11 @@ MAX_PRESELECTED = 4
 MAX_COMPARED = 8
 BYTES = "localized"
 """The format of whole bytes: 2,818,048. The unit is in the heading."""
+_COMMAND = re.compile(r": (tracekit [a-z](?:(?![;,.] ).)*)$")
+"""A command that helps, at the end of a message."""
 _T = TypeVar("_T")
+_ROW_PX, _MAX_ROWS_SHOWN = 35, 10
+"""Of a table, as Streamlit draws it: with its height, the page reserves the place before the table is there."""
 _LEAST = 0.001
 """The smallest value shown in a unit."""
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
@@ -42,18 +49,6 @@ _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "flops": ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1, "FLOP")),
 }
 """Units of columns by the end of their names, the largest first; the first ending that fits counts."""
-
-STYLE = f"""<style>{html_fragments.style()}
-[data-testid="stMainBlockContainer"] {{padding: 4rem 2.2rem 3rem; max-width: 1500px}}
-.tk-title {{display: flex; flex-wrap: wrap; gap: 14px; align-items: baseline; margin: 0}}
-.tk-title b {{font-size: 1.5rem; font-weight: 650; overflow-wrap: anywhere}}
-.tk-title span {{opacity: .75}}
-.tk-schema td:not(:last-child) {{overflow-wrap: normal; white-space: nowrap}}
-[class*="st-key-download-"] {{margin-top: -.9rem}}
-[class*="st-key-download-"] button {{min-height: 0; padding: 0; opacity: .7}}
-[class*="st-key-download-"] button p {{font-size: .8rem}}
-[class*="st-key-download-"] button:is(:hover, :focus-visible) {{opacity: 1}}
-</style>"""
 
 
 def choose_runs(entries: Sequence[RunEntry]) -> tuple[RunEntry, ...]:
@@ -81,6 +76,8 @@ def go_to(address: str, **parameters: Any) -> None:
 
     The run stays unless `parameters` names another.
     """
+    if RUN in parameters:
+        st.session_state.pop(UNKNOWN_RUN, None)
     query = {name: texts for name, texts in url_state.parameters().items() if name in (RUN, OTHERS)}
     query |= {
         name: [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
@@ -97,7 +94,7 @@ def open_run(entry: RunEntry) -> OpenRun | None:
 def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "Reading and checking") -> _T | None:
     """Return what `read` makes of a run, or show why that is impossible and return None."""
     if entry.problem:
-        if entry.is_live and not entry.files:
+        if entry.is_live and not entry.files and not entry.snapshots:
             st.info(plain(entry.problem), icon=":material/hourglass_empty:")
         else:
             problem(entry.problem)
@@ -121,18 +118,45 @@ def choose_window(windows: Sequence[int], place: DeltaGenerator | None = None) -
 def headline(shown: Headline | None) -> None:
     """Show the sentence that answers a page's question; nothing where there is none."""
     if shown is not None:
-        st.html(html_fragments.headline(shown.text, shown.about, shown.status, is_verdict=shown.is_verdict))
+        html(html_fragments.headline(shown.text, shown.about, shown.status, is_verdict=shown.is_verdict))
+
+
+def html(fragment: str) -> None:
+    """Show HTML that a template made."""
+    st.html(fragment)
+    sharing.html(fragment)
+
+
+def subheader(text: str) -> None:
+    """Show a heading."""
+    st.subheader(text)
+    sharing.text("heading", text)
+
+
+def caption(text: str) -> None:
+    """Show text below a heading or a figure."""
+    st.caption(text)
+    sharing.text("caption", text)
+
+
+def info(text: str, **options: Any) -> None:
+    """Show why something is not shown; `options` are those of st.info."""
+    st.info(text, **options)
+    sharing.text("caption", text)
 
 
 def note(text: str) -> None:
     """Show a remark below a figure; nothing for ''."""
     if text:
-        st.caption(plain(text))
+        caption(plain(text))
 
 
 def problem(message: str) -> None:
-    """Show an error as text."""
-    st.error(plain(message), icon=":material/error:")
+    """Show an error as text; a command at its end as code, to copy."""
+    command = _COMMAND.search(message)
+    st.error(plain(message[: command.start()] if command else message), icon=":material/error:")
+    if command:
+        st.code(escaping.inert(command[1], 500), language=None)
 
 
 def heading(entry: RunEntry, run: LoadedRun) -> None:
@@ -148,16 +172,28 @@ def heading(entry: RunEntry, run: LoadedRun) -> None:
 
 
 def title(name: str, about: str = "") -> None:
-    """Show the title of a page."""
-    st.html(f'<div class="tk-title"><b>{escaping.escape(name)}</b><span>{escaping.escape(about)}</span></div>')
+    """Show the title of a page, with the control that shares it."""
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.html(f'<div class="tk-title"><b>{escaping.escape(name)}</b><span>{escaping.escape(about)}</span></div>')
+        sharing.title(name, about)
 
 
-def frame(table: pl.DataFrame, *, key: str | None = None, selection: str | None = None, **options: Any) -> Any:
+def frame(
+    table: pl.DataFrame,
+    *,
+    key: str | None = None,
+    selection: str | None = None,
+    whole: pl.DataFrame | None = None,
+    shared_rows: int = sharing.MAX_ROWS,
+    **options: Any,
+) -> Any:
     """Show a table with its numbers in readable units; it can be sorted and searched.
 
-    With a `key`, the table can be downloaded below it in its original units. With a `selection`, a row can be selected:
-    the state of that name has its number. `options` are those of st.dataframe, whose event is returned.
+    With a `key`, the table, or `whole` of which it is a part, can be downloaded below it in its original units. With a
+    `selection`, a row can be selected: the state of that name has its number. A shared page has the first
+    `shared_rows`. `options` are those of st.dataframe; its event is returned.
     """
+    sharing.table(table, shared_rows)
     if selection is not None:
         options |= {"on_select": "rerun", "selection_mode": "single-row"}
     shown: list[pl.Series] = []
@@ -181,16 +217,30 @@ def frame(table: pl.DataFrame, *, key: str | None = None, selection: str | None 
         hide_index=True,
         placeholder=MISSING,
         key=selection or key,
+        height=(min(table.height, _MAX_ROWS_SHOWN) + 1) * _ROW_PX + 2,
         **options,
     )
     if key is not None:
-        downloads.table(table, key=key)
+        downloads.table(table if whole is None else whole, key=key)
     return event
 
 
 def drop_empty(table: pl.DataFrame) -> pl.DataFrame:
     """Return a table without the columns that have no value."""
     return table.select(column for column in table if column.null_count() < table.height)
+
+
+def time_unit(longest_ns: float) -> tuple[float, str]:
+    """Return the unit for times up to `longest_ns`: its length in ns, and its name.
+
+    >>> time_unit(25_000_000_000), time_unit(999)
+    ((1000000000.0, 's'), (1, 'ns'))
+    """
+    return _unit(_SCALES["_ns"], longest_ns)
+
+
+def _unit(scales: Sequence[tuple[float, str]], most: float) -> tuple[float, str]:
+    return next(((size, unit) for size, unit in scales if most >= size), scales[-1])
 
 
 def _scale(series: pl.Series) -> tuple[float, str] | None:
@@ -207,14 +257,14 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     if scales is None:
         return None
     least, most = _extent(series)
-    divisor, unit = next(((size, unit) for size, unit in scales if most >= size), scales[-1])
+    divisor, unit = _unit(scales, most)
     digits = 0 if divisor == 1 else 3 if least >= _LEAST * divisor else 6
     return divisor, f"%.{digits}f {unit}"
 
 
 def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:
     least, most = _extent(series)
-    for unit_bytes, pattern in ((2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
+    for unit_bytes, pattern in ((2**40, "%.4g TiB"), (2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
         if most >= unit_bytes:
             return (unit_bytes, pattern) if least >= unit_bytes * _LEAST else (1, BYTES)
     return 1, "%d B"
@@ -229,13 +279,13 @@ def _extent(series: pl.Series) -> tuple[float, float]:
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:
     """Show a table of text, as `escaping.html_table` makes it, with a download."""
-    st.html(escaping.html_table(header, rows, right=right))
+    html(escaping.html_table(header, rows, right=right))
     downloads.cells(header, rows, key=key)
 
 
 def numbers(values: Mapping[str, str]) -> None:
     """Show a row of large numbers with their labels."""
-    st.html(html_fragments.numbers({label: (value, "") for label, value in values.items()}))
+    html(html_fragments.numbers({label: (value, "") for label, value in values.items()}))
 
 
 def segments(label: str, name: str, options: Sequence[str] | Mapping[str, str]) -> str:
@@ -249,11 +299,19 @@ def segments(label: str, name: str, options: Sequence[str] | Mapping[str, str]) 
 
 
 def chart(figure: go.Figure, *, key: str, **options: Any) -> Any:
-    """Show a figure in the page's own colours and font, with a download; return the event of st.plotly_chart."""
+    """Show a figure in the page's own colours, with a download; return the event of st.plotly_chart."""
+    charts.titled(figure, sharing.figure_title())
     original = go.Figure(figure)
+    sharing.figure(original, key=key)
     ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"
-    figure.update_layout(font={"color": ink, "family": '"Source Sans", "Source Sans Pro", sans-serif', "size": 13})
-    event = st.plotly_chart(figure, theme=None, key=key, **{"config": charts.CONFIG, **options})
+    # A font of the system: in an image, that of the page is not there, and another one may not fit the margins.
+    figure.update_layout(font={"color": ink, "family": "Arial, sans-serif", "size": 13})
+    # Larger than on the page, so that its text can be read in a document.
+    image = {"toImageButtonOptions": {"filename": downloads.name_of(key), "scale": 2}}
+    config = {**charts.CONFIG, **options.pop("config", {}), **image}
+    # Known to the page before Plotly draws, so that what is below does not move then.
+    height = figure.layout.height or "content"
+    event = st.plotly_chart(figure, theme=None, key=key, config=config, height=height, **options)
     downloads.figure(original, key=key)
     return event
 

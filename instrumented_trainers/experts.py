@@ -51,7 +51,7 @@ class MixtureOfExperts(nn.Module):
         order, counts = (order, routed) if self.capacity is None else self._within_capacity(chosen, order, len(stream))
         outputs = self._computed(tokens[order // self.active], counts)
         outputs = outputs * weights.flatten()[order, None].to(outputs.dtype)
-        mixed = torch.zeros_like(tokens).index_add(0, order // self.active, outputs)
+        mixed = torch.zeros_like(tokens).index_add(0, order // self.active, outputs.to(tokens.dtype))
         if self.balance and torch.is_grad_enabled():
             mixed = _AddLoss.apply(mixed, self.balance * balancing_loss(chances, routed / routed.sum()))
         return mixed.view_as(stream)

@@ -24,6 +24,12 @@ from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
 
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
+_SOCKETS_ONLY = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 _TIMED_OUT = "Timed out waiting"  # gloo's words for a peer that does not answer
 
 
@@ -207,20 +213,33 @@ def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: lis
     stop = StopRequest()
     # torch warns of its own internals (deprecated storage, FSDP1's future) on every rank; none concerns the user.
     warnings.filterwarnings("ignore", module="torch")
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
     cuda = config.device == "cuda"
+    gpu = int(os.environ.get("LOCAL_RANK", rank))
+    if cuda and config.share_gpus:
+        gpu %= torch.cuda.device_count()
+        share_gpus(rank)
     if cuda:
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(gpu)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=rendezvous,
         rank=rank,
         world_size=config.world_size,
         timeout=timedelta(seconds=config.timeout_s),
-        device_id=torch.device("cuda", local_rank) if cuda else None,
+        device_id=torch.device("cuda", gpu) if cuda else None,
     )
     train(config, make_mesh(config.layout, config.device, data_axes=config.data_axes), command, stop)
     dist.destroy_process_group()
+
+
+def share_gpus(rank: int) -> None:
+    """Let NCCL accept several ranks on one GPU, which it refuses to ranks of one host.
+
+    So this process, which has not yet initialized NCCL, gets a host name of its own, and ranks communicate by sockets.
+    """
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    for name, value in _SOCKETS_ONLY.items():
+        os.environ.setdefault(name, value)
 
 
 def _processors() -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -40,7 +41,7 @@ from instrumented_trainers.trackers import Scalar, Trackers
 from instrumented_trainers.traffic import repeated_bytes
 from tracekit import conventions
 from tracekit.capture import Recorder
-from tracekit.capture.metrics import Number, PendingScalar
+from tracekit.capture.metrics import Number, Pending, PendingScalar
 from tracekit.conventions.strategies import EP, STRATEGIES
 
 _STOP_KEY = "after step"
@@ -71,6 +72,19 @@ class StopRequest:
         self._received = True
 
 
+class _Lead:
+    """Keeps the host at most two steps ahead of the device."""
+
+    def __init__(self) -> None:
+        self._losses: deque[PendingScalar] = deque()
+
+    def limit(self, loss: PendingScalar) -> None:
+        """Wait for the loss of the step before the last; `loss` is the last one's."""
+        self._losses.append(loss)
+        if len(self._losses) > 2:
+            self._losses.popleft().value()
+
+
 def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: StopRequest) -> None:
     """Train on this rank of the mesh, recording into ``config.out``, until the last step or a `stop`."""
     rank = mesh.get_rank()
@@ -92,6 +106,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     throughput = Throughput.of(config)
     progress = Progress(throughput, rank=rank, steps=config.steps, every=config.log_every)
     trackers = Trackers(config, rank, first_step=first_step)
+    lead = _Lead()
     _introduce(config, origin, progress)
     with Recorder(
         config.out,
@@ -132,8 +147,10 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             evaluated = None if stopped else _evaluated(evaluation, step, model, recorder)
             last = stopped or step == config.steps - 1
             recorder.step(_metrics(loss, evaluated) | dropped, tokens=config.tokens_per_step, last=last)
-            progress.step(step, loss, elapsed_ns=recorder.step_time_ns)
-            trackers.add(step, _scalars(step, loss, config, throughput.scalars(recorder.step_time_ns), evaluated))
+            lead.limit(loss)
+            assert recorder.step_time is not None
+            progress.step(step, loss, elapsed=recorder.step_time)
+            trackers.add(step, _scalars(step, loss, config, throughput.pending_scalars(recorder.step_time), evaluated))
             for line in _lines_after(step, evaluated, saved, blocking=checkpoints.blocking):
                 progress.print(line)
             if stopped:
@@ -166,15 +183,15 @@ def _dropped(model: nn.Module) -> dict[str, Number]:
 
 def _metrics(loss: PendingScalar, evaluated: EvaluationResult | None) -> dict[str, Number]:
     if evaluated is None:
-        return {conventions.LOSS_METRIC: loss.value}
-    return {conventions.LOSS_METRIC: loss.value, "eval_loss": evaluated.loss, "eval_perplexity": evaluated.perplexity}
+        return {conventions.LOSS_METRIC: loss}
+    return {conventions.LOSS_METRIC: loss, "eval_loss": evaluated.loss, "eval_perplexity": evaluated.perplexity}
 
 
 def _scalars(
     step: int,
     loss: PendingScalar,
     config: TrainingConfig,
-    speed: Mapping[str, float],
+    speed: Mapping[str, Pending],
     evaluated: EvaluationResult | None,
 ) -> dict[str, Scalar]:
     """Return what trackers get of a step, the loss of this rank among it."""

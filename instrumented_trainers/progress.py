@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 from instrumented_trainers.throughput import Throughput
-from tracekit.capture.metrics import PendingScalar
+from tracekit.capture.metrics import Pending, PendingScalar
 
 
 class Progress:
@@ -17,13 +17,13 @@ class Progress:
         self._every = every
         self._due: Callable[[], str] | None = None
 
-    def step(self, step: int, loss: PendingScalar, *, elapsed_ns: int) -> None:
-        """Note the end of a step that took `elapsed_ns`."""
+    def step(self, step: int, loss: PendingScalar, *, elapsed: Pending) -> None:
+        """Note the end of a step that took `elapsed` ns."""
         self.flush()
         if step % self._every == 0 or step == self._steps - 1:
             self._due = lambda: (
-                f"step {step:4d} of {self._steps}   loss {loss.value():.4f}   {elapsed_ns / 1e6:6.0f} ms   "
-                f"{self._throughput.describe(elapsed_ns)}"
+                f"step {step:4d} of {self._steps}   loss {loss.value():.4f}   {elapsed.value() / 1e6:6.0f} ms   "
+                f"{self._throughput.describe(elapsed.value())}"
             )
 
     def flush(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.sizes import model_config
+from tracekit.capture.metrics import Pending
 from tracekit.conventions import devices
 
 _SCALES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6))
@@ -50,7 +51,7 @@ class Throughput:
         flops = flops_per_token(model_config(config), config.tokens)
         return cls(config.tokens_per_step, flops, config.world_size, peak)
 
-    def scalars(self, step_time_ns: int) -> dict[str, float]:
+    def scalars(self, step_time_ns: float) -> dict[str, float]:
         """Return tokens and model FLOP/s of all ranks, and MFU where the peak is known."""
         tokens_per_s = self.tokens_per_step * 1e9 / step_time_ns
         flops_per_s = tokens_per_s * self.flops_per_token
@@ -59,7 +60,11 @@ class Throughput:
             values["mfu_ratio"] = flops_per_s / self.devices / self.peak
         return values
 
-    def describe(self, step_time_ns: int) -> str:
+    def pending_scalars(self, step_time_ns: Pending) -> dict[str, Pending]:
+        """Return `scalars` of a step whose time is not known yet."""
+        return {name: step_time_ns.map(lambda ns, of=name: self.scalars(ns)[of]) for name in self.scalars(1)}
+
+    def describe(self, step_time_ns: float) -> str:
         """Return tokens and model FLOP/s of all ranks, and MFU where the peak is known, in words."""
         values = self.scalars(step_time_ns)
         flops_per_s = values["model_flops_per_second"]

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
-from tracekit.capture.metrics import PendingScalar
+from tracekit.capture.metrics import Pending
 
-Scalar = float | PendingScalar
+Scalar = float | Pending
 
 
 class Tracker(Protocol):
@@ -57,7 +57,7 @@ class Trackers:
         if pending is None or not self._trackers:
             return
         step, scalars = pending
-        values = {name: value.value() if isinstance(value, PendingScalar) else value for name, value in scalars.items()}
+        values = {name: value.value() if isinstance(value, Pending) else value for name, value in scalars.items()}
         for tracker in self._trackers:
             tracker.add(step, values)
 

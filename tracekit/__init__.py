@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tracekit.ingest.loader import load
     from tracekit.model.run import Run
     from tracekit.model.trace import Trace
-    from tracekit.rules import RULES
     from tracekit.rules.engine import check
+    from tracekit.rules.registry import RULES
     from tracekit.rules.rule import Finding, Rule
     from tracekit.sql.run_query import query
 
@@ -29,7 +29,7 @@ _HOMES = {
     "Trace": "tracekit.model.trace",
     "Finding": "tracekit.rules.rule",
     "Rule": "tracekit.rules.rule",
-    "RULES": "tracekit.rules",
+    "RULES": "tracekit.rules.registry",
 }
 
 

@@ -1,5 +1,7 @@
 """Errors that the user can fix, and errors of rules, each with its exit code on the command line."""
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -35,3 +37,13 @@ class RuleError(Exception):
     """A rule crashed: a bug of the rule, not of the input. Carries the rule's code."""
 
     exit_code: ClassVar[int] = 3
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return which known names are similar, as a question to append to an error; "" if there are none.
+
+    >>> did_you_mean("colectives", ["collectives", "ops"])
+    ', did you mean collectives?'
+    """
+    similar = difflib.get_close_matches(name.lower(), list(known), n=2)
+    return f", did you mean {' or '.join(similar)}?" if similar else ""

@@ -6,6 +6,8 @@ from typing import Any
 
 import streamlit as st
 
+from tracekit.model import escaping
+
 HERE = Path(__file__).parent
 
 
@@ -15,13 +17,18 @@ def register(name: str, scripts: Sequence[str]) -> Callable[..., Any]:
     The scripts are joined in their order into one module: there is no build step.
     """
 
-    def joined(*paths: Path) -> str:
-        return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    def joined(ending: str) -> str:
+        return (HERE / name / f"{name}.{ending}").read_text(encoding="utf-8")
 
-    mount: Callable[..., Any] = st.components.v2.component(
-        f"tracekit_{name}",
-        html=joined(HERE / name / f"{name}.html"),
-        css=joined(HERE / "button.css", HERE / name / f"{name}.css"),
-        js=joined(*(HERE / name / script for script in scripts)),
+    return mount(
+        name,
+        html=joined("html"),
+        css=escaping.asset("button.css") + joined("css"),
+        js="\n".join((HERE / name / script).read_text(encoding="utf-8") for script in scripts),
     )
-    return mount
+
+
+def mount(name: str, *, html: str, css: str, js: str) -> Callable[..., Any]:
+    """Register a component, and return the function that puts it on a page."""
+    placed: Callable[..., Any] = st.components.v2.component(f"tracekit_{name}", html=html, css=css, js=js)
+    return placed

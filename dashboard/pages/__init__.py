@@ -1,5 +1,8 @@
 """The pages of the dashboard, one module each. A page is added by its module and one entry in `PAGES`."""
 
+import re
+from importlib.metadata import EntryPoint
+
 from dashboard.pages import (
     checkpoints,
     communication,
@@ -19,7 +22,7 @@ from dashboard.pages import (
     timeline,
     whatif,
 )
-from dashboard.pages.page import Page
+from dashboard.pages.page import TOOLS, Needs, Page
 from tracekit.model import plugins
 
 # In the order of the sidebar.
@@ -32,5 +35,23 @@ DEFAULT = overview.PAGE
 
 
 def all_pages() -> tuple[Page, ...]:
-    """Return our pages and those that other distributions add by the entry point group ``tracekit.pages``."""
-    return PAGES + tuple(point.load() for point in plugins.entry_points(group="tracekit.pages"))
+    """Return our pages and those that other distributions add by the entry point group ``tracekit.pages``.
+
+    In the place of one that cannot be imported is a page that raises its error.
+    """
+    return PAGES + tuple(map(_load, plugins.entry_points(group="tracekit.pages")))
+
+
+def _load(point: EntryPoint) -> Page:
+    try:
+        page: Page = point.load()
+    except Exception as error:  # noqa: BLE001 whatever the module of another distribution raises
+        reason = error
+
+        def show(_: object) -> None:
+            raise reason
+
+        show.__module__ = point.module
+        address = re.sub("[^a-z]", "", point.name.lower()) or "plugin"
+        return Page(point.name, address, "a page that cannot be imported", show, Needs.CATALOG, TOOLS)
+    return page

@@ -20,18 +20,20 @@ def show(run: OpenRun) -> None:
     """Draw all saves of a run, and the stages of the one that a person picks."""
     by_save = run.table(tables.SAVES)
     if by_save.is_empty():
-        st.info(HOW_TO_RECORD)
+        widgets.info(HOW_TO_RECORD)
         return
     findings.show_all(findings.of_families(run.report.findings, ("CKPT",)), run)
     _totals(by_save, run.table(tables.SAVES_BY_RANK))
-    st.subheader("Stages of one save")
+    widgets.subheader("Stages of one save")
     longest = int(str(by_save["written_ns"].arg_max()))
     names = by_save["save"].to_list()
     save = st.selectbox("Save", names, key=bind("save", names, names[longest]), format_func=escaping.inert, width=340)
     widgets.chart(charts.save_stages(run.table(tables.SAVE_STAGES).filter(save=save)), key="save_stages")
-    st.caption("Stages alternate tensor by tensor: a bar adds up the time of each, in the order of their first entry.")
-    st.subheader("Critical path of the save")
-    st.caption("By clock (training blocked, or until all data was written): the stages that all ranks wait for.")
+    widgets.caption(
+        "Stages alternate tensor by tensor: a bar adds up the time of each, in the order of their first entry."
+    )
+    widgets.subheader("Critical path of the save")
+    widgets.caption("By clock (training blocked, or until all data was written): the stages that all ranks wait for.")
     columns = ("clock", "kind", "rank", "stage", "dur_ns", pl.col("ratio").alias("time_ratio"))
     parts = run.table(tables.SAVE_CRITICAL_PATH).filter(save=save).select(columns)
     widgets.frame(parts, key="save-parts")
@@ -42,14 +44,14 @@ def show(run: OpenRun) -> None:
 def _totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
     left, right = st.columns(2)
     with left:
-        st.subheader("Training blocked, and all data written")
+        widgets.subheader("Training blocked, and all data written")
         widgets.chart(charts.save_clocks(by_save), key="save_clocks")
     with right:
-        st.subheader("Durable write rate by rank")
+        widgets.subheader("Durable write rate by rank")
         if clocks["storage_bytes_per_s"].is_not_null().any():
             widgets.chart(charts.save_bandwidth(clocks), key="save_bandwidth")
         else:
-            st.caption("No save synced its files, so the write rate of the storage is unknown.")
+            widgets.caption("No save synced its files, so the write rate of the storage is unknown.")
 
 
 PAGE = Page.described_by(__doc__, "checkpoints", show, headline=lambda run: run.headline(headlines.checkpoints))

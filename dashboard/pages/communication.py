@@ -25,16 +25,18 @@ def show(run: OpenRun) -> None:
     with st.spinner("Measuring"):
         kinds = run.table(tables.COLLECTIVES)
     if kinds.is_empty():
-        st.info("The traces contain no collective: the run had one rank, or was recorded without its communication.")
+        widgets.info(
+            "The traces contain no collective: the run had one rank, or was recorded without its communication."
+        )
         _gaps(run, tables.COMPUTE_GAPS)
         return
     findings.show_families(run, "COMM", "RANK")
-    st.subheader("Exposed communication")
-    st.caption(
+    widgets.subheader("Exposed communication")
+    widgets.caption(
         "Communication in steps by rank: overlapped with compute, exposed, and waiting. Waiting ends when the last "
         "rank with a trace enters the collective."
     )
-    figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.compute(rank_rows.drawn))
+    figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.measured(rank_rows.drawn))
     widgets.chart(figure, key="communication-hidden")
     widgets.note(rank_rows.selection_note(run.run))
     _gaps(run, tables.COMMUNICATION_GAPS)
@@ -47,12 +49,12 @@ def show(run: OpenRun) -> None:
 def _gaps(run: OpenRun, of: str) -> None:
     rows = run.table(tables.GAPS_BY_RANK).filter(gap_kind=of)
     title, about = GAPS[of]
-    st.subheader(title)
-    st.caption(f"{about} Hover over a part for its time and share.")
+    widgets.subheader(title)
+    widgets.caption(f"{about} Hover over a part for its time and share.")
     if rows.is_empty():
-        st.caption("There is no such gap.")
+        widgets.caption("There is no such gap.")
         return
-    widgets.chart(charts.stall_causes(rows, run.compute(rank_rows.drawn)), key=f"communication-{of}")
+    widgets.chart(charts.stall_causes(rows, run.measured(rank_rows.drawn)), key=f"communication-{of}")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("By phase and host activity"):
         causes = run.table(tables.GAPS_BY_CAUSE).filter(gap_kind=of)
@@ -61,15 +63,15 @@ def _gaps(run: OpenRun, of: str) -> None:
 
 
 def _bandwidth(run: OpenRun) -> None:
-    st.subheader("Bandwidth by message size")
+    widgets.subheader("Bandwidth by message size")
     speeds = run.table(tables.COLLECTIVE_SPEEDS)
     if speeds.is_empty():
-        st.caption(
+        widgets.caption(
             "No message of known size took longer than the clock error, or the trace contains no sizes. The page Data "
             "quality shows how to record them."
         )
         return
-    st.caption(
+    widgets.caption(
         "Each mark is one collective. Algorithm bandwidth is its size over the time from the last arrival to the end. "
         "Bus bandwidth multiplies it by the factor of nccl-tests, such as 2(n−1)/n for an all-reduce of n ranks, so "
         "that all collectives compare with the link. Latency limits small messages. "
@@ -80,27 +82,27 @@ def _bandwidth(run: OpenRun) -> None:
 
 
 def _stragglers(run: OpenRun) -> None:
-    st.subheader("Which ranks wait for which")
+    widgets.subheader("Which ranks wait for which")
     if len(run.run.ranks) < 2:
-        st.caption(
+        widgets.caption(
             "Only one rank has a trace, so waiting cannot be measured: put the traces of all ranks into one folder."
         )
         return
     waits = run.table(tables.WAIT_TIMES)
     if waits.is_empty():
-        st.caption("No rank waited for another for longer than the clock error.")
+        widgets.caption("No rank waited for another for longer than the clock error.")
         return
-    st.caption(
+    widgets.caption(
         "Time in which a rank (row) computes nothing and all its collectives wait for a late rank (column). Every "
-        "moment counts once. A dark column is a straggler."
+        "moment counts once. A column in strong orange is a straggler."
         + (" The ranks with the longest waits are drawn." if len(run.run.ranks) > charts.MAX_MATRIX_RANKS else "")
     )
     widgets.chart(charts.wait_matrix(waits, run.run.ranks), key="communication-waits")
 
 
 def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
-    st.subheader("Collectives")
-    st.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
+    widgets.subheader("Collectives")
+    widgets.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
     widgets.frame(widgets.drop_empty(kinds.drop("is_whole")), key="collectives")
     by_rank = run.table(tables.COLLECTIVES_BY_RANK)
     if by_rank.height:

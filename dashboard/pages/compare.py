@@ -26,7 +26,7 @@ def show(chosen: Sequence[RunEntry]) -> None:
     """Show how each chosen run differs from the first, why, and the mean step of all."""
     widgets.title("Compare")
     if len(chosen) < 2:
-        st.info("Pick one or more runs under 'Compare with' in the sidebar, or select several on the page Runs.")
+        widgets.info("Pick one or more runs under 'Compare with' in the sidebar, or select several on the page Runs.")
         return
     headline = st.empty()
     steps = [(entry, widgets.try_reading(entry, run_store.breakdown_by_step)) for entry in chosen]
@@ -39,11 +39,13 @@ def show(chosen: Sequence[RunEntry]) -> None:
         _step_change(usable[0], candidate)
         _call_stacks(usable[0], candidate)
     drawn = {entry.name: table for entry, table in steps if table is not None and table.height}
-    st.subheader("Mean step")
+    widgets.subheader("Mean step")
     if drawn:
         widgets.chart(charts.comparison(drawn), key="comparison")
     else:
-        st.info("None of these runs has a step to break down. Record with profiler.step() after each optimizer step.")
+        widgets.info(
+            "None of these runs has a step to break down. Record with profiler.step() after each optimizer step."
+        )
 
 
 def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline | None:
@@ -64,7 +66,7 @@ def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline |
 
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
-    st.subheader(f"Compared with {widgets.plain(reference.name)}")
+    widgets.subheader(f"Compared with {widgets.plain(reference.name)}")
     comparisons = []
     for entry in candidates:
         try:
@@ -72,17 +74,17 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         except NotComparableError as error:
             widgets.problem(str(error))
         else:
-            st.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
+            widgets.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
     if comparisons:
         is_filtered = st.toggle("Only significant changes", key=bind_flag("changed"))
         header, rows, classes = _table(comparisons, only_significant=is_filtered)
         right = [False, *(True for _ in header[1:])]
         if rows:
-            st.html(escaping.html_table(header, rows, right=right, classes=classes))
+            widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
             downloads.cells(header, rows, key="comparison")
         else:
-            st.info("No metric changed significantly.")
-    st.caption(
+            widgets.info("No metric changed significantly.")
+    widgets.caption(
         "Medians over steps with the 95% confidence interval of the change between these two recordings. Other "
         "recordings of the same program may differ by more."
     )
@@ -95,25 +97,25 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
 
 def _chosen(candidates: Sequence[RunEntry]) -> RunEntry:
     """Return the candidate whose step is explained."""
-    st.subheader("What changed the step")
+    widgets.subheader("What changed the step")
     by_name = {entry.name: entry for entry in candidates}
     return by_name[widgets.segments("Run", "changed_run", list(by_name))] if len(by_name) > 1 else candidates[0]
 
 
 def _call_stacks(reference: RunEntry, candidate: RunEntry) -> None:
     """Draw the time of both runs by call stack, coloured by change."""
-    st.subheader("Call stacks that changed")
+    widgets.subheader("Call stacks that changed")
     with st.spinner("Adding up"):
         trees = regression.call_tree_difference(reference, candidate)
     if not trees:
-        st.info("The two runs have no work of the device or of the host in common.")
+        widgets.info("The two runs have no work of the device or of the host in common.")
         return
     kinds = [kind for kind in regression.CALL_TREE_KINDS if kind in trees]
     of = widgets.segments("Time of", "changed_time_of", kinds[::-1])
     side = widgets.segments("Width", "changed_width", _WIDTHS)
     figure = charts.difference_icicle(trees[of], f"{of} time, {candidate.name}", is_before=side == _BEFORE)
     widgets.chart(figure, key="comparison-stacks")
-    st.caption(
+    widgets.caption(
         "Time per step and rank. Red frames take longer than before, blue ones less, full colour from half as long "
         "again; stacks that are gone show with the width before. Click a frame to see it alone."
     )
@@ -126,16 +128,16 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
         with st.spinner(f"Comparing the steps of {widgets.plain(candidate.name)}"):
             changed = regression.step_changes(reference, candidate)[key]
     except NotComparableError as error:
-        st.info(widgets.plain(str(error)))
+        widgets.info(widgets.plain(str(error)))
         return
     header, rows = step_change.table_cells(changed, step_change.DEFAULT_TOP)
     verdicts = changed.rows["verdict"].head(len(rows)).to_list()
     classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
     right = [column not in step_change.TEXTS for column in range(len(header))]
     st.markdown(widgets.plain(step_change.headline(changed)))
-    st.html(escaping.html_table(header, rows, right=right, classes=classes))
+    widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
     downloads.table(changed.rows, key="step_change")
-    st.caption(
+    widgets.caption(
         "Time of a typical step, each moment charged once: to the operator whose kernel runs, or to the cause of idle "
         f"time. The changes of all {changed.rows.height:,} rows add up to that of the step; the download has them all."
     )

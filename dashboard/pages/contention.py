@@ -12,17 +12,18 @@ WITHOUT_DEVICE = (
     "No device activity was recorded. Contention is measured between device streams, and a trace does not record how "
     "threads share cores: if the run was on a GPU, record with ProfilerActivity.CUDA."
 )
+MAX_PAIRS = 500
 
 
 def show(run: OpenRun) -> None:
     """Draw which work ran concurrently with which other work, and what that cost."""
     if not run.table(tables.DEVICES)["devices"].sum():
-        st.info(WITHOUT_DEVICE)
+        widgets.info(WITHOUT_DEVICE)
         return
     with st.spinner("Measuring"):
         pairs = run.table(tables.CONTENTION_PAIRS)
     if pairs.is_empty():
-        st.info("No two kinds of work ran at the same time on any device, so nothing was slowed down.")
+        widgets.info("No two kinds of work ran at the same time on any device, so nothing was slowed down.")
         return
     findings.show_families(run, "STREAM")
     _slowdowns(run, pairs)
@@ -32,8 +33,8 @@ def show(run: OpenRun) -> None:
 
 
 def _slowdowns(run: OpenRun, pairs: pl.DataFrame) -> None:
-    st.subheader("Slowdown by concurrent work")
-    st.caption(
+    widgets.subheader("Slowdown by concurrent work")
+    widgets.caption(
         "Each kind of work compared with the same work alone (same kernel, grid and shapes; collectives of one size), "
         "within one step if it ran alone there. Bars are 95% confidence intervals over steps and units; right of the "
         "line is slower."
@@ -41,33 +42,43 @@ def _slowdowns(run: OpenRun, pairs: pl.DataFrame) -> None:
     if pairs["slowdown"].is_not_null().any():
         widgets.chart(charts.slowdowns(pairs), key="contention-slowdowns")
         if len(run.run.ranks) > charts.MAX_SLOWED_RANKS:
-            st.caption(
+            widgets.caption(
                 f"Of {len(run.run.ranks):,} ranks, {charts.MAX_SLOWED_RANKS} are drawn for each pair: those with the "
                 "largest and the smallest slowdown, and others evenly between these."
             )
     else:
-        st.caption(f"Nothing ran both alone and concurrently with other work. {tables.RECORD_CONTENTION.capitalize()}.")
+        widgets.caption(
+            f"Nothing ran both alone and concurrently with other work. {tables.RECORD_CONTENTION.capitalize()}."
+        )
     with st.expander("Slowdowns in numbers"):
-        widgets.frame(pairs, key="contention-pairs")
+        widgets.frame(_costliest(pairs), key="contention-pairs", whole=pairs)
+
+
+def _costliest(pairs: pl.DataFrame) -> pl.DataFrame:
+    """Return the pairs to list: of many ranks those that lose most, as a table of all would be a megabyte."""
+    if pairs.height <= MAX_PAIRS:
+        return pairs
+    widgets.caption(f"The {MAX_PAIRS} of {pairs.height:,} rows that lose most; the download contains all.")
+    return pairs.sort("lost_ns", descending=True, nulls_last=True).head(MAX_PAIRS)
 
 
 def _phases(run: OpenRun) -> None:
     by_phase = run.table(tables.CONTENTION_BY_PHASE)
     kinds = [kind for kind in tables.WORK_KINDS if kind in by_phase["kind"]]
-    st.subheader("What shares the device, by phase")
+    widgets.subheader("What shares the device, by phase")
     of = widgets.segments("Work", "work", kinds)
-    st.caption("Time in which the chosen work ran concurrently with work on other streams; all ranks and steps.")
+    widgets.caption("Time in which the chosen work ran concurrently with work on other streams; all ranks and steps.")
     widgets.chart(charts.concurrent_time(by_phase, of), key="contention-phases")
 
 
 def _give_way(run: OpenRun) -> None:
-    st.subheader("Give-way effect: preparation of collectives")
+    widgets.subheader("Give-way effect: preparation of collectives")
     prepared = run.table(tables.PREPARATION)
     if prepared.drop_nulls("alone_ns").is_empty():
         reason = "No kernel prepares a collective" if prepared.is_empty() else "No preparation ran alone"
-        st.caption(f"{reason}, so the delay by the main compute stream cannot be measured.")
+        widgets.caption(f"{reason}, so the delay by the main compute stream cannot be measured.")
         return
-    st.caption(
+    widgets.caption(
         "Small kernels before collectives (copies, casts, divides). On the line they take as long as alone. Far above "
         "it, the main compute stream delays them and the collective that they prepare."
     )
@@ -75,12 +86,12 @@ def _give_way(run: OpenRun) -> None:
 
 
 def _moments(run: OpenRun) -> None:
-    st.subheader("Most delayed calls")
+    widgets.subheader("Most delayed calls")
     rows = run.table(tables.MOST_DELAYED_CALLS)
     if rows.is_empty():
-        st.caption("No call took longer concurrently with other work than alone.")
+        widgets.caption("No call took longer concurrently with other work than alone.")
         return
-    st.caption(
+    widgets.caption(
         "Calls that exceeded the duration of the same work alone by most. Select a row to show it in the timeline."
     )
     shown = phrases.from_run_start(rows, run.table(tables.RUN_CLOCK))

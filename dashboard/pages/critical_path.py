@@ -22,19 +22,19 @@ def show(run: OpenRun) -> None:
         with st.spinner("Walking back from the end of the step"):
             found = critical_path.explained(run, step)
     except TracekitError as error:
-        st.info(widgets.plain(str(error)))
+        widgets.info(widgets.plain(str(error)))
         return
     _numbers(found)
     for doubt in found.doubts:
-        st.caption(widgets.plain(doubt))
+        widgets.caption(widgets.plain(doubt))
     _chart(run, found)
-    st.subheader("Owners of the path")
+    widgets.subheader("Owners of the path")
     widgets.frame(widgets.drop_empty(found.shares.head(_MOST_ROWS)), key="critical-path-owners")
     if found.has_modules:
-        st.subheader("Modules of the path")
+        widgets.subheader("Modules of the path")
         widgets.frame(found.shares_by("module", "kind").head(_MOST_ROWS), key="critical-path-modules")
-    st.subheader("Not on the path")
-    st.caption("Slack: how much later the work can end without delaying the step; the least of its pieces.")
+    widgets.subheader("Not on the path")
+    widgets.caption("Slack: how much later the work can end without delaying the step; the least of its pieces.")
     widgets.frame(widgets.drop_empty(found.slack.head(_MOST_ROWS)), key="critical-path-slack")
 
 
@@ -44,7 +44,7 @@ def _choose(run: OpenRun) -> int | None:
     known = steps["step"].drop_nulls().unique().sort().to_list()
     if not known:
         return None
-    representative = run.compute(tables.representative_step)
+    representative = run.measured(tables.representative_step)
     default = representative["step"] if representative else known[0]
     chosen: int = st.selectbox("Step", known, key=bind("step", known, default), width=160)
     return chosen
@@ -63,11 +63,11 @@ def _numbers(found: CriticalPath) -> None:
 
 
 def _chart(run: OpenRun, found: CriticalPath) -> None:
-    st.subheader("Path, first to last")
+    widgets.subheader("Path, first to last")
     parts = critical_path.placed_parts(run, found)
     clicked = widgets.clickable(charts.critical_path(parts, found.start_ns), key=f"critical-path-{run.entry.name}")
     if clicked is None:
-        st.caption(
+        widgets.caption(
             "Each bar is in the row of the rank that owns the time: its kernel or collective, its host, or its idle "
             "device. Drag to zoom, click a bar to show it in the timeline."
         )

@@ -29,7 +29,7 @@ def show(path: Path) -> None:
         widgets.problem(str(error))
         return
     if not groups:
-        st.info("This history contains no run yet: tracekit check RUN --history FILE adds one.")
+        widgets.info("This history contains no run yet: tracekit check RUN --history FILE adds one.")
         return
     numbers = list(range(len(groups)))
     chosen = st.selectbox(
@@ -41,8 +41,8 @@ def show(path: Path) -> None:
     by_label = {label(series.metric): series for series in _changed_first(group.series)}
     chosen = st.multiselect("Metrics", list(by_label), list(by_label)[:MAX_DRAWN], key=f"history_{group.fingerprint}")
     for name in chosen:
-        st.subheader(widgets.plain(name))
-        st.caption(widgets.plain(history_text.verdict(by_label[name])))
+        widgets.subheader(widgets.plain(name))
+        widgets.caption(widgets.plain(history_text.verdict(by_label[name])))
         _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])
     _run(group)
 
@@ -71,7 +71,7 @@ def _changes(group: Group) -> None:
     """Show each change with its commits and what else changed, the latest first."""
     changes = history_text.changes_by_run(group)
     if not changes:
-        st.caption("No metric changed its level.")
+        widgets.caption("No metric changed its level.")
     for shifts in changes[: history_text.MAX_CHANGES]:
         with st.container(border=True):
             heads = "".join(
@@ -79,7 +79,7 @@ def _changes(group: Group) -> None:
                 f"{escaping.escape(history_text.before_and_after(shift))}</p>"
                 for shift in shifts
             )
-            st.html(heads + escaping.html_table(("", ""), history_text.context(group, shifts[0])))
+            widgets.html(heads + escaping.html_table(("", ""), history_text.context(group, shifts[0])))
 
 
 def _clickable(figure: go.Figure, group: Group, series: Series) -> None:
@@ -99,7 +99,7 @@ def _run_key(group: Group) -> str:
 
 def _run(group: Group) -> None:
     """Show one run: its commit message, metrics and findings."""
-    st.subheader("One run")
+    widgets.subheader("One run")
     numbers = list(range(group.runs.height))
     if st.session_state.get(_run_key(group)) not in numbers:
         st.session_state[_run_key(group)] = numbers[-1]
@@ -115,18 +115,18 @@ def _run(group: Group) -> None:
     left, right = st.columns(2)
     with left:
         about = [(word, escaping.inert(row[word] or "unknown")) for word in ("commit", "branch", "name")]
-        st.html(escaping.html_table(("", ""), about))
+        widgets.html(escaping.html_table(("", ""), about))
         if row["commit_text"]:
             st.text("\n".join(escaping.inert(line, 500) for line in row["commit_text"].splitlines()))
         if row["passed"] is not None:
-            st.caption(widgets.plain("passed" if row["passed"] else f"failed: {', '.join(row['failures'] or ())}"))
+            widgets.caption(widgets.plain("passed" if row["passed"] else f"failed: {', '.join(row['failures'] or ())}"))
     with right:
         metrics = group.metrics.filter(run=row["run"]).select("metric", "median", "low", "high")
         cells = [
             [label(key), *(regression.metric_text(key, value) for value in values)]
             for key, *values in metrics.iter_rows()
         ]
-        st.html(escaping.html_table(metrics.columns, cells, right=[False, True, True, True]))
+        widgets.html(escaping.html_table(metrics.columns, cells, right=[False, True, True, True]))
     found = group.findings.filter(run=row["run"])
     if found.height:
         widgets.frame(found.select("finding", "name", "severity", "impact_ratio", "cost_ns", "message"))

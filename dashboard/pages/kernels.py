@@ -55,7 +55,7 @@ def show(run: OpenRun) -> None:
             table = run.cached_table(tables.operators, by, kinds)
     rows = _search(table, by, text)
     if rows.is_empty():
-        st.info("No name contains this text." if text else "The traces contain nothing of this kind.")
+        widgets.info("No name contains this text." if text else "The traces contain nothing of this kind.")
         return
     _show_rows(rows, by, level)
 
@@ -68,12 +68,12 @@ def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
     with st.spinner("Adding up"):
         table = run.cached_table(tables.by_module)
     if not table["module"].count():
-        st.info(
+        widgets.info(
             "The traces name no modules. Record with `tracekit record --modules`, or with the profiler's "
             "`with_stack=True`; FSDP's units count as modules, too."
         )
         return
-    st.caption(
+    widgets.caption(
         "Each module is as wide as what it takes with the modules inside it, backward included; click one to see it "
         "alone. What belongs to no module, such as the optimizer, is shown apart. Ranks are summed."
     )
@@ -94,9 +94,9 @@ def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
         with st.spinner("Adding up"):
             tree = run.cached_table(tables.call_tree, of)
     except InputError as error:
-        st.info(str(error))
+        widgets.info(str(error))
         return
-    st.caption(
+    widgets.caption(
         "Each frame is as wide as its time and that of the frames below it; click one to see it alone. "
         + (
             "Kernels and copies are below the ops, spans and Python frames around their launch. "
@@ -114,12 +114,12 @@ def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001
     with st.spinner("Adding up"):
         rows = run.cached_table(tables.rooflines_by_call)
     if rows.is_empty() or roofs["device"].n_unique() != 1:
-        st.info(
+        widgets.info(
             "There is no roofline: it needs input shapes (`record_shapes=True`) and one known kind of device. The "
             "table `devices` of the settings file describes devices that are not listed."
         )
         return
-    st.caption(
+    widgets.caption(
         "Each marker is an operator with inputs of the same shapes, its area the time of its kernels. The lines are "
         f"the peaks of {roofs['device'][0]} by element type. Operators without products have no operations: they are "
         f"drawn at {charts.WITHOUT_PRODUCTS} operations per byte, by their bandwidth. Calls of the last 1% of "
@@ -144,7 +144,7 @@ def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame
 
 def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     measure = "total_ns" if level == KERNELS else "self_ns"
-    st.caption(_about(rows, level))
+    widgets.caption(_about(rows, level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
     first = [*by, "kind", "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
     known = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]

@@ -7,6 +7,7 @@ import streamlit as st
 
 from dashboard import findings, widgets
 from dashboard.pages.page import Page
+from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, memory
 from dashboard.run_store.memory import SnapshotFile
 from dashboard.url_state import bind
@@ -48,8 +49,19 @@ def show(run: OpenRun) -> None:
         if file is None:
             _show_trace(run, has_snapshots=bool(files))
         else:
-            _show_snapshot(run, file)
+            _show_snapshot(run.entry, file)
     except TracekitError as error:
+        widgets.problem(str(error))
+
+
+def show_snapshots(entry: RunEntry) -> None:
+    """Let a person pick a memory snapshot of a run without traces, and draw it."""
+    try:
+        names = {_name(file): file for file in memory.snapshots_of_entry(entry)}
+        chosen = st.selectbox("From", list(names), key=bind("source", list(names)), format_func=escaping.inert)
+        if chosen is not None:
+            _show_snapshot(entry, names[chosen])
+    except (TracekitError, OSError) as error:
         widgets.problem(str(error))
 
 
@@ -76,7 +88,9 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
         tables = memory.trace_tables(run, rank, window)
     devices = tables["peaks"].sort("device", nulls_last=True)["device"].to_list()
     if not devices:
-        st.info("The traces contain no memory events; choose a snapshot above." if has_snapshots else HOW_TO_RECORD)
+        widgets.info(
+            "The traces contain no memory events; choose a snapshot above." if has_snapshots else HOW_TO_RECORD
+        )
         return
     names = {"the host" if device is None else f"device {device}": device for device in devices}
     device = names[choices.selectbox("Memory", list(names), key=bind("device", list(names)), width=160)]
@@ -84,14 +98,14 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     tables = {name: table.filter(of_device) for name, table in tables.items()}
     peaks = tables["peaks"].row(0, named=True)
     widgets.numbers({label: units.size(peaks[name]) for name, label in NUMBERS.items() if peaks[name] is not None})
-    st.subheader("Allocated over time")
+    widgets.subheader("Allocated over time")
     by = widgets.segments("Owners", "owners", OWNERS)
     widgets.chart(charts.memory_over_time(tables["over_time"].filter(owner_kind=by)), key="memory_held")
     _lifetimes(tables["lifetimes"])
-    st.subheader("Allocated at the peak")
+    widgets.subheader("Allocated at the peak")
     at_peak = tables["at_peak"].drop("device", "at_ns", "peak_bytes")
     widgets.frame(widgets.drop_empty(at_peak), key="memory-at-peak")
-    st.subheader("Allocations of each step")
+    widgets.subheader("Allocations of each step")
     widgets.frame(tables["churn"].drop("device"), key="memory-churn")
     if device is not None:
         _replay_form(
@@ -100,41 +114,45 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
         )
 
 
-def _show_snapshot(run: OpenRun, file: SnapshotFile) -> None:
-    key = f"memory-snapshot-device-{run.entry.name}-{file.path}"
+def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
+    key = f"memory-snapshot-device-{entry.name}-{file.path}"
     with st.spinner("Reading the snapshot"):
-        tables = memory.snapshot_tables(file, st.session_state.get(key))
+        tables = memory.snapshot_tables(entry, file, st.session_state.get(key))
     devices = tables["devices"]["device"].to_list()
     if devices[1:]:
         st.selectbox("Device", devices, key=key)
     if tables["over_time"].height:
-        st.subheader("Allocated over time")
+        widgets.subheader("Allocated over time")
         widgets.chart(charts.memory_over_time(tables["over_time"]), key="snapshot_held")
-    st.subheader("Memory map at the snapshot")
-    st.caption("Addresses from left to right, each pool on its own lines; a tick ends a segment. Hover over a block.")
+    widgets.subheader("Memory map at the snapshot")
+    widgets.caption(
+        "Addresses from left to right, each pool on its own lines; a tick ends a segment. Hover over a block."
+    )
     widgets.chart(charts.segment_map(tables["segment_map"]), key="snapshot_map")
     widgets.frame(tables["fragmentation"].drop("device"))
     if tables["lifetimes"].height:
         _lifetimes(tables["lifetimes"])
-    st.subheader("Allocated at the peak")
+    widgets.subheader("Allocated at the peak")
+    if tables["categories"].height:
+        widgets.chart(charts.memory_categories(tables["categories"]), key="snapshot_categories")
     widgets.frame(tables["at_peak"].select("op", "count", "bytes", "peak_ratio"), key="snapshot-at-peak")
     device = tables["fragmentation"]["device"].first() or 0
     _replay_form(
-        f"{run.entry.name}-{file.path}-{device}",
-        lambda settings, gib: memory.replay_snapshot(run, file, device, settings, gib),
+        f"{entry.name}-{file.path}-{device}",
+        lambda settings, gib: memory.replay_snapshot(entry, file, device, settings, gib),
     )
 
 
 def _lifetimes(table: pl.DataFrame) -> None:
-    st.subheader("Sizes and lifetimes")
-    st.caption("Each cell is the blocks of one size and lifetime; darker cells allocated more bytes.")
+    widgets.subheader("Sizes and lifetimes")
+    widgets.caption("Each cell is the blocks of one size and lifetime; a stronger blue is more bytes allocated.")
     widgets.chart(charts.block_lifetimes(table), key="memory_lifetimes")
 
 
 def _replay_form(key: str, replay: Callable[[str, float | None], memory_report.MemoryReport]) -> None:
     """Show the form and, on request, the replay: `replay` takes the settings and the GiB of the device (None: any)."""
-    st.subheader("Other allocator settings")
-    st.caption(
+    widgets.subheader("Other allocator settings")
+    widgets.caption(
         "Replays all recorded allocations and frees in order through a model of the CUDA caching allocator. The result "
         "is a prediction: run with these settings to confirm it."
     )
@@ -189,7 +207,9 @@ def _show_replay(report: memory_report.MemoryReport) -> None:
         change = replayed[name] - recorded[name]  # type: ignore[literal-required]
         cell.metric(title, f"{replayed[name]:,}", f"{change:+,}" if change else None, delta_color="inverse")  # type: ignore[literal-required]
     for note in report.notes:
-        st.caption(widgets.plain(note))
+        widgets.caption(widgets.plain(note))
 
 
-PAGE = Page.described_by(__doc__, "memory", show, headline=lambda run: run.headline(headlines.memory))
+PAGE = Page.described_by(
+    __doc__, "memory", show, show_snapshots=show_snapshots, headline=lambda run: run.headline(headlines.memory)
+)

@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, moments, widgets
+from dashboard import downloads, findings, moments, widgets
 from dashboard.findings import Findings
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
@@ -21,19 +21,19 @@ def show(run: OpenRun) -> None:
     by_key = findings.by_key(run.report.findings)
     quality = findings.of_families(run.report.findings, ("DATA",))
     judged = {key: finding for key, finding in by_key.items() if key not in quality}
-    st.html(html_fragments.data_quality(list(quality.values())))
-    st.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
+    widgets.html(html_fragments.data_quality(list(quality.values())))
+    widgets.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
     gains = html_fragments.potential_savings(list(judged.values()), run.step_time_ns)
     left, right = st.columns([3, 2]) if gains else (st.container(), None)
     with left:
         table, step_times = _breakdown(run)
     if right is not None:
         with right:
-            st.subheader("Potential saving")
-            st.html(gains)
+            widgets.subheader("Potential saving")
+            widgets.html(gains)
     _findings(judged, run)
     if quality:
-        st.subheader("Data quality")
+        widgets.subheader("Data quality")
         findings.show_all(quality, run)
     _numbers(run, table, step_times)
     _notes(run)
@@ -41,13 +41,13 @@ def show(run: OpenRun) -> None:
 
 
 def _findings(judged: Findings, run: OpenRun) -> None:
-    st.subheader("Findings")
+    widgets.subheader("Findings")
     severe = {key: finding for key, finding in judged.items() if finding.severity.label != "info"}
     rest = {key: finding for key, finding in judged.items() if key not in severe}
     if not judged:
         cannot_judge = run.report.cannot_judge
         found = "No rule found anything in what was recorded."
-        st.caption(found if cannot_judge is None else f"The rules on time did not run: {cannot_judge}")
+        widgets.caption(found if cannot_judge is None else f"The rules on time did not run: {cannot_judge}")
     findings.show_all(severe, run)
     if severe and rest:
         with st.expander(f"{len(rest)} more for information"):
@@ -58,19 +58,19 @@ def _findings(judged: Findings, run: OpenRun) -> None:
 
 def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     """Draw where the time goes; return the table drawn, and the figure of step times if steps are shown."""
-    st.subheader("Where the time goes")
-    note = run.compute(phrases.step_note)
+    widgets.subheader("Where the time goes")
+    note = run.measured(phrases.step_note)
     if note is not None:
-        st.caption(note)
+        widgets.caption(note)
     by_step, by_rank = run.table(tables.BREAKDOWN_BY_STEP).drop_nulls("step"), run.table(tables.STEPS_BY_RANK)
     if by_rank.is_empty():
-        st.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
+        widgets.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
-    drawn = run.compute(rank_rows.drawn)
+    drawn = run.measured(rank_rows.drawn)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn), key="breakdown_by_rank")
         window = "whole profiled window" if by_step.is_empty() else f"steps {units.ranges(by_step['step'])}"
-        st.caption(f"Sums over the {window} of each rank. The shares above are of the same time, over all ranks.")
+        widgets.caption(f"Sums over the {window} of each rank. The shares above are of the same time, over all ranks.")
         widgets.note(rank_rows.selection_note(run.run))
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()
@@ -82,7 +82,7 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
 
 def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) -> None:
     if step_times is not None:
-        st.subheader("Step times")
+        widgets.subheader("Step times")
         widgets.chart(step_times, key="step_times")
         widgets.note(rank_rows.selection_note(run.run))
     if table.height:
@@ -108,7 +108,7 @@ def _report(run: OpenRun) -> None:
             st.download_button(
                 f"Report as {label}",
                 lambda render=render: run.compute(lambda of: render(run.report, of).encode()),
-                file_name=f"report.{label.lower()}",
+                file_name=f"{downloads.name_of('report')}.{label.lower()}",
                 mime=mime,
                 key=f"report-{label}-{run.entry.name}",
                 on_click="ignore",

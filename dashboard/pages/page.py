@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import streamlit as st
 
-from dashboard import run_store, widgets
+from dashboard import crashes, run_store, sharing, widgets
+from dashboard.components.share import control
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import tables
@@ -16,6 +17,7 @@ from tracekit.report.headlines import Headline
 
 ALL_RUNS, ONE_RUN, TOOLS = "", "Run", "Tools"
 """Sections of the sidebar, in their order."""
+_REST = "The rest of the page is shown."
 NO_WORK = "The traces contain no kernels, and no operators on a CPU run. The page Data quality shows what is missing."
 
 
@@ -26,6 +28,8 @@ class Needs(Enum):
     """Called with the Catalog."""
     ENTRY = "a run"
     """Called with the RunEntry, which is not opened."""
+    SELECTION = "a run, and another to compare it with if you like"
+    """Called with the Selection, whose first run is not opened."""
     RUN = "a run that opens"
     """Called with the OpenRun, under its heading."""
     WORK = "a run with kernels or operators"
@@ -57,6 +61,8 @@ class Page:
     section: str = ONE_RUN
     follows_recording: bool = False
     """Whether the page refreshes itself while the run is being recorded."""
+    show_snapshots: Callable[[RunEntry], None] | None = None
+    """Draws a run that has memory snapshots and no traces; other pages show the entry's problem."""
     headline: Callable[[Any], Headline | None] | None = None
     """Returns the sentence that answers the page's question, of what `show` is called with.
 
@@ -70,13 +76,19 @@ class Page:
         return cls(title, address, summary, *more, **options)
 
     def open(self, selection: Selection) -> None:
-        """Show the page, or say why the selection cannot be shown. Raises TracekitError."""
+        """Show the page, or say why the selection cannot be shown, and offer to share it. Raises TracekitError."""
+        sharing.begin(None if self.needs is Needs.CATALOG else self.title)
+        self._open(selection)
+        control.offer()
+
+    def _open(self, selection: Selection) -> None:
         if self.needs in (Needs.RUN, Needs.WORK):
             self._open_run(selection.runs[0])
             return
         arguments = {
             Needs.CATALOG: selection.catalog,
             Needs.ENTRY: selection.runs[0],
+            Needs.SELECTION: selection,
             Needs.SEVERAL: selection.runs,
             Needs.HISTORY: selection.history,
         }
@@ -85,17 +97,28 @@ class Page:
     def _show(self, argument: Any) -> None:
         if self.headline is not None:
             with st.spinner("Measuring"):
-                widgets.headline(self.headline(argument))
+                crashes.guarded(
+                    self._show_headline, f"the headline of the page {self.title}", _REST, self.show.__module__
+                )(argument)
         self.show(argument)
+
+    def _show_headline(self, argument: Any) -> None:
+        widgets.headline(self.headline(argument) if self.headline is not None else None)
 
     def _open_run(self, entry: RunEntry) -> None:
         if self.follows_recording:
             run_store.follow(entry)
+        if entry.snapshots and self.show_snapshots is not None:
+            widgets.title(entry.name, "memory snapshots without traces")
+            self.show_snapshots(entry)
+            return
         run = widgets.open_run(entry)
         if run is None:
             return
         widgets.heading(entry, run)
+        for code, error in run.crashed_rules.items():
+            crashes.show(crashes.describe_rule(code, error), "The findings of the other rules are shown.")
         if self.needs is Needs.WORK and run.table(tables.BREAKDOWN_BY_RANK).is_empty():
-            st.info(NO_WORK)
+            widgets.info(NO_WORK)
         else:
             self._show(run)

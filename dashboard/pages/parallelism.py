@@ -19,11 +19,11 @@ def show(run: OpenRun) -> None:
         groups, by_axis = run.table(tables.GROUP_AXES), run.table(tables.COMMUNICATION_BY_AXIS)
         bubbles = run.table(tables.PIPELINE_BUBBLES)
     if groups.is_empty() and bubbles.is_empty():
-        st.info(NO_GROUPS)
+        widgets.info(NO_GROUPS)
         return
     _mesh(pl.concat([groups, run.table(tables.MESH_GROUPS)], how="diagonal"))
     if bubbles.is_empty():
-        st.caption("The run has no pipeline: no spans of a schedule, and no sends and receives between stages.")
+        widgets.caption("The run has no pipeline: no spans of a schedule, and no sends and receives between stages.")
     else:
         _pipeline(run, bubbles)
     _experts(run, run.table(tables.EXPERT_LOAD))
@@ -34,15 +34,17 @@ def _experts(run: OpenRun, load: pl.DataFrame) -> None:
     """Draw how the tokens are divided among the ranks' experts, where their all-to-alls say so."""
     if load.is_empty():
         return
-    st.subheader("Tokens of each rank's experts")
+    widgets.subheader("Tokens of each rank's experts")
     widgets.chart(charts.expert_heatmap(load), key="parallelism-experts")
-    st.caption("Bytes that the first all-to-all of a layer brings a rank, over the mean of its group; mean of steps.")
+    widgets.caption(
+        "Bytes that the first all-to-all of a layer brings a rank, over the mean of its group; mean of steps."
+    )
     pairs = run.table(tables.EXPERT_PAIRS)
     if pairs.is_empty():
         return
-    st.subheader("Tokens between ranks")
+    widgets.subheader("Tokens between ranks")
     widgets.chart(charts.expert_pair_heatmap(pairs), key="parallelism-expert-pairs")
-    st.caption(
+    widgets.caption(
         "Bytes of the first all-to-alls of all layers from rank to rank, over the mean of the group's pairs. "
         + _slowest_pair(run.table(tables.EXPERT_PAIR_TRANSFERS))
     )
@@ -57,12 +59,12 @@ def _slowest_pair(transfers: pl.DataFrame) -> str:
 
 
 def _mesh(groups: pl.DataFrame) -> None:
-    st.subheader("Mesh")
+    widgets.subheader("Mesh")
     widgets.chart(charts.mesh_map(groups), key="parallelism-mesh")
     named = groups.drop_nulls("axis")
     sources = ", ".join(sorted(named["source"].unique().drop_nulls().to_list()))
     unknown = groups.height - named.height
-    st.caption(
+    widgets.caption(
         "Each row is an axis, each column a rank; ranks with the same number form one process group. "
         + (f"Axes are known from: {sources}. " if sources else "")
         + (f"Groups without a known axis: {unknown}." if unknown else "")
@@ -70,23 +72,23 @@ def _mesh(groups: pl.DataFrame) -> None:
 
 
 def _pipeline(run: OpenRun, bubbles: pl.DataFrame) -> None:
-    st.subheader("Pipeline, one step")
+    widgets.subheader("Pipeline, one step")
     place = _choose(bubbles)
     shown = bubbles.filter(**place)
     actions, gaps = (run.table(table).filter(**place) for table in (tables.PIPELINE_ACTIONS, tables.PIPELINE_GAPS))
     _numbers(shown)
     clicked = widgets.clickable(charts.pipeline_step(actions, gaps), key=f"parallelism-step-{run.entry.name}")
     if clicked is None:
-        st.caption(
+        widgets.caption(
             "Numbers are micro-batches; hatched is bubble: the rank runs no action of its stages. Drag to zoom, "
             "click a bar to show it in the timeline."
         )
     elif st.button(f"Show rank {clicked[0]} in the timeline", key="parallelism-show"):
         moment = {"rank": clicked[0], "start_ns": clicked[1], "dur_ns": clicked[2], "window": place["window"]}
         moments.show(run.entry, moment)
-    st.subheader("Stages, mean of all steps")
+    widgets.subheader("Stages, mean of all steps")
     widgets.chart(charts.stage_balance(bubbles), key="parallelism-stages")
-    st.caption("A stage with more forward and backward time than the others makes all of them wait.")
+    widgets.caption("A stage with more forward and backward time than the others makes all of them wait.")
     columns = [name for name in shown.columns if name not in _HIDDEN]
     rows = shown.rename({"duration_ns": "dur_ns"})
     moments.table(run.entry, rows, widgets.drop_empty(shown.select(columns)), key="parallelism-bubbles")
@@ -125,9 +127,9 @@ def _numbers(shown: pl.DataFrame) -> None:
 
 
 def _axes(by_axis: pl.DataFrame) -> None:
-    st.subheader("Communication by axis, a step")
+    widgets.subheader("Communication by axis, a step")
     widgets.chart(charts.axis_communication(by_axis), key="parallelism-axes")
-    st.caption("Means over ranks. Exposed: the rank computes nothing while it communicates.")
+    widgets.caption("Means over ranks. Exposed: the rank computes nothing while it communicates.")
     widgets.frame(widgets.drop_empty(by_axis), key="parallelism-axis-table")
 
 

@@ -36,13 +36,13 @@ def show(entry: RunEntry) -> None:
     try:
         headline = st.container()
         model, layout = _choose()
-        st.subheader("Checkpoints")
+        widgets.subheader("Checkpoints")
         plan, interval_s = _checkpoints(model, layout, entry)
         with headline:
             widgets.headline(_headline(plan, model, interval_s))
-        st.subheader("Memory per rank")
+        widgets.subheader("Memory per rank")
         _memory(model, layout)
-        st.subheader("Pipeline")
+        widgets.subheader("Pipeline")
         _pipeline(layout.pp)
     except TracekitError as error:
         widgets.problem(str(error))
@@ -108,13 +108,13 @@ def _measured(entry: RunEntry) -> tuple[float, float | None] | None:
     if run is None:
         return None
     try:
-        measured = run.compute(tables.planning_inputs)
+        measured = run.measured(tables.planning_inputs)
     except TracekitError as error:
         widgets.problem(str(error))
         return None
     per_param = "" if measured.bytes_per_param is None else f", {measured.bytes_per_param:.3g} bytes per parameter"
     cached = "" if measured.is_durable else f". {NOT_SYNCED}"
-    st.caption(
+    widgets.caption(
         f"{widgets.plain(entry.name)}: {units.rate(measured.write_bytes_per_second)} over {measured.ranks} ranks"
         f"{per_param}, medians of {measured.saves} saves, each blocking for {measured.blocked_seconds:.3g} s{cached}"
     )
@@ -139,7 +139,7 @@ def _numbers(plan: CheckpointPlan) -> None:
     if plan.drain_seconds is not None:
         fits = "before the next save" if plan.drain_fits_interval else "NOT before the next save begins"
         drained = f" The burst buffer drains in {_duration(plan.drain_seconds)}, {fits}."
-    st.caption(
+    widgets.caption(
         f"{plan.writers:,} GPUs write; a restore reads {plan.restore_amplification:.3g} times the checkpoint size. "
         f"Overhead is at most 5% with an interval of {_duration(plan.guided_interval_seconds)} or more.{drained}"
     )
@@ -160,7 +160,7 @@ def _memory(model: Model, layout: Layout) -> None:
     plans["YaFSDP"] = memory.plan(model.parameters, layout, model=model, work=work, with_yafsdp=True)
     with right:
         widgets.chart(charts.memory_by_strategy(plans, device_bytes=device_gib * 2**30), key="plan-memory")
-        st.caption(
+        widgets.caption(
             "One rank of the first pipeline stage, with mixed-precision Adam and flash attention. Fragmentation and "
             "the buffers of strategies other than YaFSDP are not included."
         )
@@ -180,7 +180,7 @@ def _pipeline(stages: int) -> None:
     with left:
         for name, (of, v) in schedules.items():
             plan = pipeline.plan(stages, micro_batches, schedule=of, chunks=v)
-            st.caption(f"{name}: idle {units.share(plan.bubble_ratio)}, activations × {plan.activation_ratio:.3g}")
+            widgets.caption(f"{name}: idle {units.share(plan.bubble_ratio)}, activations × {plan.activation_ratio:.3g}")
     ratios = {
         name: [pipeline.plan(stages, count, schedule=of, chunks=v).bubble_ratio for count in COUNTS]
         for name, (of, v) in schedules.items()

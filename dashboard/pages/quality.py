@@ -3,22 +3,25 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, widgets
+from dashboard import findings, sharing, widgets
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from tracekit.model import units
 from tracekit.report import headlines
+
+NO_ISSUE = "The files have no data-quality issue."
 
 
 def show(run: OpenRun) -> None:
     """Show how far the numbers of a run can be trusted, and what would improve them."""
     with st.spinner("Measuring"):
         missing = run.table(tables.MISSING_DATA)
-    st.subheader("Data-quality issues")
+    widgets.subheader("Data-quality issues")
     issues = findings.of_families(run.report.findings, ("DATA",))
     findings.show_all(issues, run)
     if not issues:
-        st.success("The files have no data-quality issue.", icon=":material/check:")
+        st.success(NO_ISSUE, icon=":material/check:")
+        sharing.text("caption", NO_ISSUE)
     _contents(run)
     _clocks(run)
     _missing(missing)
@@ -26,7 +29,7 @@ def show(run: OpenRun) -> None:
 
 
 def _contents(run: OpenRun) -> None:
-    st.subheader("Recorded data by rank")
+    widgets.subheader("Recorded data by rank")
     files = pl.DataFrame(
         [(source.window, source.rank, source.size_bytes) for source in run.run.sources],
         schema={"window": pl.Int64, "rank": pl.Int64, "file_bytes": pl.Int64},
@@ -39,7 +42,7 @@ def _contents(run: OpenRun) -> None:
     work_on = pl.when("on_device").then(pl.lit("device")).otherwise(pl.lit("CPU")).alias("work_on")
     if files["window"].n_unique() == 1:
         table = table.drop("window")
-    st.caption(
+    widgets.caption(
         "Rows of each table by rank. linked: device work with a known launch; phased: launched in a known phase; "
         "shaped, stacked: ops with input shapes, Python frames; sized, grouped, sequenced: collectives with known "
         "size, group and sequence number. Large differences between ranks mean that they recorded different things."
@@ -50,16 +53,16 @@ def _contents(run: OpenRun) -> None:
 
 
 def _clocks(run: OpenRun) -> None:
-    st.subheader("Clocks")
+    widgets.subheader("Clocks")
     table = run.table(tables.CLOCKS)
     residuals = table["residual_ns"].drop_nulls()
     if residuals.is_empty():
-        st.caption(
+        widgets.caption(
             "The clocks of the ranks could not be aligned: there is only one rank, or the ranks share too few "
             "collectives. Stragglers and waiting time are not measured."
         )
     else:
-        st.caption(
+        widgets.caption(
             f"Each trace is shifted by its offset, estimated from {int(table['pairs'].sum()):,} collectives that ranks "
             f"share. Differences below {units.duration(int(str(residuals.max())))} are within clock error."
         )
@@ -67,19 +70,19 @@ def _clocks(run: OpenRun) -> None:
 
 
 def _missing(missing: pl.DataFrame) -> None:
-    st.subheader("Missing data, and how to record it")
+    widgets.subheader("Missing data, and how to record it")
     if missing.is_empty():
-        st.caption("Every rank recorded everything that tracekit reads.")
+        widgets.caption("Every rank recorded everything that tracekit reads.")
         return
     rows = [(name, units.ranges(ranks), effect, fix) for name, ranks, effect, fix in missing.iter_rows()]
     widgets.text_table(("missing", "on ranks", "without it", "next time"), rows, key="missing")
 
 
 def _rules(run: OpenRun) -> None:
-    st.subheader("Rules that ran")
+    widgets.subheader("Rules that ran")
     table = findings.rule_table(run.report)
     blind = table.drop_nulls("could not judge")
-    st.caption(
+    widgets.caption(
         f"All {table.height} rules, those of plug-ins included: {int((table['findings'] > 0).sum())} reported findings "
         f"and {blind.height} could not judge this run."
     )
@@ -91,7 +94,7 @@ def _rules(run: OpenRun) -> None:
     families = set(table["family"]) - set(findings.FAMILIES_WITH_A_PAGE)
     others = findings.of_families(run.report.findings, list(families))
     if others:
-        st.subheader("Findings of plug-in rules")
+        widgets.subheader("Findings of plug-in rules")
         findings.show_all(others, run)
 
 

@@ -32,14 +32,14 @@ def show(run: OpenRun) -> None:
     with st.spinner("Measuring"):
         activity, offsets = run.table(tables.RANK_STATES), run.table(tables.CLOCK_OFFSETS)
     culprits = _heatmap(run)
-    st.subheader("One step, rank by rank")
+    widgets.subheader("One step, rank by rank")
     window, step = _choose_step(run)
     rows = activity.filter(window=window)
-    span = run.compute(lambda of: tables.step_span(of, window, step))
+    span = run.cached(("step span", window, step), lambda of: tables.step_span(of, window, step))
     part = _choose_part(run, span, window, step)
     cell = st.session_state.get(f"ranks-cell-{run.entry.name}")
     drawn = rank_choice.choose(run, cell[:1] if cell else (), culprits)
-    st.caption(
+    widgets.caption(
         f"{'all steps' if step is None else f'step {step}'} · {units.duration(span[1] - span[0])} from the first rank "
         f"that begins it to the last that ends it · {_clock_error(offsets, window)}"
     )
@@ -48,13 +48,13 @@ def show(run: OpenRun) -> None:
         key="ranks",
         config={**charts.CONFIG, "scrollZoom": True},
     )
-    st.caption(
+    widgets.caption(
         "Drag to zoom, double-click to reset. A collective transfers data once its last rank has entered it; until "
         "then the other ranks wait. Overlapped communication is drawn as compute."
     )
-    st.subheader("Time of this part by rank, and the ranks waited for")
+    widgets.subheader("Time of this part by rank, and the ranks waited for")
     widgets.frame(most_awaited(widgets.drop_empty(tables.rank_totals(rows, part))), key="ranks-totals")
-    st.caption(f"Of the ranks waited for, the {MAX_AWAITED} with the longest waits have a column.")
+    widgets.caption(f"Of the ranks waited for, the {MAX_AWAITED} with the longest waits have a column.")
 
 
 def most_awaited(totals: pl.DataFrame) -> pl.DataFrame:
@@ -71,7 +71,7 @@ def _heatmap(run: OpenRun) -> Mapping[int, str]:
     """
     by_step = run.table(tables.SPREAD_BY_STEP)
     if by_step.is_empty():
-        st.caption("The traces mark no steps, so ranks cannot be compared step by step.")
+        widgets.caption("The traces mark no steps, so ranks cannot be compared step by step.")
         return {}
     windows = by_step["window"].unique().sort().to_list()
     window = st.session_state.get("window")
@@ -79,9 +79,9 @@ def _heatmap(run: OpenRun) -> Mapping[int, str]:
     table = by_step.filter(window=window if window in windows else windows[0]).join(
         counters, on=["window", "rank", "step"], how="left", nulls_equal=True, maintain_order="left"
     )
-    st.subheader("Ranks and steps")
+    widgets.subheader("Ranks and steps")
     measure = widgets.segments("Colour", "colour", charts.measures(table))
-    st.caption(ABOUT.get(measure, ""))
+    widgets.caption(ABOUT.get(measure, ""))
     clicked = widgets.clickable(charts.step_heatmap(table, measure), key=f"ranks-map-{run.entry.name}")
     _show_cell(run, table, clicked and clicked[:2])
     return culprits(table)
@@ -121,7 +121,7 @@ def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) 
 def _choose_step(run: OpenRun) -> tuple[int, int | None]:
     by_step = run.table(tables.BREAKDOWN_BY_STEP).drop_nulls("step")
     windows = run.table(tables.BREAKDOWN_BY_RANK)["window"].unique().sort().to_list()
-    median = run.compute(tables.representative_step)
+    median = run.measured(tables.representative_step)
     choices = st.container(horizontal=True)
     window = widgets.choose_window(windows, choices)
     steps = by_step.filter(window=window)["step"].unique().sort().to_list()
@@ -132,16 +132,17 @@ def _choose_step(run: OpenRun) -> tuple[int, int | None]:
 
 
 def _choose_part(run: OpenRun, span: Window, window: int, step: int | None) -> Window:
-    length_ms = (span[1] - span[0]) / 1e6
-    left_ms, right_ms = st.slider(
-        "Part drawn, ms",
+    divisor, unit = widgets.time_unit(span[1] - span[0])
+    length = (span[1] - span[0]) / divisor
+    edges = st.slider(
+        f"Part drawn, {unit}",
         0.0,
-        length_ms,
-        (0.0, length_ms),
-        step=length_ms / 1000,
+        length,
+        (0.0, length),
+        step=length / 1000,
         key=f"ranks-part-{run.entry.name}-{window}-{step}",
     )
-    left_ns, right_ns = (span[0] + round(edge * 1e6) for edge in (left_ms, right_ms))
+    left_ns, right_ns = (span[0] + round(edge * divisor) for edge in edges)
     return (left_ns, right_ns) if right_ns > left_ns else span
 
 

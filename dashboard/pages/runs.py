@@ -1,10 +1,13 @@
-"""Runs: all runs with verdict, step time and potential saving; search, open, compare and check them."""
+"""Runs: all runs with verdict, step time and potential saving; search, check, compare and open them, or chart them."""
 
+import math
 from collections.abc import Sequence
 
+import polars as pl
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
-from dashboard import run_store, runs_table, widgets
+from dashboard import crashes, many_runs, run_store, runs_table, widgets
 from dashboard.pages.page import ALL_RUNS, Needs, Page
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
@@ -19,12 +22,16 @@ ROW_PX = 35
 MAX_HEIGHT_PX = 740
 VERDICT_PX = 180
 MAX_NAME = 60
+MAX_SKIPPED = 200
+TABLE, CHARTS = "table", "charts"
+VIEWS = {TABLE: "Table", CHARTS: "Charts"}
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", runs_table.GOOD: "#009E73"}
 
 
 def show(catalog: Catalog) -> None:
     """List the runs, to search, open, compare and check them."""
-    st.fragment(_list)(catalog)  # a search or a selection reruns only this
+    # A search or a selection reruns only the fragment.
+    st.fragment(crashes.guarded(_list, "the page Runs", "The other pages work."))(catalog)
 
 
 def _list(catalog: Catalog) -> None:
@@ -36,6 +43,7 @@ def _list(catalog: Catalog) -> None:
             f"Only the newest {len(entries):,} of {len(entries) + listing.omitted:,} runs are listed: open the "
             "dashboard on a subfolder to see the others."
         )
+    _skipped(listing.skipped)
     shown = runs_table.filter_runs(entries, _choose_filter(entries))
     count = f"{len(shown):,} of {len(entries):,} shown" if len(shown) < len(entries) else f"{len(entries):,}"
     with title.container():
@@ -44,8 +52,20 @@ def _list(catalog: Catalog) -> None:
     if not shown:
         st.info("No run matches. Remove a filter or shorten the search text.")
         return
-    _actions(shown, _table(shown), catalog)
+    view = widgets.segments("View", "view", VIEWS)
+    if view == TABLE:
+        _actions(shown, _table(shown), catalog)
+    else:
+        if any(entry.summary is None and not entry.problem for entry in shown):
+            _check_button(shown, catalog, st.columns([1, 3])[0])
+        many_runs.show(shown)
     _live([entry for entry in shown if entry.is_live])
+
+
+def _skipped(folders: Sequence[str]) -> None:
+    if folders:
+        with st.expander(f"{len(folders)} folder{'s' * (len(folders) > 1)} skipped"):
+            st.code("\n".join(escaping.inert(text) for text in folders[:MAX_SKIPPED]), language=None)
 
 
 def _headline(entries: Sequence[RunEntry]) -> Headline:
@@ -58,8 +78,10 @@ def _headline(entries: Sequence[RunEntry]) -> Headline:
         return Headline(more or "No run can be opened")
     if not costliest.summary.impact:
         return Headline(f"No check of {len(checked):,} runs found lost time", more)
-    of_step = f"its costliest finding takes {units.share(costliest.summary.impact)} of its step time"
-    return Headline(f"{escaping.inert(costliest.name, MAX_NAME)} has the largest potential saving: {of_step}", more)
+    name, share = escaping.inert(costliest.name, MAX_NAME), units.share(costliest.summary.impact)
+    about, _, _ = costliest.summary.costliest.partition(". ")
+    text = f"{name} has the largest potential saving, {share} of its step time"
+    return Headline(text, ". ".join(filter(None, (about, more))))
 
 
 def _choose_filter(entries: Sequence[RunEntry]) -> RunFilter:
@@ -87,41 +109,48 @@ def _choose_filter(entries: Sequence[RunEntry]) -> RunFilter:
     periods = list(runs_table.PERIODS)
     since = second[3].selectbox("Recorded", periods, key=bind("recorded", periods))
     with second[4]:
-        step_ms = _step_range(entries)
-    return RunFilter(text, *several, runs_table.PERIODS[since], step_ms, order)
+        step_ns = _step_range(entries)
+    return RunFilter(text, *several, runs_table.PERIODS[since], step_ns, order)
 
 
 def _step_range(entries: Sequence[RunEntry]) -> tuple[float, float] | None:
-    known = [entry.summary.step_time_ns / 1e6 for entry in entries if entry.summary and entry.summary.step_time_ns]
-    if not known or max(known) <= min(known):
+    known_ns = [entry.summary.step_time_ns for entry in entries if entry.summary and entry.summary.step_time_ns]
+    if not known_ns or max(known_ns) <= min(known_ns):
         return None
-    full = (float(int(min(known))), float(int(max(known)) + 1))
-    step_ms = max(0.01, round((full[1] - full[0]) / 200, 2))
-    key = bind_number("step", *full, full)
-    chosen: tuple[float, float] = st.slider("Step time, ms", *full, key=key, step=step_ms)
-    return None if chosen == full else chosen
+    divisor, unit = widgets.time_unit(max(known_ns))
+    # At most 200 positions, which are whole hundredths.
+    width = max(0.01, math.ceil(max(known_ns) / divisor / 2) / 100)
+    first, last = (known / divisor // width for known in (min(known_ns), max(known_ns)))
+    full = (round(width * first, 2), round(width * (last + 1), 2))
+    # The name in the address contains the unit: a link must not mean another time where other runs are listed.
+    key = bind_number(f"step_{unit}", *full, full)
+    left, right = st.slider(f"Step time, {unit}", *full, key=key, step=width)
+    return None if (left, right) == full else (left * divisor, right * divisor)
 
 
 def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
     """Show the runs and return those selected."""
     table = runs_table.table(shown)
+    divisor, unit = widgets.time_unit(table.select(pl.col("step_ns").fill_null(0).max()).item())
     chips = sorted({chip for cell in table["verdict"].to_list() for chip in cell})
     config = st.column_config
     event = st.dataframe(
-        table,
+        table.with_columns(pl.col("step_ns") / divisor),
         hide_index=True,
         placeholder=widgets.MISSING,
         on_select="rerun",
         selection_mode="multi-row",
         column_config={
             "run": config.TextColumn(width="medium"),  # pinned, Streamlit would write it in grey
+            "open": config.LinkColumn(display_text="open", help="Opens the run in a new tab"),
             "verdict": config.MultiselectColumn(width=VERDICT_PX, options=chips, color=[_colour(c) for c in chips]),
-            "step_ms": config.NumberColumn("step time", format="%.2f ms"),
+            "step_ns": config.NumberColumn("step time", format=f"%.2f {unit}"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
             "exposed": config.NumberColumn(format="%.1f%%", help="Share of the time in exposed communication"),
             "saving": config.NumberColumn(
                 format="%.1f%%", help="Potential saving: cost of the most expensive finding, as a share of the step"
             ),
+            "costliest finding": config.TextColumn(width="large"),
             "recorded": config.DatetimeColumn("recorded", format="YYYY-MM-DD HH:mm", timezone="UTC"),
             "size": config.NumberColumn(format="%.2f MiB"),
         },
@@ -136,7 +165,6 @@ def _colour(chip: str) -> str:
 
 
 def _actions(shown: Sequence[RunEntry], chosen: Sequence[RunEntry], catalog: Catalog) -> None:
-    unchecked = [entry for entry in chosen or shown if entry.summary is None and not entry.problem]
     columns = st.columns([1, 1, 1, 3])
     if columns[0].button("Open this run", type="primary", disabled=len(chosen) != 1, width="stretch"):
         widgets.go_to("overview", run=chosen[0].name)
@@ -147,18 +175,21 @@ def _actions(shown: Sequence[RunEntry], chosen: Sequence[RunEntry], catalog: Cat
     ):
         names = [entry.name for entry in chosen]
         widgets.go_to("compare", run=names[0], compare=names[1:])
-    if columns[2].button(
-        f"Check {len(unchecked)} run{'s' * (len(unchecked) > 1)}" if unchecked else "All runs are checked",
-        disabled=not unchecked,
-        width="stretch",
-    ):
-        _check(unchecked)
-        catalog.forget()
-        st.rerun()
+    _check_button(chosen or shown, catalog, columns[2])
     columns[3].caption(
         "Select a run by its check box to open it, or several to compare them. A check reads the traces once; its "
         "findings are cached until the traces change."
     )
+
+
+def _check_button(entries: Sequence[RunEntry], catalog: Catalog, place: DeltaGenerator) -> None:
+    """Offer to check the runs that are not checked."""
+    unchecked = [entry for entry in entries if entry.summary is None and not entry.problem]
+    text = f"Check {len(unchecked)} run{'s' * (len(unchecked) > 1)}" if unchecked else "All runs are checked"
+    if place.button(text, disabled=not unchecked, width="stretch"):
+        _check(unchecked)
+        catalog.forget()
+        st.rerun()
     for message in st.session_state.pop("check_failed", ()):
         widgets.problem(message)
 

@@ -3,13 +3,13 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import downloads, widgets
+from dashboard import downloads, sharing, widgets
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, queryable_tables
 from dashboard.url_state import bind, bind_text
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
-from tracekit.report import headlines, schema_pages
+from tracekit.report import headlines
 
 SQL = "sql"
 """The query's parameter in the address."""
@@ -59,7 +59,7 @@ def show(run: OpenRun) -> None:
         if is_pressed:
             _run_query(run, query)
         elif st.query_params.get(SQL) not in (None, st.session_state.get(_TRUSTED)):
-            st.info(
+            widgets.info(
                 "This query is part of the link that you opened. Read it before you run it.", icon=":material/link:"
             )
         _show_result(run)
@@ -92,9 +92,11 @@ def _show_result(run: OpenRun) -> None:
         widgets.problem(result)
         return
     rows = _flat(result.head(MAX_ROWS))
+    sharing.html(escaping.fragment("code", st.session_state.get(_TRUSTED, "")))
     is_cut = result.height > MAX_ROWS
-    st.caption(f"{'the first ' if is_cut else ''}{rows.height:,} row{'s' * (rows.height != 1)}")
+    widgets.caption(f"{'the first ' if is_cut else ''}{rows.height:,} row{'s' * (rows.height != 1)}")
     headings = {name: st.column_config.Column(escaping.inert(name, 60)) for name in rows.columns}
+    sharing.table(rows)
     st.dataframe(rows, hide_index=True, placeholder=widgets.MISSING, column_config=headings)
     downloads.table(rows, key="query")
 
@@ -109,10 +111,10 @@ def _flat(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _schema() -> None:
-    tables = queryable_tables()
+    tables = {table.name: table for table in queryable_tables()}
     table = tables[st.selectbox("Tables", list(tables), key=bind("table", list(tables)), format_func=escaping.inert)]
     st.caption(f"One row per {widgets.plain(table.grain)}.")
-    rows = [(column.name, schema_pages.unit_or_type(column), column.meaning) for column in table.columns]
+    rows = [(column.name, column.unit_or_type, column.meaning) for column in table.columns]
     shown = escaping.html_table(("column", "type", "meaning"), rows)
     st.html(f'<div class="tk-schema">{shown}</div>')
 

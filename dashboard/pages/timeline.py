@@ -10,35 +10,33 @@ from typing import Any, TypeAlias
 import polars as pl
 import streamlit as st
 
-from dashboard import findings, moments, rank_choice, run_store, widgets
+from dashboard import crashes, findings, flame_graph, moments, rank_choice, run_store, sharing, step_comparison, widgets
 from dashboard.components.perfetto import export
-from dashboard.components.timeline import message, timeline_store
-from dashboard.components.timeline.message import View
+from dashboard.components.timeline import address, timeline_store
 from dashboard.components.timeline.timeline import timeline
 from dashboard.components.timeline.timeline_store import OpenTimeline
 from dashboard.findings import Findings
-from dashboard.pages.page import Needs, Page
+from dashboard.pages.page import Needs, Page, Selection
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import LoadedRun, OpenRun, critical_path, tables
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
-from tracekit.report import headlines
+from tracekit.report import headlines, shared_timeline
 from tracekit.report import timeline as tiles
+from tracekit.report.timeline_view import message
+from tracekit.report.timeline_view.embedding import Embedded
+from tracekit.report.timeline_view.message import View
 
-FROM, TO, FINDING = "from", "to", "finding"
-SENT_ONCE = ("tracks", "kinds", "unit_ranks", "places")
+SENT_ONCE = ("tracks", "kinds", "unit_ranks", "places", "steps", "overview", "pair")
 """Parts of a scene that are sent to the browser only once: with many ranks they are long."""
 NO_FINDING = "none (the top track marks all of them)"
 FIRST_PIXELS = 1200
 MAX_PIXELS = 8000
 MAX_ROWS = 200
 SHORT_NAMES = {"dp_replicate": "repl", "dp_shard": "shard", "dp_shard_of_experts": "shard_e"}
-AUTO_CHECK_BYTES = 24 << 20
 _CONTEXT_RATIO = 1.5  # of a moment's duration, shown on both sides
 _CONTEXT_NS = 2_000
-_CONTEXT_OF_STEPS = 0.03
-_SMALL_RATIO = 0.5
 
 
 @dataclass(frozen=True)
@@ -87,18 +85,36 @@ class RankOrder:
         return {rank: escaping.inert(" · ".join(parts), message.MAX_NAME) for rank, parts in texts.items()}
 
 
-def show(entry: RunEntry) -> None:
-    """Draw all ranks of the run, or show why that is impossible."""
-    head = st.container()  # above the choice of ranks, which opening a large run shows
+def show(selection: Selection) -> None:
+    """Draw all ranks of the run, or one of it and one of another run, or show why that is impossible."""
+    entry = selection.runs[0]
+    if moments.SHOWN in st.session_state or findings.SHOWN_FINDING in st.session_state:
+        step_comparison.leave()
+    head, right = st.columns([2, 1])  # above the choice of ranks, which opening a large run shows
+    with right:
+        other = step_comparison.choose_run(entry, (*selection.runs[1:], *selection.catalog.listing().entries))
     opened = widgets.try_reading(entry, _open, "Opening the timeline of")
     if opened is None:
         return
     with head:
         widgets.heading(entry, opened)
-        headline = st.empty()
     if opened.scene.tracks.is_empty():
-        st.info("The traces contain no work to draw: no kernels, and no operators on a CPU run.")
+        widgets.info("The traces contain no work to draw: no kernels, and no operators on a CPU run.")
         return
+    if other is not None:
+        key = f"{_key(entry, opened.window)}-{_key(other, 0)[-16:]}"
+
+        def draw(pair: OpenTimeline) -> None:
+            sharing.timeline(_shared(pair, RankOrder(), [], {}))
+            _canvas(pair, RankOrder(), [], None, key)
+
+        if step_comparison.compare(entry, opened, other, draw, key):
+            return
+    _show_run(entry, opened)
+
+
+def _show_run(entry: RunEntry, opened: OpenTimeline) -> None:
+    headline = st.empty()
     by_key = _findings(entry)
     if by_key:
         with headline:
@@ -111,11 +127,38 @@ def show(entry: RunEntry) -> None:
     key = f"{key}-{opened.scene.key[:8]}" if opened.about else key
     jump = _jump(entry, opened, by_key, chosen, key)
     marks = [*_path_marks(entry, opened, key), *message.findings(opened.scene, opened.window, by_key)]
-    _canvas(opened, order, marks, jump, key)
+    sharing.timeline(_shared(opened, order, marks, by_key))
+    st.fragment(crashes.guarded(_canvas, "the timeline", "The rest of the page is shown."))(
+        opened, order, marks, jump, key
+    )
     if chosen in by_key:
         findings.show(by_key[chosen], run_store.open_run(entry), key=chosen)
     with st.expander("Perfetto and offline use"):
         export.show(entry.name, opened, list(by_key.values()))
+
+
+def _shared(
+    opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]], by_key: Findings
+) -> sharing.TimelinePart:
+    """Return what makes the timeline of a shared page, as the address shows it."""
+
+    def make(parameters: sharing.Parameters) -> Embedded:
+        return shared_timeline.embedded(
+            opened.scene,
+            parameters,
+            marks=marks,
+            finding=message.chosen_finding(by_key, parameters.get(address.FINDING, "")),
+            totals_of=lambda window: opened.range_tables(window, timeout_s=None),
+            header=_header(opened, order),
+            initial_part=opened.initial_part,
+            prefix=opened.prefix,
+        )
+
+    return make
+
+
+def _header(opened: OpenTimeline, order: RankOrder) -> dict[str, Any]:
+    return opened.header | {"tracks": order.sorted(opened.header["tracks"]), "places": order.places()}
 
 
 def _path_marks(entry: RunEntry, opened: OpenTimeline, key: str) -> list[dict[str, Any]]:
@@ -131,7 +174,7 @@ def _path_marks(entry: RunEntry, opened: OpenTimeline, key: str) -> list[dict[st
         with st.spinner("Walking back from the end of the step"):
             found = critical_path.explained(run_store.open_run(entry), step)
     except (TracekitError, RuleError) as error:
-        st.caption(widgets.plain(f"The critical path is not shown: {error}"))
+        widgets.caption(widgets.plain(f"The critical path is not shown: {error}"))
         return []
     return message.path_marks(opened.scene, found.compact) if found.window == opened.window else []
 
@@ -190,7 +233,11 @@ def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
     if shown and shown["run"] == entry.name:
         wanted += [int(shown["rank"]), *shown.get("ranks", ())]
     state, seen = f"finding-{_key(entry, window)}", f"ranks-of-{entry.name}"
-    name = st.session_state.get(findings.SHOWN_FINDING) or st.session_state.get(state) or st.query_params.get(FINDING)
+    name = (
+        st.session_state.get(findings.SHOWN_FINDING)
+        or st.session_state.get(state)
+        or st.query_params.get(address.FINDING)
+    )
     if name == st.session_state.get(seen):
         return wanted
     st.session_state[seen] = name
@@ -204,8 +251,8 @@ def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
 def _findings(entry: RunEntry) -> Findings:
     """Return the findings of the run by key. A large run is checked on request only."""
     key = f"checked-{entry.name}-{run_store.stamp_seen(entry)}"
-    is_linked = findings.SHOWN_FINDING in st.session_state or FINDING in st.query_params
-    if is_linked or entry.summary is not None or entry.size_bytes <= AUTO_CHECK_BYTES:
+    is_linked = findings.SHOWN_FINDING in st.session_state or address.FINDING in st.query_params
+    if is_linked or run_store.is_checked_soon(entry):
         st.session_state[key] = True
     if not st.session_state.get(key) and st.button("Check this run and mark its findings", key=f"button-{key}"):
         st.session_state[key] = True
@@ -215,7 +262,7 @@ def _findings(entry: RunEntry) -> Findings:
         with st.spinner(f"Checking {widgets.plain(entry.name)}"):
             report = run_store.open_run(entry).report
     except (TracekitError, RuleError) as error:
-        st.caption(widgets.plain(f"The findings are not shown: {error}"))
+        widgets.caption(widgets.plain(f"The findings are not shown: {error}"))
         return {}
     all_findings = findings.by_key(report.findings)
     return {key: finding for key, finding in all_findings.items() if findings.has_moment(finding)}
@@ -226,7 +273,7 @@ def _choose_finding(by_key: Findings, key: str) -> str:
     state = f"finding-{key}"
     wanted = st.session_state.pop(findings.SHOWN_FINDING, None)
     if wanted is None and state not in st.session_state:
-        wanted = st.query_params.get(FINDING)
+        wanted = st.query_params.get(address.FINDING)
     wanted = next((name for name, finding in by_key.items() if wanted in (name, finding.id)), None)
     if wanted is not None:
         st.session_state[state] = wanted
@@ -242,7 +289,7 @@ def _choose_finding(by_key: Findings, key: str) -> str:
         key=state,
         format_func=lambda option: findings.label(by_key[option]) if option in by_key else option,
     )
-    _write_address(finding=chosen if chosen in by_key else None)
+    address.write(finding=chosen if chosen in by_key else None)
     return chosen
 
 
@@ -255,7 +302,8 @@ def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, chosen: str, 
         if chosen in by_key:  # the finding that the row is evidence of
             st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = chosen
         return replace(jump, ranks=shown.get("ranks", ())) if jump else None
-    linked = _linked(opened)
+    part = address.linked_part(opened)
+    linked = Jump(*part) if part else None
     is_new = linked is not None and (linked.start_ns, linked.end_ns) != st.session_state.get(f"address-{key}")
     if chosen in by_key and st.session_state.get(f"seen-{key}") != chosen:
         st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = chosen
@@ -267,20 +315,11 @@ def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, chosen: str, 
     return linked if is_new else None
 
 
-def _linked(opened: OpenTimeline) -> Jump | None:
-    try:
-        start_ns, end_ns = int(st.query_params[FROM]), int(st.query_params[TO])
-    except (KeyError, ValueError):
-        return None
-    span_ns = opened.scene.span[1] - opened.scene.span[0]
-    return Jump(start_ns, end_ns) if 0 <= start_ns < end_ns <= span_ns else None
-
-
 def _moment(opened: OpenTimeline, by_key: Findings, key: str) -> Jump | None:
     """Return the way to the longest moment of a finding's evidence."""
     jump = _at(opened, message.evidence_spans(opened.scene, opened.window, by_key[key]), key)
     if jump is None:
-        st.caption(f"The evidence of this finding is outside of window {opened.window}.")
+        widgets.caption(f"The evidence of this finding is outside of window {opened.window}.")
         return None
     return replace(jump, ranks=moments.late_and_waiting(by_key[key].evidence))
 
@@ -300,30 +339,35 @@ def _at(opened: OpenTimeline, spans: pl.DataFrame, finding: str | None = None) -
     return Jump(start_ns - origin_ns, past_ns - origin_ns, track[0] if track else None, finding)
 
 
-@st.fragment
 def _canvas(opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]], jump: Jump | None, key: str) -> None:
-    """Show the timeline and answer the browser's requests. Zooming reruns only this."""
+    """Show the timeline and answer the browser's requests: a fragment, as zooming reruns only this."""
     state: Mapping[str, Any] = st.session_state.get(key) or {}
     nonce = _nonce(jump, key)
     view = _view(opened, state.get("view"), jump, key)
     finding = _marked(state.get("finding"), marks, key)
     obeyed = (state.get("view") or {}).get("lastJump")
+    go = flame_graph.wanted(key, nonce) or (jump.message(nonce) if jump else None)
     has_scene = bool(view.seq)  # a browser that reports a view has received the scene
-    header = opened.header | {"tracks": order.sorted(opened.header["tracks"]), "places": order.places()}
+    header = _header(opened, order)
     data = {name: value for name, value in header.items() if name not in SENT_ONCE or not has_scene} | {
         "view": {"from": view.start_ns, "to": view.end_ns},
         "findings": marks,
         "finding": finding,
         "tile": message.tile(opened.scene, view),
         "matches": _matches(opened, state.get("search")),
-        "go": jump.message(nonce) if jump and nonce != obeyed else None,
+        "range": _range(opened, state.get("range")),
+        "go": go if go and go["nonce"] != obeyed else None,
     }
     timeline(message.pack(data | _selected(opened, state.get("selected"))), key=key)
     if view.seq:
         st.session_state[f"address-{key}"] = (view.start_ns, view.end_ns)
-        _write_address(view=view, finding=finding if finding != NO_FINDING else None)
-    if st.toggle("Show what is in view as a table", key=f"table-{key}"):
-        _table(opened, view)
+        address.write(opened, view, finding=finding if finding != NO_FINDING else None)
+    selected_range = _selected_range(opened, state.get("range"))
+    shown = selected_range or (view.start_ns, view.end_ns)
+    with sharing.fragment("below the timeline"):
+        flame_graph.show(opened, shown, state.get("selected"), is_range=selected_range is not None, key=key)
+        if st.toggle("Show what is in view as a table", key=f"table-{key}"):
+            _table(opened, view)
 
 
 def _marked(clicked: Any, marks: list[dict[str, Any]], key: str) -> str:
@@ -357,22 +401,25 @@ def _view(opened: OpenTimeline, shown: Any, jump: Jump | None, key: str) -> View
             tracks = shown.get("tracks")
             known = tuple(track for track in tracks if isinstance(track, int)) if isinstance(tracks, list) else ()
             return View(seq, start_ns, end_ns, min(max(pixels, 1), MAX_PIXELS), known)
-    part = (
-        (jump.start_ns, jump.end_ns) if jump else st.session_state.get(f"address-{key}") or _initial_part(opened.scene)
-    )
+    part = (jump.start_ns, jump.end_ns) if jump else st.session_state.get(f"address-{key}") or opened.initial_part
     return View(0, *part, FIRST_PIXELS, message.initial_tracks(opened.scene))
 
 
-def _initial_part(scene: tiles.Scene) -> Window:
-    """Return the part to show first: the steps, if a save long after them would make them small, else everything."""
-    span_ns = scene.span[1] - scene.span[0]
-    steps = scene.bands.filter(pl.col("kind") == "step")
-    if steps.is_empty():
-        return 0, span_ns
-    first_ns, past_ns = (int(edge) - scene.span[0] for edge in (steps["start_ns"].min(), steps["end_ns"].max()))
-    around_ns = int((past_ns - first_ns) * _CONTEXT_OF_STEPS)
-    part = max(first_ns - around_ns, 0), min(past_ns + around_ns, span_ns)
-    return part if part[1] - part[0] < span_ns * _SMALL_RATIO else (0, span_ns)
+def _range(opened: OpenTimeline, wanted: Any) -> dict[str, Any] | None:
+    """Return what the range that a browser selected contains; None for none."""
+    part, origin_ns = _selected_range(opened, wanted), opened.scene.span[0]
+    return opened.range_tables((origin_ns + part[0], origin_ns + part[1])) if part else None
+
+
+def _selected_range(opened: OpenTimeline, wanted: Any) -> Window | None:
+    """Return the range that a browser selected, in ns from the scene's start; None for none."""
+    if not isinstance(wanted, Mapping) or wanted.get("scene") != opened.scene.key:
+        return None
+    start_ns, end_ns = wanted.get("start"), wanted.get("end")
+    if not isinstance(start_ns, int) or not isinstance(end_ns, int):
+        return None
+    start_ns, end_ns = max(start_ns, 0), min(end_ns, opened.scene.span[1] - opened.scene.span[0])
+    return (start_ns, end_ns) if start_ns < end_ns else None
 
 
 def _matches(opened: OpenTimeline, search: Any) -> dict[str, Any] | None:
@@ -398,32 +445,23 @@ def _selected(opened: OpenTimeline, selected: Any) -> dict[str, Any]:
     return nothing | {"selected": echo} | (details or {})
 
 
-def _write_address(*, view: View | None = None, finding: str | None = None) -> None:
-    wanted = {FROM: str(view.start_ns), TO: str(view.end_ns)} if view else {}
-    if finding is not None:
-        wanted[FINDING] = finding
-    elif FINDING in st.query_params:
-        del st.query_params[FINDING]
-    if any(st.query_params.get(name) != text for name, text in wanted.items()):
-        st.query_params.update(wanted)
-
-
 def _table(opened: OpenTimeline, view: View) -> None:
     """Show the content of the canvas as a table: the longest slices in view, and how many there are."""
     origin_ns = opened.scene.span[0]
     part = (origin_ns + view.start_ns, origin_ns + view.end_ns)
     table = tiles.view(opened.scene, part, view.pixels, view.tracks)
     longest = table.sort("dur_ns", descending=True).head(MAX_ROWS)
-    st.caption(
+    widgets.caption(
         f"{int(table['count'].sum()):,} slices from {units.duration(view.start_ns)} to {units.duration(view.end_ns)} "
         f"after the start. The table lists the {longest.height:,} longest rows; rows join neighbours too short to draw."
     )
     tracks = pl.DataFrame(opened.header["tracks"])
-    tracks = tracks.select("rank", pl.col("track").cast(longest["track"].dtype), of="group", lane="label")
+    rank = pl.Series("rank", [opened.rank_of(rank) for rank in tracks["rank"]], pl.Int64)
+    tracks = tracks.select(rank, pl.col("track").cast(longest["track"].dtype), of="group", lane="label")
     names = [escaping.inert(name) for name in tiles.names(opened.scene, longest["name_id"])]
     named = longest.with_columns(pl.Series("name", names), from_start_ns=pl.col("start_ns") - origin_ns, slices="count")
     shown = named.join(tracks, on="track", how="left")
     widgets.frame(shown.select("rank", "of", "lane", "name", "from_start_ns", "dur_ns", "slices").sort("from_start_ns"))
 
 
-PAGE = Page.described_by(__doc__, "timeline", show, Needs.ENTRY)
+PAGE = Page.described_by(__doc__, "timeline", show, Needs.SELECTION)

@@ -62,7 +62,7 @@ def _accuracy(run: OpenRun, answers: WhatIf) -> None:
             "largest error of a step": units.share(what_if.worst_error_ratio(answers.replay)),
         }
     )
-    st.caption(
+    widgets.caption(
         "Times are means over steps. The replay uses durations, order, dependencies and host time between calls, but "
         "no recorded start times. Its error on the recorded steps shows how far to trust the answers below."
     )
@@ -70,10 +70,10 @@ def _accuracy(run: OpenRun, answers: WhatIf) -> None:
     if caveat:
         st.warning(widgets.plain(caveat), icon=":material/warning:")
     if answers.infers_waits:
-        st.caption(widgets.plain(INFERRED))
+        widgets.caption(widgets.plain(INFERRED))
     missing = run.run.data_quality.filter(kind="missing_ranks")["message"]
     if missing.len():
-        st.caption(widgets.plain(f"{missing[0]} {MISSING_RANKS}"))
+        widgets.caption(widgets.plain(f"{missing[0]} {MISSING_RANKS}"))
 
 
 def _signed(ratio: float) -> str:
@@ -102,20 +102,20 @@ def _price(gpus: int | None) -> float | None:
 
 
 def _single_causes(run: OpenRun, answers: WhatIf) -> None:
-    st.subheader("Without one cause")
+    widgets.subheader("Without one cause")
     table = answer_text.as_table(answers)
     if table.is_empty():
-        st.info("No cause that the replay can remove would shorten a step of this run.")
+        widgets.info("No cause that the replay can remove would shorten a step of this run.")
     else:
-        st.caption(
+        widgets.caption(
             "Each change by itself. Savings may overlap, so do not add them up: choose several changes together below."
         )
         widgets.chart(charts.potential_savings(table), key="whatif-savings")
-        st.html(_table(answers))
+        widgets.html(_table(answers))
         step_ns = pl.lit(answers.step_ns).alias("step_ns")
         downloads.table(table.select("cause", step_ns, pl.exclude("cause")), key="whatif")
         for (caveat,), rows in table.filter(pl.col("caveat") != "").group_by("caveat", maintain_order=True):
-            st.caption(widgets.plain(f"Less certain: {', '.join(rows['cause'])}, because {caveat}."))
+            widgets.caption(widgets.plain(f"Less certain: {', '.join(rows['cause'])}, because {caveat}."))
         with st.expander("Savings by rank"):
             by_rank = what_if.savings_by_rank(run, [(name,) for name in table["cause"]])
             if len(run.run.ranks) <= rank_rows.MAX_DRAWN:
@@ -144,15 +144,15 @@ def _others(answers: WhatIf) -> None:
     answered = {answer.cause.name for answer in (*answers.answers, *answers.unavailable)}
     small = [name for name in what_if.CAUSES if name not in answered]
     if small:
-        st.caption(f"These would save less than {what_if.MIN_SAVED_RATIO:.1%} of a step: {', '.join(small)}.")
+        widgets.caption(f"These would save less than {what_if.MIN_SAVED_RATIO:.1%} of a step: {', '.join(small)}.")
     if answers.unavailable:
         with st.expander(f"{len(answers.unavailable)} that cannot be computed for this run, with the reason"):
             rows = [(answer.cause.name, answer.unavailable_reason) for answer in answers.unavailable]
-            st.html(escaping.html_table(("without", "cannot be computed, because"), rows))
+            widgets.html(escaping.html_table(("without", "cannot be computed, because"), rows))
 
 
 def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
-    st.subheader("One change or several together, rank by rank")
+    widgets.subheader("One change or several together, rank by rank")
     names = [answer.cause.name for answer in answers.answers]
     names += [name for name in what_if.CAUSES if name not in names]
     chosen = st.multiselect(
@@ -166,17 +166,17 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
     else:
         answer = (*alone.answers, *alone.unavailable)[0]
     if answer.unavailable_reason:
-        st.info(
+        widgets.info(
             widgets.plain(f"The step time without {answer.cause.name} cannot be computed: {answer.unavailable_reason}.")
         )
         return
     widgets.numbers(_numbers(answer) | _worth(answer))
     if chosen[1:]:
         each = ", ".join(f"{units.duration(one.saved_ns)} without {one.cause.name}" for one in alone.answers)
-        st.caption(widgets.plain(f"Savings of each alone: {each}."))
-    st.caption(widgets.plain(_about(answer)))
+        widgets.caption(widgets.plain(f"Savings of each alone: {each}."))
+    widgets.caption(widgets.plain(_about(answer)))
     by_rank = what_if.savings_by_rank(run, [tuple(chosen)])
-    drawn = run.compute(rank_rows.drawn)
+    drawn = run.measured(rank_rows.drawn)
     widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code, drawn), key="whatif-ranks")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("Step by step"):
@@ -211,16 +211,16 @@ def _findings(run: OpenRun, names: Sequence[str]) -> None:
 
 def _predictions(run: OpenRun, gpus: int | None, price: float | None) -> None:
     """Let a person choose a network, strategy or recomputation, and show the predicted step time."""
-    st.subheader("Another network or strategy, or less recomputation")
+    widgets.subheader("Another network or strategy, or less recomputation")
     columns = st.columns([2, 2, 2, 4])
     choice = columns[0].selectbox("Predict", CHOICES, key=bind("predict", CHOICES))
     if choice == NOTHING:
-        st.caption("A prediction from the recorded kernels and transfers, with its assumptions.")
+        widgets.caption("A prediction from the recorded kernels and transfers, with its assumptions.")
         return
     try:
         prediction = _predict(run, choice, columns)
     except TracekitError as error:
-        st.info(widgets.plain(str(error)))
+        widgets.info(widgets.plain(str(error)))
         return
     _show_prediction(prediction, gpus, price)
 

@@ -5,10 +5,11 @@ being recorded, whose files change all the time, is read again on request, or on
 complete.
 """
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from tracekit.analysis.time import breakdown, extents, summary
 from tracekit.cli.watch.run_watch import Watch
 from tracekit.cli.watch.training_state import TrainingState
 from tracekit.conventions import object_storage
-from tracekit.errors import InputError
+from tracekit.errors import InputError, RuleError
 from tracekit.ingest import loader
 from tracekit.model.run import Run
 from tracekit.regression import baseline, samples
@@ -32,17 +33,25 @@ from tracekit.report.headlines import Headline
 from tracekit.rules import engine, report_cache
 from tracekit.rules.report_cache import keys
 from tracekit.rules.rule import Report
-from tracekit.sql import run_query
+from tracekit.sql import run_query, table_documents
 
 MAX_OPEN_RUNS = 3
 MAX_LOADED_RUNS = 20
 MAX_RESULTS = 24
 MAX_WATCHED = 16
+AUTO_CHECK_BYTES = 24 << 20
+"""Larger runs are checked where a page needs their report, or on request."""
+MAX_QUERIES = 4
+"""SQL queries of all sessions at a time: each may use a processor and its memory limit."""
+MAX_SHARED_TABLE_BYTES = 32 << 20
+"""Larger tables are read from the run each time, which may have them on disk."""
 _FACTS = (breakdown.by_step, breakdown.by_rank, extents.extent, *baseline.FACTS, *tables.FACTS)
 _RUN_FACTS = (samples.samples_across, extents.run_clock)
 _SEEN = "entries_seen"
+_NOT_MADE = object()
+_queries = threading.BoundedSemaphore(MAX_QUERIES)
 _T = TypeVar("_T")
-queryable_tables = run_query.tables
+queryable_tables = table_documents.all_documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,16 +70,31 @@ class OpenRun(LoadedRun):
 
     report: Report = field(kw_only=True)
     entry: RunEntry = field(kw_only=True)
+    crashed_rules: Mapping[str, RuleError] = field(default_factory=dict)
+    """The errors of rules that crashed, by code."""
     _results: dict[Hashable, object] = field(default_factory=dict)
+    _measured: dict[Callable[[Run], object], object] = field(default_factory=dict)
 
     @property
     def step_time_ns(self) -> float | None:
         """Return the median step time of the slowest rank; None where no trace marks steps."""
-        return self.compute(summary.step_time_ns)
+        return self.measured(summary.step_time_ns)
 
     def table(self, table: Table) -> pl.DataFrame:
         """Return a table of `run_store.tables`."""
-        return self.compute(table.measure)
+        return self.measured(table.measure)
+
+    def measured(self, make: Callable[[Run], _T]) -> _T:
+        """Return what a function of a module makes of the run, made once.
+
+        What was made before is returned without waiting for another session that reads the run.
+        """
+        known = self._measured.get(make)
+        if known is None:
+            known = self.compute(make)
+            if not isinstance(known, pl.DataFrame) or known.estimated_size() <= MAX_SHARED_TABLE_BYTES:
+                self._measured[make] = known
+        return known  # type: ignore[return-value]  # the function determines the type
 
     def cached_table(self, measure: Callable[..., pl.DataFrame], *arguments: Hashable) -> pl.DataFrame:
         """Return `measure(run, *arguments)` as `cached` does; it is stored with the report, too."""
@@ -82,19 +106,30 @@ class OpenRun(LoadedRun):
         return self.cached(("headline", make), lambda run: make(self.report, run))
 
     def query(self, text: str, *, timeout_s: float, memory_bytes: int, max_rows: int) -> pl.DataFrame:
-        """Return the result of one SELECT over the tables of the run."""
-        with run_query.open_query(text, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as process:
+        """Return the result of one SELECT over the tables of the run.
+
+        At most `MAX_QUERIES` run at a time. Raises InputError where that is so for longer than `timeout_s`.
+        """
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "memory_bytes": memory_bytes, "max_rows": max_rows}
+        with _turn(timeout_s), run_query.open_query(text, **limits) as process:
             tables = self.compute(process.collect_tables)
             return process.execute(tables)  # without the lock: other pages may read the run meanwhile
 
     def cached(self, key: Hashable, make: Callable[[Run], _T]) -> _T:
-        """Return what was made of the run by this key before, or make it; the oldest of many results is dropped."""
-        with self.lock:
-            if key not in self._results:
-                while len(self._results) >= MAX_RESULTS:
-                    self._results.pop(next(iter(self._results)))
-                self._results[key] = make(self.run)
-            return self._results[key]  # type: ignore[return-value]  # the key determines the type
+        """Return what was made of the run by this key before, or make it; the oldest of many results is dropped.
+
+        What was made before is returned without waiting for another session that reads the run.
+        """
+        known = self._results.get(key, _NOT_MADE)
+        if known is _NOT_MADE:
+            with self.lock:
+                if key not in self._results:
+                    made = make(self.run)
+                    while len(self._results) >= MAX_RESULTS:
+                        self._results.pop(next(iter(self._results)))
+                    self._results[key] = made
+                known = self._results[key]
+        return known  # type: ignore[return-value]  # the key determines the type
 
     def compute(self, make: Callable[[Run], _T]) -> _T:
         """Return what `make` makes of the run while no other thread reads it."""
@@ -128,6 +163,11 @@ def cached_per_run(*, max_entries: int, max_private: int = 1) -> Callable[[Calla
 def open_run(entry: RunEntry) -> OpenRun:
     """Return the run, loaded and checked. Raises TracekitError where that is impossible."""
     return replace(_open(entry), entry=entry)
+
+
+def is_checked_soon(entry: RunEntry) -> bool:
+    """Return whether the report of a run is cached, or made soon because the run is small."""
+    return entry.summary is not None or entry.size_bytes <= AUTO_CHECK_BYTES
 
 
 def check(entry: RunEntry) -> None:
@@ -202,6 +242,16 @@ def training_state(entry: RunEntry) -> TrainingState | None:
         return watch.state(now_s)
 
 
+@contextlib.contextmanager
+def _turn(timeout_s: float) -> Iterator[None]:
+    if not _queries.acquire(timeout=timeout_s):
+        raise InputError(f"{MAX_QUERIES} queries of all visitors are running; try again when one of them has ended")
+    try:
+        yield
+    finally:
+        _queries.release()
+
+
 @st.cache_resource(max_entries=MAX_WATCHED, show_spinner=False)
 def _watch(path: str) -> tuple[Watch, Any]:
     return Watch(Path(path)), threading.Lock()
@@ -209,9 +259,11 @@ def _watch(path: str) -> tuple[Watch, Any]:
 
 @cached_per_run(max_entries=MAX_OPEN_RUNS)
 def _open(entry: RunEntry) -> OpenRun:
+    crashed: dict[str, RuleError] = {}
+    devices, note = settings.devices(), crashed.__setitem__
     if entry.is_private:
-        run = loader.load(entry.path, cache=False, devices=settings.devices())
-        return OpenRun(run, report=engine.check(run, facts=_FACTS), entry=entry)
+        run = loader.load(entry.path, cache=False, devices=devices)
+        return OpenRun(run, report=engine.check(run, facts=_FACTS, on_crash=note), entry=entry, crashed_rules=crashed)
     refuse_links(entry)
-    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, devices=settings.devices())
-    return OpenRun(report.run, report=report, entry=entry)
+    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, devices=devices, on_crash=note)
+    return OpenRun(report.run, report=report, entry=entry, crashed_rules=crashed)

@@ -1,27 +1,47 @@
 """Tables of allocated memory, from a trace or a memory snapshot, and replays of them under other allocator settings."""
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
 import polars as pl
 import streamlit as st
 
-from dashboard.run_store import OpenRun
+from dashboard.run_entry import RunEntry
+from dashboard.run_store import OpenRun, refuse_links
 from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
 from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator.facts import categories, snapshot_facts
 from tracekit.replay.allocator.playback import History
 from tracekit.report import memory as memory_report
 from tracekit.report.memory import MemoryReport
 
-__all__ = ["SnapshotFile", "replay_snapshot", "replay_trace", "snapshot_tables", "snapshots", "trace_tables"]
+__all__ = [
+    "SnapshotFile",
+    "replay_snapshot",
+    "replay_trace",
+    "snapshot_tables",
+    "snapshots",
+    "snapshots_of_entry",
+    "trace_tables",
+]
+_T = TypeVar("_T")
 _TRACE_FACTS = (usage.over_time, usage.lifetimes, allocations.peaks, allocations.at_peak, allocations.churn)
 
 
 def snapshots(run: OpenRun) -> tuple[SnapshotFile, ...]:
     """Return the memory snapshots in the run's folder, by window and rank."""
     return snapshot_files.files(run.run)
+
+
+def snapshots_of_entry(entry: RunEntry) -> tuple[SnapshotFile, ...]:
+    """Return the memory snapshots of a run that has no traces. Raises InputError where one is a link elsewhere."""
+    refuse_links(entry)
+    return snapshot_files.without_traces(Path(entry.path))
 
 
 def trace_tables(run: OpenRun, rank: int, window: int) -> dict[str, pl.DataFrame]:
@@ -34,24 +54,12 @@ def trace_tables(run: OpenRun, rank: int, window: int) -> dict[str, pl.DataFrame
     return run.cached(("memory", rank, window), measured)
 
 
-@st.cache_resource(max_entries=40, show_spinner=False)
-def snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
+def snapshot_tables(entry: RunEntry, file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
     """Return the memory tables of one device of a snapshot by name (None: the device with most events).
 
     The table `devices` lists its devices. Raises TracekitError.
     """
-    snapshot = _snapshot(file)
-    if device is None:
-        device = max(snapshot.devices, default=0, key=lambda of: snapshot.events.filter(device=of).height)
-    history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
-    return {
-        "devices": pl.DataFrame({"device": list(snapshot.devices)}),
-        "over_time": snapshot_facts.over_time(snapshot, history, outcome),
-        "lifetimes": snapshot_facts.lifetimes(snapshot, history, outcome),
-        "segment_map": snapshot_facts.segment_map(snapshot, history.device),
-        "at_peak": snapshot_facts.at_peak(snapshot, history, outcome),
-        "fragmentation": snapshot_facts.fragmentation(snapshot).filter(device=history.device),
-    }
+    return _snapshot_tables(entry, file, device)
 
 
 def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib: float | None) -> MemoryReport:
@@ -70,16 +78,10 @@ def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib
 
 
 def replay_snapshot(
-    run: OpenRun, file: SnapshotFile, device: int, settings: str, device_gib: float | None
+    entry: RunEntry, file: SnapshotFile, device: int, settings: str, device_gib: float | None
 ) -> MemoryReport:
     """Return a replay of a snapshot's history under `settings`. Raises TracekitError."""
-
-    def replayed(_run: Run) -> MemoryReport:
-        history = playback.from_snapshot(reader.read(file.path), device)
-        allocated_bytes = None if history.not_replayable else playback.replay_as_recorded(history).peak_allocated_bytes
-        return _replayed(history, allocated_bytes, settings, device_gib)
-
-    return run.cached(("replay", file, device, settings, device_gib), replayed)
+    return _replay_snapshot(entry, file, device, settings, device_gib)
 
 
 def _replayed(history: History, allocated_bytes: int | None, settings: str, device_gib: float | None) -> MemoryReport:
@@ -88,6 +90,42 @@ def _replayed(history: History, allocated_bytes: int | None, settings: str, devi
     return memory_report.with_replay(recorded, history, settings, capacity_bytes=capacity_bytes)
 
 
-@st.cache_resource(max_entries=1, show_spinner=False)
-def _snapshot(file: SnapshotFile) -> MemorySnapshot:
-    return reader.read(file.path)
+def _cached(*, max_entries: int) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """Cache a function of a snapshot; what is made of uploaded ones lives in the session that uploaded them."""
+
+    def decorate(make: Callable[..., _T]) -> Callable[..., _T]:
+        shared = st.cache_resource(make, max_entries=max_entries, show_spinner=False)
+        private = st.cache_resource(make, max_entries=max_entries, show_spinner=False, scope="session")
+
+        @functools.wraps(make)
+        def cached(entry: RunEntry, *arguments: object) -> _T:
+            return (private if entry.is_private else shared)(*arguments)
+
+        return cached
+
+    return decorate
+
+
+@_cached(max_entries=40)
+def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
+    snapshot = reader.read(file.path)
+    if device is None:
+        device = max(snapshot.devices, default=0, key=lambda of: snapshot.events.filter(device=of).height)
+    history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
+    at_peak = categories.at_peak(snapshot, history, outcome)
+    return {
+        "devices": pl.DataFrame({"device": list(snapshot.devices)}),
+        "over_time": snapshot_facts.over_time(snapshot, history, outcome),
+        "lifetimes": snapshot_facts.lifetimes(snapshot, history, outcome),
+        "segment_map": snapshot_facts.segment_map(snapshot, history.device),
+        "at_peak": snapshot_facts.at_peak(snapshot, history, outcome),
+        "categories": at_peak if categories.are_known(at_peak) else at_peak.clear(),
+        "fragmentation": snapshot_facts.fragmentation(snapshot).filter(device=history.device),
+    }
+
+
+@_cached(max_entries=8)
+def _replay_snapshot(file: SnapshotFile, device: int, settings: str, device_gib: float | None) -> MemoryReport:
+    history = playback.from_snapshot(reader.read(file.path), device)
+    allocated_bytes = None if history.not_replayable else playback.replay_as_recorded(history).peak_allocated_bytes
+    return _replayed(history, allocated_bytes, settings, device_gib)

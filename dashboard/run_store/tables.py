@@ -15,6 +15,7 @@ from tracekit.analysis.compute import (
     contention,
     contention_totals,
     device_counters,
+    efficiency,
     stall_attribution,
 )
 from tracekit.analysis.compute import kernels as kernel_totals
@@ -97,7 +98,9 @@ WORK_KINDS, RECORD_CONTENTION = concurrency.KINDS, contention.RECORD
 MISSING_DATA = _across(contents.missing, trace_quality.data_quality, *contents.FACTS)
 CONTENTS, QUALITY_ISSUES = _per_trace(contents.contents), _per_trace(trace_quality.data_quality)
 
-FACTS: tuple[Fact, ...] = (stall_attribution.communication_gap_time, contents.contents, rooflines.roofs)
+FACTS: tuple[Fact, ...] = (
+    stall_attribution.communication_gap_time, contents.contents, rooflines.roofs, efficiency.by_step,
+)  # fmt: skip
 """Facts of traces that pages draw and no rule reads: the check of a run measures them, too."""
 
 SAVES, SAVES_BY_RANK, SAVE_STAGES = _across(saves.by_save), _across(saves.by_rank), _across(saves.stages)

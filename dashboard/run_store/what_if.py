@@ -1,36 +1,51 @@
 """What-if answers about an open run, as `tracekit whatif` gives them. Each raises TracekitError."""
 
+import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import polars as pl
 
 from dashboard.run_store import OpenRun
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, dependency_graph, savings, steps, strategies, what_if
+from tracekit.replay.graph import causes, dependency_graph, representative_ranks, savings, steps, strategies, what_if
 from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.replay.graph.what_if import MIN_SAVED_RATIO, Answer, WhatIf
 
 __all__ = ["MIN_SAVED_RATIO", "Answer", "NodeSpec", "Prediction", "WhatIf"]
 CAUSES, STRATEGIES, HSDP = tuple(causes.CAUSES), strategies.NAMES, strategies.HSDP
+_PAUSE_S = 0.01
+"""Time for another session that waits for the run: otherwise this one would take its lock again at once."""
 hours_per_day = what_if.hours_per_day
 worst_error_ratio = steps.worst_error_ratio
 
 
 def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
-    """Replay the run unchanged and without each cause, once. `on_progress(ratio, what)` is called before each part."""
+    """Replay the run unchanged and without each cause, once. `on_progress(ratio, what)` is called before each part.
 
-    def replayed(of: Run) -> bool:
-        parts = len(of.sources) + len(causes.CAUSES)
-        read = itertools.count(1)
-        of.measure(dependency_graph.FACTS, lambda _: on_progress(next(read) / parts, "Reading the traces"))
-        for done, name in enumerate(causes.CAUSES, len(of.sources)):
-            on_progress(min(done / parts, 1.0), f"Replaying without {name}")
-            savings.saving(of, name)
-        return True
+    Between the parts, other sessions can read the run.
+    """
+    replayed = run.cached("replayed causes", lambda _: set[str]())
+    missing = [name for name in causes.CAUSES if name not in replayed]
+    drawn = run.compute(representative_ranks.run_of)  # of a run with many ranks, only these are replayed
+    parts = len(drawn.sources) + len(missing)
+    read = itertools.count(1)
 
-    run.cached("whatif", replayed)
+    def build(_: Run) -> None:
+        drawn.measure(dependency_graph.FACTS, lambda _: on_progress(min(next(read) / parts, 1.0), "Reading the traces"))
+
+    def replay_without(of: Run, name: str) -> None:
+        savings.saving(of, name)
+        replayed.add(name)
+
+    if missing:
+        run.compute(build)
+    for done, name in enumerate(missing, parts - len(missing)):
+        on_progress(done / parts, f"Replaying without {name}")
+        run.compute(functools.partial(replay_without, name=name))
+        time.sleep(_PAUSE_S)
 
 
 def without(run: OpenRun, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> WhatIf:

@@ -16,7 +16,7 @@ def main() -> None:
 
     _disable_nagle()
     # Otherwise the first visit would wait for the imports; a browser takes longer to start.
-    threading.Thread(target=importlib.import_module, args=("dashboard.server.app",), daemon=True).start()
+    threading.Thread(target=importlib.import_module, args=("dashboard.server.frame",), daemon=True).start()
     cli.main(["run", str(APP), *sys.argv[1:]], prog_name="streamlit")
 
 

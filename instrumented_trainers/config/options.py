@@ -22,6 +22,11 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     group.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="allow more ranks than GPUs: several ranks take turns on one GPU, and NCCL uses sockets, so it is slow",
+    )
+    group.add_argument(
         "--replicate",
         type=positive,
         metavar="R",

@@ -58,6 +58,7 @@ class TrainingConfig:
     overwrite: bool = False
     world_size: int = 2
     device: str = "cpu"
+    share_gpus: bool = False
     timeout_s: float = 300.0
     model: str = "tiny"
     experts: int | None = None

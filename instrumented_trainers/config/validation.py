@@ -83,8 +83,9 @@ def _gpu_problem(config: TrainingConfig, *, launched: bool) -> str | None:
 
     if not torch.cuda.is_available():
         return "--device cuda: torch finds no GPU"
-    if not launched and config.world_size > torch.cuda.device_count():
-        return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
+    gpus = torch.cuda.device_count()
+    if not launched and config.world_size > gpus and not config.share_gpus:
+        return f"--world-size {config.world_size}: there are {gpus} GPUs; each rank needs its own, or --share-gpus"
     return None
 
 

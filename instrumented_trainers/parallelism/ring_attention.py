@@ -37,6 +37,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, block: Tensor, axis: Axis) -> Tensor:
         with record_function(RING):
             output, weight = _forward(_grouped(query, block.shape[2]), block, axis)
+            output = output.to(query.dtype)
         ctx.axis = axis
         ctx.save_for_backward(query, block, output, weight)
         return output.flatten(1, 2)
@@ -44,18 +45,20 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         query, block, output, weight = ctx.saved_tensors
-        keys = block.shape[2]
+        # Autocast, which casts products in forward, is off here, and may have left queries in higher precision.
+        queries, gradients = (_grouped(each.to(block.dtype), block.shape[2]) for each in (query, gradient))
         with record_function(f"{RING} backward"):
-            of_query, of_block = _backward(
-                _grouped(query, keys), block, output, weight, _grouped(gradient, keys), ctx.axis
-            )
-        return of_query.flatten(1, 2), of_block, None
+            of_query, of_block = _backward(queries, block, output, weight, gradients, ctx.axis)
+        return of_query.flatten(1, 2).to(query.dtype), of_block.to(block.dtype), None
 
 
 def _forward(query: Tensor, block: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the outputs (B, K, G, T, E) of grouped queries, and the log-sum-exp of their scores (B, K, G, T)."""
-    output = torch.zeros_like(query)
-    total = query.new_full(query.shape[:-1], -math.inf)
+    """Return the outputs (B, K, G, T, E) of grouped queries, and the log-sum-exp of their scores (B, K, G, T).
+
+    Both are in 32 bits at least: parts of the rounds add up in them.
+    """
+    output = torch.zeros_like(query, dtype=_sum_dtype(query))
+    total = output.new_full(query.shape[:-1], -math.inf)
     for number in range(axis.size):
         passing = _Passing(block, axis, _BLOCK_TAG) if number + 1 < axis.size else None
         queries, keys, masked = _seen(number, axis, query.shape[-2])
@@ -76,8 +79,8 @@ def _backward(
 
     The gradients of a block follow it, a round later, and after the last round they go on to the rank that it is of.
     """
-    mean = (gradient * output).sum(dim=-1, keepdim=True)
-    of_query = torch.zeros_like(query)
+    mean = (gradient * output).sum(dim=-1, keepdim=True, dtype=weight.dtype)
+    of_query = torch.zeros_like(query, dtype=weight.dtype)
     behind: _Passing | None = None
     for number in range(axis.size):
         passing = _Passing(block, axis, _BLOCK_TAG) if number + 1 < axis.size else None
@@ -86,7 +89,7 @@ def _backward(
         added, part = _attention_backward(*rows, block[:, :, :, keys], masked=masked)
         of_query = _replaced(of_query, of_query[..., queries, :] + added, queries, -2)
         of_block = torch.zeros_like(block) if behind is None else behind.received()
-        of_block = _replaced(of_block, of_block[:, :, :, keys] + part, keys, -2)
+        of_block = _replaced(of_block, of_block[:, :, :, keys] + part.to(block.dtype), keys, -2)
         behind = _Passing(of_block, axis, _GRADIENT_TAG)
         if passing is not None:
             block = passing.received()
@@ -137,7 +140,7 @@ def _attention(query: Tensor, block: Tensor, *, masked: bool) -> tuple[Tensor, T
     key, value = block[:, :, :, None]
     scores = _scores(query, key, masked=masked)
     weight = scores.logsumexp(dim=-1)
-    return (scores - weight[..., None]).exp() @ value, weight
+    return (scores - weight[..., None]).exp().to(value.dtype) @ value, weight
 
 
 def _attention_backward(
@@ -146,19 +149,26 @@ def _attention_backward(
     """Return the gradients of queries and of a block, from the log-sum-exp over all blocks and its outputs' mean."""
     key, value = block[:, :, :, None]
     shares = (_scores(query, key, masked=masked) - weight).exp()
-    of_scores = shares * (gradient @ value.mT - mean) / math.sqrt(query.shape[-1])
-    of_key, of_value = (of_scores.mT @ query).sum(dim=2), (shares.mT @ gradient).sum(dim=2)
+    of_scores = (shares * (gradient @ value.mT - mean) / math.sqrt(query.shape[-1])).to(key.dtype)
+    of_key, of_value = (of_scores.mT @ query).sum(dim=2), (shares.to(gradient.dtype).mT @ gradient).sum(dim=2)
     return of_scores @ key, torch.stack((of_key, of_value))
 
 
 def _scores(query: Tensor, key: Tensor, *, masked: bool) -> Tensor:
-    """Return the scores of queries and keys (B, K, G, T, S); masked: of a query and itself and the keys before it."""
-    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    """Return the scores of queries and keys (B, K, G, T, S), in 32 bits at least.
+
+    Masked are those of a query and the keys after it.
+    """
+    scores = (query @ key.mT).to(_sum_dtype(query)) / math.sqrt(query.shape[-1])
     if not masked:
         return scores
     # The chunks of a rank are in their order, so its own keys are seen as in a whole sequence.
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(later, -math.inf)
+
+
+def _sum_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _grouped(heads: Tensor, keys: int) -> Tensor:

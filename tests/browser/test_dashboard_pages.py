@@ -81,9 +81,15 @@ def test_names_from_a_trace_run_nothing_and_fetch_nothing(page, server):
 @pytest.mark.parametrize("requested", ["../../../../etc/passwd\0", recorded.GOOD + "/../truncated"])
 def test_an_address_can_only_name_a_listed_run(page, server, requested):
     _open(page, server, requested)
-    title = _visible(page, ".tk-title b", recorded.GOOD)
-    assert title.inner_text() == recorded.GOOD
+    said = _visible(page, "[data-testid=stAlert]", "There is no run named")
+    assert requested.strip("\0") in said.inner_text()
+    expect(page.locator(".tk-title b")).to_have_count(0)  # no other run is opened in its place
     expect(page).not_to_have_url(re.compile("etc"))
+    settle(page)
+    _visible(page, "button", "Open ").click()
+    _visible(page, "[data-testid=stAlert], .tk-verdict")
+    expect(page.locator("[data-testid=stAlert]").filter(has_text="There is no run named")).to_have_count(0)
+    assert_clean(page)
 
 
 @pytest.fixture
@@ -135,3 +141,21 @@ def test_the_server_listens_to_this_machine_only(server):
 
 def _lines(path):
     return path.read_text().splitlines()[1:] if path.exists() else []
+
+
+def test_titles_and_files_name_the_run_and_the_page(page, server):
+    _open(page, server, recorded.GOOD)
+    _visible(page, ".js-plotly-plot .barlayer")
+    settle(page)
+    expect(page).to_have_title(f"Overview · {recorded.GOOD} · tracekit")
+    with page.expect_download() as download:
+        _visible(page, "[class*=st-key-download-html] button").click()
+    assert download.value.suggested_filename == f"{recorded.GOOD}-breakdown_by_rank.html"
+    figure = page.locator(".js-plotly-plot").first
+    figure.hover()
+    with page.expect_download() as download:
+        figure.locator("[data-title*=Download], [data-title*=png]").first.click()
+    assert download.value.suggested_filename == f"{recorded.GOOD}-breakdown_by_rank.png"
+    _turn_to(page, "Runs")
+    expect(page).to_have_title("Runs · tracekit")
+    assert_clean(page)

@@ -196,6 +196,21 @@ def test_an_uploaded_trace_is_visible_to_one_person_and_removed_with_the_page(
     assert list(server.temporary.glob("tracekit-upload-*")) == []
 
 
+def test_an_uploaded_memory_snapshot_without_traces_is_drawn_on_the_page_memory(page, server, tmp_path):
+    packed = Path(__file__).parents[1] / "recordings" / "out_of_memory" / "leak" / "rank00000.memory.pickle.gz"
+    snapshot = tmp_path / "oom.pickle"
+    snapshot.write_bytes(gzip.decompress(packed.read_bytes()))
+    page.goto(f"{server.url}/memory?run=good")
+    expect(page.locator(".tk-title b").first).to_be_visible()
+    settle(page)
+    _upload(page, snapshot)
+    expect(page.locator(".tk-title b").filter(has_text="uploaded: oom.memory.pickle")).to_be_visible()
+    expect(page.get_by_text("Allocated at the peak")).to_be_visible()
+    expect(page.locator(".js-plotly-plot .yaxislayer-above").get_by_text("parameters")).to_be_visible()
+    settle(page)
+    assert_clean(page)
+
+
 def _answer(server, request):
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(request.encode())

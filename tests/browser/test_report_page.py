@@ -49,7 +49,7 @@ def test_names_from_the_trace_run_nothing_and_read_as_they_are(page, pages):
         return place.querySelector(".hoverlayer").textContent;
         }"""
     )
-    assert "<script>window.hacked=1</script><img src=x" in shown
+    assert '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script>' in shown
     assert page.evaluate("window.hacked") is None
     expect(page.locator("main img, main a, .hoverlayer a")).to_have_count(0)
     assert_clean(page, FILES_ONLY)

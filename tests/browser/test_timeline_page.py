@@ -8,9 +8,9 @@ from urllib.parse import parse_qs, quote, urlsplit
 import pytest
 from playwright.sync_api import expect
 
-from dashboard.components import timeline
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
+from tracekit.model import escaping
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -39,7 +39,7 @@ class Shown:
     def __init__(self, page):
         self.page = page
         self.root = page.locator(".timeline")
-        self.canvas = self.root.locator("canvas")
+        self.canvas = self.root.locator(".scroller canvas")
 
     def __getitem__(self, name):
         return self.root.evaluate("(e, name) => e.dataset[name]", name)
@@ -56,8 +56,9 @@ class Shown:
         """Wait for a condition on `e`, the root's attributes."""
         self.root.wait_for()
         self.page.wait_for_function(
-            f"() => {{ const e = document.querySelector('[data-testid=stBidiComponentIsolated]').shadowRoot"
-            f".querySelector('.timeline')?.dataset; return e && ({condition}); }}"
+            "() => { const parts = [...document.querySelectorAll('[data-testid=stBidiComponentIsolated]')];"
+            " const e = parts.map((part) => part.shadowRoot?.querySelector('.timeline')).find(Boolean)?.dataset;"
+            f" return e && ({condition}); }}"
         )
 
     def wait_until_sharp(self):
@@ -149,7 +150,7 @@ def test_keys_wheel_and_drag_move_the_view_and_a_sharper_tile_follows(page, serv
 
 
 def test_rows_deeper_than_a_track_has_room_for_stand_on_no_other_track(page):
-    layout = (Path(timeline.__file__).parent / "layout.js").read_text()
+    layout = escaping.asset("timeline/layout.js")
     tracks = [{"track": n, "rank": 0, "group": "host", "label": "", "role": "host", "rows": 80} for n in (0, 70_000)]
     heights = page.evaluate(
         f"tracks => {{ {layout}; const at = new Layout(tracks, []);"
@@ -161,7 +162,7 @@ def test_rows_deeper_than_a_track_has_room_for_stand_on_no_other_track(page):
 
 
 def test_a_rank_is_labelled_with_its_place_in_the_mesh(page):
-    layout = (Path(timeline.__file__).parent / "layout.js").read_text()
+    layout = escaping.asset("timeline/layout.js")
     tracks = [{"track": n, "rank": n, "group": "host", "label": "", "role": "host", "rows": 1} for n in (0, 1)]
     labels = page.evaluate(
         f"tracks => {{ {layout}; const at = new Layout(tracks, [], {{ 1: 'pp 1' }});"

@@ -1,6 +1,7 @@
 """Draw hostile inputs for a while, and state by kind how many tracekit did not handle."""
 
 import argparse
+import contextlib
 import itertools
 import sys
 import time
@@ -23,7 +24,7 @@ def main() -> int:
     deadline = time.monotonic() + options.seconds
     counts: Counter[str] = Counter()
     failed: list[runner.Failure] = []
-    with runner.worker() as worker:
+    with runner.worker() as worker, contextlib.suppress(KeyboardInterrupt):  # then the table is of what was drawn
         for number, kind in zip(range(options.inputs), itertools.cycle(kinds), strict=False):
             if time.monotonic() > deadline:
                 break

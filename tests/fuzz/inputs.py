@@ -78,7 +78,11 @@ _EVENTS = [
 
 def drawn(kind: str, seed: int) -> Input:
     """Return the input of a kind with this seed."""
-    random = Random(f"{kind} {seed}")
+    return made(kind, seed, Random(f"{kind} {seed}"))
+
+
+def made(kind: str, seed: int, random: Random) -> Input:
+    """Return the input of a kind that the numbers of `random` lead to."""
     command, make = KINDS[kind]
     return Input(kind, seed, command, make(random))
 
@@ -247,10 +251,11 @@ def _settings(random: Random) -> Files:
 
 
 HANGS = ROOT / "tests" / "recordings" / "hangs"
+HANG_CASES = ("skipped_collective", "opposite_groups", "data_loader", "killed")
 
 
 def _dumps(random: Random) -> Files:
-    folder = HANGS / random.choice(("skipped_collective", "opposite_groups", "data_loader", "killed"))
+    folder = random.choice([*(HANGS / case for case in HANG_CASES), HANGS.with_name("hangs_nccl") / "lost_message"])
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     name = random.choice(sorted(files))
     is_json = name.endswith(".json")
@@ -285,12 +290,12 @@ def _execution_traces(random: Random) -> Files:
 def _io_logs(random: Random) -> Files:
     files = {**_recorded("dftracer", "rank00000.*"), **_recorded("dftracer", "*.pfw.gz")}
     name = random.choice([name for name in files if name.endswith(".pfw.gz")])
-    lines = gzip.decompress(files[name]).splitlines()
+    recorded = gzip.decompress(files[name]).splitlines()
+    lines = list(recorded)
     for _ in range(random.randint(1, 20)):
         at = random.randrange(len(lines))
-        changed = (
-            mutations.json_text(mutations.value(json.loads(lines[at]), random), random) if lines[at][:1] == b"{" else ""
-        )
+        document = json.loads(recorded[at]) if recorded[at][:1] == b"{" else None
+        changed = "" if document is None else mutations.json_text(mutations.value(document, random), random)
         lines[at] = changed.encode("utf-8", "surrogatepass")
     text = b"\n".join(lines)
     return {**files, name: mutations.text(text, random) if random.random() < 0.3 else text}
@@ -322,6 +327,39 @@ def _perfetto(random: Random) -> Files:
     return {"run.pftrace": data}
 
 
+@functools.cache
+def _nsight_file() -> bytes:
+    import tempfile
+    from decimal import Decimal
+    from pathlib import Path
+
+    from tests.support import nsight_export
+
+    slices = json.loads(json.dumps([*kineto_files.trace(0, steps=1)["traceEvents"], *_EVENTS]), parse_float=Decimal)
+    known = [
+        event
+        for event in slices
+        if event["ph"] == "X" and event["cat"] in ("cpu_op", "user_annotation", "cuda_runtime")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        export = nsight_export.Export(Path(folder, "rank0.sqlite"), "2023.4")
+        nsight_export.add_process(export, known, 1, Decimal(0))
+        of = {"globalPid": nsight_export.HOST | 1 << 24, "deviceId": 0, "contextId": 1, "streamId": 7}
+        for i in range(40):
+            name = export.text(f"ncclDevKernel_AllReduce_{i}" if i % 3 else f"gemm_{i}")
+            when = {"start": 1000 * i, "end": 1000 * i + 900, "correlationId": i}
+            export.insert("CUPTI_ACTIVITY_KIND_KERNEL", **when, **of, demangledName=name)
+        export.close()
+        return export.path.read_bytes()
+
+
+def _nsight(random: Random) -> Files:
+    data = _nsight_file()
+    for _ in range(random.choice((1, 1, 3, 20))):
+        data = mutations.text(data, random)
+    return {"rank0.sqlite": data}
+
+
 CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "trace": (CHECK, _traces),
@@ -329,6 +367,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "packed trace": (CHECK, _packed),
     "archive": (CHECK, _archives),
     "Perfetto trace": (CHECK, _perfetto),
+    "Nsight Systems export": (CHECK, _nsight),
     "manifest": (CHECK, _manifests),
     "metrics log": (CHECK, _metrics),
     "checkpoint log": (CHECK, _saves),

@@ -50,8 +50,8 @@ class Worker:
         if not line:
             code = process.wait()
             self._process = None
-            return Failure(kind, seed, _ended(code), (self._folder / "stderr").read_text(errors="replace")[-400:])
-        return _judged(json.loads(line))
+            return Failure(kind, seed, ended(code), (self._folder / "stderr").read_text(errors="replace")[-400:])
+        return judged(json.loads(line))
 
     def _started(self) -> "subprocess.Popen[str]":
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "POLARS_MAX_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -87,12 +87,13 @@ def worker() -> Iterator[Worker]:
             made.close()
 
 
-def _judged(result: dict[str, object]) -> Failure | None:
+def judged(result: dict[str, object], cpu_s: int = CPU_S) -> Failure | None:
+    """Return what is wrong with how a command ended, None if nothing is."""
     reasons = {
         "exception": bool(result["raised"]),
         f"exit code {result['code']}": result["code"] not in (*_KNOWN_CODES, None),
         "output is no JSON": not result["is_json"],
-        f"more than {CPU_S} s of CPU time": float(str(result["cpu_s"])) > CPU_S,
+        f"more than {cpu_s} s of CPU time": float(str(result["cpu_s"])) > cpu_s,
         f"more than {MAX_GROWTH_MIB} MiB": int(str(result["grown_mib"])) > MAX_GROWTH_MIB,
     }
     reason = next((reason for reason, is_so in reasons.items() if is_so), None)
@@ -101,6 +102,7 @@ def _judged(result: dict[str, object]) -> Failure | None:
     return Failure(str(result["kind"]), int(str(result["seed"])), reason, str(result["raised"] or result["stderr"]))
 
 
-def _ended(code: int) -> str:
+def ended(code: int) -> str:
+    """Return in words what an exit code of a process says."""
     names = {24: f"more than {CPU_S} s of CPU time", 11: "segmentation fault", 6: "abort", 9: "killed"}
     return names.get(-code, f"signal {-code}") if code < 0 else f"the process ended with {code}"

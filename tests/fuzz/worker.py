@@ -28,11 +28,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (own_bytes + memory_bytes, resource.RLIM_INFINITY))
     for line in sys.stdin:
         kind, _, seed = line.strip().rpartition(" ")
-        results.write(json.dumps(_run(inputs.drawn(kind, int(seed)), limit_s)) + "\n")
+        results.write(json.dumps(run(inputs.drawn(kind, int(seed)), limit_s)) + "\n")
         results.flush()
 
 
-def _run(made: inputs.Input, limit_s: int) -> dict[str, object]:
+def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
+    """Run the command of an input, and return how it ended."""
     with tempfile.TemporaryDirectory(prefix="tracekit-fuzz-") as folder:
         for name, content in made.files.items():
             path = Path(folder, name)

@@ -30,19 +30,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_help_loads_nothing_heavy() -> None:
-    code = (
-        "import sys; from tracekit.cli import main; sys.argv = ['tracekit', '--help']\n"
-        "try: main()\n"
-        f"except SystemExit as leaving: print([leaving.code, [m for m in {HEAVY} if m in sys.modules]])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=True
-    )
-    assert "compare" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[0, []]"
-
-
 def test_importing_tracekit_loads_nothing_heavy() -> None:
     code = f"import sys, tracekit; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run(
@@ -400,8 +387,10 @@ def test_colours_are_printed_only_to_terminals_that_allow_them(extra: dict[str, 
 def test_the_dashboard_is_served_on_this_machine_only(runs: Path, free_port: int) -> None:
     pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
     arguments = command("dashboard", runs, "--no-browser", "--port", free_port)
-    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
+        assert process.stderr is not None
+        assert f"dashboard is at http://127.0.0.1:{free_port} " in process.stderr.readline().decode()
         assert answer_of(f"http://127.0.0.1:{free_port}/_stcore/health", process) == b"ok"
         assert listening_addresses(free_port) == {"0100007F"}  # 127.0.0.1, as the kernel writes it
     finally:

@@ -36,7 +36,9 @@ pages = next(Path(word).parent for word in server_command([], port=0, browser=Fa
 told = {
     "packages": [str(Path(each.__file__).parent.parent) for each in (tracekit, dashboard, instrumented_trainers)],
     "ranks": [source.rank for source in run.sources],
-    "beside the app": [name for name in ("app.py", ".streamlit/config.toml", "icon.svg") if (pages / name).is_file()],
+    "beside the app": [
+        name for name in ("app.py", "frame.py", ".streamlit/config.toml", "icon.svg") if (pages / name).is_file()
+    ],
 }
 if "with pages" in sys.argv:
     from dashboard.components.perfetto import export
@@ -85,7 +87,7 @@ def test_what_is_installed_finds_every_file_that_it_reads(installed: Path, tmp_p
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "packages": [str(installed)] * 3,
         "ranks": [0, 1],
-        "beside the app": ["app.py", ".streamlit/config.toml", "icon.svg"],
+        "beside the app": ["app.py", "frame.py", ".streamlit/config.toml", "icon.svg"],
     }
 
 

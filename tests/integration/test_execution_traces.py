@@ -95,7 +95,24 @@ def test_a_run_without_shapes_has_the_operations_of_the_run_with_shapes():
     assert expected["flops"].sum() > 1e6
     assert joined.table(flops.flops)["flops"].to_list() == with_shapes.table(flops.flops)["flops"].to_list()
     assert joined.table(flops.products).drop("start_ns", strict=False).equals(expected)
-    assert load(WITHOUT / "rank0.pt.trace.json.gz").table(flops.products).is_empty()
+
+
+def test_on_a_gpu_a_run_without_shapes_has_the_shapes_and_operations_of_the_run_with_shapes():
+    expected, joined = load(RECORDED / "cuda_with_shapes"), load(RECORDED / "cuda_without_shapes")
+    wanted, ops = (run.trace(0).ops.sort("start_ns", "id") for run in (expected, joined))
+    assert wanted["shapes"].drop_nulls().len() > 2500
+    for column in ("name", "shapes", "strides"):
+        assert ops[column].to_list() == wanted[column].to_list()
+    # An empty list of tensors has no type in an execution trace.
+    differs = ops["dtypes"].ne_missing(wanted["dtypes"])
+    assert ops.filter(differs)["name"].unique().to_list() == ["aten::_fused_adamw_"]
+    for fact in (flops.flops, flops.products):
+        assert expected.table(fact)["flops"].sum() > 1e11
+        assert (
+            joined.table(fact)
+            .drop("start_ns", strict=False)
+            .equals(expected.table(fact).drop("start_ns", strict=False))
+        )
 
 
 def test_groups_of_an_old_trace_come_from_the_execution_trace(tmp_path):
@@ -142,6 +159,67 @@ def test_an_execution_trace_alone_is_named(tmp_path):
 def test_both_files_can_be_named(copied):
     run = load([copied / "rank0.pt.trace.json.gz", copied / "rank0.et.json.gz"])
     assert run.trace(0).ops["shapes"].null_count() < run.trace(0).ops.height
+
+
+@pytest.mark.parametrize("named", ["rank0.pt.trace.json.gz", "rank[0].pt.trace*"])
+def test_a_named_trace_file_is_joined_with_the_execution_trace_next_to_it(copied, named):
+    expected = load(copied).trace(0).ops
+    run = load(copied / named)
+    assert [source.rank for source in run.sources] == [0]
+    assert run.trace(0).ops.equals(expected)
+    assert "unmatched_companion" not in run.data_quality["kind"].to_list()
+
+
+def test_damaged_or_foreign_execution_traces_next_to_a_named_trace_do_not_hide_its_errors(copied):
+    (copied / "rank0.et.json.gz").write_bytes(b"{")
+    assert load(copied / "rank0.pt.trace.json.gz").trace(0).ops.height
+    (copied / "rank0.pt.trace.json.gz").write_bytes(b"{")
+    with pytest.raises(BadTraceError, match=r"rank0\.pt\.trace\.json\.gz"):
+        load(copied / "rank0.pt.trace.json.gz")
+
+
+def merge(folder, path):
+    """Write the traces of a folder into one file whose events state their rank."""
+    events = [
+        event | {"args": event.get("args", {}) | {"rank": rank}}
+        for rank in (0, 1)
+        for event in plain(folder / f"rank{rank}.pt.trace.json.gz")["traceEvents"]
+    ]
+    write(path, {"traceEvents": events})
+
+
+def test_each_rank_of_a_merged_file_is_joined_with_its_execution_trace(copied):
+    expected = [load(copied).trace(rank) for rank in (0, 1)]
+    assert all(any(trace.ops["shapes"]) for trace in expected)
+    merge(copied, copied / "merged.json.gz")
+    for rank in (0, 1):
+        (copied / f"rank{rank}.pt.trace.json.gz").unlink()
+        (copied / f"rank{rank}.et.json.gz").rename(copied / f"of{rank}.et.json.gz")  # joined by process id
+    for path in (copied, copied / "merged.json.gz"):
+        run = load(path)
+        assert run.data_quality.filter(kind="unmatched_companion").is_empty()
+        for rank in (0, 1):
+            found, wanted = run.trace(rank), expected[rank]
+            assert any(found.ops["shapes"])
+            for column in ("name", "shapes", "strides"):
+                assert found.ops[column].to_list() == wanted.ops[column].to_list()
+            columns = ["group", "description", "backend"]  # a merged file does not state how many ranks there are
+            assert found.groups.select(columns).equals(wanted.groups.select(columns))
+    (copied / "of1.et.json.gz").unlink()
+    run = load(copied)
+    assert any(run.trace(0).ops["shapes"])
+    assert not any(run.trace(1).ops["shapes"])
+
+
+def test_an_execution_trace_of_a_trace_without_record_ids_is_reported(copied, tmp_path):
+    run = load(copied)
+    exported = tmp_path / "exported" / "run.pftrace"
+    exported.parent.mkdir()
+    cli_runner.tracekit("export", copied, "--output", exported)
+    shutil.copy(copied / "rank0.et.json.gz", exported.parent)
+    issues = load(exported.parent).data_quality.filter(kind="unmatched_companion")
+    assert issues["message"].str.contains("no ids of record functions").to_list() == [True]
+    assert load(exported.parent).trace(0).ops.equals(run.trace(0).ops)
 
 
 def test_an_execution_trace_of_another_process_is_left_out(copied):

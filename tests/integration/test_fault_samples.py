@@ -14,9 +14,9 @@ from tests.integration import fault_signs, trainings
 from tests.integration.fault_signs import stage
 from tracekit import conventions
 from tracekit.analysis.time import breakdown
-from tracekit.rules import RULES
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.engine import check
+from tracekit.rules.registry import RULES
 from tracekit.rules.rule import Severity
 
 FAULT_SAMPLES = Path(__file__).parents[2] / "sample_traces" / "faults"

@@ -14,8 +14,8 @@ import pytest
 from tests.support import shared_findings
 from tracekit.errors import RuleError
 from tracekit.ingest.loader import load
-from tracekit.rules import all_rules
 from tracekit.rules.engine import check
+from tracekit.rules.registry import all_rules
 
 OTHERS = Path(__file__).parents[3] / "shared" / "traces"
 FOLDERS = sorted(path.name for path in OTHERS.glob("*") if any(path.glob("*.json.gz")))

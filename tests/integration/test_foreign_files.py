@@ -96,7 +96,7 @@ MADE = {
     "model.pt": (checkpoint(), "a checkpoint of torch.save"),
     "trace.json": (checkpoint(), "a checkpoint of torch.save"),
     "model.safetensors": (len(SAFETENSORS).to_bytes(8, "little") + SAFETENSORS, "a safetensors checkpoint"),
-    "run.sqlite": (NSYS, "an Nsight Systems export"),
+    "run.sqlite": (NSYS, "this Nsight Systems report has no GPU work, CUDA calls or NVTX ranges"),
     "rocpd.db": (database("CREATE TABLE rocpd_kernel (start INTEGER)"), "a rocprofiler database"),
     "other.db": (database("CREATE TABLE t (a)"), "a SQLite database"),
     "run.nsys-rep": (b"\x00\x01\x02\x03" * 20, "an Nsight Systems report"),

@@ -26,7 +26,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("case", "kind", "rank"), [("killed", Kind.DIED, 1), ("dead_disk", Kind.HOST, 0)])
+@pytest.mark.parametrize(
+    ("case", "kind", "rank"),
+    [("killed", Kind.DIED, 1), ("dead_disk", Kind.HOST, 0), ("opposite_barriers", Kind.DEADLOCK, 3)],
+)
 def test_a_real_hang_is_dumped_and_diagnosed(case: str, kind: Kind, rank: int, tmp_path: Path) -> None:
     found = diagnose(folder.read(hung_jobs.run(case, tmp_path / "run")))
     assert (found.kind, [each.rank for each in found.culprits]) == (kind, [rank])

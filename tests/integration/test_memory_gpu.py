@@ -70,7 +70,9 @@ def test_a_replay_takes_the_recorded_segments_and_torchs_own_counts_agree(traine
     _, counted = trained
     played = playback.replay_as_recorded(history)
     assert played.address_mismatches == 0
-    assert [event.bytes for event in played.segment_allocations] == [event.bytes for event in history.taken]
+    assert [event.bytes for event in played.segment_allocations] == [
+        event.bytes for event in history.segment_allocations
+    ]
     assert len(played.segment_allocations) == counted["num_device_alloc"]
     assert len(played.segment_frees) == counted["num_device_free"]
     assert played.peak_reserved_bytes == counted["reserved_bytes.all.peak"]

@@ -13,9 +13,9 @@ GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_lists_the_tables_of_a_snapshot_as_the_schema_says_them():
-    assert schema_pages.tables_as_markdown(list(schema.SNAPSHOT_TABLES.values()), "###") in GUIDE, (
-        "write them again: tracekit.report.schema_pages.tables_as_markdown of schema.SNAPSHOT_TABLES"
-    )
+    assert (
+        schema_pages.tables_as_markdown([table.document for table in schema.SNAPSHOT_TABLES.values()], "###") in GUIDE
+    ), "write them again: tracekit.report.schema_pages.tables_as_markdown of the documents of schema.SNAPSHOT_TABLES"
 
 
 def test_the_guide_shows_what_the_command_prints():

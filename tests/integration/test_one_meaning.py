@@ -15,20 +15,21 @@ from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.time import summary
 from tracekit.errors import TracekitError
 from tracekit.ingest.loader import load
-from tracekit.model import units
+from tracekit.model import escaping, units
 from tracekit.regression import comparison
 from tracekit.regression.comparison import RunSamples
 from tracekit.replay.graph import what_if
-from tracekit.report import html_fragments, phrases, summary_tables, text
+from tracekit.report import headlines, html_fragments, phrases, summary_tables, text
 from tracekit.report import json as report_json
 from tracekit.report import what_if as what_if_text
 from tracekit.rules import engine
-from tracekit.rules.rule import Severity
+from tracekit.rules.report_cache.entry import MAX_COSTLIEST, summarize
+from tracekit.rules.rule import Severity, is_data_quality
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RUNS = sorted(str(path.parent.relative_to(SAMPLES)) for path in SAMPLES.rglob("run.json"))
 _REPLAYED = re.compile(r"Potential saving by replay: (\S+ \S+) (?:per step|in the window)")
-_QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in the representative step \((\d+)\) of rank (\d+)")
+_QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(its median\)")
 
 
 @functools.cache
@@ -168,6 +169,39 @@ def test_findings_cost_the_same_in_text_json_html_and_dashboard(name):
         replay = _REPLAYED.search(found.message)
         if replay:
             assert replay[1] == units.duration(found.cost_ns)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_costliest_finding_is_the_same_everywhere_and_no_upper_bound(name):
+    opened = open_run(name)
+    judged = [found for found in opened.report.findings if not is_data_quality(found.code)]
+    measured = [found for found in judged if found.impact and not found.is_upper_bound]
+    most = max(measured, key=lambda found: found.impact, default=None)
+    listed = summarize(opened.report)
+    assert listed.impact == (most.impact if most else 0.0)
+    if most is None:
+        assert "costliest:" not in printed(name)
+        return
+    first_sentence = most.message.partition(". ")[0]
+    assert f"costliest: {phrases.rule_name(most.code)}, {units.share(most.impact)} of " in printed(name)
+    assert listed.costliest == escaping.inert(f"{most.code}: {most.message}", MAX_COSTLIEST)
+    assert phrases.headline(judged) == most.message
+    if phrases.cannot_judge(opened.report) is None:
+        assert headlines.verdict(opened.report, opened.run).text == first_sentence
+
+
+def test_an_upper_bound_is_shown_as_one():
+    opened = open_run("gpu/slow-rank")
+    (bound,) = (found for found in opened.report.findings if found.is_upper_bound)
+    largest = max(found.impact for found in opened.report.findings)
+    assert (bound.code, bound.impact) == ("STREAM002", largest), "the sample has a bound above all measured costs"
+    assert f"up to {units.share(bound.impact)} of step time" in printed("gpu/slow-rank")
+    bars = html_fragments.potential_savings(opened.report.findings, None)
+    assert bars.index("exposed-communication") < bars.index("straggler") < bars.index("needless-order")
+    assert f"<b>up to {units.duration(bound.cost_ns)}</b>" in bars
+    assert "needless-order" not in headlines.savings(opened.report, opened.run).text
+    by_id = {each["id"]: each["is_upper_bound"] for each in document("gpu/slow-rank")["findings"]}
+    assert [name for name, is_bound in by_id.items() if is_bound] == [bound.id]
 
 
 @pytest.mark.parametrize("name", RUNS)

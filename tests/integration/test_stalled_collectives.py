@@ -7,6 +7,7 @@ import pytest
 
 from tests.integration.recorded import command, do, launched, load
 from tracekit.analysis.parallelism import outlier_steps
+from tracekit.analysis.time import breakdown
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 from tracekit.rules.stalled_collectives import StalledCollective
@@ -22,7 +23,23 @@ COMPUTING, WAITING, SLEEPING, LAST = 5, 7, 9, 12
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """Return the report on three ranks: rank 1 is stopped while it computes, rank 2 while it waits, rank 0 pauses."""
-    folder = tmp_path_factory.mktemp("stopped")
+    for _ in range(4):
+        found = recorded(tmp_path_factory.mktemp("stopped"))
+        if not was_disturbed(found.run):
+            break
+    return found
+
+
+def was_disturbed(run):
+    """Return whether other work on the machine stopped ranks, too: then other steps are long, or the stops longer."""
+    steps = run.table(breakdown.by_step).drop_nulls("step")
+    is_stopped = pl.col("step").is_in([COMPUTING, WAITING])
+    is_other = ~pl.col("step").is_in([COMPUTING, WAITING, SLEEPING, SLEEPING + 1, LAST])
+    longest_ns = [steps.filter(which)["duration_ns"].max() for which in (is_stopped, is_other)]
+    return longest_ns[0] > 1.15 * STOP_NS or longest_ns[1] > 0.2 * STOP_NS
+
+
+def recorded(folder):
     stops = ("--stop", f"1:{COMPUTING + 1}:computing", f"2:{WAITING + 1}:waiting")
     sleeps = ("--sleep", f"0:{SLEEPING + 1}", f"0:{LAST + 1}")
     training = launched(3, "stopped_in_collective.py", "--steps", str(LAST + 1), *stops, *sleeps)
@@ -60,9 +77,13 @@ def test_a_rank_that_is_stopped_while_all_wait_looks_like_the_network(findings):
 
 
 def test_no_other_finding_contains_the_stops(findings):
-    # What a loaded machine adds is part of other findings.
+    # What a loaded machine adds to these steps is part of other findings.
     others = [each for each in findings if each.code != "STEP004"]
-    assert all(not {COMPUTING, WAITING} & {*each.steps} for each in others if each.code == "STEP001")
+    stalls_of_hosts = [each.evidence for each in others if each.code == "STEP001"]
+    assert stalls_of_hosts
+    for stalls_of_host in stalls_of_hosts:
+        in_stops = stalls_of_host.filter(pl.col("step").is_in([COMPUTING, WAITING]))
+        assert all(dur_ns < 0.3 * STOP_NS for dur_ns in in_stops["dur_ns"])
     assert all("after STEP004" in each.message for each in others if each.code == "COMM001")
 
 

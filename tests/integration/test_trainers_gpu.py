@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import process_group
 from tracekit import conventions
 
 pytestmark = [
@@ -50,17 +48,8 @@ def test_a_run_on_gpus_records_kernels_stream_waits_and_the_allocator(tmp_path: 
 def test_two_ranks_share_a_gpu_and_record_their_collectives(tmp_path: Path, strategy: str) -> None:
     wanted = ["--strategy", strategy, "--out", str(tmp_path), "--device", "cuda", "--precision", "bf16", "--steps", "8"]
     window = ["--profile-wait", "2", "--profile-warmup", "1", "--profile-active", "3", "--timeout-s", "120"]
-    command = [sys.executable, "-m", "instrumented_trainers", *wanted, *window]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = {"PYTHONPATH": str(REPOSITORY), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    both |= {"LOCAL_RANK": "0", **process_group.BETWEEN_HOSTS}
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **both, "RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"})
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    command = [sys.executable, "-m", "instrumented_trainers", *wanted, *window, "--world-size", "2", "--share-gpus"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=True, timeout=300)
     for rank in range(2):
         kernels = [event for event in events(tmp_path, rank) if event.get("cat") == "kernel"]
         streams = {

@@ -48,6 +48,13 @@ def html_of(app):
     return "".join(element.proto.body for element in app.get("html"))
 
 
+def component(app, name):
+    """Return what the component of this name got."""
+    return next(
+        each.proto for each in app.get("bidi_component") if each.proto.component_name.endswith(f"tracekit_{name}")
+    )
+
+
 def addressed_pages():
     """Return the pages that a browser can open on a folder of runs, those of plug-ins included."""
     from dashboard import pages

@@ -97,13 +97,14 @@ def _describe(writer: Writer, packet: Any, event: dict[str, Any]) -> None:
             argument.name_iid = writer.number(packet, "debug_annotation_names", key)
         else:
             argument.name = key
-        _state(argument, value)
+        state(argument, value)
 
 
-def _state(argument: Any, value: Any) -> None:
+def state(argument: Any, value: Any) -> None:
+    """State the value of an argument, which may be a list."""
     if isinstance(value, list):
         for each in value:
-            _state(argument.array_values.add(), each)
+            state(argument.array_values.add(), each)
     else:
         kinds = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
         setattr(argument, kinds[type(value)], value)

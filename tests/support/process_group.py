@@ -27,16 +27,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from instrumented_trainers.launch import share_gpus
+
 _LOG_TAIL_CHARACTERS = 2000
 # Threads that spin on a core that another rank needs cost more than they give.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# What NCCL needs where ranks on one GPU pass for ranks of several hosts: they talk by sockets.
-BETWEEN_HOSTS = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-}
 
 
 class RankError(AssertionError):
@@ -248,10 +243,7 @@ def _serve(number: int, folder: Path, case_timeout_s: float, cuda: bool, environ
 def _take_gpu(number: int) -> None:
     import torch
 
-    # NCCL refuses two ranks of one host on one GPU; of two hosts it lets them.
-    os.environ["NCCL_HOSTID"] = f"rank{number}"
-    for name, value in BETWEEN_HOSTS.items():
-        os.environ.setdefault(name, value)
+    share_gpus(number)
     torch.cuda.set_device(_gpu(number))
 
 

@@ -16,6 +16,10 @@ from tracekit import conventions
 from tracekit.capture import atomic_files
 from tracekit.capture.rank_info import this_world_size
 from tracekit.capture.redaction import redact
+from tracekit.conventions import git
+
+_GIT_TIMEOUT_S = 3.0
+"""On a slow file system, the training starts without knowing its commit."""
 
 
 class ManifestFile:
@@ -70,7 +74,18 @@ def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None
         "simulated": False,
     }
     clean: dict[str, Any] = redact({**fields, **provided})
-    return clean
+    # After the redaction, which takes the name of a commit for a key.
+    return clean | _commit(provided.get("commit"))
+
+
+def _commit(given: object) -> dict[str, Any]:
+    """Return the commit of the working directory, and whether tracked files differ from it; null where unknown."""
+    if given is not None:
+        return {"commit": given} if git.is_sha(given) else {}
+    folder = Path.cwd()
+    sha = git.head(folder, _GIT_TIMEOUT_S) if git.is_checkout(folder) else None
+    changed = None if sha is None else git.has_changes(folder, _GIT_TIMEOUT_S)
+    return {"commit": sha, "uncommitted_changes": changed}
 
 
 def _versions(device: str) -> dict[str, str | None]:

@@ -14,29 +14,41 @@ from tracekit import conventions
 _MOST_PENDING = 64
 
 
-class PendingScalar:
-    """A number being copied from the device. `value` waits only if the copy has not finished."""
+class Pending:
+    """A number that can be read once the device has reached an event; at once without an event."""
 
-    def __init__(self, number: torch.Tensor) -> None:
-        self._host = number.detach().to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if number.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
+    def __init__(self, event: torch.cuda.Event | None, read: Callable[[], float]) -> None:
+        self._event, self._read = event, read
 
     @property
     def ready(self) -> bool:
-        """Return whether the copy has finished."""
-        return self._copied is None or bool(self._copied.query())
+        """Return whether the device has reached the event."""
+        return self._event is None or bool(self._event.query())
 
     def value(self) -> float:
-        """Return the number."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return float(self._host)
+        """Return the number; wait for the event if the device has not reached it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._read()
+
+    def map(self, function: Callable[[float], float]) -> "Pending":
+        """Return a function of the number, which can be read when the number can."""
+        return Pending(self._event, lambda: function(self._read()))
 
 
-Number = float | int | None | Callable[[], float] | PendingScalar
-"""A number; None, which becomes null; a function that returns one, called a step later; one copied from the device."""
+class PendingScalar(Pending):
+    """A number being copied from the device. `value` waits only if the copy has not finished."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        host = number.detach().to("cpu", non_blocking=True)
+        copied = torch.cuda.Event() if number.is_cuda else None
+        if copied is not None:
+            copied.record()
+        super().__init__(copied, lambda: float(host))
+
+
+Number = float | int | None | Callable[[], float] | Pending
+"""A number; None, which becomes null; a function that returns one, called a step later; one that is known later."""
 
 
 class MetricsLog:
@@ -58,10 +70,13 @@ class MetricsLog:
         self._collected: list[dict[str, float | None]] = []
         self._written_s = time.monotonic()
 
-    def add(self, row: Mapping[str, Number]) -> None:
-        """Add a row, and collect earlier rows whose numbers are available."""
+    def collect(self) -> None:
+        """Collect earlier rows whose numbers are available. Functions among these may wait for the device."""
         while self._pending and (len(self._pending) > _MOST_PENDING or _is_ready(self._pending[0])):
             self._collect_oldest()
+
+    def add(self, row: Mapping[str, Number]) -> None:
+        """Add a row."""
         self._pending.append(row)
         if time.monotonic() - self._written_s > conventions.METRICS_WRITE_S:
             self._write()
@@ -85,11 +100,11 @@ class MetricsLog:
 
 
 def _is_ready(row: Mapping[str, Number]) -> bool:
-    return all(value.ready for value in row.values() if isinstance(value, PendingScalar))
+    return all(value.ready for value in row.values() if isinstance(value, Pending))
 
 
 def _number(value: Number) -> float | None:
-    if isinstance(value, PendingScalar):
+    if isinstance(value, Pending):
         return value.value()
     return value() if callable(value) else value
 

@@ -16,11 +16,12 @@ from tracekit.capture import atomic_files, trace_writer
 from tracekit.capture.checkpoints.dcp import record_save
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
-from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
+from tracekit.capture.metrics import MetricsLog, Number, Pending, allocator_counters
 from tracekit.capture.on_demand_windows import WindowRequests
 from tracekit.capture.profiler_session import ProfilingOptions
 from tracekit.capture.rank_info import this_rank
 from tracekit.capture.run_upload import RunUpload
+from tracekit.capture.step_timer import StepTimer
 from tracekit.capture.window_profiler import WindowProfiler
 from tracekit.capture.window_schedule import Window, WindowSchedule, parse_steps
 from tracekit.conventions import object_storage
@@ -89,7 +90,7 @@ class Recorder:
         self._upload = out if isinstance(out, RunUpload) else None
         self.folder = out.folder if isinstance(out, RunUpload) else Path(out)
         self.rank = this_rank() if rank is None else rank
-        self.step_time_ns = 0  # of the last step
+        self.step_time: Pending | None = None  # of the last step, in ns
         self._leads = self.rank == 0 if leads is None else leads
         self._manifest_fields = manifest or {}
         self._world_size = world_size
@@ -114,9 +115,9 @@ class Recorder:
         self._device_metrics = DeviceMetrics(self.rank) if device_metrics else None
         self._data_wait_ns: int | None = None
         self._mid_step = mid_step
-        self._began_ns: int | None = None
+        self._timer = StepTimer(self._device)
         self._began_cpu_ns = 0
-        self._ended: tuple[int, int] | None = None  # when the step ended, and its CPU time, if evaluation followed
+        self._ended: tuple[Pending | None, int] | None = None  # the step's time and CPU time, if evaluation followed
 
     @property
     def steps_done(self) -> int:
@@ -142,8 +143,9 @@ class Recorder:
                 self.folder, self._windows, length=self._length, warmup=self._warmup, leads=self._leads
             )
         self._profiler.begin(self._step)
-        self._began_ns = None if self._mid_step else time.perf_counter_ns()
-        self._began_cpu_ns = time.process_time_ns()
+        self._begin_step()
+        if self._mid_step:
+            self._timer.skip()
         return self
 
     def __exit__(
@@ -182,7 +184,7 @@ class Recorder:
         In the trace the block lies between that step and the next one. No step's time includes it.
         """
         if self._ended is None:
-            self._ended = time.perf_counter_ns(), time.process_time_ns()
+            self._ended = self._timer.end(), time.process_time_ns()
         self._profiler.end_mark()
         with record_function(conventions.span_name(conventions.EVALUATION)):
             yield
@@ -207,9 +209,14 @@ class Recorder:
         """End an optimizer step: log its metrics and move the profiler on.
 
         `tokens`, those of all ranks in this step, become tokens_per_second. A metric may be a function: it is called
-        at the end of the next step, or of the recording. Writing a trace counts in no step's time. No further
-        step is marked in the trace after the `last` one.
+        at the end of the next step, or of the recording, in that step's time: it may wait for the device. Writing a
+        trace counts in no step's time. No further step is marked in the trace after the `last` one.
+
+        On a GPU the step's time is the device's, and a window begins once the device has done what is queued.
         """
+        if self._metrics is not None:
+            with self._guard("metrics are no longer recorded", self._drop_metrics):
+                self._metrics.collect()
         row = self._row(tokens)
         if self._metrics is not None:
             with self._guard("metrics are no longer recorded", self._drop_metrics):
@@ -220,22 +227,26 @@ class Recorder:
         if not last:
             self._poll_requests()
             self._profiler.begin(self._step)
-        self._began_ns, self._began_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
+        self._begin_step()
 
     def end_window(self, why: str) -> None:
         """End the window that is being recorded early, if there is one, and report why."""
         self._profiler.stop(self._step, why)
 
+    def _begin_step(self) -> None:
+        with self._guard("the step's time is not recorded", self._timer.skip):
+            self._timer.begin()
+        self._began_cpu_ns = time.process_time_ns()
+
     def _row(self, tokens: int | None) -> dict[str, Number]:
         row: dict[str, Number] = {"step": self._step}
-        ended_ns, ended_cpu_ns = self._ended or (time.perf_counter_ns(), time.process_time_ns())
-        self._ended = None
-        if self._began_ns is not None:
-            self.step_time_ns = max(1, ended_ns - self._began_ns)
-            row[conventions.STEP_TIME_METRIC] = self.step_time_ns
+        took, ended_cpu_ns = self._ended or (self._timer.end(), time.process_time_ns())
+        self._ended, self.step_time = None, took
+        if took is not None:
+            row[conventions.STEP_TIME_METRIC] = took
             row[conventions.CPU_TIME_METRIC] = ended_cpu_ns - self._began_cpu_ns
             if tokens is not None:
-                row[conventions.TOKENS_METRIC] = tokens * 1e9 / self.step_time_ns
+                row[conventions.TOKENS_METRIC] = took.map(lambda took_ns: tokens * 1e9 / took_ns)
         if self._data_wait_ns is not None:
             row[conventions.DATA_WAIT_METRIC], self._data_wait_ns = self._data_wait_ns, 0
         return row
@@ -243,7 +254,7 @@ class Recorder:
     def _poll_requests(self) -> None:
         if self._requests is not None and self._profiler.idle:
             with self._guard("a requested window is not recorded"):
-                self._requests.poll(self._step, self.step_time_ns)
+                self._requests.poll(self._step, self._timer.latest_ns)
 
     def _on_written(self, window: Window, steps: int) -> None:
         """Remove old windows beyond the disk budget, and list the rest in the manifest; or upload the window."""

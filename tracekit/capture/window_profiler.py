@@ -104,6 +104,8 @@ class WindowProfiler:
             self._session = ProfilerSession(self._options)
             self._session.prepare()
         if step == window.first:
+            if self._options.device == "cuda":
+                torch.cuda.synchronize()  # what was queued before runs before the window, which has no launch of it
             if self._options.snapshot:
                 with self._guard("there is no memory snapshot"):
                     _begin_snapshot(self._options.device)

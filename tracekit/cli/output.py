@@ -27,6 +27,24 @@ _MAX_MESSAGE = 4000
 _MAX_NAME = 40
 
 
+def open_closed_streams() -> None:
+    """Open the null device as each of stdin, stdout and stderr that the shell has closed (``>&-``).
+
+    Otherwise the next file that is opened, such as a database, would get the stream's number and receive its output.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 closed by nobody
+
+
 def width(output: Path | None = None) -> int:
     """Return the width of text: COLUMNS or the terminal's width, else 100."""
     return FALLBACK_WIDTH if output else shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
@@ -61,17 +79,26 @@ def emit_commands(text: str, output: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def atomic_file(output: Path) -> Iterator[BinaryIO]:
-    """Yield a file for bytes, which gets its name when it is complete. Raises InputError if it cannot be written."""
-    partial = output.with_name(output.name + conventions.PARTIAL_SUFFIX)
+    """Yield a file for bytes, which gets its name when it is complete. Raises InputError if it cannot be written.
+
+    A device or pipe, such as /dev/null, is written itself, and of a symbolic link the file that it points to.
+    """
     try:
-        with partial.open("wb") as file:
-            yield file
-        partial.replace(output)
+        if output.exists() and not output.is_file() and not output.is_dir():
+            with output.open("wb") as file:
+                yield file
+            return
+        target = output.resolve() if output.is_symlink() else output
+        partial = target.with_name(target.name + conventions.PARTIAL_SUFFIX)
+        try:
+            with partial.open("wb") as file:
+                yield file
+            partial.replace(target)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
     except OSError as error:
         raise _write_error(output, error) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def split_names(text: str) -> tuple[str, ...]:
@@ -172,14 +199,8 @@ def _progress() -> "tuple[Progress, TaskID]":
 
 
 def _write(text: str, output: Path) -> None:
-    partial = output.with_name(output.name + conventions.PARTIAL_SUFFIX)
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(output)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise _write_error(output, error) from None
+    with atomic_file(output) as file:
+        file.write(text.encode())
 
 
 def _write_error(output: Path, error: OSError) -> InputError:

@@ -89,10 +89,10 @@ def open_baseline(
 
 def open_run(path: str, *, cache: bool = True, executor: "Executor | None" = None) -> "Run":
     """Return a run, with the devices of the nearest settings file. Raises InputError if it cannot be used."""
-    from tracekit.cli import settings
+    from tracekit.cli import settings_file
     from tracekit.ingest import loader
 
-    devices = settings.nearest_devices()
+    devices = settings_file.nearest_devices()
     with output.progress() as bar:
         return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
 

@@ -54,9 +54,9 @@ class DaskCluster(WorkerPool):
             raise
         self.workers = sum(self._client.nthreads().values())
 
-    def submit(self, source: Source, facts: Sequence[Fact]) -> TaskFuture:
+    def submit(self, source: Source, facts: Sequence[Fact], share: int) -> TaskFuture:
         """Submit the task of a source to the scheduler."""
-        future: TaskFuture = self._client.submit(tasks.measure, source, facts, pure=False)
+        future: TaskFuture = self._client.submit(tasks.measure, source, facts, share, pure=False)
         return future
 
     def restart(self) -> None:

@@ -1,7 +1,6 @@
 """What measures a run where the user chose nothing: by the number and size of its files. Imports no Polars."""
 
 import os
-import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -34,8 +33,12 @@ def limit_polars_threads(paths: Iterable[str]) -> None:
     read have unknown sizes, so they change nothing.
     """
     sizes = [_trace_sizes(path) for path in paths]
-    if "polars" not in sys.modules and all(each and statistics.median(each) < _LARGE_BYTES for each in sizes):
+    if "polars" not in sys.modules and all(each and _median(each) < _LARGE_BYTES for each in sizes):
         os.environ.setdefault(POLARS_THREADS, "1")
+
+
+def _median(sizes: list[int]) -> int:
+    return sorted(sizes)[len(sizes) // 2]  # `statistics` would be imported for this alone, with `decimal`
 
 
 def _trace_sizes(path: str) -> list[int]:

@@ -1,13 +1,16 @@
 """Worker processes of this machine. They are started by spawning, not by forking: Polars does not survive a fork."""
 
+import contextlib
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from tracekit.executors import processors, tasks, worker_start
+from tracekit.conventions import object_storage
+from tracekit.executors import defaults, processors, tasks, worker_start
 from tracekit.executors.worker_pool import TaskFuture, WorkerPool
-from tracekit.model.source import Source
+from tracekit.model.executor import Measured, Threads
+from tracekit.model.source import LoadedTraces, Source
 from tracekit.model.trace import Fact
 
 
@@ -21,7 +24,7 @@ class Processes(WorkerPool):
         self.workers = workers
         self._pool: ProcessPoolExecutor | None = None
 
-    def submit(self, source: Source, facts: Sequence[Fact]) -> TaskFuture:
+    def submit(self, source: Source, facts: Sequence[Fact], share: int) -> TaskFuture:
         """Submit the task of a source to the processes, which are started if there are none."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
@@ -30,7 +33,7 @@ class Processes(WorkerPool):
                 initializer=worker_start.prepare,
                 initargs=(max(processors() // self.workers, 1),),
             )
-        return self._pool.submit(tasks.measure, source, facts)
+        return self._pool.submit(tasks.measure, source, facts, share)
 
     def restart(self) -> None:
         """Stop the processes: if one is lost, the pool has stopped the others. The next task starts new ones."""
@@ -41,3 +44,21 @@ class Processes(WorkerPool):
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
+
+
+class ProcessesPerPass:
+    """Worker processes for each pass over many local traces, else threads: for a server, where runs stay open for long.
+
+    Unlike threads, processes leave the interpreter lock to the other requests of the server. None of them runs between
+    two passes.
+    """
+
+    def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
+        """Yield the facts of each source, in the order of `sources`."""
+        workers = min(processors(), defaults.MAX_PROCESSES)
+        files = {source.path for source in sources}
+        if workers == 1 or len(files) < defaults.PROCESSES_FROM or any(map(object_storage.is_url, files)):
+            yield from Threads().measure(sources, facts, loaded)
+            return
+        with contextlib.closing(Processes(workers)) as pool:
+            yield from pool.measure(sources, facts, loaded)

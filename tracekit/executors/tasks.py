@@ -3,6 +3,7 @@
 import io
 import pickle
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import polars as pl
@@ -16,15 +17,23 @@ Outcome: TypeAlias = list[bytes] | BadTraceError
 """An Arrow stream for each fact, or why the trace cannot be read."""
 
 _loaded = LoadedTraces(64 << 20)
+_SMALL_BYTES = 8 << 10
+"""Arrow streams up to this size are read once: half of the tables of a trace are empty, and alike for all traces."""
 
 
-def measure(source: Source, facts: Sequence[Fact]) -> Outcome:
-    """Return the facts of a trace. Runs in the worker, which keeps the traces that it used last in memory."""
+def measure(source: Source, facts: Sequence[Fact], share: int) -> Outcome:
+    """Return the facts of a trace. Runs in the worker, whose share of all sources is about `share` of them.
+
+    The worker keeps the traces in memory if its share fits there; otherwise none would stay until it is needed again.
+    """
     try:
-        trace = _loaded.open(source)
-        return packed([fact(trace) for fact in facts])
+        trace = _loaded.get(source) or source.read()
+        tables = packed([fact(trace) for fact in facts])
     except BadTraceError as error:
         return BadTraceError(str(error))  # without its cause, which may not be picklable
+    if _loaded.keeps(trace, share):
+        _loaded.add(source, trace)
+    return tables
 
 
 def packed(tables: Sequence[pl.DataFrame]) -> list[bytes]:
@@ -36,7 +45,7 @@ def measured(source: Source, outcome: Outcome) -> Measured:
     """Return the outcome of a task as an executor yields it."""
     if isinstance(outcome, BadTraceError):
         return Measured(source, error=outcome)
-    return Measured(source, [pl.read_ipc_stream(io.BytesIO(table)) for table in outcome])
+    return Measured(source, [_unpacked(table) for table in outcome])
 
 
 def lost(source: Source, attempts: int) -> Measured:
@@ -58,6 +67,24 @@ def are_portable(sources: Sequence[Source], facts: Sequence[Fact]) -> bool:
 
 
 def _packed(table: pl.DataFrame) -> bytes:
+    return _written(table) if table.height else _empty(tuple(table.schema.items()))
+
+
+@lru_cache(maxsize=256)
+def _empty(columns: tuple[tuple[str, pl.DataType], ...]) -> bytes:
+    return _written(pl.DataFrame(schema=dict(columns)))
+
+
+def _written(table: pl.DataFrame) -> bytes:
     stream = io.BytesIO()
     table.write_ipc_stream(stream, compression="lz4")
     return stream.getvalue()
+
+
+def _unpacked(stream: bytes) -> pl.DataFrame:
+    return _small(stream).clone() if len(stream) <= _SMALL_BYTES else pl.read_ipc_stream(stream)
+
+
+@lru_cache(maxsize=256)
+def _small(stream: bytes) -> pl.DataFrame:
+    return pl.read_ipc_stream(stream)

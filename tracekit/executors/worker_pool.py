@@ -1,5 +1,6 @@
 """WorkerPool: maps facts over traces in other processes, and repeats the tasks of lost workers."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
@@ -29,8 +30,8 @@ class WorkerPool(ABC):
     workers: int
 
     @abstractmethod
-    def submit(self, source: Source, facts: Sequence[Fact]) -> TaskFuture:
-        """Submit `tasks.measure` of a source."""
+    def submit(self, source: Source, facts: Sequence[Fact], share: int) -> TaskFuture:
+        """Submit `tasks.measure` of a source; each worker has about `share` of the sources."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -49,37 +50,37 @@ class WorkerPool(ABC):
         if not tasks.are_portable(sources, facts):
             yield from Threads(self.workers).measure(sources, facts, loaded)
             return
-        waiting = list(sources)
+        waiting, share = list(sources), math.ceil(len(sources) / self.workers)
         while waiting:
             submitted: list[Source] = []
             try:
-                for measured in self._measured(waiting, facts, submitted):
+                for measured in self._measured(waiting, facts, share, submitted):
                     waiting.remove(measured.source)
                     yield measured
             except self.LOST:
                 for source in submitted:
                     waiting.remove(source)
-                    yield self._measured_alone(source, facts)
+                    yield self._measured_alone(source, facts, share)
 
     def _measured(
-        self, sources: Sequence[Source], facts: Sequence[Fact], submitted: list[Source]
+        self, sources: Sequence[Source], facts: Sequence[Fact], share: int, submitted: list[Source]
     ) -> Iterator[Measured]:
         """Yield the facts of each source in order; `submitted` has the sources whose facts are not yielded yet."""
 
         def submit(source: Source) -> TaskFuture:
             submitted.append(source)
-            return self.submit(source, facts)
+            return self.submit(source, facts, share)
 
         for source, future in submitted_in_order(sources, submit, tasks=_AHEAD * self.workers):
             measured = tasks.measured(source, future.result())
             submitted.remove(source)
             yield measured
 
-    def _measured_alone(self, source: Source, facts: Sequence[Fact]) -> Measured:
+    def _measured_alone(self, source: Source, facts: Sequence[Fact], share: int) -> Measured:
         for _ in range(1, _ATTEMPTS):
             self.restart()
             try:
-                return tasks.measured(source, self.submit(source, facts).result())
+                return tasks.measured(source, self.submit(source, facts, share).result())
             except self.LOST:
                 continue
         self.restart()

@@ -10,15 +10,16 @@ from tracekit.ingest.trace_files import QualityIssue, TraceFile, word_rank
 def attach(traces: Sequence[TraceFile], companions: Sequence[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Return the traces with the files of their processes; report files of no trace, or of several ranks.
 
-    Process ids of ranks on different machines may be equal: then the rank in the file's name decides, else its folder.
+    A file that was not named, but lies next to a trace that was, may be of another process without a report. Process
+    ids of ranks on different machines may be equal: then the rank in the file's name decides, else its folder.
     """
     joined: dict[int, list[TraceFile]] = {id(t): [] for t in traces}
     for companion in companions:
         fitting = _of_process(companion, traces)
-        if len({t.rank for t in fitting}) == 1:
+        if len({t.rank for t in fitting}) == 1 and all(_can_join(companion, t) for t in fitting):
             for t in fitting:
                 joined[id(t)].append(companion)
-        else:
+        elif fitting or not companion.file.is_neighbor:
             issues.append(_unmatched(companion, fitting))
     return [replace(t, companions=tuple(joined[id(t)])) for t in traces]
 
@@ -51,8 +52,16 @@ def _narrowed(fitting: list[TraceFile], companion: TraceFile, rank: int | None) 
     return [t for t in fitting if t.file.folder == companion.file.folder] or fitting
 
 
+def _can_join(companion: TraceFile, t: TraceFile) -> bool:
+    return t.reader.has_record_ids or not companion.reader.is_joined_by_record_ids
+
+
 def _unmatched(companion: TraceFile, fitting: Sequence[TraceFile]) -> QualityIssue:
-    ranks = ", ".join(str(rank) for rank in sorted({t.rank for t in fitting}))
-    why = f"ranks {ranks} have this process id" if ranks else "no trace is of this process"
+    ranks = sorted({t.rank for t in fitting})
+    why = "no trace is of this process"
+    if len(ranks) > 1:
+        why = f"ranks {', '.join(map(str, ranks))} have this process id"
+    elif ranks:
+        why = f"the {fitting[0].reader.name} of this process has no ids of record functions to join it by"
     message = f"{companion.file.path}: {companion.reader.name} of process {companion.info.process_id}, left out: {why}"
     return QualityIssue("unmatched_companion", message, companion.file.path)

@@ -36,13 +36,14 @@ def identify(
     file has a trace.
     """
     issues = _archive_issues(files)
+    files, named_count = _possible(files), sum(not file.is_neighbor for file in files)
     traces: list[TraceFile] = []
     companions: list[TraceFile] = []
     for done, (file, header) in enumerate(_headers(files, cache=cache), 1):
         if isinstance(header, BadTraceError):
-            if len(files) == 1:
+            if named_count == 1 and not file.is_neighbor:
                 raise header
-            issues.append(_left_out(file, header, len(files)))
+            issues.append(_left_out(file, header, named_count))
         else:
             reader, infos = header
             named = [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
@@ -135,6 +136,13 @@ def _headers(files: Sequence[File], *, cache: bool) -> Iterator[tuple[File, Head
         return
     with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
         yield from zip(files, pool.map(header, files), strict=True)
+
+
+def _possible(files: Sequence[File]) -> list[File]:
+    """Return the files without those next to named traces whose names are of other ranks."""
+    ranks = {word_rank(file) for file in files if not file.is_neighbor}
+    is_known = None not in ranks
+    return [file for file in files if not (is_known and file.is_neighbor and word_rank(file) not in {None, *ranks})]
 
 
 def _left_out(file: File, error: BadTraceError, file_count: int) -> QualityIssue:

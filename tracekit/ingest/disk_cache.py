@@ -244,8 +244,8 @@ def _check_own(folder: Path) -> None:
     known = folder.lstat()
     if not stat.S_ISDIR(known.st_mode) or known.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "not a folder of this user's own")
-    if stat.S_IMODE(known.st_mode) != 0o700:
-        folder.chmod(0o700)
+    if stat.S_IMODE(known.st_mode) & 0o077:
+        folder.chmod(known.st_mode & 0o700)  # read-only for its owner if it was
 
 
 def _open_own(path: Path) -> io.BufferedReader:

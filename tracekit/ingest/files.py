@@ -36,6 +36,8 @@ class File:
     size_bytes: int
     remote: RemoteFile | None = field(default=None, repr=False, compare=False)
     archived: ArchivedTrace | None = field(default=None, repr=False, compare=False)
+    is_neighbor: bool = field(default=False, compare=False)
+    """Whether it was not named itself, but lies next to a trace file that was."""
 
     @property
     def local(self) -> str:
@@ -77,16 +79,21 @@ def find(where: RunLocation, *, cache: bool = True) -> RunFiles:
     """Find possible traces in a folder, a list of paths, a glob, an archive or a URL (s3://, gs://, memory://, …).
 
     Folders are searched five levels deep, without hidden folders and checkpoints; archives in a folder are used only if
-    it has no trace files. With `cache`, a remote archive is downloaded only once. Raises InputError if a path does not
-    exist or cannot be accessed, or if no file may be a trace; BadTraceError if an archive cannot be unpacked.
+    it has no trace files. Files of other tools next to a named trace file are found, too. With `cache`, a remote
+    archive is downloaded once. Raises InputError if a path does not exist or cannot be accessed, or if no file may be a
+    trace; BadTraceError if an archive cannot be unpacked.
     """
     named = [where] if isinstance(where, str | os.PathLike) else list(where)
     if not named:
         raise InputError("no path is given; name a run's folder or its trace files")
     found: dict[str, File] = {}
     folders = Folders()
+    single: list[File] = []
     for path in named:
-        found |= {file.path: file for file in _find_files(os.fspath(path), folders, cache=cache)}
+        own = _find_files(os.fspath(path), folders, cache=cache)
+        found |= {file.path: file for file in own}
+        single += [] if Path(path).is_dir() else own
+    found = {file.path: file for file in _neighbors(single)} | found
     manifests = tuple(f for f in found.values() if f.name == conventions.MANIFEST_FILE)
     partial = tuple(f for f in found.values() if f.name.endswith(conventions.PARTIAL_SUFFIX))
     others = {*manifests, *partial}
@@ -168,6 +175,16 @@ def _find_files(named: str, folders: Folders, *, cache: bool) -> list[File]:
             if _may_be_trace(file.name) or _is_manifest(file)
         ]
     raise InputError(f"{named}: no such file or folder; check the path")
+
+
+def _neighbors(named: Iterable[File]) -> Iterator[File]:
+    """Yield the files of other tools, such as execution traces, in the folders of trace files on this machine."""
+    local = [file.path for file in named if file.remote is None and file.archived is None]
+    traces = [Path(path) for path in local if not path.lower().endswith(readers.companion_suffixes())]
+    for folder in dict.fromkeys(path.parent for path in traces if path.name != conventions.MANIFEST_FILE):
+        with contextlib.suppress(OSError):
+            chosen = [p for p in sorted(folder.iterdir()) if p.name.lower().endswith(readers.companion_suffixes())]
+            yield from (replace(_file(path), is_neighbor=True) for path in chosen if path.is_file())
 
 
 def _walk(root: Path) -> Iterator[File]:

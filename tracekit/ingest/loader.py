@@ -131,8 +131,8 @@ def _source(t: TraceFile, found: RunFiles, *, cache: bool) -> Source:
 
 
 def _read_already(t: TraceFile, source: Source, *, cache: bool) -> Trace | None:
-    """Return the trace that was read to know its rank, with its companion files; None if it was not."""
-    if t.info.trace is None:
+    """Return the trace that was read to know its rank; None if it was not, or is read with files of other tools."""
+    if t.info.trace is None or t.companions:
         return None
     trace = t.info.trace.replaced(window=t.window)
     if isinstance(source.origin, ArchivedTrace):

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import polars as pl
 
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Flags, Ints, distinct
 
 
 def ids(column: pl.Series) -> Ints:
@@ -43,6 +43,22 @@ def rows_of(keys: Ints, wanted: Ints) -> Ints:
     at = np.minimum(np.searchsorted(ordered, wanted), len(keys) - 1)
     rows = at if order is None else order[at]
     return np.asarray(np.where(ordered[at] == wanted, rows, -1), np.int64)
+
+
+def last_rows(keys: Ints, times: Ints, wanted: Ints, until: Ints) -> Ints:
+    """Return the row of each wanted key, of 0 or more, with the largest time at or before `until`; -1 for none.
+
+    >>> last_rows(np.array([7, 7, 8]), np.array([1, 5, 2]), np.array([7, 7, 9]), np.array([4, 5, 9])).tolist()
+    [0, 1, -1]
+    """
+    if not len(keys):
+        return np.full(len(wanted), -1, np.int64)
+    order = np.lexsort((times, keys))
+    ranks = distinct(np.concatenate((times, until)))
+    in_order = keys[order] * len(ranks) + np.searchsorted(ranks, times[order])
+    last = np.searchsorted(in_order, wanted * len(ranks) + np.searchsorted(ranks, until), side="right") - 1
+    found = order[np.maximum(last, 0)]
+    return np.where((last >= 0) & (wanted >= 0) & (keys[found] == wanted), found, -1)
 
 
 def starts_of_groups(*sorted_keys: Ints) -> Ints:

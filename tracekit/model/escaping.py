@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
-import polars as pl
-
 from tracekit.model import units
 
 if TYPE_CHECKING:
+    import polars as pl
     from jinja2 import Environment
 
 MAX_TEXT = 200
@@ -45,7 +44,8 @@ def escape(text: str | None, limit: int = MAX_TEXT) -> str:
     >>> escape("<script>alert('x')</script>")
     '&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;'
     """
-    return "" if text is None else html.escape(inert(text, limit))
+    # By its number: Plotly knows no name of the quotation mark.
+    return "" if text is None else html.escape(inert(text, limit)).replace("&quot;", "&#34;")
 
 
 def without_commands(text: str) -> str:
@@ -97,7 +97,7 @@ def html_table(
     return fragment("table", list(zip(header, sides, strict=True)), cells)
 
 
-def frame(table: pl.DataFrame) -> str:
+def frame(table: "pl.DataFrame") -> str:
     """Return a table as HTML, its numbers in readable units by the endings of the column names."""
     rows = ([cell(name, value) for name, value in zip(table.columns, row, strict=True)] for row in table.iter_rows())
     return html_table([heading(name) for name in table.columns], rows, right=[t.is_numeric() for t in table.dtypes])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from tracekit.model import parquet_files
 from tracekit.model.trace import Fact
 
 Place = tuple[int, int]
@@ -57,7 +58,7 @@ class FactTables:
             self._tables[fact] = table
         else:
             part = self.new_part()
-            _write(table, part)
+            parquet_files.write(table, part, compression_level=1)
             self.add_parts(fact, (part,))
 
     def scan(self, fact: Fact) -> pl.LazyFrame:
@@ -117,7 +118,7 @@ class Collector:
         pending, self._pending[fact] = self._pending[fact], _Pending()
         if pending.places:
             part = self._into.new_part()
-            _write(pending.table(), part)
+            parquet_files.write(pending.table(), part, compression_level=1)
             self._parts.setdefault(fact, []).append(part)
 
 
@@ -133,7 +134,8 @@ class _Pending:
     def add(self, place: Place, table: pl.DataFrame) -> None:
         self.places.append(place)
         self._heights.append(table.height)
-        self._frames.append(_without_place(table))
+        if table.height or not self._frames:  # one empty table is enough for the columns
+            self._frames.append(_without_place(table))
         self.size_bytes += int(table.estimated_size())
         if len(self._frames) >= _MAX_FRAMES:
             self._frames = [pl.concat(self._frames, rechunk=True)]
@@ -145,10 +147,6 @@ class _Pending:
             for name, values in zip(("window", "rank"), zip(*self.places, strict=True), strict=True)
         )
         return pl.DataFrame([window, rank, *pl.concat(self._frames, rechunk=True).get_columns()])
-
-
-def _write(table: pl.DataFrame, part: Path) -> None:
-    table.write_parquet(part, compression="zstd", compression_level=1)
 
 
 def _without_place(frame: pl.DataFrame) -> pl.DataFrame:

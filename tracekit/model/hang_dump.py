@@ -64,6 +64,8 @@ class Call:
     parts: "tuple[Call, ...]" = ()
     """The calls that were coalesced into this one."""
     error: str = ""
+    is_recorded: bool = True
+    """Whether the flight recorder has it; False for a call in which the host was blocked before it was recorded."""
 
     @property
     def is_pending(self) -> bool:
@@ -148,8 +150,8 @@ class RankDump:
         return (min(times), max(times)) if times else None
 
     @property
-    def moment_ns(self) -> int:
-        """Return the time of the dump: as stated, else of its file, at least that of its last event; 0 if unknown."""
+    def latest_ns(self) -> int:
+        """Return a time at which the dump was written, or later: as stated, else of its file; 0 if unknown."""
         return self.written_ns or max(self.modified_ns or 0, (self.span_ns or (0, 0))[1])
 
     def with_stacks(self, other: "RankDump") -> "RankDump":

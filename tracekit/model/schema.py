@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 import polars as pl
 
+from tracekit.model.table_document import ColumnDocument, TableDocument
+
 ColumnTypes: TypeAlias = Mapping[str, type[pl.DataType] | pl.DataType]
 
 
@@ -32,10 +34,22 @@ class Table:
     grain: str
     columns: tuple[Column, ...]
 
+    @classmethod
+    def of(cls, document: TableDocument) -> "Table":
+        """Return the table of a document."""
+        columns = (Column(c.name, _DTYPES[c.type_name], c.unit, c.meaning) for c in document.columns)
+        return cls(document.name, document.grain, tuple(columns))
+
     @property
     def schema(self) -> pl.Schema:
         """Return the Polars schema: column names and types, in order."""
         return pl.Schema({column.name: column.dtype for column in self.columns})
+
+    @property
+    def document(self) -> TableDocument:
+        """Return the table as documentation shows it."""
+        columns = (ColumnDocument(c.name, _TYPE_NAMES[c.dtype], c.unit, c.meaning) for c in self.columns)
+        return TableDocument(self.name, self.grain, tuple(columns))
 
     def empty(self) -> pl.DataFrame:
         """Return the table with all its columns and no rows."""
@@ -51,6 +65,16 @@ class Table:
         if list(frame.schema.items()) == list(self.schema.items()):
             return frame
         return conform(frame, self.schema)
+
+
+_PLAIN_DTYPES: dict[str, pl.DataType] = {
+    "integer": pl.Int64(),
+    "text": pl.String(),
+    "number": pl.Float64(),
+    "true or false": pl.Boolean(),
+}
+_DTYPES = _PLAIN_DTYPES | {f"list of {name}": pl.List(dtype) for name, dtype in _PLAIN_DTYPES.items()}
+_TYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def empty(types: ColumnTypes) -> pl.DataFrame:
@@ -159,7 +183,7 @@ OPS = table(
     column("parent_id", "Slice on the same thread that encloses this one; null at top level."),
     column("lane", "Host thread it ran on."),
     column("name", "Name of the slice.", _TEXT),
-    column("kind", "cpu_op, annotation, runtime, python or overhead.", _TEXT),
+    column("kind", "cpu_op, annotation, runtime, python, overhead or os_call.", _TEXT),
     column("start_ns", "Start."),
     column("dur_ns", "Duration."),
     _STEP,
@@ -296,15 +320,26 @@ CHECKPOINTS = table(
 
 IO_CALLS = table(
     "io_calls",
-    "file system call of the rank's process or its workers, from an I/O log (DFTracer), on the clock of the trace",
+    "file system call of the rank's process or its workers, from DFTracer or Nsight Systems, on the clock of the trace",
     column("name", "Function that was called, such as pread64 or fsync.", _TEXT),
     column("kind", "read, write, sync or metadata (open, close, stat, seek, …).", _TEXT),
-    column("file", "Path of the file; null where the log has none.", _TEXT),
+    column("file", "Path of the file; null where it is not recorded.", _TEXT),
     column("start_ns", "Start."),
     column("dur_ns", "Duration."),
-    column("bytes", "Bytes that were read or written, as returned; null for other calls, and where it failed."),
+    column(
+        "bytes", "Bytes that were read or written, as returned; null for other calls, and where failed or not recorded."
+    ),
     column("process", "Process id."),
     column("thread", "Native thread id."),
+)
+
+COUNTERS = table(
+    "counters",
+    "sample of a counter that a profiler recorded: GPU metrics of Nsight Systems, counter tracks of Perfetto",
+    column("at_ns", "Time of the sample."),
+    column("device", "Device index; null for a counter of no device."),
+    column("name", "Name of the counter as the profiler writes it, mostly with its unit.", _TEXT),
+    column("value", "Value; clock frequencies of Nsight Systems in MHz.", _FLOAT),
 )
 
 METRICS = table(
@@ -334,6 +369,7 @@ TABLES: Mapping[str, Table] = _by_name(
     SYNCS,
     CHECKPOINTS,
     IO_CALLS,
+    COUNTERS,
     METRICS,
     DATA_QUALITY,
 )

@@ -29,8 +29,7 @@ def pieces(spans: Spans, *cuts: Ints) -> Pieces:
     """
     if not len(spans):
         return Pieces(*(np.empty(0, np.int64) for _ in range(3)))
-    points = np.sort(np.concatenate((spans[:, 0], *cuts)))
-    points = points[np.concatenate(([True], points[1:] > points[:-1]))]  # numpy's own unique is slower
+    points = distinct(np.concatenate((spans[:, 0], *cuts)))
     of = np.searchsorted(spans[:, 0], points, side="right") - 1
     inside = (of >= 0) & (points < spans[np.maximum(of, 0), 1])
     start, of = points[inside], of[inside]
@@ -47,6 +46,9 @@ def running(spans: Spans, at_ns: Ints) -> Ints:
     """
     if not len(spans):
         return np.full(len(at_ns), -1, np.int64)
+    if (spans[1:, 0] >= spans[:-1, 1]).all():  # the usual case: a set of spans that are disjoint and in order
+        last = last_until(spans[:, 0], at_ns)
+        return np.where((last >= 0) & (spans[np.maximum(last, 0), 1] > at_ns), last, -1)
     order = np.argsort(spans[:, 0], kind="stable")
     ends = spans[order, 1]
     reach = np.maximum.accumulate(ends)
@@ -54,6 +56,17 @@ def running(spans: Spans, at_ns: Ints) -> Ints:
     last = np.searchsorted(spans[order, 0], at_ns, side="right") - 1
     covered = (last >= 0) & (reach[np.maximum(last, 0)] > at_ns)
     return np.where(covered, order[furthest[np.maximum(last, 0)]], -1)
+
+
+def distinct(values: Ints) -> Ints:
+    """Return the distinct values, sorted: as `np.unique`, which takes ten times as long, since it hashes them.
+
+    >>> distinct(np.array([5, 3, 5])).tolist()
+    [3, 5]
+    """
+    ordered = np.sort(values, axis=None)
+    is_new = np.concatenate((np.ones(min(len(ordered), 1), np.bool_), ordered[1:] != ordered[:-1]))
+    return np.asarray(ordered[is_new], np.int64)
 
 
 def last_until(keys: Ints, at: Ints) -> Ints:

@@ -44,6 +44,7 @@ class Trace:
     syncs: pl.DataFrame = field(default_factory=schema.SYNCS.empty)
     checkpoints: pl.DataFrame = field(default_factory=schema.CHECKPOINTS.empty)
     io_calls: pl.DataFrame = field(default_factory=schema.IO_CALLS.empty)
+    counters: pl.DataFrame = field(default_factory=schema.COUNTERS.empty)
     metrics: pl.DataFrame = field(default_factory=schema.METRICS.empty)
     data_quality: pl.DataFrame = field(default_factory=schema.DATA_QUALITY.empty)
     header: Mapping[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from tracekit.regression.change import Change
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.report import comparison, phrases
-from tracekit.rules.rule import Finding, Severity
+from tracekit.rules.rule import Finding, Severity, costliest
 
 
 class Level(StrEnum):
@@ -112,8 +112,11 @@ def _metric(gate: CheckResult, change: Change) -> CheckItem:
 def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
     """Return the new or worse finding with the largest cost in a metric's unit."""
     new_findings = [each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN]
-    costs = [each.cost_bytes if metric.endswith("_bytes") else each.impact for each in new_findings]
-    return new_findings[costs.index(max(costs))] if any(costs) else None
+    if metric.endswith("_bytes"):
+        largest = max(new_findings, key=lambda each: each.cost_bytes, default=None)
+        return largest if largest and largest.cost_bytes else None
+    most = costliest(new_findings)
+    return most if most and most.impact else None
 
 
 def _budget(gate: CheckResult, each: BudgetResult) -> CheckItem:

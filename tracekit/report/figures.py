@@ -17,7 +17,7 @@ from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator.facts import categories, snapshot_facts
 from tracekit.report import charts, rank_rows, trace_tracks
 from tracekit.report import memory as memory_report
 from tracekit.rules.rule import Report
@@ -55,7 +55,7 @@ def communication(run: Run) -> Iterator[ReportFigure]:
         yield ReportFigure(
             "communication",
             "Hidden and exposed communication",
-            "Communication time of each rank in all steps, in ms: hidden by compute, exposed while data moves, exposed "
+            "Communication time of each rank in all steps: hidden by compute, exposed while data moves, exposed "
             "while the rank waits for a late rank." + more,
             charts.communication_parts(by_rank, drawn),
         )
@@ -64,8 +64,7 @@ def communication(run: Run) -> Iterator[ReportFigure]:
         yield ReportFigure(
             "standing",
             "Why compute is idle",
-            "Time of each rank in all steps in which no compute runs, in ms, split by cause. The parts sum to it."
-            + more,
+            "Time of each rank in all steps in which no compute runs, split by cause. The parts sum to it." + more,
             charts.stall_causes(idle, drawn),
         )
     waited = run.run_table(rank_timelines.wait_times)
@@ -73,14 +72,14 @@ def communication(run: Run) -> Iterator[ReportFigure]:
         yield ReportFigure(
             "waits",
             "Which rank waits for which",
-            "Time in all steps in which a rank runs no compute and waits in a collective for a late rank, in ms."
+            "Time in all steps in which a rank runs no compute and waits in a collective for a late rank."
             + (" The ranks with the longest waits are drawn." if len(run.ranks) > charts.MAX_MATRIX_RANKS else ""),
             charts.wait_matrix(waited, run.ranks),
         )
 
 
 def memory(run: Run) -> Iterator[ReportFigure]:
-    """Yield memory over time and block lifetimes, and the history and segments of the first memory snapshot.
+    """Yield memory over time and block lifetimes, and history, categories and segments of the first memory snapshot.
 
     A snapshot larger than what is read by default is left out.
     """
@@ -98,18 +97,18 @@ def checkpoints(run: Run) -> Iterator[ReportFigure]:
     if each_save.is_empty():
         return
     if each_save.height > 1:
-        caption = "Time that training was blocked and time until all data was written, of the slowest rank, in s."
+        caption = "Time that training was blocked and time until all data was written, of the slowest rank."
         yield ReportFigure("saves", "Checkpoints", caption, charts.save_clocks(each_save))
     longest = each_save.sort("written_ns", "start_ns", descending=[True, False])["save"][0]
     caption = (
-        f"Save {longest}, one bar per rank and worker, in ms. Stages alternate tensor by tensor; a bar shows the total "
+        f"Save {longest}, one bar per rank and worker. Stages alternate tensor by tensor; a bar shows the total "
         "time of each stage, in the order in which the stages were first entered."
     )
     stages = run.run_table(saves.stages).filter(pl.col("save") == longest)
     yield ReportFigure("save-stages", "Stages of the longest save", caption, charts.save_stages(stages))
     clocks = run.run_table(saves.by_rank)
     if clocks["storage_bytes_per_s"].drop_nulls().len() > 1:
-        caption = "Bytes divided by the time spent in write and fsync, in GB/s, one point per rank and save."
+        caption = "Bytes divided by the time spent in write and fsync, one point per rank and save."
         yield ReportFigure("save-bandwidth", "Durable write rate of each rank", caption, charts.save_bandwidth(clocks))
 
 
@@ -123,11 +122,11 @@ def _time(report: Report, run: Run) -> Iterator[ReportFigure]:
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
     drawn, more = _drawn(run)
     if by_rank.height:
-        caption = "Time of each rank from its first activity to its last, in ms." + more
+        caption = "Time of each rank from its first activity to its last." + more
         numbers = escaping.frame(by_rank.select(_BREAKDOWN_COLUMNS))
         yield ReportFigure("breakdown", "Where the time goes", caption, charts.breakdown(by_rank, drawn), numbers)
     if by_step.height > by_rank.height:
-        caption = "Duration of each step, in ms, one line per rank." + more
+        caption = "Duration of each step, one line per rank." + more
         yield ReportFigure("steps", "Step time", caption, charts.step_times(by_step, drawn))
     row = steps_without_saves.representative_step(run, by_step if by_step.height else by_rank)
     if row:
@@ -163,7 +162,7 @@ def _allocations(run: Run) -> Iterator[ReportFigure]:
         f"Memory of {device} on rank {top['rank']}, the rank with the highest peak, by the {owners} that allocated it."
     )
     yield ReportFigure("memory", "Allocated memory over time", caption, charts.memory_over_time(table))
-    caption = "Each cell holds the blocks of one size and lifetime; a darker cell means more bytes allocated in them."
+    caption = "Each cell holds the blocks of one size and lifetime; a stronger blue means more bytes in them."
     blocks = usage.lifetimes(trace).filter(on_same_device)
     yield ReportFigure("lifetimes", "Block sizes and lifetimes", caption, charts.block_lifetimes(blocks))
 
@@ -178,6 +177,11 @@ def _snapshot(file: snapshot_files.SnapshotFile) -> Iterator[ReportFigure]:
         caption = f"Memory of device {device} on rank {file.rank}, by the op and source line that allocated it."
         figure = charts.memory_over_time(over_time)
         yield ReportFigure("snapshot", "Allocated memory in the snapshot's history", caption, figure)
+    at_peak = categories.at_peak(snapshot, history, outcome)
+    if categories.are_known(at_peak):
+        caption = f"What memory of device {device} on rank {file.rank} is for, at the peak of the snapshot's history."
+        figure = charts.memory_categories(at_peak)
+        yield ReportFigure("memory-categories", "Categories of memory at the peak", caption, figure)
     caption = (
         f"Memory that the allocator of rank {file.rank} has reserved on device {device} at the snapshot, in address "
         "order. Each pool starts on its own line; a tick marks the end of a segment."

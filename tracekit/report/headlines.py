@@ -14,7 +14,7 @@ from tracekit.analysis.time import summary
 from tracekit.model import escaping, units
 from tracekit.model.run import Run
 from tracekit.report import html_fragments, phrases
-from tracekit.rules.rule import Finding, Report, Severity, family, is_data_quality
+from tracekit.rules.rule import Finding, Report, Severity, cost_order, costliest, family, is_data_quality
 
 GOOD, INFO = "good", "info"
 _MAX_NAME = 80
@@ -43,7 +43,9 @@ def verdict(report: Report, _run: Run) -> Headline:
     cannot_judge = phrases.cannot_judge(report)
     status = html_fragments.verdict_status(judged, cannot_judge)
     first, rest = _first_sentence(phrases.headline(judged, cannot_judge))
-    return Headline(first, " · ".join(filter(None, (rest, phrases.severity_counts(judged)))), status, is_verdict=True)
+    separator = " " if rest.endswith(".") else " · "
+    about = separator.join(filter(None, (rest, phrases.severity_counts(judged))))
+    return Headline(first, about, status, is_verdict=True)
 
 
 def step(report: Report, run: Run) -> Headline | None:
@@ -63,7 +65,7 @@ def ranks(report: Report, run: Run) -> Headline:
     found = _of(report, "RANK")
     stragglers = [each for each in found if each.severity > Severity.INFO or each.code in _STRAGGLERS]
     if stragglers:
-        return _of_finding(max(stragglers, key=lambda each: (each.severity, each.impact)))
+        return _of_finding(max(stragglers, key=lambda each: (each.severity, cost_order(each))))
     if len(run.ranks) < 2:
         return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
     waits = run.run_table(rank_timelines.awaited)
@@ -192,10 +194,9 @@ def checkpoints(report: Report, run: Run) -> Headline | None:
 def savings(report: Report, run: Run) -> Headline | None:
     """Return what fixing the costliest cause would save, as replays priced the findings."""
     priced = [found for found in report.findings if found.what_if is not None and found.cost_ns]
-    step_ns = summary.step_time_ns(run)
-    if not priced or not step_ns:
+    most, step_ns = costliest(priced), summary.step_time_ns(run)
+    if most is None or not step_ns:
         return None
-    most = max(priced, key=lambda found: found.cost_ns)
     text = f"Without {phrases.rule_name(most.code)}, a step would be {_duration(most.cost_ns)} shorter"
     return _about(f"{text}: {units.share(most.impact)} of {_duration(step_ns)}", [most])
 
@@ -225,9 +226,9 @@ def _about(text: str, findings: Sequence[Finding]) -> Headline:
     """Return a headline with the costliest of the findings as its second sentence, and their worst severity."""
     if not findings:
         return Headline(text)
-    costliest = max(findings, key=lambda found: (found.severity > Severity.INFO, found.impact, found.severity))
+    most = max(findings, key=lambda found: (found.severity > Severity.INFO, cost_order(found)))
     worst = max(found.severity for found in findings)
-    return Headline(text, f"{phrases.rule_name(costliest.code)}: {_first_sentence(costliest.message)[0]}", worst.label)
+    return Headline(text, f"{phrases.rule_name(most.code)}: {_first_sentence(most.message)[0]}", worst.label)
 
 
 def _of_finding(found: Finding) -> Headline:

@@ -88,18 +88,20 @@ def data_quality(findings: Sequence[Finding]) -> str:
 def potential_savings(findings: Sequence[Finding], step_ns: float | None) -> str:
     """Return what fixing each finding may save per step as bars, the largest first; '' where none costs time.
 
-    Two findings may cost the same time, so the bars are not added up. `step_ns` is the step that they refer to.
+    Upper bounds come last. Two findings may cost the same time, so the bars are not added up. `step_ns` is the step
+    that they refer to.
     """
-    costly = sorted((found for found in findings if found.cost_ns), key=lambda found: -found.cost_ns)[:MAX_SAVINGS]
+    by_cost = sorted(findings, key=lambda found: (found.is_upper_bound, -found.cost_ns))
+    costly = [found for found in by_cost if found.cost_ns][:MAX_SAVINGS]
     if not costly:
         return ""
-    longest_ns = max(step_ns or 0, costly[0].cost_ns)
+    longest_ns = max(step_ns or 0, *(found.cost_ns for found in costly))
     rows = [
         {
             "name": phrases.rule_name(found.code),
             "id": found.id,
-            "saving": units.duration(found.cost_ns),
-            "severity": found.severity.label,
+            "saving": phrases.saving(found),
+            "severity": f"{found.severity.label} bound" if found.is_upper_bound else found.severity.label,
             "width": f"{100 * found.cost_ns / longest_ns:.1f}%",
         }
         for found in costly

@@ -44,6 +44,7 @@ _MANIFEST_KEYS = (
 )
 _FINDING_FIELDS = (
     "impact", "cost_ns", "cost_bytes", "confidence", "message", "fix", "subject", "ranks", "steps",
+    "is_upper_bound",
 )  # fmt: skip
 
 

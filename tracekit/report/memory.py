@@ -108,7 +108,6 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
             f"The allocator model differs from the recording at {outcome.address_mismatches:,} of "
             f"{int((history.action == 0).sum()):,} requests."
         )
-    peak = int(snapshot_facts.allocated_over_time(history, outcome).argmax()) - 1
     return MemoryReport(
         snapshot_facts.peak_allocated_bytes(history, outcome),
         history.peak_reserved_bytes,
@@ -117,7 +116,7 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
         {"Free memory at the snapshot": snapshot_facts.fragmentation(snapshot).filter(pl.col("device") == device)},
         tuple(notes),
         out_of_memory=out_of_memory.of_snapshot(snapshot, history),
-        categories=categories.by_category(snapshot, history, outcome, peak),
+        categories=categories.at_peak(snapshot, history, outcome),
     )
 
 
@@ -265,14 +264,36 @@ def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
     by = " in ".join(filter(None, (oom.operator, oom.location))) or "code that is not in the snapshot"
     where = f"device {oom.device}" + ("" if rank is None else f" of rank {rank}")
     sentences = [f"Out of memory: {by} requested {units.size(oom.requested_bytes)} on {where}."]
+    if oom.segment_bytes != oom.requested_bytes:
+        sentences.append(f"PyTorch tried to allocate {units.size(oom.segment_bytes)} of the device for it.")
     if oom.free_bytes is not None:
-        sentences.append(f"{units.size(oom.free_bytes)} of the device was free.")
+        sentences.append(f"{units.size(oom.free_bytes)} of the device was free{_limit(oom)}.")
     if oom.reserved_unallocated_bytes:
         sentences.append(
             f"{units.size(oom.reserved_unallocated_bytes)} was reserved by PyTorch but unallocated; the largest block "
             f"that could serve the request has {units.size(oom.largest_free_block_bytes or 0)}."
         )
-    return [*sentences, *_oom_advice(oom), *oom.notes]
+    return [*sentences, *_growth(oom), *_oom_advice(oom), *oom.notes]
+
+
+def _limit(oom: OutOfMemoryEvent) -> str:
+    """Return a clause on the limit that refused a request for which the device had enough free memory."""
+    if not oom.is_process_limit or oom.reserved_bytes is None or oom.peak_reserved_bytes is None:
+        return ""
+    most = units.size(oom.reserved_bytes + oom.segment_bytes)
+    return (
+        f": a limit of this process refused the request, which is between {units.size(oom.peak_reserved_bytes)} "
+        f"and {most} of reserved memory (see torch.cuda.set_per_process_memory_fraction)"
+    )
+
+
+def _growth(oom: OutOfMemoryEvent) -> list[str]:
+    """Return a sentence on what grows from step to step."""
+    return [
+        f"Memory grows by {units.size(row['step_bytes'])} a step: {row['op']} requested it in each of the last "
+        f"{row['steps']} steps, and it was not freed; that is {units.size(row['bytes'])}."
+        for row in oom.growth.head(1).iter_rows(named=True)
+    ]
 
 
 def _oom_advice(oom: OutOfMemoryEvent) -> list[str]:
@@ -280,17 +301,18 @@ def _oom_advice(oom: OutOfMemoryEvent) -> list[str]:
     if serving:
         return [
             f"Set PYTORCH_CUDA_ALLOC_CONF={serving[0]}: the allocator's history, replayed with it on the same device, "
-            "serves the request."
+            f"serves the request{', but not those of later steps, as memory grows' if oom.growth.height else ''}."
         ]
+    tried = f" None of {', '.join(oom.tried['settings'])} would have served it." if oom.tried.height else ""
     if oom.is_fragmentation:
-        tried = f" None of {', '.join(oom.tried['settings'])} would have served it." if oom.tried.height else ""
         return [f"The memory is fragmented: enough was free, but in smaller blocks.{tried}"]
     if oom.allocated_bytes is None or oom.free_bytes is None or oom.reserved_bytes is None:
         return []
-    missing_bytes = oom.requested_bytes - oom.free_bytes - (oom.reserved_bytes - oom.allocated_bytes)
+    missing_bytes = oom.requested_bytes - oom.room_bytes - (oom.reserved_bytes - oom.allocated_bytes)
+    how = "about" if oom.is_process_limit else "at least"
     return [
-        f"{units.size(oom.allocated_bytes)} was allocated: at least {units.size(missing_bytes)} less must be. No "
-        "allocator setting can serve the request; see the owners below."
+        f"{units.size(oom.allocated_bytes)} was allocated: {how} {units.size(missing_bytes)} less must be."
+        f"{tried or ' No allocator setting can serve the request.'} See the owners below."
     ]
 
 
@@ -299,6 +321,7 @@ def _oom_tables(oom: OutOfMemoryEvent | None) -> dict[str, pl.DataFrame]:
         return {}
     return {
         "Allocated at the out-of-memory": oom.allocated_by,
+        "Memory that grows from step to step": oom.growth,
         "Free blocks at the out-of-memory": oom.free_blocks,
         "Other settings, replayed": oom.tried,
     }
@@ -314,7 +337,10 @@ def _oom_as_json(report: MemoryReport) -> dict[str, object] | None:
         "at_ns": oom.at_ns,
         "count": oom.count,
         "requested_bytes": oom.requested_bytes,
+        "segment_bytes": oom.segment_bytes,
         "free_bytes": oom.free_bytes,
+        "is_process_limit": oom.is_process_limit,
+        "peak_reserved_bytes": oom.peak_reserved_bytes,
         "reserved_bytes": oom.reserved_bytes,
         "allocated_bytes": oom.allocated_bytes,
         "reserved_unallocated_bytes": oom.reserved_unallocated_bytes,
@@ -324,6 +350,7 @@ def _oom_as_json(report: MemoryReport) -> dict[str, object] | None:
         "is_fragmentation": oom.is_fragmentation,
         "allocated_by": oom.allocated_by.to_dicts(),
         "free_blocks": oom.free_blocks.to_dicts(),
+        "growth": oom.growth.to_dicts(),
         "tried": oom.tried.to_dicts(),
     }
 

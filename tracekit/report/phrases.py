@@ -9,8 +9,9 @@ from tracekit.model import escaping, units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
-from tracekit.rules import all_rules, found_iterations
-from tracekit.rules.rule import Finding, Report, Severity, doubtful_data_issue
+from tracekit.rules import found_iterations
+from tracekit.rules.registry import all_rules
+from tracekit.rules.rule import Finding, Report, Severity, cost_order, doubtful_data_issue
 from tracekit.sync import alignment
 
 _MAX_WORD = 60
@@ -24,7 +25,7 @@ def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> st
         return f"Cannot judge this run: {cannot_judge}"
     if not findings:
         return "No problems found"
-    return max(findings, key=lambda found: (found.impact, found.severity, found.cost_bytes)).message
+    return max(findings, key=cost_order).message
 
 
 def cannot_judge(report: Report) -> str | None:
@@ -61,8 +62,8 @@ def rule_name(code: str) -> str:
 
 def cost(found: Finding) -> str:
     """Return the cost of a finding in a few words: "38.9% of step time · 16.1 ms a step"; '' if it has no cost."""
-    parts = [f"{units.share(found.impact)} of {time_noun(found)}"] if found.impact else []
-    parts += [units.duration(found.cost_ns) + _per_step(found)] if found.cost_ns else []
+    parts = [f"{share_or_size(found)} of {time_noun(found)}"] if found.impact else []
+    parts += [saving(found) + _per_step(found)] if found.cost_ns else []
     parts += [units.size(found.cost_bytes)] if found.cost_bytes else []
     return " · ".join(parts)
 
@@ -86,7 +87,14 @@ def step_note(run: Run) -> str | None:
 
 def share_or_size(found: Finding | KnownFinding) -> str:
     """Return what a finding costs as a share of the step, or in bytes where it costs no time."""
-    return units.share(found.impact) if found.impact or not found.cost_bytes else units.size(found.cost_bytes)
+    if found.cost_bytes and not found.impact:
+        return units.size(found.cost_bytes)
+    return _up_to(found) + units.share(found.impact)
+
+
+def saving(found: Finding) -> str:
+    """Return what fixing a finding may save per step: "16.1 ms", "up to 16.1 ms" of an upper bound."""
+    return _up_to(found) + units.duration(found.cost_ns)
 
 
 def scope(found: Finding) -> str:
@@ -122,6 +130,10 @@ def _per_step(found: Finding) -> str:
     if found.is_of_window:
         return ""
     return " an iteration" if found.is_of_iterations else " a step"
+
+
+def _up_to(found: Finding | KnownFinding) -> str:
+    return "up to " if isinstance(found, Finding) and found.is_upper_bound else ""
 
 
 def _plural(number: int, noun: str) -> str:

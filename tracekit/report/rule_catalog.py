@@ -1,54 +1,51 @@
 """The rules themselves -> text or JSON."""
 
-import dataclasses
-import inspect
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import RenderableType
 
 from tracekit.report import text_layout
-from tracekit.rules.rule import Rule
+from tracekit.rules.documents import RuleDocument
 
 SECTIONS = ("What it does", "Why it costs", "How it is measured", "How to fix", "Blind spots")
 
 
-def as_text(rules: Sequence[type[Rule]], *, width: int, color: bool = False) -> str:
+def as_text(rules: Sequence[RuleDocument], *, width: int, color: bool = False) -> str:
     """Return one line per rule, its thresholds below."""
     rows: list[list[RenderableType]] = []
     for rule in rules:
-        rows.append([text_layout.dim(rule.code), text_layout.title(rule.name()), text_layout.line(_first_line(rule))])
-        values = "  ".join(f"{name} = {_value_text(value)}" for name, value in thresholds(rule).items())
+        rows.append([text_layout.dim(rule.code), text_layout.title(rule.name()), text_layout.line(rule.summary)])
+        values = "  ".join(f"{name} = {_value_text(value)}" for name, value in rule.thresholds.items())
         rows += [["", "", text_layout.dim(values)]] if values else []
     hint = text_layout.dim("Run tracekit explain CODE for details of one rule.")
     return text_layout.print_to_string([text_layout.grid(rows), "", hint], width=width, color=color)
 
 
-def as_json(rules: Sequence[type[Rule]]) -> str:
+def as_json(rules: Sequence[RuleDocument]) -> str:
     """Return the rules as a JSON array: code, name, summary, documentation, thresholds with their defaults."""
     rows = [
         {
             "code": rule.code,
             "name": rule.name(),
-            "summary": _first_line(rule),
-            "documentation": inspect.cleandoc(rule.__doc__ or ""),
-            "thresholds": thresholds(rule),
+            "summary": rule.summary,
+            "documentation": rule.documentation,
+            "thresholds": rule.thresholds,
         }
         for rule in rules
     ]
     return json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def explanation(rule: type[Rule], *, width: int, color: bool = False) -> str:
+def explanation(rule: RuleDocument, *, width: int, color: bool = False) -> str:
     """Return a rule's documentation, and its thresholds with how to set them."""
     parts: list[RenderableType] = [
         text_layout.line((rule.code, text_layout.DIM), "  ", (rule.name(), text_layout.BOLD)),
         "",
     ]
-    for paragraph in inspect.cleandoc(rule.__doc__ or "").split("\n\n"):
+    for paragraph in rule.documentation.split("\n\n"):
         parts += [*_paragraph(paragraph), ""]
-    values = thresholds(rule)
+    values = rule.thresholds
     if values:
         lines = [text_layout.line(f"{name} = {_value_text(value)}") for name, value in values.items()]
         name, value = next(iter(values.items()))
@@ -56,15 +53,6 @@ def explanation(rule: type[Rule], *, width: int, color: bool = False) -> str:
         lines.append(text_layout.dim(f"{settings}, or [tool.tracekit.rules.{rule.code}] in pyproject.toml"))
         parts += [text_layout.title("Thresholds"), *map(text_layout.indented, lines)]
     return text_layout.print_to_string(parts, width=width, color=color).rstrip() + "\n"
-
-
-def thresholds(rule: type[Rule]) -> dict[str, Any]:
-    """Return the defaults of a rule's thresholds, by field."""
-    return {field.name: field.default for field in dataclasses.fields(rule)}
-
-
-def _first_line(rule: type[Rule]) -> str:
-    return inspect.cleandoc(rule.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def _paragraph(text: str) -> list[RenderableType]:

@@ -21,7 +21,7 @@ from tracekit.report import ci_results, phrases
 from tracekit.report.ci_results import CheckItem, ItemKind, Level
 from tracekit.report.code_locations import Checkout, Location
 from tracekit.report.rule_catalog import SECTIONS
-from tracekit.rules import all_rules
+from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Rule, Severity
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -11,7 +11,7 @@ from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.report import phrases, rank_rows, text_layout
 from tracekit.rules import found_iterations
-from tracekit.rules.rule import Finding, Report
+from tracekit.rules.rule import Finding, Report, cost_order, costliest
 
 WIDTH = 100
 MAX_RANKS = 16
@@ -79,11 +79,12 @@ def _verdict(report: Report) -> list[RenderableType]:
 
 def _counts(findings: Sequence[Finding]) -> RenderableType:
     worst = max(found.severity for found in findings).label
-    costliest = max(findings, key=lambda found: found.impact)
-    share = f"{units.share(costliest.impact)} of {phrases.time_noun(costliest)}"
-    cost = f"  costliest: {phrases.rule_name(costliest.code)}, {share}"
+    most, cost = costliest(findings), ""
+    if most is not None and most.impact:
+        share = f"{units.share(most.impact)} of {phrases.time_noun(most)}"
+        cost = f"  costliest: {phrases.rule_name(most.code)}, {share}"
     counts = (phrases.severity_counts(findings), text_layout.SEVERITY_STYLES[worst])
-    return text_layout.line(counts, (cost if costliest.impact else "", text_layout.BOLD))
+    return text_layout.line(counts, (cost, text_layout.BOLD))
 
 
 def _breakdown(run: Run) -> list[RenderableType]:
@@ -156,10 +157,10 @@ def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
 
 def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
     """Return one row per rule and one column per run, the costliest first."""
-    worst: dict[str, tuple[float, int, int]] = {}
+    worst: dict[str, tuple[float, ...]] = {}
     for report, _ in reports:
         for found in report.findings:
-            weight = (found.impact, int(found.severity), found.cost_bytes)
+            weight = cost_order(found)
             worst[found.code] = max(weight, worst.get(found.code, weight))
     codes = sorted(worst, key=lambda code: worst[code], reverse=True)
     rows = [[phrases.rule_name(code), code, *(_cell(report.findings, code) for report, _ in reports)] for code in codes]
@@ -171,9 +172,9 @@ def _cell(findings: Sequence[Finding], code: str) -> str:
     own_findings = [each for each in findings if each.code == code]
     if not own_findings:
         return "–"
-    worst = max(own_findings, key=lambda each: (each.severity, each.impact))
+    worst = max(own_findings, key=lambda each: (each.severity, cost_order(each)))
     number = f" ×{len(own_findings)}" if len(own_findings) > 1 else ""
-    costs = [units.share(worst.impact)] if worst.impact else []
+    costs = [phrases.share_or_size(worst)] if worst.impact else []
     costs += [units.duration(worst.cost_ns)] if worst.cost_ns else []
     costs += [units.size(worst.cost_bytes)] if worst.cost_bytes else []
     return f"{worst.severity.label}{number}  {' · '.join(costs)}"

@@ -4,8 +4,8 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import polars as pl
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -14,6 +14,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tracekit.model import escaping
+
+if TYPE_CHECKING:
+    import polars as pl
 
 DIM, BOLD, GOOD = "dim", "bold", "green"
 SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
@@ -167,7 +170,9 @@ def natural_width(part: RenderableType) -> int:
     return Console(file=io.StringIO(), width=10_000, markup=False, emoji=False).measure(part).maximum
 
 
-def fitted(rows: pl.DataFrame, headings: Mapping[str, str], drop_order: Sequence[str], *, width: int) -> pl.DataFrame:
+def fitted(
+    rows: "pl.DataFrame", headings: Mapping[str, str], drop_order: Sequence[str], *, width: int
+) -> "pl.DataFrame":
     """Return the columns that fit: without empty ones, and, on a narrow terminal, some of `drop_order`, first to last.
 
     Numbers need their full width, text _MIN_TEXT characters.
@@ -180,7 +185,7 @@ def fitted(rows: pl.DataFrame, headings: Mapping[str, str], drop_order: Sequence
     return shown
 
 
-def _least_width(rows: pl.DataFrame, headings: Mapping[str, str], between: int) -> int:
+def _least_width(rows: "pl.DataFrame", headings: Mapping[str, str], between: int) -> int:
     widths = []
     for name, dtype in rows.schema.items():
         longest = max((len(escaping.cell(name, value)) for value in rows[name]), default=0)
@@ -189,13 +194,13 @@ def _least_width(rows: pl.DataFrame, headings: Mapping[str, str], between: int) 
     return sum(widths) + between * (len(widths) - 1)
 
 
-def without_empty_columns(rows: pl.DataFrame) -> pl.DataFrame:
+def without_empty_columns(rows: "pl.DataFrame") -> "pl.DataFrame":
     """Return the columns that have a value."""
     return rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
 
 
 def frame(
-    rows: pl.DataFrame, headings: Mapping[str, str] = MappingProxyType({}), *, gap: int = 2, longest: int = _MAX_CELL
+    rows: "pl.DataFrame", headings: Mapping[str, str] = MappingProxyType({}), *, gap: int = 2, longest: int = _MAX_CELL
 ) -> Table:
     """Return a frame as a table, its numbers in readable units by the endings of the column names.
 

@@ -28,7 +28,7 @@ class ChangingSizes(Rule):
 
     How it is measured: blocks of sizes that no earlier step of the window allocated (on a device: within 1 MiB, by
     which a block may exceed its request), as a share of the step's peak; reported from `min_new_size_ratio` on, for the
-    representative step of the worst rank. The first `warmup_steps` profiled steps are left out. The message also states
+    median step of the worst rank. The first `warmup_steps` profiled steps are left out. The message also states
     all bytes allocated in the step: eager training allocates a multiple of its peak in every step, which the cache
     serves as long as sizes repeat.
 
@@ -55,7 +55,7 @@ class ChangingSizes(Rule):
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding: the rank whose representative step allocates most in new sizes."""
+        """Yield at most one finding: the rank whose median step allocates most in new sizes."""
         fresh = run.table(allocations.new_sizes)
         sums = fresh.group_by(representative_step.KEY).agg(fresh_count=pl.len(), fresh_bytes=pl.col("bytes").sum())
         steps = run.table(allocations.churn).filter(pl.col("peak_bytes") > 0)
@@ -99,7 +99,7 @@ class AlternatingBuffers(Rule):
     than its layers do.
 
     How it is measured: allocations inside all-gather and reduce-scatter spans, without those of a backend inside its
-    own collective; the representative step of the rank that allocates most, with at least `min_steps` steps that
+    own collective; the median step of the rank that allocates most, with at least `min_steps` steps that
     allocate any. Two buffers of the size of the largest unit, one pair for weights and one for gradients, replace them,
     if spans name their units.
 

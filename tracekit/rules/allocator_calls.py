@@ -42,7 +42,7 @@ class SteadyDeviceAllocation(Rule):
     How it is measured: the loss is the time in which no device works during such a call, and after it until the next
     work, as far as the call ran while the device was busy. Host time in the calls is reported separately. The first
     `warmup_steps` profiled steps fill the cache and are left out if there are more; without marked steps, the second
-    half of the trace is judged. The message quotes the representative step of the worst rank: a warning from
+    half of the trace is judged. The message quotes the median step of the worst rank: a warning from
     `min_stall_ratio` of it, or, if the device hardly waits, information from `min_host_ratio` of it on the host.
     A window of one step, or without steps, that allocates and frees nothing looks like warm-up: it is information.
 
@@ -61,7 +61,7 @@ class SteadyDeviceAllocation(Rule):
     warmup_steps: int = 1
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding: the representative step of the rank that stalls most."""
+        """Yield at most one finding: the median step of the rank that stalls most."""
         stalls = run.table(steady_state.stalls).filter(pl.col("duration_ns") > 0)
         steps = self._steady(steps_without_saves.without_saves(run, stalls))
         stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")

@@ -38,7 +38,7 @@ class SmallCollectives(Rule):
     sizes are too similar for a fit, `assumed_hop_ns` per hop is used, which the message states. Gradients are batched
     up to the size at which latency is a fifth of the time, so that they still overlap with compute. The loss is the
     latency of the collectives that batching removes and the pauses between them, as far as compute is idle meanwhile.
-    Steps that save are left out; the message quotes the representative step of the worst device.
+    Steps that save are left out; the message quotes the median step of the worst device.
 
     How to fix: a larger DistributedDataParallel(bucket_cap_mb=…); under FSDP2 fully_shard on larger blocks (or several
     modules as one unit: fully_shard([a, b])), under FSDP1 a wider auto_wrap_policy; your own collectives in one call:
@@ -162,7 +162,7 @@ class ReducedEveryMicroBatch(Rule):
 
     How it is measured: all-reduces and reduce-scatters launched in backward, by op, group, size and unit; those of
     earlier passes that the last pass repeats are counted. A backward pass ends where a forward pass begins. Collectives
-    that forward launches too are no gradients. Steps that save are left out; the message quotes the representative step
+    that forward launches too are no gradients. Steps that save are left out; the message quotes the median step
     of the worst device.
 
     How to fix: reduce in the last micro-batch only. DDP and FSDP1: model.no_sync() around the others; FSDP2:

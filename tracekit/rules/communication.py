@@ -48,7 +48,7 @@ class ExposedCommunication(Rule):
     How it is measured: per rank and step, the union of all collectives minus the union of all compute in the step's
     device window, less the wait for late ranks: starting a collective earlier does not shorten that wait (see RANK001
     and RANK003). Sends and receives of a pipeline wait for other stages (PIPE001). Each rank is judged by its
-    representative step, the one with the median share; the message quotes the worst rank. Steps that save a checkpoint
+    median step, the one with the median share; the message quotes the worst rank. Steps that save a checkpoint
     are left out (see CKPT001). The cost is the saving of a replay in which transfers take no time: less than what is
     exposed, if the device then waits for something else.
 
@@ -99,7 +99,7 @@ class ExposedCommunication(Rule):
         return None
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding for the run if the worst rank's representative step exceeds the threshold."""
+        """Yield one finding for the run if the worst rank's median step exceeds the threshold."""
         steps = _exposed(run)
         over = representative_step.per_device(steps, "exposed_ratio").filter(
             pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio)
@@ -152,7 +152,7 @@ class PreparationGap(Rule):
     directly before it on its communication stream. Two times are compared: the preparation while no collective runs on
     the device (at most what the same kernels take alone), and the idle time of compute until that collective and those
     that follow without a gap. The smaller one counts. Steps that save are left out. The message quotes the
-    representative step of the worst device.
+    median step of the worst device.
 
     How to fix: prepare less: parameters and gradients in one flat buffer (YaFSDP), gradients in the reduce dtype
     (MixedPrecisionPolicy.reduce_dtype), one divide after backward; or prepare earlier, by prefetching a module ahead
@@ -169,7 +169,7 @@ class PreparationGap(Rule):
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        """Yield one finding if the worst device's median step exceeds the threshold."""
         chains = _preparation_chains(run)
         loss = step_losses.worst(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
         if loss is None:

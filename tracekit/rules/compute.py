@@ -51,7 +51,7 @@ class MisalignedProducts(Rule):
     min_time_ratio: float = 0.1
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds a threshold."""
+        """Yield one finding if the worst device's median step exceeds a threshold."""
         rows = run.table(product_kernels.misaligned)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
@@ -119,7 +119,7 @@ class IdleTensorCores(Rule):
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(product_kernels.without_tensor_cores)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
@@ -168,7 +168,7 @@ class UnfusedOptimizer(Rule):
     max_saved_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(optimizer_kernels.unfused)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
@@ -218,7 +218,7 @@ class UnfusedKernels(Rule):
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(elementwise_chains.chains)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
@@ -273,7 +273,7 @@ class PartialWaves(Rule):
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(wave_quantization.partial_waves)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:

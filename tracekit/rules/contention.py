@@ -36,7 +36,7 @@ class ContendedCompute(Rule):
     slowdown is the time during collectives over the time of the same work alone; its lower bound (95% interval,
     bootstrap over steps and units) must exceed `min_slowdown`. The loss is the extra time of the compared kernels,
     extended to the overlap of kernels without a sample alone; at most the step's duration minus its collectives. The
-    message quotes the representative step of the worst device. The cost is the saving of a replay without the slowdown
+    message quotes the median step of the worst device. The cost is the saving of a replay without the slowdown
     (`tracekit whatif`); below `min_cost_ratio`, because the device waits for others anyway, it is information, and also
     as a suspicion: no interval, and fewer than `min_calls` samples.
 
@@ -106,7 +106,7 @@ class StarvedCollectives(Rule):
     underestimates the slowdown. The slowdown is the time during compute over the time of the same transfers alone; its
     lower bound (95% interval, bootstrap over steps and units) must exceed `min_slowdown`. Collectives without a sample
     are assumed to be slowed like the rest of the rank. The loss of a chain of collectives without a gap is at most the
-    time that compute waits for it. The message quotes the representative step of the worst device. The cost is the
+    time that compute waits for it. The message quotes the median step of the worst device. The cost is the
     saving of a replay without the slowdown (`tracekit whatif`); below `min_cost_ratio` it is information, and also as
     a suspicion: no interval, and fewer than `min_calls` samples or ranks without a trace.
 
@@ -191,7 +191,8 @@ def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
 
     Columns rank, device, slowdown, low, high, judged_calls.
     """
-    slowed = contention.pool_pairs(steps).filter(pl.coalesce("low", "slowdown") > min_slowdown)
+    pairs = contention.pool_pairs(steps, min_slowdown=min_slowdown)
+    slowed = pairs.filter(pl.coalesce("low", "slowdown") > min_slowdown)
     calls = steps.group_by("rank", "device").agg(pl.col("judged_calls").sum())
     return slowed.select("rank", "device", "slowdown", "low", "high").join(calls, on=["rank", "device"])
 

@@ -33,7 +33,7 @@ class ExposedCopy(Rule):
     How it is measured: per copy, its time without concurrent compute and collectives on the device; copies of saves are
     left out. Together they cost at most the step's exposed copy time. Bandwidth is stated for copies of 1 MiB or more,
     and called slow below `slow_bytes_per_ns` GB/s: PCIe 3.0 x16 moves 12 GB/s. Steps that save are left out; the
-    message quotes the representative step of the worst device.
+    message quotes the median step of the worst device.
 
     How to fix: to the device: DataLoader(pin_memory=True) and .to(device, non_blocking=True) one batch ahead on a
     stream of its own, one large tensor instead of many small ones, or creation on the device. To the host: keep values
@@ -50,7 +50,7 @@ class ExposedCopy(Rule):
     slow_bytes_per_ns: float = 2.0
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        """Yield one finding if the worst device's median step exceeds the threshold."""
         found = run.table(copies.exposed_copies)
         lost = found.select(*KEY, pl.col("exposed_ns").alias("lost_ns"))
         steps = step_losses.by_step(run, lost, max_loss=pl.col("exposed_copy_ns"))

@@ -311,6 +311,7 @@ def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean
         cost_ns=saved_ns,
         impact=share,
         before_steps_ratio=min(share, mean.before_steps_ns / mean.step_ns),
+        is_upper_bound=False,
         confidence=min(finding.confidence, mean.confidence),
         message=f"{finding.message} {saving}",
     )

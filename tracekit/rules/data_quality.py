@@ -82,7 +82,11 @@ _KINDS = {
     "windows_assumed": _Kind(_INFO, "No action needed if these are windows of one job; else load each job separately."),
     "mixed_versions": _Kind(_WARNING, "Run all ranks with the same software on the same kind of device."),
     # What the profiler did not record.
-    "no_work": _Kind(_ERROR, "Record with ProfilerActivity.CPU, and ProfilerActivity.CUDA where there is a device."),
+    "profiler_diagnostic": _Kind(_WARNING, "Look the message up in the profiler's documentation; record again."),
+    "no_work": _Kind(
+        _ERROR,
+        "Record with ProfilerActivity.CPU, and ProfilerActivity.CUDA where there is a device (nsys: --trace cuda).",
+    ),
     "no_device_activity": _Kind(
         _ERROR, "Record with ProfilerActivity.CUDA (on AMD too), with no other profiler using CUPTI on the device."
     ),
@@ -98,7 +102,8 @@ _KINDS = {
     "steps_from_repetition": _Kind(_INFO, _STEP),
     "iterations_differ": _Kind(_WARNING, "Compare ranks by collectives, not by step. " + _STEP),
     "unlinked": _degrading(
-        "Start the profiler a step earlier (warmup=1 or more): work queued before the start has no recorded launch."
+        "Call torch.cuda.synchronize() before the step that starts the recording, as tracekit record does: the host "
+        "runs ahead of the device, so what it queued before, also in the profiler's warm-up, runs within the recording."
     ),
     "lost_launches": _degrading(
         "Profile fewer steps or without stacks and shapes: the profiler drops what it cannot store."

@@ -1,7 +1,7 @@
 """Run the rules on a run and rank their findings."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Fact
 from tracekit.replay.graph import dependency_graph, representative_ranks
-from tracekit.rules import all_rules, cost_attribution, found_iterations, judgeability
+from tracekit.rules import cost_attribution, found_iterations, judgeability
+from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Finding, Input, Report, Rule, sort_findings
 
 _MANY_TRACES = 32
@@ -24,17 +25,20 @@ def check(
     *,
     facts: Iterable[Fact] = (),
     on_progress: Callable[[Source], None] | None = None,
+    on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
     """Judge a run by `rules`; by default all rules with their default thresholds.
 
     All rules, and `facts` that are needed later, share one pass over the traces; `on_progress` is called after each
     trace. The cost of findings comes from a replay of the steps without their cause, where possible: a second pass,
     only if there is such a finding, and over representative ranks if there are more than 128; of more than 32 traces,
-    the first pass measures what it needs. Raises RuleError, with the rule's code, if a rule crashes.
+    the first pass measures what it needs. Raises RuleError, with the rule's code, if a rule crashes; with `on_crash`,
+    that is called with both instead, and the report names the rule among those that could not judge.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    is_replayed = len(run.sources) > _MANY_TRACES and not representative_ranks.are_needed(run)
-    replayed = dependency_graph.FACTS if is_replayed else ()
+    are_many = len(run.sources) > _MANY_TRACES
+    of_replays = representative_ranks.FACTS if representative_ranks.are_needed(run) else dependency_graph.FACTS
+    replayed = of_replays if are_many else ()
     run.measure(
         [*(fact for rule in chosen for fact in rule.facts), *judgeability.FACTS, *facts, *replayed], on_progress
     )
@@ -45,10 +49,13 @@ def check(
         if rule.code in unrecorded:
             continue
         try:
-            blind = rule.blind_spot(run)
-            findings += rule.check(run)
-        except Exception as error:
-            raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
+            blind, found = _judged(rule, run)
+        except RuleError as error:
+            if on_crash is None:
+                raise
+            on_crash(rule.code, error)
+            blind, found = f"the rule crashed, which is a bug of the rule: {error.__cause__!r}", ()
+        findings += found
         blind_spots |= {rule.code: blind} if blind else {}
     files = {source.path: source for source in run.sources}  # a file may have the traces of several ranks
     inputs = tuple(_input(source) for source in files.values())
@@ -56,6 +63,14 @@ def check(
     report = Report(run, sort_findings(judgeability.limited(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
     return found_iterations.named(cost_attribution.attribute_costs(report))
+
+
+def _judged(rule: Rule, run: Run) -> tuple[str, Sequence[Finding]]:
+    """Return why a rule cannot judge all of a run, or '', and its findings."""
+    try:
+        return rule.blind_spot(run) or "", tuple(rule.check(run))
+    except Exception as error:
+        raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
 
 
 def _by_reason(blind_spots: Mapping[str, str]) -> dict[str, str]:

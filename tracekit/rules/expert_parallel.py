@@ -28,7 +28,7 @@ class OverloadedExperts(Rule):
 
     How it is measured: all-to-alls of axis ep come in pairs: the first brings tokens to the experts, the second returns
     as many bytes. The load of a rank is what the first brings it; the time of its experts is the compute between the
-    two. The message quotes the representative step: over all pairs, the time of the rank with the highest load, less
+    two. The message quotes the median step: over all pairs, the time of the rank with the highest load, less
     what it would take with the mean load. The cost is from a replay in which all ranks of a group get equally many
     tokens.
 
@@ -99,4 +99,4 @@ def _losses(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
 
 
 def _when(step: int | None) -> str:
-    return "in the window" if step is None else f"in the representative step ({step})"
+    return "in the window" if step is None else f"in step {step} (the median)"

@@ -50,7 +50,7 @@ class LateLaunch(Rule):
 
     How it is measured: a gap in compute, less the time for which its next kernel waited for a collective, is the host's
     until the end of the runtime call that launched that kernel. Gaps after a synchronization that left the device
-    without queued work belong to HOST002. Steps that save are left out. The message quotes the representative step of
+    without queued work belong to HOST002. Steps that save are left out. The message quotes the median step of
     the worst device; on a CPU run a pause counts with its shortest duration over the steps, so that single pauses do
     not count. In a recording without steps, one pause that is more than half of the loss need not recur: it is
     information. So is a window of one step, or without steps, that spends more than half of the loss on first uses
@@ -70,7 +70,7 @@ class LateLaunch(Rule):
     min_pause_ns: int = 2_000_000
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        """Yield one finding if the worst device's median step exceeds the threshold."""
         on_device = _on_device(run)
         late = run.scan(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE)).collect()
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
@@ -145,7 +145,7 @@ class BlockingSync(Rule):
     DeviceSynchronize, a blocking memcpy, aten::item), or contain one. Without the call, the host could have launched
     earlier by the time that it waited: gaps count for at most as long as it has waited in the step; the rest belongs to
     HOST001. Time in which a copy runs belongs to HOST004. FSDP1's rate limiter does not count. Steps that save are left
-    out. The message quotes the representative step of the worst device.
+    out. The message quotes the median step of the worst device.
 
     How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
     non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and clip_grad_norm_
@@ -160,7 +160,7 @@ class BlockingSync(Rule):
     min_idle_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold, or the host reads."""
+        """Yield one finding if the worst device's median step exceeds the threshold, or the host reads."""
         if not _on_device(run):
             yield from self._reads(run)
             return
@@ -229,7 +229,7 @@ class DataStall(Rule):
     __next__; for the replay, all of that time in a step's device window, and of a load before the first step the share
     that the others cost. The next step's batch is loaded at the end of a step's device window; the last step of a
     window shows no loading and is left out if there are others. Steps that save are left out. The message quotes the
-    representative step of the worst device.
+    median step of the worst device.
 
     How to fix: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True), cheaper decoding
     and augmentation, data on faster or local storage, batches prepared ahead on another thread.
@@ -245,7 +245,7 @@ class DataStall(Rule):
     min_saved_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's representative step exceeds the threshold."""
+        """Yield one finding if the worst device's median step exceeds the threshold."""
         late = run.scan(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA).collect()
         loss = step_losses.worst(_all_but_last(run, late), self.min_stall_ratio)
         if loss is None:

@@ -87,7 +87,7 @@ class OutlierStep(Rule):
     first use, a save or an evaluation that no span names, a launch that blocks.
 
     Why it costs: the device has no work while the host stalls, and all other ranks wait for that rank in the next
-    collective. Rules on the representative step do not see it.
+    collective. Rules on the median step do not see it.
 
     How it is measured: gaps in compute of 1 ms or more that the host causes, compared with the same place and with the
     longest stall of the same cause in the other steps of the rank. With up to three other steps, all of them must be

@@ -48,7 +48,7 @@ class PipelineBubble(Rule):
 
     How it is measured: the recorded actions of all ranks are scheduled again with their own durations on links without
     cost; the cost is the difference to the recorded time from the first action to the last. The message quotes the
-    representative step. What a slow link costs is subtracted (PIPE005), and what waiting for weights costs that are
+    median step. What a slow link costs is subtracted (PIPE005), and what waiting for weights costs that are
     gathered for each micro-batch (PIPE004). Delays between the completion of an input and the action that needs it are
     communication where the rank sends or receives meanwhile, otherwise the host.
 
@@ -69,7 +69,7 @@ class PipelineBubble(Rule):
     min_link_ratio: float = 0.25
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the representative step loses enough."""
+        """Yield one finding if the median step loses enough."""
         if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
             return
         links_ns = int(run.run_table(pipeline_links.links)["saved_ns"].max() or 0)  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
 
 
 def _step(row: dict[str, Any]) -> str:
-    return "the window" if row["step"] is None else f"the representative step ({row['step']})"
+    return "the window" if row["step"] is None else f"step {row['step']} (the median)"
 
 
 def _slow_steps_ratio(run: Run, balance: Balance, stage: int) -> float:

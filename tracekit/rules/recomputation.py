@@ -58,7 +58,7 @@ class NeedlessRecomputation(Rule):
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the layers that fit in memory save enough in the worst device's representative step."""
+        """Yield one finding if the layers that fit in memory save enough in the worst device's median step."""
         free_bytes = self._free_bytes(run)
         parts = run.table(recomputation.regions)
         if free_bytes is None or parts.is_empty():

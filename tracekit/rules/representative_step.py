@@ -1,4 +1,7 @@
-"""The representative step that a verdict quotes: a real step, so that each number can be looked up in the trace."""
+"""The step that a finding quotes: the median one by its loss, a real step whose numbers can be looked up in the trace.
+
+It is not the representative step of the run (`steps_without_saves.representative_step`), which pages show first.
+"""
 
 from typing import Any
 
@@ -24,7 +27,7 @@ def per_device(steps: pl.DataFrame, by: str) -> pl.DataFrame:
 
 
 def worst(steps: pl.DataFrame, by: str) -> dict[str, Any] | None:
-    """Return the representative step of the rank and device where it is worst; None if there are no steps."""
+    """Return the median step of the rank and device where it is worst; None if there are no steps."""
     medians = per_device(steps, by)
     return None if medians.is_empty() else medians.row(0, named=True)
 
@@ -36,9 +39,9 @@ def in_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return "the representative step (7) of rank 0", or "the trace of rank 0" where no steps are marked."""
+    """Return "step 7 of rank 0 (its median)", or "the trace of rank 0" where no steps are marked."""
     rank = f"rank {row['rank']}"
-    return f"the trace of {rank}" if row["step"] is None else f"the representative step ({row['step']}) of {rank}"
+    return f"the trace of {rank}" if row["step"] is None else f"step {row['step']} of {rank} (its median)"
 
 
 def noun(row: dict[str, Any]) -> str:

@@ -77,6 +77,8 @@ class Finding:
     """Whether impact and cost are of the whole window, because no steps are marked in it."""
     is_of_iterations: bool = False
     """Whether `steps` are iterations that were found by repetition, because no steps are marked."""
+    is_upper_bound: bool = False
+    """Whether impact and cost are only an upper bound, which no replay has confirmed."""
 
     @property
     def id(self) -> str:
@@ -97,8 +99,27 @@ class Finding:
 
 
 def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings by severity, then cost, highest first."""
-    return tuple(sorted(findings, key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject)))
+    """Return findings by severity, then cost, highest first; upper bounds come after measured and replayed costs."""
+    return tuple(
+        sorted(
+            findings,
+            key=lambda f: (-f.severity, f.is_upper_bound, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject),
+        )
+    )
+
+
+def cost_order(finding: Finding) -> tuple[bool, float, int, int, int]:
+    """Return the key that sorts findings by cost, in ascending order.
+
+    An upper bound is below every measured or replayed cost: it does not show that the time is lost.
+    """
+    cost = (finding.impact, finding.severity, finding.cost_ns, finding.cost_bytes)
+    return (not finding.is_upper_bound, *cost)
+
+
+def costliest(findings: Iterable[Finding]) -> Finding | None:
+    """Return the finding with the highest measured or replayed cost; None if there is none, or only upper bounds."""
+    return max((found for found in findings if not found.is_upper_bound), key=cost_order, default=None)
 
 
 def is_data_quality(code: str) -> bool:

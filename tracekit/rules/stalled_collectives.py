@@ -43,7 +43,7 @@ class StalledCollective(Rule):
     process did nothing meanwhile.
 
     Why it costs: all members of the group wait until the collective ends, and then the ranks that wait for them. Rules
-    on the representative step do not see it.
+    on the median step do not see it.
 
     How it is measured: the time of a collective from the last arrival to its end, the shortest over its ranks: a rank
     that comes late does not count, and neither do differences between clocks. It must be four times as long as the same
@@ -78,6 +78,8 @@ class StalledCollective(Rule):
         for _, own in largest_first(events, "lost_ns", "start_ns").group_by(key, maintain_order=True):
             longest = own.row(0, named=True)
             step_ns = longest["reference_ns"] or longest["window_ns"]
+            if step_ns is None:  # no step has work, so nothing is known of how long one takes
+                continue
             least_ns = step_ns * (self.min_step_ratio if _on_device(run) else self.min_cpu_step_ratio)
             if longest["lost_ns"] < least_ns / 2:
                 continue

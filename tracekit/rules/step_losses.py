@@ -1,4 +1,4 @@
-"""The time lost in each step, and the worst device's representative step: shared by the rules on streams."""
+"""The time lost in each step, and the worst device's median step: shared by the rules on streams."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) ->
 
 @dataclass(frozen=True, eq=False)
 class StepLoss:
-    """The loss that a finding quotes: that of the representative step of the worst device."""
+    """The loss that a finding quotes: that of the median step of the worst device."""
 
     row: dict[str, Any]
     """The step, with columns KEY, duration_ns, lost_ns and lost_ratio."""
@@ -58,6 +58,7 @@ class StepLoss:
         evidence: pl.DataFrame,
         what_if: WhatIf | None = None,
         subject: str = "",
+        is_upper_bound: bool = False,
     ) -> Finding:
         """Return a finding with the impact and cost of the quoted step, and the ranks and steps that lose enough."""
         return Finding(
@@ -74,11 +75,12 @@ class StepLoss:
             what_if=what_if,
             subject=subject,
             is_of_window=self.row["step"] is None,
+            is_upper_bound=is_upper_bound,
         )
 
 
 def worst(steps: pl.DataFrame, min_lost_ratio: float) -> StepLoss | None:
-    """Return the loss of the worst device; None if its representative step loses less than `min_lost_ratio`.
+    """Return the loss of the worst device; None if its median step loses less than `min_lost_ratio`.
 
     `steps` is a table of `by_step` or `steps_without_saves.losses`.
     """

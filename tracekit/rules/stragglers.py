@@ -93,7 +93,7 @@ class Straggler(Rule):
                 yield self._finding(run, worst)
 
     def _persistent_step(self, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
-        """Return the representative step of a rank that is late in most steps since its first late one; else None."""
+        """Return the median step of a rank that is late in most steps since its first late one; else None."""
         late = rank_steps.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
         if late.height < 2:
             return None
@@ -134,8 +134,8 @@ class Straggler(Rule):
         return Finding(
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
-            f"{_verdict(name, place)}: the other ranks wait {describe_loss(worst)} for "
-            f"{'them' if several else 'it'} in {_when(worst)}. "
+            f"{_verdict(name, place)}: the other ranks lose {describe_loss(worst)} to waiting for "
+            f"{'them' if several else 'it'} in {_when(worst)}.{_idle(worst)} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
             f"collectives, with the longest waits at {_worst_collective(shown[0])}.{cause}",
             fix.format(ranks=name),
@@ -151,6 +151,17 @@ class Straggler(Rule):
             subject=name,
             is_of_window=is_of_window,
         )
+
+
+def _idle(worst: dict[str, Any]) -> str:
+    """Return how long the other ranks idle for late ranks, which pages show, where it is not the time lost; else ''."""
+    idle, lost = units.duration(worst["idle_ns"]), units.duration(worst["lost_ns"])
+    if idle == lost:
+        return ""
+    if worst["idle_ns"] < worst["lost_ns"]:
+        return f" They idle for {idle} of it; compute hides the rest of their waiting, which makes them late in turn."
+    slower = units.duration(worst["idle_ns"] - worst["lost_ns"])
+    return f" They idle for {idle}, of which {slower} is a longer transfer, not lateness."
 
 
 def _verdict(name: str, place: str | None) -> str:
@@ -178,7 +189,7 @@ def _when(worst: dict[str, Any]) -> str:
             f"the window, and most of the waiting is for it in {worst['led']} of {worst['parts']} parts of the window"
         )
     return (
-        f"the representative step ({worst['step']}), and in {worst['late'].height} of {worst['since']} steps since "
+        f"step {worst['step']} (the median), and in {worst['late'].height} of {worst['since']} steps since "
         f"step {worst['first']}"
     )
 
@@ -252,7 +263,7 @@ class UnevenRanks(Rule):
     Why it costs: every collective waits for the rank that is slowest at that moment, and the slowest rank changes.
 
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
-    representative step. Not reported if more than half of the waiting in most steps is for the same rank: that is
+    median step. Not reported if more than half of the waiting in most steps is for the same rank: that is
     RANK001. In a run of one step RANK001 cannot judge, so this rule does. Steps that save are left out. Where more than
     half of the waiting ends in a replay without the causes that have a warning, such as late launches, the finding is
     information, with the cost of the rest.
@@ -270,7 +281,7 @@ class UnevenRanks(Rule):
     min_wait_ratio: float = 0.1
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the representative step exceeds the threshold and there is no single straggler."""
+        """Yield one finding if the median step exceeds the threshold and there is no single straggler."""
         pieces = stragglers.waiting_pieces(run)
         steps = stragglers.steps(run)
         means = _waits(steps, pieces)
@@ -285,7 +296,7 @@ class UnevenRanks(Rule):
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in the {_place(worst)}, {_describe(most_late)}.",
+            f"in {_place(worst)}, {_describe(most_late)}.",
             f"Check why {_suspects(most_late)} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
@@ -342,7 +353,7 @@ def _suspects(shares: list[tuple[int, float]]) -> str:
 
 
 def _place(row: dict[str, Any]) -> str:
-    return "window" if row["step"] is None else f"representative step ({row['step']})"
+    return "the window" if row["step"] is None else f"step {row['step']} (the median)"
 
 
 def _in_step(row: dict[str, Any]) -> pl.Expr:

@@ -37,7 +37,7 @@ class GiveWay(Rule):
     without concurrent compute, else of the same kernel with another grid, scaled by the number of blocks (see the
     column sample). For each gap in communication, the smallest of three times counts: the extra time of its
     preparation; the part of the gap that this fills; and the idle time of compute behind it. The message quotes the
-    representative step of the worst device. The cost is the saving of a replay in which each preparation takes its time
+    median step of the worst device. The cost is the saving of a replay in which each preparation takes its time
     alone (`tracekit whatif`); below `min_cost_ratio` it is information.
 
     How to fix: move the preparation to the compute stream or out of the step: preallocated flat buffers (YaFSDP,
@@ -127,8 +127,9 @@ class NeedlessOrder(Rule):
     earlier one. The loss is their delay while no work of their kind (compute, communication) ran, at most the step's
     duration minus its compute or its communication. A collective waits for its communicator if it starts within 20 µs
     of the end of another one of its group on another stream; a reduction cannot start before the compute launched
-    before it. The message quotes the representative step of the worst device. The cost is the saving of a replay
-    without that order (`tracekit whatif`), where possible.
+    before it. The message quotes the median step of the worst device. The cost is the saving of a replay
+    without that order (`tracekit whatif`), where possible; else it is an upper bound, which is never reported as the
+    costliest finding.
 
     How to fix: unset CUDA_DEVICE_MAX_CONNECTIONS or set it to 8 or more (unless tensor parallelism relies on 1 to order
     its kernels); for collectives, FSDPModule.set_separate_reduce_scatter_group, or a separate process group.
@@ -191,6 +192,7 @@ class NeedlessOrder(Rule):
             evidence=representative_step.evidence(delayed, loss.row, "lost_ns"),
             what_if=WhatIf("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
+            is_upper_bound=True,
         )
 
 

@@ -97,7 +97,7 @@ class ExposedTensorParallel(Rule):
 
     How it is measured: the axis of each group comes from its description, the manifest, or its collectives (see
     docs/parallelism.md). Exposed is the time of its collectives in which the device computes nothing, per rank and
-    step; transfer is what remains after all ranks have arrived. The message quotes the representative step. A pass
+    step; transfer is what remains after all ranks have arrived. The message quotes the median step. A pass
     through a layer has two large all-reduces in forward, or in all if phases are not known; with sequence
     parallelism, two all-gathers and two reduce-scatters. The cost is the transfer.
 
@@ -117,7 +117,7 @@ class ExposedTensorParallel(Rule):
     min_link_ratio: float = 0.25
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the representative step is above the threshold."""
+        """Yield one finding if the median step is above the threshold."""
         steps = run.run_table(tensor_parallel.exposed_by_step)
         if steps.is_empty() or tensor_parallel.groups_across_nodes(run):
             return
@@ -190,7 +190,7 @@ def _per_pass(row: dict[str, Any]) -> str:
 
 
 def _step(row: dict[str, Any]) -> str:
-    return "the window" if row["step"] is None else f"the representative step ({row['step']})"
+    return "the window" if row["step"] is None else f"step {row['step']} (the median)"
 
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:

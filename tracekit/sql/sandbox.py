@@ -6,11 +6,13 @@ program. It imports DuckDB and Arrow but nothing of tracekit, so it starts quick
 
 Protocol: stdin has a line of JSON (sql, tables, timeout_s, memory_bytes, max_rows) and each table without rows as an
 Arrow stream; stdout has a line with the tables that the query names. Then stdin has a line with the names of those
-tables, each with the Parquet files that it is in, and the rows of those that are in none; stdout has the result as an
-Arrow stream between two lines. A line with `error` (kind, message) ends the exchange.
+tables, each with the Parquet files that it is in, and the rows of those that are in none; stdout has the result in
+batches, each a line with its size in bytes and an Arrow stream, then a line with `done`. The first batch has no rows. A
+line with `error` (kind, message) ends the exchange.
 """
 
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -234,26 +236,39 @@ def _answer(
     relation = _as_plain_types(connection, connection.sql(statement), statement)
     to_reader = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader  # its name before DuckDB 1.4
     batches = to_reader(_BATCH_ROWS)
-    _send(sink, {"rows": True})
+    schema = pa.schema(
+        field.with_name(name) for field, name in zip(batches.schema, _unique_names(batches.schema.names), strict=True)
+    )
+    _send_batch(sink, schema)
     size_bytes = rows = 0
-    error: Exception | None = None
-    with pa.ipc.new_stream(sink, batches.schema) as out:
-        try:
-            for batch in batches:
-                size_bytes += batch.nbytes
-                rows += batch.num_rows
-                if size_bytes > memory_bytes:
-                    raise RefusedError(
-                        f"the result is larger than {memory_bytes / 2**30:.3g} GiB; add a LIMIT, or --memory"
-                    )
-                out.write_batch(batch)
-                if max_rows is not None and rows >= max_rows:
-                    break
-        except (RefusedError, MemoryError, duckdb.Error, pa.ArrowException, OSError) as raised:
-            error = raised  # raised after the stream is closed, so that its reader finds the line after it
-    if error is not None:
-        raise error
+    for batch in batches:
+        size_bytes += batch.nbytes
+        rows += batch.num_rows
+        if size_bytes > memory_bytes:
+            raise RefusedError(f"the result is larger than {memory_bytes / 2**30:.3g} GiB; add a LIMIT, or --memory")
+        _send_batch(sink, schema, pa.RecordBatch.from_arrays(batch.columns, schema=schema))
+        if max_rows is not None and rows >= max_rows:
+            break
     _send(sink, {"done": True})
+
+
+def _send_batch(sink: BinaryIO, schema: pa.Schema, *batches: pa.RecordBatch) -> None:
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, schema) as out:
+        for batch in batches:
+            out.write_batch(batch)
+    content = stream.getvalue()
+    _send(sink, {"size_bytes": content.size})
+    sink.write(content)
+
+
+def _unique_names(names: Sequence[str]) -> list[str]:
+    """Return the names of columns, those that were used before with a number."""
+    unique: list[str] = []
+    for name in names:
+        number = next(n for n in itertools.count() if (f"{name}_{n}" if n else name) not in unique)
+        unique.append(f"{name}_{number}" if number else name)
+    return unique
 
 
 def _as_plain_types(

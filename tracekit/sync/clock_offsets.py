@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.model.sweep_line import distinct
+
 _Ints = npt.NDArray[np.int64]
 UNKNOWN = -1
 MIN_PAIRS = 3
@@ -22,6 +24,9 @@ _MAX_PAIRS = 2_000_000
 _CANDIDATES = 4
 _MIN_LEAD = 3.0
 _SLACK_NS = 50_000
+_MIN_EXPLAINED = 0.9
+"""Share of the calls that both sides recorded; where the ends of fewer coincide, the order of all calls decides."""
+_MAX_SHIFTS, _FEW = 4096, 64
 _NEVER_NS = 1 << 62
 
 
@@ -114,10 +119,11 @@ def match_rank(
         agreed = _median_offset(calls, instances, pairs) if offset_ns is None else offset_ns
         return RankMatch(agreed or 0, pairs, _instance_ids(instances, pairs), links_clocks=agreed is not None)
     agreed = _offset_by_voting(calls, instances) if offset_ns is None else offset_ns
-    if agreed is None:
-        return None
-    pairs = _match_by_time(calls, instances, agreed)
-    if not _has_enough_matches(calls, instances, agreed, pairs):
+    pairs = _match_by_time(calls, instances, agreed) if agreed is not None else np.full(len(calls.end), UNKNOWN)
+    common = _calls_in_common(calls, instances, agreed or 0)
+    if (pairs >= 0).sum() < _MIN_EXPLAINED * common and (whole := _align_sequences(calls, instances, offset_ns)):
+        agreed, pairs = whole
+    elif agreed is None or (pairs >= 0).sum() < max(MIN_PAIRS, common // 3):
         return None
     return RankMatch(agreed, pairs, _instance_ids(instances, pairs), links_clocks=True)
 
@@ -201,14 +207,18 @@ def _peaks(differences: _Ints) -> list[int]:
 
 
 def _score(calls: RankCalls, instances: Instances, offset_ns: int) -> tuple[float, int]:
-    """Return how well an offset explains the ends, and the offset refined by the resulting pairs.
+    """Return how well an offset explains the ends, and the offset refined by the resulting pairs."""
+    pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
+    has_enough = ((pairs >= 0) & calls.synchronizing).sum() >= MIN_PAIRS
+    return _precision(calls, instances, pairs) if has_enough else (0.0, offset_ns)
+
+
+def _precision(calls: RankCalls, instances: Instances, pairs: _Ints) -> tuple[float, int]:
+    """Return how precisely the ends of pairs coincide, and the offset at which they do best.
 
     Each pair scores the logarithm of its precision; half of that if the step numbers differ.
     """
-    pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
     at = (pairs >= 0) & calls.synchronizing
-    if at.sum() < MIN_PAIRS:
-        return 0.0, offset_ns
     difference = instances.end_time[pairs[at]] - calls.end[at]
     refined = int(np.median(difference))
     weight = np.where(_compatible(calls.step[at], instances.step[pairs[at]]), 1.0, 0.5)
@@ -267,14 +277,12 @@ def _closest(among: _Ints, to: _Ints) -> tuple[_Ints, npt.NDArray[np.float64]]:
     return best - 1, next_best / np.maximum(distance, 1)
 
 
-def _has_enough_matches(calls: RankCalls, instances: Instances, offset_ns: int, pairs: _Ints) -> bool:
-    """Whether at least three calls, and a third of those that both sides recorded, match."""
+def _calls_in_common(calls: RankCalls, instances: Instances, offset_ns: int) -> int:
+    """Return how many calls both sides recorded, judged by their ends."""
     ends = calls.end + offset_ns
     low, high = max(ends[0], instances.end_time[0]) - _FAR_NS, min(ends[-1], instances.end_time[-1]) + _FAR_NS
-    common = min(
-        ((ends >= low) & (ends <= high)).sum(), ((instances.end_time >= low) & (instances.end_time <= high)).sum()
-    )
-    return int((pairs >= 0).sum()) >= max(MIN_PAIRS, int(common) // 3)
+    own, others = (ends >= low) & (ends <= high), (instances.end_time >= low) & (instances.end_time <= high)
+    return int(min(own.sum(), others.sum()))
 
 
 def _match_by_order(
@@ -335,3 +343,61 @@ def _number_unmatched(
             pl.when(pl.col("is_before") | pl.col("is_after")).then(0).otherwise("n").alias("n"),
         )
     )
+
+
+# By the order of all calls ------------------------------------------------------------------------------------------
+
+
+def _align_sequences(calls: RankCalls, instances: Instances, offset_ns: int | None) -> tuple[int, _Ints] | None:
+    """Match two sequences of calls as wholes, shifted against each other; return offset and pairs, None if none fits.
+
+    All ranks of a group call the same collectives in the same order, so where no call was lost, one shift pairs every
+    call with one of the same op and size. It may be found where ends scatter by more than collectives take, as on GPUs
+    that several processes share in turns. All ranks have to be inside together, with `offset_ns` if that is known.
+    """
+    own, other = np.lexsort((calls.end, calls.start)), np.lexsort((instances.end, instances.start))
+    best: tuple[float, int, _Ints] | None = None
+    for shift in _possible_shifts(calls.kind[own], instances.kind[other]):
+        low, high = max(0, -shift), min(len(own), len(other) - shift)
+        i, j = own[low:high], other[low + shift : high + shift]
+        is_long = len(i) >= min(len(own), len(other)) // 2 and calls.synchronizing[i].sum() >= MIN_PAIRS
+        if not is_long or not _are_same(calls, instances, i, j):
+            continue
+        pairs = np.full(len(own), UNKNOWN, np.int64)
+        pairs[i] = j
+        score, offset = _precision(calls, instances, pairs)
+        offset = offset if offset_ns is None else offset_ns
+        if _share_together(calls, instances, pairs, offset) >= _MIN_EXPLAINED and (best is None or score > best[0]):
+            best = score, offset, pairs
+    return best and best[1:]
+
+
+def _possible_shifts(own: _Ints, other: _Ints) -> list[int]:
+    """Return the shifts, smallest first, that pair calls of the kind that gives fewest; none if those are too many."""
+    kinds, counts = np.unique(own, return_counts=True)
+    others = np.array([(other == kind).sum() for kind in kinds], np.int64)
+    shared = counts * others > 0
+    if not shared.any():
+        return []
+    kind = kinds[shared][np.argmin((counts * others)[shared])]
+    at, at_other = np.flatnonzero(own == kind), np.flatnonzero(other == kind)
+    if len(at) * len(at_other) > _MAX_PAIRS:
+        return []
+    shifts = distinct(at_other[None, :] - at[:, None])
+    return sorted(shifts.tolist(), key=abs)[:_MAX_SHIFTS]
+
+
+def _are_same(calls: RankCalls, instances: Instances, i: _Ints, j: _Ints) -> bool:
+    for some in (slice(_FEW), slice(_FEW, None)):  # most shifts differ within the first few calls
+        a, b = i[some], j[some]
+        if not ((calls.op[a] == instances.op[b]) & _compatible(calls.bytes[a], instances.bytes[b])).all():
+            return False
+    return True
+
+
+def _share_together(calls: RankCalls, instances: Instances, pairs: _Ints, offset_ns: int) -> float:
+    """Return the share of pairs in which all ranks were inside at the same time, as a collective needs."""
+    i = np.flatnonzero((pairs >= 0) & calls.synchronizing)
+    start = np.maximum(calls.start[i] + offset_ns, instances.start[pairs[i]])
+    end = np.minimum(calls.end[i] + offset_ns, instances.end[pairs[i]])
+    return float((start <= end + _SLACK_NS).mean()) if len(i) else 0.0

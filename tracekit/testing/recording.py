@@ -12,7 +12,7 @@ from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import launch
 from tracekit.capture.optimizer_hooks import OptimizerSteps
 from tracekit.capture.recorder import WARMUP_STEPS, Recorder
-from tracekit.cli import settings
+from tracekit.cli import settings_file
 from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.model.run import Run
@@ -54,7 +54,7 @@ class TraceRun:
         if self._run is None:
             self._require_steps()
             self._run = loader.load(
-                str(self.folder), cache=False, devices=settings.nearest_devices(self._settings_from)
+                str(self.folder), cache=False, devices=settings_file.nearest_devices(self._settings_from)
             )
         return self._run
 

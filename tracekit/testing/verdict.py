@@ -8,7 +8,7 @@ from typing import TypedDict
 import numpy as np
 import polars as pl
 
-from tracekit.cli import settings
+from tracekit.cli import settings, settings_file
 from tracekit.errors import TracekitError
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -17,8 +17,9 @@ from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.samples import job_samples, samples
 from tracekit.report import phrases
-from tracekit.rules import all_rules, engine
-from tracekit.rules.rule import Finding
+from tracekit.rules import engine
+from tracekit.rules.registry import all_rules
+from tracekit.rules.rule import Finding, cost_order
 from tracekit.testing.marks import TraceBudget
 from tracekit.testing.recording import TraceRun
 
@@ -66,7 +67,7 @@ def judge(recording: TraceRun, budget: TraceBudget, test: str, *, settings_from:
 
 def _check(run: Run, budget: TraceBudget, folder: Path) -> CheckResult:
     catalog = all_rules()
-    file = settings.find_file(folder)
+    file = settings_file.find_file(folder)
     settled = settings.read(file, catalog) if file else settings.CheckSettings()
     facts = (samples, *checks.facts(budget.budgets, with_baseline=False))
     report = engine.check(run, settings.configured_rules(settled, catalog), facts=facts)
@@ -94,7 +95,7 @@ def _failure(gate: CheckResult, run: Run, folder: Path) -> str:
 
 def _costliest(findings: Sequence[Finding]) -> list[Finding]:
     costly = [each for each in findings if each.cost_ns or each.cost_bytes]
-    return sorted(costly, key=lambda each: (-each.impact, -each.severity, -each.cost_ns, -each.cost_bytes))
+    return sorted(costly, key=cost_order, reverse=True)
 
 
 def _unmeasured(gate: CheckResult) -> list[BudgetResult]:

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dashboard import components
+from tracekit.report.timeline_view import assets
 
-_mount = components.register(
-    "timeline",
-    ("time.js", "layout.js", "tile.js", "paint.js", "input.js", "panel.js", "page.js", "timeline.js"),
-)
+_mount = components.mount("timeline", html=assets.html(), css=assets.css(), js=assets.script())
 
 
 def _nothing() -> None:
@@ -16,10 +14,12 @@ def _nothing() -> None:
 
 
 def timeline(data: bytes, *, key: str) -> Mapping[str, Any]:
-    """Show the timeline and return what the browser sent: view, selected, search, finding. `data`: `message.pack`.
+    """Show the timeline and return what the browser sent: view, selected, search, finding, range, step.
+
+    `data` is made by `message.pack`.
 
     The same mapping is at ``st.session_state[key]`` before the call, once the browser has sent anything.
     """
-    changes = {f"on_{name}_change": _nothing for name in ("view", "selected", "search", "finding")}
+    changes = {f"on_{name}_change": _nothing for name in ("view", "selected", "search", "finding", "range", "step")}
     state: Mapping[str, Any] = _mount(key=key, data=data, **changes)
     return state

@@ -5,6 +5,7 @@ computing. Here the wait has a span of its own, that of the receive.
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,8 @@ class Executor(_PipelineScheduleRuntime):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         inputs, _ = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        self._initialize_stages(inputs[0], {}, None, loss_kwargs)
+        prepare = self._initialize_stages  # torch 2.11 and earlier need neither the target nor the loss
+        prepare(*(inputs[0], {}, None, loss_kwargs)[: len(inspect.signature(prepare).parameters)])
         step = _Step(self, inputs, target_mbs, keeps_outputs=return_outputs)
         for action in self.pipeline_order_with_comms[self.rank]:
             for each in action.sub_actions or (action,):

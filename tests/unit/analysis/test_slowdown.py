@@ -256,3 +256,19 @@ def test_collectives_of_one_group_are_delayed_by_their_communicator():
         )
         delayed = run.table(queueing.delayed_kernels).filter(reason=queueing.COMMUNICATOR, name="y")
         assert delayed["blocker_name"].to_list() == ["x"] * count
+
+
+blocks = st.lists(st.tuples(st.integers(1, 1_000_000), st.floats(-1e5, 1e6, allow_nan=False)), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks)
+def test_pairs_that_are_slowed_too_little_have_an_interval_that_begins_too_low(drawn):
+    steps = pl.DataFrame(drawn, ["judged_ns", "lost_ns"], orient="row").with_columns(
+        rank=0, device=0, kind=pl.lit(COMPUTE), concurrent_kind=pl.lit(COMMUNICATION), overlapped_ns="judged_ns"
+    )
+    every = contention.pool_pairs(steps)
+    low, found = every["low"][0], every["slowdown"][0]
+    assert low is None or low <= found
+    assert contention.pool_pairs(steps, min_slowdown=found).is_empty()
+    assert contention.pool_pairs(steps, min_slowdown=found - 0.01).equals(every)

@@ -75,7 +75,7 @@ def test_the_wait_matrix_has_a_column_for_unknown_late_ranks():
     )
     figure = charts.wait_matrix(waited, [0, 1])
     assert figure.layout.xaxis.ticktext == ("for rank 0", "for rank 1", "for unknown rank")
-    assert figure.data[0].z[0][2] == pytest.approx(5e-6)
+    assert figure.data[0].z[0][2] == pytest.approx(0.005)  # in µs
 
 
 def test_communication_is_split_into_hidden_transfer_and_waiting():

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import gzip
 import json
 import os
@@ -129,6 +130,99 @@ def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> No
         recorder.step({"loss": lambda: loss(1)})
         assert calls == [0]
     assert [row["loss"] for row in metrics(tmp_path)] == [0.0, 1.0]
+
+
+def test_waiting_for_the_number_of_an_earlier_step_counts_in_a_steps_time(tmp_path: Path) -> None:
+    def loss() -> float:
+        threading.Event().wait(0.03)  # as for a device that is steps behind
+        return 1.0
+
+    with Recorder(tmp_path, steps=None) as recorder:
+        for _ in range(4):
+            recorder.step({"loss": loss})
+    first, *others = (row["step_time_ns"] for row in metrics(tmp_path))
+    assert first < 30_000_000 <= min(others)
+
+
+def test_a_window_begins_once_the_device_has_done_what_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(recorder.steps_done))
+    with Recorder(tmp_path, steps="2:4", every=5, warmup=1) as recorder:
+        recorder._profiler._options = dataclasses.replace(recorder._profiler._options, device="cuda")
+        train(recorder, 10)
+    assert waited == [2, 7]
+
+
+class Device:
+    """A device that is behind the host: its clock moves when a test says so, and events wait for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached: list[float] = []  # when each event was reached, in ms
+        self.events: list[DeviceEvent] = []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: DeviceEvent(self))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr("tracekit.capture.recorder.allocator_counters", dict)
+
+
+class DeviceEvent:
+    def __init__(self, device: Device) -> None:
+        self._device, self.number = device, len(device.events)
+        device.events.append(self)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.number < len(self._device.reached)
+
+    def synchronize(self) -> None:
+        assert self.query(), "the host would wait for ever"
+
+    def elapsed_time(self, later: "DeviceEvent") -> float:
+        return self._device.reached[later.number] - self._device.reached[self.number]
+
+
+def test_on_a_gpu_a_steps_time_is_that_between_its_ends_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
+    with Recorder(tmp_path, steps=None, device="cuda") as recorder:
+        times = []
+        for _ in range(3):
+            recorder.step({"loss": 1.0}, tokens=128)
+            times.append(recorder.step_time)
+        assert [time.ready for time in times] == [False, False, False]  # the host waited for none
+        device.reached = [0.0, 80.0, 81.0, 161.0, 170.0, 250.0, 251.0]  # each step's begin and end
+    assert [row["step_time_ns"] for row in metrics(tmp_path)] == [80_000_000] * 3
+    assert [row["tokens_per_second"] for row in metrics(tmp_path)] == [1600.0] * 3
+
+
+def test_a_gpu_that_has_failed_does_not_raise_in_the_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+
+    def fail(_: DeviceEvent) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with Recorder(tmp_path, steps=None, device="cuda") as recorder:
+        monkeypatch.setattr(DeviceEvent, "record", fail)
+        recorder.step()
+        recorder.step()
+    assert all(row["step_time_ns"] > 0 for row in metrics(tmp_path))
+
+
+def test_before_the_training_uses_the_gpu_a_steps_time_is_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with Recorder(tmp_path, steps=None, device="cuda") as recorder:
+        threading.Event().wait(0.01)
+        recorder.step()
+    assert metrics(tmp_path)[0]["step_time_ns"] >= 10_000_000
+    assert not device.events
 
 
 def test_a_resumed_run_keeps_the_metrics_of_earlier_steps(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support import drawn_traces
+from tracekit.cli import rule_names, settings_file
 from tracekit.cli import settings as config
 from tracekit.cli.settings import CheckSettings, Ignore
 from tracekit.conventions import devices
@@ -47,7 +48,7 @@ CATALOG = (SlowStart, ColdCache)
 
 
 def read(folder: Path, text: str) -> CheckSettings:
-    path = folder / config.FILE
+    path = folder / settings_file.FILE
     path.write_text(text)
     return config.read(path, CATALOG)
 
@@ -182,7 +183,7 @@ def test_an_error_is_one_line_that_starts_with_the_file(tmp_path: Path, text: st
         read(tmp_path, text)
     message = str(caught.value)
     assert expected in message
-    assert message.startswith(str(tmp_path / config.FILE))
+    assert message.startswith(str(tmp_path / settings_file.FILE))
     assert "\n" not in message
 
 
@@ -194,14 +195,14 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_the_nearest_file_is_used_and_projects_without_a_section_are_skipped(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
-    assert config.find_file(inner) is None or tmp_path not in config.find_file(inner).parents
+    assert settings_file.find_file(inner) is None or tmp_path not in settings_file.find_file(inner).parents
     (tmp_path / "pyproject.toml").write_text('[tool.tracekit]\nfail_on = "info"\n')
     (tmp_path / "a" / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
-    found = config.find_file(inner)
+    found = settings_file.find_file(inner)
     assert found == tmp_path / "pyproject.toml"
     assert config.read(found, CATALOG).fail_on is Severity.INFO
     (tmp_path / "tracekit.toml").write_text('fail_on = "never"\n')
-    found = config.find_file(inner)
+    found = settings_file.find_file(inner)
     assert found == tmp_path / "tracekit.toml"
     assert config.read(found, CATALOG).fail_on is None
 
@@ -291,9 +292,9 @@ def test_ignored_findings_are_removed_and_noted() -> None:
 
 @pytest.mark.parametrize("name", ["BOOT001", "slow-start", "BOOT001-5feceb66"])
 def test_a_rule_is_found_by_code_name_and_finding(name: str) -> None:
-    assert config.find_rule(name, CATALOG) is SlowStart
+    assert rule_names.find_by_finding(name, CATALOG) is SlowStart
 
 
 def test_a_rule_that_is_not_there_is_not_found() -> None:
     with pytest.raises(ConfigError, match="did you mean slow-start"):
-        config.find_rule("slow-strat", CATALOG)
+        rule_names.find_by_finding("slow-strat", CATALOG)

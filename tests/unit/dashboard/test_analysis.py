@@ -1,23 +1,28 @@
 """The analysis pages without a browser, and what plug-ins add to them."""
 
+import contextlib
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from dashboard import run_catalog, run_store
+from dashboard.run_store import tables
 from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tests.support import dashboard_pages
 from tests.support.cli_runner import tracekit
 from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
+from tracekit.errors import InputError
 
 runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main
 PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar
 import polars as pl
-from tracekit.sql.run_query import DerivedTable
+from tracekit.sql.run_tables import DerivedTable
 from tracekit.rules.rule import Finding, Rule, Severity
 from tracekit.model.schema import Column, Table
 
@@ -188,6 +193,42 @@ def test_a_query_does_not_lock_the_run_while_it_executes(runs):
     assert not shown.exception
     assert shown.text[0].value == "[42]"
     assert lock.is_asking
+
+
+def test_what_was_measured_is_shown_while_another_session_reads_the_run(runs):
+    (entry,) = run_catalog.list_runs([str(runs / recorded.GOOD)]).entries
+    run = run_store.open_run(entry)
+    made = run.table(tables.BREAKDOWN_BY_STEP), run.cached("a result", lambda of: of.name), run.step_time_ns
+    reads, ends = threading.Event(), threading.Event()
+
+    def read(_):
+        reads.set()
+        ends.wait(TIMEOUT_S)
+
+    with ThreadPoolExecutor(2) as sessions:
+        reading = sessions.submit(run.compute, read)
+        reads.wait(TIMEOUT_S)
+        other = sessions.submit(
+            lambda: (run.table(tables.BREAKDOWN_BY_STEP), run.cached("a result", pytest.fail), run.step_time_ns)
+        )
+        try:
+            shown = other.result(TIMEOUT_S / 2)
+        finally:
+            ends.set()
+        reading.result()
+    assert all(one is other for one, other in zip(shown, made, strict=True))
+
+
+def test_more_queries_than_may_run_at_a_time_are_refused(runs):
+    (entry,) = run_catalog.list_runs([str(runs / recorded.GOOD)]).entries
+    run = run_store.open_run(entry)
+    limits = {"memory_bytes": 1 << 30, "max_rows": 10}
+    with contextlib.ExitStack() as stack:
+        for _ in range(run_store.MAX_QUERIES):
+            stack.enter_context(run_store._turn(0.0))
+        with pytest.raises(InputError, match="4 queries of all visitors are running"):
+            run.query("SELECT 1 AS n", timeout_s=0.0, **limits)
+    assert run.query("SELECT 1 AS n", timeout_s=30.0, **limits)["n"].to_list() == [1]
 
 
 def test_the_page_of_parallelism_shows_mesh_pipeline_and_axes(tmp_path):

@@ -44,7 +44,7 @@ def test_long_paths_are_drawn_with_fewer_parts_of_the_same_length(folder):
 
 
 def test_the_timeline_has_the_path_as_marks_in_the_colours_of_their_kinds(folder):
-    message = pytest.importorskip("dashboard.components.timeline.message")
+    message = pytest.importorskip("tracekit.report.timeline_view.message")
     run = load(folder)
     scene, found = timeline.open_scene(run), critical_path(run)
     marks = message.path_marks(scene, found.compact)

@@ -14,7 +14,7 @@ from dashboard import run_catalog, run_store
 from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tests.support import dashboard_pages, simulated_history
-from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
+from tests.support.dashboard_pages import TIMEOUT_S, component, html_of, page, testing
 from tracekit.cli.commands.dashboard import server_command
 from tracekit.regression.change import Verdict
 from tracekit.regression.history import store
@@ -23,7 +23,7 @@ from tracekit.regression.history.entry import history_entry
 from tracekit.report import json as report_json
 
 caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")
-APP = str(Path(__file__).parents[3] / "dashboard" / "server" / "app.py")
+APP = str(Path(__file__).parents[3] / "dashboard" / "server" / "frame.py")
 FAULTS = Path(__file__).parents[3] / "sample_traces" / "faults"
 SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
 runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main
@@ -32,7 +32,7 @@ runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main
 @pytest.fixture
 def app(monkeypatch):
     def opened_on(*paths, **params):
-        monkeypatch.setattr(sys, "argv", ["app.py", *map(str, paths)])
+        monkeypatch.setattr(sys, "argv", ["frame.py", *map(str, paths)])
         shown = testing.AppTest.from_file(APP, default_timeout=TIMEOUT_S)
         shown.query_params.update(params)
         return shown.run()
@@ -94,6 +94,8 @@ def test_names_in_what_is_shown_are_escaped(app, runs):
     shown = app(runs / recorded.HOSTILE)
     assert not shown.exception
     everything = html_of(shown) + "".join(element.value for element in shown.markdown)
+    ours = (SAMPLE.parents[1] / "dashboard" / "server" / "page.js").read_text(encoding="utf-8")
+    everything = everything.replace(f"<script>{ours}</script>", "")
     assert "<script" not in everything
     assert "<img" not in everything
 
@@ -144,7 +146,7 @@ def test_the_breakdown_can_be_seen_by_step(app, runs):
 
 
 def _message(shown):
-    sent = shown.get("bidi_component")[0].proto.bytes
+    sent = component(shown, "timeline").bytes
     return json.loads(sent[4 : 4 + int.from_bytes(sent[:4], "little")])
 
 
@@ -412,6 +414,16 @@ def test_the_history_page_is_listed_for_a_named_history_or_one_in_the_folder_of_
     assert run_catalog.history_file([str(tmp_path), "--history=/elsewhere"]) == Path("/elsewhere")
     words = server_command(["runs"], port=1, browser=False, history=Path("/h.duckdb"))
     assert words[words.index("--") + 1 :][-1] == "--history=/h.duckdb"
+
+
+def test_streamlit_offers_no_skills_over_the_pages(monkeypatch):
+    config, skills = pytest.importorskip("streamlit.config"), pytest.importorskip("streamlit.web.skills")
+    words = server_command(["runs"], port=1, browser=True)
+    flags = words[3 : words.index("--")]
+    options = zip(flags[::2], flags[1::2], strict=True)
+    given = {name.removeprefix("--"): {"true": True, "false": False}.get(value, value) for name, value in options}
+    monkeypatch.setattr(config, "get_option", lambda name: given[name])
+    assert skills.nudge_suppression_reason()
 
 
 def test_the_runs_page_does_not_read_a_log_that_links_outside(app, tmp_path):

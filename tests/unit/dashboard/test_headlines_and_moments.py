@@ -8,7 +8,7 @@ import pytest
 
 from dashboard import moments
 from tests.browser import recorded
-from tests.support.dashboard_pages import addressed_pages, html_of, keep_main, page, runs  # noqa: F401  fixtures
+from tests.support.dashboard_pages import addressed_pages, component, html_of, keep_main, page, runs  # noqa: F401  fixtures
 from tracekit.report import charts
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
@@ -18,7 +18,7 @@ WITHOUT_SUBJECT = {"checkpoints", "memory"}
 
 
 def _message(shown):
-    sent = shown.get("bidi_component")[0].proto.bytes
+    sent = component(shown, "timeline").bytes
     return json.loads(sent[4 : 4 + int.from_bytes(sent[:4], "little")])
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.browser import recorded
+from tests.support.cli_runner import tracekit
 from tests.support.dashboard_pages import addressed_pages, keep_main, page, runs  # noqa: F401  fixtures
 from tracekit.report import rank_rows
 
@@ -29,3 +30,22 @@ def test_the_representative_ranks_are_chosen_at_first(runs, address):  # noqa: F
     chosen = choice.set_value([1]).run()
     assert not chosen.exception
     assert chosen.multiselect[0].value == [1]
+
+
+def test_of_many_slowdowns_those_that_lose_most_are_listed_and_all_downloaded(tmp_path, monkeypatch):
+    from dashboard import downloads
+    from dashboard.pages import contention
+
+    monkeypatch.setattr(contention, "MAX_PAIRS", 1)
+    layout = ("--gpus", "2", "--layers", "2", "--seq", "512", "--steps", "2", "--fault", "give-way")
+    assert tracekit("simulate", *layout, "--out", tmp_path / "run").returncode == 0
+    offered = []
+    monkeypatch.setattr(downloads, "table", lambda rows, *, key: offered.append((key, rows)))
+    shown = page("contention", tmp_path / "run")
+    assert not shown.exception
+    (whole,) = [rows for key, rows in offered if key == "contention-pairs"]
+    assert whole.height > 1
+    (listed,) = [
+        each.value for each in shown.dataframe if "slowdown" in each.value.columns and each.value.shape[0] == 1
+    ]
+    assert listed["rank"][0] in whole["rank"]

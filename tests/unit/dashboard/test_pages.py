@@ -36,8 +36,8 @@ def plugin(tmp_path, monkeypatch):
 
 def test_a_page_of_a_plugin_has_a_link_an_address_a_screenshot_and_browser_tests(plugin, tmp_path, monkeypatch):
     recorded.write_run(tmp_path / "run", kernel="gemm")
-    monkeypatch.setattr(sys, "argv", ["app.py", str(tmp_path / "run")])
-    app = testing.AppTest.from_file(str(ROOT / "dashboard" / "server" / "app.py"), default_timeout=TIMEOUT_S).run()
+    monkeypatch.setattr(sys, "argv", ["frame.py", str(tmp_path / "run")])
+    app = testing.AppTest.from_file(str(ROOT / "dashboard" / "server" / "frame.py"), default_timeout=TIMEOUT_S).run()
     links = {page["url_pathname"]: key for key, page in app._registered_pages.items()}
     assert "acme" in links
     app._page_hash = links["acme"]  # as a browser reports it that opens the address

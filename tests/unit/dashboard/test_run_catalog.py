@@ -106,6 +106,14 @@ def test_what_takes_long_to_list_is_listed_less_often(runs, a_run):
     assert [entry.name for entry in known.listing().entries] == ["a"]
 
 
+def test_a_run_of_a_machine_whose_clock_is_ahead_is_not_being_recorded(runs):
+    for file in (runs / "a").iterdir():
+        os.utime(file, (time.time() + 3600,) * 2)
+    entries = {entry.name: entry for entry in run_catalog.list_runs([str(runs)]).entries}
+    assert not entries["a"].is_live
+    assert entries["a"].traces_stamp
+
+
 def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
     (runs / "new").mkdir()
     (runs / "new" / "rank00000.metrics.jsonl.partial").write_text('{"step": 0}\n')
@@ -275,7 +283,7 @@ ENTRIES = (
         (RunFilter(strategies=(runs_table.UNKNOWN,)), "cdef"),
         (RunFilter(verdicts=(runs_table.QUALITY_ISSUES, runs_table.BROKEN)), "ef"),
         (RunFilter(since_s=runs_table.PERIODS["last week"]), "badef"),
-        (RunFilter(step_ms=(15.0, 30.0)), "bd"),
+        (RunFilter(step_ns=(15e6, 30e6)), "bd"),
     ],
     ids=str,
 )
@@ -298,7 +306,7 @@ def test_the_table_of_a_checked_run_contains_its_steps(runs):
     report_cache.report(str(runs / "a"))
     row = runs_table.table(run_catalog.list_runs([str(runs)]).entries).row(0, named=True)
     assert (row["run"], row["strategy"], row["model"], row["ranks"]) == ("a", "ddp", "tiny", 2)
-    assert row["step_ms"] == 10.0
+    assert row["step_ns"] == 10e6
     assert len(row["steps"]) == len(recorded.STEPS)
     assert "problem" not in row
 
@@ -332,13 +340,16 @@ def test_a_manifest_can_say_anything(runs):
         ("<img src=x>.json", "_img_src_x_.json"),
         ("\u202e.json", "_.json"),
         ("../run.pftrace.gz", "run.pftrace.gz"),
+        ("io-7.pfw.gz", "io-7.pfw.gz"),
+        ("../rank00001.memory.pickle", "rank00001.memory.pickle"),
+        ("oom.pkl", "oom.memory.pickle"),
     ],
 )
 def test_an_uploaded_file_gets_a_name_that_can_only_be_a_trace(given, expected):
     assert uploads.safe_name(given) == expected
 
 
-@pytest.mark.parametrize("name", ["x", "x.json.exe", "x.gz", "x.json/..", ""])
+@pytest.mark.parametrize("name", ["x", "x.json.exe", "x.gz", "x.pickle.gz", "x.json/..", ""])
 def test_what_is_no_trace_by_its_name_is_refused(name):
     with pytest.raises(InputError, match="not that of a trace"):
         uploads.safe_name(name)
@@ -373,7 +384,7 @@ def test_the_command_listens_to_this_machine_only_by_default(monkeypatch, runs, 
     started = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     serve([str(runs)], browser=False)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "tracekit: The dashboard is at http://127.0.0.1:8501 (Ctrl-C ends it).\n"
     serve([str(runs)], browser=False, host="0.0.0.0")
     warned = capsys.readouterr().err
     assert "without a password" in warned

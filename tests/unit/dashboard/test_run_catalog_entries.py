@@ -1,5 +1,6 @@
 import json
 import os
+import tarfile
 
 import pytest
 
@@ -79,3 +80,65 @@ def test_files_of_other_windows_belong_to_the_run(tmp_path):
     _run(run / "window001")
     (entry,) = run_catalog.list_runs([str(tmp_path)]).entries
     assert (entry.name, entry.files) == ("run", 2)
+
+
+def test_folders_that_are_not_searched_are_named_with_the_reason(tmp_path):
+    runs = tmp_path / "runs"
+    _run(runs / "here")
+    _run(runs / "a" / "b" / "c" / "too-deep")
+    (tmp_path / "elsewhere").mkdir()
+    (runs / "linked").symlink_to(tmp_path / "elsewhere")
+    listing = run_catalog.list_runs([str(runs)])
+    assert [entry.name for entry in listing.entries] == ["here"]
+    reasons = dict(text.split(": ", 1) for text in listing.skipped)
+    assert set(reasons) == {str(runs / "linked"), str(runs / "a" / "b" / "c" / "too-deep")}
+    assert "link out of" in reasons[str(runs / "linked")]
+
+
+def test_an_archive_and_a_folder_of_archives_are_runs_that_open(tmp_path):
+    from dashboard import run_store
+    from tests.browser import recorded
+
+    recorded.write_run(tmp_path / "whole", kernel="gemm")
+    (tmp_path / "runs" / "packed").mkdir(parents=True)
+    packed = tmp_path / "runs" / "packed" / "today.tar.gz"
+    with tarfile.open(packed, "w:gz") as archive:
+        for file in (tmp_path / "whole").iterdir():
+            archive.add(file, f"today/{file.name}")
+    for path, name in ((packed, "today.tar.gz"), (tmp_path / "runs", "packed")):
+        (entry,) = run_catalog.list_runs([str(path)]).entries
+        assert (entry.name, entry.files, entry.problem) == (name, 1, "")
+        run_store.check(entry)
+        (checked,) = run_catalog.list_runs([str(path)]).entries
+        assert checked.summary.ranks == 2
+        assert checked.summary.costliest.startswith("HOST001: The step is launch-bound")
+        opened = run_store.open_run(checked)
+        assert opened.run.traces().__next__().steps.height == len(recorded.STEPS)  # read again, after the check
+
+
+def test_memory_snapshots_without_traces_are_runs_that_only_the_page_memory_shows(tmp_path):
+    oom = [f"oom/rank{rank:05d}.memory.pickle" for rank in (0, 1)]
+    for name in (*oom, "iteration_10/rank0_memory_snapshot.pickle"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"\x80\x04.")
+    _run(tmp_path / "whole")
+    (tmp_path / "whole" / "rank00000.memory.pickle").write_bytes(b"\x80\x04.")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.pkl").write_bytes(b"\x80\x04.")
+    found = {entry.name: entry for entry in run_catalog.list_runs([str(tmp_path)]).entries}
+    assert {name: entry.snapshots for name, entry in found.items()} == {"iteration_10": 1, "oom": 2, "whole": 0}
+    assert "the page Memory shows" in found["oom"].problem
+    assert not found["whole"].problem
+    (alone,) = run_catalog.list_runs([str(tmp_path / "weights" / "model.pkl")]).entries
+    assert alone.snapshots == 1
+
+
+def test_a_snapshot_that_is_a_link_elsewhere_is_not_shown(tmp_path):
+    outside = tmp_path / "outside.memory.pickle"
+    outside.write_bytes(b"\x80\x04.")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rank00000.memory.pickle").symlink_to(outside)
+    (entry,) = run_catalog.list_runs([str(tmp_path / "run")]).entries
+    assert entry.snapshots == 0
+    assert "is a link to a path outside" in entry.problem

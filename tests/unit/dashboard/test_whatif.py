@@ -168,3 +168,21 @@ def test_a_run_without_work_points_to_data_quality(tmp_path):
     assert not shown.exception
     assert "Data quality shows what is missing" in _said(shown)
     assert not shown.selectbox
+
+
+def test_of_many_ranks_only_those_that_are_replayed_are_read(tmp_path, monkeypatch):
+    from dashboard import run_catalog, run_store
+    from dashboard.run_store import what_if
+    from tracekit.replay.graph import representative_ranks
+
+    recorded.write_run(tmp_path / "run", kernel="gemm", ranks=(0, 1, 2, 3))
+    (entry,) = run_catalog.list_runs([str(tmp_path / "run")]).entries
+    monkeypatch.setattr(representative_ranks, "MAX_RANKS", 2)
+    monkeypatch.setattr(representative_ranks, "_LEAST_RANKS", 2)
+    run = run_store.open_run(entry)
+    parts = []
+    what_if.replay(run, lambda ratio, part: parts.append((ratio, part)))
+    replayed = representative_ranks.run_of(run.run).ranks
+    assert len(replayed) < 4
+    assert [part for _, part in parts].count("Reading the traces") == len(replayed)
+    assert all(0 <= ratio <= 1 for ratio, _ in parts)

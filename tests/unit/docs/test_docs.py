@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from tracekit.capture.launcher import command as recording
-from tracekit.cli import app
+from tracekit.cli.application import app
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "sample_traces" / "README.md", *ROOT.glob("docs/*.md")]

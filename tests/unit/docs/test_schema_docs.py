@@ -6,20 +6,28 @@ import pytest
 from tracekit.errors import InputError
 from tracekit.regression.history import tables
 from tracekit.report import schema_pages
-from tracekit.sql import run_query
+from tracekit.sql import run_tables, table_documents
 
 ROOT = Path(__file__).parents[3]
+DOCUMENTS = [table.document for table in run_tables.TABLES.values()]
+
+
+def test_the_file_of_tables_is_what_the_schema_says_now():
+    assert table_documents.FILE.read_text(encoding="utf-8") == table_documents.as_json(), (
+        "write it again: python -m tracekit.sql.table_documents"
+    )
+    assert table_documents.all_documents() == tuple(DOCUMENTS)
 
 
 def test_the_page_of_tables_is_what_the_schema_says_now():
     page = (ROOT / "docs" / "schema.md").read_text(encoding="utf-8")
-    assert page == schema_pages.as_markdown(list(run_query.TABLES.values())), (
+    assert page == schema_pages.as_markdown(DOCUMENTS), (
         "write it again: tracekit schema --format markdown --output docs/schema.md"
     )
 
 
 def test_every_column_has_a_sentence_and_every_quantity_its_unit():
-    for table in run_query.TABLES.values():
+    for table in run_tables.TABLES.values():
         assert not table.grain.endswith(".")
         for column in table.columns:
             assert column.meaning.endswith("."), f"{table.name}.{column.name}"
@@ -29,28 +37,28 @@ def test_every_column_has_a_sentence_and_every_quantity_its_unit():
 
 
 def test_the_page_of_histories_has_the_tables_that_a_history_file_has():
+    documents = [table.document for table in (tables.VERSION, *tables.RUN_TABLES)]
     page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
-    assert page.endswith(schema_pages.tables_as_markdown([tables.VERSION, *tables.RUN_TABLES], heading="###"))
+    assert page.endswith(schema_pages.tables_as_markdown(documents, heading="###"))
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_schema_fits_the_terminal_and_names_every_column(width):
-    tables = list(run_query.TABLES.values())
-    text = schema_pages.as_text(tables, width=width)
+    text = schema_pages.as_text(DOCUMENTS, width=width)
     assert max(map(len, text.splitlines())) <= width
-    for table in tables:
+    for table in DOCUMENTS:
         assert table.name in text
         assert all(column.name in text for column in table.columns)
 
 
 def test_the_schema_as_json_holds_the_same():
-    tables = json.loads(schema_pages.as_json(run_query.TABLES.values()))
-    assert [each["name"] for each in tables] == list(run_query.TABLES)
+    tables = json.loads(schema_pages.as_json(DOCUMENTS))
+    assert [each["name"] for each in tables] == list(run_tables.TABLES)
     ops = next(each for each in tables if each["name"] == "ops")
     assert {"name": "start_ns", "type": "integer", "unit": "ns", "meaning": "Start."} in ops["columns"]
 
 
 def test_a_table_is_found_by_any_case_and_an_unknown_name_lists_similar_ones():
-    assert run_query.find_table("OPS").name == "ops"
+    assert table_documents.find("OPS", DOCUMENTS).name == "ops"
     with pytest.raises(InputError, match="did you mean collectives"):
-        run_query.find_table("collective")
+        table_documents.find("collective", DOCUMENTS)

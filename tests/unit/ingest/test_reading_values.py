@@ -1,5 +1,6 @@
 """Times to the nanosecond, and values of every kind that traces hold where a number or name is expected."""
 
+import gc
 import json
 import random
 from decimal import Decimal
@@ -7,7 +8,7 @@ from decimal import Decimal
 import polars as pl
 import pytest
 
-from tracekit.ingest.readers.kineto import numbers, reader
+from tracekit.ingest.readers.kineto import numbers, reader, stream
 
 BASE_NS = 1_790_000_000_123_456_789
 
@@ -229,6 +230,23 @@ def test_a_lane_has_the_name_that_the_metadata_gives_its_thread(tmp_path):
         assert trace.lanes.select("tid", "name").rows() == [("1", "pt_main_thread"), ("2", "thread 2")]
 
 
+def test_an_op_has_those_of_its_inputs_that_were_recorded(tmp_path):
+    given = {"Input Dims": [[2]], "Input type": ["float"], "Concrete Inputs": ["1"], "Input Strides": [[1]]}
+    recorded = [set(), {"Input Dims"}, {"Input type"}, {"Concrete Inputs", "Input Strides"}, set(given), set()]
+    args = [{name: value for name, value in given.items() if name in names} for names in recorded]
+    trace = read(tmp_path, *(event(ts=ts, args=of) for ts, of in enumerate(args, 1)))
+    written = [[json.dumps(of[name]) if name in of else None for name in given] for of in args]
+    assert trace.ops.select("shapes", "dtypes", "arguments", "strides").rows() == list(map(tuple, written))
+
+
+def test_allocator_events_of_both_spellings_of_an_instant_are_in_the_order_of_the_file(tmp_path):
+    events = [
+        event(ph=ph, name="[memory]", args={"Bytes": size, "Device Type": 1, "Addr": 8})
+        for ph, size in (("i", 4), ("I", -4), ("I", 8), ("i", -8))
+    ]
+    assert read(tmp_path, event(), *events).allocations["delta_bytes"].to_list() == [4, -4, 8, -8]
+
+
 @pytest.mark.parametrize("value", [None, 5, True, 1.5, [], ["a"], {}, {"a": 1}, "", "\ud800", "a\x00b"])
 @pytest.mark.parametrize("field", ["name", "cat", "pid", "tid", "ph", "args", "id", "bp", "dur"])
 def test_a_value_of_any_type_in_any_field_loses_no_neighbour(tmp_path, field, value):
@@ -314,3 +332,15 @@ def test_times_far_apart_do_not_overflow(tmp_path):
     trace = read(tmp_path, *far, baseTimeNanoseconds=3 * 10**18)
     assert trace.ops.select("start_ns", "dur_ns").rows() == [(0, 10**18), (3 * 10**18, 1000), (6 * 10**18, 10**18)]
     assert trace.ops["parent_id"].null_count() == 3
+
+
+def test_a_trace_releases_the_events_that_it_was_built_from(tmp_path):
+    before = _events_in_memory()
+    trace = read(tmp_path, event())
+    assert _events_in_memory() == before
+    assert trace.syncs.is_empty()
+
+
+def _events_in_memory():
+    gc.collect()
+    return sum(type(each) is stream.Events for each in gc.get_objects())

@@ -97,7 +97,7 @@ def test_a_value_has_the_same_placeholder_in_all_files(tmp_path: Path) -> None:
 
 def test_the_command_lists_what_it_removed_and_what_it_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    (run / "rank00000.memory.pickle").write_bytes(b"\x80\x04.")
+    (run / "rank00000.memory.pickle").write_bytes(b"\x80\x04cos\nsystem\n.")
     (run / "checkpoints").mkdir()
     (run / "settings.json").write_text('{"lr": 1}')
 

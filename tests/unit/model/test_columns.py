@@ -23,6 +23,20 @@ def test_filled_replaces_nulls_only_and_keeps_large_numbers_exact(values: list[i
     assert filled.tolist() == [-1 if value is None else value for value in values]
 
 
+KEYED_TIMES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=12)
+
+
+@given(KEYED_TIMES, KEYED_TIMES)
+def test_the_last_row_of_a_key_until_a_time_is_that_of_a_search_one_by_one(
+    rows: list[tuple[int, int]], wanted: list[tuple[int, int]]
+) -> None:
+    (keys, times), (wanted_keys, until) = (np.array(each, np.int64).reshape(-1, 2).T for each in (rows, wanted))
+    found = columns.last_rows(keys, times, wanted_keys, until).tolist()
+    for (key, at), row in zip(wanted, found, strict=True):
+        before = [(time, number) for number, (of, time) in enumerate(rows) if of == key and time <= at]
+        assert row == (max(before)[1] if before else -1)
+
+
 def test_negative_rows_are_rows_of_nulls() -> None:
     table = pl.DataFrame({"name": ["a", "b"], "bytes": [1, 2]})
     found = columns.rows_or_nulls(table, np.array([1, -1, 0]))

@@ -1,6 +1,7 @@
 """The history file and its trends, with simulated reports, a real DuckDB and real processes."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import pickle
@@ -106,6 +107,21 @@ def test_concurrent_writers_and_readers_lose_nothing(tmp_path):
     assert [writer.wait(timeout=60) for writer in theirs] == [0, 0]
     runs = store.read(path).runs
     assert sorted(runs["name"]) == [f"run-{number:02d}" for number in (*range(4), *range(40, 44))]
+
+
+def test_a_link_to_a_history_has_the_same_lock(tmp_path):
+    path, link = tmp_path / "here" / "history.duckdb", tmp_path / "there" / "linked.duckdb"
+    store.add(path, entries([simulated_history.report(0)]))
+    link.parent.mkdir()
+    link.symlink_to(path)
+    writer = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(writer, fcntl.LOCK_EX)
+    with pytest.raises(InputError, match="another process has been writing to it"):
+        store.add(link, entries([simulated_history.report(1)]), timeout_s=0.2)
+    os.close(writer)
+    assert store.add(link, entries([simulated_history.report(1)])) == store.AddedRuns(new=1)
+    assert link.is_symlink()
+    assert store.read(path).runs.height == 2
 
 
 def test_a_killed_writer_changes_nothing_and_leaves_no_lock(tmp_path):
@@ -367,3 +383,17 @@ def test_a_check_is_added_to_a_history_with_its_verdict(tmp_path):
     (tmp_path / "none").write_text("no database")
     refused = tracekit("check", tmp_path / "gone", "--history", tmp_path / "none")
     assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_an_interactive_process_prints_no_progress_and_changes_no_settings(tmp_path):
+    """DuckDB takes `python -c` for interactive: there it draws progress bars on the standard output."""
+    store._make(tmp_path / "history.duckdb")
+    script = (
+        "import sys; from pathlib import Path; from tracekit.regression.history import store\n"
+        "with store._locked_connection(Path(sys.argv[1])) as connection:\n"
+        "    names = ('enable_progress_bar', 'lock_configuration')\n"
+        "    print([connection.execute(f\"SELECT current_setting('{name}')\").fetchone()[0] for name in names])"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "history.duckdb")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cli_runner.ROOT)
+    assert done.stdout == "[False, True]\n"

@@ -23,7 +23,7 @@ from tracekit.regression.samples import run_samples
 from tracekit.regression.thresholds import Thresholds, parse_limit
 from tracekit.report import baseline_json, baseline_text, comparison, gate_text, history_figures
 from tracekit.report import json as report_json
-from tracekit.rules import all_rules
+from tracekit.rules.registry import all_rules
 
 PLUGIN = """
 import polars as pl

@@ -151,14 +151,16 @@ def test_the_bar_of_a_save_is_as_long_as_the_save_and_its_stages_do_not_overlap(
 
 def test_saves_have_a_blocked_and_a_written_bar_and_harmless_names():
     figure = charts.save_clocks(saved_run().run_table(saves.by_save))
-    assert [bar.y for bar in figure.data] == [(0.1,), (0.1,)]
+    assert [bar.y for bar in figure.data] == [(100.0,), (100.0,)]
+    assert figure.layout.yaxis.ticksuffix == " ms"
     assert "<script" not in figure.to_json()
 
 
 def test_the_rate_of_storage_is_drawn_for_each_rank():
     figure = charts.save_bandwidth(saved_run().run_table(saves.by_rank))
     assert figure.data[0].x == (0, 1)
-    assert figure.data[0].y == pytest.approx([0.1, 0.1])
+    assert figure.data[0].y == pytest.approx([100, 100])
+    assert figure.layout.yaxis.ticksuffix == " MB/s"
 
 
 def test_without_saves_the_figures_are_empty():

@@ -184,3 +184,19 @@ def test_snapshots_in_a_run_folder_are_known_by_rank_and_window(tmp_path):
         assert table.columns == ["window", "rank", *expected.schema]
     assert run_snapshots.table("blocks")(run).select("window", "rank").unique().height == 3
     assert snapshot_files.files(drawn_traces.run(drawn_traces.trace("compute aa"))) == ()
+
+
+def test_categories_are_bars_with_their_bytes_and_shares_the_largest_on_top():
+    table = pl.DataFrame(
+        {
+            "category": ["gradients", "parameters", "activations"], "bytes": [MIB, 2 * MIB, 5 * MIB],
+            "count": [3, 4, 1000], "peak_ratio": [0.125, 0.25, 0.625], "evidence": ["<b>", None, "why"],
+        }
+    )  # fmt: skip
+    figure = charts.memory_categories(table)
+    (bars,) = figure.data
+    assert list(figure.layout.yaxis.ticktext) == ["activations", "parameters", "gradients"]
+    assert list(bars.x) == [5, 2, 1]
+    assert list(bars.text) == ["5 MiB (62.5%)", "2 MiB (25.0%)", "1 MiB (12.5%)"]
+    assert [row[0] for row in bars.customdata] == ["1,000", "4", "3"]
+    assert charts.memory_categories(table.clear()).data[0].x == ()

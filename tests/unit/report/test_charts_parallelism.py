@@ -2,6 +2,7 @@
 
 import plotly.graph_objects as go
 import polars as pl
+import pytest
 
 from tests.support import drawn_pipelines
 from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_stages
@@ -121,7 +122,22 @@ def test_without_groups_and_actions_there_are_empty_figures():
     assert not charts.mesh_map(groups).data
 
 
-def test_long_steps_have_ticks_in_whole_milliseconds():
-    figure = style.with_labelled_rows(go.Figure().add_bar(x=[12_000.0], y=[0], orientation="h"), ["stage 0"])
+@pytest.mark.parametrize(
+    ("lengths_ms", "unit", "drawn"),
+    [([12_000.0, 700.0], " s", (12.0, 0.7)), ([700.0, 700.0], " s", (0.7, 0.7)), ([0.02, 0.3], " µs", (20.0, 300.0))],
+)
+def test_times_have_the_unit_of_the_longest_stack(lengths_ms, unit, drawn):
+    figure = go.Figure([go.Bar(x=[length], y=[0], base=None, orientation="h") for length in lengths_ms])
+    style.with_labelled_rows(figure, ["stage 0"])
     axis = figure.layout.xaxis
-    assert (axis.ticksuffix, axis.exponentformat, axis.separatethousands) == (" ms", "none", True)
+    assert (axis.ticksuffix, axis.exponentformat, axis.separatethousands) == (unit, "none", True)
+    assert tuple(bar.x[0] for bar in figure.data) == drawn
+
+
+def test_bases_ranges_and_annotations_get_the_unit_of_the_axis():
+    figure = go.Figure(go.Bar(x=[500.0], base=[2_500.0], y=[0], orientation="h"))
+    figure.add_annotation(x=2_600.0, text="here")
+    figure.update_layout(barmode="overlay", xaxis_range=[2_000.0, 3_000.0])
+    style.scale_times(figure)
+    bar, layout = figure.data[0], figure.layout
+    assert (bar.x, bar.base, layout.annotations[0].x, layout.xaxis.range) == ((0.5,), (2.5,), 2.6, (2.0, 3.0))

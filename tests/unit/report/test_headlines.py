@@ -25,7 +25,7 @@ def test_a_straggler_is_named_with_the_numbers_of_its_finding():
     (straggler,) = [found for found in report.findings if found.code == "RANK001"]
     shown = headlines.ranks(report, run)
     assert straggler.message.startswith(shown.text)
-    assert shown.text.startswith("Rank 1 is a straggler: the other ranks wait")
+    assert shown.text.startswith("Rank 1 is a straggler: the other ranks lose")
     assert shown.status == straggler.severity.label
 
 

@@ -55,7 +55,7 @@ def test_ranks_that_one_rank_of_their_node_delays_are_no_late_group():
 @pytest.mark.parametrize(
     ("manifest", "path", "starts"),
     [
-        ({}, "{}", "One process group (ranks 2–3) straggles: the other ranks wait"),
+        ({}, "{}", "One process group (ranks 2–3) straggles: the other ranks lose"),
         ({"mesh": HYBRID}, "{}", "Replica 1 (ranks 2–3) straggles"),
         ({"groups": {"tp": [[0, 1], [2, 3]]}}, "{}", "Tensor-parallel group 1 (ranks 2–3) straggles"),
         ({"hardware": {"gpus_per_node": 2}, "mesh": HYBRID}, "{}", "Node 1 (ranks 2–3) straggles"),

@@ -5,8 +5,8 @@ import pytest
 from tests.support import drawn_pipelines, drawn_traces, pipeline_examples
 from tracekit.analysis.parallelism import pipeline_balance, pipeline_bubbles
 from tracekit.model.run import Run
-from tracekit.rules import RULES
 from tracekit.rules.engine import check
+from tracekit.rules.registry import RULES
 from tracekit.rules.rule import Finding, Severity
 
 CODES = ("PIPE001", "PIPE002", "PIPE003", "PIPE004", "PIPE005", "TP001", "TP002", "EP001")

@@ -58,7 +58,7 @@ def test_ranks_that_are_late_together_are_one_finding():
     assert judge(run, Straggler) == judge(run, UnevenRanks) == ()
     (found,) = judge(run, LateGroup)
     assert found.ranks == (0, 3)
-    assert found.message.startswith("Ranks 0, 3 are stragglers: the other ranks wait")
+    assert found.message.startswith("Ranks 0, 3 are stragglers: the other ranks lose")
     assert "Kernels take 700 µs longer per step than on the other ranks." in found.message
     assert set(found.evidence["rank"]) == {1, 2}
 

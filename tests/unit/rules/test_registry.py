@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support import drawn_traces
 from tests.support.rule_examples import EXAMPLES
-from tracekit.rules import RULES
+from tracekit.rules import documents
 from tracekit.rules.engine import check
+from tracekit.rules.registry import RULES
 from tracekit.rules.rule import Finding, Severity
 
 SECTIONS = ("What it does", "Why it costs", "How it is measured", "How to fix", "Blind spots")
@@ -38,6 +39,13 @@ def test_every_threshold_is_typed_and_documented(rule):
         assert f"`{field.name}`" in rule.__doc__
         assert field.type in (int, float, bool, str)
         assert isinstance(field.default, field.type)
+
+
+def test_the_file_of_documents_is_what_the_rules_say_now():
+    assert documents.FILE.read_text(encoding="utf-8") == documents.as_json(), (
+        "write it again: python -m tracekit.rules.documents"
+    )
+    assert documents.all_documents() == tuple(map(documents.RuleDocument.of, RULES))
 
 
 def test_codes_and_names_are_unique():

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.simulate.jobs import job, written
 from tracekit.errors import InputError
-from tracekit.rules import RULES
+from tracekit.rules.registry import RULES
 from tracekit.simulate import engine, faults
 from tracekit.simulate.job import FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.simulate.recording import Recording

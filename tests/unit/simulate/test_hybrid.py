@@ -15,8 +15,8 @@ from tracekit.analysis.parallelism import pipeline_bubbles
 from tracekit.conventions.strategies import ALL_REDUCE, RING_PASSES
 from tracekit.errors import InputError
 from tracekit.plan import hardware, models
-from tracekit.rules import RULES
 from tracekit.rules.engine import check
+from tracekit.rules.registry import RULES
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, hybrid_program, memory
 from tracekit.simulate.hybrid import laid_out, moved

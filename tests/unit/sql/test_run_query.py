@@ -17,7 +17,7 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.report import query_rows
-from tracekit.sql import run_query
+from tracekit.sql import run_query, run_tables
 from tracekit.sync import alignment
 
 
@@ -36,14 +36,19 @@ def test_a_table_has_the_rows_of_all_ranks_with_window_and_rank_first(run):
         assert own.equals(trace.activities)
 
 
-@pytest.mark.parametrize("name", list(run_query.TABLES))
+def test_a_table_is_either_read_from_traces_or_derived_from_the_run():
+    assert run_query.READ | set(run_tables.DERIVED) == set(run_tables.TABLES)
+    assert not run_query.READ & set(run_tables.DERIVED)
+
+
+@pytest.mark.parametrize("name", list(run_tables.TABLES))
 def test_every_table_has_the_columns_and_types_that_the_schema_says(run, name):
     found = tracekit.query(run, f"FROM {name}")
-    assert found.schema == run_query.TABLES[name].schema
+    assert found.schema == run_tables.TABLES[name].schema
 
 
 def test_the_breakdown_is_the_one_that_reports_and_rules_read(run):
-    assert run_query.BREAKDOWN.schema.names() == list(breakdown.COLUMNS)
+    assert run_tables.BREAKDOWN.schema.names() == list(breakdown.COLUMNS)
     found = tracekit.query(run, 'SELECT * FROM breakdown ORDER BY "window", rank, step')
     assert found.equals(run.table(breakdown.by_step).sort("window", "rank", "step"))
 

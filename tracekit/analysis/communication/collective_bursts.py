@@ -5,7 +5,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import backward_passes, breakdown, launches, trace_columns
-from tracekit.model import intervals, schema, sweep_line
+from tracekit.model import columns, intervals, schema
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -32,7 +32,8 @@ def bursts(trace: Trace) -> pl.DataFrame:
         if together.is_empty():
             continue
         compute, _, _ = breakdown.busy(trace, device)
-        calls = together.join(pooled, on="activity_id", how="left").sort("start_ns", "activity_id")
+        row = columns.rows_of(pooled["activity_id"].to_numpy(), together["activity_id"].to_numpy())
+        calls = together.hstack([columns.values_at(pooled["pool"], row)]).sort("start_ns", "activity_id")
         parts.append(_with_exposed(calls, compute).pipe(schema.select, COLUMNS))
     return pl.concat(parts)
 
@@ -40,7 +41,7 @@ def bursts(trace: Trace) -> pl.DataFrame:
 def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     work, of = launches.work(trace, device), launches.work_columns(trace, device)
     trains = ~trace_columns.as_flags(work["phase"] == conventions.CHECKPOINT)
-    at_ns = np.where(of.launched_ns == sweep_line.NEVER, of.spans[:, 0], of.launched_ns)
+    at_ns = of.launched_or_start_ns
     # Preparation on the collective's own lane is not compute that it waits for.
     others = of.computes & trains & ~trace_columns.as_flags(work["role"] == "communication")
     rows = np.flatnonzero(of.communicates)
@@ -51,23 +52,20 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     alike = calls.select(pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id())
     burst = alike.to_series().to_numpy().astype(np.int64)
     first, count = np.unique(burst, return_index=True, return_counts=True)[1:]
-    return (
-        calls.rename({"id": "activity_id", "message_bytes": "bytes"})
-        .hstack(
-            [
-                pl.Series("burst", burst),
-                pl.Series("position", np.arange(len(burst)) - first[burst]),
-                pl.Series("count", count[burst]),
-            ]
-        )
-        .filter(trace.in_steps)
+    numbered = calls.rename({"id": "activity_id", "message_bytes": "bytes"}).hstack(
+        [
+            pl.Series("burst", burst),
+            pl.Series("position", np.arange(len(burst)) - first[burst]),
+            pl.Series("count", count[burst]),
+        ]
     )
+    return columns.where(numbered, trace_columns.in_steps(trace, calls))
 
 
 def _pools(trace: Trace) -> pl.DataFrame:
     reduced = backward_passes.gradient_reductions(trace)
     key = pl.struct("device", "step", "backward", "op", "group", "dtype").rank("dense").cast(pl.Int64)
-    return reduced.select("activity_id", key.alias("pool")).unique("activity_id")
+    return reduced.select("activity_id", key.alias("pool"))
 
 
 def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:

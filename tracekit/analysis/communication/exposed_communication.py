@@ -5,7 +5,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
-from tracekit.model import intervals, schema
+from tracekit.model import columns, intervals, schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -21,10 +21,12 @@ def exposed(trace: Trace) -> pl.DataFrame:
     Columns COLUMNS; one row per activity.
     Concurrent collectives each count the same exposed time, so sums over activities may exceed the breakdown's.
     """
-    training = breakdown.communication(trace).filter(pl.col("phase").ne_missing(conventions.CHECKPOINT))
-    known = trace.collectives.select(pl.col("activity_id").alias("id"), "op", "dtype")
-    calls = breakdown.with_exposure(trace, training).join(known, on="id", how="left", maintain_order="left")
-    return calls.rename({"id": "activity_id"}).select(*COLUMNS)
+    every = breakdown.communication(trace)
+    training = columns.where(every, ~columns.flags(every["phase"] == conventions.CHECKPOINT))
+    calls = breakdown.with_exposure(trace, training)
+    row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), calls["id"].to_numpy())
+    known = columns.rows_or_nulls(trace.collectives[["op", "dtype"]], row)
+    return schema.select(calls.hstack([calls["id"].alias("activity_id"), *known]), COLUMNS)
 
 
 def exposed_transfers(run: Run) -> pl.DataFrame:
@@ -37,10 +39,10 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
     waits = run.run_table(collective_instances.waits).select(*key, pl.col("wait_ns").alias("waited_ns")).unique(key)
     calls = run.table(exposed).join(waits, on=key, how="left", maintain_order="left")
     calls = calls.with_columns(pl.min_horizontal(pl.col("waited_ns").fill_null(0), "dur_ns").alias("waited_ns"))
-    alone = _exposed_spans(run)
+    alone = exposed_on_devices(run)
     parts = []
     for place, device_calls in calls.partition_by(_OF, as_dict=True).items():
-        own_ns = intervals.coverage(transfer_spans(device_calls), _spans(alone.get(place)))
+        own_ns = intervals.coverage(transfer_spans(device_calls), alone.get(place, intervals.EMPTY))
         parts.append(device_calls.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
     return pl.concat(parts) if parts else calls
 
@@ -54,13 +56,13 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     """
     calls = run.run_table(exposed_transfers).partition_by(_OF, as_dict=True)
     saves = run.table(save_collectives).partition_by(_OF, as_dict=True)
-    alone = _exposed_spans(run)
+    alone = exposed_on_devices(run)
     parts = []
     for place, steps in run.table(breakdown.by_step).partition_by(_OF, as_dict=True).items():
         own = [transfer_spans(calls[place])] if place in calls else []
         transfers = intervals.union(*own, _spans(saves.get(place)))
         windows = intervals.from_columns(steps["start_ns"], steps["duration_ns"])
-        own_ns = intervals.coverage(windows, intervals.intersect(_spans(alone.get(place)), transfers))
+        own_ns = intervals.coverage(windows, intervals.intersect(alone.get(place, intervals.EMPTY), transfers))
         parts.append(steps.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
     table = pl.concat(parts) if parts else run.table(breakdown.by_step).with_columns(exposed_ns=pl.lit(0, pl.Int64))
     waited_ns = (pl.col("exposed_communication_ns") - pl.col("exposed_ns")).alias("waited_ns")
@@ -104,12 +106,21 @@ def spread(run: Run) -> pl.DataFrame:
 
 def save_collectives(trace: Trace) -> pl.DataFrame:
     """Return the collectives of checkpoint saves: columns device, start_ns, dur_ns."""
-    return breakdown.communication(trace).filter(pl.col("phase") == conventions.CHECKPOINT).select(*SPAN_COLUMNS)
+    every = breakdown.communication(trace)
+    return columns.where(every[list(SPAN_COLUMNS)], columns.flags(every["phase"] == conventions.CHECKPOINT))
 
 
-def _exposed_spans(run: Run) -> dict[tuple[object, ...], pl.DataFrame]:
-    spans = run.scan(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION).collect()
-    return spans.partition_by(_OF, as_dict=True)
+def exposed_on_devices(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
+    """Return when communication is exposed, by window, rank and device."""
+    is_exposed = pl.col("part") == breakdown.EXPOSED_COMMUNICATION
+    spans = run.scan(breakdown.spans).filter(is_exposed).select(*_OF, "start_ns", "dur_ns").collect()
+    # The rows of a device follow each other. Slices, unlike partitions, are no second copy of a table of all ranks.
+    places = spans.select(pl.struct(_OF).rle().alias("run")).unnest("run")
+    found, first = {}, 0
+    for place, length in zip(places["value"], places["len"], strict=True):
+        found[tuple(place.values())] = intervals.from_table(spans.slice(first, length))
+        first += length
+    return found
 
 
 def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:

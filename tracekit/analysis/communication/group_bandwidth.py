@@ -5,6 +5,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
+from tracekit.model import rank_lists
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 from tracekit.sync import collective_matching
@@ -15,10 +16,12 @@ _LARGE = 0.25  # of the group's largest message: smaller ones measure latency, n
 
 
 def group_axes(trace: Trace) -> pl.DataFrame:
-    """Return the program's name of each process group. Columns group, axis, group_ranks; one row per group."""
-    return trace.groups.unique("group", keep="first").select(
-        "group", pl.col("description").alias("axis"), pl.col("ranks").alias("group_ranks")
-    )
+    """Return the program's name of each process group. Columns group, axis, group_ranks; one row per group.
+
+    group_ranks is a text of `rank_lists`, null where the trace does not list them.
+    """
+    groups = trace.groups.unique("group", keep="first")
+    return groups.select("group", axis="description", group_ranks=rank_lists.texts(groups["ranks"]))
 
 
 def exposed_times(trace: Trace) -> pl.DataFrame:
@@ -47,7 +50,7 @@ def collective_times(run: Run) -> pl.DataFrame:
     """Return `transfers` of all ops, also of those without a size; use ``run.run_table``."""
     key = ["window", "rank", "activity_id"]
     waits = run.run_table(collective_instances.waits).select(*key, "wait_ns")
-    axes, listed = run.table(group_axes).unique(_OF_RANK, keep="first"), [*_OF_RANK, "group_ranks"]
+    axes = run.table(group_axes).unique(_OF_RANK, keep="first")
     windows = run.table(breakdown.by_step).filter(pl.col("step").is_null()).select("window", "rank", "step").unique()
     one = [*_GROUP, "step", *_WHAT]
     every = run.table(collective_matching.calls)
@@ -79,8 +82,8 @@ def collective_times(run: Run) -> pl.DataFrame:
         )
         .sort(*_GROUP, "step", "start_ns")
     )
-    # Last, for one row per collective: of many ranks the lists of a row for each call would take gigabytes.
-    return first.join(axes.select(listed), on=_OF_RANK, how="left", maintain_order="left")
+    listed = first.join(axes.drop("axis"), on=_OF_RANK, how="left", maintain_order="left")
+    return listed.with_columns(rank_lists.lists(listed["group_ranks"]))
 
 
 def group_comparison(run: Run) -> pl.DataFrame:

@@ -9,7 +9,7 @@ from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
 from tracekit.analysis.time import breakdown, launches
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.model.trace import Trace
 
 ORDER_COLUMNS = schema.columns("device step overtake_chances overtakes delayed delay_ns")
@@ -83,7 +83,7 @@ class _Queue:
         self.latest: Ints = np.full(len(self.lane), -1, np.int64)
         """Of the kernels launched earlier on other lanes, the one that began last; -1 for none."""
         before = np.full(len(self.lane), sweep_line.NEVER, np.int64)
-        for lane in np.unique(self.lane):
+        for lane in distinct(self.lane):
             own = self.lane == lane
             self.latest[own] = _latest(np.where(own, sweep_line.NEVER, self.spans[:, 0]))[own]
             before[own] = _before(np.where(own, self.spans[:, 1], sweep_line.NEVER))[own]

@@ -13,7 +13,7 @@ from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.model.trace import Trace
 
 COLUMNS = schema.columns(
@@ -143,7 +143,7 @@ def _waited_ns(trace: Trace, gaps: pl.DataFrame) -> pl.Series:
     start, at, dur_ns = gaps["start_ns"].to_numpy(), pieces["start_ns"].to_numpy(), pieces["dur_ns"].to_numpy()
     is_long = gaps["dur_ns"].to_numpy() > causes.NEAR_NS
     waited_ns = np.zeros(gaps.height, np.int64)
-    for each in np.unique(device):
+    for each in distinct(device):
         long = np.flatnonzero(is_long & (device == each))
         long = long[np.argsort(start[long], kind="stable")]
         waits = np.flatnonzero(is_wait & (of_piece == each))

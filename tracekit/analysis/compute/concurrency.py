@@ -1,6 +1,7 @@
 """Concurrency on a device: the kinds of work that overlap each kernel, and which kernels are the same."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ from tracekit.analysis.time import breakdown, kernel_ids, launches
 from tracekit.model import columns, intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import Ints, distinct
 from tracekit.model.trace import Trace
 
 COMPUTE, COMMUNICATION, PREPARATION, COPY = KINDS = ("compute", "communication", "preparation", "copy")
@@ -35,6 +36,11 @@ class DeviceWork:
     spans: Spans
     concurrent_ns: npt.NDArray[np.int64]
     kernel: npt.NDArray[np.uint64]
+
+    @cached_property
+    def kernel_code(self) -> Ints:
+        """Return a number from 0 for each piece of work, equal for equal `kernel`."""
+        return np.unique(self.kernel, return_inverse=True)[1].astype(np.int64)
 
     @property
     def dur_ns(self) -> Ints:
@@ -79,11 +85,11 @@ def _kinds(trace: Trace, device: int) -> Ints:
 def _concurrent(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
     """Return how long each kind overlapped each span; of its own kind, only other lanes count."""
     concurrent_ns = np.zeros((len(spans), len(KINDS)), np.int64)
-    for each in np.unique(kind):
+    for each in distinct(kind):
         of_kind = kind == each
         others = np.flatnonzero(~of_kind)
         concurrent_ns[others, each] = intervals.coverage(spans[others], spans[of_kind])
-        lanes = np.unique(lane[of_kind])
+        lanes = distinct(lane[of_kind])
         for own in lanes if len(lanes) > 1 else ():
             here = np.flatnonzero(of_kind & (lane == own))
             concurrent_ns[here, each] = intervals.coverage(spans[here], spans[of_kind & (lane != own)])

@@ -15,7 +15,7 @@ from tracekit.analysis.time import breakdown, launches
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.model.trace import Trace
 
 PAIRS = (
@@ -105,15 +105,26 @@ def pairs(run: Run) -> pl.DataFrame:
     return pool_pairs(run.table(by_step))
 
 
-def pool_pairs(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS')."""
+def pool_pairs(steps: pl.DataFrame, *, min_slowdown: float = 0.0) -> pl.DataFrame:
+    """Return the rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS').
+
+    Pairs with a slowdown of at most `min_slowdown` are left out before their interval is drawn, which takes most of the
+    time: its lower bound is not above the slowdown.
+    """
+    is_judged = pl.col("judged_ns") > 0
+    pairs_of_ranks = steps.group_by("rank", "device", "kind", "concurrent_kind", maintain_order=True).agg(
+        pl.col("overlapped_ns", "judged_ns", "lost_ns").sum(),
+        pl.col("judged_ns").filter(is_judged).alias("together_ns"),
+        pl.col("lost_ns").filter(is_judged).alias("excess_ns"),
+    )
     rows = []
-    for place, own in steps.group_by("rank", "device", "kind", "concurrent_kind", maintain_order=True):
-        judged = own.filter(pl.col("judged_ns") > 0)
+    for *pair, together_ns, excess_ns in pairs_of_ranks.iter_rows():
         result: tuple[object, ...] = (None, None, None, NO_SAMPLE, ALONE)
-        if judged.height:
-            result = (*slowdown.pooled_slowdown(judged["judged_ns"], judged["lost_ns"]), None, None)
-        rows.append((*place, *own.select(pl.col("overlapped_ns", "judged_ns", "lost_ns").sum()).row(0), *result))
+        if together_ns:
+            if slowdown.mean_slowdown(together_ns, excess_ns) <= min_slowdown:
+                continue
+            result = (*slowdown.pooled_slowdown(together_ns, excess_ns), None, None)
+        rows.append((*pair, *result))
     return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "kind", "concurrent_kind")
 
 
@@ -140,9 +151,8 @@ class _PairRows:
         overlaps_others = other_ns >= concurrency.CONCURRENT_RATIO * dur_ns[:, None]
         plain = (overlaps_others | (other_ns <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
         pattern = overlaps_others @ (1 << np.arange(len(others)))
-        _, kernel = np.unique(device.kernel[row], return_inverse=True)
         self.pair, self.row, self.concurrent_ns = pair, row, device.concurrent_ns[row, concurrent_kind]
-        self.key: Ints = (kernel * (1 << len(others)) + pattern).astype(np.int64)
+        self.key: Ints = device.kernel_code[row] * (1 << len(others)) + pattern
         self.alone: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
         self.concurrent: Flags = plain & (self.concurrent_ns >= concurrency.CONCURRENT_RATIO * dur_ns)
         self.comparison = slowdown.compare_with_alone(
@@ -166,7 +176,8 @@ def _compared(device: DeviceWork, pair: tuple[str, str]) -> _PairRows | None:
     touched = is_kind & (device.concurrent_ns[:, by] > 0)
     if not touched.any():
         return None
-    return _PairRows(device, np.flatnonzero(is_kind & np.isin(device.kernel, np.unique(device.kernel[touched]))), pair)
+    has_touched = np.bincount(device.kernel_code[touched], minlength=int(device.kernel_code.max()) + 1) > 0
+    return _PairRows(device, np.flatnonzero(is_kind & has_touched[device.kernel_code]), pair)
 
 
 def _with_pairs(work: pl.DataFrame, pairs: list[_PairRows], used: list[Ints], **columns: list[Any]) -> pl.DataFrame:
@@ -199,7 +210,7 @@ def _summed(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
 
 
 def _of_kernels(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
-    judged_keys = [np.unique(rows.key[rows.judged]) for rows in pairs]
+    judged_keys = [distinct(rows.key[rows.judged]) for rows in pairs]
     used = [
         np.flatnonzero(rows.judged | (rows.alone & np.isin(rows.key, keys)))
         for rows, keys in zip(pairs, judged_keys, strict=True)

@@ -1,4 +1,7 @@
-"""Counters of the GPUs from the metrics log: clocks, power, temperature, throttle reasons, memory errors."""
+"""Counters of the GPUs by step: clocks, power, temperature, throttle reasons, memory errors.
+
+They are those of the metrics log; else clocks are the means of the samples that Nsight Systems took.
+"""
 
 import polars as pl
 
@@ -29,7 +32,7 @@ _MEANINGS = {
 
 DEVICE_METRICS = schema.table(
     "device_metrics",
-    "step whose line in the metrics log has counters of the GPU (record --device-metrics)",
+    "step with counters of the GPU: in the metrics log (record --device-metrics), else in an Nsight Systems report",
     schema.column("step", "Training step."),
     *(
         schema.column(form, f"{which} over the step's samples: {meaning}.", _FLOAT)
@@ -45,6 +48,8 @@ DEVICE_METRICS = schema.table(
     schema.column(names.SAMPLES, "Samples in the step; 0: the values are those of the latest sample before."),
 )
 _COUNTERS = [name for name in names.NAMES if name != names.THROTTLE_REASONS]
+_SAMPLED_CLOCK = "GPC Clock Frequency"
+"""The metric of Nsight Systems that is the clock of the multiprocessors, which are in the GPCs."""
 OF_STEPS = (names.SM_CLOCK, names.MEMORY_CLOCK, names.POWER, names.TEMPERATURE, names.THROTTLE_REASONS)
 """The counters that a breakdown by step has."""
 
@@ -55,16 +60,40 @@ def device_counters(trace: Trace) -> pl.DataFrame:
     Values that no GPU can have are null.
     """
     if trace.metrics.is_empty():
-        return DEVICE_METRICS.empty()
+        return _sampled(trace)
     logged = trace.metrics.filter(pl.col("name").is_in(names.NAMES), pl.col("value").is_finite()).drop_nulls()
     if logged.is_empty():
-        return DEVICE_METRICS.empty()
+        return _sampled(trace)
     wide = logged.pivot("name", index="step", values="value", aggregate_function="last").sort("step")
     absent = [pl.lit(None, _FLOAT).alias(name) for name in names.NAMES if name not in wide.columns]
     counters = wide.with_columns(absent).with_columns(
         *(_plausible(name) for name in _COUNTERS), _reasons().alias(names.THROTTLE_REASONS)
     )
     return DEVICE_METRICS.conform(counters.filter(pl.any_horizontal(pl.all().exclude("step").is_not_null())))
+
+
+def _sampled(trace: Trace) -> pl.DataFrame:
+    """Return the clocks by step from the samples of a profiler, taken in the step's device window."""
+    samples = trace.counters.filter(pl.col("name").str.starts_with(_SAMPLED_CLOCK)).sort("at_ns")
+    steps = trace.steps.drop_nulls("step").select("step", "start_ns", "end_ns", "device").sort("start_ns")
+    if samples.is_empty() or steps.is_empty():
+        return DEVICE_METRICS.empty()
+    by = "device" if samples["device"].null_count() == 0 else None
+    placed = samples.join_asof(
+        steps, left_on="at_ns", right_on="start_ns", by=by, strategy="backward", check_sortedness=False
+    )
+    clock = pl.col("value")
+    found = (
+        placed.filter(pl.col("at_ns") < pl.col("end_ns"))
+        .group_by("step")
+        .agg(
+            clock.mean().alias(names.SM_CLOCK),
+            clock.min().alias(names.least(names.SM_CLOCK)),
+            clock.max().alias(names.most(names.SM_CLOCK)),
+            pl.len().alias(names.SAMPLES),
+        )
+    )
+    return DEVICE_METRICS.conform(found.sort("step"))
 
 
 def busy_clock() -> pl.Expr:

@@ -5,7 +5,8 @@ import json
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import flops, kernels, op_bytes
+from tracekit.analysis.compute import flops, kernels, op_bytes, op_flops
+from tracekit.analysis.time import trace_columns
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -26,8 +27,10 @@ def chains(trace: Trace) -> pl.DataFrame:
     (of the input that the kernel before wrote; 0 for the first), saved_ns (that input's share of the kernel's time);
     one row per kernel. The write of that input is not counted, since backward may need it.
     """
+    if not trace.on_device or not _has_memory_bound_ops(trace):
+        return schema.empty(COLUMNS)  # without the work of all products, which costs much more
     calls = flops.counted(trace).filter(pl.col("flops").is_null())
-    if calls.is_empty() or not trace.on_device:
+    if calls.is_empty():
         return schema.empty(COLUMNS)
     linked = _linked(_kernels(trace, calls))
     is_first = (pl.col("reread_bytes") == 0) & (pl.col("reread_bytes").shift(-1, fill_value=0) > 0)
@@ -36,6 +39,14 @@ def chains(trace: Trace) -> pl.DataFrame:
         (pl.col("dur_ns") * pl.col("reread_bytes") / pl.col("bytes")).round().alias("saved_ns"),
     )
     return schema.select(found, COLUMNS)
+
+
+def _has_memory_bound_ops(trace: Trace) -> bool:
+    """Return whether the trace has an operator with shapes of which bytes are known, but no operations."""
+    if trace.ops["shapes"].null_count() == trace.ops.height:
+        return False
+    names, _ = trace_columns.op_names(trace)
+    return any(op_bytes.has_formula(name) and not op_flops.has_formula(name) for name in names)
 
 
 def _kernels(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:

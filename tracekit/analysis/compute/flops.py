@@ -6,8 +6,9 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.compute import kernel_products, kernels, op_bytes, op_flops, op_inputs, recomputation
 from tracekit.analysis.time import trace_columns
-from tracekit.model import nesting, schema
+from tracekit.model import columns, nesting, schema
 from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
 
 CALL_COLUMNS = {"name": pl.String, "calls": pl.Int64}
@@ -63,21 +64,20 @@ def counted(trace: Trace) -> pl.DataFrame:
     input, FP64 … INT8 of `devices`), is_recomputed (forward work that activation checkpointing repeats); one row per
     call, by id. Copies from and to the host are left out.
     """
-    calls = trace.ops.filter(pl.col("shapes").is_not_null(), pl.col("kind") == "cpu_op")
-    names = [name for name in calls["name"].unique().to_list() if _has_formula(name)]
-    calls = calls.filter(pl.col("name").is_in(names))
+    if trace.ops["shapes"].null_count() == trace.ops.height:
+        return schema.empty(COUNTED_COLUMNS)
+    names, code = trace_columns.op_names(trace)
+    is_known = np.array([_has_formula(name) for name in names], np.bool_)[code] & trace_columns.is_kind(trace, "cpu_op")
+    rows = np.flatnonzero(is_known)
+    rows = rows[~np.isin(rows, _host_copies(trace))]
+    calls = trace.ops[rows].drop_nulls("shapes")
     if calls.is_empty():
         return schema.empty(COUNTED_COLUMNS)
-    calls = calls.join(_host_copies(trace), on="id", how="anti", maintain_order="left")
-    calls = calls.join(_list_dtypes(trace, calls), on="id", how="left", maintain_order="left")
+    calls = calls.hstack([_list_dtypes(trace, calls)])
     is_known = pl.col("flops").is_not_null() | pl.col("bytes").is_not_null()
     calls = calls.join(_work(calls), on=_CALL, nulls_equal=True).filter(is_known).pipe(_outermost)
-    repeated = _recomputed_ids(trace, calls["id"])
-    return (
-        calls.with_columns(pl.col("id").is_in(repeated.implode()).alias("is_recomputed"))
-        .pipe(schema.select, COUNTED_COLUMNS)
-        .sort("id")
-    )
+    is_repeated = np.isin(calls["id"].to_numpy(), _recomputed_ids(trace, calls["id"]).to_numpy())
+    return schema.select(calls.with_columns(pl.Series("is_recomputed", is_repeated)), COUNTED_COLUMNS)
 
 
 def coverage(trace: Trace) -> pl.DataFrame:
@@ -220,19 +220,21 @@ _NAMED_COLUMNS = schema.columns(
 )
 
 
-def _host_copies(trace: Trace) -> pl.DataFrame:
-    """Return the ids of ops that launched a copy from or to the host, which a slower link limits: column id."""
-    is_copy = (pl.col("kind") == "memcpy") & ~pl.col("name").str.contains(_ON_DEVICE)
-    rows = kernels.innermost_op(trace)[trace.activities.select(is_copy).to_series().to_numpy()]
-    return pl.DataFrame({"id": trace.ops["id"].gather(np.unique(rows[rows >= 0]))})
+def _host_copies(trace: Trace) -> nesting.Ints:
+    """Return the rows of ops that launched a copy from or to the host, which a slower link limits."""
+    is_copy = trace_columns.is_activity_kind(trace, "memcpy") & ~trace_columns.is_activity_named(trace, _ON_DEVICE)
+    rows = kernels.innermost_op(trace)[is_copy]
+    return rows[rows >= 0]
 
 
 _ON_DEVICE = r"DtoD|DeviceToDevice|Device -> Device"
 
 
-def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the element type of the lists of tensors that calls take, by their kernels: columns id, list_dtype."""
-    ids = calls.filter(pl.col("dtypes").str.contains("TensorList", literal=True))["id"]
+def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.Series:
+    """Return the element type of the lists of tensors that calls take, by their kernels: column list_dtype."""
+    ids = calls["id"].filter(calls["dtypes"].str.contains("TensorList", literal=True))
+    if ids.is_empty():
+        return pl.Series("list_dtype", [None], pl.String).new_from_index(0, calls.height)
     owner = pl.Series("id", kernels.innermost_op(trace))
     launched = trace.activities.select("name").with_columns(trace.ops["id"].gather(owner.set(owner < 0, None)))
     launched = launched.filter(pl.col("id").is_in(ids.implode()))
@@ -240,7 +242,8 @@ def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     dtype = pl.col("name").replace_strict(types, default=None, return_dtype=pl.String)
     is_one = (pl.col("list_dtype").n_unique() == 1) & pl.col("list_dtype").is_not_null().all()
     found = launched.select("id", dtype.alias("list_dtype")).group_by("id")
-    return found.agg(pl.when(is_one).then(pl.col("list_dtype").first()).alias("list_dtype"))
+    by_call = found.agg(pl.when(is_one).then(pl.col("list_dtype").first()).alias("list_dtype"))
+    return columns.values_at(by_call["list_dtype"], columns.rows_of(by_call["id"].to_numpy(), calls["id"].to_numpy()))
 
 
 def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
@@ -272,7 +275,7 @@ def _enclosing(trace: Trace, ids: pl.Series) -> nesting.Flags:
     if trace.on_device:
         return encloses
     around = parent[trace.ops["id"].is_in(ids.implode()).to_numpy()]
-    while (around := np.unique(around[around >= 0])).size:
+    while (around := distinct(around[around >= 0])).size:
         around = around[~encloses[around]]
         encloses[around] = True
         around = parent[around]

@@ -7,6 +7,7 @@ Signatures: aten/src/ATen/native/native_functions.yaml of PyTorch 2.13; element 
 c10/core/ScalarType.h (`promoteTypes`). The kernels of Inductor: torch/_inductor/codegen/triton.py.
 """
 
+import functools
 import json
 import math
 import re
@@ -22,6 +23,7 @@ _STATISTIC_BYTES = 4
 _INDEX = "long int"
 
 
+@functools.lru_cache(maxsize=10_000)  # ranks of a run have mostly the same names
 def has_formula(name: str) -> bool:
     """Return whether the bytes of an operator can be computed from its inputs."""
     return _formula(name) is not None

@@ -9,6 +9,7 @@ group once, as its forward pass does; attention: `attention_flops`. Names of Ind
 torch/_inductor/codegen/triton.py.
 """
 
+import functools
 import json
 import math
 import re
@@ -55,6 +56,7 @@ def work(name: str, shapes: str | None, arguments: str | None, outputs: OutputSh
         return None  # not the inputs of this operator
 
 
+@functools.lru_cache(maxsize=10_000)  # ranks of a run have mostly the same names
 def has_formula(name: str) -> bool:
     """Return whether the operations of an operator can be computed from its inputs."""
     return _formula(name) is not None

@@ -39,18 +39,19 @@ def unfused(trace: Trace) -> pl.DataFrame:
     if not trace.on_device or not trace_columns.is_named(trace, _SLICE_WITH_FUSED).any():
         return schema.empty(COLUMNS)
     op = kernels.innermost_op(trace)
-    classes = trace.ops["name"].str.extract(_SLICE)
-    parent = trace.ops["parent_id"].fill_null(-1).to_numpy()
-    of_slice = nesting.nearest(parent, classes.is_not_null().to_numpy())
-    row = pl.Series("op_id", op).set(pl.Series(op < 0), None)
+    of_slice = nesting.nearest(trace_columns.parent_ids(trace), trace_columns.is_named(trace, _SLICE))
     around = np.where(op >= 0, of_slice[np.maximum(op, 0)], -1)
-    step_slice = pl.Series("slice", around).set(pl.Series(around < 0), None)
-    launched = trace.activities.rename({"id": "activity_id"}).with_columns(
-        row, step_slice, trace.ops["name"].gather(row).alias("op"), classes.gather(step_slice).alias("optimizer")
+    rows = np.flatnonzero((around >= 0) & trace_columns.is_activity_kind(trace, "compute"))
+    launched = trace.activities[rows].with_columns(
+        pl.Series("activity_id", trace.activities["id"][rows]),
+        pl.Series("op_id", op[rows]),
+        pl.Series("slice", around[rows]),
+        trace.ops["name"][op[rows]].alias("op"),
+        trace.ops["name"][around[rows]].str.extract(_SLICE).alias("optimizer"),
     )
     operator = pl.col("op").str.strip_prefix("aten::").str.strip_prefix("_foreach_")
     found = launched.filter(
-        pl.col("kind") == "compute", pl.col("optimizer").is_in(list(FUSED_ACCESSES)), operator.is_in(list(_ACCESSES))
+        pl.col("optimizer").is_in(list(FUSED_ACCESSES)), operator.is_in(list(_ACCESSES))
     ).with_columns(operator.replace_strict(_ACCESSES, default=None, return_dtype=pl.Int64).alias("accesses"))
     is_foreach = pl.col("op").str.starts_with("aten::_foreach_")
     priced = found.join(_saved_shares(found), on="slice", maintain_order="left").with_columns(

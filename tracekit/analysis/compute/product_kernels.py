@@ -10,7 +10,7 @@ import polars as pl
 from tracekit.analysis.compute import efficiency, flops
 from tracekit.analysis.time import trace_columns
 from tracekit.conventions import devices
-from tracekit.model import schema
+from tracekit.model import columns, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
@@ -24,6 +24,7 @@ LEFT: Mapping[str, int] = {
     **dict.fromkeys(("aten::addmm", "aten::addmm_", "aten::_addmm_activation", "aten::baddbmm", "aten::baddbmm_"), 1),
 }
 """The place of the left factor among the inputs of an operator; the right one follows."""
+_PRODUCTS = f"^({'|'.join(LEFT)})$"
 MIN_NS = 20_000
 """Shorter kernels are bound by latency."""
 _MIN_DIM = 16
@@ -54,9 +55,11 @@ def misaligned(trace: Trace) -> pl.DataFrame:
     (align1), or, where the name has none, a dimension that strides show to be contiguous, of a call that reaches less
     than 35% of the roofline.
     """
-    if flops.counted(trace).is_empty() and not trace_columns.is_activity_named(trace, _ALIGN).any():
-        return schema.empty(COLUMNS)
     device = efficiency.device_of(trace.header)
+    has_layout = device is not None and devices.TF32 in device.peaks and not device.name.startswith("mi")
+    states_alignment = trace_columns.is_activity_named(trace, _ALIGN).any()
+    if not states_alignment and not (has_layout and _has_misaligned_rows(trace)):
+        return schema.empty(COLUMNS)  # without the work of all products, which costs much more
     calls = with_calls(trace).with_columns(
         pl.col("name").str.extract(_ALIGN).cast(pl.Int64).alias("align"),
         pl.when(pl.col("name").str.contains(_16_BIT)).then(2).otherwise(4).alias("element_bytes"),
@@ -65,7 +68,6 @@ def misaligned(trace: Trace) -> pl.DataFrame:
         return schema.empty(COLUMNS)
     by_name = pl.col("name").str.contains(_TENSOR_CORE) & (pl.col("align") * pl.col("element_bytes") < _UNIT_BYTES)
     may_be_slow = (pl.col("dur_ns") >= MIN_NS) & (pl.col("ratio") < _LOW_RATIO)
-    has_layout = device is not None and devices.TF32 in device.peaks and not device.name.startswith("mi")
     by_shape = pl.lit(has_layout) & may_be_slow & pl.col("align").is_null() & pl.col("is_contiguous")
     joined = calls.join(_paddings(calls), on=_INPUTS, how="left", nulls_equal=True, maintain_order="left")
     can_be_padded = pl.col("padding").is_not_null() | pl.col("shapes").is_null()
@@ -135,6 +137,16 @@ def _usual_ratio(kernels: pl.DataFrame) -> float:
     ordered = known.sort("ratio").with_columns(pl.col("dur_ns").cum_sum().alias("until_ns"))
     middle = ordered.filter(2 * pl.col("until_ns") >= ordered["dur_ns"].sum())["ratio"][0]
     return float(min(max(middle, 0.3), 0.8))
+
+
+def _has_misaligned_rows(trace: Trace) -> bool:
+    """Return whether rows of a product begin unaligned for 16-bit elements: then those of 32 bits may, too."""
+    products = columns.where(trace.ops[["name", "shapes", "strides"]], trace_columns.is_named(trace, _PRODUCTS))
+    paddings = (_padding(op, shapes, strides, 2) for op, shapes, strides in products.unique().iter_rows())
+    try:
+        return any(padding is not None and padding.is_contiguous for padding in paddings)
+    except (ValueError, TypeError, IndexError):  # inputs of another form: only their work shows what they are
+        return True
 
 
 class _Padding(NamedTuple):

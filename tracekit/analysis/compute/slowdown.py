@@ -63,14 +63,19 @@ def pooled_slowdown(overlapped_ns: npt.ArrayLike, excess_ns: npt.ArrayLike) -> t
     percentile bootstrap over the blocks; null for fewer than six.
     """
     together, excess = np.asarray(overlapped_ns, np.float64), np.asarray(excess_ns, np.float64)
-    slowdown = _ratio(together.sum(), excess.sum())
+    slowdown = mean_slowdown(together, excess)
     if len(together) < _LEAST_BLOCKS:
-        return float(slowdown), None, None
+        return slowdown, None, None
     draws = np.random.default_rng(len(together)).multinomial(
         len(together), np.full(len(together), 1 / len(together)), _RESAMPLES
     )
     low, high = np.percentile(_ratio(draws @ together, draws @ excess), _INTERVAL)
-    return float(slowdown), float(low), float(high)
+    return slowdown, float(low), float(high)
+
+
+def mean_slowdown(overlapped_ns: npt.ArrayLike, excess_ns: npt.ArrayLike) -> float:
+    """Return overlapped time over the time of the same work alone: `pooled_slowdown` without its interval."""
+    return float(_ratio(np.asarray(overlapped_ns, np.float64).sum(), np.asarray(excess_ns, np.float64).sum()))
 
 
 def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:

@@ -35,7 +35,7 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
     longer); one row per kernel. Products above 70% of the roofline, or with misaligned dimensions, are left out.
     """
     count = _multiprocessors(trace.header)
-    if count is None or flops.counted(trace).is_empty():  # then no roofline is known
+    if count is None or not _has_few_waves(trace, count) or flops.counted(trace).is_empty():  # then without roofline
         return schema.empty(COLUMNS)
     kernels = product_kernels.with_calls(trace).filter(
         pl.col("ratio") < _MAX_RATIO, pl.col("dur_ns") >= product_kernels.MIN_NS, pl.col("grid").is_not_null()
@@ -68,6 +68,16 @@ class _Waves(NamedTuple):
     more_columns: int
 
 
+def _has_few_waves(trace: Trace, count: int) -> bool:
+    """Return whether a kernel whose name has a tile runs in two to four waves: the work of products costs much more."""
+    kinds = trace.activities[["name", "grid"]].unique().drop_nulls("grid")
+    return any(1 < _wave_count(grid, count) <= _MAX_WAVES for name, grid in kinds.iter_rows() if _TILE.search(name))
+
+
+def _wave_count(grid: str, count: int) -> int:
+    return -(-math.prod(map(int, grid.split("x"))) // count)
+
+
 def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
     """Return the waves of each kind of kernel that has some: columns _KIND and those of _Waves."""
     rows = []
@@ -81,7 +91,7 @@ def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
 
 def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: int) -> _Waves | None:
     tile, blocks = _TILE.search(name), math.prod(map(int, grid.split("x")))
-    wave_count = -(-blocks // count)
+    wave_count = _wave_count(grid, count)
     if tile is None or op is None or op not in product_kernels.LEFT or shapes is None:
         return None
     if not 1 < wave_count <= _MAX_WAVES:

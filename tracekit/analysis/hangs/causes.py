@@ -31,6 +31,7 @@ class Kind(StrEnum):
     DEADLOCK = "deadlock between groups"
     MESSAGES = "deadlock of sends and receives"
     COMMUNICATION = "communication stuck"
+    COMMUNICATOR = "communicator not created"
     UNKNOWN = "cause unknown"
 
 
@@ -50,6 +51,8 @@ ADVICE = {
     Kind.MESSAGES: "Compare peers and order of the sends and receives of these ranks: nobody sends what they wait for.",
     Kind.COMMUNICATION: "All ranks are in the collective: look at network and GPUs (NCCL_DEBUG=INFO, nvidia-smi, "
     "ibstat), first on ranks that have not started or completed it.",
+    Kind.COMMUNICATOR: "Call the first collectives of these groups in one order on all ranks; tracekit record "
+    "--hang-timeout records the group of each rank's call.",
     Kind.UNKNOWN: "Add the missing dumps, and stacks of all ranks (py-spy dump --pid PID > rank3.txt).",
 }
 
@@ -108,7 +111,7 @@ def _without_dump(rank: int, dumps: HangDumps) -> Culprit:
     if lost:
         texts = tuple(f"rank {other}: {shortened(error)}" for other, error in lost[:3])
         return Culprit(rank, Kind.DIED, "died: the others lost the connection to it", (*texts, "it left no dump"))
-    return Culprit(rank, Kind.NO_DUMP, "left no dump: its process died, or could not write one", ())
+    return Culprit(rank, Kind.NO_DUMP, "left no dump: its process ended or died, or was too busy to write one", ())
 
 
 def is_lost_connection(error: str) -> bool:
@@ -164,7 +167,8 @@ def call_text(call: Call) -> str:
     frame = host.user_frame(call.frames)
     where = f", called in {frame}" if frame else ""
     what = " ".join(filter(None, (call.op, sizes(call))))
-    return f"{what} of group {call.group!r}, seq {call.seq}, {call.state}{where}"
+    state = call.state.value if call.is_recorded else "the host is in it, and no flight recorder has it"
+    return f"{what} of group {call.group!r}, seq {call.seq}, {state}{where}"
 
 
 def shortened(error: str) -> str:

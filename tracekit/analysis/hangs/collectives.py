@@ -103,10 +103,14 @@ def signature(call: Call) -> Signature:
 
 
 def by_signature(calls: Mapping[int, Call]) -> list[tuple[Signature, tuple[int, ...]]]:
-    """Return the signatures of calls and their ranks, the most frequent first."""
+    """Return the signatures of calls and their ranks, the most frequent first.
+
+    A call that is not recorded has no sizes: then only operations are compared.
+    """
+    has_sizes = all(call.is_recorded for call in calls.values())
     ranks: dict[Signature, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
-        ranks[signature(call)].append(rank)
+        ranks[signature(call) if has_sizes else (call.op,)].append(rank)
     return sorted(((key, tuple(each)) for key, each in ranks.items()), key=lambda item: (-len(item[1]), item[1]))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from tracekit.analysis.hangs import causes, desync, host
+from tracekit.analysis.hangs import causes, communicators, desync, host
 from tracekit.analysis.hangs.causes import ADVICE, Culprit, Kind
 from tracekit.analysis.hangs.collectives import CallTable, sizes
 from tracekit.analysis.hangs.desync import Mismatch
@@ -55,10 +55,11 @@ class Diagnosis:
 
 def diagnose(dumps: HangDumps, *, min_wait_ns: int = DEFAULT_MIN_WAIT_NS) -> Diagnosis:
     """Return why a job hangs. A wait of less than `min_wait_ns` when the dumps were written is no hang."""
+    dumps = communicators.with_inferred_calls(dumps)
     groups = Groups(dumps)
     table = CallTable(dumps, groups)
     waiting = graph(dumps, groups, table)
-    case = _Case(dumps, table, waiting, _waited_ns(dumps, waiting.waits))
+    case = _Case(dumps, table, waiting, _waited_ns(dumps, waiting.waits), groups.world_size)
     found = case.diagnosis(min_wait_ns)
     return _with_ranks(found, dumps, groups, waiting)
 
@@ -71,14 +72,16 @@ class _Case:
     table: CallTable
     graph: WaitGraph
     waited_ns: int | None
+    world_size: int
 
     def diagnosis(self, min_wait_ns: int) -> Diagnosis:
         if not self.graph.waits:
             return self._without_waits()
         timed_out = any(dump.reason in ("timeout", "error") for dump in self.dumps.ranks.values())
-        if not timed_out and self.waited_ns is not None and self.waited_ns < min_wait_ns:
+        most_ns = _most_waited_ns(self.dumps, self.graph.waits)
+        if not timed_out and most_ns is not None and most_ns < min_wait_ns:
             return _no_hang(
-                f"No hang: the longest wait for a collective is {duration(self.waited_ns)}, as in a running training."
+                f"No hang: the longest wait for a collective is {duration(most_ns)}, as in a running training."
             )
         mismatches = self._mismatches()
         if mismatches:
@@ -99,12 +102,33 @@ class _Case:
         if not any(dump.reason == "timeout" for dump in stalled) or not away:
             failed = [dump for dump in self.dumps.ranks.values() if dump.reason == "error"]
             return self._failed(failed) if failed else self._complete()
+        blocked = [dump for dump in stalled if communicators.is_blocked(dump)]
+        if blocked:
+            return self._without_communicator(blocked)
         culprits = tuple(causes.of_rank(rank, self.dumps) for rank in sorted(away))
         text = (
             f"No collective is pending, but {_ranks(away)} made no call for {duration(_stalled_ns(stalled))}: "
-            f"{_who(culprits)} {culprits[0].reason}."
+            f"{_reasons(culprits)}."
         )
         return Diagnosis(Kind.HOST, text, culprits[0].advice, None, culprits)
+
+    def _without_communicator(self, blocked: Sequence[RankDump]) -> Diagnosis:
+        """Return the verdict where ranks are in calls that no flight recorder has; the other ranks are the cause."""
+        others = sorted(set(range(self.world_size)) - {dump.rank for dump in blocked})
+        names = communicators.described(blocked)
+        text = f"{_sentence(_calls_on_host(blocked))}, and no flight recorder has "
+        text += "that call" if len(blocked) == 1 else "these calls"
+        text += ": the host waits there for all ranks of the group, as NCCL creates a communicator in the first call"
+        text += f"; without a call yet: group {' and group '.join(names)}" if names else ""
+        if others:
+            late = tuple(causes.of_rank(rank, self.dumps) for rank in others)
+            kind = min(late, key=lambda each: _ORDER.index(each.kind))
+            return Diagnosis(kind.kind, f"{text}; {_reasons(late)}.", kind.advice, None, late)
+        culprits = tuple(
+            Culprit(dump.rank, Kind.COMMUNICATOR, f"is in {host.state(dump).operation}", self._evidence(dump.rank))
+            for dump in blocked
+        )
+        return Diagnosis(Kind.COMMUNICATOR, f"{text}.", ADVICE[Kind.COMMUNICATOR], None, culprits)
 
     def _complete(self) -> Diagnosis:
         count = sum(len(dump.calls) for dump in self.dumps.ranks.values())
@@ -112,7 +136,7 @@ class _Case:
 
     def _failed(self, failed: Sequence[RankDump]) -> Diagnosis:
         culprits = tuple(causes.of_rank(dump.rank, self.dumps) for dump in failed)
-        text = f"No collective is pending: {_who(culprits)} {culprits[0].reason}."
+        text = f"No collective is pending: {_reasons(culprits)}."
         return Diagnosis(Kind.ERROR, text, ADVICE[Kind.ERROR], None, culprits)
 
     def _mismatches(self) -> list[tuple[Wait, Mismatch]]:
@@ -152,7 +176,7 @@ class _Case:
             if len(deviating) < len(root.ranks)
             else "each waits for a rank that waits in another call"
         )
-        text = f"Deadlock: {_cycle_text(waits)}; {others}."
+        text = f"Deadlock: {_cycle_text(waits)}; {others}{self._on_communicators(waits)}."
         wait = max(waits, key=lambda each: len(each.waiting_ranks))
         drawn = self._drawn(root)
         return Diagnosis(kind, text, ADVICE[kind], wait, culprits, cycle=drawn, waited_ns=self.waited_ns)
@@ -170,7 +194,8 @@ class _Case:
         kind = leading.kind
         waiters = wait.waiting_ranks
         verb = _plural(waiters, "waits", "wait")
-        text = f"{_sentence(_ranks(waiters))} {verb} in {_name(wait)} for {_because(culprits)}."
+        text = f"{_sentence(_ranks(waiters))} {verb} in {_name(wait)} for {_because(culprits)}"
+        text += f"{self._on_communicators([wait])}."
         return Diagnosis(
             kind, text, leading.advice, wait, culprits, waited_ns=self.waited_ns,
             completed_ranks=_partly(wait),
@@ -192,7 +217,7 @@ class _Case:
         culprits = tuple(Culprit(rank, Kind.COMMUNICATION, how, self._evidence(rank)) for rank in sorted(behind))
         text = f"All ranks have called {_name(wait)}, their calls match, and it does not complete"
         if culprits:
-            text += f": {_who(culprits)} {how}, other ranks have"
+            text += f": {_each_of([each.rank for each in culprits])} {how}, other ranks have"
         return Diagnosis(
             Kind.COMMUNICATION, f"{text}.", ADVICE[Kind.COMMUNICATION], wait, culprits, waited_ns=self.waited_ns,
             completed_ranks=_partly(wait),
@@ -235,10 +260,21 @@ class _Case:
     def _unexplained(self, wait: Wait) -> Diagnosis:
         ranks = wait.waiting_ranks
         culprits = tuple(causes.of_rank(rank, self.dumps) for rank in ranks)
-        text = f"{_name(wait)} is not complete on {_ranks(ranks)}, which {culprits[0].reason}."
+        text = f"{_name(wait)} is not complete on {_because(culprits, link='and on')}."
         return Diagnosis(Kind.HOST, _sentence(text), ADVICE[Kind.HOST], wait, culprits, waited_ns=self.waited_ns)
 
     # Parts of verdicts ------------------------------------------------------------------------------------------------
+
+    def _on_communicators(self, waits: Iterable[Wait]) -> str:
+        """Return a clause on the communicators that NCCL creates in these calls."""
+        calls = [wait.first_call for wait in waits]
+        if not calls or not all(communicators.creates_communicator(x, self.dumps.ranks[x.rank]) for x in calls):
+            return ""
+        return (
+            "; in these calls NCCL creates the communicators of the groups"
+            if len(calls) > 1
+            else ("; in this call NCCL creates the communicator of the group")
+        )
 
     def _evidence(self, rank: int) -> tuple[str, ...]:
         dump = self.dumps.ranks.get(rank)
@@ -272,10 +308,19 @@ def _no_hang(text: str) -> Diagnosis:
 
 
 def _waited_ns(dumps: HangDumps, waits: Iterable[Wait]) -> int | None:
-    """Return how long the longest wait had lasted when the dumps were written; None if unknown."""
-    moment = max((dump.moment_ns for dump in dumps.ranks.values()), default=0)
+    """Return how long the longest wait had lasted when the dumps were written; None if they do not say when."""
+    written_ns = max((dump.written_ns or 0 for dump in dumps.ranks.values()), default=0)
+    return _longest_ns(waits, written_ns)
+
+
+def _most_waited_ns(dumps: HangDumps, waits: Iterable[Wait]) -> int | None:
+    """Return an upper bound of the longest wait: a file's time of modification is that of the dump, or of a copy."""
+    return _longest_ns(waits, max((dump.latest_ns for dump in dumps.ranks.values()), default=0))
+
+
+def _longest_ns(waits: Iterable[Wait], moment_ns: int) -> int | None:
     created = [wait.first_call.created_ns for wait in waits if wait.first_call.created_ns]
-    return max(0, moment - min(created)) if created and moment else None
+    return max(0, moment_ns - min(created)) if created and moment_ns else None
 
 
 def _stalled_ns(dumps: Iterable[RankDump]) -> int:
@@ -331,17 +376,43 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {ranges(numbers)}"
 
 
-def _because(culprits: Sequence[Culprit]) -> str:
-    """Return the ranks of culprits and the reason of each, as part of a sentence."""
+def _because(culprits: Sequence[Culprit], *, link: str = "and for") -> str:
+    """Return the ranks of culprits and the reason of each, as objects of a sentence."""
+    by_reason = _by_reason(culprits)
+    shown = [
+        f"{_ranks(ranks)}, {_plural(ranks, 'which', 'each of which')} {reason}"
+        for reason, ranks in list(by_reason.items())[:3]
+    ]
+    return f"; {link} ".join(shown) + (f"; and {len(by_reason) - 3} more" if len(by_reason) > 3 else "")
+
+
+def _reasons(culprits: Sequence[Culprit]) -> str:
+    """Return the ranks of culprits and the reason of each, as clauses."""
+    by_reason = _by_reason(culprits)
+    shown = [f"{_each_of(ranks)} {reason}" for reason, ranks in list(by_reason.items())[:3]]
+    return "; ".join(shown) + (f"; and {len(by_reason) - 3} more" if len(by_reason) > 3 else "")
+
+
+def _by_reason(culprits: Sequence[Culprit]) -> dict[str, list[int]]:
     by_reason: dict[str, list[int]] = {}
     for each in culprits:
         by_reason.setdefault(each.reason, []).append(each.rank)
-    shown = [f"{_ranks(ranks)}, which {reason}" for reason, ranks in list(by_reason.items())[:3]]
-    return "; and for ".join(shown) + (f"; and {len(by_reason) - 3} more" if len(by_reason) > 3 else "")
+    return by_reason
 
 
-def _who(culprits: Sequence[Culprit]) -> str:
-    return _ranks(each.rank for each in culprits)
+def _each_of(ranks: Sequence[int]) -> str:
+    return _ranks(ranks) if len(ranks) == 1 else f"each of {_ranks(ranks)}"
+
+
+def _calls_on_host(dumps: Sequence[RankDump]) -> str:
+    """Return which ranks are in which functions of torch.distributed, as clauses."""
+    ranks: dict[str, list[int]] = {}
+    for dump in dumps:
+        state = host.state(dump)
+        where = f" in {state.frame.brief}" if state.frame else ""
+        ranks.setdefault(state.operation + where, []).append(dump.rank)
+    shown = [f"{_ranks(each)} {_plural(each, 'is', 'are')} in {place}" for place, each in list(ranks.items())[:3]]
+    return ", ".join(shown) + (f" and {len(ranks) - 3} more calls" if len(ranks) > 3 else "")
 
 
 def _plural(ranks: Sequence[int], one: str, many: str) -> str:

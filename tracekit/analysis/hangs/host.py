@@ -48,6 +48,8 @@ class HostState:
     """The innermost frame of the user's code."""
     path: str = ""
     """The file that is read, written or opened."""
+    operation: str = ""
+    """The function of torch.distributed that the user's code called; "" if it is in none."""
 
     @property
     def sentence(self) -> str:
@@ -73,7 +75,9 @@ def state(dump: RankDump) -> HostState:
     if thread is None or not thread.frames:
         return HostState(Activity.UNKNOWN)
     path = _accessed(thread.system_call)
-    return HostState(_activity(thread, path), user_frame(thread.frames), path or "")
+    activity = _activity(thread, path)
+    operation = _operation(thread.frames) if activity is Activity.COMMUNICATION else ""
+    return HostState(activity, user_frame(thread.frames), path or "", operation)
 
 
 def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
@@ -99,8 +103,14 @@ def _activity(thread: ThreadStack, path: str | None) -> Activity:
 
 def _is_communicating(frames: tuple[Frame, ...]) -> bool:
     """Return whether a thread is in a call of torch.distributed other than one that only asks, such as get_rank."""
+    operation = _operation(frames)
+    return bool(operation) and not operation.startswith(_QUERIES)
+
+
+def _operation(frames: tuple[Frame, ...]) -> str:
+    """Return the outermost function of torch.distributed in a stack."""
     calls = [frame.function for frame in frames if any(part in frame.file for part in _COMMUNICATION)]
-    return bool(calls) and not calls[-1].startswith(_QUERIES)
+    return calls[-1] if calls else ""
 
 
 def _within(frames: tuple[Frame, ...], parts: tuple[str, ...]) -> bool:

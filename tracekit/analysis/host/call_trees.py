@@ -9,13 +9,15 @@ import polars as pl
 
 from tracekit.analysis.host import ops
 from tracekit.errors import ConfigError, InputError
-from tracekit.model import nesting, schema
+from tracekit.model import columns, nesting, schema
+from tracekit.model.intervals import Window
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Fact, Trace
 
 HOST, DEVICE = KINDS = ("host", "device")
 TREE = schema.columns("node parent name count self_ns total_ns", name=pl.String)
+WINDOW_TREE = schema.columns("node parent name count self_ns total_ns longest_id", name=pl.String)
 DIFFERENCE = schema.columns("node parent name before_self_ns after_self_ns before_ns after_ns", name=pl.String)
 UNLINKED = "(launch not recorded)"
 _STEP_NUMBER, _STEP = r"^ProfilerStep#\d+$", "ProfilerStep"
@@ -58,6 +60,38 @@ def call_tree(
         other = HOST if of == DEVICE else DEVICE
         raise InputError(f"the traces have no work of the {of}{in_step}; there may be some of the {other}")
     return _merged(rows, by_rank=by_rank)
+
+
+def of_window(trace: Trace, window: Window, lane: int | None = None) -> pl.DataFrame:
+    """Return the host time of a part of a trace by call stack, of one thread or by default of all.
+
+    Columns WINDOW_TREE, rows as in `call_tree` of the host; `window` is in ns on the clock of the trace. Slices count
+    with their part inside the window. longest_id is the id of the op with the longest such part, the first of equal
+    ones; null for threads.
+    """
+    begin_ns, end_ns = window
+    past_ns = pl.col("start_ns") + pl.col("dur_ns")
+    of_lane = trace.ops if lane is None else trace.ops.filter(lane=lane)
+    # The slices around one that is inside end at the window's start at the earliest.
+    slices = of_lane.filter(pl.col("start_ns") < end_ns, past_ns >= begin_ns)
+    is_inside = slices.select((past_ns > begin_ns) | (pl.col("start_ns") >= begin_ns)).to_series().to_numpy()
+    begins_ns = pl.col("start_ns").clip(begin_ns, None)
+    cut = slices.with_columns(start_ns=begins_ns, dur_ns=(past_ns.clip(None, end_ns) - begins_ns).clip(0))
+    tree = _host_tree(cut, trace.lanes, is_inside.astype(np.int64), longest=cut["dur_ns"].to_numpy())
+    total_ns = _totals(tree["parent"].to_numpy(), tree["self_ns"].to_numpy())
+    return schema.select(tree.with_columns(pl.Series("total_ns", total_ns)), WINDOW_TREE)
+
+
+def search(tree: pl.DataFrame, text: str) -> tuple[int, int]:
+    """Return how many frames of a tree contain `text`, in any case, and their time: those inside others count once."""
+    folded, found, total_ns = text.casefold(), 0, 0
+    is_below = np.zeros(tree.height + 1, np.bool_)  # the last for the frames without a parent
+    for node, parent, name, ns in tree.select("node", "parent", "name", "total_ns").iter_rows():
+        is_match = folded in name.casefold()
+        found += is_match
+        total_ns += ns if is_match and not is_below[parent] else 0
+        is_below[node] = is_match or is_below[parent]
+    return found, total_ns
 
 
 def difference(before: pl.DataFrame, after: pl.DataFrame, shares: tuple[float, float] = (1.0, 1.0)) -> pl.DataFrame:
@@ -114,22 +148,38 @@ def _collected(of: str, step: int | None) -> Fact:
 
 
 def _of_host(trace: Trace, step: int | None) -> pl.DataFrame:
-    slices = trace.ops.select("lane", "parent_id", "step", _frame(), ops.self_times(trace.ops))
-    named = slices.join(trace.lanes.select("lane", thread="name"), on="lane", how="left", maintain_order="left")
+    slices = trace.ops
+    counts = np.ones(slices.height, np.int64) if step is None else (slices["step"] == step).fill_null(False).to_numpy()
+    return _host_tree(slices, trace.lanes, counts)
+
+
+def _host_tree(slices: pl.DataFrame, lanes: pl.DataFrame, counts: _Ints, longest: _Ints | None = None) -> pl.DataFrame:
+    """Return the tree of an ops table, or of a part that has the parents of its rows, below the kinds of threads.
+
+    `counts` is 1 for each row that counts. With `longest`, shape (slices,), the tree has a column longest_id.
+    """
+    own = slices.select("id", "lane", "parent_id", _frame(), ops.self_times(slices))
+    named = own.join(lanes.select("lane", thread="name"), on="lane", how="left", maintain_order="left")
     # Without the thread's number, which differs between ranks: "thread 140 (pt_autograd_1)" is pt_autograd.
     kind = pl.col("thread").str.extract(r"\((.+?)(?:_\d+)?\)$").fill_null("thread")
     threads = named.select(kind)["thread"]
     roots = threads.unique(maintain_order=True)
     root_of = threads.replace_strict(roots, range(len(roots)), return_dtype=pl.Int64).to_numpy()
-    parent = slices["parent_id"].fill_null(-1).to_numpy()
-    counts = np.ones(slices.height, np.int64) if step is None else (slices["step"] == step).fill_null(False).to_numpy()
+    ids = own["id"].to_numpy()
+    parent = columns.rows_of(ids, columns.filled(own["parent_id"], -1))
     none = np.zeros(len(roots), np.int64)
-    return _tree(
-        pl.concat([roots.alias("frame"), slices["frame"]]),
+    tree = _tree(
+        pl.concat([roots.alias("frame"), own["frame"]]),
         np.concatenate([none - 1, np.where(parent >= 0, parent + len(roots), root_of)]),
+        order_by=None if longest is None else np.concatenate([none - 1, np.where(counts, longest, -1)]),
         count=np.concatenate([none, counts]),
-        self_ns=np.concatenate([none, np.where(counts, slices["self_ns"].to_numpy(), 0)]),
+        self_ns=np.concatenate([none, np.where(counts, own["self_ns"].to_numpy(), 0)]),
     )
+    if longest is None:
+        return tree
+    at = tree["largest"].to_numpy() - len(roots)
+    longest_id = pl.Series("longest_id", ids[np.maximum(at, 0)] if len(ids) else at, pl.Int64)
+    return tree.with_columns(pl.when(pl.Series(at >= 0)).then(longest_id).alias("longest_id"))
 
 
 def _of_device(trace: Trace, step: int | None) -> pl.DataFrame:
@@ -185,10 +235,11 @@ def _joined_forest(trees: Sequence[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def _tree(names: pl.Series, parent: _Ints, **sums: _Ints) -> pl.DataFrame:
+def _tree(names: pl.Series, parent: _Ints, *, order_by: _Ints | None = None, **sums: _Ints) -> pl.DataFrame:
     """Return frames with the same stack as one node: columns node, parent, name and `sums`.
 
-    `parent` is the row of the frame around each frame, -1 for none. Nodes below which all sums are 0 are left out.
+    `parent` is the row of the frame around each frame, -1 for none. Nodes below which all sums are 0 are left out. With
+    `order_by`, a column largest has the row of each node where it is largest, the first of equal ones.
     """
     texts = names.unique(maintain_order=True)
     codes = names.replace_strict(texts, range(len(texts)), return_dtype=pl.Int64).to_numpy()
@@ -201,14 +252,24 @@ def _tree(names: pl.Series, parent: _Ints, **sums: _Ints) -> pl.DataFrame:
         parts.append(keys)
         first += len(keys)
     nodes = np.concatenate(parts)
-    columns = {name: np.zeros(first, np.int64) for name in sums}
-    for name, values in sums.items():
-        np.add.at(columns[name], node_of, values)
-    kept = sum((_totals(nodes[:, 0], own) for own in columns.values()), np.zeros(first, np.int64)) > 0
-    number = np.cumsum(kept) - 1
+    values = {name: np.zeros(first, np.int64) for name in sums}
+    for name, each in sums.items():
+        np.add.at(values[name], node_of, each)
+    has_time = sum((_totals(nodes[:, 0], own) for own in values.values()), np.zeros(first, np.int64)) > 0
+    number = np.cumsum(has_time) - 1
     above = np.where(nodes[:, 0] >= 0, number[nodes[:, 0]], -1)
-    table = pl.DataFrame({"parent": above, "name": texts.gather(nodes[:, 1]), **columns}).filter(pl.Series(kept))
+    if order_by is not None:
+        values["largest"] = _largest(node_of, order_by)
+    table = pl.DataFrame({"parent": above, "name": texts.gather(nodes[:, 1]), **values}).filter(pl.Series(has_time))
     return table.with_row_index("node").with_columns(pl.col("node").cast(pl.Int64))
+
+
+def _largest(node_of: _Ints, value: _Ints) -> _Ints:
+    """Return the row with the largest value of each node, the first of equal ones."""
+    order = np.lexsort((-np.arange(len(value)), value))
+    largest = np.zeros(int(node_of.max(initial=-1)) + 1, np.int64)
+    largest[node_of[order]] = order  # of several rows of a node, the last counts
+    return largest
 
 
 def _levels(parent: _Ints) -> list[_Ints]:

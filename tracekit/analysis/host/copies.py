@@ -1,4 +1,4 @@
-"""Copies between host and device: their exposed time, memory and bandwidth, and the op and code that asked for them."""
+"""Copies between host and device: their exposed time, memory and bandwidth, and the op and code that issued them."""
 
 import numpy as np
 import polars as pl
@@ -7,7 +7,7 @@ from tracekit import conventions
 from tracekit.analysis.compute import kernels
 from tracekit.analysis.memory import owners
 from tracekit.analysis.time import breakdown, trace_columns
-from tracekit.model import intervals, schema
+from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -30,49 +30,53 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     host: PAGEABLE or PINNED; null where not recorded), exposed_ns; one row per copy with exposed time. Copies of saves
     are left out, and so are copies of a CPU run, which has none.
     """
-    name = pl.col("name").str
-    copies = np.flatnonzero((trace.activities["kind"] == "memcpy").to_numpy())
+    is_to_device, is_to_host = (trace_columns.is_activity_named(trace, each) for each in (_TO_DEVICE, _TO_HOST))
+    is_of_save = trace_columns.as_flags(trace.activities["phase"] == conventions.CHECKPOINT)
+    is_copy = trace_columns.is_activity_kind(trace, "memcpy") & (is_to_device | is_to_host) & ~is_of_save
+    copies = np.flatnonzero(is_copy)
+    exposed_ns, device = _exposed_ns(trace, copies)
+    copies, exposed_ns, device = (each[exposed_ns > 0] for each in (copies, exposed_ns, device))
     if not len(copies):
         return schema.empty(COLUMNS)
-    found = (
-        trace.activities[copies]
-        .with_columns(pl.Series("row", copies))
-        .filter(
-            name.contains(_TO_DEVICE) | name.contains(_TO_HOST),
-            pl.col("phase").ne_missing(conventions.CHECKPOINT),
-        )
-        .join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+    found, op = trace.activities[copies], _ops_around(trace, copies)
+    op_id = columns.filled(columns.values_at(trace.ops["id"], op), -1)
+    issuers = columns.with_nulls(np.where(op_id >= 0, op_id, columns.filled(found["launch_id"], -1)), "op_id")
+    added = [
+        issuers,
+        columns.with_nulls(device, "device"),
+        columns.values_at(trace.ops["name"], op).alias("op"),
+        pl.Series("direction", np.where(is_to_device[copies], TO_DEVICE, TO_HOST).astype(object), pl.String),
+        _memory(trace, copies),
+        pl.Series("exposed_ns", exposed_ns),
+    ]
+    located = found.hstack(added).join(
+        owners.code_locations(trace, issuers), on="op_id", how="left", maintain_order="left"
     )
-    parts = [_with_exposed(trace, device, rows) for (device,), rows in found.group_by("device", maintain_order=True)]
-    exposed = pl.concat(parts).filter(pl.col("exposed_ns") > 0) if parts else pl.DataFrame()
-    if exposed.is_empty():
-        return schema.empty(COLUMNS)
-    host = pl.when(name.contains("(?i)pageable")).then(pl.lit(PAGEABLE))
-    return (
-        exposed.with_columns(
-            *_ops_around(trace, exposed["row"].to_numpy().astype(np.int64)),
-            pl.when(name.contains(_TO_DEVICE)).then(pl.lit(TO_DEVICE)).otherwise(pl.lit(TO_HOST)).alias("direction"),
-            host.when(name.contains("(?i)pinned")).then(pl.lit(PINNED)).alias("memory"),
-        )
-        .with_columns(pl.coalesce("op_id", "launch_id").alias("op_id"))
-        .pipe(lambda rows: rows.join(owners.code_locations(trace, rows["op_id"]), on="op_id", how="left"))
-        .sort("start_ns", "row")
-        .pipe(schema.select, COLUMNS)
-    )
+    return schema.select(located.sort("start_ns", maintain_order=True), COLUMNS)
 
 
-def _with_exposed(trace: Trace, device: object, copies: pl.DataFrame) -> pl.DataFrame:
-    compute, communication, _ = breakdown.busy(trace, device if isinstance(device, int) else None)
-    hidden_ns = intervals.coverage(intervals.from_table(copies), intervals.union(compute, communication))
-    return copies.with_columns((pl.col("dur_ns") - pl.Series(hidden_ns, dtype=pl.Int64)).alias("exposed_ns"))
+def _memory(trace: Trace, copies: Ints) -> pl.Series:
+    """Return the memory of the host that each copy reads or writes, null where it is not recorded."""
+    memory = np.full(len(copies), None, object)
+    for pattern, kind in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
+        memory[trace_columns.is_activity_named(trace, pattern)[copies]] = kind
+    return pl.Series("memory", memory, pl.String)
 
 
-def _ops_around(trace: Trace, rows: Ints) -> list[pl.Series]:
-    """Return op_id and op (its name) of the outermost aten op around each activity, else of the innermost op."""
-    ops = trace.ops
-    if ops.is_empty():
-        unknown = pl.DataFrame({"op_id": [None] * len(rows), "op": [None] * len(rows)})
-        return unknown.cast({"op_id": pl.Int64, "op": pl.String}).get_columns()
+def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:
+    """Return how long each copy runs without compute and collectives on its device, and the device; -1 for none."""
+    spans = intervals.from_table(trace.activities[["start_ns", "dur_ns"]])[copies]
+    lane = columns.rows_of(trace.lanes["lane"].to_numpy(), trace.activities["lane"].to_numpy()[copies])
+    device = sweep_line.at(columns.filled(trace.lanes["device"], -1), lane, -1)
+    exposed_ns = np.where(lane >= 0, spans[:, 1] - spans[:, 0], 0)
+    for each, rows in columns.rows_by_key(device).items():
+        compute, communication, _ = breakdown.busy(trace, None if each < 0 else each)
+        exposed_ns[rows] -= intervals.coverage(spans[rows], intervals.union(compute, communication))
+    return exposed_ns, device
+
+
+def _ops_around(trace: Trace, rows: Ints) -> Ints:
+    """Return the row of the outermost aten op around each activity, else of the innermost op; -1 for none."""
     row = kernels.innermost_op(trace)[rows]
     above, is_aten = trace_columns.parent_ids(trace), trace_columns.is_named(trace, "^aten::")
     for _ in range(_MAX_CLIMBS):
@@ -81,6 +85,4 @@ def _ops_around(trace: Trace, rows: Ints) -> list[pl.Series]:
         if not climbs.any():
             break
         row = np.where(climbs, up, row)
-    found = ops.select("id", "name")[np.maximum(row, 0)].with_columns(known=pl.Series(row >= 0))
-    named = found.select(op_id=pl.when("known").then("id"), op=pl.when("known").then("name"))
-    return named.get_columns()
+    return row

@@ -5,7 +5,7 @@ import polars as pl
 
 from tracekit.analysis.time import host_state, trace_columns
 from tracekit.model import schema
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import Ints, distinct
 from tracekit.model.trace import Trace
 
 COLUMNS = schema.columns("start_ns dur_ns name", name=pl.String)
@@ -38,7 +38,7 @@ def _edges(trace: Trace) -> Ints:
     if not trace.on_device:
         start = trace.activities["start_ns"].to_numpy()
         spans.append(np.stack((start, start + trace.activities["dur_ns"].to_numpy()), axis=1))
-    return np.unique(np.concatenate(spans))
+    return distinct(np.concatenate(spans))
 
 
 def _computing(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:

@@ -12,7 +12,7 @@ from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import launch_delay
 from tracekit.analysis.time import breakdown, host_state, trace_columns
-from tracekit.model import intervals, schema
+from tracekit.model import columns, intervals, schema
 from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
 
@@ -35,6 +35,7 @@ _MIN_COVERED = 0.5
 _LONG_LAUNCH_NS = 1_000_000
 
 _STALL = ("step", "gap_step", "device", "place", "nth", "detail", "start_ns", "dur_ns")
+_STALL_COLUMNS = schema.columns(f"{' '.join(_STALL)} is_last", place=pl.String)
 
 _PATTERNS = {
     # Kineto's overhead events and what the profiler itself calls.
@@ -97,7 +98,6 @@ def is_first_use() -> pl.Expr:
 
 def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
     """Return the host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
-    ended_by = trace.activities.select(activity_id="id", launched_in="step")
     by_state = pieces.group_by("gap", "detail").agg(
         pl.col("step", "device", "activity_id").first(), pl.col("start_ns").min(), pl.col("dur_ns").sum()
     )
@@ -105,17 +105,19 @@ def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
     stalls = longest.agg(
         pl.col("step", "device", "activity_id", "detail").first(), pl.col("start_ns").min(), pl.col("dur_ns").sum()
     )
-    return (
-        stalls.filter(pl.col("dur_ns") >= MIN_STALL_NS)
-        .sort("dur_ns", "start_ns", descending=[True, False])
-        .head(_MAX_STALLS)
-        .join(ended_by, on="activity_id", how="left", maintain_order="left")
-        .join(launch_delay.places(trace), on="activity_id", how="left", maintain_order="left")
-        .rename({"step": "gap_step", "name": "place"})
-        .with_columns(pl.coalesce("launched_in", "gap_step").alias("step"))
-        .sort("start_ns", "device")
-        .select(*_STALL, is_last=pl.lit(value=False))
-    )
+    stalls = stalls.filter(pl.col("dur_ns") >= MIN_STALL_NS)
+    stalls = stalls.sort("dur_ns", "start_ns", descending=[True, False]).head(_MAX_STALLS)
+    if stalls.is_empty():
+        return schema.empty(_STALL_COLUMNS)
+    ended_by, places = columns.filled(stalls["activity_id"], -1), launch_delay.places(trace)
+    launched_by = columns.rows_of(trace.activities["id"].to_numpy(), ended_by)
+    launched_in = columns.values_at(trace.activities["step"], launched_by).alias("launched_in")
+    place = columns.rows_or_nulls(places[["name", "nth"]], columns.rows_of(places["activity_id"].to_numpy(), ended_by))
+    named = stalls.hstack([launched_in, *place]).with_columns(
+        pl.coalesce("launched_in", "step").alias("step"),
+        gap_step="step", place="name", is_last=pl.lit(value=False),
+    )  # fmt: skip
+    return schema.select(named.sort("start_ns", "device"), _STALL_COLUMNS)
 
 
 def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
@@ -137,7 +139,7 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
             [
                 row | _first_place(trace, step),
             ],
-            schema=schema.columns(f"{' '.join(_STALL)} is_last", place=pl.String),
+            schema=_STALL_COLUMNS,
         )
 
 

@@ -1,5 +1,8 @@
 """Launch delay: compute gaps caused by the host, its state in them, and reads of device values."""
 
+import itertools
+from dataclasses import dataclass
+
 import numpy as np
 import polars as pl
 
@@ -7,9 +10,10 @@ from tracekit import conventions
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import stacks
-from tracekit.analysis.time import breakdown, host_state, launches, trace_columns
-from tracekit.model import schema, sweep_line
+from tracekit.analysis.time import host_state, trace_columns
+from tracekit.model import columns, schema, sweep_line
 from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 GAP_COLUMNS = schema.columns(
@@ -17,7 +21,6 @@ GAP_COLUMNS = schema.columns(
 )
 WAIT_COLUMNS = schema.columns("device step start_ns dur_ns")
 READ_COLUMNS = schema.columns("step phase unit name start_ns dur_ns")
-_KEY = ("gap", "detail")
 
 
 def host_gaps(trace: Trace) -> pl.DataFrame:
@@ -31,58 +34,103 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     step, it could have launched earlier: what gaps last beyond that is not synced.
     """
     pieces = compute_gap_causes.compute_gap_causes(trace)
-    late = pieces.filter(pl.col("cause") == communication_gap_causes.HOST)
-    if late.is_empty():
+    is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
+    if not is_host.any():
         return schema.empty(GAP_COLUMNS)
-    waits, place = pl.col("detail") == host_state.SYNCHRONIZE, ("device", "step", "phase", "unit")
-    return (
-        late.with_columns(waits.any().over("gap").alias("waits"))
-        .group_by(*_KEY, maintain_order=True)
-        .agg(pl.col(*place, "activity_id", "waits", "start_ns").first(), pl.col("dur_ns").sum())
-        .join(_before(trace, pieces), on="gap", how="left", maintain_order="left")
-        .join(places(trace), on="activity_id", how="left", maintain_order="left")
-        .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
-        .pipe(lambda rows: _split_by_wait(rows) if trace.on_device and rows["synced"].any() else rows)
-        .pipe(lambda rows: rows.with_columns(_locations(trace, rows)))
-        .pipe(schema.select, GAP_COLUMNS)
-    )
+    rows = _by_state(trace, pieces, np.flatnonzero(is_host))
+    if not trace.on_device or not rows.synced.any():
+        start_ns, dur_ns, row, synced = rows.start_ns, rows.dur_ns, np.arange(len(rows.gap)), rows.synced
+    else:
+        start_ns, dur_ns, row, synced = _split_by_wait(rows)
+    named = columns.rows_of(places(trace)["activity_id"].to_numpy(), columns.filled(rows.table["activity_id"], -1))
+    placed = rows.table.hstack(columns.rows_or_nulls(places(trace)[["name", "nth"]], named))[row]
+    return schema.select(
+        placed.hstack([
+            pl.Series("start_ns", start_ns), pl.Series("dur_ns", dur_ns), pl.Series("synced", synced),
+            stacks.locations_at(trace, start_ns + dur_ns // 2),
+        ]),
+        GAP_COLUMNS,
+    )  # fmt: skip
 
 
-def _before(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return, for each gap, whether the device became idle while the host waited for it, and for how long it had.
+@dataclass(frozen=True, eq=False)
+class _HostTime:
+    """The host's time in compute gaps, by gap and state: arrays of shape (n,), in order of time.
 
-    Columns gap, dry, before_ns.
+    `table` has gap, device, step, phase, unit, activity_id and detail, `before_ns` is for how long the host had waited
+    for the device when the gap began; `waits`: it does in this row; `synced`: it does in the gap, or did when it began.
     """
-    gap, first = np.unique(pieces["gap"].to_numpy(), return_index=True)  # pieces of a gap are in order of time
-    idle_ns = pieces["start_ns"].to_numpy()[first]
+
+    table: pl.DataFrame
+    gap: Ints
+    start_ns: Ints
+    dur_ns: Ints
+    before_ns: Ints
+    waits: Flags
+    synced: Flags
+
+
+def _by_state(trace: Trace, pieces: pl.DataFrame, rows: Ints) -> _HostTime:
+    """Return the pieces in `rows` by gap and state, each from its first piece, with the sum of their time."""
+    _, begins, gap = np.unique(pieces["gap"].to_numpy(), return_index=True, return_inverse=True)
+    details = pieces["detail"].fill_null("")[rows]
+    _, detail = np.unique(details.hash().to_numpy(), return_inverse=True)
+    gap, waits = gap[rows], columns.flags(details == host_state.SYNCHRONIZE)
+    _, first, group = np.unique(gap * len(rows) + detail, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    dur_ns = np.zeros(len(first), np.int64)
+    np.add.at(dur_ns, group, pieces["dur_ns"].to_numpy()[rows])
+    first = first[order]
+    start_ns = pieces["start_ns"].to_numpy()
+    idle_ns = start_ns[begins[gap[first]]]  # pieces of a gap are in order of time
     dry = host_state.state_at(trace, idle_ns - 1) == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
-    return pl.DataFrame({"gap": gap, "dry": dry, "before_ns": host_state.waited_ns(trace, idle_ns)})
+    own = pieces[["gap", "device", "step", "phase", "unit", "activity_id", "detail"]][rows[first]]
+    before_ns, waiting = host_state.waited_ns(trace, idle_ns), np.isin(gap[first], gap[waits])
+    return _HostTime(own, gap[first], start_ns[rows[first]], dur_ns[order], before_ns, waits[first], dry | waiting)
 
 
-def _split_by_wait(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return synced gaps in two parts: what the host's waits explain, and what lasts beyond.
+def _split_by_wait(rows: _HostTime) -> tuple[Ints, Ints, Ints, Flags]:
+    """Return synced gaps in two parts: what the host's waits explain, and what lasts beyond; others as they are.
 
     Without its waits (before_ns, and in the gap) the host would be ahead by their sum over the step so far, less what
-    earlier gaps have used of it.
+    earlier gaps have used of it. Start, duration, row and whether it is synced of each part, by gap and start.
     """
-    is_wait = pl.col("detail") == host_state.SYNCHRONIZE
-    waited_ns = pl.col("before_ns").first() + pl.col("dur_ns").filter(is_wait).sum()
-    gaps = rows.filter("synced").group_by("gap").agg(
-        pl.col("device", "step").first(), pl.col("start_ns").min(), waited_ns.alias("waited_ns"), pl.col("dur_ns").sum()
-    )  # fmt: skip
-    ahead_ns = (pl.col("waited_ns") - pl.col("dur_ns")).cum_sum()
-    left_ns = ahead_ns - pl.min_horizontal(ahead_ns.cum_min(), 0)
-    used_ns = left_ns.shift(1, fill_value=0) + pl.col("waited_ns") - left_ns
-    explained = gaps.sort("start_ns").select("gap", used_ns.over("device", "step").alias("explained_ns"))
-    ordered = rows.sort("gap", is_wait, "start_ns", descending=[False, True, False])
-    before_ns = pl.col("dur_ns").cum_sum().over("gap") - pl.col("dur_ns")
-    explained_ns = pl.min_horizontal((pl.col("explained_ns").fill_null(0) - before_ns).clip(0), "dur_ns")
-    split = ordered.join(explained, on="gap", how="left", maintain_order="left").with_columns(synced_ns=explained_ns)
-    synced = split.filter(pl.col("synced_ns") > 0).with_columns(dur_ns="synced_ns")
-    beyond = split.with_columns(
-        pl.col("start_ns") + pl.col("synced_ns"), pl.col("dur_ns") - pl.col("synced_ns"), synced=pl.lit(value=False)
-    ).filter(pl.col("dur_ns") > 0)
-    return pl.concat([synced, beyond]).sort("gap", "start_ns", maintain_order=True)
+    order = np.lexsort((rows.start_ns, ~rows.waits, rows.gap))
+    gap, dur_ns = rows.gap[order], rows.dur_ns[order]
+    bounds = columns.starts_of_groups(gap)
+    of_gap = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    before_ns = np.append(0, np.cumsum(dur_ns))[:-1]
+    before_ns -= before_ns[bounds[:-1]][of_gap]
+    explained_ns = _explained_ns(rows, order, bounds[:-1], of_gap)
+    synced_ns = np.minimum(np.maximum(explained_ns[of_gap] - before_ns, 0), dur_ns)
+    start_ns, beyond_ns = rows.start_ns[order] + synced_ns, dur_ns - synced_ns
+    parts = (synced_ns > 0, beyond_ns > 0)
+    part = np.concatenate([np.flatnonzero(each) for each in parts])
+    is_synced = np.arange(len(part)) < parts[0].sum()
+    start = np.where(is_synced, rows.start_ns[order][part], start_ns[part])
+    dur = np.where(is_synced, synced_ns[part], beyond_ns[part])
+    by_time = np.lexsort((start, gap[part]))
+    return start[by_time], dur[by_time], order[part][by_time], is_synced[by_time]
+
+
+def _explained_ns(rows: _HostTime, order: Ints, first: Ints, of_gap: Ints) -> Ints:
+    """Return how much of each gap the host's waits explain; 0 of one that is not synced. Shape (gaps,)."""
+    dur_ns, waits = rows.dur_ns[order], rows.waits[order]
+    total_ns, waited_ns = np.zeros(len(first), np.int64), rows.before_ns[order][first].copy()
+    np.add.at(total_ns, of_gap, dur_ns)
+    np.add.at(waited_ns, of_gap[waits], dur_ns[waits])
+    start_ns = np.minimum.reduceat(rows.start_ns[order], first)
+    explained_ns = np.zeros(len(first), np.int64)
+    place = [columns.filled(rows.table[name], -1)[order][first] for name in ("device", "step")]
+    synced = np.flatnonzero(rows.synced[order][first])
+    synced = synced[np.lexsort((start_ns[synced], *(each[synced] for each in place)))]
+    bounds = columns.starts_of_groups(*(each[synced] for each in place))
+    for begin, end in itertools.pairwise(bounds.tolist()):  # the steps of a device
+        own = synced[begin:end]
+        ahead_ns = np.cumsum(waited_ns[own] - total_ns[own])
+        left_ns = ahead_ns - np.minimum(np.minimum.accumulate(ahead_ns), 0)
+        explained_ns[own] = np.append(0, left_ns[:-1]) + waited_ns[own] - left_ns
+    return explained_ns
 
 
 def data_waits(trace: Trace) -> pl.DataFrame:
@@ -93,7 +141,7 @@ def data_waits(trace: Trace) -> pl.DataFrame:
     """
     if not host_state.has_state(trace, host_state.DATA):
         return schema.empty(WAIT_COLUMNS)
-    windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
+    windows = trace_columns.windows(trace)
     is_first = pl.col("start_ns") == pl.col("start_ns").min().over("device")
     begin_ns = trace.ops["start_ns"].filter(pl.Series(host_state.is_launching(trace))).min()
     windows = windows.with_columns(
@@ -138,11 +186,13 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 @memoize
 def places(trace: Trace) -> pl.DataFrame:
     """Return the name of each compute activity, and its number among those of its name in its step."""
-    nth = pl.int_range(pl.len()).over("step", "lane", "name").cast(pl.Int64)
-    work = [launches.work(trace, device).filter(pl.col("kind") == "compute") for device in breakdown.devices(trace)]
-    none = schema.columns("name activity_id nth", name=pl.String)
-    return pl.concat([schema.empty(none), *(part.select("name", activity_id="id", nth=nth) for part in work)])
-
-
-def _locations(trace: Trace, rows: pl.DataFrame) -> pl.Series:
-    return stacks.locations_at(trace, (rows["start_ns"] + rows["dur_ns"] // 2).to_numpy())
+    is_compute = trace_columns.is_activity_kind(trace, "compute")
+    lane, start, id_ = (trace.activities[name].to_numpy() for name in ("lane", "start_ns", "id"))
+    rows = np.flatnonzero(is_compute & np.isin(lane, trace.lanes["lane"].to_numpy()))
+    name, step = trace_columns.activity_names(trace)[1], trace_columns.activity_steps(trace)
+    rows = rows[np.lexsort((id_[rows], start[rows], name[rows], lane[rows], step[rows]))]
+    first = columns.starts_of_groups(step[rows], lane[rows], name[rows])
+    nth = np.arange(len(rows)) - np.repeat(first[:-1], np.diff(first))
+    return pl.DataFrame([
+        trace.activities["name"][rows], pl.Series("activity_id", id_[rows]), pl.Series("nth", nth, pl.Int64)
+    ])  # fmt: skip

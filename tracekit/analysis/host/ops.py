@@ -12,7 +12,7 @@ from tracekit.model.source import Source
 from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "shapes", "module", "unit", "phase", "span", "step", "thread", "rank")
-KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
+KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead", "os_call")
 _SUMS = ("self_ns", "device_ns", "flops", "bytes", "flops_ns", "bytes_ns", "ideal_ns", "rated_ns")
 
 

@@ -5,8 +5,8 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import trace_columns
-from tracekit.model import nesting, sweep_line
-from tracekit.model.sweep_line import Ints
+from tracekit.model import columns, nesting, sweep_line
+from tracekit.model.sweep_line import Ints, distinct
 from tracekit.model.trace import Trace
 
 # Ops that allocate on behalf of another op, which is the owner.
@@ -20,23 +20,20 @@ _MOST_CLIMBS = 6
 
 def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     """Return, for ops that allocated, the name of the requesting op: columns op_id, op."""
-    ops = trace.ops.select("id", "name", "parent_id")
-    wanted = pl.DataFrame({"op_id": op_ids.drop_nulls().unique()})
-    found = wanted.with_columns(id="op_id").join(ops, on="id", how="left")
-    above = ops.rename({"id": "parent_id", "name": "above", "parent_id": "further"})
+    wanted = distinct(op_ids.drop_nulls().to_numpy())
+    names, code = trace_columns.op_names(trace)
+    is_for_another = np.isin(names, _FOR_ANOTHER)[code]
+    # A step phase is not an owner; an op or an FSDP span is.
+    is_dispatched = trace_columns.is_named(trace, r"^\w+::") & ~trace_columns.is_named(trace, "^tracekit::")
+    row, above = columns.rows_of(trace.ops["id"].to_numpy(), wanted), trace_columns.parent_rows(trace)
     for _ in range(_MOST_CLIMBS):
-        climbs = pl.col("name").is_in(_FOR_ANOTHER) & pl.col("parent_id").is_not_null()
-        if not found.select(climbs.any()).item():
+        climbing = np.flatnonzero((row >= 0) & is_for_another[row])
+        climbing = climbing[above[row[climbing]] >= 0]
+        climbing = climbing[is_dispatched[above[row[climbing]]]]
+        if not len(climbing):
             break
-        up = found.join(above, on="parent_id", how="left")
-        # A step phase is not an owner; an op or an FSDP span is.
-        dispatched = climbs & pl.col("above").str.contains(r"^\w+::") & ~pl.col("above").str.starts_with("tracekit::")
-        found = up.select(
-            "op_id",
-            pl.when(dispatched).then("above").otherwise("name").alias("name"),
-            pl.when(dispatched).then("further").alias("parent_id"),
-        )
-    return found.select("op_id", pl.col("name").alias("op"))
+        row[climbing] = above[row[climbing]]
+    return pl.DataFrame([pl.Series("op_id", wanted), columns.values_at(trace.ops["name"], row).alias("op")])
 
 
 def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:

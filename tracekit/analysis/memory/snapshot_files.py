@@ -11,7 +11,7 @@ from tracekit.ingest.remote_trace import RemoteTrace
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 
-_PICKLES = (".pickle", ".pkl")
+PICKLES = (".pickle", ".pkl")
 MAX_TOTAL_BYTES = 128 << 20
 """Total size of the snapshots that are read without an explicit request, for example by a rule."""
 
@@ -52,7 +52,7 @@ def in_folder(folder: Path) -> list[tuple[int, Path]]:
 
     Only the last snapshot of a rank counts, by the order of names: torchtitan and others write one each iteration.
     """
-    names = sorted((p for s in _PICKLES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))), key=_natural)
+    names = sorted((p for s in PICKLES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))), key=_natural)
     ranks: dict[int, Path] = {}
     for place, path in enumerate(p for p in names if p.is_file()):
         stated = re.search(r"rank[-_]?(\d{1,6})", path.name)
@@ -62,6 +62,13 @@ def in_folder(folder: Path) -> list[tuple[int, Path]]:
 
 def _natural(path: Path) -> list[tuple[str, int]]:
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", str(path))]
+
+
+def without_traces(path: Path) -> tuple[SnapshotFile, ...]:
+    """Return the snapshots at a path that has no traces: those of a folder by rank, as `in_folder`, or the file."""
+    listed = in_folder(path) if path.is_dir() else [(0, path)]
+    states = [(rank, each, each.stat()) for rank, each in listed]
+    return tuple(SnapshotFile(rank, 0, str(each), of.st_size, of.st_mtime_ns) for rank, each, of in states)
 
 
 def unreadable(run: Run) -> list[tuple[object, ...]]:

@@ -7,7 +7,8 @@ from tracekit import conventions
 from tracekit.analysis.time import trace_columns
 from tracekit.model import columns, nesting, schema
 from tracekit.model.memoize import memoize
-from tracekit.model.nesting import Flags
+from tracekit.model.nesting import Flags, Ints
+from tracekit.model.sweep_line import at, distinct
 from tracekit.model.trace import Trace
 
 PARAMETERS, ACTIVATIONS, OTHER = "parameters", "activations", "other"
@@ -50,41 +51,39 @@ def _called(trace: Trace) -> pl.DataFrame:
     Columns accumulates (while a gradient is accumulated) and between_forward_ops (null where no op is known to be of a
     forward).
     """
-    of = trace.activities.select("id", "launch_id", "start_ns", "phase", "span")
-    calls = trace.collectives.select("activity_id").join(
-        of, left_on="activity_id", right_on="id", maintain_order="left"
-    )
-    starts = trace.ops.select(launch_id="id", called_ns="start_ns")
-    at_ns = pl.coalesce("called_ns", "start_ns").alias("called_ns")
-    placed = calls.join(starts, on="launch_id", how="left", maintain_order="left").with_columns(at_ns)
-    return placed.with_columns(
-        pl.Series("accumulates", _accumulates(trace, placed["launch_id"])),
-        _between_forward_ops(trace, placed["called_ns"]),
-    )
+    row = columns.rows_of(trace.activities["id"].to_numpy(), trace.collectives["activity_id"].to_numpy())
+    row = row[row >= 0]
+    calls = trace.activities[["id", "phase", "span"]][row]
+    call, start_ns = trace_columns.launch_rows(trace)[row], trace.activities["start_ns"].to_numpy()[row]
+    called_ns = np.where(call >= 0, at(trace.ops["start_ns"].to_numpy(), call, 0), start_ns)
+    accumulates = pl.Series("accumulates", _accumulates(trace, trace_columns.launch_ids(trace)[row]))
+    return calls.hstack([accumulates, _between_forward_ops(trace, called_ns)]).rename({"id": "activity_id"})
 
 
-def _accumulates(trace: Trace, launch_ids: pl.Series) -> Flags:
-    """Return which ops run while autograd accumulates a gradient."""
+def _accumulates(trace: Trace, launch_ids: Ints) -> Flags:
+    """Return which ops, by id, run while autograd accumulates a gradient; false for -1."""
     marked = trace_columns.is_named(trace, _ACCUMULATES)
     if not marked.any():
         return np.zeros(len(launch_ids), bool)
     ids = trace.ops["id"].to_numpy()
     parent, flags = np.full(ids.max() + 1, -1, np.int64), np.zeros(ids.max() + 1, bool)
     parent[ids], flags[ids] = trace_columns.parent_ids(trace), marked
-    at = columns.filled(launch_ids, -1)
-    return np.asarray((at >= 0) & (nesting.nearest(parent, flags)[at] >= 0))
+    return np.asarray((launch_ids >= 0) & (nesting.nearest(parent, flags)[launch_ids] >= 0))
 
 
-def _between_forward_ops(trace: Trace, called_ns: pl.Series) -> pl.Series:
+def _between_forward_ops(trace: Trace, called_ns: Ints) -> pl.Series:
     """Return which times lie between two ops of one forward: ops with a gradient, and no backward op between."""
     name = "between_forward_ops"
-    with_gradient = trace.ops["forward_id"].drop_nulls().unique()
-    is_forward = pl.col("id").is_in(with_gradient.implode())
-    is_backward = pl.col("phase").eq_missing(conventions.BACKWARD)
-    marks = trace.ops.filter(is_forward | is_backward).select("start_ns", is_forward=is_forward & ~is_backward)
-    if not marks["is_forward"].any():
-        return pl.Series(name, [None] * len(called_ns), pl.Boolean)
-    marks = marks.sort("start_ns")
-    after = np.searchsorted(marks["start_ns"].to_numpy(), called_ns.to_numpy(), side="right")
-    forward = np.concatenate(([False], marks["is_forward"].to_numpy(), [False]))
+    with_gradient = columns.rows_of(trace.ops["id"].to_numpy(), distinct(columns.filled(trace.ops["forward_id"], -1)))
+    is_forward = np.zeros(trace.ops.height, np.bool_)
+    is_forward[with_gradient[with_gradient >= 0]] = True
+    is_backward = trace_columns.is_phase(trace, conventions.BACKWARD)
+    is_forward &= ~is_backward
+    if not is_forward.any():
+        return pl.Series(name, [None], pl.Boolean).new_from_index(0, len(called_ns))
+    rows = np.flatnonzero(is_forward | is_backward)
+    start_ns = trace.ops["start_ns"].to_numpy()[rows]
+    order = np.argsort(start_ns, kind="stable")
+    after = np.searchsorted(start_ns[order], called_ns, side="right")
+    forward = np.concatenate(([False], is_forward[rows[order]], [False]))
     return pl.Series(name, forward[after] & forward[after + 1])

@@ -9,7 +9,7 @@ from tracekit.analysis.parallelism import collective_purposes, mesh
 from tracekit.analysis.parallelism.collective_purposes import ACTIVATIONS, PARAMETERS
 from tracekit.conventions.process_groups import DP, axis_of_description
 from tracekit.conventions.strategies import CP, DP_SHARD, EP, PP, TP
-from tracekit.model import schema
+from tracekit.model import rank_lists, schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.sync import collective_matching
@@ -52,6 +52,7 @@ def described_groups(run: Run) -> pl.DataFrame:
     """Return the groups whose description names their axis, used or not. Columns group, ranks, axis."""
     listed = run.table(group_bandwidth.group_axes).drop_nulls("group_ranks")
     known = listed.select("group", ranks="group_ranks", axis=pl.col("axis")).unique(maintain_order=True)
+    known = known.with_columns(rank_lists.lists(known["ranks"]))
     axes = {text: axis for text in known["axis"].drop_nulls().unique() if (axis := axis_of_description(text))}
     return known.with_columns(pl.col("axis").replace_strict(axes, default=None, return_dtype=pl.String)).drop_nulls(
         "axis"
@@ -131,7 +132,6 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     """Return what runs in each group: ranks, and per op how often, in which phases, and of how many sizes."""
     of_rank = ["window", "rank", "group"]
     listed = run.table(group_bandwidth.group_axes).drop_nulls("group_ranks").select(*of_rank, "group_ranks")
-    # The lists are joined last, for one row per group: of many ranks, those of each call would take gigabytes.
     lister = listed.select(*of_rank, lister=pl.struct("window", "rank"))
     joined = calls.join(lister, on=of_rank, how="left", maintain_order="left").join(
         run.table(collective_purposes.purposes),
@@ -172,7 +172,9 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     placed = usage.with_columns(pl.col("lister").struct.field("window", "rank"))
     joined = placed.join(listed, on=of_rank, how="left", maintain_order="left")
     pair = pl.col("pair").str.extract_all(r"\d+").cast(pl.List(pl.Int64))
-    return joined.with_columns(pl.coalesce(pair, "group_ranks", "callers").alias("ranks"))
+    return joined.with_columns(rank_lists.lists(joined["group_ranks"])).with_columns(
+        pl.coalesce(pair, "group_ranks", "callers").alias("ranks")
+    )
 
 
 def _inferred(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple[str | None, float]:

@@ -158,14 +158,16 @@ def _own_time(run: Run) -> pl.DataFrame:
     ranks = steps.group_by(*_STEP, "rank").agg(pl.col("compute_ns").max().alias("dur_ns"))
     is_stall = pl.col("cause") == communication_gap_causes.DEVICE_STALL
     by_host = (pl.col("cause") == communication_gap_causes.HOST) & pl.col("detail").is_in(list(_PART_OF_STATE))
-    pieces = run.scan(compute_gap_causes.compute_gap_causes).filter(is_stall | by_host).collect()
-    part = pl.col("detail").replace_strict(_PART_OF_STATE, default=None, return_dtype=pl.String)
+    of_host = pl.col("detail").replace_strict(_PART_OF_STATE, default=None, return_dtype=pl.String)
+    part = pl.when(is_stall).then(pl.lit(STALL)).otherwise(of_host).alias("part")
     idle = (
-        pieces.with_columns(pl.when(is_stall).then(pl.lit(STALL)).otherwise(part).alias("part"))
-        .group_by(*_STEP, "rank", "device", "part")
+        run.scan(compute_gap_causes.compute_gap_causes)  # of a thousand ranks, these rows would take 200 MiB
+        .filter(is_stall | by_host)
+        .group_by(*_STEP, "rank", "device", part)
         .agg(pl.col("dur_ns").sum())
         .group_by(*_STEP, "rank", "part")
         .agg(pl.col("dur_ns").max())
+        .collect(engine="streaming")
     )
     every = ranks.select(*_STEP, "rank").join(pl.DataFrame({"part": PARTS[1:]}), how="cross")
     filled = every.join(idle, on=[*_STEP, "rank", "part"], how="left", nulls_equal=True).with_columns(

@@ -65,7 +65,7 @@ def links(run: Run) -> pl.DataFrame:
     """Return the transfer time of each link between ranks of a pipeline, and what it costs; use ``run.run_table``.
 
     Columns LINKS; one row per link and direction: source_stage and rank_stage (their first stages), low_ns and delay_ns
-    (lower quartile and median), usual_ns, saved_ns (what the representative step is shorter if this link, in both
+    (lower quartile and median), usual_ns, saved_ns (what the median step is shorter if this link, in both
     directions, takes the usual time) and duration_ns (of that step). usual_ns is the least of two medians: of other
     links of the same kind (inside a node, or between nodes), and of the same link of other replicas; null where there
     is neither.

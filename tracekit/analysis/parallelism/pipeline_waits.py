@@ -5,7 +5,6 @@ import polars as pl
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.parallelism import pipeline_stages
 from tracekit.analysis.parallelism.pipeline_actions import POINT_TO_POINT
-from tracekit.analysis.time import breakdown
 from tracekit.model import intervals
 from tracekit.model.run import Run
 
@@ -20,8 +19,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     calls = run.run_table(exposed_communication.exposed_transfers)
     sends = _spans_of(calls.filter(_is_send()))
     others = _spans_of(calls.filter(~_is_send()))
-    alone = run.scan(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION).collect()
-    exposed = {place: intervals.from_table(rows) for place, rows in alone.partition_by(_OF, as_dict=True).items()}
+    exposed = exposed_communication.exposed_on_devices(run)
     parts = [steps.clear()]
     for place, own in steps.partition_by(_OF, as_dict=True, maintain_order=True).items():
         only = intervals.subtract(sends.get(place, intervals.EMPTY), others.get(place, intervals.EMPTY))

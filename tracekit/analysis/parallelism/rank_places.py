@@ -10,6 +10,7 @@ import polars as pl
 from tracekit.analysis.parallelism import mesh
 from tracekit.conventions import strategies
 from tracekit.conventions.process_groups import JOINT, axis_of_description
+from tracekit.model import rank_lists
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 
@@ -48,12 +49,22 @@ def rank_hosts(trace: Trace) -> pl.DataFrame:
 
 
 def rank_groups(trace: Trace) -> pl.DataFrame:
-    """Return the process groups of a rank with several ranks. Columns description, ranks; one row per group."""
-    return trace.groups.filter(pl.col("ranks").list.len() > 1).select("description", "ranks")
+    """Return the process groups of a rank with several ranks. Columns description, ranks; one row per group.
+
+    ranks is a text of `rank_lists`: see `process_groups`.
+    """
+    groups = trace.groups.filter(pl.col("ranks").list.len() > 1)
+    return groups.select("description", rank_lists.texts(groups["ranks"]))
 
 
 FACTS: tuple[Fact, ...] = (rank_hosts, rank_groups)
 """The facts that the functions of this module read."""
+
+
+def process_groups(run: Run) -> pl.DataFrame:
+    """Return the distinct process groups with several ranks. Columns description, ranks (a list); sorted by both."""
+    groups = run.table(rank_groups).select("description", "ranks").unique()
+    return groups.with_columns(rank_lists.lists(groups["ranks"])).sort("description", "ranks")
 
 
 def nodes(run: Run) -> pl.DataFrame:
@@ -143,7 +154,7 @@ def axis_groups(run: Run) -> list[tuple[str, tuple[int, ...]]]:
     """
     if stated := mesh.groups_of(run.manifest):
         return [(axis, tuple(ranks)) for axis, groups in stated.items() for ranks in groups]
-    rows = run.table(rank_groups).select("description", "ranks").drop_nulls().unique().sort("description", "ranks")
+    rows = process_groups(run).drop_nulls()
     named = [(axis_of_description(text), text, tuple(ranks)) for text, ranks in rows.iter_rows()]
     plain: dict[str, str] = {}
     for axis, text, _ in named:
@@ -188,7 +199,7 @@ def _group_places(run: Run) -> Iterator[Place]:
         number = numbers[axis] = numbers.get(axis, -1) + 1
         if axis in _GROUP_NAMES:
             yield Place(f"{_GROUP_NAMES[axis]} {number}", group)
-    rows = run.table(rank_groups).select("description", "ranks").unique("ranks").sort("ranks")
+    rows = process_groups(run).unique("ranks", keep="last", maintain_order=True).sort("ranks")
     for description, ranks in rows.iter_rows():
         yield Place(f"process group {description}" if description else "one process group", tuple(sorted(ranks)))
 

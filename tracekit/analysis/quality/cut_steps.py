@@ -60,9 +60,8 @@ def _may_begin_before(trace: Trace) -> bool:
 
     In a sampled trace most forward ops are missing everywhere.
     """
-    kinds = trace.data_quality["kind"]
-    known = trace.ops["forward_id"].null_count() < trace.ops.height
-    return bool(known and "steps_from_optimizer" in kinds and "sampled" not in kinds)
+    known, issue = trace.ops["forward_id"].null_count() < trace.ops.height, trace_columns.has_issue
+    return known and issue(trace, "steps_from_optimizer") and not issue(trace, "sampled")
 
 
 def _may_be_optimizer(trace: Trace) -> bool:

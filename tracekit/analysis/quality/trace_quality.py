@@ -11,7 +11,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.quality import cut_steps
 from tracekit.analysis.time import breakdown, trace_columns
-from tracekit.model import environment, schema, units
+from tracekit.model import columns, environment, schema, units
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -113,7 +113,7 @@ def _stepless_ns(work: pl.DataFrame) -> int:
 
 
 def _has_found_iterations(trace: Trace) -> bool:
-    return "steps_from_repetition" in trace.data_quality["kind"]
+    return trace_columns.has_issue(trace, "steps_from_repetition")
 
 
 def _unrecorded_launches(trace: Trace) -> str:
@@ -129,20 +129,24 @@ def _unlinked(work: pl.DataFrame, total_ns: int) -> Iterator[_Row]:
     """Work without a launch: queued before the recording if its stream has no launched work before it, else lost."""
     if not work["launch_id"].null_count():
         return
-    is_linked = pl.col("launch_id").is_not_null()
-    after_linked = is_linked.cum_max().over("lane")
-    rows = work.sort("start_ns", "id").with_columns(after_linked.alias("after_linked")).filter(~is_linked)
-    queued, lost = rows.filter(~pl.col("after_linked")), rows.filter("after_linked")
-    if (share := int(queued["dur_ns"].sum()) / total_ns) > 0:
-        end_ns = queued.select((pl.col("start_ns") + pl.col("dur_ns")).max()).item()
-        first = units.duration(end_ns - work.select(pl.col("start_ns").min()).item())
+    is_linked = columns.filled(work["launch_id"], -1) >= 0
+    lane, start, dur, id_ = (work[name].to_numpy() for name in ("lane", "start_ns", "dur_ns", "id"))
+    order = np.lexsort((id_, start, lane))
+    _, first_of_lane = np.unique(lane[order], return_index=True)
+    linked_before: Ints = np.cumsum(is_linked[order]) - is_linked[order]
+    of_lane = np.searchsorted(first_of_lane, np.arange(len(order)), side="right") - 1
+    after_linked = np.empty(len(order), np.bool_)
+    after_linked[order] = linked_before > linked_before[first_of_lane[of_lane]]
+    queued, lost = ~is_linked & ~after_linked, ~is_linked & after_linked
+    if (share := int(dur[queued].sum()) / total_ns) > 0:
+        first = units.duration(int((start + dur)[queued].max()) - int(start.min()))
         yield (
             "unlinked",
             f"{units.share(share)} of device time, all in the first {first}, was launched before the recording began, "
             "so its step and cause are not known.",
             share,
         )
-    if (share := int(lost["dur_ns"].sum()) / total_ns) > 0:
+    if (share := int(dur[lost].sum()) / total_ns) > 0:
         yield (
             "lost_launches",
             f"{units.share(share)} of device time has no recorded launch, though earlier work on the same stream has "
@@ -177,12 +181,12 @@ def _idle_launches(trace: Trace) -> Iterator[_Row]:
 
 def _launch_calls(trace: Trace) -> pl.DataFrame:
     calls = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _LAUNCH)
-    return trace.ops.select("id", "start_ns").filter(pl.Series(calls))
+    return columns.where(trace.ops[["id", "start_ns"]], calls)
 
 
 def _overlaps(trace: Trace) -> Iterator[_Row]:
     """Slices that overlap on one stream, which runs one thing at a time."""
-    lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane")
+    lanes = columns.where(trace.lanes[["lane"]], columns.filled(trace.lanes["device"], -1) >= 0)
     if not _overlap_on_lane(trace.activities, lanes["lane"].to_numpy()):
         return
     work = trace.activities.join(lanes, on="lane").sort("lane", "start_ns", "id")
@@ -226,7 +230,7 @@ def _dropped(trace: Trace) -> Iterator[_Row]:
 def _warm_up(trace: Trace) -> Iterator[_Row]:
     saving = set(save_stages.save_spans(trace)["step"].to_list())
     steps: dict[int | None, list[tuple[int, int]]] = {}
-    of_devices = breakdown.by_step(trace).select("step", "duration_ns", "device").rows()
+    of_devices = breakdown.by_step(trace)[["step", "duration_ns", "device"]].rows()
     for step, duration_ns, device in sorted(row for row in of_devices if row[0] is not None):
         steps.setdefault(device, []).append((step, duration_ns))
     for own in steps.values():

@@ -1,11 +1,13 @@
 """The backward passes of each step, one per micro-batch, and the gradient reductions of each pass."""
 
+import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import breakdown, launches
-from tracekit.model import schema
+from tracekit.analysis.time import breakdown, launches, trace_columns
+from tracekit.model import columns, schema, sweep_line
 from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 START_COLUMNS = {"device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "launched_ns": pl.Int64}
@@ -13,7 +15,7 @@ REDUCTION_COLUMNS = schema.columns(
     "device step backward backward_count lane op group dtype unit bytes activity_id start_ns dur_ns exposed_ns"
 )
 REDUCING = ("all_reduce", "reduce_scatter")
-_KEY = ("op", "group", "bytes")
+_KEY = ("op", "group", "message_bytes")
 _MIN_FORWARD_RATIO = 0.05
 """A forward pass takes more than this share of the step's compute; less belongs to a backward pass."""
 
@@ -25,22 +27,39 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
     Columns device, step, backward (from 0 in each step), launched_ns; one row per pass. A pass ends where other compute
     of more than 5% of the step's compute was launched: the next forward pass. Steps without known phases have no rows.
     """
-    parts = [schema.empty(START_COLUMNS)]
-    backward = pl.col("phase").eq_missing(conventions.BACKWARD)
-    for device in breakdown.devices(trace):
-        compute = launches.work(trace, device).filter((pl.col("kind") == "compute") & trace.in_steps)
-        stretches = (
-            compute.with_columns(pl.coalesce("launched_ns", "start_ns").alias("launched_ns"), backward.alias("is_back"))
-            .sort("step", "launched_ns", "id")
-            .group_by("step", pl.struct("step", "is_back").rle_id().alias("stretch"), maintain_order=True)
-            .agg(pl.col("is_back").first(), pl.col("launched_ns").first(), pl.col("dur_ns").sum())
-        )
-        long = pl.col("is_back") | (pl.col("dur_ns") > _MIN_FORWARD_RATIO * pl.col("dur_ns").sum().over("step"))
-        first = pl.col("is_back") & ~pl.col("is_back").shift(1, fill_value=False).over("step")
-        found = stretches.filter(long).filter(first)
-        number = pl.int_range(pl.len()).over("step").cast(pl.Int64).alias("backward")
-        parts.append(found.select(pl.lit(device, pl.Int64).alias("device"), "step", number, "launched_ns"))
-    return pl.concat(parts)
+    return schema.concat([_starts(trace, device) for device in breakdown.devices(trace)], START_COLUMNS)
+
+
+def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Return the `backward_starts` of one device, by step and pass."""
+    work, of = launches.work(trace, device), launches.work_columns(trace, device)
+    is_back = trace_columns.as_flags(work["phase"] == conventions.BACKWARD)
+    if not is_back.any():
+        return schema.empty(START_COLUMNS)
+    step, launched_ns = columns.filled(work["step"], -1), of.launched_or_start_ns
+    rows = np.flatnonzero(of.computes & trace_columns.in_steps(trace, work))
+    rows = rows[np.lexsort((of.id[rows], launched_ns[rows], step[rows]))]
+    # Stretches of compute of one step, either backward or not.
+    bounds = columns.starts_of_groups(step[rows], is_back[rows].astype(np.int64))
+    first = rows[bounds[:-1]]
+    dur_ns = np.diff(np.append(0, np.cumsum(of.spans[rows, 1] - of.spans[rows, 0]))[bounds])
+    _, of_step = np.unique(step[first], return_inverse=True)
+    step_ns = np.bincount(of_step, dur_ns)[of_step]
+    first = first[is_back[first] | (dur_ns > _MIN_FORWARD_RATIO * step_ns)]
+    begins = is_back[first] & ~(np.append(False, is_back[first][:-1]) & _repeats(step[first]))
+    first = first[begins]
+    number = np.arange(len(first)) - np.searchsorted(step[first], step[first])
+    return pl.DataFrame([
+        pl.Series("device", [device], pl.Int64).new_from_index(0, len(first)),
+        columns.with_nulls(step[first], "step"),
+        pl.Series("backward", number, pl.Int64),
+        pl.Series("launched_ns", launched_ns[first], pl.Int64),
+    ])  # fmt: skip
+
+
+def _repeats(values: Ints) -> Flags:
+    """Return which values equal the one before."""
+    return np.append(False, values[1:] == values[:-1])[: len(values)]
 
 
 @memoize
@@ -54,34 +73,46 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
     starts = backward_starts(trace)
     if starts.is_empty():
         return schema.empty(REDUCTION_COLUMNS)
-    calls = _reducing(trace)
-    backward = pl.col("phase").eq_missing(conventions.BACKWARD)
-    elsewhere = calls.filter(~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)).select(_KEY).unique()
-    gradients = calls.filter(backward).join(elsewhere, on=_KEY, how="anti", nulls_equal=True).sort("launched_ns")
-    counts = starts.group_by("device", "step").agg(pl.len().cast(pl.Int64).alias("backward_count"))
-    in_pass = (
-        with_passes(gradients, trace, "launched_ns")
-        .drop_nulls("backward")
-        .join(counts, on=["device", "step"], how="left", nulls_equal=True)
+    gradients = _gradients(trace)
+    at_ns = np.where(
+        gradients["launched_ns"].is_null(), gradients["start_ns"], columns.filled(gradients["launched_ns"], 0)
     )
-    return breakdown.with_exposure(trace, in_pass.sort("start_ns")).pipe(schema.select, REDUCTION_COLUMNS)
+    row = _rows_of_passes(starts, gradients, at_ns)
+    key, of_gradients = _places(starts, gradients)
+    counts = np.bincount(key, minlength=int(of_gradients.max(initial=-1)) + 1)[of_gradients]
+    reduced = gradients.hstack([
+        columns.with_nulls(sweep_line.at(starts["backward"].to_numpy(), row, -1), "backward"),
+        pl.Series("backward_count", counts, pl.Int64),
+    ])[np.flatnonzero(row >= 0)].sort("start_ns")  # fmt: skip
+    return breakdown.with_exposure(trace, reduced).pipe(schema.select, REDUCTION_COLUMNS)
 
 
 def with_passes(rows: pl.DataFrame, trace: Trace, at_ns: str) -> pl.DataFrame:
     """Return rows (columns device, step and the time `at_ns`) by that time, with the backward pass begun last."""
-    keyed = pl.col("device", "step").fill_null(-1).name.prefix("_")  # nulls would match nothing
-    starts = backward_starts(trace).with_columns(keyed).drop("device", "step").rename({"launched_ns": at_ns})
-    left = rows.with_columns(keyed).sort(at_ns)
-    return left.join_asof(starts.sort(at_ns), on=at_ns, by=["_device", "_step"], check_sortedness=False)
+    starts, ordered = backward_starts(trace), rows.sort(at_ns)
+    row = _rows_of_passes(starts, ordered, ordered[at_ns].to_numpy())
+    passes = sweep_line.at(starts["backward"].to_numpy(), row, -1)
+    return ordered.hstack([columns.with_nulls(passes, "backward")])
 
 
-def _reducing(trace: Trace) -> pl.DataFrame:
-    """Return the all-reduces and reduce-scatters of all devices, with their messages."""
+def _rows_of_passes(starts: pl.DataFrame, rows: pl.DataFrame, at_ns: Ints) -> Ints:
+    """Return the row in `starts` of the backward pass of each row's device and step that began last; -1 for none."""
+    key, wanted = _places(starts, rows)
+    return columns.last_rows(key, starts["launched_ns"].to_numpy(), wanted, at_ns)
+
+
+def _places(*tables: pl.DataFrame) -> list[Ints]:
+    """Return a number, 0 or more, for the device and step of each row; equal for equal ones, also across tables."""
+    devices, steps = ([columns.filled(table[name], -1) + 1 for table in tables] for name in ("device", "step"))
+    count = max((int(step.max(initial=0)) for step in steps), default=0) + 1
+    return [device * count + step for device, step in zip(devices, steps, strict=True)]
+
+
+def _gradients(trace: Trace) -> pl.DataFrame:
+    """Return the all-reduces and reduce-scatters of backward passes, of kinds that are in no other phase."""
     calls = pl.concat([launches.collectives(trace, device) for device in breakdown.devices(trace)])
-    calls = calls.select(
-        "id", "device", "lane", "step", "phase", "unit", "op", "group", "dtype", "start_ns", "dur_ns", "launched_ns",
-        bytes="message_bytes",
-    ).filter(pl.col("op").is_in(REDUCING))  # fmt: skip
-    return calls.filter(trace.in_steps).with_columns(
-        pl.coalesce("launched_ns", "start_ns").alias("launched_ns"), pl.col("id").alias("activity_id")
-    )
+    reduces = pl.col("op").is_in(REDUCING) & trace.in_steps
+    backward = pl.col("phase").eq_missing(conventions.BACKWARD)
+    elsewhere = reduces & ~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    gradients = calls.filter(reduces & backward & ~elsewhere.fill_null(value=False).any().over(_KEY))
+    return gradients.rename({"id": "activity_id", "message_bytes": "bytes"})

@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.time import trace_columns
 from tracekit.model import columns, intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
 
 COPY_KINDS = ("memcpy", "memset")
@@ -54,8 +56,8 @@ def by_step(trace: Trace) -> pl.DataFrame:
     compute; exposed copy = copies and sets minus both; idle = the rest. compute + exposed communication + exposed
     copy + idle = duration, exactly. overlapped = communication ∩ compute.
     """
-    steps = trace.steps.drop_nulls(["start_ns", "end_ns"])
-    device, windows = steps["device"].to_list(), steps.select("start_ns", "end_ns").to_numpy()
+    steps = trace_columns.windows(trace)
+    device, windows = steps["device"].to_list(), steps[["start_ns", "end_ns"]].to_numpy()
     terms = np.zeros((len(windows), len(TERMS)), np.int64)
     for each in dict.fromkeys(device):
         on_device = np.array([other == each for other in device], np.bool_)
@@ -85,7 +87,7 @@ def by_rank(trace: Trace) -> pl.DataFrame:
 def devices(trace: Trace) -> tuple[int | None, ...]:
     """Return the devices with activity, in order; (None,) on a CPU run, () where nothing ran."""
     device_of = _device_of(trace)
-    used = {device_of[lane] for lane in np.unique(trace.activities["lane"]).tolist() if lane in device_of}
+    used = {device_of[lane] for lane in distinct(trace.activities["lane"].to_numpy()).tolist() if lane in device_of}
     return tuple(sorted(used, key=lambda device: -1 if device is None else device))
 
 
@@ -102,9 +104,8 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     activities = trace.activities
     on_device = np.isin(activities["lane"].to_numpy(), lanes)
     spans = intervals.from_table(activities)
-    kind = activities["kind"]
-    masks = [(kind == "compute").to_numpy(), (kind == "communication").to_numpy()]
-    masks.append(((kind == COPY_KINDS[0]) | (kind == COPY_KINDS[1])).to_numpy())
+    masks = [trace_columns.is_activity_kind(trace, kind) for kind in ("compute", "communication")]
+    masks.append(np.logical_or.reduce([trace_columns.is_activity_kind(trace, kind) for kind in COPY_KINDS]))
     compute, communication, copy = (intervals.union(spans[on_device & mask]) for mask in masks)
     return compute, communication, copy
 
@@ -112,8 +113,9 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
 @memoize
 def communication(trace: Trace) -> pl.DataFrame:
     """Return the communication activities with their device, columns as the activities table and device."""
-    calls = trace.activities.filter(pl.col("kind") == "communication")
-    return calls.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+    calls = columns.where(trace.activities, trace_columns.is_activity_kind(trace, "communication"))
+    lane = columns.rows_of(trace.lanes["lane"].to_numpy(), calls["lane"].to_numpy())
+    return columns.where(calls, lane >= 0).hstack(trace.lanes[["device"]][lane[lane >= 0]])
 
 
 def with_exposure(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:

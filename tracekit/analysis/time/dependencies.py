@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import inferred_dependencies
+from tracekit.analysis.time import inferred_dependencies, trace_columns
 from tracekit.model import schema
-from tracekit.model.columns import ids, rows_of, starts_of_groups
+from tracekit.model.columns import ids, rows_of, starts_of_groups, where
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import NEVER, Ints, at
+from tracekit.model.sweep_line import NEVER, Ints, at, distinct
 from tracekit.model.trace import Trace
 
 LAUNCH, STREAM, EVENT, SYNC, COMMUNICATOR, START_ORDER = KINDS = (
@@ -89,9 +89,7 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
     place = rows_of(lanes["lane"].to_numpy(), activities["lane"].to_numpy())
     device = at(ids(lanes["device"]), place, -1)
     lane, start, ref = (activities[name].to_numpy() for name in ("lane", "start_ns", "id"))
-    called = at(
-        trace.ops["start_ns"].to_numpy(), rows_of(trace.ops["id"].to_numpy(), ids(activities["launch_id"])), -NEVER
-    )
+    called = at(trace.ops["start_ns"].to_numpy(), trace_columns.launch_rows(trace), -NEVER)
     launched = np.minimum(start, called)
     order = np.lexsort((ref, start, lane))
     order = order[device[order] >= 0]
@@ -103,7 +101,7 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
         "ref": ref[order],
         "is_wait": np.zeros(len(order), np.bool_),
     }
-    kept = activities[order].select(name for name in activities.columns if name in ITEM_COLUMNS)
+    kept = activities[[name for name in activities.columns if name in ITEM_COLUMNS]][order]
     return pl.DataFrame([*kept.get_columns(), *(pl.Series(name, values) for name, values in own.items())])
 
 
@@ -152,13 +150,14 @@ def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
     if trace.syncs.is_empty():
         return {}
     syncs = trace.syncs.filter(pl.col("kind").is_in(["event", "stream"])).drop_nulls("call_id")
-    starts = trace.ops.select(pl.col("id").alias("at_id"), pl.col("start_ns").alias("at_ns"))
     at_id = pl.when(pl.col("kind") == "event").then("record_id").otherwise("call_id")
     stream = pl.when(pl.col("kind") == "event").then("awaited_stream").otherwise("stream")
-    requests = syncs.with_columns(at_id.alias("at_id"), stream.alias("stream")).join(starts, on="at_id")
+    requests = syncs.with_columns(at_id.alias("at_id"), stream.alias("stream")).drop_nulls("at_id")
     lanes = trace.lanes.select("lane", "device", "stream").drop_nulls()
     placed = requests.join(lanes, on=["device", "stream"])
-    found = last_before(items, placed["lane"].to_numpy(), placed["at_ns"].to_numpy())
+    row = rows_of(trace.ops["id"].to_numpy(), placed["at_id"].to_numpy())
+    placed, row = where(placed, row >= 0), row[row >= 0]
+    found = last_before(items, placed["lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
     waits: dict[int, list[int]] = {}
     for call, item in zip(placed["call_id"].to_list(), found.tolist(), strict=True):
         if item >= 0:
@@ -170,7 +169,7 @@ def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
     """Return the last item launched on each lane before each time; -1 for none."""
     found = np.full(len(lane), -1, np.int64)
     lanes, reach, item = (items[name].to_numpy() for name in ("lane", "launched_reach_ns", "item"))
-    for each in np.unique(lane):
+    for each in distinct(lane):
         rows, here = np.flatnonzero(lane == each), np.flatnonzero(lanes == each)
         if len(here):
             last = np.searchsorted(reach[here], at_ns[rows], side="left") - 1
@@ -186,14 +185,13 @@ def _stream_waits(trace: Trace) -> pl.DataFrame:
     if trace.syncs.is_empty():
         return pl.DataFrame()
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "stream", "record_id"])
-    times = ("start_ns", "end_ns", "launched_ns", "launched_reach_ns")
-    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
-    return (
-        waits.select("device", "stream", pl.col("call_id").alias("ref"))
-        .join(_device_lanes(trace), on=["device", "stream"])
-        .join(calls, left_on="ref", right_on="launch_id")
-        .select("ref", "lane", "device", *(pl.col("called_ns").alias(name) for name in times), is_wait=True)
+    placed = waits.select("device", "stream", pl.col("call_id").alias("ref")).join(
+        _device_lanes(trace), on=["device", "stream"]
     )
+    row = rows_of(trace.ops["id"].to_numpy(), placed["ref"].to_numpy())
+    placed, called_ns = where(placed, row >= 0), pl.Series(trace.ops["start_ns"].to_numpy()[row[row >= 0]])
+    times = dict.fromkeys(("start_ns", "end_ns", "launched_ns", "launched_reach_ns"), called_ns)
+    return placed.select("ref", "lane", "device", **times, is_wait=True)
 
 
 def _previous(items: pl.DataFrame) -> pl.Series:
@@ -221,10 +219,11 @@ def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
         return schema.empty(inferred_dependencies.WAIT_COLUMNS)
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "record_id", "awaited_stream"])
     lanes = trace.lanes.select(pl.col("lane").alias("awaited_lane"), "device", pl.col("stream").alias("awaited_stream"))
-    starts = trace.ops.select(pl.col("id").alias("record_id"), pl.col("start_ns").alias("recorded_ns"))
     own = items.filter("is_wait").select("lane", "item", pl.col("ref").alias("call_id"))
-    found = waits.join(own, on="call_id").join(lanes, on=["device", "awaited_stream"]).join(starts, on="record_id")
-    awaited = last_before(items, found["awaited_lane"].to_numpy(), found["recorded_ns"].to_numpy())
+    found = waits.join(own, on="call_id").join(lanes, on=["device", "awaited_stream"])
+    row = rows_of(trace.ops["id"].to_numpy(), found["record_id"].to_numpy())
+    found, row = where(found, row >= 0), row[row >= 0]
+    awaited = last_before(items, found["awaited_lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
     waits = found.select(
         pl.Series("awaited", awaited, pl.Int64), waiting="item", lag_ns=0, kind=pl.lit(EVENT), inferred=False
     )

@@ -54,7 +54,7 @@ def device_stalls(trace: Trace) -> pl.DataFrame:
     A `paused` stall is a kernel that takes longer than the same kernel else, by about the length of an idle stall, or a
     multiple of it. These count if most such excesses on the device have one length.
     """
-    if "sampled" in trace.data_quality["kind"] or not trace.on_device:
+    if trace_columns.has_issue(trace, "sampled") or not trace.on_device:
         return schema.empty(COLUMNS)
     parts = [_of_device(trace, device) for device in breakdown.devices(trace) if device is not None]
     return schema.concat(parts, COLUMNS)
@@ -135,7 +135,7 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
 
 def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
     """Return the step in whose device window each moment is."""
-    windows = trace.steps.drop_nulls(["start_ns", "end_ns"]).filter(pl.col("device") == device)
+    windows = trace_columns.windows(trace).filter(pl.col("device") == device)
     at = sweep_line.running(intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"]), at_ns)
     index = pl.Series(at, dtype=pl.Int64)
     return windows["step"].gather(index.set(index < 0, None)).alias("step")

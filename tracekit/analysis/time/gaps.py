@@ -34,7 +34,7 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
     Columns COMPUTE_COLUMNS: gap (number in the trace), step of the window, phase to name of the compute that ends the
     gap (null at the end of the trace); one row per gap.
     """
-    windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
+    windows = trace_columns.windows(trace)
     parts = [
         _idle(trace, windows.filter(pl.col("device").eq_missing(device)), device) for device in breakdown.devices(trace)
     ]
@@ -94,4 +94,5 @@ def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFra
 
 def _numbered(parts: list[pl.DataFrame], columns: schema.ColumnTypes) -> pl.DataFrame:
     found = pl.concat([schema.conform(part, columns) for part in parts]).sort("device", "start_ns")
-    return found.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("gap"))
+    number = pl.Series("gap", np.arange(found.height), pl.Int64)
+    return found.replace_column(found.get_column_index("gap"), number)

@@ -8,7 +8,7 @@ from tracekit.analysis.time import save_names, trace_columns
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Flags, Ints, at, running
+from tracekit.model.sweep_line import Flags, Ints, at, distinct, last_until, running
 from tracekit.model.trace import Trace
 
 RATE_LIMITER, CHECKPOINT, DATA, ALLOCATOR, LOCK, SYNCHRONIZE, LAUNCH, OP, PYTHON = HOST_STATES = (
@@ -40,15 +40,23 @@ def state_at(trace: Trace, at_ns: Ints) -> Ints:
     `op`: inside a framework op; `launch`: inside another runtime call; `python`: in nothing that the profiler records,
     so in Python or, without stacks, possibly not running. A save on any launching thread counts.
     """
-    found = np.full(len(at_ns), HOST_STATES.index(PYTHON), np.int64)
-    for index, spans in reversed(list(enumerate(_spans(trace)))):
-        found[running(spans, at_ns) >= 0] = index
-    return found
+    return at(_states(trace), last_until(state_changes(trace), at_ns), HOST_STATES.index(PYTHON))
 
 
+@memoize
 def state_changes(trace: Trace) -> Ints:
-    """Return all times at which `state_at` may change."""
-    return np.concatenate([spans.ravel() for spans in _spans(trace)])
+    """Return all times at which `state_at` may change, sorted, each once."""
+    return distinct(np.concatenate([spans.ravel() for spans in _spans(trace)]))
+
+
+@memoize
+def _states(trace: Trace) -> Ints:
+    """Return the state from each of `state_changes` to the next one."""
+    changes = state_changes(trace)
+    found = np.full(len(changes), HOST_STATES.index(PYTHON), np.int64)
+    for index, spans in reversed(list(enumerate(_spans(trace)))):
+        found[running(spans, changes) >= 0] = index
+    return found
 
 
 def has_state(trace: Trace, state: str) -> bool:

@@ -13,7 +13,7 @@ import polars as pl
 from tracekit.analysis.time import trace_columns
 from tracekit.model import schema
 from tracekit.model.columns import flags, ids, rows_of
-from tracekit.model.sweep_line import NEVER, Flags, Ints
+from tracekit.model.sweep_line import NEVER, Flags, Ints, distinct
 from tracekit.model.trace import Trace
 
 NEAR_NS = 15_000
@@ -56,7 +56,7 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 def by_device(items: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Yield the work of each device by lane and order, from items (`dependencies.lane_items`) without waits."""
     device, is_work = items["device"].to_numpy(), ~items["is_wait"].to_numpy()
-    devices = np.unique(device[is_work])
+    devices = distinct(device[is_work])
     for each in devices:
         which = is_work & (device == each)
         yield items if which.all() else items[np.flatnonzero(which)]
@@ -101,7 +101,7 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
     waiting: list[Ints] = []
     awaited: list[Ints] = []
     explained = np.zeros(len(work.item), bool)
-    for lane in np.unique(work.lane).tolist():
+    for lane in distinct(work.lane).tolist():
         open_ = np.ones(work.classes, bool)
         for back in range(_BACK):
             on = work.launched_before(lane, back)

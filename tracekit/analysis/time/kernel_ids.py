@@ -7,6 +7,7 @@ import polars as pl
 from tracekit.analysis.time import launches, trace_columns
 from tracekit.model import columns, sweep_line
 from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
 
 _NEIGHBOURS = (1, 2, -1, -2)
@@ -52,7 +53,7 @@ def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArra
     """Return kernel hashes mixed with their neighbours', which separates GEMMs of one grid by position."""
     mixed = plain.copy()
     lane = work["lane"].to_numpy()
-    for each in np.unique(lane):
+    for each in distinct(lane):
         rows = np.flatnonzero(lane == each)
         own = plain[rows]
         for distance in _NEIGHBOURS:

@@ -44,6 +44,11 @@ class WorkColumns:
     call: Ints
     """The row in ops of the call that launched the work; -1 where unknown."""
 
+    @property
+    def launched_or_start_ns(self) -> Ints:
+        """Return when each piece of work was launched; when it started where that is unknown."""
+        return np.where(self.launched_ns == sweep_line.NEVER, self.spans[:, 0], self.launched_ns)
+
 
 @memoize
 def work_columns(trace: Trace, device: int | None) -> WorkColumns:
@@ -145,19 +150,22 @@ def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
 def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     if others["span"].null_count() == others.height or calls["span"].null_count() == calls.height:
         return others.clear().hstack(schema.empty(_FOUND))
-    named = pl.col("span")
-    names = pl.concat([others["span"], calls["span"]]).drop_nulls().unique().to_frame()
-    spans = named.is_in(
-        names.filter(named.str.contains(_SPANS_OF_COLLECTIVES) & ~named.str.contains(_NO_PREPARATION))["span"].implode()
+    both = pl.concat([others[[*_KEY, "launched_ns"]], calls[[*_KEY, "launched_ns"]]])
+    names, code = trace_columns.distinct_names(both["span"])
+    prepares = trace_columns.matches(names, _SPANS_OF_COLLECTIVES) & ~trace_columns.matches(names, _NO_PREPARATION)
+    launched_ns = columns.filled(both["launched_ns"], sweep_line.NEVER)
+    is_known = prepares[code] & (launched_ns != sweep_line.NEVER)
+    _, key = np.unique(both.select(pl.struct(_KEY).hash(seed=0)).to_series().to_numpy(), return_inverse=True)
+    (key, key_of_call), (at_ns, called_ns) = (
+        np.split(each, [others.height]) for each in (np.where(is_known, key, -1), launched_ns)
     )
-    key = [f"_{name}" for name in _KEY]
-    keyed = [pl.col(name).cast(pl.String).fill_null("?").alias(f"_{name}") for name in _KEY]
-    left, right = (
-        rows.filter(spans).drop_nulls("launched_ns").with_columns(keyed).sort("launched_ns") for rows in (others, calls)
-    )
-    right = right.select(*key, "launched_ns", pl.col("id").alias("collective_id"))
-    found = left.join_asof(right, on="launched_ns", by=key, strategy="forward", check_sortedness=False)
-    return found.drop_nulls("collective_id").select(*others.columns, "collective_id", pl.lit("span").alias("evidence"))
+    # The next call is the last one in reverse; of those launched at once, the first.
+    row = columns.last_rows(key_of_call[::-1], -called_ns[::-1], key, -at_ns)
+    rows = np.flatnonzero(row >= 0)
+    call = calls.height - 1 - row[rows]
+    return others[rows].hstack([
+        calls["id"][call].alias("collective_id"), pl.Series("evidence", ["span"]).new_from_index(0, len(rows))
+    ])  # fmt: skip
 
 
 def _on_lane(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -173,10 +181,9 @@ def _on_lane(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _overlapped(found: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
-    compute = work.filter(pl.col("kind") == "compute").join(found.select("id"), on="id", how="anti")
-    spans = intervals.from_table(found)
-    by = intervals.union(intervals.from_table(compute))
-    return pl.Series("overlapped_ns", intervals.coverage(spans, by), pl.Int64)
+    computes = columns.flags(work["kind"] == "compute") & ~np.isin(work["id"].to_numpy(), found["id"].to_numpy())
+    by = intervals.union(intervals.from_table(work)[computes])
+    return pl.Series("overlapped_ns", intervals.coverage(intervals.from_table(found), by), pl.Int64)
 
 
 def _with_alone(found: pl.DataFrame) -> pl.DataFrame:

@@ -95,7 +95,10 @@ def _kernels(trace: Trace) -> pl.DataFrame:
         work = launches.work(trace, device).select(
             "device", "name", "step", "lane", "start_ns", "dur_ns", activity_id="id"
         )
-        compute = work[rows].hstack([pl.Series("kernel", kernel_ids.kernel_ids(trace, device)[rows])])
+        kernel = kernel_ids.kernel_ids(trace, device)[rows]
+        is_long = work["dur_ns"].to_numpy()[rows] >= _LEAST_NS
+        long = np.flatnonzero(np.isin(kernel, kernel[is_long]))  # others have no row in any table here
+        compute = work[rows[long]].hstack([pl.Series("kernel", kernel[long])])
         nth = pl.int_range(pl.len(), dtype=pl.Int64).over("step", "kernel").alias("nth")
         parts.append(schema.select(compute.with_columns(nth), KERNEL_COLUMNS))
     return pl.concat(parts)

@@ -14,7 +14,7 @@ def by_step(run: Run) -> pl.DataFrame:
 
     For a rank with several devices, the slowest device counts.
     """
-    return _slowest_device(run.table(breakdown.by_step)).select(COLUMNS).sort("rank", "window", "step")
+    return slowest_device(run.table(breakdown.by_step)).select(COLUMNS).sort("rank", "window", "step")
 
 
 def by_rank(run: Run) -> pl.DataFrame:
@@ -22,7 +22,7 @@ def by_rank(run: Run) -> pl.DataFrame:
 
     Columns are COLUMNS. Several profiled windows are added up; of several devices the slowest counts.
     """
-    windows = _slowest_device(run.table(breakdown.by_rank))
+    windows = slowest_device(run.table(breakdown.by_rank))
     sums = windows.group_by("rank").agg(pl.col("step").first(), pl.col(_TIMES).sum())
     return sums.with_columns(pl.lit(None, pl.Int64).alias("window")).select(COLUMNS).sort("rank")
 
@@ -93,6 +93,10 @@ def exposed_communication_ratio(run: Run) -> float | None:
     return exposed_ns / whole_ns if whole_ns else None
 
 
-def _slowest_device(table: pl.DataFrame) -> pl.DataFrame:
+def slowest_device(table: pl.DataFrame) -> pl.DataFrame:
+    """Return a breakdown (columns window, rank and those of `breakdown`) with one device a rank and step: the slowest.
+
+    One row per window, rank and step, in the order of their first rows.
+    """
     slowest = pl.col("duration_ns").arg_max()
     return table.group_by("window", "rank", "step", maintain_order=True).agg(pl.all().get(slowest))

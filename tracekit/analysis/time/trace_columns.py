@@ -23,6 +23,12 @@ def parent_ids(trace: Trace) -> Ints:
 
 
 @memoize
+def parent_rows(trace: Trace) -> Ints:
+    """Return the row in ops of the parent of each op, shape (ops,); -1 for none."""
+    return columns.rows_of(trace.ops["id"].to_numpy(), parent_ids(trace))
+
+
+@memoize
 def launch_ids(trace: Trace) -> Ints:
     """Return the launch_id of each activity, shape (activities,); -1 for none."""
     return columns.filled(trace.activities["launch_id"], -1)
@@ -40,10 +46,33 @@ def activity_steps(trace: Trace) -> Ints:
     return columns.filled(trace.activities["step"], -1)
 
 
+def has_issue(trace: Trace, kind: str) -> bool:
+    """Return whether the trace has a data-quality issue of a kind, such as sampled."""
+    return kind in trace.data_quality["kind"].to_list()  # polars' own `in` is a query
+
+
+@memoize
+def windows(trace: Trace) -> pl.DataFrame:
+    """Return the steps whose device window is known; columns as the steps table."""
+    return trace.steps.drop_nulls(["start_ns", "end_ns"])
+
+
+def in_steps(trace: Trace, rows: pl.DataFrame) -> Flags:
+    """Return which rows of a table with column step belong to a step, as `Trace.in_steps`; shape (rows,)."""
+    marked = trace.steps["step"].null_count() < trace.steps.height
+    return columns.filled(rows["step"], -1) >= 0 if marked else np.ones(rows.height, np.bool_)
+
+
 @memoize
 def is_kind(trace: Trace, kind: str) -> Flags:
     """Return which ops are of a kind, such as runtime; shape (ops,)."""
     return as_flags(trace.ops["kind"] == kind)
+
+
+@memoize
+def is_activity_kind(trace: Trace, kind: str) -> Flags:
+    """Return which activities are of a kind, such as compute; shape (activities,)."""
+    return as_flags(trace.activities["kind"] == kind)
 
 
 @memoize
@@ -89,16 +118,16 @@ def is_activity_named(trace: Trace, pattern: str) -> Flags:
 @memoize
 def activity_names(trace: Trace) -> tuple[list[str], Ints]:
     """Return the distinct names of activities, and the index of each one's name among them, shape (activities,)."""
-    return _distinct(trace.activities["name"])
+    return distinct_names(trace.activities["name"])
 
 
 @memoize
 def op_names(trace: Trace) -> tuple[list[str], Ints]:
     """Return the distinct names of ops, and the index of each op's name among them, shape (ops,)."""
-    return _distinct(trace.ops["name"])
+    return distinct_names(trace.ops["name"])
 
 
-def _distinct(column: pl.Series) -> tuple[list[str], Ints]:
+def distinct_names(column: pl.Series) -> tuple[list[str], Ints]:
     """Return the distinct names of a column, and the index of each row's name among them."""
     names = column.fill_null("") if column.null_count() else column
     distinct = names.unique(maintain_order=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from tracekit.capture.hangs import host_calls
 from tracekit.capture.hangs.messages import MessageLog
 
 _NAMES = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -48,6 +49,7 @@ def dump(messages: MessageLog, *, most_entries: int | None = None) -> dict[str, 
         entries += own
         result.update({key: value for key, value in each.items() if own or key not in result})
     entries += messages.entries()
+    host_calls.add(entries)
     entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
     for number, entry in enumerate(entries):
         entry["record_id"] = number

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import distributed
 
+from tracekit.capture.hangs import threads
+
 _MAX_CALLS = 500
 _MAX_FRAMES = 32
 _DTYPE_PREFIX = "torch."
@@ -111,6 +113,7 @@ def _stack() -> list[dict[str, Any]]:
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and len(frames) < _MAX_FRAMES:
         code = frame.f_code
-        frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
+        if not threads.is_own(code.co_filename):
+            frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
         frame = frame.f_back
     return frames

@@ -44,7 +44,7 @@ class RecordingOptions:
     def settings(self) -> "CheckSettings":
         """Return the settings of the check. Raises ConfigError."""
         from tracekit.cli import settings
-        from tracekit.rules import all_rules
+        from tracekit.rules.registry import all_rules
 
         return settings.resolve(self.config, all_rules())
 
@@ -52,7 +52,7 @@ class RecordingOptions:
         """Return each run with its report. Raises ConfigError for more runs than a baseline can have."""
         from tracekit.cli import settings
         from tracekit.regression import baseline as baselines
-        from tracekit.rules import all_rules
+        from tracekit.rules.registry import all_rules
 
         if len(runs) > baselines.MAX_RECORDINGS:
             raise ConfigError(f"a baseline has at most {baselines.MAX_RECORDINGS} recordings, not {len(runs)}")

@@ -1,5 +1,6 @@
 """``tracekit cache``: the size and path of the disk cache, and how to clear it."""
 
+import os
 from enum import StrEnum
 from typing import Annotated
 
@@ -43,6 +44,9 @@ def cache(action: Annotated[Action, typer.Argument(help="Show its size or path, 
         output.emit(f"{traces.disk.folder}\n")
     elif action is Action.CLEAR:
         output.emit(f"freed {units.size(sum(cache.clear() for cache in caches.values() if cache))}\n")
+        for cache in caches.values():
+            if cache and cache.size_bytes() and not os.access(cache.folder, os.W_OK):
+                raise InputError(f"{cache.folder}: its files cannot be removed; check permissions")
     else:
         sizes = {name: units.size(cache.size_bytes()) for name, cache in caches.items() if cache}
         others = "".join(f"; {name} {size}" for name, size in sizes.items() if name != "traces")

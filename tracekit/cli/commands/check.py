@@ -61,7 +61,7 @@ def check(
         store.check(history)
 
     with executor.open([*paths, *repeats]) as opened:
-        from tracekit.rules import all_rules
+        from tracekit.rules.registry import all_rules
 
         resolved = settings.resolve(all_rules())
         results = _results(paths, resolved, baseline, repeats, reports.facts(), cache=cache, executor=opened)
@@ -85,7 +85,7 @@ def _results(
 ) -> "list[CheckResult]":
     from tracekit.cli.settings import apply_ignores, configured_rules
     from tracekit.regression import gate as checks
-    from tracekit.rules import all_rules
+    from tracekit.rules.registry import all_rules
 
     catalog = all_rules()
     rules = configured_rules(settings, catalog)

@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from tracekit.errors import InputError, MissingExtraError
 DEFAULT_PORT = 8501
 LOCALHOST = "127.0.0.1"
 _LOOPBACK = (LOCALHOST, "localhost", "::1")
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 compared, not bound
 _PORTS_TRIED = 50
 
 
@@ -31,6 +33,13 @@ def dashboard(
         str,
         typer.Option(metavar="ADDRESS", help="Address to listen on; any other than localhost is open to the network."),
     ] = LOCALHOST,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also answer under this name, such as an alias of this machine or a proxy's name. Repeatable.",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = DEFAULT_PORT,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:
@@ -40,7 +49,7 @@ def dashboard(
     There is no password: anyone who can reach the address can see the runs. It reads only the runs and folders given,
     which may be URLs.
     """
-    from tracekit.cli import settings
+    from tracekit.cli import settings_file
 
     runs = [object_storage.without_file_scheme(run) for run in runs]
     for run in runs:
@@ -52,7 +61,7 @@ def dashboard(
         raise InputError(f"{history}: there is no such file; check the path")
     if importlib.util.find_spec("streamlit") is None:
         raise MissingExtraError("the dashboard needs Streamlit: pip install 'torch-tracekit[dashboard]'")
-    settings.nearest_devices()  # an error in a settings file is said here, not on a page
+    settings_file.nearest_devices()  # an error in a settings file is said here, not on a page
     _require_free_port(host, port)
     if host not in _LOOPBACK:
         output.notify(
@@ -60,28 +69,52 @@ def dashboard(
             f"reach it can read {', '.join(map(object_storage.shown, runs))}; for yourself alone, omit --host and "
             f"forward the port: ssh -L {port}:127.0.0.1:{port}"
         )
+    if port:  # Streamlit prints no address without its welcome
+        output.notify(f"The dashboard is at {_address(host, port)} (Ctrl-C ends it).")
     # Streamlit replaces this process, so that it gets Ctrl-C and signals, and its exit code is the command's.
-    arguments = server_command(runs, host=host, port=port, browser=browser, history=history)
+    arguments = server_command(
+        runs, host=host, port=port, browser=browser, history=history, allowed_hosts=allow_host or []
+    )
     os.execv(sys.executable, arguments)  # noqa: S606 no shell
 
 
 def server_command(
-    runs: list[str], *, port: int, browser: bool, history: Path | None = None, host: str = LOCALHOST
+    runs: list[str],
+    *,
+    port: int,
+    browser: bool,
+    history: Path | None = None,
+    host: str = LOCALHOST,
+    allowed_hosts: Sequence[str] = (),
 ) -> list[str]:
     """Return the command that serves the dashboard. Arguments after ``--`` are the app's."""
     options = {
         "server.address": host,
         "server.port": str(port),
-        "server.headless": "false" if browser else "true",
-        "server.showEmailPrompt": "false",  # Streamlit would wait for the address of a new user
+        "browser.serverAddress": LOCALHOST if host in _WILDCARDS else f"[{host}]" if ":" in host else host,
+        # Otherwise Streamlit asks a new user for an address, and offers to install files for coding assistants.
+        "server.headless": "true",
+        "logger.hideWelcomeMessage": "true",  # this command prints the address
         "browser.gatherUsageStats": "false",
     }
-    if host not in _LOOPBACK:  # other machines may reach it under any name
+    if host not in _LOOPBACK or allowed_hosts:  # dashboard.server.own_origin checks the names
         options |= {"server.allowedHosts": "*"}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     paths = [run if object_storage.is_url(run) else str(Path(run).resolve()) for run in runs]
     paths += [f"--history={history.resolve()}"] if history else []
+    paths += [f"--allow-host={name}" for name in allowed_hosts]
+    paths += ["--open-browser"] if browser else []
     return [sys.executable, "-P", str(_server()), *flags, "--", *paths]
+
+
+def _address(host: str, port: int) -> str:
+    """Return the address to open in a browser.
+
+    >>> _address("::1", 8501), _address("0.0.0.0", 8501)
+    ('http://[::1]:8501', 'http://localhost:8501')
+    """
+    name = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104 compared
+    return f"http://{name}:{port}"
 
 
 def _require_listable(url: str) -> None:

@@ -1,4 +1,4 @@
-"""``tracekit export``: a run for other programs: Perfetto, Prometheus, OpenTelemetry, TensorBoard."""
+"""``tracekit export``: a run for other programs and people: Perfetto, a page to share, Prometheus, OpenTelemetry, …."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
-from tracekit.cli import output
+from tracekit.cli import output, shared_pages
 from tracekit.cli.options import RunOptions, SelectedWork, expand_options
 from tracekit.errors import ConfigError
 
@@ -22,6 +22,7 @@ class ExportFormat(StrEnum):
     """Formats of other programs."""
 
     PERFETTO = "perfetto"
+    HTML = "html"
     PROMETHEUS = "prometheus"
     OPENMETRICS = "openmetrics"
     OTLP = "otlp"
@@ -55,15 +56,21 @@ def export(
     critical_path: Annotated[
         bool, typer.Option("--critical-path", help="Perfetto: add a track with the critical path of the step.")
     ] = False,
+    view: Annotated[
+        str,
+        typer.Option(metavar="LINK", help="Html: a link of the dashboard, or its end, such as 'kernels?by=name'."),
+    ] = shared_pages.TIMELINE,
     work: SelectedWork,
     source: RunOptions,
 ) -> None:
-    """Write a run for another program.
+    """Write a run for another program, or a view of it for another person.
 
     perfetto: one trace for ui.perfetto.dev, all ranks on one clock. Each rank is a process; each stream or thread is a
     track whose name shows its role. Slices that overlap others without nesting get an additional track, so that none is
     dropped. Arrows connect launches with kernels, counters show memory, and findings of tracekit check are above each
-    rank, below them the parts of the critical path there. The other formats have the metrics logs of a local folder,
+    rank, below them the parts of the critical path there. html: a page of the dashboard as one file of at most 5 MB,
+    which works without a network: the timeline with its levels of detail, or another page, which needs the extra
+    [dashboard]. The other formats have the metrics logs of a local folder,
     which needs no traces and may belong to a running training. prometheus: the latest step of each rank, as text for
     the node exporter, or served (--serve). openmetrics: all steps with their times, as promtool backfills them. otlp:
     all steps as OpenTelemetry JSON lines. tensorboard: all steps as scalars, a folder per rank.
@@ -73,6 +80,9 @@ def export(
         return
     if out is None:
         raise ConfigError("--out PATH is needed, or --serve PORT with --format prometheus")
+    if export_format is ExportFormat.HTML:
+        shared_pages.write(source, view, out)
+        return
     if export_format is not ExportFormat.PERFETTO:
         _write_metrics(Path(source.run), export_format, out)
         return

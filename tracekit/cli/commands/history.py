@@ -128,7 +128,7 @@ def _report_added(db: Path, added: "AddedRuns") -> None:
 def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
     from tracekit.cli import settings
     from tracekit.regression import gate as checks
-    from tracekit.rules import all_rules
+    from tracekit.rules.registry import all_rules
 
     catalog = all_rules()
     resolved = settings.resolve(None, catalog)

@@ -9,7 +9,7 @@ import typer
 from tracekit import conventions
 from tracekit.cli import output, run_loading
 from tracekit.cli.options import TableOptions, UseCache, expand_options
-from tracekit.errors import InputError
+from tracekit.errors import BadTraceError, InputError
 
 if TYPE_CHECKING:
     from tracekit.model.memory_snapshot import MemorySnapshot
@@ -87,7 +87,22 @@ def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
         return _of_snapshot(path, options, cache=cache)
     if snapshots := _snapshots_without_traces(path):
         return _of_snapshots(snapshots, options)
-    return _of_run(path, options, cache=cache)
+    try:
+        return _of_run(path, options, cache=cache)
+    except BadTraceError as error:
+        return _of_snapshots_among_others(path, options, error)
+
+
+def _of_snapshots_among_others(path: str, options: ReplayOptions, error: BadTraceError) -> "MemoryReport":
+    """Return the memory of a folder's snapshots if none of its other files is a trace. Raises the error without any."""
+    from tracekit.analysis.memory import snapshot_files
+
+    snapshots = snapshot_files.in_folder(Path(path)) if Path(path).is_dir() else []
+    if not snapshots:
+        raise error
+    usage = _of_snapshots(snapshots, options)
+    reason = str(error).partition(";")[0]
+    return replace(usage, notes=(*usage.notes, f"Only memory snapshots were read: {reason}."))
 
 
 def _is_snapshot(path: str) -> bool:

@@ -23,7 +23,7 @@ def ops(
         typer.Option(
             "--kind",
             metavar="KIND,…",
-            help="Include cpu_op, annotation, runtime, python or overhead; separate kinds by commas.",
+            help="Include cpu_op, annotation, runtime, python, overhead or os_call; separate kinds by commas.",
         ),
     ] = "cpu_op",
     source: RunOptions,

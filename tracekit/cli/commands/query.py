@@ -3,6 +3,7 @@
 import os
 import sys
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,8 +75,10 @@ def _write(shown: "pl.DataFrame", count: int, row_format: RowFormat, result: Out
     """Write the rows that are shown, of `count` in total."""
     if row_format is RowFormat.PARQUET:
         assert result.out is not None
+        from tracekit.model import parquet_files
+
         with output.atomic_file(result.out) as file:
-            shown.write_parquet(file)
+            parquet_files.write(shown, Path(file.name))
         return
     from tracekit.report import query_rows
 

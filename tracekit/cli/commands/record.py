@@ -6,8 +6,6 @@ import typer
 
 from tracekit.cli import output
 
-PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
 
 def record(context: typer.Context) -> None:
     """Record a training without changing it: tracekit record [options] -- COMMAND."""

@@ -11,9 +11,9 @@ from tracekit.cli.options import OutputOptions, TableOptions, expand_options
 def rules(*, table: TableOptions) -> None:
     """List the rules and their thresholds."""
     from tracekit.report import rule_catalog
-    from tracekit.rules import all_rules
+    from tracekit.rules import documents
 
-    table.write(rule_catalog, all_rules())
+    table.write(rule_catalog, documents.all_documents())
 
 
 @expand_options
@@ -23,8 +23,8 @@ def explain(
     result: OutputOptions,
 ) -> None:
     """Explain a rule: what it does, why it costs time, how it measures, how to fix its findings, its blind spots."""
-    from tracekit.cli import settings
+    from tracekit.cli import rule_names
     from tracekit.report import rule_catalog
-    from tracekit.rules import all_rules
+    from tracekit.rules import documents
 
-    result.emit(rule_catalog.explanation(settings.find_rule(rule, all_rules()), **result.style))
+    result.emit(rule_catalog.explanation(rule_names.find_by_finding(rule, documents.all_documents()), **result.style))

@@ -16,9 +16,10 @@ def schema(
 ) -> None:
     """List the tables that tracekit query reads, with the unit and meaning of each column."""
     from tracekit.report import schema_pages
-    from tracekit.sql import run_query
+    from tracekit.sql import table_documents
 
     # docs/schema.md describes only tracekit's own tables, whichever plug-ins are installed.
-    known = run_query.TABLES if document_format is DocumentFormat.MARKDOWN else run_query.tables()
-    tables = [run_query.find_table(table)] if table else list(known.values())
+    is_document = document_format is DocumentFormat.MARKDOWN
+    known = table_documents.own_documents() if is_document else table_documents.all_documents()
+    tables = [table_documents.find(table, known)] if table else known
     result.write_as(document_format, schema_pages, tables)

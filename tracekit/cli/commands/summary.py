@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from tracekit.model.run import Run
     from tracekit.model.trace import Fact
+
+    View: TypeAlias = tuple[Sequence[Fact], Callable[[Run], pl.DataFrame]]
 
 
 class By(StrEnum):
@@ -62,61 +64,122 @@ def summary(
     file system calls of an I/O log (DFTracer), with bytes and bandwidth, the longest first.
     """
     with executor.open([source.run]) as opened:
-        from tracekit.analysis.compute import unknown_work
         from tracekit.report import summary_tables
 
-        facts, rows_of = _measurements(by)
+        facts, rows_of = _VIEWS[by]()
         run = source.measure(facts, opened)
         rows = rows_of(run)
-        missing = unknown_work.note(run) if by is By.STEP else None
+        missing = _missing_work(run) if by is By.STEP else None
     table.write(summary_tables, rows)
     if missing:
         output.notify(missing)
 
 
-def _measurements(by: By) -> "tuple[Sequence[Fact], Callable[[Run], pl.DataFrame]]":
-    """Return the facts that a table needs, and the function that makes it of the run."""
-    from tracekit.analysis.communication import collective_instances
-    from tracekit.analysis.compute import collective_contention, contention, device_counters, efficiency, unknown_work
-    from tracekit.analysis.host import io_calls, launch_queues
-    from tracekit.analysis.parallelism import (
-        axis_communication,
-        expert_load,
-        expert_pairs,
-        pipeline_bubbles,
-        ring_overlap,
-    )
+def _missing_work(run: "Run") -> str | None:
+    from tracekit.analysis.compute import unknown_work
+
+    return unknown_work.note(run)
+
+
+# The facts that a table needs, and the function that makes it of the run. Each imports only what it measures with.
+
+
+def _by_rank() -> "View":
     from tracekit.analysis.time import breakdown
+    from tracekit.analysis.time import summary as analysis
+
+    return [breakdown.by_rank, breakdown.by_step], analysis.by_rank
+
+
+def _by_step() -> "View":
+    from tracekit.analysis.compute import device_counters, efficiency, unknown_work
+    from tracekit.analysis.time import breakdown
+
+    facts = [breakdown.by_step, efficiency.by_step, device_counters.device_counters, *unknown_work.FACTS]
+    return facts, efficiency.breakdown_by_step
+
+
+def _by_collective() -> "View":
+    from tracekit.analysis.communication import collective_instances
+    from tracekit.sync import collective_matching
+
+    return [collective_matching.calls], collective_instances.by_collective
+
+
+def _by_clock() -> "View":
     from tracekit.analysis.time import summary as analysis
     from tracekit.sync import collective_matching
 
-    facts: dict[By, Sequence[Fact]] = {
-        By.COLLECTIVE: [collective_matching.calls],
-        By.CLOCK: [collective_matching.calls],
-        By.STEP: [breakdown.by_step, efficiency.by_step, device_counters.device_counters, *unknown_work.FACTS],
-        By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
-        By.STAGE: [*pipeline_bubbles.FACTS],
-        By.AXIS: [*axis_communication.FACTS],
-        By.EXPERT: [*expert_load.FACTS],
-        By.EXPERT_PAIR: [*expert_load.FACTS],
-        By.RING: [*axis_communication.FACTS],
-        By.STREAM: [launch_queues.launch_queues],
-        By.UNKNOWN_WORK: [*unknown_work.FACTS],
-        By.FILE: [io_calls.calls],
-    }
-    tables = {
-        By.RANK: analysis.by_rank,
-        By.STEP: efficiency.breakdown_by_step,
-        By.COLLECTIVE: collective_instances.by_collective,
-        By.CLOCK: analysis.by_clock,
-        By.CONTENTION: collective_contention.all_pairs,
-        By.STAGE: pipeline_bubbles.by_stage,
-        By.AXIS: axis_communication.by_axis,
-        By.EXPERT: expert_load.by_rank,
-        By.EXPERT_PAIR: expert_pairs.by_pair,
-        By.RING: lambda run: run.run_table(ring_overlap.ring_overlap),
-        By.STREAM: launch_queues.by_stream,
-        By.UNKNOWN_WORK: unknown_work.by_operator,
-        By.FILE: io_calls.by_file,
-    }
-    return facts.get(by, [breakdown.by_rank, breakdown.by_step]), tables[by]
+    return [collective_matching.calls], analysis.by_clock
+
+
+def _by_contention() -> "View":
+    from tracekit.analysis.compute import collective_contention, contention
+    from tracekit.sync import collective_matching
+
+    return [collective_matching.calls, contention.by_step, collective_contention.calls], collective_contention.all_pairs
+
+
+def _by_stage() -> "View":
+    from tracekit.analysis.parallelism import pipeline_bubbles
+
+    return pipeline_bubbles.FACTS, pipeline_bubbles.by_stage
+
+
+def _by_axis() -> "View":
+    from tracekit.analysis.parallelism import axis_communication
+
+    return axis_communication.FACTS, axis_communication.by_axis
+
+
+def _by_expert() -> "View":
+    from tracekit.analysis.parallelism import expert_load
+
+    return expert_load.FACTS, expert_load.by_rank
+
+
+def _by_expert_pair() -> "View":
+    from tracekit.analysis.parallelism import expert_load, expert_pairs
+
+    return expert_load.FACTS, expert_pairs.by_pair
+
+
+def _by_ring() -> "View":
+    from tracekit.analysis.parallelism import axis_communication, ring_overlap
+
+    return axis_communication.FACTS, lambda run: run.run_table(ring_overlap.ring_overlap)
+
+
+def _by_stream() -> "View":
+    from tracekit.analysis.host import launch_queues
+
+    return [launch_queues.launch_queues], launch_queues.by_stream
+
+
+def _by_unknown_work() -> "View":
+    from tracekit.analysis.compute import unknown_work
+
+    return unknown_work.FACTS, unknown_work.by_operator
+
+
+def _by_file() -> "View":
+    from tracekit.analysis.host import io_calls
+
+    return [io_calls.calls], io_calls.by_file
+
+
+_VIEWS: dict[By, Callable[[], "View"]] = {
+    By.RANK: _by_rank,
+    By.STEP: _by_step,
+    By.COLLECTIVE: _by_collective,
+    By.CLOCK: _by_clock,
+    By.CONTENTION: _by_contention,
+    By.STAGE: _by_stage,
+    By.AXIS: _by_axis,
+    By.EXPERT: _by_expert,
+    By.EXPERT_PAIR: _by_expert_pair,
+    By.RING: _by_ring,
+    By.STREAM: _by_stream,
+    By.UNKNOWN_WORK: _by_unknown_work,
+    By.FILE: _by_file,
+}

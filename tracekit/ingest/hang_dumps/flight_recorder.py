@@ -24,7 +24,8 @@ _INT64 = 1 << 63
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7}|\?)\Z")
 _COALESCED = frozenset({"coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced"})
 _NUMBER = re.compile(r"\d{1,7}")
-_GLOO = "gloo"
+_GLOO, _NCCL = "gloo", "nccl"
+_WATCHDOG_NS = 10**9  # ten times the interval of NCCL's watchdog
 _ANY = "?"  # the source of a receive from any rank, as tracekit writes it
 _SCALARS = (int, float, bool, type(None))
 
@@ -64,9 +65,11 @@ def parse(value: Mapping[str, Any], *, rank: int, path: str) -> RankDump:
     if len(entries) > MAX_ENTRIES:
         raise BadDumpError(f"has {len(entries):,} entries; at most {MAX_ENTRIES:,} are read")
     reader = _Entries(rank)
-    calls = _coalesced([reader.call(index, entry) for index, entry in enumerate(entries)])
-    dump = RankDump(rank, (path,), calls, _groups(value.get("pg_config")), has_recorder=True)
     own = value.get("tracekit")
+    reason = own.get("reason") if isinstance(own, dict) else ""
+    calls = [reader.call(index, entry) for index, entry in enumerate(entries)]
+    calls = _without_false_ends(calls, entries, is_at_rest=reason in ("", "timeout"))
+    dump = RankDump(rank, (path,), _coalesced(calls), _groups(value.get("pg_config")), has_recorder=True)
     return _with_own(dump, own) if isinstance(own, dict) else dump
 
 
@@ -127,6 +130,7 @@ class _Entries:
             timeout_ms=_time(entry.get("timeout_ms")),
             frames=self.frames(entry.get("frames")),
             error=_text(entry.get("failed") or ""),
+            is_recorded=entry.get("is_recorded") is not False,
         )
 
     def _tensor_sizes(self, value: Any) -> tuple[tuple[int, ...], ...]:
@@ -163,6 +167,29 @@ def _state(entry: Mapping[str, Any], backend: str, ended_ns: int | None) -> Call
         return CallState(entry["state"])
     except ValueError:
         raise BadDumpError(f"has an entry in the unknown state {_shown(entry['state'])}") from None
+
+
+def _without_false_ends(calls: list[Call], entries: list[Any], *, is_at_rest: bool) -> list[Call]:
+    """Return the calls; as pending those that CUDA reports as complete while the host is still in them.
+
+    NCCL connects two ranks in their first send or receive, and the host waits there. The event of the call's end is not
+    in the stream yet, and CUDA says of such an event that it is complete. NCCL's watchdog looks every 0.1 s and retires
+    calls that are complete, so that a last call is not, if it was not retired and its end was seen only by the dump.
+    """
+    blocked = [n for n, entry in enumerate(entries) if entry.get("host_in_call") is True]
+    if is_at_rest and calls and _is_discovered_by_dump(calls[-1]) and entries[-2:-1] != []:
+        blocked += [len(calls) - 1] if entries[-2].get("retired") is True else []
+    result = list(calls)
+    for number in blocked:
+        call = calls[number]
+        if call.backend == _NCCL and call.state is CallState.COMPLETED and entries[number].get("retired") is False:
+            result[number] = replace(call, state=CallState.SCHEDULED, ended_ns=None)
+    return result
+
+
+def _is_discovered_by_dump(call: Call) -> bool:
+    """Return whether the end of a call was discovered so late that NCCL's watchdog did not discover it."""
+    return bool(call.ended_ns and call.created_ns and call.ended_ns - call.created_ns >= _WATCHDOG_NS)
 
 
 def _coalesced(calls: list[Call]) -> tuple[Call, ...]:

@@ -115,9 +115,22 @@ def _latest(dumps: Iterable[RankDump], notes: list[str]) -> dict[int, RankDump]:
             by_rank[dump.rank] = dump
             continue
         older, newer = sorted((other, dump), key=_moment)
+        if _same_hang(older, newer):
+            stating, native = sorted((older, newer), key=lambda each: not each.reason)
+            by_rank[dump.rank] = stating.with_stacks(native)
+            continue
         by_rank[dump.rank] = newer.with_stacks(older)
         notes.append(f"rank {dump.rank} has several dumps; {Path(newer.paths[0]).name} is the latest and is used")
     return by_rank
+
+
+def _same_hang(one: RankDump, other: RankDump) -> bool:
+    """Return whether torch and tracekit both wrote a dump of one hang: the rank made no call between them."""
+    if bool(one.reason) is bool(other.reason):
+        return False
+    last = [next((call for call in reversed(dump.calls) if call.is_recorded), None) for dump in (one, other)]
+    first, second = last
+    return first is not None and second is not None and first.created_ns == second.created_ns is not None
 
 
 def _moment(dump: RankDump) -> int:

@@ -151,7 +151,7 @@ class _Log:
             self._bad_calls += 1
             return
         name, args = str(event.name), event.args or _Arguments()
-        kind = _kind(name)
+        kind = kind_of_call(name)
         moved = _whole(args.ret) if kind in (READ, WRITE) else None
         file = None if args.fhash is None else str(args.fhash)
         ids = (_whole(event.pid), _whole(event.tid))
@@ -184,10 +184,10 @@ _KINDS = (
 )
 
 
-def _kind(name: str) -> str:
-    """Return the kind of a call by its name.
+def kind_of_call(name: str) -> str:
+    """Return the kind of a file system call by its name.
 
-    >>> [_kind(name) for name in ("pread64", "readv", "fwrite", "fdatasync", "open64", "readdir")]
+    >>> [kind_of_call(name) for name in ("pread64", "readv", "fwrite", "fdatasync", "open64", "readdir")]
     ['read', 'read', 'write', 'sync', 'metadata', 'metadata']
     """
     return next((kind for kind, pattern in _KINDS if pattern.match(name)), METADATA)

@@ -40,6 +40,7 @@ class ExecutionTraces(Reader):
     contents = "shapes, types and values of operators' inputs where the profiler's trace has none; process groups"
     has_traces = False
     is_companion = True
+    is_joined_by_record_ids = True
     usage = (
         "it has operators and their inputs, no times; put the profiler's trace of the same process into its "
         "folder, and name the folder"

@@ -65,14 +65,9 @@ FORMATS = (
     # Profilers of GPUs.
     ForeignFormat(
         "an Nsight Systems report",
-        f"tracekit does not read it; {_RECORD}",
+        "export it, and name the exported file: nsys export --type sqlite REPORT",
         _never,
         (".nsys-rep", ".qdrep", ".qdstrm"),
-    ),
-    ForeignFormat(
-        "an Nsight Systems export (SQLite)",
-        f"tracekit does not read it; {_RECORD}",
-        lambda head: head.startswith(_SQLITE) and b"StringIds" in head,
     ),
     ForeignFormat(
         "a rocprofiler database (rocpd)",

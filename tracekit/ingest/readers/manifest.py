@@ -17,7 +17,7 @@ class Manifests(Reader):
 
     name = "run manifest"
     suffixes = (conventions.MANIFEST_FILE,)
-    contents = "strategy, world size, model, arguments and versions of the run"
+    contents = "strategy, world size, model, arguments, versions and commit of the run"
     has_traces = False
     usage = "name the run's folder or a trace file"
 

@@ -62,6 +62,10 @@ class Reader(Protocol):
     has_traces: bool = True
     is_companion: bool = False
     """Whether such a file adds to the trace of the process that `traces` states, whatever its name."""
+    is_joined_by_record_ids: bool = False
+    """Whether a companion adds to operators only, by the ids of their record functions."""
+    has_record_ids: bool = False
+    """Whether operators state the ids of their record functions, as PyTorch's profiler writes them."""
     usage: str = ""
     """What to do with such a file where a trace is expected; only for formats without traces."""
 

@@ -8,12 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
+from tracekit.conventions import perfetto
 from tracekit.errors import InputError
-from tracekit.ingest.scrub import streams
+from tracekit.ingest import archives
+from tracekit.ingest.scrub import snapshots, streams
 from tracekit.ingest.scrub.secrets import HOST, USER, Secrets
 
 _LOGS = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
 _TRACES = (".json", ".json.gz", ".pfw", ".pfw.gz")
+_PICKLES = (".pickle", ".pkl")
+_DATABASE = (
+    "a database, such as an export of Nsight Systems, has host names, environment and command lines: share a report of "
+    "tracekit instead"
+)
+_PERFETTO = "a Perfetto trace: scrub the run that it was exported from, and export the copy"
+_OTHER_KINDS = {
+    (".sqlite", ".sqlite.gz", ".sqlite.zst", ".db", ".nsys-rep"): _DATABASE,
+    tuple(f"{suffix}{packed}" for suffix in perfetto.SUFFIXES for packed in ("", ".gz", ".zst")): _PERFETTO,
+    archives.SUFFIXES: "an archive: unpack it and scrub the folder",
+    (".zst",): "compressed with zstd: decompress it",
+}
+"""Why files are left out, by the endings of their names."""
 # Of profiler traces and I/O logs; of execution traces.
 _EVENTS = (b'"traceEvents"', b'"ph"', b'"ctrl_deps"')
 
@@ -47,7 +62,7 @@ def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = Fals
         secrets.add(USER, json.dumps(word)[1:-1].encode())
     for source in sources:
         secrets.add(HOST, os.fsencode(_host_in_name(source.name)))
-        for piece in streams.pieces(source):
+        for piece in _pieces(source):
             secrets.learn(piece)
     partial = out.with_name(out.name + conventions.PARTIAL_SUFFIX)
     _remove(partial)
@@ -65,6 +80,8 @@ def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = Fals
 def _check_places(run: Path, out: Path, *, force: bool) -> None:
     if not run.exists():
         raise InputError(f"{run}: there is no such file or folder; check the path")
+    if out.exists() and not out.is_file() and not out.is_dir():
+        raise InputError(f"{out}: is a device or pipe; name a file or folder")
     here, there = run.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise InputError(f"{out}: is inside the run, or the run is inside it; name another path")
@@ -111,11 +128,19 @@ def _why_not(path: Path) -> str:
         return "a folder"
     if path.name == conventions.MANIFEST_FILE or path.name.endswith(_LOGS):
         return ""
+    if path.name.endswith(_PICKLES):
+        return snapshots.why_not(path)
     if not path.name.endswith(_TRACES):
-        return "a kind of file that cannot be scrubbed"
+        known = (reason for endings, reason in _OTHER_KINDS.items() if path.name.lower().endswith(endings))
+        return next(known, "a kind of file that cannot be scrubbed")
     if path.stat().st_size == 0:
         return "empty"
     return "" if any(mark in piece for piece in streams.pieces(path) for mark in _EVENTS) else "JSON, but no trace"
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """Yield the text of a file as JSON; of a pickle its texts."""
+    return snapshots.texts(path) if snapshots.is_pickle(path) else streams.pieces(path)
 
 
 def _host_in_name(name: str) -> str:
@@ -132,7 +157,10 @@ def _write(sources: list[Path], secrets: Secrets, *, run: Path, partial: Path) -
         if name in names:
             raise InputError(f"{source}: would get the name {name}, which another file has; rename one of them")
         target = partial / name if run.is_dir() else partial
-        streams.write(target, map(secrets.hide, streams.pieces(source)), compressed=streams.is_gzip(source))
+        if snapshots.is_pickle(source):
+            snapshots.write(source, target, secrets.hide)
+        else:
+            streams.write(target, map(secrets.hide, streams.pieces(source)), compressed=streams.is_gzip(source))
         names.append(name)
     return names
 
@@ -140,7 +168,7 @@ def _write(sources: list[Path], secrets: Secrets, *, run: Path, partial: Path) -
 def _verify(out: Path, secrets: Secrets) -> None:
     """Read the copy again. A value that should be removed is a bug of ours; then no copy is created."""
     for path in sorted(out.rglob("*")) if out.is_dir() else [out]:
-        for piece in streams.pieces(path) if path.is_file() else ():
+        for piece in _pieces(path) if path.is_file() else ():
             remains = secrets.find_leaks(piece)
             if remains:
                 raise AssertionError(f"{path.name}: still holds a {remains[0]}; nothing was written")

@@ -49,8 +49,8 @@ _LIMITS: dict[str, str | bool | int | float | list[str]] = {
     "autoload_known_extensions": "false",
     "memory_limit": "1GiB",
     "threads": "2",
-    "lock_configuration": "true",
 }
+_THEN = "SET enable_progress_bar = false; SET lock_configuration = true"  # the first is an option of the connection
 _KIND = re.compile(r"^[\w ]+ Error: ")
 _one_at_a_time = threading.Lock()  # threads of one process would share DuckDB's own lock
 
@@ -122,7 +122,7 @@ def _only_writer(path: Path, *, timeout_s: float) -> Iterator[None]:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        folder = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY)  # links to one file have one lock
     except OSError:  # making or opening the file says what is wrong
         yield
         return
@@ -174,7 +174,7 @@ def _connected(path: Path, *, read_only: bool, timeout_s: float) -> duckdb.DuckD
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            return duckdb.connect(str(path), read_only=read_only, config=_LIMITS)
+            return _locked_connection(path, read_only=read_only)
         except duckdb.Error as error:
             message = _first_line(error)
             if "lock on file" not in message:
@@ -182,6 +182,11 @@ def _connected(path: Path, *, read_only: bool, timeout_s: float) -> duckdb.DuckD
             if time.monotonic() > deadline_s:
                 raise _busy(path, timeout_s) from None
         time.sleep(_WAIT_S * (0.5 + random.random()))  # noqa: S311 only that not all come back at once
+
+
+def _locked_connection(path: Path, *, read_only: bool = False) -> duckdb.DuckDBPyConnection:
+    connection = duckdb.connect(str(path), read_only=read_only, config=_LIMITS)
+    return connection.execute(_THEN)
 
 
 def _refuse_other_formats(path: Path) -> None:
@@ -197,7 +202,7 @@ def _make(path: Path) -> None:
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{conventions.PARTIAL_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with duckdb.connect(str(partial), config=_LIMITS) as connection:
+        with _locked_connection(partial) as connection:
             for table in (tables.VERSION, *tables.RUN_TABLES):
                 columns = ", ".join(f'"{column.name}" {_TYPES[str(column.dtype)]}' for column in table.columns)
                 connection.execute(f"CREATE TABLE {table.name} ({columns})")

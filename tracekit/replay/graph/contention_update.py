@@ -55,15 +55,12 @@ def apply_contention(
             "the change creates a cycle of waits between ranks: some inferred waits must be wrong"
         )
     first = changed.replayed
-    known = _contention(graph)
+    known = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
     if known is None:
         return changed, first
-    if not slow_preparation:
-        known = replace(known, preparation_loss=0.0, main_loss=0.0)
-    if not slow_compute:
-        known = replace(known, compute_loss=np.zeros_like(known.compute_loss))
     ranks = np.arange(graph.count)
-    own_ns = _moved(changed.own_ns[ranks], _lost(graph, known, graph.replayed), _lost(graph, known, first))
+    before = _lost_before(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
+    own_ns = _moved(changed.own_ns[ranks], before, _lost(graph, known, first))
     if (own_ns == changed.own_ns[ranks]).all():
         return changed, first
     again = changed.with_durations(ranks, own_ns)
@@ -80,6 +77,26 @@ def extrapolates(graph: Graph, played: Replay) -> bool:
 
 
 _GUESSED = 0.1  # of the time of preparation: less changes little
+
+
+def _remaining_contention(graph: Graph, *, slow_preparation: bool, slow_compute: bool) -> _Contention | None:
+    """Return the recorded contention without what `apply_contention` leaves out."""
+    known = _contention(graph)
+    if known is None:
+        return None
+    if not slow_preparation:
+        known = replace(known, preparation_loss=0.0, main_loss=0.0)
+    if not slow_compute:
+        known = replace(known, compute_loss=np.zeros_like(known.compute_loss))
+    return known
+
+
+@memoize
+def _lost_before(graph: Graph, *, slow_preparation: bool, slow_compute: bool) -> "_Lost":
+    """Return the loss of each node in the unchanged replay: each change is compared with it."""
+    known = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
+    assert known is not None
+    return _lost(graph, known, graph.replayed)
 
 
 @memoize

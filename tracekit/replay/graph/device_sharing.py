@@ -4,8 +4,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.columns import flags, ids
-from tracekit.model.sweep_line import Ints
+from tracekit.model.columns import flags, ids, rows_by_key
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.nodes import EDGE_COLUMNS, edge_table
 
 RESOURCES = "resources"
@@ -41,22 +41,24 @@ def resource_waits(
     negative.
     """
     parts = [schema.empty(EDGE_COLUMNS)]
-    is_open = items["late"].to_numpy() & ~np.isin(items["item"].to_numpy(), resolved)
+    item, start, end, ready = (items[name].to_numpy() for name in ("item", "start_ns", "end_ns", "ready_ns"))
+    is_open = items["late"].to_numpy() & ~np.isin(item, resolved)
     if not is_open.any():
         return pl.concat(parts)
-    kernels = items.with_columns(late=is_open, launch=launch, called_ns=launched_ns)
-    for (_,), here in kernels.filter(pl.col("kind") == "compute").group_by("device", maintain_order=True):
-        rows, on = _in_last_wave(here)
-        item, start, end, ready = (here[name].to_numpy() for name in ("item", "start_ns", "end_ns", "ready_ns"))
+    is_awaited = is_open & np.isin(item + first_item, host_awaited)
+    kernels = np.flatnonzero(flags(items["kind"] == "compute"))
+    for own in rows_by_key(items["device"].to_numpy()[kernels]).values():
+        here = kernels[own]
+        rows, on = _in_last_wave(items, here, is_open)
         by_chance = start[on] < ready[rows]
         lag = start[rows] - end[on]
         awaited = item[on] + first_item
-        delay = _delays(items, here[rows[by_chance]], first_item)
-        awaited[by_chance], lag[by_chance] = delay
+        awaited[by_chance], lag[by_chance] = _delays(items, rows[by_chance], first_item, launch, launched_ns)
         parts.append(edge_table(item[rows] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
-        is_left = np.isin(item + first_item, host_awaited) & here["late"].to_numpy() & ~np.isin(item, item[rows])
-        awaited, lag = _delays(items, here.filter(pl.Series(is_left)), first_item)
-        parts.append(edge_table(item[is_left] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
+        is_awaited[rows] = False
+        left = here[is_awaited[here]]
+        awaited, lag = _delays(items, left, first_item, launch, launched_ns)
+        parts.append(edge_table(item[left] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
     return pl.concat(parts)
 
 
@@ -72,12 +74,12 @@ def late_kernels(items: pl.DataFrame, known: pl.DataFrame, first_item: int, laun
     return items.with_columns(ready_ns=ready_ns, late=late)
 
 
-def _delays(items: pl.DataFrame, kernels: pl.DataFrame, first_item: int) -> tuple[Ints, Ints]:
-    """Return what each kernel could have started after, its launching call or the work before it, and the delay."""
-    previous, called_ns = kernels["previous"].to_numpy(), kernels["called_ns"].to_numpy()
+def _delays(items: pl.DataFrame, kernels: Ints, first_item: int, launch: Ints, launched_ns: Ints) -> tuple[Ints, Ints]:
+    """Return what each kernel (a row) could have started after, its launching call or the work before it; the delay."""
+    previous, called_ns = items["previous"].to_numpy()[kernels], launched_ns[kernels]
     before_ns = np.where(previous < 0, 0, items["end_ns"].to_numpy()[np.maximum(previous, 0)])
-    awaited = np.where(before_ns > called_ns, previous + first_item, kernels["launch"].to_numpy())
-    return awaited, kernels["start_ns"].to_numpy() - np.maximum(before_ns, called_ns)
+    awaited = np.where(before_ns > called_ns, previous + first_item, launch[kernels])
+    return awaited, items["start_ns"].to_numpy()[kernels] - np.maximum(before_ns, called_ns)
 
 
 def _ready_ns(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launched_ns: Ints) -> Ints:
@@ -94,11 +96,11 @@ def _ready_ns(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launche
     return np.asarray(ready_ns)
 
 
-def _in_last_wave(kernels: pl.DataFrame) -> tuple[Ints, Ints]:
-    """Return the late kernels, and the kernel of another lane in whose last wave each started."""
-    start, end, lane, launched = (kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "launched_ns"))
-    order = np.argsort(end, kind="stable")
-    rows = np.flatnonzero(kernels["late"].to_numpy())
+def _in_last_wave(items: pl.DataFrame, kernels: Ints, late: Flags) -> tuple[Ints, Ints]:
+    """Return the late ones of a device's kernels, and that of another lane in whose last wave each began (rows)."""
+    start, end, lane, launched = (items[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "launched_ns"))
+    order = kernels[np.argsort(end[kernels], kind="stable")]
+    rows = kernels[late[kernels]]
     found = np.full(len(rows), -1, np.int64)
     for after in range(4):
         at = np.searchsorted(end[order], start[rows], side="right") + after

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.model import schema
 from tracekit.model.columns import flags
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.replay.graph import contraction, device_sharing
 from tracekit.replay.graph.contraction import Contracted, Network, Rows
 from tracekit.replay.graph.nodes import WORK, NodeTable
@@ -180,7 +180,7 @@ def _contended(devices: Devices, fillers: Flags, start_ns: Ints, own_ns: Ints) -
     """Return which kernels start while one of another stream runs that leaves no room."""
     rows, kernels = np.flatnonzero(fillers), np.flatnonzero(devices.place >= 0)
     until_ns = start_ns[rows] + own_ns[rows] - devices.room_ns[rows]
-    times = np.unique(np.concatenate((start_ns[rows], until_ns)))
+    times = distinct(np.concatenate((start_ns[rows], until_ns)))
     count = np.zeros(len(kernels), np.int64)
     start_at, until_at = np.searchsorted(times, start_ns[rows]) + 1, np.searchsorted(times, until_ns) + 1
     kernel_at = np.searchsorted(times, start_ns[kernels], side="right")

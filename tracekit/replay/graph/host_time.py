@@ -72,9 +72,8 @@ def calls(trace: Trace) -> Calls:
 
 def call_names(trace: Trace, calls: Calls) -> pl.Series:
     """Return the name of each call with that of the op around it, shape (n,)."""
-    name, parents = trace.ops["name"], ids(trace.ops["parent_id"])
-    parent = rows_of(trace.ops["id"].to_numpy(), parents[calls.row])
-    is_op = (parent >= 0) & flags(trace.ops["kind"] == "cpu_op")[parent]
+    name, parent = trace.ops["name"], trace_columns.parent_rows(trace)[calls.row]
+    is_op = (parent >= 0) & trace_columns.is_kind(trace, "cpu_op")[parent]
     pairs = pl.DataFrame({
         "parent": pl.concat([name, pl.Series("name", [""])])[np.where(is_op, parent, len(name))],
         "name": name[calls.row],
@@ -106,25 +105,23 @@ def _recorded_calls(trace: Trace) -> _Found:
     ops = trace.ops
     id_, start, dur = (ops[name].to_numpy().astype(np.int64, copy=False) for name in ("id", "start_ns", "dur_ns"))
     launches = np.zeros(ops.height, np.bool_)
-    launch = rows_of(id_, ids(trace.activities["launch_id"]))
+    launch = trace_columns.launch_rows(trace)
     launches[launch[launch >= 0]] = True
     patterns = {"drains": _DRAINS, "blocks": _BLOCKS, "allocates": _ALLOCATES}
     runtime = trace_columns.is_kind(trace, "runtime")
     does = {what: runtime & trace_columns.is_named(trace, pattern) for what, pattern in patterns.items()}
-    threads = host_state.launching_threads(trace)["lane"].to_numpy()
-    is_call = np.isin(ops["lane"].to_numpy(), threads) & np.logical_or.reduce([launches, *does.values()])
+    is_call = host_state.is_launching(trace) & np.logical_or.reduce([launches, *does.values()])
     none = np.zeros(ops.height, np.bool_)
     every = _Found(
-        np.arange(ops.height, dtype=np.int64), id_, ids(ops["parent_id"]), start, start + dur, launches, **does,
-        waits_itself=none,
+        np.arange(ops.height, dtype=np.int64), id_, trace_columns.parent_ids(trace), start, start + dur, launches,
+        **does, waits_itself=none,
     )  # fmt: skip
     return every.rows(np.flatnonzero(is_call))
 
 
 def _begin(trace: Trace, start: Ints) -> Ints:
     """Return when the recording of the launching threads begins, at most the first call's start; shape (1,)."""
-    threads = host_state.launching_threads(trace)["lane"].to_numpy()
-    began = trace.ops["start_ns"].to_numpy()[np.isin(trace.ops["lane"].to_numpy(), threads)]
+    began = trace.ops["start_ns"].to_numpy()[host_state.is_launching(trace)]
     return np.asarray(np.minimum(start[:1], began.min()), np.int64)
 
 

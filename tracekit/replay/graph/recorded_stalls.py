@@ -8,7 +8,7 @@ from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import intervals
 from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.run import Run
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import Ints, distinct
 from tracekit.model.trace import Trace
 from tracekit.replay.graph.nodes import WORK, NodeTable
 
@@ -31,7 +31,7 @@ def delays(trace: Trace, items: pl.DataFrame) -> Ints:
     spans, stalled = intervals.from_table(stalls), ids(stalls["device"])
     names = ("start_ns", "launched_ns", "device", "lane", "is_wait")
     start, launched, device, lane, is_wait = (items[name].to_numpy() for name in names)
-    for each in np.unique(lane[~is_wait]):
+    for each in distinct(lane[~is_wait]):
         rows = np.flatnonzero((lane == each) & ~is_wait)
         rows = rows[np.argsort(start[rows], kind="stable")]
         begin, end = spans[stalled == device[rows[0]]].T

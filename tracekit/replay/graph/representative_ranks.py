@@ -1,25 +1,41 @@
 """Representative ranks: of a run with many ranks, replays read the traces of these, as if only they were recorded.
 
 The replay graph of 1,000 ranks takes gigabytes, and most of them do the same. Chosen are the ranks that findings name,
-those that the others wait for, and others at equal distances. A rank comes with the ranks that it exchanges activations
-with, so pipelines and tensor-parallel groups are whole; of data-parallel groups a part is enough. A collective of which
-some members are not chosen keeps its recorded duration after the last of those that are.
+those that the others wait for, and others at equal distances: 64 or more, fewer where each has recorded much work. A
+rank comes with the ranks that it exchanges activations with, so pipelines and tensor-parallel groups are whole; of
+data-parallel groups a part is enough. A collective of which some members are not chosen keeps its recorded duration
+after the last of those that are.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import polars as pl
+
 from tracekit.analysis.parallelism import late_ranks, rank_places
 from tracekit.conventions import strategies
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
+from tracekit.model.trace import Fact, Trace
 
 T = TypeVar("T")
 MAX_RANKS = 128
 """Of so many ranks, all are replayed."""
 _LEAST_RANKS = 64
+_FEWEST_RANKS = 16
+_MOST_ACTIVITIES = 90_000
+"""In the replayed ranks, beyond the fewest: a replay takes about 1.1 KB for each, 100 MB in all."""
 _PER_FINDING = 8
 _DATA_PARALLEL = (strategies.DP_REPLICATE, strategies.DP_SHARD)
+
+
+def activity_counts(trace: Trace) -> pl.DataFrame:
+    """Return how many activities a trace has. Column activities; one row."""
+    return pl.DataFrame({"activities": [trace.activities.height]})
+
+
+FACTS: tuple[Fact, ...] = (activity_counts,)
+"""What `run_of` reads of each trace, besides facts of rules."""
 
 
 def are_needed(run: Run) -> bool:
@@ -38,22 +54,33 @@ def run_of(run: Run, named: tuple[tuple[int, ...], ...] = ()) -> Run:
 
 @memoize
 def _representative(run: Run, named: tuple[tuple[int, ...], ...]) -> Run:
+    run.measure((*late_ranks.FACTS, *FACTS))  # in one pass, if nothing of it is measured yet
     # Not the run itself, which the cache would then keep in memory for ever.
     specific = [ranks for ranks in (late_ranks.latest(run), *named) if len(ranks) <= len(run.ranks) // 2]
     wanted = (rank for ranks in sorted(specific, key=len) for rank in _spread(ranks, _PER_FINDING))
-    return run.of_ranks(_chosen(_units(run), wanted))
+    return run.of_ranks(_chosen(_units(run), wanted, _least_ranks(run)))
 
 
-def _chosen(units: Sequence[tuple[int, ...]], wanted: Iterable[int]) -> list[int]:
-    """Return ranks in whole units: those of the wanted ranks, then some at equal distances, MAX_RANKS at the most."""
+def _least_ranks(run: Run) -> int:
+    """Return how many ranks are replayed at least, by the work that a rank has recorded."""
+    recorded = int(run.table(activity_counts)["activities"].sum()) / max(len(run.ranks), 1)
+    return min(_LEAST_RANKS, max(_FEWEST_RANKS, int(_MOST_ACTIVITIES / max(recorded, 1))))
+
+
+def _chosen(units: Sequence[tuple[int, ...]], wanted: Iterable[int], least: int) -> list[int]:
+    """Return ranks in whole units: those of the wanted ranks, then some at equal distances.
+
+    At the most twice the least number, or one unit.
+    """
     unit_of = {rank: unit for unit in units for rank in unit}
+    largest = max(map(len, units))
+    most = max(min(MAX_RANKS, 2 * least), largest)
     chosen: set[int] = set()
     for rank in wanted:
-        if len(chosen.union(unit_of.get(rank, ()))) <= MAX_RANKS:
+        if len(chosen.union(unit_of.get(rank, ()))) <= most:
             chosen.update(unit_of.get(rank, ()))
-    largest = max(map(len, units))
-    for unit in _spread(units, max(1, _LEAST_RANKS // largest)):
-        if len(chosen) < _LEAST_RANKS and len(chosen.union(unit)) <= MAX_RANKS:
+    for unit in _spread(units, max(1, least // largest)):
+        if len(chosen) < least and len(chosen.union(unit)) <= most:
             chosen.update(unit)
     return sorted(chosen)
 
@@ -78,7 +105,7 @@ def _dependent_groups(run: Run) -> Iterator[tuple[int, ...]]:
     by_axis = rank_places.axis_groups(run)
     known = {frozenset(ranks) for _, ranks in by_axis}
     dependent = [(axis != strategies.PP, len(ranks), ranks) for axis, ranks in by_axis if axis not in _DATA_PARALLEL]
-    unnamed = map(tuple, run.table(rank_places.rank_groups)["ranks"].unique().to_list())
+    unnamed = map(tuple, rank_places.process_groups(run)["ranks"].unique().to_list())
     small = [ranks for ranks in unnamed if frozenset(ranks) not in known and len(ranks) <= _LEAST_RANKS // 2]
     dependent += [(True, len(ranks), ranks) for ranks in small]
     for *_, ranks in sorted(dependent):

@@ -163,6 +163,7 @@ def _waiting_ns(graph: Graph, played: Replay) -> int:
     return int((played.start_ns[graph.join_of[parts]] - played.start_ns[parts]).sum())
 
 
+@memoize
 def host_time(run: Run, cause: str) -> pl.DataFrame:
     """Return how much time of each rank a cause takes: columns rank, removed_ns; one row per rank.
 

@@ -4,8 +4,10 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.dependency_graph import Graph, Replay
+from tracekit.replay.graph.nodes import NodeTable
 
 COLUMNS = schema.columns("window rank step device duration_ns replayed_ns")
 
@@ -61,9 +63,21 @@ def worst_error_ratio(table: pl.DataFrame) -> float:
 
 def _lasts(graph: Graph, played: Replay) -> pl.DataFrame:
     """Return when the last activity of each step ended."""
-    end: Ints = played.end_ns[graph.done]
-    work = graph.frame.select("rank", "device", "step", "kind").with_columns(pl.Series("end", end, pl.Int64))
-    return work.filter(pl.col("kind").is_not_null()).group_by("rank", "device", "step").agg(pl.col("end").max())
+    rows, number, places = _places_of_work(graph.frame)
+    end = np.full(places.height, np.iinfo(np.int64).min)
+    np.maximum.at(end, number, played.end_ns[graph.done[rows]])
+    return places.hstack([pl.Series("end", end)])
+
+
+@memoize
+def _places_of_work(frame: NodeTable) -> tuple[Ints, Ints, pl.DataFrame]:
+    """Return the nodes that are work, the number of each one's rank, device and step, and these places by number."""
+    nodes = frame.select("rank", "device", "step", "kind")
+    rows = np.flatnonzero(nodes["kind"].is_not_null().to_numpy())
+    of_work = nodes[rows].drop("kind")
+    ranks = of_work.select(pl.struct(pl.all()).rank("dense")).to_series().to_numpy()
+    _, first, number = np.unique(ranks, return_index=True, return_inverse=True)
+    return rows, number, of_work[first]
 
 
 def total_ns(table: pl.DataFrame, column: str) -> int:

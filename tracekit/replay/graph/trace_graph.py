@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import concurrency, recomputation
-from tracekit.analysis.time import breakdown, dependencies, launches
+from tracekit.analysis.time import breakdown, dependencies, launches, trace_columns
 from tracekit.model import schema
-from tracekit.model.columns import flags, ids, rows_of, values_at
+from tracekit.model.columns import flags, ids, last_rows, rows_of, values_at
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Flags, Ints, at
+from tracekit.model.sweep_line import Flags, Ints, at, distinct
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import cpu_run, device_sharing, filled_devices, host_time, recorded_stalls
 from tracekit.replay.graph.host_time import Calls
@@ -74,7 +74,7 @@ def windows(trace: Trace) -> pl.DataFrame:
 
     Columns step, device, start_ns, end_ns, first (node); one row per step and device with a first node.
     """
-    made, steps = build(trace).nodes, trace.steps.drop_nulls(["start_ns", "end_ns"])
+    made, steps = build(trace).nodes, trace_columns.windows(trace)
     starts = made["start_ns"].to_numpy()
     placed = made[["device", "start_ns", "step", "node", "kind"]]
     near = placed[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())
@@ -260,14 +260,14 @@ def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Fl
     if not len(rows):
         return rows, rows
     before, called_ns = np.maximum(rows - 1, 0), calls.start_ns[rows]
-    parents, launch_id = ids(trace.ops["parent_id"]), ids(items["launch_id"])
+    parents, launch_id = trace_columns.parent_ids(trace), ids(items["launch_id"])
     is_work = ~items["is_wait"].to_numpy()
     op = np.where(is_work, at(parents, rows_of(trace.ops["id"].to_numpy(), launch_id), -1), -1)
     copied = np.where(is_work & flags(items["kind"] == "memcpy"), launch_id, -1)
     copy_id = np.where((rows > 0) & calls.launches[before], calls.id[before], -1)
     launched, item = items["launched_ns"].to_numpy(), items["item"].to_numpy()
-    of_op = _last_launched(op, launched, parents[calls.row[rows]], called_ns)
-    directly_before = _last_launched(copied, launched, copy_id, called_ns)
+    of_op = last_rows(op, launched, parents[calls.row[rows]], called_ns)
+    directly_before = last_rows(copied, launched, copy_id, called_ns)
     is_copy = (directly_before >= 0) & (
         (of_op < 0)
         | (launched[directly_before] > launched[of_op])
@@ -278,22 +278,12 @@ def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Fl
     return rows[ended], item[last[ended]]
 
 
-def _last_launched(key: Ints, launched_ns: Ints, wanted: Ints, until_ns: Ints) -> Ints:
-    """Return the row of each wanted key, of 0 or more, that was launched last until some time; -1 for none."""
-    order = np.lexsort((launched_ns, key))
-    times = np.unique(np.concatenate((launched_ns, until_ns)))
-    in_order = key[order] * len(times) + np.searchsorted(times, launched_ns[order])
-    last = np.searchsorted(in_order, wanted * len(times) + np.searchsorted(times, until_ns), side="right") - 1
-    found = order[np.maximum(last, 0)]
-    return np.where((last >= 0) & (wanted >= 0) & (key[found] == wanted), found, -1)
-
-
 def _drained(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int) -> pl.DataFrame:
     """Return the last item of every lane for each call that waits for the whole device, if it ended by then."""
     drains = np.flatnonzero(calls.drains & unknown)
     waiting, awaited = [drains[:0]], [drains[:0]]
     lane, reach, end = (items[name].to_numpy() for name in ("lane", "launched_reach_ns", "end_ns"))
-    for each in np.unique(lane) if len(drains) else ():
+    for each in distinct(lane) if len(drains) else ():
         at_lane = np.flatnonzero(lane == each)
         last = np.searchsorted(reach[at_lane], calls.start_ns[drains], side="left") - 1
         item = at_lane[np.maximum(last, 0)]
@@ -351,7 +341,7 @@ def _queue(calls: Calls, items: pl.DataFrame, launch: Ints, first_item: int) -> 
     parts = [schema.empty(EDGE_COLUMNS)]
     is_work = ~items["is_wait"].to_numpy() & (launch >= 0)
     device, end = items["device"].to_numpy(), items["end_ns"].to_numpy()
-    for each in np.unique(device[is_work]) if is_work.sum() > QUEUE_DEPTH else ():
+    for each in distinct(device[is_work]) if is_work.sum() > QUEUE_DEPTH else ():
         item = np.flatnonzero(is_work & (device == each))
         item = item[np.argsort(launch[item], kind="stable")]
         if len(item) <= QUEUE_DEPTH:

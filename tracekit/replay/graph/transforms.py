@@ -11,7 +11,8 @@ import polars as pl
 from tracekit.analysis.compute import avoidable_time
 from tracekit.analysis.time import host_state
 from tracekit.model.columns import rows_by_key
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.memoize import memoize
+from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.replay.graph import (
     balanced_experts,
     causes,
@@ -233,7 +234,7 @@ def without_excess(graph: Graph, spans: tuple[HostSpan, ...]) -> Graph:
             continue
         here = calls[(rank[calls] == each.rank) & (start[calls] <= each.start_ns + 1)]
         stalled = here[np.abs(end[here] - each.end_ns) <= 1]  # clocks are converted to whole ns
-        done = np.unique(graph.done[stalled])
+        done = distinct(graph.done[stalled])
         own_ns[done] = np.maximum(own_ns[done] - (each.end_ns - each.start_ns), 0)
     return without_stalls(replace(graph, own_ns=own_ns), stopped)
 
@@ -346,21 +347,27 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     drained = _is_drained(graph, calls)
     pauses_ns = np.where(is_next & drained[previous], beyond_ns, 0)
     pauses_ns = _without_other_python(pauses_ns, beyond_ns, drained, previous)
-    typical_ns = _typical_ns(graph, pauses_ns, previous)
-    idle_ns = np.where(is_next & _finds_idle(graph, calls)[previous], np.minimum(beyond_ns, typical_ns), 0)
-    return np.maximum(pauses_ns, idle_ns)
+    after_idle = np.flatnonzero(is_next & _finds_idle(graph, calls)[previous])
+    typical_ns = _typical_ns(graph, pauses_ns, previous, after_idle)
+    pauses_ns[after_idle] = np.maximum(pauses_ns[after_idle], np.minimum(beyond_ns[after_idle], typical_ns))
+    return pauses_ns
 
 
-def _typical_ns(graph: Graph, pauses_ns: Ints, previous: Ints) -> Ints:
-    """Return how long pauses after waits in the call before each node typically take: on its rank, else in all calls.
+def _typical_ns(graph: Graph, pauses_ns: Ints, previous: Ints, nodes: Ints) -> Ints:
+    """Return how long pauses after waits in the call before some nodes typically take: on the rank, else in all calls.
 
     One call may read a value, another one wait for a batch: what the host does after them differs.
     """
-    exact = pl.Series("pause_ns", pauses_ns).cast(pl.Float64)
-    rows = graph.frame.select("rank", pl.Series("call", graph.frame["call"].gather(previous)), exact)
+
+    def calls_before(rows: Ints) -> pl.DataFrame:
+        return pl.DataFrame([graph.frame["rank"].gather(rows), graph.frame["call"].gather(previous[rows])])
+
+    after_waits = np.flatnonzero(pauses_ns > 0)
+    exact = pl.Series("pause_ns", pauses_ns[after_waits]).cast(pl.Float64)
     mean_ns = (pl.col("pause_ns") ** 2).sum() / pl.col("pause_ns").sum()
-    by_call = rows.filter(pl.col("pause_ns") > 0).group_by("rank", "call").agg(mean_ns.cast(pl.Int64).alias("mean_ns"))
-    found = rows.join(by_call, on=["rank", "call"], how="left", maintain_order="left")
+    by_call = calls_before(after_waits).hstack([exact]).group_by("rank", "call")
+    means = by_call.agg(mean_ns.cast(pl.Int64).alias("mean_ns"))
+    found = calls_before(nodes).join(means, on=["rank", "call"], how="left", maintain_order="left")
     return np.asarray(found["mean_ns"].fill_null(_mean_by_time(pauses_ns)).to_numpy())
 
 
@@ -396,6 +403,7 @@ def _mean_by_time(times_ns: Ints) -> int:
     return int((exact**2).sum() / max(exact.sum(), 1.0))
 
 
+@memoize
 def _blocking_calls(graph: Graph) -> Flags:
     """Return the synchronizing calls after which the device is idle, except for the shortest times.
 

@@ -20,7 +20,22 @@ from tracekit.report.charts.communication import (
 from tracekit.report.charts.contention import MAX_SLOWED_RANKS, concurrent_time, delayed_preparation, slowdowns
 from tracekit.report.charts.critical_path import COLOURS as PATH_COLOURS
 from tracekit.report.charts.critical_path import critical_path, path_parts
-from tracekit.report.charts.memory import block_lifetimes, memory_over_time, reserved_memory, segment_map
+from tracekit.report.charts.many_runs import (
+    MAX_VALUES,
+    Axis,
+    ChartedRun,
+    in_groups,
+    metric_of_runs,
+    parallel_coordinates,
+    sorted_values,
+)
+from tracekit.report.charts.memory import (
+    block_lifetimes,
+    memory_categories,
+    memory_over_time,
+    reserved_memory,
+    segment_map,
+)
 from tracekit.report.charts.parallelism import (
     axis_communication,
     expert_heatmap,
@@ -32,7 +47,7 @@ from tracekit.report.charts.parallelism import (
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.ranks import AWAITED, SLOWER, measures, rank_activity, step_heatmap
 from tracekit.report.charts.roofline import WITHOUT_PRODUCTS, roofline
-from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
+from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS, titled
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
 from tracekit.report.charts.what_if import potential_savings, savings_by_rank
 
@@ -49,12 +64,15 @@ __all__ = [
     "MAX_MATRIX_RANKS",
     "MAX_SLICES",
     "MAX_SLOWED_RANKS",
+    "MAX_VALUES",
     "PARTS",
     "PATH_COLOURS",
     "REPEATED",
     "SAVING",
     "SLOWER",
     "WITHOUT_PRODUCTS",
+    "Axis",
+    "ChartedRun",
     "axis_communication",
     "bandwidth",
     "block_lifetimes",
@@ -69,11 +87,15 @@ __all__ = [
     "expert_heatmap",
     "expert_pair_heatmap",
     "icicle",
+    "in_groups",
     "lost_time",
     "measures",
     "memory_by_strategy",
+    "memory_categories",
     "memory_over_time",
     "mesh_map",
+    "metric_of_runs",
+    "parallel_coordinates",
     "path_parts",
     "pipeline_step",
     "potential_savings",
@@ -86,11 +108,13 @@ __all__ = [
     "savings_by_rank",
     "segment_map",
     "slowdowns",
+    "sorted_values",
     "stage_balance",
     "stall_causes",
     "step_heatmap",
     "step_times",
     "timeline",
+    "titled",
     "top_bars",
     "wait_matrix",
 ]

@@ -42,8 +42,8 @@ def step_times(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) ->
     if ranks is not None:
         known = known.filter(pl.col("rank").is_in(list(ranks)))
     count = known["rank"].n_unique()
-    # Not the colours of kinds of work: a rank is not a kind of work.
-    colours = sample_colorscale("Viridis", [0.9 * i / max(count - 1, 1) for i in range(count)])
+    # A rank is no kind of work and has none of their colours. The ends of the scale vanish on a dark or a light page.
+    colours = sample_colorscale("Viridis", [0.3 + 0.5 * i / max(count - 1, 1) for i in range(count)])
     for colour, ((rank,), rows) in zip(colours, known.group_by("rank", maintain_order=True), strict=True):
         figure.add_scatter(
             line={"color": colour},
@@ -55,7 +55,8 @@ def step_times(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) ->
             hovertemplate=f"rank {rank}, step %{{x}}<br>%{{customdata[0]}}<extra></extra>",
         )
     figure.update_xaxes(title="step", dtick=1 if known["step"].n_unique() < 20 else None)
-    figure.update_yaxes(title="step time", ticksuffix=" ms", rangemode="tozero")
+    figure.update_yaxes(title="step time", rangemode="tozero")
+    style.scale_times(figure, "y")
     return style.with_style(figure, height_px=320)
 
 
@@ -90,7 +91,8 @@ def top_bars(
             hover="<b>%{customdata[0]}</b><br>%{customdata[1]} in %{customdata[2]} calls",
         )
     figure.update_layout(barmode="overlay", showlegend=True)
-    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
+    figure.update_xaxes(rangemode="tozero")
+    style.scale_times(figure)
     style.label_all_rows(figure, shown["_label"].to_list(), max_characters=56)
     return style.with_style(figure, height_px=130 + 24 * shown.height)
 

@@ -18,15 +18,25 @@ _COLOURS = ("#9CC3DF", "#F2B98E", "#A8D8C5", "#F3D48A", "#C9BEDF", "#E3B7CE")
 _LABEL_LENGTH = 120
 _SAME, _MORE, _LESS = "#F1F1F1", "#E58A7B", "#7FB0DA"
 """The colours of frames that take as long, longer and less long than before: light ones likewise."""
+_NOT_FOUND = "#A9B0BA"
+"""Neither bright on a dark page nor dark on a light one."""
 _FULL_CHANGE_RATIO = 0.5
 
 
-def icicle(tree: pl.DataFrame, title: str, in_units: Callable[[float], str] = units.duration) -> go.Figure:
+def icicle(
+    tree: pl.DataFrame,
+    title: str,
+    in_units: Callable[[float], str] = units.duration,
+    *,
+    search: str = "",
+    node: int | None = None,
+) -> go.Figure:
     """Return a call tree (columns node, parent, name, count, self_ns, total_ns) as an icicle below one root.
 
-    It starts at the innermost frame that holds nearly all of the time; those around it are in the bar above. Nodes of
-    less than 0.1% of the time are left out, and beyond 1,500 nodes the shortest; a click shows one node whole. The
-    values may be of another kind than time, shown by `in_units`.
+    It starts at `node`, or else at the innermost frame that holds nearly all of the time; those around it are in the
+    bar above. Nodes of less than 0.1% of the time are left out, and beyond 1,500 nodes the shortest; a click shows one
+    node whole. The values may be of another kind than time, shown by `in_units`. With `search`, frames whose names
+    contain this text have one colour and all others are grey.
     """
     whole_ns, shown = _shown(tree)
     if not whole_ns:
@@ -36,8 +46,8 @@ def icicle(tree: pl.DataFrame, title: str, in_units: Callable[[float], str] = un
         for total, own, count in shown.select("total_ns", "self_ns", "count").iter_rows()
     ]
     about = pl.Series("about", times, pl.String)
-    colours = [_colour(name) for name in shown["name"]]
-    return _figure(shown.with_columns(about), title, colours, whole=(whole_ns, in_units(whole_ns)))
+    colours = [_found_colour(name, search) if search else _colour(name) for name in shown["name"]]
+    return _figure(shown.with_columns(about), title, colours, whole=(whole_ns, in_units(whole_ns)), node=node)
 
 
 def difference_icicle(tree: pl.DataFrame, title: str, *, is_before: bool = False) -> go.Figure:
@@ -64,9 +74,11 @@ def _shown(tree: pl.DataFrame) -> tuple[int, pl.DataFrame]:
     return whole_ns, shown.sort("total_ns", "node", descending=[True, False]).head(_MAX_NODES).sort("node")
 
 
-def _figure(shown: pl.DataFrame, title: str, colours: list[str], *, whole: tuple[int, str]) -> go.Figure:
+def _figure(
+    shown: pl.DataFrame, title: str, colours: list[str], *, whole: tuple[int, str], node: int | None = None
+) -> go.Figure:
     """Return nodes (columns node, parent, name, total_ns, about) as an icicle below a root of `whole`."""
-    depth, level = _depth(shown), _branching(shown, whole[0])
+    depth, level = _depth(shown), str(node) if node in shown["node"] else _branching(shown, whole[0])
     around = depth[shown["node"].to_list().index(int(level))] if level != "all" else -1
     levels = min(max(depth, default=0) - around + 1, _SHOWN_LEVELS)
     labels = [escaping.escape(name, _LABEL_LENGTH) for name in shown["name"]]
@@ -80,6 +92,7 @@ def _figure(shown: pl.DataFrame, title: str, colours: list[str], *, whole: tuple
             branchvalues="total",
             hovertemplate="%{label}<br>%{customdata}<extra></extra>",
             tiling={"orientation": "v"},
+            leaf={"opacity": 1},
             marker={"line": {"width": 1}, "colors": [style.COLOURS["idle"], *colours]},
             level=level,
             maxdepth=_SHOWN_LEVELS,
@@ -113,6 +126,10 @@ def _change_colour(before_ns: int, after_ns: int) -> str:
 
 def _colour(name: str) -> str:
     return _COLOURS[zlib.crc32(name.encode("utf-8", "replace")) % len(_COLOURS)]
+
+
+def _found_colour(name: str, search: str) -> str:
+    return style.COLOURS["waiting"] if search.casefold() in name.casefold() else _NOT_FOUND
 
 
 def _depth(tree: pl.DataFrame) -> list[int]:

@@ -90,7 +90,7 @@ def save_clocks(each: pl.DataFrame) -> go.Figure:
     ):
         figure.add_bar(
             x=list(range(shown.height)),
-            y=(shown[column] / 1e9).to_list(),
+            y=(shown[column] / 1e6).to_list(),
             name=label,
             marker={"color": colour, "line": {"width": 0}},
             customdata=[
@@ -101,7 +101,8 @@ def save_clocks(each: pl.DataFrame) -> go.Figure:
     names = [escaping.escape(name, 30) for name in shown["save"]]
     figure.update_layout(barmode="group", bargap=0.3)
     figure.update_xaxes(tickvals=list(range(shown.height)) if shown.height <= 30 else None, ticktext=names)
-    figure.update_yaxes(ticksuffix=" s", rangemode="tozero")
+    figure.update_yaxes(rangemode="tozero")
+    style.scale_times(figure, "y")
     return style.with_style(figure, height_px=320)
 
 
@@ -117,9 +118,10 @@ def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
         known = slowest.unique("rank", keep="first", maintain_order=True).sort("rank")
     figure = go.Figure()
     rows = known.select("rank", "storage_bytes_per_s", "save").rows()
+    per_unit, unit = (1e6, "MB/s") if known.filter(pl.col("storage_bytes_per_s") >= 1e9).is_empty() else (1e9, "GB/s")
     figure.add_scatter(
         x=known["rank"].to_list(),
-        y=(known["storage_bytes_per_s"] / 1e9).to_list(),
+        y=(known["storage_bytes_per_s"] / per_unit).to_list(),
         mode="markers",
         marker={"color": COLOURS["compute"], "size": 9, "line": {"width": 1, "color": "rgba(255, 255, 255, 0.6)"}},
         customdata=[[escaping.escape(save, 80), units.rate(rate)] for _, rate, save in rows],
@@ -127,5 +129,5 @@ def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
         showlegend=False,
     )
     figure.update_xaxes(title="rank", dtick=1 if known["rank"].n_unique() < 20 else None)
-    figure.update_yaxes(title="durable write rate", ticksuffix=" GB/s", rangemode="tozero")
+    figure.update_yaxes(title="durable write rate", ticksuffix=f" {unit}", rangemode="tozero")
     return style.with_style(figure, height_px=320)

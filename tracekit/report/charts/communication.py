@@ -30,6 +30,8 @@ _OPS = {
 _OTHER = "#7D8796"
 _SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "star", "hexagon")
 _MOST_NUMBERED = 16
+_SHADES = [[0, "rgba(230, 159, 0, 0.08)"], [1, "rgba(230, 159, 0, 0.55)"]]
+"""From the page's own colour to one on which both dark and light text can be read."""
 _UNKNOWN = "unknown rank"
 
 
@@ -80,28 +82,29 @@ def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     known = {(rank, peer): ns for rank, peer, ns in waited.select("rank", "peer_rank", "waited_ns").iter_rows()}
     columns: list[int | None] = [*peers, *([None] if any(peer is None for _, peer in known) else [])]
     grid = [[known.get((rank, peer), 0) for peer in columns] for rank in ranks]
+    longest_ms = max(known.values(), default=1) / 1e6
+    factor, unit = style.time_unit(longest_ms)
     names = [_UNKNOWN if peer is None else f"rank {peer}" for peer in columns]
     figure = go.Figure()
     figure.add_heatmap(
         x=list(range(len(columns))),
         y=list(range(len(ranks))),
-        z=[[ns / 1e6 if ns else None for ns in line] for line in grid],
+        z=[[factor * ns / 1e6 if ns else None for ns in line] for line in grid],
         customdata=[
             [f"rank {rank} waits {units.duration(ns)} for {name}" for name, ns in zip(names, line, strict=True)]
             for rank, line in zip(ranks, grid, strict=True)
         ],
-        text=[[units.duration(ns) if ns else "" for ns in line] for line in grid],
-        texttemplate="%{text}" if len(ranks) <= _MOST_NUMBERED else None,
         hovertemplate="%{customdata}<extra></extra>",
         hoverongaps=False,
-        colorscale=[[0, COLOURS["idle"]], [1, COLOURS["waiting"]]],
-        textfont={"color": "#10151c"},
+        colorscale=_SHADES,
         zmin=0,
-        zmax=max(known.values(), default=1) / 1e6,
+        zmax=factor * longest_ms,
         xgap=2,
         ygap=2,
-        colorbar={"ticksuffix": " ms", "thickness": 14, "nticks": 4, "outlinewidth": 0},
+        colorbar={"ticksuffix": f" {unit}", "thickness": 14, "nticks": 4, "outlinewidth": 0},
     )
+    if len(ranks) <= _MOST_NUMBERED:
+        _write_times(figure, grid)
     few = len(ranks) <= 2 * _MOST_NUMBERED
     places = [list(range(len(each))) if few else None for each in (columns, ranks)]
     figure.update_xaxes(tickvals=places[0], ticktext=[f"for {name}" for name in names], showgrid=False, fixedrange=True)
@@ -116,6 +119,13 @@ def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     if not few:
         figure.update_xaxes(title="late rank").update_yaxes(title="waiting rank")
     return style.with_style(figure, height_px=min(130 + 40 * len(ranks), 760))
+
+
+def _write_times(figure: go.Figure, grid: Sequence[Sequence[int]]) -> None:
+    """Write the times into the cells, in the page's text colour: of a translucent cell, Plotly expects a white page."""
+    cells = [(x, y, units.duration(ns)) for y, line in enumerate(grid) for x, ns in enumerate(line) if ns]
+    xs, ys, texts = map(list, zip(*cells, strict=True)) if cells else ([], [], [])
+    figure.add_scatter(x=xs, y=ys, text=texts, mode="text", hoverinfo="skip", showlegend=False)
 
 
 def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:

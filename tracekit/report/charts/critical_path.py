@@ -62,7 +62,7 @@ def critical_path(parts: pl.DataFrame, start_ns: int) -> go.Figure:
         if own.height:
             _add(figure, own, kind, colour)
     figure.update_layout(barmode="overlay", dragmode="zoom", clickmode="event+select")
-    figure.update_xaxes(ticksuffix=" ms")
+    style.scale_times(figure)
     style.label_all_rows(figure, [f"rank {rank}" for rank in ranks])
     return style.with_style(figure, height_px=140 + 34 * len(ranks))
 

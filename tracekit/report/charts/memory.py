@@ -29,6 +29,9 @@ _STATES = {
     "waiting for another stream": ("#E69F00", ("active_pending_free", "active_awaiting_free")),
     "free": ("#C4C9D1", ("inactive",)),
 }
+_BLUES = [[0, "rgba(86, 180, 233, 0.15)"], [0.6, "rgba(40, 144, 205, 0.75)"], [1, "#0072B2"]]
+"""Small values are close to the page, be it light or dark."""
+_SIZE_AND_TIME = "%{customdata[0]} at %{customdata[1]}<extra></extra>"
 _MIB = 1 << 20
 _ROW_UNIT = 20 * _MIB
 _MOST_ROWS, _CELLS, _MOST_EDGES = 40, 220, 1500
@@ -57,8 +60,8 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
             mode="lines",
             line={"width": 0, "shape": "hv"},
             fillcolor=colour,
-            customdata=[[units.size(size)] for size in rows["bytes"]],
-            hovertemplate=f"<b>{escaping.escape(owner, 120)}</b> %{{customdata[0]}} at %{{x:,.3f}} ms<extra></extra>",
+            customdata=_hovers(rows, "bytes", begin_ns),
+            hovertemplate=f"<b>{escaping.escape(owner, 120)}</b> {_SIZE_AND_TIME}",
         )
     if moments["reserved_bytes"].is_not_null().any():
         figure.add_scatter(
@@ -67,17 +70,24 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
             name="reserved",
             mode="lines",
             line={"width": 2, "dash": "dash", "shape": "hv", "color": COLOURS["phase"]},
-            customdata=[["" if size is None else units.size(size)] for size in moments["reserved_bytes"]],
-            hovertemplate="<b>reserved</b> %{customdata[0]} at %{x:,.3f} ms<extra></extra>",
+            customdata=_hovers(moments, "reserved_bytes", begin_ns),
+            hovertemplate=f"<b>reserved</b> {_SIZE_AND_TIME}",
         )
     _mark_peak(figure, moments, begin_ns, divisor)
-    figure.update_xaxes(ticksuffix=" ms")
+    style.scale_times(figure)
     figure.update_yaxes(title="allocated", ticksuffix=f" {unit}", rangemode="tozero")
     return style.with_style(figure, height_px=420)
 
 
+def _hovers(rows: pl.DataFrame, column: str, begin_ns: int) -> list[list[str]]:
+    return [
+        ["" if size is None else units.size(size), units.duration(at_ns - begin_ns)]
+        for size, at_ns in rows.select(column, "at_ns").rows()
+    ]
+
+
 def block_lifetimes(table: pl.DataFrame) -> go.Figure:
-    """Return a map of block sizes and lifetimes: a darker cell means more bytes allocated in such blocks.
+    """Return a map of block sizes and lifetimes: a stronger blue means more bytes allocated in such blocks.
 
     `table` is one device's part of `analysis.memory.usage.lifetimes`.
     """
@@ -104,7 +114,7 @@ def block_lifetimes(table: pl.DataFrame) -> go.Figure:
         ],
         hovertemplate="%{customdata}<extra></extra>",
         hoverongaps=False,
-        colorscale="Blues",
+        colorscale=_BLUES,
         zmin=10,
         xgap=2,
         ygap=2,
@@ -197,6 +207,30 @@ def reserved_memory(peaks: Mapping[str, tuple[int, bool]], *, peak_allocated_byt
     figure.update_xaxes(title="peak reserved", ticksuffix=f" {unit}", rangemode="tozero")
     style.label_rows(figure, list(peaks), max_characters=60)
     return style.with_style(figure, height_px=150 + 44 * len(peaks))
+
+
+def memory_categories(table: pl.DataFrame) -> go.Figure:
+    """Return bars of what memory is for, largest first, from a table of `categories.by_category`."""
+    shown = table.sort("bytes", "category", descending=[True, False])
+    sizes = shown["bytes"].to_list()
+    divisor, unit = _byte_scale(max(sizes, default=0))
+    figure = go.Figure()
+    style.add_bars(
+        figure,
+        range(len(sizes)),
+        [size / divisor for size in sizes],
+        colour=COLOURS["compute"],
+        text=[f"{units.size(size)} ({units.share(of)})" for size, of in shown.select("bytes", "peak_ratio").rows()],
+        textposition="outside",
+        cliponaxis=False,
+        customdata=[[f"{count:,}", evidence or ""] for count, evidence in shown.select("count", "evidence").rows()],
+        hover="%{text} in %{customdata[0]} blocks<br>%{customdata[1]}",
+        showlegend=False,
+    )
+    figure.update_layout(bargap=0.35)
+    figure.update_xaxes(ticksuffix=f" {unit}", range=[0, 1.25 * max(sizes, default=0) / divisor or 1])
+    style.label_rows(figure, shown["category"].to_list())
+    return style.with_style(figure, height_px=110 + 34 * len(sizes))
 
 
 def _colours(owners: Sequence[str]) -> list[str]:

@@ -58,7 +58,7 @@ def pipeline_step(actions: pl.DataFrame, gaps: pl.DataFrame) -> go.Figure:
         figure.data[-1].marker.pattern = _HATCHED
     figure.update_layout(barmode="overlay", dragmode="zoom", clickmode="event+select", uniformtext={"minsize": 8})
     figure.update_layout(uniformtext_mode="hide")
-    figure.update_xaxes(ticksuffix=" ms")
+    style.scale_times(figure)
     style.label_all_rows(figure, rows.sort("y")["label"].to_list())
     return style.with_style(figure, height_px=130 + 34 * rows.height)
 

@@ -82,7 +82,8 @@ def rank_activity(
     devices = [f" gpu {device}" if several else "" for device in rows["device"]]
     names = [name + device for name, device in zip(style.rank_names(rows["rank"], drawn), devices, strict=True)]
     figure.update_layout(barmode="overlay", dragmode="zoom")
-    figure.update_xaxes(range=[(edge - origin_ns) / 1e6 for edge in window], ticksuffix=" ms")
+    figure.update_xaxes(range=[(edge - origin_ns) / 1e6 for edge in window])
+    style.scale_times(figure)
     style.label_all_rows(figure, names)
     return style.with_style(figure, height_px=130 + 30 * rows.height)
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from tracekit.model import escaping
@@ -21,6 +22,7 @@ COLOURS = {
     "annotation": "#B9AFD4",
     "runtime": "#A9B0BA",
     "overhead": "#DDB765",
+    "os_call": "#9CB8A4",
     "evidence": "#CC79A7",
 }
 KIND_LABELS = {
@@ -31,9 +33,10 @@ KIND_LABELS = {
     "annotation": "host annotation",
     "runtime": "runtime call",
     "overhead": "profiler overhead",
+    "os_call": "OS call",
     "evidence": "finding",
 }
-LIGHT_KINDS = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
+LIGHT_KINDS = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "os_call", "evidence")
 """The kinds with a light colour, which needs dark text."""
 PARTS = {
     "compute_ns": ("compute", "compute"),
@@ -65,6 +68,8 @@ CONFIG = {
 }
 """Plotly's own configuration, the same wherever a figure is shown."""
 
+_TIME_UNITS = ((1000.0, 1e-3, "s"), (1.0, 1.0, "ms"), (-1.0, 1e3, "µs"))
+"""Units of time axes: the least time in ms that each is for, how many are 1 ms, and its name; the largest first."""
 _LEGEND_PX, _BUTTONS_PX = 62, 34  # above the plot
 _MAX_ROWS_PX = 1400
 _GRID = "rgba(128, 138, 150, 0.22)"
@@ -94,6 +99,13 @@ def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
     return figure
 
 
+def titled(figure: go.Figure, title: str) -> go.Figure:
+    """Return a figure with a title, which pages hide: it is for images, which are seen without their page."""
+    text = escaping.escape(title)
+    place = {"x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8}}
+    return figure.update_layout(title={"text": text, "font": {"size": 13}, "automargin": False, **place})
+
+
 def empty() -> go.Figure:
     """Return the figure of a table without rows."""
     return with_style(go.Figure(), height_px=160)
@@ -118,9 +130,58 @@ def with_labelled_rows(
 ) -> go.Figure:
     """Return a figure of horizontal bars in ms, at 0, 1, 2 … from the top, with its rows labelled with `names`."""
     figure.update_layout({"barmode": "stack", "bargap": 0.28} | layout)
-    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
+    figure.update_xaxes(rangemode="tozero")
+    scale_times(figure)
     label_rows(figure, names)
     return with_style(figure, height_px=min(edge_px + row_px * len(names), _MAX_ROWS_PX))
+
+
+def scale_times(figure: go.Figure, axis: str = "x") -> None:
+    """Give an axis of times in ms the unit of the largest: s from 1,000 ms on, µs below 1 ms.
+
+    It scales the coordinates and bases of all traces, the annotations, and the range if the axis has one.
+
+    >>> figure = go.Figure(go.Bar(x=[1500, 300], y=["a", "b"], orientation="h"))
+    >>> scale_times(figure)
+    >>> figure.data[0].x, figure.layout.xaxis.ticksuffix
+    ((1.5, 0.3), ' s')
+    """
+    shown = figure.layout[f"{axis}axis"].range
+    factor, unit = time_unit(max(map(abs, shown)) if shown else _last_ms(figure, axis))
+    for drawn in (*figure.data, *figure.layout.annotations) if factor != 1 else ():
+        drawn[axis] = _scaled(drawn[axis], factor)
+        if "base" in drawn and drawn.base is not None:
+            drawn.base = _scaled(drawn.base, factor)
+    shown = {"range": _scaled(shown, factor)} if shown else {}
+    figure.update_layout({f"{axis}axis": {"ticksuffix": f" {unit}"} | shown})
+
+
+def time_unit(longest_ms: float) -> tuple[float, str]:
+    """Return how many of the best unit for times up to `longest_ms` are 1 ms, and the unit.
+
+    >>> time_unit(1500), time_unit(20), time_unit(0.2)
+    ((0.001, 's'), (1.0, 'ms'), (1000.0, 'µs'))
+    """
+    return next((factor, unit) for least_ms, factor, unit in _TIME_UNITS if longest_ms >= least_ms)
+
+
+def _last_ms(figure: go.Figure, axis: str) -> float:
+    """Return the largest coordinate on an axis; of stacked bars the largest sum of a row."""
+    rows = "y" if axis == "x" else "x"
+    sums: dict[object, float] = {}
+    for trace in figure.data:
+        base = trace.base if trace.type == "bar" and trace.base is not None else 0.0
+        ends = np.abs(np.array(trace[axis], float) + np.array(base, float)).tolist()
+        for row, end in zip(trace[rows], ends, strict=True):
+            before = sums.get(row, 0.0)
+            sums[row] = before + end if figure.layout.barmode == "stack" else max(before, end)
+    return max(sums.values(), default=0.0)
+
+
+def _scaled(values: Any, factor: float) -> Any:
+    if isinstance(values, int | float):
+        return round(values * factor, 9)
+    return [None if value is None else round(float(value) * factor, 9) for value in values]
 
 
 def label_all_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40) -> None:

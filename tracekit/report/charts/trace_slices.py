@@ -24,7 +24,7 @@ MAX_DEPTH = 7
 MAX_HOST_TRACKS = 3
 PHASE_TRACK = "phases"
 COLUMNS = schema.columns("track track_name depth kind name start_ns dur_ns step phase unit bytes count")
-_HOST_KINDS = ("cpu_op", "annotation", "runtime", "overhead")
+_HOST_KINDS = ("cpu_op", "annotation", "runtime", "overhead", "os_call")
 _EVIDENCE_PX = 31
 _ROW_PX = 22
 
@@ -239,6 +239,6 @@ def _caption(table: pl.DataFrame, merged_below_ns: int) -> str:
     if not merged_below_ns:
         return ""
     return (
-        f"{int(table['count'].sum()):,} slices drawn as {table.height:,}: neighbours shorter than "
+        f"{int(table['count'].sum()):,} slices drawn as {table.height:,}: neighbours shorter than<br>"
         f"{units.duration(merged_below_ns)} are merged; choose a shorter window to see each slice"
     )

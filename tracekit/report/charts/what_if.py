@@ -20,6 +20,7 @@ _KINDS = {
     "COMP": ("compute", COLOURS["compute"]),
 }
 """What a cause is about and its colour, by how the code of the rule that speaks of it begins."""
+_TEXT_PX = 116
 _WIDTH = 0.7  # else Plotly takes the distance to the next bar of the same colour
 _SEVERAL = ("several causes", COLOURS["evidence"])
 
@@ -49,9 +50,11 @@ def potential_savings(ranked: pl.DataFrame) -> go.Figure:
         )
     max_ms = max((row["saved_ns"] for row in rows), default=0) / 1e6
     figure.update_layout(barmode="overlay", showlegend=True)
-    figure.update_xaxes(title="potential saving per step", ticksuffix=" ms", range=[0, 1.18 * max_ms or 1])
+    figure.update_xaxes(title="potential saving per step", range=[0, 1.02 * max_ms or 1])
+    style.scale_times(figure)
     style.label_all_rows(figure, ranked["cause"].to_list())
-    return style.with_style(figure, height_px=140 + 28 * len(rows))
+    figure = style.with_style(figure, height_px=140 + 28 * len(rows))
+    return figure.update_layout(margin_r=_TEXT_PX)  # the text behind the longest bar, however narrow the figure is
 
 
 def savings_by_rank(by_rank: pl.DataFrame, code: str, drawn: Mapping[int, str] | None = None) -> go.Figure:

@@ -30,6 +30,7 @@ _HOST_CATEGORIES = {
     "runtime": "cuda_runtime",
     "python": "python_function",
     "overhead": "overhead",
+    "os_call": "os_call",
 }
 _DEVICE_CATEGORIES = {"compute": "kernel", "communication": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 _DRIVER_CALL = "^cu[A-Z]"

@@ -42,7 +42,7 @@ _CODE = (
 
 KINDS = (
     "?", "compute", "communication", "memcpy", "memset", "cpu_op", "annotation", "runtime", "python", "overhead",
-    "checkpoint",
+    "os_call", "checkpoint",
 )  # fmt: skip
 """The kinds of work, by the number in the column kind of a view."""
 

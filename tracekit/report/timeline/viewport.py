@@ -66,9 +66,9 @@ _Columns = dict[str, Array]
 
 def _rectangles(part: Part, chosen: Flags, window: Window, level: int) -> _Columns:
     """Return the rectangles of one trace, column by column."""
-    at, of_slice = _inside(part.slices, part.slice_segments, chosen, window, level)
+    at, of_slice = standing_at(part.slices, part.slice_segments, chosen, window, level)
     slices = np.take(part.slices, at)
-    at, of_run = _inside(part.runs, part.run_segments, chosen, window, level)
+    at, of_run = standing_at(part.runs, part.run_segments, chosen, window, level)
     made = part.runs["made"][at] <= level  # runs of later levels contain these slices
     runs, of_run = np.take(part.runs, at[made]), of_run[made]
     columns = {name: np.concatenate((slices[name], runs[name])) for name in ("start_ns", "dur_ns", "name")}
@@ -81,8 +81,11 @@ def _rectangles(part: Part, chosen: Flags, window: Window, level: int) -> _Colum
     return {name: values[order] for name, values in columns.items()}
 
 
-def _inside(records: Array, segments: Array, chosen: Flags, window: Window, level: int) -> tuple[Ints, Ints]:
-    """Return the places of what stands at a level and touches the window, and the segment of each."""
+def standing_at(records: Array, segments: Array, chosen: Flags, window: Window, level: int) -> tuple[Ints, Ints]:
+    """Return the places of what stands at a level and touches the window, and the segment of each.
+
+    Of `chosen` tracks. Runs that are made at later levels are among them.
+    """
     which = np.flatnonzero((segments["ends"] > level) & chosen[segments["track"]])
     first = segments["first"][which]
     past = first + segments["count"][which]

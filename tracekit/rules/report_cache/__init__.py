@@ -14,7 +14,8 @@ from pathlib import Path
 from threading import Lock
 
 from tracekit.conventions.devices import DeviceOverride
-from tracekit.errors import InputError
+from tracekit.errors import InputError, RuleError
+from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import loader
 from tracekit.ingest.disk_cache import DiskCache
 from tracekit.model.run import Run, RunFact
@@ -38,21 +39,32 @@ def report(
     surveys: Iterable[RunFact] = (),
     devices: Sequence[DeviceOverride] = (),
     on_progress: Callable[[Source], None] | None = None,
+    on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
     """Return the report of a run by all rules with default thresholds, from the cache if it is there.
 
-    Its run has measured `facts` and `surveys`, and the facts of all rules; `devices` are as in `loader.load`. Raises
-    the errors of `loader.load` and `engine.check`.
+    Its run has measured `facts` and `surveys`, and the facts of all rules; `devices` are as in `loader.load`,
+    `on_crash` as in `engine.check`. A report without a rule that crashed is not stored. Raises the errors of both.
     """
     key = keys.run_key(path, devices=devices)
     cached = get(key, path, devices) if key is not None else None
     if cached is not None:
         return cached
-    run = loader.load(path, devices=devices)
-    made = engine.check(run, facts=facts, on_progress=on_progress)
+    run = loader.load(path, devices=devices, executor=ProcessesPerPass())
+    crashed: list[str] = []
+
+    def note(code: str, error: RuleError) -> None:
+        crashed.append(code)
+        if on_crash is None:
+            raise error
+        on_crash(code, error)
+
+    made = engine.check(run, facts=facts, on_progress=on_progress, on_crash=note)
     for survey in surveys:
         run.run_table(survey)
-    if key is not None and keys.run_key(path, devices=devices) == key:  # else the run changed while it was read
+    if (
+        not crashed and key is not None and keys.run_key(path, devices=devices) == key
+    ):  # else the run changed while it was read
         put(key, made)
         run.use_cache(MeasuredTables(user_cache(), key, {}, _LazyRun(path, key, devices).is_unchanged))
     return made

@@ -18,10 +18,11 @@ import msgspec
 import polars as pl
 
 from tracekit.analysis.time import summary as facts
+from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
-from tracekit.rules.rule import Finding, Input, Report, Severity, doubtful_data_issue, is_data_quality
+from tracekit.rules.rule import Finding, Input, Report, Severity, costliest, doubtful_data_issue, is_data_quality
 from tracekit.sync import alignment
 
 MAX_BYTES = 64 << 20
@@ -32,6 +33,7 @@ _REPORT, _DATA_QUALITY = "report.json", "data_quality.arrow"
 _MAX_LINE_BYTES = 1 << 16
 
 MAX_STEPS = 60
+MAX_COSTLIEST = 300
 Reader = Callable[[int, int, str], Callable[[], Trace]]
 """Returns the function that reads a trace, by window, rank and path."""
 
@@ -50,7 +52,9 @@ class Summary:
     """The slowest rank's time of each step, in order; at most the last `MAX_STEPS`."""
     exposed_communication_ratio: float | None
     impact: float
-    """The largest share of the step that one finding costs."""
+    """The largest share of the step that one finding costs, upper bounds aside."""
+    costliest: str = ""
+    """The code and the message of the finding that costs most."""
     is_doubtful: bool = False
     """Whether no finding is known because most of the data is doubtful, or no rule could judge the run."""
 
@@ -59,7 +63,7 @@ def summarize(report: Report) -> Summary:
     """Return the summary of a report; its run's facts have been measured."""
     judged = [found for found in report.findings if not is_data_quality(found.code)]
     issues = [found for found in report.findings if is_data_quality(found.code) and found.severity > Severity.INFO]
-    steps = facts.step_times(report.run)
+    steps, most = facts.step_times(report.run), costliest(judged)
     return Summary(
         {severity.label: sum(found.severity is severity for found in judged) for severity in Severity},
         len(issues),
@@ -67,7 +71,8 @@ def summarize(report: Report) -> Summary:
         facts.step_time_ns(report.run),
         tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
         facts.exposed_communication_ratio(report.run),
-        max((found.impact for found in judged), default=0.0),
+        most.impact if most else 0.0,
+        escaping.inert(f"{most.code}: {most.message}", MAX_COSTLIEST) if most else "",
         report.cannot_judge is not None or doubtful_data_issue(report.findings) is not None,
     )
 

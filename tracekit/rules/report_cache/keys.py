@@ -21,7 +21,7 @@ from tracekit.conventions.devices import DeviceOverride
 from tracekit.ingest import disk_cache, files, readers
 from tracekit.ingest.remote import RemoteFile
 from tracekit.model import plugins
-from tracekit.rules import RULES, all_rules
+from tracekit.rules.registry import RULES, all_rules
 
 MAX_FILES = 20_000
 """Reports of folders with more files are not cached: checking all files would take as long as reading a trace."""
@@ -63,8 +63,8 @@ class FileStates:
 def file_states(path: str) -> FileStates | None:
     """Return the states of a run's files, in a folder down to five levels; None if there are no files, or too many.
 
-    Hidden folders and checkpoints are left out, as in loading. For a single file: that file, the manifest and the logs
-    next to it. For a URL the files are listed; None also if the server states no version of one of them.
+    Hidden folders and checkpoints are left out, as in loading. For a single file: that file, and the manifest, logs and
+    files of other tools next to it. For a URL the files are listed; None also if the server states no version of one.
     """
     if object_storage.is_url(path):
         return remote_states(files.list_remote(path).files, path)
@@ -126,7 +126,7 @@ def _in_folder(folder: str, above: str, depth: int) -> Iterator[FileState]:
 
 
 def _single_file(file: Path) -> Iterator[FileState]:
-    names = (file.name, conventions.MANIFEST_FILE, *_logs_in(file.parent))
+    names = (file.name, conventions.MANIFEST_FILE, *_logs_in(file.parent), *_companions_in(file.parent))
     states = (_file_state(file.parent / name, name) for name in dict.fromkeys(names))
     yield from filter(None, states)
 
@@ -138,6 +138,13 @@ def _file_state(file: Path | os.DirEntry[str], relative: str) -> FileState | Non
     except OSError:
         return None
     return FileState(relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns, real)
+
+
+def _companions_in(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(p.name for p in sorted(folder.iterdir()) if p.name.lower().endswith(readers.companion_suffixes()))
+    except OSError:
+        return ()
 
 
 def _logs_in(folder: Path) -> tuple[str, ...]:

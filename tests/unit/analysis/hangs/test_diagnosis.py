@@ -279,3 +279,46 @@ def test_all_ranks_in_file_access_without_a_pending_call_are_named(tmp_path: Pat
     found = diagnosed({0: done(STEP), 1: done(STEP)}, own=own)
     assert (found.kind, ranks_of(found)) == (Kind.HOST, [0, 1])
     assert "/nfs/data.bin" in found.verdict
+
+
+def in_call(op: str) -> dict[str, Any]:
+    return {**thread((op, C10D, 9), ("train", "/home/user/a.py", 6)), "reason": "timeout"}
+
+
+def test_the_first_call_of_the_only_group_without_one_is_inferred_from_stacks() -> None:
+    # ranks 0 and 1 are in the first all_reduce of "data", in which NCCL creates a communicator; rank 2 does not come
+    loop = {**thread(("search", "/home/user/a.py", 3), cpu_ratio=1.0), "reason": "timeout"}
+    own = {0: in_call("all_reduce"), 1: in_call("all_reduce"), 2: loop}
+    found = diagnosed({rank: done(STEP) for rank in range(3)}, groups={DATA: [0, 1, 2]}, own=own)
+    assert (found.kind, ranks_of(found)) == (Kind.HOST, [2])
+    assert found.verdict == (
+        'Ranks 0–1 wait in all_reduce (seq 1 of group "1" (data)) for rank 2, which runs code on the host in search '
+        "(a.py:3); in this call NCCL creates the communicator of the group."
+    )
+
+
+def test_of_two_groups_without_a_call_none_is_blamed_and_the_rank_outside_is_the_cause() -> None:
+    own = {0: in_call("all_reduce"), 1: in_call("all_reduce")}
+    groups = {DATA: [0, 1, 2], TENSOR: [0, 1, 2]}
+    found = diagnosed({0: done(STEP), 1: done(STEP)}, size=3, groups=groups, own=own)
+    assert (found.kind, ranks_of(found)) == (Kind.NO_DUMP, [2])
+    assert 'group "1" (data) and group "2" (tensor); rank 2 left no dump' in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("retired", "seen_after_s", "reason", "is_pending"),
+    [(False, 6, "timeout", True), (True, 6, "timeout", False), (False, 0, "timeout", False), (False, 6, "exit", False)],
+)
+def test_a_call_whose_end_only_the_dump_discovered_is_pending(
+    retired: bool, seen_after_s: int, reason: str, is_pending: bool
+) -> None:
+    last = entry("recv 1<-0", 1, is_p2p=True)
+    last |= {"retired": retired, "time_discovered_completed_ns": last["time_created_ns"] + seen_after_s * SECOND_NS}
+    value = dump([*done(STEP), last], groups={GROUP: [0, 1]}, tracekit={"reason": reason})
+    assert flight_recorder.parse(value, rank=1, path="x").calls[-1].is_pending is is_pending
+
+
+def test_several_ranks_with_one_reason_are_named_in_a_sentence() -> None:
+    late = [*done(STEP), entry("all_gather", 4, state="started")]
+    found = diagnosed({0: late, 1: late, 2: done(STEP), 3: done(STEP)})
+    assert found.verdict.endswith("for ranks 2–3, each of which has not called it; the dumps have no stack of it.")

@@ -71,6 +71,17 @@ def test_answers_say_of_how_many_ranks_they_are(tmp_path: Path) -> None:
     assert report.caveat(answers) == "Replays 4 of 12 ranks, which represent the others."
 
 
+@pytest.mark.usefixtures("few_ranks")
+def test_of_traces_with_much_work_fewer_ranks_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    work = int(run.table(representative_ranks.activity_counts)["activities"].sum()) // 12
+    monkeypatch.setattr(representative_ranks, "_FEWEST_RANKS", 2)
+    for budget, ranks in ((work, 2), (3 * work, 3), (100 * work, 4)):
+        monkeypatch.setattr(representative_ranks, "_MOST_ACTIVITIES", budget)
+        assert len(representative_ranks.run_of(tracekit.load(str(tmp_path), cache=False)).ranks) == ranks
+
+
 def test_a_run_of_few_ranks_is_replayed_whole(tmp_path: Path) -> None:
     written(job("fsdp2", layers=2, ranks_written=3, steps=2), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto import columns, communication_kernels
+from tracekit.ingest.readers.kineto import communication_kernels, event_categories, name_patterns
 from tracekit.ingest.readers.kineto.events import Args
 from tracekit.ingest.readers.kineto.host_slices import Host, nulled
 from tracekit.ingest.readers.kineto.stream import Events
@@ -15,10 +15,10 @@ from tracekit.model.nesting import Flags, Ints
 
 _KINDS = pl.Series(("compute", "communication", "memcpy", "memset"))
 _COMPUTE, _COMMUNICATION, _MEMCPY, _UNDECIDED = 0, 1, 2, -1
-_KIND_OF = np.array([_COMPUTE, 2, 3, _COMMUNICATION], np.int64)  # in the order of columns.DEVICE_KINDS
+_KIND_OF = np.array([_COMPUTE, 2, 3, _COMMUNICATION], np.int64)  # in the order of event_categories.DEVICE_KINDS
 _KIND_BY_NAME = {"compute": _COMPUTE, "communication": _COMMUNICATION, "copy": _MEMCPY, "undecided": _UNDECIDED}
 _MAX_DEPTH = 64
-_KERNEL = columns.DEVICE_KINDS.index("kernel")
+_KERNEL = event_categories.DEVICE_KINDS.index("kernel")
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def on_device(
     ).with_columns(host.context(launch, owner))
     doubtful = table.select("name", "dur_ns").filter(undecided)
     which = np.flatnonzero(kind == _COMMUNICATION)
-    issuers = [_climb(host, int(at), slice_args) for at in np.where(launch >= 0, launch, owner)[which]]
+    issuers = [_climb(host, at, slice_args) for at in np.where(launch >= 0, launch, owner)[which].tolist()]
     rows, called = work["row"].gather(which).to_list(), table["name"].gather(which).to_list()
     return (
         table,
         [
-            CommunicationActivity(int(i), name, kernel_args.get(row), issuer)
-            for i, row, name, issuer in zip(which, rows, called, issuers, strict=True)
+            CommunicationActivity(i, name, kernel_args.get(row), issuer)
+            for i, row, name, issuer in zip(which.tolist(), rows, called, issuers, strict=True)
         ],
         doubtful,
     )
@@ -164,6 +164,7 @@ def _issuers_in_order(host: Host, running: Ints) -> Ints:
 
     Nothing in a trace ties them. As many are issued as run, so the i-th issued is the i-th run: of each kind where the
     numbers of a kind agree, for threads run sends and receives at once and others later; else of all, if these agree.
+    A call of MPI that no op issued issues itself.
     """
     issued = np.flatnonzero(host.names.issues_collective[host.named]) if len(host.named) else running
     issued = issued[np.argsort(host.start_ns[issued], kind="stable")]
@@ -171,7 +172,8 @@ def _issuers_in_order(host: Host, running: Ints) -> Ints:
     issued_as = np.array([_runs_as(name) for name in host.names.name.gather(host.named[issued])], str)
     if len(issued) == len(running) and not np.array_equal(np.sort(run_as), np.sort(issued_as)):
         return issued
-    found = np.full(len(running), -1, np.int64)
+    called = host.names.name.gather(host.named[running]).str.starts_with(name_patterns.MPI).to_numpy()
+    found = np.where(called, running, -1)
     for kind in np.unique(run_as):
         runs, issues = np.flatnonzero(run_as == kind), issued[issued_as == kind]
         if len(runs) == len(issues):
@@ -189,7 +191,8 @@ def _climb(host: Host, at: int, slice_args: dict[int, Args]) -> int:
 
 
 def _ran(name: str) -> str:
-    return re.sub(r"[^a-z]", "", name.partition(":")[2].lower())
+    function = name.removeprefix(name_patterns.MPI) if name.startswith(name_patterns.MPI) else name.partition(":")[2]
+    return re.sub(r"[^a-z]", "", function.lower())
 
 
 def _runs_as(name: str) -> str:

@@ -11,7 +11,7 @@ from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.kineto import message_sizes
 from tracekit.ingest.readers.kineto.activities import CommunicationActivity
 from tracekit.ingest.readers.kineto.communication_kernels import op_of
-from tracekit.ingest.readers.kineto.events import Args
+from tracekit.ingest.readers.kineto.events import Args, MessageBytes
 from tracekit.ingest.readers.kineto.host_slices import Host
 from tracekit.model import schema
 from tracekit.model.manifest import MAX_RANKS
@@ -87,7 +87,9 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
     op = op_of(str(described.collective)) if described.collective is not None else None
     op = op or _op_by_names(activity.name, [name for name, _ in around])
     by_name = message_sizes.dtype_by_name(op, activity.name)
-    if described.dtype is not None or described.in_nelems is not None:
+    if isinstance(described.message_bytes, MessageBytes):
+        dtype, (sent, received) = by_name, described.message_bytes
+    elif described.dtype is not None or described.in_nelems is not None:
         dtype = by_name if described.dtype is None else _text(described.dtype)
         sent, received = (_bytes(n, dtype) for n in (described.in_nelems, described.out_nelems))
     else:

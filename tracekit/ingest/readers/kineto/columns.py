@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress, islice
@@ -13,23 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.ingest.readers.kineto import events, numbers
+from tracekit.ingest.readers.kineto import event_categories, events, numbers
 from tracekit.ingest.readers.kineto.events import Args, Event
 from tracekit.ingest.readers.kineto.numbers import Ints
 
-HOST_KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
-DEVICE_KINDS = ("kernel", "memcpy", "memset", "collective")
-_FIRST_DEVICE, _SYNC, _UNUSED, _UNKNOWN = 8, 15, 16, 24
-_CPU_OP, _RUNTIME = 0, 2
-_CATEGORY_KINDS = {
-    "cpu_op": 0, "operator": 0, "user_annotation": 1, "python_function": 3, "overhead": 4,
-    "runtime": 2, "cuda_runtime": 2, "cuda_driver": 2, "hip_runtime": 2, "hip_api": 2, "xpu_runtime": 2,
-    "xpu_driver": 2, "mtia_runtime": 2, "glow_runtime": 2, "privateuse1_runtime": 2, "privateuse1_driver": 2,
-    "kernel": 8, "concurrent_kernel": 8, "mtia_ccp_events": 8, "hpu_op": 8, "gpu_memcpy": 9, "memcpy": 9,
-    "gpu_memset": 10, "memset": 10, "collective_comm": 11,
-    "cuda_sync": 15, "trace": 16, "gpu_user_annotation": 16, "cuda_event": 16, "cuda_profiler_range": 16,
-    "external_correlation": 16, "gpu_pm_counter": 16, "mtia_insight": 16, "cpu_instant_event": 16, "mtia_counters": 16,
-}  # fmt: skip
 _COLLECTIVE_SLICE = re.compile(r"record_param_comms|(?:c10d|_c10d_functional)::|[A-Za-z]\w*:[a-z_]")
 _MEMORY = "[memory]"
 
@@ -55,25 +42,26 @@ def states_ranks(batch: list[Event]) -> bool:
     return stated > 0 and stated >= _ENOUGH_RANKS * len(args)
 
 
-def is_known_category(category: str | None) -> bool:
-    """Return whether PyTorch's profilers write events of this category."""
-    return category is not None and category.lower() in _CATEGORY_KINDS
-
-
 def count(into: Counter[tuple[str | None, str | None]], batch: list[Event]) -> None:
     """Add how many events of each (ph, cat) a batch holds."""
-    for kind in dict.fromkeys(map(type, batch)):
-        found: list[Any] = [e for e in batch if type(e) is kind]
-        if kind is events.Other:
-            into.update((_text(e.ph), _text(e.cat)) for e in found)
-            continue
-        try:
-            seen = Counter([e.cat for e in found])
-        except TypeError:  # a list or object where a category should be
-            stringify_names(found)
-            seen = Counter([e.cat for e in found])
-        for category, n in seen.items():
-            into[events.PHASES[kind], _text(category)] += n
+    for kind, found in _by_kind(batch).items():
+        _count_kind(into, kind, found)
+
+
+def _count_kind(into: Counter[tuple[str | None, str | None]], kind: type, found: list[Any]) -> None:
+    if kind is events.Other:
+        named = [e for e in found if e is not events.EMPTY]
+        into.update((_text(e.ph), _text(e.cat)) for e in named)
+        if empty := len(found) - len(named):
+            into[None, None] += empty
+        return
+    try:
+        seen = Counter([e.cat for e in found])
+    except TypeError:  # a list or object where a category should be
+        stringify_names(found)
+        seen = Counter([e.cat for e in found])
+    for category, n in seen.items():
+        into[events.PHASES[kind], _text(category)] += n
 
 
 def stringify_names(batch: list[Event]) -> None:
@@ -85,7 +73,7 @@ def stringify_names(batch: list[Event]) -> None:
                 setattr(event, name, json.dumps(value))
 
 
-class _Codes(dict[Any, int]):
+class Codes(dict[Any, int]):
     """Each distinct key to a number, counted from 0."""
 
     def __missing__(self, key: Any) -> int:
@@ -102,14 +90,14 @@ class ColumnBuilder:
     has_several_ranks: bool | None = None
     unknown: int = 0
     unmatched: int = 0
-    _names: _Codes = field(default_factory=_Codes)
-    _threads: _Codes = field(default_factory=_Codes)
+    _names: Codes = field(default_factory=Codes)
+    _threads: Codes = field(default_factory=Codes)
     thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
-    _categories: _Codes = field(default_factory=_Codes)
+    _categories: Codes = field(default_factory=Codes)
     _kind_of_category: list[int] = field(default_factory=list)
     """The place of each category, every spelling that the file uses by itself."""
-    _inputs: _Codes = field(default_factory=lambda: _Codes({_NO_INPUTS: 0}))
-    _grids: _Codes = field(default_factory=lambda: _Codes({(b"", b""): 0}))
+    _inputs: Codes = field(default_factory=lambda: Codes({_NO_INPUTS: 0}))
+    _grids: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
     _describes_collective: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     _tables: tuple[list[dict[str, Any]], ...] = field(default_factory=lambda: ([], [], [], []))
     """Parts of the frames of host slices, device work, allocator events and waits."""
@@ -134,34 +122,34 @@ class ColumnBuilder:
         return True
 
     def _parts(self, batch: list[Any]) -> tuple[dict[str, Any], ...] | None:
-        slices, rest = _parted(batch)
+        by_kind = _by_kind(batch)
+        slices = _of_kinds(events.SLICES, by_kind, batch)
         category, place = self._categorize([e.cat for e in slices])
-        host = self._host_part(*_of_places(slices, place, 0, _FIRST_DEVICE))
-        device = self._device_part(*_of_places(slices, place, _FIRST_DEVICE, _SYNC))
-        syncs = self._sync_part(_of_places(slices, place, _SYNC, _UNUSED)[0])
-        others = [e for e in rest if type(e) not in events.COUNTED]
-        memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
-        halves = [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        host = self._host_part(*_of_places(slices, place, 0, event_categories.FIRST_DEVICE))
+        device = self._device_part(*_of_places(slices, place, event_categories.FIRST_DEVICE, event_categories.SYNC))
+        syncs = self._sync_part(_of_places(slices, place, event_categories.SYNC, event_categories.UNUSED)[0])
+        memory = self._memory_part([e for e in _of_kinds(events.INSTANTS, by_kind, batch) if e.name == _MEMORY])
+        halves = _of_kinds(events.HALVES, by_kind, batch)
         half_ns = self.clock.ns([e.ts for e in halves])
         if host is None or device is None or memory is None or syncs is None or half_ns is None:
             return None
-        self.unknown += int(np.count_nonzero(place == _UNKNOWN))
+        self.unknown += int(np.count_nonzero(place == event_categories.UNKNOWN))
         self._pairs += halves
-        self._name_threads([e for e in others if type(e) is events.Metadata and e.name == "thread_name"])
+        self._name_threads([e for e in by_kind.get(events.Metadata, ()) if e.name == "thread_name"])
         spellings = list(self._categories)
         for code, n in enumerate(np.bincount(category).tolist()):
             if n:
                 self.counts[_SLICE_PHASE, _text(spellings[code])] += n
-        count(self.counts, rest)
+        for event_kind, found in by_kind.items():
+            if event_kind not in events.SLICES:
+                _count_kind(self.counts, event_kind, found)
         return host, device, memory, syncs
 
     def _categorize(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
         """Return the code of each slice's category, and its place."""
         codes = np.fromiter(map(self._categories.__getitem__, categories), np.int64, len(categories))
         for category in islice(self._categories, len(self._kind_of_category), None):
-            self._kind_of_category.append(
-                _CATEGORY_KINDS.get(category.lower(), _UNKNOWN) if isinstance(category, str) else _UNKNOWN
-            )
+            self._kind_of_category.append(event_categories.kind_of(category))
         return codes, np.array(self._kind_of_category, np.uint8)[codes]
 
     def _common(self, found: list[Any]) -> dict[str, Any] | None:
@@ -189,7 +177,7 @@ class ColumnBuilder:
         part = self._common(found)
         if part is None:
             return None
-        is_op, is_call = kind == _CPU_OP, kind == _RUNTIME
+        is_op, is_call = kind == event_categories.CPU_OP, kind == event_categories.RUNTIME
         ops, calls = np.flatnonzero(is_op), np.flatnonzero(is_call)
         op_args = [e.args or _NO_ARGS for e in compress(found, is_op.tobytes())]
         called = [(e.args or _NO_ARGS).correlation or 0 for e in compress(found, is_call.tobytes())]
@@ -215,9 +203,15 @@ class ColumnBuilder:
 
     def _input_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
         codes = np.zeros(length, np.int32)
-        if args:
-            raw = [tuple(map(bytes, (a.input_dims, a.input_type, a.inputs, a.input_strides))) for a in args]
-            codes[at] = np.fromiter(map(self._inputs.__getitem__, raw), np.int32, len(raw))
+        no = _NO_ARGS.inputs
+        described = [
+            i for i, a in enumerate(args) if not (a.input_dims is a.input_type is a.inputs is a.input_strides is no)
+        ]
+        if described:
+            found = args if len(described) == len(args) else [args[i] for i in described]
+            raw = ([getattr(a, name) for a in found] for name in _INPUTS)
+            texts = zip(*(map(bytes, of) for of in raw), strict=True)
+            codes[at[described]] = np.fromiter(map(self._inputs.__getitem__, texts), np.int32, len(found))
         return codes
 
     def _device_part(self, found: list[Any], place: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
@@ -229,7 +223,7 @@ class ColumnBuilder:
             part
             | _columns(args, numbers.ints, "device", "stream", "bytes")
             | {
-                "kind": place - np.uint8(_FIRST_DEVICE),
+                "kind": place - np.uint8(event_categories.FIRST_DEVICE),
                 "correlation": numbers.ids([a.correlation for a in args]),
                 "external_id": _external_ids(args),
                 "grid": self._grid_codes(args),
@@ -327,6 +321,7 @@ class ColumnBuilder:
 
 
 _NO_ARGS = Args()
+_INPUTS = ("input_dims", "input_type", "inputs", "input_strides")
 _SLICE_PHASE = events.PHASES[events.Slice]
 _MEMORY_ARGS = ("device_type", "device_id", "address", "delta_bytes", "allocated_bytes", "reserved_bytes")
 _NULLABLE = frozenset({"rank", "device", "stream", "awaited_stream", "bytes", *_MEMORY_ARGS})
@@ -365,14 +360,20 @@ def _us(ns: int) -> str:
     return f"{'-' * (ns < 0)}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
 
 
-def _parted(batch: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the complete events of a batch, and the rest."""
-    kinds = [kind for kind in dict.fromkeys(map(type, batch)) if kind in events.SLICES]
-    if len(kinds) > 1:  # some bytes were unusual
-        return [e for e in batch if type(e) in kinds], [e for e in batch if type(e) not in kinds]
-    kind = kinds[0] if kinds else None
-    slices = [e for e in batch if type(e) is kind]
-    return slices, [e for e in batch if type(e) is not kind] if len(slices) < len(batch) else []
+def _by_kind(batch: list[Event]) -> dict[type, list[Any]]:
+    """Return the events of each type, in file order."""
+    found: defaultdict[type, list[Any]] = defaultdict(list)
+    for event in batch:
+        found[type(event)].append(event)
+    return found
+
+
+def _of_kinds(kinds: frozenset[type], by_kind: dict[type, list[Any]], batch: list[Event]) -> list[Any]:
+    """Return the events of some types, in file order."""
+    present = by_kind.keys() & kinds
+    if len(present) > 1:
+        return [e for e in batch if type(e) in present]
+    return by_kind[present.pop()] if present else []
 
 
 def _of_places(

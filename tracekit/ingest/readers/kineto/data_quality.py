@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from tracekit.ingest.readers.kineto.columns import HOST_KINDS
+from tracekit.ingest.readers.kineto.event_categories import HOST_KINDS
 from tracekit.ingest.readers.kineto.steps import Steps
 from tracekit.ingest.readers.kineto.stream import Events
 from tracekit.model import schema, units

@@ -13,10 +13,14 @@ Row = tuple[int | None, int | None, int | None, int, int, int | None]
 
 
 def table(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
-    """Return the steps table: one row per step and device; without steps, one window of all work on each device."""
+    """Return the steps table: one row per step and device; without steps, one window of all work on each device.
+
+    The main lane is that with most compute, or, in a trace of nothing but communication, with most of this.
+    """
     lane, start = activities["lane"].to_numpy(), activities["start_ns"].to_numpy()
     end = start + activities["dur_ns"].to_numpy()
     computes = (activities["kind"] == "compute").to_numpy()
+    computes = computes if computes.any() else (activities["kind"] == "communication").to_numpy()
     at = _step_index(steps, activities["step"])
     device_of = dict(zip(lanes["lane"].to_list(), lanes["device"].to_list(), strict=True))
     rows: list[Row] = []

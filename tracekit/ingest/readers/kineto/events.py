@@ -8,12 +8,19 @@ import json
 import operator
 from collections.abc import Mapping
 from types import GenericAlias
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Raw, field
 
 _NO_RAW = Raw(b"")
+
+
+class MessageBytes(NamedTuple):
+    """What a rank sends and receives in a collective; None where that is not known."""
+
+    sent: int | None
+    received: int | None
 
 
 class Args(msgspec.Struct, gc=False):
@@ -56,6 +63,8 @@ class Args(msgspec.Struct, gc=False):
     input_type: Raw = field(default=_NO_RAW, name="Input type")
     input_strides: Raw = field(default=_NO_RAW, name="Input Strides")
     inputs: Raw = field(default=_NO_RAW, name="Concrete Inputs")
+    message_bytes: Any = None
+    """`MessageBytes` where a reader knows them; PyTorch's profiler states elements instead."""
 
 
 class Slice(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
@@ -95,6 +104,8 @@ class Other(msgspec.Struct, gc=False):
     cat: Any = None
 
 
+EMPTY = Other()
+"""An object without keys: files of millions of them share this one."""
 Event: TypeAlias = Slice | Exact | Counted | Other
 
 
@@ -113,16 +124,19 @@ def _decoder(kinds: Mapping[str, type[Any]]) -> "msgspec.json.Decoder[list[Event
 # B and E begin and end a slice; i, or I of older writers, is a moment; M names a process or thread.
 _KINDS = {"X": Slice} | _of_phases(Slice, "BEiIM")
 _EXACT = {"X": Exact} | _of_phases(Exact, "BEiI")
-_COUNTED = _of_phases(Counted, "sfC")  # arrows and counters
+# Arrows (s, t, f), counters, and what other writers add: asynchronous events, objects, samples, marks, memory dumps.
+_COUNTED = _of_phases(Counted, "stfCbneSTpFNODPRcvV")
 Metadata = _KINDS["M"]
 SLICES = frozenset({Slice, Exact})
 COUNTED = frozenset({*_COUNTED.values(), Other})
 BEGINS = frozenset({_KINDS["B"], _EXACT["B"]})
-ENDS = frozenset({_KINDS["E"], _EXACT["E"]})
+_ENDS = frozenset({_KINDS["E"], _EXACT["E"]})
+HALVES: frozenset[type] = BEGINS | _ENDS
 INSTANTS = frozenset(kinds[phase] for kinds in (_KINDS, _EXACT) for phase in "iI")
 PHASES = {kind: phase for kinds in (_KINDS, _EXACT, _COUNTED) for phase, kind in kinds.items()}
 
-_DECODER = _decoder(_KINDS | _COUNTED)
+_KNOWN = _KINDS | _COUNTED
+_DECODER = _decoder(_KNOWN)
 _EXACT_DECODER = _decoder(_EXACT | _COUNTED | {"M": Metadata})
 _SLICE_FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
 _ARG_FIELDS = tuple((f.name, f.encode_name) for f in msgspec.structs.fields(Args))
@@ -139,14 +153,14 @@ def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:
 
 def from_text(text: str, event: Mapping[str, Any]) -> Event:
     """Return the event of a JSON object, given as text and parsed; its times are text."""
-    found = decode(f"[{text}]".encode(), exact=True)
+    found = decode(f"[{text}]".encode(), exact=True) if _has_known_phase(event) else None
     return found[0] if found else from_object(event)
 
 
 def from_object(event: Mapping[str, Any]) -> Event:
     """Return the event of a plain JSON object; lone surrogates in strings are replaced."""
     phase = event.get("ph")
-    if not isinstance(phase, str) or phase not in _KINDS | _COUNTED:
+    if not _has_known_phase(event):
         return Other(_clean(phase), _clean(event.get("cat")))
     if phase in _COUNTED:
         return _COUNTED[phase](cat=_clean(event.get("cat")))  # type: ignore[no-any-return]
@@ -155,6 +169,11 @@ def from_object(event: Mapping[str, Any]) -> Event:
     if isinstance(given, dict):
         args = Args(**{name: _arg(name, given[key]) for name, key in _ARG_FIELDS if key in given})
     return _KINDS[phase](*(_clean(event.get(name)) for name in _SLICE_FIELDS), args)  # type: ignore[no-any-return]
+
+
+def _has_known_phase(event: Mapping[str, Any]) -> bool:
+    phase = event.get("ph")
+    return isinstance(phase, str) and phase in _KNOWN
 
 
 def _arg(name: str, value: Any) -> Any:

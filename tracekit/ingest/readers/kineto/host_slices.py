@@ -10,14 +10,14 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto import columns, name_patterns, steps
+from tracekit.ingest.readers.kineto import event_categories, name_patterns, steps
 from tracekit.ingest.readers.kineto.columns import OpInputs
 from tracekit.ingest.readers.kineto.name_patterns import HostNames
 from tracekit.ingest.readers.kineto.steps import Steps
 from tracekit.model import nesting
 from tracekit.model.nesting import Flags, Ints
 
-_KIND = {kind: index for index, kind in enumerate(columns.HOST_KINDS)}
+_KIND = {kind: index for index, kind in enumerate(event_categories.HOST_KINDS)}
 _PHASES = pl.Series("phase", conventions.PHASES)
 _PHASE = {phase: index for index, phase in enumerate(conventions.PHASES)}
 
@@ -51,7 +51,7 @@ class Host:
     span: Ints
 
     def is_kind(self, kind: str) -> Flags:
-        """Return which slices are of a kind of `columns.HOST_KINDS`."""
+        """Return which slices are of a kind of `event_categories.HOST_KINDS`."""
         return np.equal(self.kind, _KIND[kind])
 
     @property
@@ -67,7 +67,7 @@ class Host:
                 "parent_id": nulled(self.parent),
                 "lane": self.lane,
                 "name": self.names.name.gather(self.named),
-                "kind": pl.Series(columns.HOST_KINDS).gather(self.kind),
+                "kind": pl.Series(event_categories.HOST_KINDS).gather(self.kind),
                 "start_ns": self.start_ns,
                 "dur_ns": self.end_ns - self.start_ns,
                 "forward_id": nulled(_forward(self)),

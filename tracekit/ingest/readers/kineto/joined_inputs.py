@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import polars as pl
 from msgspec import Raw
 
 from tracekit.errors import BadTraceError
@@ -10,7 +11,7 @@ from tracekit.ingest.readers import execution_trace
 from tracekit.ingest.readers.execution_trace import ExecutionTrace, ExecutionTraces
 from tracekit.ingest.readers.kineto.events import Event
 from tracekit.ingest.readers.reader import Companion
-from tracekit.model import units
+from tracekit.model import schema, units
 
 _COMPLETE = 0.95
 
@@ -21,8 +22,12 @@ class JoinedInputs:
     Nodes and operators are joined by the id of their record function, which is unique in a process, and their names.
     """
 
-    def __init__(self, companions: Sequence[Companion]) -> None:
-        """Read the execution traces among the companions of a trace; those that cannot be read become issues."""
+    def __init__(self, companions: Sequence[Companion], rank: int | None = None) -> None:
+        """Read the execution traces among the companions of a trace; those that cannot be read become issues.
+
+        Of a file that several ranks were merged into, they are those of this `rank`.
+        """
+        self._rank = rank
         self._traces: list[ExecutionTrace] = []
         self._issues: list[str] = []
         self._op_count = self._joined_count = 0
@@ -44,6 +49,11 @@ class JoinedInputs:
         return bool(self._traces)
 
     @property
+    def data_quality(self) -> pl.DataFrame:
+        """Return the issues of the execution traces, once the trace was read; columns as DATA_QUALITY."""
+        return pl.DataFrame(list(self._found_issues()), schema.DATA_QUALITY.schema, orient="row")
+
+    @property
     def groups(self) -> list[Any]:
         """Return the process groups that the execution traces list, as torch.distributed states them."""
         return [group for trace in self._traces for group in trace.groups]
@@ -52,7 +62,7 @@ class JoinedInputs:
         """Add the inputs of operators that have none to a batch of events, in place."""
         for event in batch:
             args = getattr(event, "args", None)
-            if args is None or not args.record_id:
+            if args is None or not args.record_id or (self._rank is not None and args.rank != self._rank):
                 continue
             self._op_count += 1
             of = next((t for t in self._traces if t.has(args.record_id, getattr(event, "name", None))), None)
@@ -63,8 +73,7 @@ class JoinedInputs:
             if inputs is not None:
                 args.input_dims, args.input_type, args.inputs, args.input_strides = map(Raw, inputs)
 
-    def issues(self) -> Iterator[tuple[str, str, float]]:
-        """Yield the data-quality issues of the execution traces, as rows of DATA_QUALITY."""
+    def _found_issues(self) -> Iterator[tuple[str, str, float]]:
         yield from (("bad_companion", issue, 0.0) for issue in self._issues)
         joined_ratio = self._joined_count / max(self._op_count, 1)
         if self and not self._op_count:

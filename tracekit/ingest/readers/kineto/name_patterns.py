@@ -16,6 +16,12 @@ _COLLECTIVE_WORDS = (
     "all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|reduce|gather|scatter|barrier"
 )
 _COLLECTIVE_SPAN = rf"(?i)^([a-z]\w*):_?(?:{_COLLECTIVE_WORDS})\w*$"
+MPI = "MPI_"
+# Calls that block until the communication is done on this rank; MPI_Isend and the like only start it.
+_MPI_CALL = (
+    rf"^{MPI}(?:[BSR]?[Ss]end|M?[Rr]ecv|Sendrecv(?:_replace)?|Barrier|Bcast|(?:All)?[Gg]atherv?|Scatterv?|Alltoall[vw]?|"
+    r"(?:All)?[Rr]educe(?:_scatter(?:_block)?)?|(?:Ex)?[Ss]can|Wait(?:all|any|some)?)$"
+)
 _COMMUNICATION_OP = (
     r"(?i)^(?:c10d|_c10d_functional|symm_mem)::|^record_param_comms|"
     r"^\w+::\w*(?:all_?(?:reduce|gather|to_?all)|reduce_?scatter|(?:latency|moe|ep)_(?:dispatch|combine))"
@@ -41,11 +47,11 @@ class HostNames:
     issues_collective: Flags
     """c10d ops: they issue a collective."""
     is_collective_op: Flags
-    """c10d ops, functional ones included: time inside them is not compute."""
+    """c10d ops, functional ones included, and MPI's calls: time inside them is not compute."""
     is_communication_op: Flags
     """Ops that communicate, of any library: a kernel that one launched communicates if its name hints at it."""
     runs_collective: Flags
-    """Slices that run a collective on the host, such as gloo:all_reduce."""
+    """Slices that run a collective on the host, such as gloo:all_reduce or MPI_Allreduce."""
     is_compute_op: Flags
     """Dispatcher ops that compute."""
     is_module: Flags
@@ -56,6 +62,7 @@ def host_names(names: pl.Series) -> HostNames:
     """Classify the distinct names of host slices."""
     name = pl.col("name")
     backend = name.str.extract(_COLLECTIVE_SPAN).str.to_lowercase()
+    is_mpi = name.str.contains(_MPI_CALL)
     found = pl.DataFrame({"name": names}).select(
         "name",
         name.str.extract(_STEP).cast(pl.Int64, strict=False).alias("step"),
@@ -65,9 +72,9 @@ def host_names(names: pl.Series) -> HostNames:
         name.str.starts_with("autograd::engine::").alias("backward"),
         name.str.starts_with("Optimizer.step#").alias("optimizer"),
         (name.str.starts_with("c10d::") & ~name.str.contains("barrier|monitored")).alias("issues_collective"),
-        name.str.contains(r"^(c10d|_c10d_functional)::").alias("is_collective_op"),
+        (name.str.contains(r"^(c10d|_c10d_functional)::") | is_mpi).alias("is_collective_op"),
         name.str.contains(_COMMUNICATION_OP).alias("is_communication_op"),
-        (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"])).alias("runs_collective"),
+        (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"]) | is_mpi).alias("runs_collective"),
         (name.str.contains(_DISPATCHER_OP) & ~name.str.contains(_NOT_COMPUTE)).alias("is_compute_op"),
         name.str.starts_with(conventions.MODULE_PREFIX).alias("is_module"),
     )

@@ -1,7 +1,7 @@
 """Vectorized conversion of numbers in trace files: µs to exact ns, and integers that may be text, null or invalid."""
 
 import math
-from array import array
+import struct
 from decimal import Decimal
 from typing import Any
 
@@ -57,8 +57,8 @@ class Clock:
             self.epoch |= largest >= _EXACT_US
             return us * 1000 if largest < MOST_NS // 1000 else self._one_by_one(values, missing)
         try:
-            given = np.frombuffer(array("d", values), np.float64)
-        except (TypeError, OverflowError):
+            given = np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
+        except (struct.error, OverflowError):
             return self._one_by_one(values, missing)
         largest = _largest(given)
         if largest < _EXACT_US:
@@ -132,8 +132,8 @@ def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
 def plain(values: list[Any]) -> Ints | None:
     """Return integers if all values are int64; otherwise None."""
     try:
-        return np.frombuffer(array("q", values), np.int64)
-    except (TypeError, OverflowError):
+        return np.frombuffer(struct.pack(f"{len(values)}q", *values), np.int64)
+    except struct.error:
         return None
 
 

@@ -1,7 +1,6 @@
 """Kineto trace files to Traces: lanes, ops, steps, activities, collectives, allocations."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.errors import BadTraceError
 from tracekit.ingest.readers.kineto import activities as work
 from tracekit.ingest.readers.kineto import (
     allocations,
@@ -26,66 +24,13 @@ from tracekit.ingest.readers.kineto import (
 )
 from tracekit.ingest.readers.kineto.columns import CollectiveArgs
 from tracekit.ingest.readers.kineto.events import Args
-from tracekit.ingest.readers.kineto.header import distributed_info, read_header, stated_rank
 from tracekit.ingest.readers.kineto.joined_inputs import JoinedInputs
 from tracekit.ingest.readers.kineto.scan import Scan
 from tracekit.ingest.readers.kineto.stream import Events
-from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
-from tracekit.model import environment, schema
+from tracekit.ingest.readers.reader import Companion
+from tracekit.model import schema
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
-
-_FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
-_CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
-_HOST_SLICE = re.compile(
-    rb'"cat"\s*:\s*"(?:cpu_op|user_annotation|python_function|(?:cuda|hip)_(?:runtime|driver)|Operator|Runtime)"'
-    rb'[^{}]{0,500}?"pid"\s*:\s*(\d{1,9})\s*[,}]'
-)
-
-
-class KinetoTraces(Reader):
-    """Reads the JSON files of torch.profiler: plain, gzip or zstd, of one rank or merged of several."""
-
-    name = "PyTorch profiler trace (Kineto JSON)"
-    suffixes = (".json", ".json.gz", ".json.zst")
-    contents = "all tables of a trace; of a merged file, a trace of each rank"
-
-    def sniff(self, head: bytes, name: str) -> bool:
-        """Return whether the file may be JSON, by its name or its first bytes; `traces` then searches for events."""
-        return name.lower().endswith(self.suffixes) or head.lstrip()[:1] in (b"{", b"[") or b'"traceEvents"' in head
-
-    def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:
-        """Return the trace of a file, from its header and first event; a merged file is read to know its ranks."""
-        header = read_header(path, head)
-        if is_complete and not _states_known_category(head):
-            _refuse_foreign_trace(path)
-        info, start_ns = distributed_info(header), _start_ns(head, header)
-        if not info and is_complete and columns.states_ranks(next(filter(None, Scan(path)), [])):
-            merged = read_merged(path)
-            if not merged:
-                raise BadTraceError(f"{path}: its events state ranks, but none from 0 on; merge the traces again")
-            return [
-                TraceInfo(rank, start_ns=start_ns, shares_file=True, trace=trace)
-                for rank, trace in sorted(merged.items())
-            ]
-        trace_id, job_id = header.get("trace_id"), header.get("tw_job")
-        return [
-            TraceInfo(
-                rank=stated_rank(info.get("rank"), lowest=0),
-                world_size=stated_rank(info.get("world_size"), lowest=1),
-                job_id=job_id if isinstance(job_id, str) else None,
-                start_ns=start_ns,
-                recording_id=None if trace_id is None else str(trace_id),
-                process_id=_process_id(head),
-                environment=environment.environment(header),
-            )
-        ]
-
-    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
-        """Return the trace of a file, or of one rank of a merged file."""
-        if info.shares_file:
-            return read_merged(path, window=window)[rank]
-        return read(path, rank=rank, window=window, companions=info.companions)
 
 
 def read(path: str, *, rank: int, window: int = 0, companions: Sequence[Companion] = ()) -> Trace:
@@ -103,8 +48,7 @@ def read_counted(
     """Read one trace file as `read` does, and say how many events of each (ph, cat) were read."""
     joined = JoinedInputs(companions)
     events = stream.read_events(path, joined)
-    issues = pl.DataFrame(list(joined.issues()), schema.DATA_QUALITY.schema, orient="row")
-    further = pl.concat([_several_ranks(events), issues])
+    further = pl.concat([_several_ranks(events), joined.data_quality])
     return build_trace(
         events, path, rank=rank, window=window, further=further, listed_groups=joined.groups
     ), events.counts
@@ -116,16 +60,33 @@ def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
     Events without a rank are left out and counted in `data_quality`. Raises BadTraceError as `read` does.
     """
     events = stream.read_events(path)
-    found = sorted(_ranks(events))
-    rankless = sum(frame["rank"].null_count() for frame in (events.host, events.device) if "rank" in frame.columns)
-    further = schema.DATA_QUALITY.empty()
-    if rankless:
-        message = f"{rankless:,} events of the merged file name no rank and were left out."
-        row = ("rankless_events", message, rankless / sum(events.counts.values()))
-        further = pl.DataFrame([row], schema.DATA_QUALITY.schema, orient="row")
+    further = _rankless(events)
     return {
-        rank: build_trace(_of_rank(events, rank), path, rank=rank, window=window, further=further) for rank in found
+        rank: build_trace(_of_rank(events, rank), path, rank=rank, window=window, further=further)
+        for rank in sorted(_ranks(events))
     }
+
+
+def read_of_merged(path: str, *, rank: int, window: int = 0, companions: Sequence[Companion] = ()) -> Trace:
+    """Read the trace of one rank in a file that several were merged into, with execution traces of this rank.
+
+    Raises BadTraceError as `read` does.
+    """
+    joined = JoinedInputs(companions, rank)
+    events = stream.read_events(path, joined)
+    further = pl.concat([_rankless(events), joined.data_quality])
+    of_rank = _of_rank(events, rank)
+    return build_trace(of_rank, path, rank=rank, window=window, further=further, listed_groups=joined.groups)
+
+
+def _rankless(events: Events) -> pl.DataFrame:
+    """Return the issue of events of a merged file that state no rank, columns as DATA_QUALITY."""
+    count = sum(frame["rank"].null_count() for frame in (events.host, events.device) if "rank" in frame.columns)
+    if not count:
+        return schema.DATA_QUALITY.empty()
+    message = f"{count:,} events of the merged file name no rank and were left out."
+    row = ("rankless_events", message, count / sum(events.counts.values()))
+    return pl.DataFrame([row], schema.DATA_QUALITY.schema, orient="row")
 
 
 def counts(path: str) -> Counter[tuple[str | None, str | None]]:
@@ -137,23 +98,6 @@ def counts(path: str) -> Counter[tuple[str | None, str | None]]:
     for batch in Scan(path):
         columns.count(found, batch)
     return found
-
-
-def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:
-    """Return about when the recording began: the time of the first event in the file."""
-    first = _FIRST_TIME.search(head)
-    base_ns = header.get("baseTimeNanoseconds")
-    base_ns = base_ns if isinstance(base_ns, int) and not isinstance(base_ns, bool) else 0
-    if first is None:
-        return None
-    start_us = float(first[1])
-    return base_ns + round(start_us * 1000) if start_us < numbers.MOST_NS else None
-
-
-def _process_id(head: bytes) -> int | None:
-    """Return the process id of the first host slice; kernels have a device's number in its place."""
-    first = _HOST_SLICE.search(head)
-    return None if first is None else int(first[1])
 
 
 def build_trace(
@@ -168,7 +112,7 @@ def build_trace(
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.inputs, threads)
     ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
-    slice_args = {int(at): s.args for at, s in zip(ids, events.host_collectives, strict=True) if at >= 0}
+    slice_args = {at: s.args for at, s in zip(ids.tolist(), events.host_collectives, strict=True) if at >= 0}
     undecided = pl.DataFrame(schema={"name": pl.String, "dur_ns": pl.Int64})
     if device.is_empty():
         activities, communication = work.on_host(built, slice_args)
@@ -189,6 +133,7 @@ def build_trace(
     )
     collective_args: list[Args] = [s.args for s in (*events.device_collectives, *events.host_collectives)]
     groups = collectives.groups(events.header, collective_args, listed_groups)
+    names = events.names  # of the events, the tables that are built on access need only these
     trace = Trace(
         rank=rank,
         window=window,
@@ -208,7 +153,7 @@ def build_trace(
                 collectives.table(communication, built, slice_args, groups, rank)
             ),
             "allocations": lambda: schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
-            "syncs": lambda: schema.SYNCS.conform(syncs.table(waited, events.names, built)),
+            "syncs": lambda: schema.SYNCS.conform(syncs.table(waited, names, built)),
         },
         deferred_bytes=built.size_bytes + int(memory.estimated_size()),
     )
@@ -248,29 +193,6 @@ def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
         )
     columns = [column for column in schema.LANES.schema.items() if column[0] != "role"]
     return lane_of, pl.DataFrame(rows, schema=columns, orient="row")
-
-
-def _states_known_category(head: bytes) -> bool:
-    categories = {found[1].decode("utf-8", "replace") for found in _CATEGORY.finditer(head)}
-    return any(map(columns.is_known_category, categories))
-
-
-def _refuse_foreign_trace(path: str) -> None:
-    """Raise BadTraceError if a file has slices, but no event of a category that PyTorch writes."""
-    found: Counter[tuple[str | None, str | None]] = Counter()
-    for batch in Scan(path):
-        columns.count(found, batch)
-        if any(columns.is_known_category(category) for _, category in found):
-            return
-    slices = Counter({category: n for (phase, category), n in found.items() if phase in ("X", "B", "b")})
-    if not slices:
-        return
-    categories = [repr(category)[:40] for category, _ in slices.most_common(4) if category]
-    listed = f"; its categories: {', '.join(categories)}" if categories else ""
-    raise BadTraceError(
-        f"{path}: this is a Chrome trace without PyTorch events ({slices.total():,} slices{listed}); record with "
-        "torch.profiler, or: tracekit record -- python train.py"
-    )
 
 
 def _ranks(events: Events) -> set[int]:

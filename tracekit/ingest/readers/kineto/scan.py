@@ -20,6 +20,7 @@ _EVENT_START = re.compile(rf'\{{\s*"(?:{_KEYS})"\s*:')
 _PHASE_KEY = re.compile(r'"ph"\s*:')
 _BETWEEN = re.compile(r"\s*(,?)\s*")
 _AFTER_ARRAY = re.compile(r'\s*(?:,\s*"|\}|\Z)')
+_EMPTY_OBJECTS = re.compile(r"\{\s*\}(?:\s*,\s*\{\s*\})*")
 _FIRST_KEY = re.compile(r'\{\s*"[^"\\]*"')
 _parse = json.JSONDecoder(strict=False, parse_float=str).raw_decode  # text keeps every digit of a time
 
@@ -161,19 +162,27 @@ class Scan:
                 sure = last or after.end() < len(text)  # otherwise the next bytes may show that the array continues
                 self._closed = sure
                 return None, start + 1 if sure else at
+        if empty := _EMPTY_OBJECTS.match(text, start):
+            self._take(comma)
+            found += [events.EMPTY] * text.count("{", start, empty.end())
+            return empty.end(), empty.end()
         try:
             item, end = _parse(text, start)
         except (ValueError, RecursionError) as error:
             if not last and _may_be_incomplete(error, text, start):
                 return None, at
             return self._skip_damaged(text, start)
-        self.damage.lost_bytes += self._need_comma and not comma
-        self._need_comma = True
+        self._take(comma)
         if isinstance(item, dict):
             found.append(events.from_text(text[start:end], item))
         else:
             self.damage.non_objects += 1
         return end, end
+
+    def _take(self, comma: str) -> None:
+        """Count a missing comma before an element of the array."""
+        self.damage.lost_bytes += self._need_comma and not comma
+        self._need_comma = True
 
     def _skip_damaged(self, text: str, start: int) -> tuple[int | None, int]:
         """Skip a damaged event, up to the next complete one."""

@@ -16,9 +16,9 @@ from tracekit.ingest.readers.kineto.scan import Damage, Scan
 class Events:
     """The content of a trace file. Times are in ns from the file's own zero; frames are in file order.
 
-    `host`: kind (index into `columns.HOST_KINDS`), name (into `names`), lane (into `threads`), start_ns, dur_ns,
-    external_id, correlation, sequence, forward_thread (0 where absent), inputs (into `inputs`). `device`: kind (index
-    into `columns.DEVICE_KINDS`), name, lane, device, stream (null if unknown), start_ns, dur_ns, correlation,
+    `host`: kind (index into HOST_KINDS of `event_categories`), name (into `names`), lane (into `threads`), start_ns,
+    dur_ns, external_id, correlation, sequence, forward_thread (0 where absent), inputs (into `inputs`). `device`: kind
+    (index into its DEVICE_KINDS), name, lane, device, stream (null if unknown), start_ns, dur_ns, correlation,
     external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
     allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
     awaited_correlation. With `has_several_ranks`, each has the `rank` in its arguments. An invalid time is

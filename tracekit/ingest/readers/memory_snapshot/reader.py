@@ -7,36 +7,19 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit import conventions
 from tracekit.conventions import object_storage
 from tracekit.conventions.gc_pause import gc_paused
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import remote
 from tracekit.ingest.readers.memory_snapshot.interning import EventColumns, FrameTable
 from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
-from tracekit.ingest.readers.reader import Reader
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
 
 OUT_OF_MEMORY = "oom"
 """The action of an event for a request that failed."""
 _COMMON_POOL = (0, 0)
-_PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 _MAX_ERROR_LENGTH = 200
-
-
-class MemorySnapshots(Reader):
-    """Recognizes memory snapshots; `read` of this module returns their tables."""
-
-    name = "CUDA memory snapshot (pickle)"
-    suffixes = (conventions.MEMORY_SNAPSHOT_SUFFIX, ".pickle")
-    contents = "segments, blocks, allocator history and call stacks (`tracekit memory`)"
-    has_traces = False
-    usage = "analyze it with: tracekit memory"
-
-    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
-        """Return whether the file is a pickle."""
-        return head.startswith(_PICKLES)
 
 
 def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:

@@ -23,7 +23,8 @@ class Events:
 
     `name` and `category` (the first of several) are places in `names` and `categories`, -1 for none. `packet` is the
     row of the event's packet. `fields` are those of the events, for arguments and flows. `void` counts events that
-    refer to what their sequence has not stated, or have no usable time.
+    refer to what their sequence has not stated, or have no usable time. `dur_ns` is that of a complete event of Chrome,
+    which is a slice by itself, else -1.
     """
 
     packets: Packets
@@ -31,6 +32,7 @@ class Events:
     kind: Ints
     track: Ints
     at_ns: Ints
+    dur_ns: Ints
     name: Ints
     category: Ints
     names: list[str]
@@ -54,12 +56,14 @@ def of_packets(packets: Packets) -> Events:
     categories, category = _texts(packets, fields, generation, interned[F.CATEGORIES], F.CATEGORY_IID, F.CATEGORY)
     stated = fields.column(F.TRACK, missing=-1)
     track = np.where(stated == -1, _default_tracks(packets)[generation], stated)
+    kind, dur_ns = _kinds(packets.data, fields)
     return Events(
         packets,
         rows,
-        fields.column(F.TYPE),
+        kind,
         track,
         packets.at_ns[rows],
+        dur_ns,
         name,
         category,
         names,
@@ -69,6 +73,22 @@ def of_packets(packets: Packets) -> Events:
         interned[F.TEXTS],
         int(np.count_nonzero(has_event) - len(rows)),
     )
+
+
+_PHASES = {"B": F.BEGIN, "E": F.END, "X": F.BEGIN, "i": F.INSTANT, "I": F.INSTANT}
+_MOST_DUR_US = 1 << 52
+
+
+def _kinds(data: bytes, fields: wire.Fields) -> tuple[Ints, Ints]:
+    """Return the types of events and the durations of complete ones; events of Chrome state a phase in place of it."""
+    legacy = wire.fields(data, *fields.spans(F.LEGACY))
+    phase, dur_us = legacy.column(F.PHASE), legacy.column(F.DURATION_US)
+    stated = fields.column(F.TYPE)
+    kind = stated.copy()
+    for letter, of in _PHASES.items():
+        kind[(stated == 0) & (phase == ord(letter))] = of
+    is_complete = (stated == 0) & (phase == ord("X")) & (dur_us >= 0) & (dur_us < _MOST_DUR_US)
+    return kind, np.where(is_complete, dur_us * 1000, _OPEN)
 
 
 def _texts(
@@ -115,9 +135,10 @@ class Slices:
 def slices(events: Events) -> Slices:
     """Return the slices of all tracks: an end ends the slice that began last on its track.
 
-    Events of a track are in order of time, at one time in order of the file.
+    Events of a track are in order of time, at one time in order of the file. A complete event is a slice by itself.
     """
-    rows = np.flatnonzero((events.kind == F.BEGIN) | (events.kind == F.END))
+    complete = np.flatnonzero(events.dur_ns != _OPEN)
+    rows = np.flatnonzero(((events.kind == F.BEGIN) | (events.kind == F.END)) & (events.dur_ns == _OPEN))
     rows = rows[np.lexsort((events.at_ns[rows], events.track[rows]))]
     begins = events.kind[rows] == F.BEGIN
     group = np.cumsum(np.diff(events.track[rows], prepend=0) != 0)
@@ -129,7 +150,12 @@ def slices(events: Events) -> Slices:
     first, second = order[:-1], order[1:]
     paired = begins[first] & ~begins[second] & (level[first] == level[second]) & (group[first] == group[second])
     begin, end = rows[first[paired]], rows[second[paired]]
-    return Slices(begin, events.at_ns[end] - events.at_ns[begin], int(begins.sum()) - len(begin), int(stray.sum()))
+    return Slices(
+        np.concatenate((begin, complete)),
+        np.concatenate((events.at_ns[end] - events.at_ns[begin], events.dur_ns[complete])),
+        int(begins.sum()) - len(begin),
+        int(stray.sum()),
+    )
 
 
 def _running_depth(group: Ints, begins: Flags) -> Ints:

@@ -17,7 +17,7 @@ from tracekit.ingest.readers.perfetto.wire import Ints
 from tracekit.model import schema
 from tracekit.model.trace import Trace
 
-_OPS = ("cpu_op", "annotation", "runtime", "python", "overhead")
+_OPS = ("cpu_op", "annotation", "runtime", "python", "overhead", "os_call")
 _ACTIVITIES = ("compute", "communication", "memcpy", "memset")
 _CHECKPOINT = "checkpoint"
 _ID = "id"

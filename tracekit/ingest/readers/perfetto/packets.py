@@ -6,7 +6,7 @@ See Perfetto's docs/design-docs/protozero and protos/perfetto/trace/trace_packet
 
 import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,8 +30,9 @@ class Packets:
     """Packets in file order, columns of shape (n,).
 
     `at_ns` is on the trace's main clock. `sequence` and `generation` identify what an event refers to: generations are
-    numbered through the file. `needs_state` flags packets that are void before their sequence was cleared. The spans
-    of events, interned data and track descriptors are of `data`; begin and end are equal where a packet has none.
+    numbered through the file. `needs_state` flags packets that are void before their sequence was cleared. The spans of
+    events, interned data, track descriptors and bundles of Chrome's events are of `data`; begin and end are equal where
+    a packet has none.
     """
 
     data: bytes
@@ -46,6 +47,7 @@ class Packets:
     interned: tuple[Ints, Ints]
     descriptor: tuple[Ints, Ints]
     defaults: tuple[Ints, Ints]
+    chrome: tuple[Ints, Ints]
     damaged: int
     read_bytes: int
     total_bytes: int
@@ -62,7 +64,7 @@ class Packets:
         return replace(self, **{name: getattr(self, name)[rows] for name in columns}, **spans)  # type: ignore[arg-type]
 
 
-_SPANS = ("event", "interned", "descriptor", "defaults")
+_SPANS = ("event", "interned", "descriptor", "defaults", "chrome")
 
 
 def is_perfetto(head: bytes) -> bool:
@@ -95,9 +97,9 @@ def read(path: str, part: tuple[int, int] | None = None) -> Packets:
     if not len(starts):
         raise BadTraceError(f"{path}: no packet of this Perfetto trace can be read; record it again")
     column = _columns(data, starts, ends)
-    was_packed = bool(column["packed_end"].any())
+    was_packed = bool(column["packed_end"].any() or column["zstd_end"].any())
     if was_packed:
-        data, starts, ends = _unpacked(data, starts, ends, column["packed"], column["packed_end"])
+        data, starts, ends = _unpacked(data, starts, ends, column)
         column = _columns(data, starts, ends)
     generation, void = _generations(column["sequence"], column["flags"], column["cleared"])
     at_ns = clocks.on_main_clock(
@@ -122,6 +124,7 @@ def read(path: str, part: tuple[int, int] | None = None) -> Packets:
         interned=(column["interned"], column["interned_end"]),
         descriptor=(column["descriptor"], column["descriptor_end"]),
         defaults=(column["defaults"], column["defaults_end"]),
+        chrome=(column["chrome"], column["chrome_end"]),
         damaged=int(column["damaged"].sum()),
         read_bytes=intact,
         total_bytes=total,
@@ -146,21 +149,35 @@ def _content(path: str, part: tuple[int, int] | None) -> tuple[bytes, str | None
     return b"".join((*contents, bytes(PADDING))), blocks.broken
 
 
-def _unpacked(data: bytes, starts: Ints, ends: Ints, packed: Ints, packed_ends: Ints) -> tuple[bytes, Ints, Ints]:
-    """Return the packets with those that were compressed in a packet (zlib), in its place."""
+def _unpacked(data: bytes, starts: Ints, ends: Ints, column: Mapping[str, Ints]) -> tuple[bytes, Ints, Ints]:
+    """Return the packets with those that were compressed in a packet (zlib or zstd), in its place."""
     parts, total = [], 0
-    rows = zip(starts.tolist(), ends.tolist(), packed.tolist(), packed_ends.tolist(), strict=True)
-    for start, end, begin, past in rows:
+    spans = (starts, ends, *(column[name] for name in ("packed", "packed_end", "zstd", "zstd_end")))
+    for start, end, begin, past, zstd_begin, zstd_past in zip(*(of.tolist() for of in spans), strict=True):
+        limit = max(MAX_BYTES - total, 1)
         try:
-            piece = zlib.decompressobj().decompress(data[begin:past], max(MAX_BYTES - total, 1)) if past else b""
-        except zlib.error:
+            if past:
+                piece = zlib.decompressobj().decompress(data[begin:past], limit)
+            elif zstd_past:
+                piece = _unzstd(data[zstd_begin:zstd_past], limit)
+            else:
+                piece = _with_length(data[start:end])
+        except (zlib.error, OSError):
             continue
-        parts.append(piece if past else _with_length(data[start:end]))
-        total += len(parts[-1])
+        parts.append(piece)
+        total += len(piece)
         if total > MAX_BYTES:
             break
     joined = b"".join((*parts, bytes(PADDING)))
     return joined, *wire.split(joined, F.PACKET, len(joined) - PADDING)[:2]
+
+
+def _unzstd(packed: bytes, limit: int) -> bytes:
+    """Return at most `limit` decompressed bytes. Raises OSError if they are damaged."""
+    import pyarrow as pa  # slow to import, and few traces are zstd
+
+    with pa.CompressedInputStream(pa.BufferReader(packed), "zstd") as stream:
+        return bytes(stream.read(limit))
 
 
 def _with_length(packet: bytes) -> bytes:
@@ -189,7 +206,8 @@ def _chunk(data: bytes, starts: Ints, ends: Ints) -> dict[str, Ints]:
     }
     spans = {
         "event": F.TRACK_EVENT, "interned": F.INTERNED, "descriptor": F.DESCRIPTOR, "defaults": F.DEFAULTS,
-        "snapshot": F.CLOCK_SNAPSHOT, "packed": F.COMPRESSED,
+        "snapshot": F.CLOCK_SNAPSHOT, "packed": F.COMPRESSED, "zstd": F.ZSTD_COMPRESSED,
+        "chrome": F.CHROME_EVENTS,
     }  # fmt: skip
     for name, number in spans.items():
         columns[name], columns[f"{name}_end"] = fields.spans(number)

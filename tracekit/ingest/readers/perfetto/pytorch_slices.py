@@ -11,10 +11,10 @@ import polars as pl
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.errors import BadTraceError
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto import columns, stream
+from tracekit.ingest.readers.kineto import columns, event_categories, stream
 from tracekit.ingest.readers.kineto import events as kineto_events
 from tracekit.ingest.readers.kineto import reader as kineto
-from tracekit.ingest.readers.perfetto import data_quality, wire
+from tracekit.ingest.readers.perfetto import chrome_events, counters, data_quality, wire
 from tracekit.ingest.readers.perfetto import events as event_columns
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
 from tracekit.ingest.readers.perfetto.tracks import Tracks
@@ -37,6 +37,8 @@ def traces(path: str, events: Events) -> Sequence[TraceInfo]:
     Raises BadTraceError if no slice has a category of PyTorch's profiler.
     """
     known = _known(events) & (events.kind == F.BEGIN)
+    if not known.any() and (bundled := _bundled(events)):
+        return [TraceInfo(start_ns=min(int(event["ts"]) for event in bundled) * 1000)]
     if not known.any() or set(events.categories) >= _EARLIER_EXPORT:
         raise BadTraceError(f"{path}: {_what_it_is(events)}")
     tracks = Tracks(events.packets)
@@ -51,10 +53,11 @@ def traces(path: str, events: Events) -> Sequence[TraceInfo]:
 def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int) -> Trace:
     """Return the trace of a file, or that of one rank of several."""
     tracks = Tracks(events.packets)
-    chosen = _known(events)
+    own = np.ones(len(events.kind), np.bool_)
     if info.shares_file:
         uuids, place = np.unique(events.track, return_inverse=True)
-        chosen &= np.array([tracks[uuid].rank == info.rank for uuid in uuids.tolist()], np.bool_)[place]
+        own = np.array([tracks[uuid].rank == info.rank for uuid in uuids.tolist()], np.bool_)[place]
+    chosen = own & _known(events)
     slices = event_columns.slices(events)
     of_chosen = chosen[slices.event]
     rows = replace(slices, event=slices.event[of_chosen], dur_ns=slices.dur_ns[of_chosen])
@@ -64,15 +67,25 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
     builder = columns.ColumnBuilder(has_several_ranks=False)
     for batch in made.batches(rows, moments):
         builder.add(batch)
+    bundled = [] if info.shares_file else _bundled(events)
+    for first in range(0, len(bundled), _BATCH):
+        part = bundled[first : first + _BATCH]
+        builder.add([kineto_events.from_object(e | {"ts": e["ts"] - base_ns / 1000}) for e in part])
     builder.finish()
     header = {"baseTimeNanoseconds": base_ns}
     issues = pl.DataFrame(list(data_quality.of_file(events, slices)), schema.DATA_QUALITY.schema, orient="row")
-    return kineto.build_trace(stream.of_columns(builder, header), path, rank=rank, window=window, further=issues)
+    built = kineto.build_trace(stream.of_columns(builder, header), path, rank=rank, window=window, further=issues)
+    return built.replaced(counters=counters.table(events, tracks, own))
 
 
 def _known(events: Events) -> Flags:
-    known = [i for i, category in enumerate(events.categories) if columns.is_known_category(category)]
+    known = [i for i, category in enumerate(events.categories) if event_categories.is_known(category)]
     return np.isin(events.category, known)
+
+
+def _bundled(events: Events) -> list[dict[str, Any]]:
+    """Return the events of Chrome in bundles that have a category of PyTorch's profiler."""
+    return [event for event in chrome_events.read(events.packets) if event_categories.is_known(event["cat"])]
 
 
 def _what_it_is(events: Events) -> str:

@@ -2,53 +2,40 @@
 
 from collections.abc import Sequence
 
-from tracekit.conventions import perfetto as conventions
 from tracekit.errors import BadTraceError
 from tracekit.ingest.readers.kineto import header as kineto_header
 from tracekit.ingest.readers.perfetto import events, exported, packets, pytorch_slices
 from tracekit.ingest.readers.perfetto.exported import TraceFacts
-from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.model import environment
 from tracekit.model.trace import Trace
 
 
-class PerfettoTraces(Reader):
-    """Reads Perfetto's protobuf files, plain, gzip or zstd."""
+def traces(path: str) -> Sequence[TraceInfo]:
+    """Return the traces of a file: those of an export with their ranks, else one for each rank."""
+    found = events.of_packets(packets.read(path))
+    if not exported.is_export(found):
+        return pytorch_slices.traces(path, found)
+    traces, run = exported.facts(found)
+    infos = [_info(stated, shares_file=len(traces) > 1) for stated in traces]
+    if not infos:
+        raise BadTraceError(f"{path}: this Perfetto trace is damaged: no rank of the export can be read")
+    first = infos[0]
+    return [TraceInfo(**{**vars(first), "manifest": run.manifest or None, "run_issues": run.issues}), *infos[1:]]
 
-    name = "Perfetto trace"
-    suffixes = tuple(f"{name}{packed}" for name in conventions.SUFFIXES for packed in ("", ".gz", ".zst"))
-    contents = "exports of tracekit: all tables of all ranks; others: slices in categories of PyTorch's profiler"
 
-    def sniff(self, head: bytes, name: str) -> bool:
-        """Return whether a file begins with Perfetto's packets, or has its name and may."""
-        return packets.is_perfetto(head) or (name.lower().endswith(self.suffixes) and head[:1] == b"\x0a")
-
-    def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:  # noqa: ARG002
-        """Return the traces of a file: those of an export with their ranks, else one for each rank."""
-        if not is_complete:
-            return [TraceInfo()]  # which ranks there are is known at its end
-        found = events.of_packets(packets.read(path))
-        if not exported.is_export(found):
-            return pytorch_slices.traces(path, found)
-        traces, run = exported.facts(found)
-        infos = [_info(stated, shares_file=len(traces) > 1) for stated in traces]
-        if not infos:
-            raise BadTraceError(f"{path}: this Perfetto trace is damaged: no rank of the export can be read")
-        first = infos[0]
-        return [TraceInfo(**{**vars(first), "manifest": run.manifest or None, "run_issues": run.issues}), *infos[1:]]
-
-    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
-        """Return the trace of a file, or of one rank of it."""
-        found = events.of_packets(packets.read(path, info.part))
-        if not exported.is_export(found):
-            return pytorch_slices.trace(path, found, info, rank=rank, window=window)
-        stated = next((s for s in exported.facts(found)[0] if (s.rank, s.window) == (info.rank, info.window)), None)
-        if stated is None:
-            raise BadTraceError(f"{path}: rank {rank} is no longer in this file; load it again")
-        of_trace = found.packets.of_sequence(stated.sequence)
-        if len(of_trace.begin) < len(found.packets.begin):
-            found = events.of_packets(of_trace)
-        return exported.trace(found, stated, path, rank=rank, window=window)
+def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
+    """Return the trace of a file, or of one rank of it."""
+    found = events.of_packets(packets.read(path, info.part))
+    if not exported.is_export(found):
+        return pytorch_slices.trace(path, found, info, rank=rank, window=window)
+    stated = next((s for s in exported.facts(found)[0] if (s.rank, s.window) == (info.rank, info.window)), None)
+    if stated is None:
+        raise BadTraceError(f"{path}: rank {rank} is no longer in this file; load it again")
+    of_trace = found.packets.of_sequence(stated.sequence)
+    if len(of_trace.begin) < len(found.packets.begin):
+        found = events.of_packets(of_trace)
+    return exported.trace(found, stated, path, rank=rank, window=window)
 
 
 def _info(stated: TraceFacts, *, shares_file: bool) -> TraceInfo:

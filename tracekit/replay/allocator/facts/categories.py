@@ -11,6 +11,7 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.sweep_line import Flags, Ints
+from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.playback.recorded_history import ALLOC, REQUEST
 
@@ -49,6 +50,17 @@ _EVIDENCE = {
     WORKSPACE: "scratch memory that cuBLAS or cuDNN caches",
     UNKNOWN: "no call stack, one that shows no part of a step, or a forward pass without a backward pass after it",
 }
+
+
+def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return what the memory allocated at the peak of the history is for, as `by_category`."""
+    peak = int(snapshot_facts.allocated_over_time(history, played).argmax()) - 1
+    return by_category(snapshot, history, played, peak)
+
+
+def are_known(table: pl.DataFrame) -> bool:
+    """Return whether a table of `by_category` says what any memory is for."""
+    return bool((table["category"] != UNKNOWN).any())
 
 
 def by_category(snapshot: MemorySnapshot, history: History, played: ReplayResult, event: int) -> pl.DataFrame:

@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import polars as pl
 
 from tracekit.analysis.memory import allocations
+from tracekit.analysis.time import trace_columns
 from tracekit.errors import InputError
-from tracekit.model import schema
+from tracekit.model import columns, schema
+from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
 from tracekit.replay.allocator import BlockState, SegmentState, playback
 from tracekit.replay.allocator.playback import History
@@ -92,23 +95,22 @@ def _of_units(trace: Trace) -> pl.DataFrame:
 
 
 def _spans(trace: Trace) -> pl.DataFrame:
-    """Return the span instance of each op: its outermost enclosing slice in the same span."""
-    ops = trace.ops.select("id", "parent_id", "unit", "span")
-    found = trace.allocations.select("op_id", id="op_id").drop_nulls().unique().join(ops, on="id")
-    above = ops.rename({"id": "parent_id", "parent_id": "further", "unit": "above_unit", "span": "above_span"})
-    while True:
-        up = found.join(above, on="parent_id", how="left")
-        inside = (pl.col("above_span") == pl.col("span")) & pl.col("above_unit").eq_missing(pl.col("unit"))
-        up = up.with_columns(climbs=inside.fill_null(value=False))
-        if not up["climbs"].any():
-            return found.select("op_id", span_id="id")
-        found = up.select(
-            "op_id",
-            pl.when("climbs").then("parent_id").otherwise("id").alias("id"),
-            pl.when("climbs").then("further").alias("parent_id"),
-            "unit",
-            "span",
-        )
+    """Return the span instance of each op that allocates, its outermost enclosing slice in the same span.
+
+    Columns op_id, span_id.
+    """
+    ids, above = trace.ops["id"].to_numpy(), trace_columns.parent_rows(trace)
+    unit, span = trace.ops["unit"], trace.ops["span"]
+    first = columns.rows_of(ids, distinct(trace.allocations["op_id"].drop_nulls().to_numpy()))
+    first = first[first >= 0]
+    row, climbing = first.copy(), np.arange(len(first))
+    while len(climbing):
+        climbing = climbing[above[row[climbing]] >= 0]
+        own, up = row[climbing], above[row[climbing]]
+        inside = columns.flags(span[up] == span[own]) & columns.flags(unit[up].eq_missing(unit[own]))
+        climbing = climbing[inside]
+        row[climbing] = up[inside]
+    return pl.DataFrame({"op_id": ids[first], "span_id": ids[row]})
 
 
 def _peak_allocated(found: pl.DataFrame, key: list[str]) -> pl.DataFrame:

@@ -15,10 +15,10 @@ from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.replay.allocator import SegmentState, Settings, playback
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator.facts import snapshot_facts, step_growth
 from tracekit.replay.allocator.playback import History, ReplayResult
-from tracekit.replay.allocator.playback.recorded_history import is_replayed
-from tracekit.replay.allocator.settings import SMALL_BYTES
+from tracekit.replay.allocator.playback.recorded_history import SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
+from tracekit.replay.allocator.settings import SMALL_BYTES, segment_bytes
 
 CANDIDATES = (
     "expandable_segments:True",
@@ -43,8 +43,12 @@ class OutOfMemoryEvent:
     """Requests of this device that failed in the history, this one included."""
     requested_bytes: int
     """After rounding."""
+    segment_bytes: int
+    """What torch tried to allocate of the device for it, as its error says."""
     free_bytes: int | None
     """Free memory of the device, as the driver states it: other processes use what is missing to its size."""
+    peak_reserved_bytes: int | None
+    """The most that was reserved until then: the process may reserve at least that much."""
     reserved_bytes: int | None
     allocated_bytes: int | None
     largest_free_block_bytes: int | None
@@ -56,8 +60,10 @@ class OutOfMemoryEvent:
     free_blocks: pl.DataFrame
     """Free memory at that time, columns FREE_COLUMNS."""
     tried: pl.DataFrame
-    """Whether the request would have been served under other settings, columns TRIED_COLUMNS; only if the memory is
-    fragmented: no setting serves a request for more than what is free."""
+    """Whether the request would have been served under other settings, columns TRIED_COLUMNS; only if enough was free
+    in smaller blocks, or a limit of the process refused the request."""
+    growth: pl.DataFrame
+    """Memory that each step requested and nobody freed, columns `step_growth.COLUMNS`."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -68,10 +74,22 @@ class OutOfMemoryEvent:
         return self.reserved_bytes - self.allocated_bytes
 
     @property
+    def is_process_limit(self) -> bool:
+        """Return whether a limit of the process refused the request: the device had enough free memory for it."""
+        return self.free_bytes is not None and self.free_bytes >= self.segment_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Return what the process could still reserve: of a process with a limit, what it had reserved before."""
+        if not self.is_process_limit:
+            return self.free_bytes or 0
+        return max((self.peak_reserved_bytes or 0) - (self.reserved_bytes or 0), 0)
+
+    @property
     def is_fragmentation(self) -> bool:
         """Return whether enough memory was free, in smaller pieces."""
-        free_bytes = (self.free_bytes or 0) + (self.reserved_unallocated_bytes or 0)
-        return self.reserved_unallocated_bytes is not None and free_bytes >= self.requested_bytes
+        unallocated_bytes = self.reserved_unallocated_bytes
+        return unallocated_bytes is not None and self.room_bytes + unallocated_bytes >= self.requested_bytes
 
 
 def of_snapshot(
@@ -98,6 +116,8 @@ def of_snapshot(
         at_ns=last["at_ns"],
         count=failed.height,
         requested_bytes=last["bytes"],
+        segment_bytes=segment_bytes(last["bytes"]),
+        peak_reserved_bytes=_peak_reserved(events, last["index"], history) if segments else None,
         free_bytes=last["free_bytes"],
         reserved_bytes=_reserved(segments) if segments else None,
         allocated_bytes=_allocated(segments) if segments else None,
@@ -107,12 +127,24 @@ def of_snapshot(
         allocated_by=_owners(snapshot, at_failure, played),
         free_blocks=free,
         tried=schema.empty(TRIED_COLUMNS),
+        growth=schema.empty(step_growth.COLUMNS),
         notes=(note,) if note else (),
     )
-    if played is None or not oom.is_fragmentation:
+    if played is None:
         return oom
-    tried, replay_note = _tried(at_failure, last, _reserved(segments), candidates)
+    oom = replace(oom, growth=step_growth.of_snapshot(snapshot, at_failure, played))
+    if not oom.is_fragmentation and not oom.is_process_limit:
+        return oom
+    tried, replay_note = _tried(at_failure, oom, last["stream"] or 0, candidates)
     return replace(oom, tried=tried, notes=(replay_note,) if replay_note else ())
+
+
+def _peak_reserved(events: pl.DataFrame, last: int, history: History) -> int:
+    """Return the most that was reserved before an event."""
+    grows, shrinks = pl.col("action").is_in(SEGMENT_ALLOCATIONS), pl.col("action").is_in(SEGMENT_FREES)
+    change = pl.when(grows).then("bytes").when(shrinks).then(-pl.col("bytes")).otherwise(0).cum_sum()
+    grown_bytes = events.filter(pl.col("index") < last).select(change.max()).item()
+    return _reserved(history.start) + max(grown_bytes or 0, 0)
 
 
 def _state(history: History) -> tuple[ReplayResult | None, str]:
@@ -139,17 +171,18 @@ def _owners(snapshot: MemorySnapshot, history: History, played: ReplayResult | N
     return snapshot_facts.after_event(snapshot, history, played, len(history.action) - 1)
 
 
-def _tried(
-    history: History, failed: dict[str, int], reserved_bytes: int, candidates: Sequence[str]
-) -> tuple[pl.DataFrame, str]:
-    """Return which settings would have served the request, replayed from the same start on the same device."""
+def _tried(history: History, oom: OutOfMemoryEvent, stream: int, candidates: Sequence[str]) -> tuple[pl.DataFrame, str]:
+    """Return which settings would have served the request, replayed from the same start in the same memory.
+
+    A process with a limit gets what it had reserved at its peak: then all recorded requests are served, as they were.
+    """
     nothing = schema.empty(TRIED_COLUMNS)
-    if failed["free_bytes"] is None:
+    if oom.free_bytes is None or oom.reserved_bytes is None:
         return nothing, ""
     if len(history.action) > MAX_REPLAYED_EVENTS:
         return nothing, f"No other settings were tried: the history has more than {MAX_REPLAYED_EVENTS:,} events."
-    extended = history.with_request(failed["bytes"], failed["stream"] or 0)
-    capacity_bytes = reserved_bytes + failed["free_bytes"]
+    extended = history.with_request(oom.requested_bytes, stream)
+    capacity_bytes = oom.reserved_bytes + oom.room_bytes
 
     def served(settings: Settings) -> tuple[bool, int]:
         played = playback.predict(extended, settings, capacity_bytes=capacity_bytes)

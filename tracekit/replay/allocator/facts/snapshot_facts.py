@@ -24,11 +24,15 @@ MAP_COLUMNS = {
     "segment_address": pl.Int64, "segment_bytes": pl.Int64, "address": pl.Int64, "bytes": pl.Int64, "state": pl.String,
     "op": pl.String,
 }  # fmt: skip
+_MOST_LETTERS = 80
 _STEP = r"ProfilerStep#(\d+)"
 _OP = r"at::_ops::(\w+)::"
 # Of torch's own Python files, and of the interpreter's: nobody asks for memory there.
 _TORCH = r"/torch/|<frozen|<string>"
 _NOT_THE_USERS = rf"site-packages|dist-packages|{_TORCH}"
+_RECORDER = r"unwind|CapturedTraceback|gather_with_cpp|CachingAllocator"
+_ENGINE = r"^torch::autograd::Engine::"
+_NODE = r"(\w*Backward\w*)::apply\("
 
 
 def fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
@@ -69,7 +73,7 @@ def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) ->
 def after_event(snapshot: MemorySnapshot, history: History, played: ReplayResult, event: int) -> pl.DataFrame:
     """Return the owners of memory after an event of the history (-1: at its start), as `at_peak` those at the peak."""
     allocated = allocated_over_time(history, played)
-    blocks = _alive(history, played, event)
+    blocks = alive(history, played, event).drop("event")
     stacks = snapshot.blocks.filter(pl.col("device") == history.device).select("address", last="stack")
     described = blocks.join(stacks, on="address", how="left").with_columns(
         stack=pl.when("earlier").then("last").otherwise("stack")
@@ -128,10 +132,11 @@ def owners(snapshot: MemorySnapshot) -> pl.DataFrame:
 
 
 def places(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """Return the operator and the place in code of each stack: columns stack, operator (null if none), place.
+    """Return the operator and the place in code of each stack: columns stack, operator, caller (null if none), place.
 
-    The place is the innermost frame in the user's own Python code; where there is none, in that of a framework in
-    site-packages, then in torch; else the innermost known function.
+    The operator is the innermost one, which allocated, the caller the outermost one. The place is the innermost frame
+    in the user's own Python code; where there is none, in that of a framework in site-packages, then in torch; of
+    torch's threads for the backward pass, that pass and the node of the graph; else the innermost C++ function.
     """
     frames = snapshot.stacks.join(snapshot.frames, on="frame").sort("stack", "depth")
     python = pl.col("file").str.ends_with(".py")
@@ -143,14 +148,43 @@ def places(snapshot: MemorySnapshot) -> pl.DataFrame:
             place.filter(own).first(),
             place.filter(of_framework).first(),
             place.filter(python).first(),
-            pl.col("name")
-            .filter(~pl.col("name").str.contains("unwind|CapturedTraceback|gather_with_cpp|CachingAllocator"))
-            .first(),
         ),
+        function=pl.col("name").filter(~pl.col("name").str.contains(_RECORDER)).first(),
+        node=pl.col("name").str.extract(_NODE).drop_nulls().first(),
+        is_backward=pl.col("name").str.contains(_ENGINE).any(),
+        # Stacks have the innermost frame first, so the first op is the one that allocated.
         op=pl.col("name").str.extract(_OP).drop_nulls().first(),
+        outermost=pl.col("name").str.extract(_OP).drop_nulls().last(),
     )
-    # Stacks have the innermost frame first, so the first op is the one that allocated.
-    return of_stack.select("stack", "place", operator=pl.format("aten::{}", "op"))
+    functions = of_stack.filter(pl.col("place").is_null())["function"].drop_nulls().unique().to_list()
+    names = pl.col("function").replace_strict(functions, [function_name(text) for text in functions], default=None)
+    node = pl.when(pl.col("node").is_not_null()).then(pl.format(" ({})", "node")).otherwise(pl.lit(""))
+    backward = pl.when("is_backward").then(pl.format("the backward pass{}", node))
+    return of_stack.select(
+        "stack",
+        place=pl.coalesce("place", backward, names),
+        operator=pl.format("aten::{}", "op"),
+        caller=pl.format("aten::{}", "outermost"),
+    )
+
+
+def function_name(signature: str) -> str:
+    """Return the name of a C++ function without types, arguments and templates.
+
+    >>> function_name("void at::native::gpu_reduce_kernel<float, func<float (float)>, 4>(at::TensorIterator&, long)")
+    'at::native::gpu_reduce_kernel'
+    >>> function_name("at::(anonymous namespace)::wrapper_CUDA_mm(at::Tensor const&) [clone .isra.0]")
+    'at::wrapper_CUDA_mm'
+    """
+    depth, letters = 0, []
+    for letter in signature.replace("(anonymous namespace)::", ""):
+        if letter == "(" and not depth:
+            break
+        depth += (letter == "<") - (letter == ">")
+        if not depth and letter != ">":
+            letters.append(letter)
+    name = "".join(letters).strip().rpartition(" ")[2]
+    return name or signature[:_MOST_LETTERS]
 
 
 def over_time(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
@@ -218,18 +252,31 @@ def lifetimes(snapshot: MemorySnapshot, history: History, played: ReplayResult) 
     return usage.lifetime_histogram(blocks(snapshot, history, played))
 
 
-def _alive(history: History, played: ReplayResult, peak: int) -> pl.DataFrame:
-    """Return the blocks allocated after event `peak`: columns address, bytes, stack, earlier (than the history)."""
+def alive(history: History, played: ReplayResult, peak: int) -> pl.DataFrame:
+    """Return the blocks allocated after event `peak`.
+
+    Columns address, bytes, stack, earlier (than the history), event (that allocated it; null for an earlier one).
+    """
     events = pl.DataFrame(
         {"address": history.address, "moved": played.moved_bytes, "code": history.action, "stack": history.stack}
     ).with_row_index("event")
     earlier = pl.DataFrame(_allocated_at_start(history), schema={"address": pl.Int64, "bytes": pl.Int64}, orient="row")
     moves = events.filter(pl.col("code").is_in([ALLOC, REQUEST]), pl.col("event") <= peak, pl.col("moved") != 0)
     last = moves.group_by("address").agg(pl.all().sort_by("event").last())
-    alive = last.filter(pl.col("code") == ALLOC)
-    from_history = alive.select("address", pl.col("moved").alias("bytes"), "stack", earlier=pl.lit(value=False))
+    allocated = last.filter(pl.col("code") == ALLOC)
+    from_history = allocated.select(
+        "address",
+        pl.col("moved").alias("bytes"),
+        "stack",
+        earlier=pl.lit(value=False),
+        event=pl.col("event").cast(pl.Int64),
+    )
     untouched = earlier.join(last, on="address", how="anti").select(
-        "address", "bytes", pl.lit(-1, pl.Int64).alias("stack"), earlier=pl.lit(value=True)
+        "address",
+        "bytes",
+        pl.lit(-1, pl.Int64).alias("stack"),
+        earlier=pl.lit(value=True),
+        event=pl.lit(None, pl.Int64),
     )
     return pl.concat([from_history, untouched])
 

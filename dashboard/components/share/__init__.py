@@ -1,0 +1,1 @@
+"""The control that downloads a page as one HTML file."""

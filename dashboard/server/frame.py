@@ -1,0 +1,198 @@
+"""The dashboard's frame: the runs it was opened on, the choice of one, the navigation.
+
+Streamlit runs this file for each answer (`dashboard.server.app`).
+"""
+
+import difflib
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import streamlit as st
+from streamlit.navigation.page import StreamlitPage
+from streamlit.runtime.scriptrunner import get_script_run_ctx
+
+from dashboard import crashes, downloads, run_catalog, run_store, uploads, url_state, widgets
+from dashboard.pages import DEFAULT, all_pages
+from dashboard.pages.page import ALL_RUNS, ONE_RUN, TOOLS, Needs, Page, Selection
+from dashboard.run_catalog import Catalog
+from dashboard.run_entry import RunEntry
+from tracekit.errors import TracekitError
+from tracekit.model import escaping
+
+# A local file: Streamlit would fetch icons given by name from a network.
+ICON, _SCRIPT = (Path(__file__).with_name(name) for name in ("icon.svg", "page.js"))
+
+# How often a page checks for changes: while a run is being recorded, and otherwise.
+LIVE_REFRESH_S, REFRESH_S = 3.0, 10.0
+_UPLOADED = "uploaded_stamp"
+MAX_NAME = 120
+
+
+def main() -> None:
+    """Show the chosen page for the chosen run."""
+    st.set_page_config(page_title="tracekit", page_icon=str(ICON), layout="wide")
+    st.logo(str(ICON), size="large")
+    arguments = tuple(sys.argv[1:])
+    catalog = _catalog(tuple(word for word in arguments if not word.startswith("--")))
+    entries = catalog.listing().entries
+    history = run_catalog.history_file(arguments)
+    if not entries:
+        st.title("tracekit")
+        st.info("No run was given. Open the dashboard on a run, or on a folder of runs:")
+        st.code("tracekit dashboard runs/", language=None)
+        return
+    listed = {page.address: page for page in all_pages() if page.needs is not Needs.HISTORY or history is not None}
+    # A page shows the selection that is made below: the sidebar's widgets must know the page that they are on.
+    links = {
+        address: st.Page(
+            lambda page=page: page.open(selection),
+            title=page.title,
+            url_path="root" if page is DEFAULT else address,
+            default=page is DEFAULT,
+        )
+        for address, page in listed.items()
+    }
+    shown = _navigate(listed, links)
+    page = next(page for address, page in listed.items() if links[address] == shown)
+    is_bare = widgets.RUN not in st.query_params and widgets.RUN not in st.session_state
+    if is_bare and page is DEFAULT and len(entries) > 1:
+        st.switch_page(links["runs"])  # nobody named the run to open
+    st.session_state[url_state.PAGE] = shown.url_path
+    requested = st.query_params.get(widgets.RUN, "")
+    uploaded_before = st.session_state.get(_UPLOADED)
+    chosen = _choose_runs(entries)
+    selection = Selection(catalog, chosen, history)
+    unknown = _unknown_run(requested, chosen[0], entries)
+    if chosen[0].is_private and st.session_state[_UPLOADED] != uploaded_before and page.needs is Needs.CATALOG:
+        widgets.go_to(DEFAULT.address)
+    is_of_run = page.needs in (Needs.ENTRY, Needs.SELECTION, Needs.RUN, Needs.WORK)
+    names = [page.title, *([chosen[0].name] if is_of_run else []), "tracekit"]
+    st.set_page_config(page_title=" · ".join(escaping.inert(name, MAX_NAME) for name in names))
+    downloads.name_files_by(chosen[0].name if is_of_run else "")
+    with st.sidebar:
+        _refresh_page(page, shown, entries, selection)
+        st.html(f"<script>{_SCRIPT.read_text(encoding='utf-8')}</script>", unsafe_allow_javascript=True)
+    if unknown and page.needs not in (Needs.CATALOG, Needs.HISTORY):
+        _say_unknown(unknown, entries)
+        return
+    try:
+        shown.run()
+    except TracekitError as error:
+        _explain(error, selection)
+    except Exception as error:  # noqa: BLE001 whatever a page raises, such as one of a plug-in
+        what = f"the page {page.title}"
+        crashes.show(crashes.describe(what, error, page.show.__module__), "The other pages work.")
+
+
+def _navigate(pages: dict[str, Page], links: dict[str, StreamlitPage]) -> StreamlitPage:
+    """Show the navigation and return the page that was chosen."""
+    st.session_state[widgets.PAGES] = links
+    sections = {
+        title: [links[address] for address, page in pages.items() if page.section == title]
+        for title in (ALL_RUNS, ONE_RUN, TOOLS)
+    }
+    # The default page has no address but the root; a link may name it all the same.
+    alias = st.Page(lambda: None, title=DEFAULT.title, url_path=DEFAULT.address, visibility="hidden")
+    sections[ALL_RUNS].append(alias)
+    shown = st.navigation(sections, expanded=True)
+    if shown == alias:
+        url_state.open_address(links[DEFAULT.address], url_state.parameters())
+    return shown
+
+
+def _unknown_run(requested: str, shown: RunEntry, entries: Sequence[RunEntry]) -> str:
+    """Return the run that the address named and that is not listed, until somebody chooses one; '' where there is none.
+
+    The address then has the run that the sidebar shows.
+    """
+    is_listed = requested.startswith(uploads.NAME_BEGINS) or any(requested == entry.name for entry in entries)
+    if requested and not is_listed:
+        st.session_state[widgets.UNKNOWN_RUN] = (requested, shown.name)
+    name, shown_then = st.session_state.get(widgets.UNKNOWN_RUN, ("", ""))
+    if shown.name != shown_then:
+        st.session_state.pop(widgets.UNKNOWN_RUN, None)
+        return ""
+    return str(name)
+
+
+def _say_unknown(name: str, entries: Sequence[RunEntry]) -> None:
+    """Say that no run has the name that the address had, and offer those with similar names."""
+    widgets.problem(f"There is no run named {escaping.inert(name, MAX_NAME)} here; it may have been moved or renamed.")
+    names = [entry.name for entry in entries]
+    with st.container(horizontal=True):
+        for similar in difflib.get_close_matches(name, names, n=4, cutoff=0.5) or names[:1]:
+            if st.button(f"Open {widgets.plain(similar)}", key=f"open-{similar}"):
+                widgets.go_to(DEFAULT.address, run=similar)
+        if st.button("List all runs"):
+            widgets.go_to("runs")
+
+
+def _explain(error: TracekitError, selection: Selection) -> None:
+    """Show an error that a page raised, such as files that changed meanwhile, and a button to read them again."""
+    entry = selection.runs[0]
+    widgets.problem(f"{entry.name}: {error}")
+    if st.button("Read again", key="read_after_error"):
+        run_store.read_again(entry)
+        selection.catalog.forget()
+        st.rerun()
+
+
+def _refresh_page(page: Page, shown: StreamlitPage, entries: Sequence[RunEntry], selection: Selection) -> None:
+    catalog, entry = selection.catalog, selection.runs[0]
+    if page.needs is Needs.CATALOG:
+        is_live = any(listed.is_live for listed in entries)
+        _refresh(shown, lambda: catalog.listing().entries != entries, LIVE_REFRESH_S if is_live else REFRESH_S)
+    elif page.follows_recording:
+        is_live = entry.is_live or bool(entry.problem)
+        _refresh(shown, lambda: _has_changed(entry, catalog), LIVE_REFRESH_S if is_live else REFRESH_S)
+    else:
+        _refresh(shown)
+
+
+def _has_changed(seen: RunEntry, catalog: Catalog) -> bool:
+    """Return whether a run has other traces than when it was seen, can be opened now, or is no longer recorded."""
+    state = operator.attrgetter("traces_stamp", "problem", "is_live")
+    return any(state(entry) != state(seen) for entry in catalog.listing().entries if entry.path == seen.path)
+
+
+def _refresh(shown: StreamlitPage, is_old: Callable[[], bool] = lambda: False, every_s: float | None = None) -> None:
+    """Rerun the page when it is out of date, which is checked every so many seconds.
+
+    Needed on every page: a browser that has just opened another page may still ask once for the previous one. That
+    request must be answered, with the page that the person opened.
+    """
+    page_hash = get_script_run_ctx().page_script_hash
+    is_first_call = True
+
+    def tick() -> None:
+        nonlocal is_first_call
+        if is_first_call:  # it belongs to the page itself
+            is_first_call = False
+        elif get_script_run_ctx().page_script_hash != page_hash:
+            st.switch_page(shown, query_params=url_state.parameters())
+        elif is_old():
+            st.rerun(scope="app")
+
+    st.fragment(tick, run_every=every_s)()
+
+
+def _choose_runs(entries: tuple[RunEntry, ...]) -> tuple[RunEntry, ...]:
+    with st.sidebar:
+        choice = st.container()
+        uploaded = uploads.choose()
+        if uploaded and st.session_state.get(_UPLOADED) != uploaded.stamp:
+            st.session_state[widgets.RUN] = uploaded.name  # whoever uploads a trace wants to see it
+        st.session_state[_UPLOADED] = uploaded.stamp if uploaded else None
+        with choice:
+            return widgets.choose_runs((*entries, uploaded) if uploaded else entries)
+
+
+@st.cache_resource(max_entries=4, show_spinner=False)
+def _catalog(paths: tuple[str, ...]) -> Catalog:
+    return Catalog(paths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Every page audited by axe-core, in both themes, wide and narrow: no serious or critical item, nothing cut off."""
+
+import contextlib
+
+import pytest
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
+from playwright.sync_api import expect
+
+from tests.browser import recorded
+from tests.browser.conftest import WAIT_MS, settle
+from tests.support.dashboard_pages import addressed_pages
+
+pytestmark = pytest.mark.browser
+expect.set_options(timeout=WAIT_MS)
+WIDE, NARROW = {"width": 1440, "height": 1000}, {"width": 800, "height": 1000}
+SEVERE = """async () => (await axe.run(document, {resultTypes: ["violations"]})).violations
+    .filter((found) => ["serious", "critical"].includes(found.impact))
+    .flatMap((found) => found.nodes.map((node) => `${found.id}: ${node.html.slice(0, 200)} ${node.failureSummary}`))"""
+# A text whose box is narrower than three letters of it stands one letter below the other.
+COLUMNS_OF_LETTERS = """() => [...document.querySelectorAll("[data-testid=stMain] :is(td, th, p, h2, h3, button)")]
+    .filter((e) => {
+        const range = document.createRange();
+        range.selectNodeContents(e);
+        const {width, height} = range.getBoundingClientRect();
+        return e.textContent.trim().length > 5 && width && width < 30 && height > 60;
+    }).map((e) => e.textContent)"""
+# Where the page scrolls sideways: what reaches beyond its edge, except what scrolls by itself.
+CUT_OFF = """() => {
+    const main = document.querySelector("[data-testid=stMain]");
+    return main.scrollWidth <= main.clientWidth ? [] : [...main.querySelectorAll("*")]
+        .filter((e) => e.getBoundingClientRect().right > innerWidth && !e.closest(".tk-table"))
+        .map((e) => `${e.tagName} ${e.dataset.testid ?? ""} ${e.getAttribute("class")}`);
+}"""
+
+
+@pytest.fixture(scope="module")
+def axe():
+    """Return the script of axe-core."""
+    package = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python")
+    return package.AXE_FILE_PATH.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def visited(chromium):
+    """Return one page for all tests, whose browser has Streamlit's files in its cache from the second one on."""
+    context = chromium.new_context()
+    context.set_default_timeout(WAIT_MS)
+    yield context.new_page()
+    context.close()
+
+
+@pytest.mark.parametrize(
+    "address", [*(page.address for page in addressed_pages()), "runs?view=charts", "timeline?range=0-9000000"]
+)
+def test_a_page_has_no_serious_item_and_fits(visited, server, axe, address):
+    page = visited
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size(WIDE)
+    page.goto(f"{server.url}/{address}{'&' if '?' in address else '?'}run={recorded.GOOD}")
+    page.locator("[data-testid=stSidebarNavLink][aria-current=page]").wait_for()
+    for theme, size in (("light", WIDE), ("dark", NARROW)):
+        page.emulate_media(color_scheme=theme)
+        page.set_viewport_size(size)
+        expect(page.locator("[data-testid=stApp]")).to_have_css("color-scheme", theme)
+        settle(page)
+        page.evaluate(axe)
+        assert page.evaluate(SEVERE) == [], theme
+        assert page.evaluate(COLUMNS_OF_LETTERS) == []
+        with contextlib.suppress(PlaywrightTimeout):  # figures take the width of a resized window a moment later
+            page.wait_for_function(f"({CUT_OFF})().length === 0", timeout=5_000)
+        assert page.evaluate(CUT_OFF) == [], size
+
+
+def test_the_headline_of_a_page_stays_where_it_is_first_shown(page, server):
+    page.add_init_script(
+        """window.moved = []; new PerformanceObserver((list) => window.moved.push(...list.getEntries().map(
+            (e) => [e.startTime, e.value]))).observe({type: "layout-shift", buffered: true});
+        const timer = setInterval(() => { if (document.querySelector(".tk-headline")) {
+            window.shownAt = performance.now(); clearInterval(timer); } }, 10)"""
+    )
+
+    def moved(address):
+        page.goto(f"{server.url}/{address}?run={recorded.GOOD}")
+        page.locator(".tk-headline").first.wait_for()
+        settle(page)
+        return page.evaluate("window.moved.filter(([at]) => at > window.shownAt).reduce((sum, [, by]) => sum + by, 0)")
+
+    for address in ("overview", "ranks", "communication", "criticalpath"):
+        least = min(moved(address) for _ in range(3))  # on a loaded machine what is drawn together arrives in pieces
+        assert least <= 0.1, address  # what the Core Web Vitals call good

@@ -1,0 +1,102 @@
+"""Many runs drawn together, in a real browser: grouped by a setting, limited by the filters, in one link."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import recorded
+from tests.browser.conftest import WAIT_MS, assert_clean, settle
+
+pytestmark = pytest.mark.browser
+expect.set_options(timeout=WAIT_MS)
+RUNS, HOST = 12, '<img src=x onerror="window.hacked=1">'
+
+
+@pytest.fixture(scope="module")
+def sweep(server):
+    """Add runs that differ in batch and host, and so in step time."""
+    folder = server.runs / "sweep"
+    folder.mkdir()
+    for number in range(RUNS):
+        run = folder / f"run{number:02}"
+        recorded.write_run(run, kernel="gemm", communication_us=1000 * (1 + number % 3), ranks=(0,))
+        manifest = json.loads((run / "run.json").read_text())
+        manifest |= {"arguments": {"batch": 2 ** (number % 3)}, "host": HOST if number % 2 else "node-a"}
+        (run / "run.json").write_text(json.dumps(manifest))
+        _age(run)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _age(run):
+    for file in run.iterdir():
+        os.utime(file, (1_790_000_000,) * 2)
+
+
+def _names_drawn(page):
+    """The names of the runs that the figure of step times draws, by the data that Plotly has of it."""
+    return page.locator("[class*=st-key-runs-step] .js-plotly-plot").evaluate(
+        "(plot) => [...new Set(plot.data.flatMap((trace) => (trace.customdata ?? []).map(([name]) => name)))].sort()"
+    )
+
+
+def _legend(page):
+    return page.locator("[class*=st-key-runs-step] .legendtext").all_text_contents()
+
+
+def test_checked_runs_are_drawn_by_a_setting_and_a_link_shows_the_same(page, server, sweep, context):
+    page.goto(f"{server.url}/runs?view=charts&find=sweep")
+    expect(page.get_by_text("None of these runs is checked yet")).to_be_visible()
+    page.get_by_role("button", name=f"Check {RUNS} runs").click()
+    page.locator("[class*=st-key-runs-step] .main-svg").first.wait_for()
+    settle(page)
+    assert _names_drawn(page) == [f"sweep/run{number:02}" for number in range(RUNS)]
+    group = page.get_by_role("combobox", name=re.compile("Group by"))
+    group.click()
+    page.get_by_role("option", name=re.compile(r"^arguments\.batch")).click()
+    expect(page).to_have_url(re.compile(r"group=arguments\.batch"))
+    settle(page)
+    assert _legend(page) == ["1", "2", "4"]
+    expect(page.locator("[class*=st-key-runs-settings] .js-plotly-plot")).to_be_visible()
+    other = context.new_page()
+    other.goto(page.url)
+    other.locator("[class*=st-key-runs-step] .legendtext").first.wait_for()
+    settle(other)
+    assert (_legend(other), _names_drawn(other)) == (_legend(page), _names_drawn(page))
+    assert_clean(page)
+
+
+def test_filters_limit_what_is_drawn_and_hostile_settings_are_text(page, server, sweep):
+    _open_checked(page, f"{server.url}/runs?view=charts&find=sweep%2Frun0&group=host&metrics=step_time_ns")
+    assert _names_drawn(page) == [f"sweep/run{number:02}" for number in range(10)]
+    assert any("<img" in text for text in _legend(page))
+    assert page.locator("[data-testid=stPlotlyChart] img[src=x]").count() == 0
+    assert page.evaluate("window.hacked") is None
+    assert_clean(page)
+
+
+def test_a_click_on_a_point_offers_to_open_its_run(page, server, sweep):
+    _open_checked(page, f"{server.url}/runs?view=charts&find=sweep%2Frun05&metrics=step_time_ns")
+    point = page.locator("[class*=st-key-runs-step] .scatterlayer .points path.point").last
+    box = point.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.get_by_role("button", name="Open sweep/run05").click()
+    expect(page.locator(".tk-title b").filter(has_text="sweep/run05")).to_be_visible()
+    assert_clean(page)
+
+
+def _open_checked(page, address):
+    """Open charts of runs, and check the runs if that is still offered."""
+    page.goto(address)
+    check = page.get_by_role("button", name=re.compile("^Check"))
+    page.locator(".tk-title").first.wait_for()
+    settle(page)
+    if check.is_visible():
+        check.click()
+    page.locator("[class*=st-key-runs-step] .main-svg").first.wait_for()
+    settle(page)

@@ -1,0 +1,105 @@
+"""Memory snapshots without traces in the dashboard: drawn by the page Memory, named by others, private if uploaded."""
+
+import gc
+import gzip
+import io
+from pathlib import Path
+
+import pytest
+
+from dashboard import uploads
+from tests.support import dashboard_pages
+from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
+from tracekit.ingest import loader
+
+caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")
+RECORDINGS = Path(__file__).parents[2] / "recordings"
+_keep_main = dashboard_pages.keep_main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a recorded snapshot, and no trace."""
+    made = tmp_path_factory.mktemp("oom")
+    packed = RECORDINGS / "out_of_memory" / "leak" / "rank00000.memory.pickle.gz"
+    (made / "rank00000.memory.pickle").write_bytes(gzip.decompress(packed.read_bytes()))
+    return made
+
+
+@pytest.mark.parametrize("name", ["", "rank00000.memory.pickle"])
+def test_the_page_memory_draws_them_with_the_categories_at_the_peak(folder, name):
+    shown = page("memory", folder / name)
+    assert not shown.exception
+    assert not shown.error
+    assert "memory snapshots without traces" in html_of(shown)
+    assert shown.selectbox[0].options[0].startswith("memory snapshot of rank 0")
+    charts = [each.proto.spec for each in shown.get("plotly_chart")]
+    assert len(charts) == 4  # over time, map, lifetimes, categories
+    assert any("parameters" in chart and "activations" in chart for chart in charts)
+    shown.button[0].click().run()  # replay
+    assert not shown.exception
+    assert not shown.error
+
+
+def test_other_pages_say_which_page_shows_them(folder):
+    shown = page("overview", folder)
+    assert not shown.exception
+    assert "1 memory snapshot and no trace" in shown.error[0].value
+
+
+def test_a_file_that_is_no_snapshot_is_one_message(tmp_path):
+    (tmp_path / "bad.memory.pickle").write_bytes(b"\x80\x04not a snapshot")
+    shown = page("memory", tmp_path)
+    assert not shown.exception
+    assert len(shown.error) == 1
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+def test_what_is_made_of_an_uploaded_snapshot_is_freed_with_its_session(folder, is_private):
+    def script(path, is_private):
+        import weakref
+        from pathlib import Path
+
+        import streamlit as st
+
+        from dashboard import run_catalog
+        from dashboard.run_store import memory
+
+        entry = run_catalog.entry("uploaded: oom", Path(path), (path,), is_private=is_private)
+        (file,) = memory.snapshots_of_entry(entry)
+        tables = memory.snapshot_tables(entry, file, None)
+        assert memory.snapshot_tables(entry, file, None) is tables
+        st.session_state["made"] = weakref.ref(tables["over_time"])
+
+    shown = testing.AppTest.from_function(script, args=(str(folder), is_private), default_timeout=TIMEOUT_S).run()
+    assert not shown.exception
+    made = shown.session_state["made"]
+    assert made() is not None
+    caches.clear_session_cache("test session id")  # as Streamlit does where a page is closed
+    gc.collect()
+    assert (made() is None) == is_private
+
+
+def test_an_uploaded_io_log_is_joined_with_the_trace_of_its_process(tmp_path):
+    folder = uploads.UploadFolder(tmp_path)
+    files = [
+        *(RECORDINGS / "dftracer").glob("rank0000[01].pt.trace.json.gz"),
+        *(RECORDINGS / "dftracer").glob("*.pfw.gz"),
+    ]
+    assert len(files) > 3
+    folder.update([Upload(path.read_bytes(), path.name) for path in files])
+    assert not folder.problems()
+    run = loader.load(tmp_path, cache=False)
+    expected = loader.load(RECORDINGS / "dftracer", cache=False)
+    for rank in (0, 1):
+        found = run.trace(rank).io_calls
+        assert found.height
+        assert found.equals(expected.trace(rank).io_calls)
+
+
+class Upload(io.BytesIO):
+    """A file as Streamlit's widget gives it."""
+
+    def __init__(self, content, name):
+        super().__init__(content)
+        self.name, self.file_id, self.size = name, name, len(content)

@@ -1,0 +1,60 @@
+"""The two steps that are compared, and their difference in words."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests.support import drawn_traces
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.time import breakdown, summary
+from tracekit.report import step_pair
+
+SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
+STEP = {"step": 5, "duration_ns": 10_000, "compute_ns": 6_000, "exposed_communication_ns": 3_000}
+STEP |= {"exposed_copy_ns": 0, "idle_ns": 1_000}
+
+
+def test_the_parts_that_differ_are_listed_largest_first():
+    other = STEP | {"step": 7, "duration_ns": 12_500, "compute_ns": 5_500, "exposed_communication_ns": 6_000}
+    assert step_pair.sentence(STEP, other) == (
+        "Step 7 of B takes 12.5 µs, 2.5 µs (25.0%) longer than step 5 of A (10 µs): "
+        "3 µs more exposed communication, 500 ns less compute"
+    )
+    assert step_pair.sentence(other, STEP, names=("new", "old")) == (
+        "Step 5 of old takes 10 µs, 2.5 µs (20.0%) shorter than step 7 of new (12.5 µs): "
+        "3 µs less exposed communication, 500 ns more compute"
+    )
+
+
+def test_steps_of_the_same_length_are_said_to_be_that():
+    assert step_pair.sentence(STEP, STEP) == "Step 5 of B takes 10 µs, as long as step 5 of A"
+    moved = STEP | {"compute_ns": 5_000, "idle_ns": 2_000}
+    assert step_pair.sentence(STEP, moved).endswith("step 5 of A: 1 µs less compute, 1 µs more idle time")
+
+
+def test_a_recorded_run_offers_its_marked_steps_and_the_representative_one_of_the_report():
+    run = tracekit.load(SAMPLE, cache=False)
+    marked = step_pair.marked_steps(run)
+    typical = steps_without_saves.representative_step(run)
+    assert (marked.rank, marked.step) == (typical["rank"], typical["step"])
+    assert marked.table["rank"].unique().sort().to_list() == list(run.ranks)
+    by_step = summary.by_step(run).filter(rank=0)
+    assert marked.steps(0) == by_step["step"].to_list()
+    for row in marked.table.iter_rows(named=True):
+        assert sum(row[part] for part in step_pair.PARTS) == row["duration_ns"]
+    assert marked.row(0, marked.steps(0)[0])["duration_ns"] == by_step["duration_ns"][0]
+    with pytest.raises(LookupError, match=re.escape("rank 0 has no step 999")):
+        marked.row(0, 999)
+
+
+def test_of_several_devices_the_slowest_counts():
+    run = tracekit.load(SAMPLE, cache=False)
+    table = run.table(breakdown.by_step)
+    assert step_pair.marked_steps(run, 0).table.height == table.select("rank", "step").unique().height
+
+
+def test_a_run_without_marked_steps_has_none_to_compare():
+    marked = step_pair.marked_steps(drawn_traces.run(drawn_traces.trace("compute aa.bb")))
+    assert (marked.rank, marked.step, marked.table.height) == (None, None, 0)

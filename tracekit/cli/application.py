@@ -1,0 +1,122 @@
+"""The commands of the command line, and how it ends.
+
+Exit codes: 0 success, 1 a finding or a metric fails the check, 2 input or options cannot be used, 3 internal error,
+4 runs cannot be compared.
+"""
+
+import logging
+import os
+import sys
+from errno import EACCES, EDQUOT, EFBIG, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENOSPC, EPERM, EROFS
+from typing import Annotated
+
+import typer
+
+from tracekit import __version__
+from tracekit.cli import output
+from tracekit.cli.lazy_commands import LazyCommand, LazyGroup
+from tracekit.errors import TracekitError
+
+DEBUG = "TRACEKIT_DEBUG"
+INTERNAL_ERROR, INTERRUPTED = 3, 130
+# Errors of the operating system that only the user can fix.
+_SYSTEM_ERRORS = (EACCES, EPERM, EROFS, ENOSPC, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ELOOP, EMFILE)
+_PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+class Commands(LazyGroup):
+    """The commands of tracekit."""
+
+    LISTED = (
+        LazyCommand(
+            "record",
+            "Record a training without changing it: record -- COMMAND…",
+            context_settings=_PASS_THROUGH,
+        ),
+        LazyCommand(
+            "merge", "Merge the parts of a run into one folder.", module="record", context_settings=_PASS_THROUGH
+        ),
+        LazyCommand("check", "Report why runs are slow; fail a build on it."),
+        LazyCommand("summary", "Show where the time goes, by rank or by step."),
+        LazyCommand("compare", "Compare two runs: better, worse, same or inconclusive."),
+        LazyCommand("kernels", "Sum kernels by name, op, shapes, unit, …"),
+        LazyCommand("ops", "Sum host ops by name, shapes, unit, …"),
+        LazyCommand("memory", "Show who uses memory; replay the allocator."),
+        LazyCommand("whatif", "Predict the step time without one cause of lost time."),
+        LazyCommand("critical-path", "Show what one step waited for, over all ranks."),
+        LazyCommand("export", "Write a run as one file for Perfetto."),
+        LazyCommand("flamegraph", "Write time by call stack for flame graph viewers."),
+        LazyCommand("query", "Query a run in SQL."),
+        LazyCommand("schema", "List the tables and columns for query."),
+        LazyCommand("rules", "List the rules and their thresholds."),
+        LazyCommand("explain", "Explain one rule.", module="rules"),
+        LazyCommand("dashboard", "Open runs in the browser."),
+        LazyCommand("cache", "Show or clear the cache of parsed traces."),
+        LazyCommand("simulate", "Write traces of a simulated training with known faults."),
+        LazyCommand("hang", "Say which rank a hung job waits for, and why."),
+        LazyCommand("watch", "Show a running training and its outlier steps."),
+        LazyCommand("scrub", "Copy a run without host names, users, paths and secrets."),
+        LazyCommand("gather", "", module="record", hidden=True, context_settings=_PASS_THROUGH),
+        LazyCommand("baseline", "Save, update or show the baseline of later runs."),
+        LazyCommand("plan", "Estimate checkpoints, memory and pipelines."),
+        LazyCommand("checkpoint", "Verify checkpoints on disk."),
+        LazyCommand("history", "Store results of checks; show trends and changes."),
+    )
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Find out why a distributed PyTorch training is slow, what it costs and what to change.",
+    epilog="First steps: tracekit check --sample. For your own run: tracekit record -- COMMAND records it, "
+    "tracekit check RUN analyzes it (a folder of traces or one trace.json), tracekit dashboard RUN shows it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes 0.1 s to load; --help must be instant
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def run() -> None:
+    """Run the command line and exit."""
+    output.open_closed_streams()
+    logging.basicConfig(level=logging.WARNING, format="tracekit: %(message)s", stream=sys.stderr)
+    try:
+        app(prog_name="tracekit")
+    except TracekitError as error:
+        _exit(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 any other exception is a bug
+        if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
+            location = f"{error.filename}: " if error.filename else ""
+            _exit(f"{location}{error.strerror}; check path, permissions and free space", TracekitError.exit_code)
+        cause = f": {error.__cause__!r}" if error.__cause__ else ""
+        details = " ".join(f"{type(error).__name__}: {error}{cause}".split())
+        report = f"please report it with the output of {DEBUG}=1"
+        _exit(f"internal error of tracekit: {details}; {report}", INTERNAL_ERROR)
+
+
+def _exit(message: str, code: int) -> None:
+    if os.environ.get(DEBUG):
+        logging.getLogger(__name__).exception("")
+    output.notify(message)
+    sys.exit(code)
+
+
+def _show_version(requested: bool) -> None:
+    if requested:
+        sys.stdout.write(f"tracekit {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _main_options(
+    *,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, like {DEBUG}=1.")] = False,
+    version: Annotated[  # noqa: ARG001 handled by its callback
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ[DEBUG] = "1"

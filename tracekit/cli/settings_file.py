@@ -1,0 +1,178 @@
+"""Settings files: where they are, and what they state as tables. Needs no rule and no metric.
+
+Settings are in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml; docs/ci.md shows all keys.
+"""
+
+import difflib
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tracekit.conventions import devices
+from tracekit.conventions.devices import DeviceOverride
+from tracekit.errors import ConfigError
+
+FILE = "tracekit.toml"
+PROJECT_FILE = "pyproject.toml"
+T = TypeVar("T")
+PositiveNumber = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+
+class DeviceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table ``devices."NAME"`` of a settings file: peaks in 10^12 operations/s, bandwidths in 10^9 bytes/s."""
+
+    peak_fp64_tflops: PositiveNumber | None = None
+    peak_fp32_tflops: PositiveNumber | None = None
+    peak_tf32_tflops: PositiveNumber | None = None
+    peak_fp16_tflops: PositiveNumber | None = None
+    peak_bf16_tflops: PositiveNumber | None = None
+    peak_fp8_tflops: PositiveNumber | None = None
+    peak_int8_tflops: PositiveNumber | None = None
+    memory_gb_per_s: PositiveNumber | None = None
+    link_gb_per_s: PositiveNumber | None = None
+
+
+def find_file(folder: Path) -> Path | None:
+    """Return the settings file of `folder`: the nearest one upwards; tracekit.toml before pyproject.toml.
+
+    A pyproject.toml without ``[tool.tracekit]`` is skipped.
+    """
+    for place in (folder, *folder.parents):
+        if (place / FILE).is_file():
+            return place / FILE
+        project = place / PROJECT_FILE
+        if project.is_file() and section(project, parse(project)) is not None:
+            return project
+    return None
+
+
+def nearest_devices(folder: Path | None = None) -> tuple[DeviceOverride, ...]:
+    """Return the devices of the nearest settings file upwards, from `folder` or the current one.
+
+    Raises ConfigError where they cannot be used.
+    """
+    path = find_file(folder or Path.cwd())
+    stated = section(path, parse(path)) if path else None
+    tables = (stated or {}).get("devices", {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{path}: devices: expected a table, not {tables!r}")
+    return device_overrides(tables, str(path))
+
+
+def parse(path: Path) -> dict[str, object]:
+    """Return the content of a TOML file. Raises ConfigError if it cannot be read or is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a {FILE} or a {PROJECT_FILE}") from None
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of 5,000 digits, or nested too deeply
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+
+
+def section(path: Path, table: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Return the settings in the table of a file: of a pyproject.toml, ``tool.tracekit``; None if it has none."""
+    if path.name != PROJECT_FILE:
+        return table
+    tool = table.get("tool")
+    ours = tool.get("tracekit") if isinstance(tool, dict) else None
+    if ours is not None and not isinstance(ours, dict):
+        raise ConfigError(f"{path}: tool.tracekit: expected a table, not {ours!r}")
+    return ours
+
+
+def device_overrides(tables: Mapping[str, object], where: str) -> tuple[DeviceOverride, ...]:
+    """Return what tables by device name state. Raises ConfigError, which starts with `where`."""
+    return tuple(_device_override(name, table, f'{where}: devices."{name}"') for name, table in tables.items())
+
+
+def _device_override(name: str, table: object, where: str) -> DeviceOverride:
+    stated = convert(table, DeviceTable, where)
+    values = {key: getattr(stated, key) for key in stated.__struct_fields__ if getattr(stated, key) is not None}
+    if not name.strip() or not values:
+        raise ConfigError(f"{where}: expected a name and some of {', '.join(stated.__struct_fields__)}")
+    if devices.find(name) is None and stated.memory_gb_per_s is None:
+        raise ConfigError(f"{where}: this device is not in tracekit's table, so memory_gb_per_s is required")
+    peaks = {key.split("_")[1]: rate * 1e12 for key, rate in values.items() if key.startswith("peak_")}
+    memory, link = (values.get(key) for key in ("memory_gb_per_s", "link_gb_per_s"))
+    return DeviceOverride(name, peaks, memory and memory * 1e9, link and link * 1e9)
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+_EXPECTED = {
+    "float": "a number",
+    "int": "an integer",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a table",
+    "date": "a date such as 2027-01-31",
+}
+
+
+def convert(
+    value: object,
+    kind: type[T],
+    where: str,
+    *,
+    strict: bool = True,
+    tables: Mapping[str, type[msgspec.Struct]] = MappingProxyType({}),
+) -> T:
+    """Return a value as a type. Raises ConfigError that names the key and what is expected there.
+
+    `tables` are the types of the tables below the keys of `kind`, whose keys an error lists.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        problem, _, location = str(error).partition(" - at `$")
+        key = location.rstrip("`").lstrip(".")
+        table = tables.get(key.partition("[")[0], kind if not key else None)
+        names = getattr(table, "__struct_fields__", ())
+        message = _message(problem, key, _value_at(value, key), names)
+        raise ConfigError(f"{where}: {key}{': ' * bool(key)}{message}") from None
+
+
+def _message(problem: str, key: str, value: object, names: Sequence[str]) -> str:
+    """Return an error of msgspec in terms of TOML; `names` are the keys of the table at this place."""
+    quoted = re.findall(r"`([^`]*)`", problem)
+    if "unknown field" in problem:
+        return f"unknown key {quoted[0]!r}: {suggestion(names, quoted[0])}"
+    if "missing required field" in problem:
+        return f"{quoted[0]} is required"
+    expected = quoted[0].partition(" |")[0] if quoted else "date"
+    text = _EXPECTED.get(expected, expected)
+    if "matching regex" in problem:
+        text = "text that is not blank"
+    elif bound := re.search(r"` ([<>]=?) (\S+)$", problem):
+        text = "a finite number" if "e+" in bound[2] else f"a number {bound[1]} {bound[2]}"
+        text = "a ratio from 0 to 1" if key.endswith("_ratio") else text
+    elif expected == "object" and names:
+        text = f"a table of {', '.join(names)}"
+    return f"expected {text}, not {value!r}"
+
+
+def _value_at(value: Any, key: str) -> object:
+    """Return the value of a key such as ``ignore[0].until``."""
+    for name, index in re.findall(r"(\w+)|\[(\d+)\]", key):
+        value = value[name or int(index)]
+    return value
+
+
+_MAX_LISTED = 12  # more are listed by `tracekit rules`
+
+
+def suggestion(names: Iterable[str], given: str) -> str:
+    """Return which of the names was meant: the nearest one, or all of them if they are few."""
+    known = list(names)
+    close = difflib.get_close_matches(given, known, n=1) or [name for name in known if name.lower() == given.lower()]
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"expected one of {', '.join(known)}" if len(known) <= _MAX_LISTED else "tracekit rules lists them all"

@@ -1,0 +1,126 @@
+"""Kineto trace files: how one is recognized, and what its start says of the trace.
+
+The modules that build tables of the events are imported when a file is read: tables in the cache need none of them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tracekit.errors import BadTraceError
+from tracekit.ingest.readers.kineto import event_categories, numbers
+from tracekit.ingest.readers.kineto.header import distributed_info, read_header, stated_rank
+from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.model import environment
+from tracekit.model.trace import Trace
+
+_FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
+_CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
+_HOST_SLICE = re.compile(
+    rb'"cat"\s*:\s*"(?:cpu_op|user_annotation|python_function|(?:cuda|hip)_(?:runtime|driver)|Operator|Runtime)"'
+    rb'[^{}]{0,500}?"pid"\s*:\s*(\d{1,9})\s*[,}]'
+)
+
+
+class KinetoTraces(Reader):
+    """Reads the JSON files of torch.profiler: plain, gzip or zstd, of one rank or merged of several."""
+
+    name = "PyTorch profiler trace (Kineto JSON)"
+    suffixes = (".json", ".json.gz", ".json.zst")
+    contents = "all tables of a trace; of a merged file, a trace of each rank"
+    has_record_ids = True
+
+    def sniff(self, head: bytes, name: str) -> bool:
+        """Return whether the file may be JSON, by its name or its first bytes; `traces` then searches for events."""
+        return name.lower().endswith(self.suffixes) or head.lstrip()[:1] in (b"{", b"[") or b'"traceEvents"' in head
+
+    def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:
+        """Return the trace of a file, from its header and first event; a merged file is read to know its ranks."""
+        header = read_header(path, head)
+        if is_complete and not _states_known_category(head):
+            _refuse_foreign_trace(path)
+        info, start_ns = distributed_info(header), _start_ns(head, header)
+        if not info and is_complete and (merged := _merged(path)) is not None:
+            if not merged:
+                raise BadTraceError(f"{path}: its events state ranks, but none from 0 on; merge the traces again")
+            return [
+                TraceInfo(rank, start_ns=start_ns, process_id=_only_process(trace), shares_file=True, trace=trace)
+                for rank, trace in sorted(merged.items())
+            ]
+        trace_id, job_id = header.get("trace_id"), header.get("tw_job")
+        return [
+            TraceInfo(
+                rank=stated_rank(info.get("rank"), lowest=0),
+                world_size=stated_rank(info.get("world_size"), lowest=1),
+                job_id=job_id if isinstance(job_id, str) else None,
+                start_ns=start_ns,
+                recording_id=None if trace_id is None else str(trace_id),
+                process_id=_process_id(head),
+                environment=environment.environment(header),
+            )
+        ]
+
+    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
+        """Return the trace of a file, or of one rank of a merged file."""
+        from tracekit.ingest.readers.kineto import reader
+
+        if info.shares_file:
+            return reader.read_of_merged(path, rank=rank, window=window, companions=info.companions)
+        return reader.read(path, rank=rank, window=window, companions=info.companions)
+
+
+def _merged(path: str) -> dict[int, Trace] | None:
+    """Return the traces of a file whose events state ranks, by rank; None if they do not."""
+    from tracekit.ingest.readers.kineto import columns, reader
+    from tracekit.ingest.readers.kineto.scan import Scan
+
+    return reader.read_merged(path) if columns.states_ranks(next(filter(None, Scan(path)), [])) else None
+
+
+def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:
+    """Return about when the recording began: the time of the first event in the file."""
+    first = _FIRST_TIME.search(head)
+    base_ns = header.get("baseTimeNanoseconds")
+    base_ns = base_ns if isinstance(base_ns, int) and not isinstance(base_ns, bool) else 0
+    if first is None:
+        return None
+    start_us = float(first[1])
+    return base_ns + round(start_us * 1000) if start_us < numbers.MOST_NS else None
+
+
+def _process_id(head: bytes) -> int | None:
+    """Return the process id of the first host slice; kernels have a device's number in its place."""
+    first = _HOST_SLICE.search(head)
+    return None if first is None else int(first[1])
+
+
+def _only_process(trace: Trace) -> int | None:
+    """Return the process of a trace's host threads; None if they are of several, or not numbered."""
+    processes = trace.lanes.filter(trace.lanes["device"].is_null())["pid"].drop_nulls().unique().to_list()
+    return int(processes[0]) if len(processes) == 1 and processes[0].isdecimal() and len(processes[0]) < 10 else None
+
+
+def _states_known_category(head: bytes) -> bool:
+    return any(event_categories.is_known(found[1].decode("utf-8", "replace")) for found in _CATEGORY.finditer(head))
+
+
+def _refuse_foreign_trace(path: str) -> None:
+    """Raise BadTraceError if a file has slices, but no event of a category that PyTorch writes."""
+    from tracekit.ingest.readers.kineto import columns
+    from tracekit.ingest.readers.kineto.scan import Scan
+
+    found: Counter[tuple[str | None, str | None]] = Counter()
+    for batch in Scan(path):
+        columns.count(found, batch)
+        if any(event_categories.is_known(category) for _, category in found):
+            return
+    slices = Counter({category: n for (phase, category), n in found.items() if phase in ("X", "B", "b")})
+    if not slices:
+        return
+    categories = [repr(category)[:40] for category, _ in slices.most_common(4) if category]
+    listed = f"; its categories: {', '.join(categories)}" if categories else ""
+    raise BadTraceError(
+        f"{path}: this is a Chrome trace without PyTorch events ({slices.total():,} slices{listed}); record with "
+        "torch.profiler, or: tracekit record -- python train.py"
+    )

@@ -1,0 +1,1 @@
+"""Nsight Systems reports that were exported to SQLite."""

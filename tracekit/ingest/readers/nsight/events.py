@@ -1,0 +1,334 @@
+"""Tables of an Nsight Systems report to the columns that a Kineto trace is built from."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.ingest.readers.kineto import numbers, stream
+from tracekit.ingest.readers.kineto.columns import Codes, CollectiveArgs
+from tracekit.ingest.readers.kineto.event_categories import DEVICE_KINDS, HOST_KINDS
+from tracekit.ingest.readers.kineto.events import Args
+from tracekit.ingest.readers.kineto.numbers import MISSING, Ints
+from tracekit.ingest.readers.kineto.scan import Damage
+from tracekit.ingest.readers.nsight import mpi_calls, names, nccl_ranges
+from tracekit.ingest.readers.nsight.database import Database
+from tracekit.ingest.readers.nsight.mpi_calls import MpiCalls
+from tracekit.ingest.readers.nsight.os_calls import OsCalls
+from tracekit.ingest.readers.nsight.processes import THREAD_BITS, rows_of
+from tracekit.ingest.readers.nsight.ranges import Ranges
+
+_RUNTIME, _OVERHEAD = HOST_KINDS.index("runtime"), HOST_KINDS.index("overhead")
+_OP, _ANNOTATION, _OS_CALL = (HOST_KINDS.index(kind) for kind in ("cpu_op", "annotation", "os_call"))
+_KERNEL, _MEMCPY, _MEMSET = (DEVICE_KINDS.index(kind) for kind in ("kernel", "memcpy", "memset"))
+_GRID = ("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ")
+_DEVICE = ("start", "end", "deviceId", "streamId", "contextId", "correlationId")
+_SYNC = ("start", "end", "deviceId", "streamId", "correlationId", "syncType", "eventId")
+_RECORD = ("streamId", "correlationId", "eventId")
+_SYNC_NAMES = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}
+_UNKNOWN_STREAM = -1
+_HOST_COLUMNS = (
+    "name", "lane", "start_ns", "dur_ns", "kind", "external_id", "sequence", "forward_thread", "inputs", "correlation",
+)  # fmt: skip
+_TYPES = {"name": np.uint32, "lane": np.int32, "kind": np.uint8, "inputs": np.int32, "grid": np.int32}
+
+
+@dataclass
+class Tables:
+    """Collects the rows of one process."""
+
+    database: Database
+    texts: names.Texts
+    process: int | None
+    _names: Codes = field(default_factory=Codes)
+    _threads: Codes = field(default_factory=Codes)
+    _grids: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
+    _inputs: Codes = field(default_factory=lambda: Codes({(b"", b"", b"", b""): 0}))
+    _host: list[dict[str, Ints]] = field(default_factory=list)
+    _device: list[dict[str, Ints]] = field(default_factory=list)
+    _collectives: list[CollectiveArgs] = field(default_factory=list)
+    counts: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
+    unmatched: int = 0
+
+    def add_calls(self) -> None:
+        """Add calls of the CUDA runtime and driver, and the profiler's own overhead."""
+        for table, kind in (("CUPTI_ACTIVITY_KIND_RUNTIME", _RUNTIME), ("PROFILER_OVERHEAD", _OVERHEAD)):
+            columns = ("start", "end", "globalTid", "correlationId", "nameId")
+            found = self.database.integers(table, columns, rows_of(self.database, table, self.process))
+            rows = len(found["start"])
+            correlation = found["correlationId"] if kind == _RUNTIME else np.zeros(rows, np.int64)
+            self._add_host(
+                found,
+                name=self._named(found["nameId"], names.of_call),
+                kind=np.full(rows, kind),
+                correlation=np.where(correlation == MISSING, 0, correlation),
+            )
+            self.counts["X", "cuda_runtime" if kind == _RUNTIME else "overhead"] += rows
+
+    def add_ranges(self, ranges: Ranges, communicators: nccl_ranges.Communicators) -> None:
+        """Add NVTX ranges: operators of PyTorch's emit_nvtx, steps, other annotations."""
+        is_own = np.ones(len(ranges.start), np.bool_) if self.process is None else ranges.process == self.process
+        rows = np.flatnonzero(is_own & ranges.is_whole)
+        first = sum(len(part["kind"]) for part in self._host)
+        named, at = np.unique(ranges.named[rows], return_inverse=True)
+        texts = ranges.names.gather(named).to_list()
+        operators = [names.operator(text) for text in texts]
+        total_ns = np.bincount(at, np.maximum(ranges.end[rows] - ranges.start[rows], 0), len(named))
+        step_of = names.step_names(zip(texts, total_ns.astype(np.int64).tolist(), strict=True))
+        shown = [step_of.get(text, text) if of is None else of.name for text, of in zip(texts, operators, strict=True)]
+        self._add_host(
+            {"start": ranges.start[rows], "end": ranges.end[rows], "globalTid": ranges.thread[rows]},
+            name=np.array([self._names[name] for name in shown], np.int64)[at],
+            kind=np.array([_ANNOTATION if of is None else _OP for of in operators], np.int64)[at],
+            sequence=np.array([0 if of is None else of.sequence for of in operators], np.int64)[at],
+            inputs=np.array([0 if of is None else self._shapes(of.sizes) for of in operators], np.int64)[at],
+        )
+        # Before 2023.4 calls of MPI are ranges, too.
+        for number, text in enumerate(texts):
+            if (op := mpi_calls.op_of(text)) is not None:
+                calls = first + np.flatnonzero(at == number)
+                self._collectives += [CollectiveArgs(row, Args(collective=op)) for row in calls.tolist()]
+        place = dict(zip(rows.tolist(), range(first, first + len(rows)), strict=True)) if ranges.fields else {}
+        for row, fields in ranges.fields.items():
+            args = nccl_ranges.args_of(ranges.names[int(ranges.named[row])], fields, communicators)
+            if args is not None and row in place:
+                self._collectives.append(CollectiveArgs(place[row], args))
+        self.counts["X", "user_annotation"] += len(rows)
+        self.unmatched += int(np.count_nonzero(is_own & ~ranges.is_whole))
+
+    def add_os_calls(self, calls: OsCalls) -> None:
+        """Add calls of the OS runtime."""
+        self._add_named(calls.names, calls, _OS_CALL)
+        self.counts["X", "os_call"] += len(calls.start)
+
+    def add_mpi(self, calls: MpiCalls) -> None:
+        """Add calls of MPI as annotations, with what they say of communication."""
+        first = sum(len(part["kind"]) for part in self._host)
+        self._collectives += [CollectiveArgs(first + row, args) for row, args in calls.args()]
+        self._add_named(calls.names, calls, _ANNOTATION)
+        self.counts["X", "mpi"] += len(calls.start)
+        self.unmatched += calls.unfinished
+
+    def add_device(self) -> None:
+        """Add kernels, whole CUDA graphs, copies and memory sets."""
+        self._add_device("CUPTI_ACTIVITY_KIND_KERNEL", _KERNEL, (*_GRID, "demangledName", "shortName"))
+        self._add_device("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", _KERNEL, ("graphId",))
+        self._add_device("CUPTI_ACTIVITY_KIND_MEMCPY", _MEMCPY, ("bytes", "copyKind", "srcKind", "dstKind"))
+        self._add_device("CUPTI_ACTIVITY_KIND_MEMSET", _MEMSET, ("bytes", "memKind"))
+
+    def events(self, header: dict[str, Any]) -> stream.Events:
+        """Return the collected rows. Times are in ns since the report's start."""
+        syncs = self._syncs()
+        threads: list[tuple[str | None, str | None]] = [(str(pid), str(tid)) for pid, tid in self._threads]
+        clock = numbers.Clock()
+        clock.thousandths = True
+        return stream.Events(
+            header=header,
+            host=self._frame(self._host, _HOST_COLUMNS),
+            device=_with_nulls(self._frame(self._device, _DEVICE_COLUMNS), "device", "stream", "bytes"),
+            memory=pl.DataFrame(schema=_MEMORY),
+            syncs=syncs,
+            names=pl.Series("name", list(self._names), dtype=pl.String),
+            inputs=list(self._inputs),
+            grids=list(self._grids),
+            threads=threads,
+            thread_names=self._thread_names(),
+            host_collectives=self._collectives,
+            device_collectives=[],
+            counts=self.counts,
+            unknown=0,
+            unmatched=self.unmatched,
+            has_several_ranks=False,
+            damage=Damage(),
+            clock=clock,
+            read_bytes=0,
+        )
+
+    def _add_host(self, found: Mapping[str, Ints], **columns: Ints) -> None:
+        rows = len(found["start"])
+        zero = np.zeros(rows, np.int64)
+        thread = np.where(found["globalTid"] == MISSING, 0, found["globalTid"])
+        start, end = found["start"], found["end"]
+        usable = (start != MISSING) & (end != MISSING)
+        self._host.append(
+            dict.fromkeys(_HOST_COLUMNS, zero)
+            | {
+                "lane": self._lanes(thread),
+                "start_ns": np.where(usable, start, numbers.BAD),
+                "dur_ns": _difference(start, end, usable),
+            }
+            | columns
+        )
+
+    def _add_named(self, texts: pl.Series, calls: OsCalls | MpiCalls, kind: int) -> None:
+        codes = np.array([self._names[text] for text in texts.to_list()], np.int64)
+        self._add_host(
+            {"start": calls.start, "end": calls.end, "globalTid": calls.thread},
+            name=codes[calls.named],
+            kind=np.full(len(calls.start), kind),
+        )
+
+    def _lanes(self, thread: Ints) -> Ints:
+        mask = (1 << THREAD_BITS) - 1
+        distinct, at = np.unique(thread, return_inverse=True)
+        codes = [self._threads[of >> THREAD_BITS & mask, of & mask] for of in distinct.tolist()]
+        return np.array(codes, np.int64)[at]
+
+    def _add_device(self, table: str, kind: int, own: tuple[str, ...]) -> None:
+        found = self.database.integers(table, (*_DEVICE, *own), self._of_process(table))
+        start, end, rows = found["start"], found["end"], len(found["start"])
+        usable = (start != MISSING) & (end != MISSING)
+        correlation = found["correlationId"]
+        device, queue = found["deviceId"], _stream_of(found)
+        self._device.append(
+            {
+                "name": self._device_names(table, found),
+                "lane": self._device_lanes(device, queue),
+                "start_ns": np.where(usable, start, numbers.BAD),
+                "dur_ns": _difference(start, end, usable),
+                "device": device,
+                "stream": queue,
+                "bytes": found.get("bytes", np.full(rows, MISSING)),
+                "kind": np.full(rows, kind),
+                "correlation": np.where(correlation == MISSING, 0, correlation),
+                "external_id": np.zeros(rows, np.int64),
+                "grid": self._grid_codes(found) if "gridX" in found else np.zeros(rows, np.int64),
+            }
+        )
+        self.counts["X", {_MEMCPY: "gpu_memcpy", _MEMSET: "gpu_memset"}.get(kind, "kernel")] += rows
+
+    def _device_lanes(self, device: Ints, queue: Ints) -> Ints:
+        pairs = zip(device.tolist(), queue.tolist(), strict=True)
+        return np.fromiter((self._threads[pair] for pair in pairs), np.int64, len(device))
+
+    def _grid_codes(self, found: Mapping[str, Ints]) -> Ints:
+        sizes = zip(*(found[name].tolist() for name in _GRID), strict=True)
+        codes = (self._grids[_list(size[:3]), _list(size[3:])] for size in sizes)
+        return np.fromiter(codes, np.int64, len(found["gridX"]))
+
+    def _device_names(self, table: str, found: Mapping[str, Ints]) -> Ints:
+        if table.endswith("KERNEL"):
+            best = np.where(found["demangledName"] == MISSING, found["shortName"], found["demangledName"])
+            return self._named(best, str)
+        if table.endswith("GRAPH_TRACE"):
+            texts = [f"CUDA graph {of}" for of in found["graphId"].tolist()]
+        elif table.endswith("MEMCPY"):
+            kinds = zip(*(found[name].tolist() for name in ("copyKind", "srcKind", "dstKind")), strict=True)
+            texts = [names.of_copy(*kind) for kind in kinds]
+        else:
+            texts = [names.of_memset(kind) for kind in found["memKind"].tolist()]
+        return np.fromiter((self._names[text] for text in texts), np.int64, len(texts))
+
+    def _named(self, ids: Ints, convert: Callable[[str], str]) -> Ints:
+        texts, at = self.texts.of_all(ids)
+        codes = [self._names[convert(text)] for text in texts.to_list()]
+        return np.array(codes, np.int64)[at]
+
+    def _shapes(self, sizes: str | None) -> int:
+        return 0 if sizes is None else self._inputs[sizes.encode(), b"", b"", b""]
+
+    def _syncs(self) -> pl.DataFrame:
+        """Return the waits that CUDA reports, each with the last record of its event before the call that waits."""
+        table = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
+        found = self.database.integers(
+            table,
+            ("start", "end", "deviceId", "streamId", "correlationId", "syncType", "eventId"),
+            self._of_process(table),
+        )
+        records = self.database.integers(
+            "CUPTI_ACTIVITY_KIND_CUDA_EVENT",
+            ("streamId", "correlationId", "eventId"),
+            self._of_process("CUPTI_ACTIVITY_KIND_CUDA_EVENT"),
+        )
+        waited, stream_of = _last_records(found, records)
+        usable = (found["start"] != MISSING) & (found["end"] != MISSING)
+        called = [self._names[_SYNC_NAMES.get(kind, "Unknown Sync")] for kind in found["syncType"].tolist()]
+        frame = pl.DataFrame(
+            {
+                "name": np.array(called, np.uint32),
+                "lane": self._device_lanes(found["deviceId"], found["streamId"]).astype(np.int32),
+                "start_ns": np.where(usable, found["start"], numbers.BAD),
+                "dur_ns": _difference(found["start"], found["end"], usable),
+                "device": found["deviceId"],
+                "stream": found["streamId"],
+                "awaited_stream": stream_of,
+                "correlation": np.where(found["correlationId"] == MISSING, 0, found["correlationId"]),
+                "awaited_correlation": waited,
+            }
+        )
+        self.counts["X", "cuda_sync"] += frame.height
+        return _with_nulls(frame, "device", "stream", "awaited_stream")
+
+    def _thread_names(self) -> dict[tuple[str | None, str | None], str]:
+        found = self.database.integers(
+            "ThreadNames", ("globalTid", "nameId"), rows_of(self.database, "ThreadNames", self.process)
+        )
+        mask = (1 << THREAD_BITS) - 1
+        return {
+            (str(thread >> THREAD_BITS & mask), str(thread & mask)): self.texts.get(name)
+            for thread, name in zip(found["globalTid"].tolist(), found["nameId"].tolist(), strict=True)
+        }
+
+    def _of_process(self, table: str) -> str:
+        known = self.process is not None and self.database.has(table, "globalPid")
+        return f"WHERE globalPid = {self.process}" if known else ""
+
+    def _frame(self, parts: list[dict[str, Ints]], names: tuple[str, ...]) -> pl.DataFrame:
+        return pl.DataFrame(
+            {name: np.concatenate([part[name] for part in parts]).astype(_TYPES.get(name, np.int64)) for name in names}
+        )
+
+
+_DEVICE_COLUMNS = (
+    "name", "lane", "start_ns", "dur_ns", "device", "stream", "bytes", "kind", "correlation", "external_id", "grid",
+)  # fmt: skip
+_MEMORY = {
+    "lane": pl.Int32, "at_ns": pl.Int64, "device_type": pl.Int64, "device_id": pl.Int64, "address": pl.Int64,
+    "delta_bytes": pl.Int64, "allocated_bytes": pl.Int64, "reserved_bytes": pl.Int64,
+}  # fmt: skip
+
+
+def _difference(start: Ints, end: Ints, usable: Ints) -> Ints:
+    """Return durations; -1, which is left out as a bad time, where one is missing or the difference overflows."""
+    near = usable & (np.abs(start) < numbers.MOST_NS) & (np.abs(end) < numbers.MOST_NS)
+    return np.where(near, np.where(near, end, 0) - np.where(near, start, 0), -1)
+
+
+def _stream_of(found: Mapping[str, Ints]) -> Ints:
+    """Return the stream of each row; its number counts within its context, of which a device may have several."""
+    context, queue = found["contextId"], found["streamId"]
+    first: dict[int, int] = {}
+    for device, of in sorted(set(zip(found["deviceId"].tolist(), context.tolist(), strict=True))):
+        first.setdefault(device, of)
+    if len(set(context.tolist())) <= len(first):
+        return queue
+    own = np.array([first[device] for device in found["deviceId"].tolist()], np.int64)
+    return np.where((context == own) | (queue == MISSING), queue, queue + (context << 32))
+
+
+def _last_records(waits: Mapping[str, Ints], records: Mapping[str, Ints]) -> tuple[Ints, Ints]:
+    """Return correlation id and stream of the last record of each wait's event before it; 0 and -1 for none.
+
+    Correlation ids count the calls of a process.
+    """
+    found, queue = np.zeros(len(waits["start"]), np.int64), np.full(len(waits["start"]), _UNKNOWN_STREAM)
+    order = np.lexsort((records["correlationId"], records["eventId"]))
+    event, call = records["eventId"][order], records["correlationId"][order]
+    for i, (of, at) in enumerate(zip(waits["eventId"].tolist(), waits["correlationId"].tolist(), strict=True)):
+        first, end = np.searchsorted(event, of), np.searchsorted(event, of, side="right")
+        last = first + int(np.searchsorted(call[first:end], at)) - 1
+        if last >= first and MISSING not in (of, at):
+            found[i], queue[i] = call[last], records["streamId"][order][last]
+    return found, queue
+
+
+def _list(size: Sequence[int]) -> bytes:
+    """Return a size as Kineto's files write it."""
+    return f"[{', '.join(map(str, size))}]".encode()
+
+
+def _with_nulls(frame: pl.DataFrame, *names: str) -> pl.DataFrame:
+    return frame.with_columns(pl.when(pl.col(name) != MISSING).then(pl.col(name)).alias(name) for name in names)

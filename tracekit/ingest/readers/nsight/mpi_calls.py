@@ -1,0 +1,181 @@
+"""Calls of MPI in Nsight Systems reports: functions, bytes, peers and communicators.
+
+A call that blocks is the communication itself. One that only starts it (MPI_Isend) is not, but MPI_Wait is: what that
+waited for is not recorded. The report states what a collective moves as bytes of each pair of ranks, the own one too,
+added up (seen in recordings, see tests/recordings/nsight/mpi.c).
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.ingest.readers.kineto.events import Args, MessageBytes
+from tracekit.ingest.readers.kineto.numbers import MISSING, Ints
+from tracekit.ingest.readers.nsight.database import Database
+from tracekit.ingest.readers.nsight.names import Texts
+from tracekit.ingest.readers.nsight.processes import MPI_TABLES, rows_of
+from tracekit.model.manifest import MAX_RANKS
+
+_WAITS = "MPI_START_WAIT_EVENTS"
+_COMMUNICATORS = "MPI_COMMUNICATORS"
+_COLUMNS = ("start", "end", "globalTid", "textId", "commHandle", "remoteRank", "size", "recvSize")
+_CALL = ("start", "end", "globalTid", "textId")
+_MOST_BYTES = 1 << 53
+_OPS = {
+    "Send": "send", "Bsend": "send", "Ssend": "send", "Rsend": "send", "Recv": "recv", "Mrecv": "recv",
+    "Allreduce": "allreduce", "Allgather": "all_gather", "Allgatherv": "all_gather", "Reduce": "reduce",
+    "Reduce_scatter": "reduce_scatter", "Bcast": "broadcast", "Gather": "gather", "Gatherv": "gather",
+    "Scatter": "scatter", "Scatterv": "scatter", "Alltoall": "all_to_all", "Alltoallv": "all_to_all",
+    "Alltoallw": "all_to_all", "Barrier": "barrier", "Sendrecv": "send_recv",
+}  # fmt: skip
+_POINT_TO_POINT = ("send", "recv")
+# Of these the bytes of each pair were recorded, added up over the ranks: whether that is the message itself.
+_IS_SENT_WHOLE = {
+    "allreduce": False, "broadcast": False, "all_gather": False, "reduce_scatter": True, "all_to_all": True,
+}  # fmt: skip
+_IS_RECEIVED_WHOLE = {
+    "allreduce": False, "reduce_scatter": False, "broadcast": True, "all_gather": True, "all_to_all": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A communicator of one rank: its name as Nsight Systems shows it, and its ranks, if these are known."""
+
+    created_ns: int
+    name: str
+    size: int
+    ranks: list[int] | None
+
+
+@dataclass(frozen=True, eq=False)
+class MpiCalls:
+    """The calls of one process as arrays; times in ns since the report's start, MISSING where not known.
+
+    `named` is the place of each call's name in `names`, `thread` a serialized id; the others are as the report states
+    them. `communicators` are in the order of their creation, by handle.
+    """
+
+    names: pl.Series
+    named: Ints
+    start: Ints
+    end: Ints
+    thread: Ints
+    communicator: Ints
+    peer: Ints
+    sent: Ints
+    received: Ints
+    communicators: Mapping[int, Sequence[Communicator]]
+    unfinished: int
+    """Calls without an end, which are left out."""
+
+    def args(self) -> Iterator[tuple[int, Args]]:
+        """Yield the row of each call that communicates, and what it says of that as PyTorch's profiler would."""
+        ops = [op_of(name) for name in self.names.to_list()]
+        columns = (self.named, self.communicator, self.start, self.peer, self.sent, self.received)
+        for row, (named, handle, start, *stated) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            if (op := ops[named]) is not None:
+                yield row, _args(op, self._communicator(handle, start), *stated)
+
+    def _communicator(self, handle: int, at_ns: int) -> Communicator | None:
+        """Return the communicator that a handle stood for at a time: handles are used again."""
+        known = self.communicators.get(handle, ())
+        place = bisect_right([of.created_ns for of in known], at_ns)
+        return known[max(place - 1, 0)] if known else None
+
+
+def read(database: Database, texts: Texts, process: int | None) -> MpiCalls:
+    """Return the calls of a process."""
+    parts = [_rows(database, table, process) for table in MPI_TABLES]
+    every = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
+    is_whole = (every["start"] != MISSING) & (every["end"] != MISSING)
+    found = {name: column[is_whole] for name, column in every.items()}
+    names, named = texts.of_all(found["textId"])
+    return MpiCalls(
+        names,
+        named,
+        start=found["start"],
+        end=found["end"],
+        thread=found["globalTid"],
+        communicator=found["commHandle"],
+        peer=found["remoteRank"],
+        sent=found["size"],
+        received=found["recvSize"],
+        communicators=_communicators(database, process),
+        unfinished=int(np.count_nonzero(~is_whole)),
+    )
+
+
+def _rows(database: Database, table: str, process: int | None) -> dict[str, Ints]:
+    """Return the rows of a table; a wait for several requests has a row for each, of which one counts."""
+    found = database.integers(table, _COLUMNS, rows_of(database, table, process))
+    if table != _WAITS:
+        return found
+    calls = np.stack([found[name] for name in _CALL], axis=1)
+    first = np.sort(np.unique(calls, axis=0, return_index=True)[1])
+    return {name: column[first] for name, column in found.items()}
+
+
+def _communicators(database: Database, process: int | None) -> dict[int, list[Communicator]]:
+    own = set(database.integers("MPI_RANKS", ("rank",), rows_of(database, "MPI_RANKS", process))["rank"].tolist())
+    columns = ("rank", "timestamp", "commHandle", "size", "groupRoot", "groupRootUid")
+    listed = database.integers(_COMMUNICATORS, columns)
+    found: dict[int, list[Communicator]] = defaultdict(list)
+    for rank, at_ns, handle, size, root, number in zip(*(listed[name].tolist() for name in columns), strict=True):
+        if rank in own and 0 < size <= MAX_RANKS:
+            found[handle].append(_communicator(at_ns, size, root, number))
+    return {handle: sorted(each, key=lambda of: of.created_ns) for handle, each in found.items()}
+
+
+def _communicator(at_ns: int, size: int, root: int, number: int) -> Communicator:
+    """Return a communicator, by the global rank of its first rank and the number that this gave it.
+
+    That of all ranks has neither.
+
+    >>> _communicator(0, 2, MISSING, MISSING).name, _communicator(0, 4, 1, 3).name
+    ('MPI_COMM_WORLD', 'MPI_COMM[4]1.3')
+    """
+    if MISSING in (root, number):
+        return Communicator(at_ns, "MPI_COMM_WORLD", size, list(range(size)))
+    return Communicator(at_ns, f"MPI_COMM[{size}]{root}.{number}", size, [root] if size == 1 else None)
+
+
+def _args(op: str, communicator: Communicator | None, peer: int, sent: int, received: int) -> Args:
+    stated: dict[str, Any] = {"collective": op}
+    if communicator is not None:
+        stated |= {"group": communicator.name, "group_size": communicator.size, "group_ranks": communicator.ranks}
+    if op in _POINT_TO_POINT:
+        if 0 <= peer < MAX_RANKS:
+            stated["destination" if op == "send" else "source"] = peer
+        return Args(**stated, message_bytes=MessageBytes(_bytes(sent), _bytes(sent)))
+    size = None if communicator is None else communicator.size
+    own = _message(sent, size, _IS_SENT_WHOLE.get(op))
+    back = _message(received, size, _IS_RECEIVED_WHOLE.get(op))
+    return Args(**stated, message_bytes=MessageBytes(back if op == "broadcast" else own, back))
+
+
+def _message(stated: int, ranks: int | None, is_whole: bool | None) -> int | None:
+    """Return the bytes of a message from those of all pairs; None where what these are is not known."""
+    found = _bytes(stated)
+    if found is None or is_whole is None or is_whole:
+        return found if is_whole else None
+    return None if ranks is None or found % ranks else found // ranks
+
+
+def op_of(name: str) -> str | None:
+    """Return what a call communicates; None where it does not, or only starts it.
+
+    >>> [op_of(name) for name in ("MPI_Reduce_scatter_block", "MPI_Ssend", "MPI_Iallreduce", "MPI_Comm_rank")]
+    ['reduce_scatter', 'send', None, None]
+    """
+    function = name.removeprefix("MPI_").removesuffix("_replace").removesuffix("_block")
+    return _OPS.get(function) if name.startswith("MPI_") else None
+
+
+def _bytes(size: int) -> int | None:
+    return size if 0 <= size < _MOST_BYTES else None

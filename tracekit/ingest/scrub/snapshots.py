@@ -1,0 +1,115 @@
+"""Memory snapshots and flight recorder dumps for scrubbing: pickles of plain values, whose texts are replaced in place.
+
+A pickle is never executed: its instructions are copied one by one, those of texts with the scrubbed text. A pickle that
+makes objects, or holds bytes, is not copied: what these contain cannot be known.
+"""
+
+import json
+import pickletools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_MOST_BYTES = 1 << 30
+_FIRST = b"\x80"
+_REMOVED = "[removed]"
+_SHORT_TEXT, _TEXT, _LONG_TEXT = b"\x8c", b"X", b"\x8d"
+_SIZES = {_SHORT_TEXT: 1, _TEXT: 4, _LONG_TEXT: 8}
+"""By the instruction of a text: how many bytes its length takes."""
+_FRAME, _FRAME_BYTES = b"\x95", 9  # states how many bytes follow; a pickle is valid without it
+_STOP = b"."
+# Instructions that make numbers, lists, tuples, sets and dicts of what is there, and refer to it again.
+_PLAIN = re.compile(
+    rb"(?s:[(012N\x88\x89}dsu\]lae)t\x85-\x87\x8f-\x91\x94]|[Khq\x80].|M..|[Jjr].{4}|G.{8}|%b)++"
+    % b"|".join(rb"\x8a\x%02x.{%d}" % (size, size) for size in range(17))
+)
+
+
+def is_pickle(path: Path) -> bool:
+    """Return whether a file is a pickle, by its first byte, which no text has."""
+    with path.open("rb") as file:
+        return file.read(1) == _FIRST
+
+
+def why_not(path: Path) -> str:
+    """Return why a pickle cannot be scrubbed; '' if it can."""
+    if path.stat().st_size > _MOST_BYTES:
+        return f"a pickle of more than {_MOST_BYTES >> 30} GiB"
+    if not is_pickle(path):
+        return "not a pickle of protocol 2 or later"
+    try:
+        for _ in _pieces(path.read_bytes()):
+            pass
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def texts(path: Path) -> Iterator[bytes]:
+    """Yield the distinct texts of a pickle as JSON, each a line. Raises ValueError if `why_not` has a reason."""
+    found = dict.fromkeys(text for text, _ in _pieces(path.read_bytes()) if text is not None)
+    yield from (_as_json(text) + b"\n" for text in found)
+
+
+def write(source: Path, target: Path, hide: Callable[[bytes], bytes]) -> None:
+    """Write a copy of a pickle whose texts, as JSON, are what `hide` makes of them."""
+    known: dict[str, bytes] = {}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as file:
+        for text, raw in _pieces(source.read_bytes()):
+            if text is not None and text not in known:
+                known[text] = _instruction(_hidden(text, hide))
+            file.write(raw if text is None else known[text])
+
+
+def _pieces(data: bytes) -> Iterator[tuple[str | None, bytes]]:
+    """Yield texts, and the instructions between them; None for what is no text.
+
+    Raises ValueError, which says why, if an instruction is another, or the pickle is damaged.
+    """
+    at = 0
+    while data[at : at + 1] != _STOP:
+        code = data[at : at + 1]
+        if (run := _PLAIN.match(data, at)) is not None:
+            yield None, run[0]
+            at = run.end()
+        elif code in _SIZES:
+            text, at = _text(data, at + 1, _SIZES[code])
+            yield text, b""
+        elif code == _FRAME:
+            at += _FRAME_BYTES
+        else:
+            name = next((of.name for of in pickletools.opcodes if of.code == code.decode("latin-1")), "")
+            if not name or name.startswith(("LONG", "BININT", "BINFLOAT")):
+                raise ValueError(f"a damaged pickle (at byte {at:,})")
+            raise ValueError(f"a pickle with objects or bytes ({name}), not plain values")
+    yield None, _STOP
+
+
+def _text(data: bytes, at: int, size_bytes: int) -> tuple[str, int]:
+    """Return the text whose length is at a place, and where it ends."""
+    begin = at + size_bytes
+    end = begin + int.from_bytes(data[at:begin], "little")
+    if end > len(data):
+        raise ValueError(f"a damaged pickle (at byte {at:,})")
+    return data[begin:end].decode("utf-8", "surrogatepass"), end
+
+
+def _hidden(text: str, hide: Callable[[bytes], bytes]) -> str:
+    try:
+        return str(json.loads(hide(_as_json(text))))
+    except ValueError:  # a placeholder in the place of half an escape
+        return _REMOVED
+
+
+def _as_json(text: str) -> bytes:
+    return json.dumps(text).encode()
+
+
+def _instruction(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass")
+    if len(raw) < 1 << 8:
+        return _SHORT_TEXT + len(raw).to_bytes(1, "little") + raw
+    if len(raw) < 1 << 32:
+        return _TEXT + len(raw).to_bytes(4, "little") + raw
+    return _LONG_TEXT + len(raw).to_bytes(8, "little") + raw

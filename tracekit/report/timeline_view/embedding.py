@@ -1,0 +1,296 @@
+"""A scene as compressed bytes for one HTML page: the levels of detail of the tiles, as many as fit.
+
+The page selects from the same slices and merged runs as `viewport.view`. Where all of them are too large, a cut removes
+the shortest: a run whose slices are removed stands for them at every finer level.
+"""
+
+import functools
+import gzip
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.model.intervals import Window
+from tracekit.model.nesting import Flags, Ints
+from tracekit.report import timeline
+from tracekit.report.timeline import ranges, viewport
+from tracekit.report.timeline.mapped_file import Array
+from tracekit.report.timeline.trace_part import Part
+from tracekit.report.timeline_view import message
+
+MAX_BANDS = 20_000
+_ITEM_BYTES = 6
+"""How many bytes an item takes after compression, as a first estimate."""
+_OVERVIEW_PIXELS = 2000
+"""Outside of the part in view, slices shorter than half a pixel of the whole run at this width may be removed."""
+_ATTEMPTS = 6
+_FULL_RATIO, _SAFETY_RATIO = 0.8, 0.95
+
+_Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is embedded: inside of `part`, in ns of the run's clock, all that ends above level `inside`; else `outside`.
+
+    At a level, slices shorter than 2**level / 2 ns are merged; 0 is every slice.
+    """
+
+    part: Window
+    inside: int = 0
+    outside: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every slice is embedded."""
+        return self.outside == 0
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A scene as gzip, what of it is there, and how many slices and merged runs these are."""
+
+    data: bytes
+    cut: Cut
+    items: int
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the page shows first: the part in ns from the scene's start, marks, the parameters of the link."""
+
+    part: Window
+    address: str = ""
+    marks: Sequence[Mapping[str, Any]] = ()
+    finding: str | None = None
+    scene: Mapping[str, Any] | None = None
+    """The scene as the browser gets it, if it differs from `message.scene`: with its tracks in another order."""
+    range_tables: Mapping[str, Any] | None = None
+
+
+def embed(scene: timeline.Scene, shown: Shown, max_bytes: int) -> Embedded:
+    """Return a scene as bytes, at most `max_bytes` of them unless its coarsest level is larger."""
+    part = (scene.span[0] + shown.part[0], scene.span[0] + shown.part[1])
+    cuts = _cuts(scene, part)
+    limit = max_bytes // _ITEM_BYTES
+    best = None
+    for _ in range(_ATTEMPTS):
+        cut = _finest(scene, cuts, limit)
+        items = _items(scene, cut)
+        data = gzip.compress(_packed(scene, shown, cut, items), 6, mtime=0)
+        count = len(items["start_ns"])
+        embedded = Embedded(data, cut, count)
+        if len(data) <= max_bytes and (best is None or count > best.items):
+            best = embedded
+        is_full = len(data) > _FULL_RATIO * max_bytes
+        if (len(data) <= max_bytes and (is_full or cut == cuts[0])) or (len(data) > max_bytes and cut == cuts[-1]):
+            break
+        # Head and names take bytes of their own, so that the estimate is corrected more than once.
+        limit = min(int(count * max_bytes / len(data) * _SAFETY_RATIO), 2 * limit)
+    return best or embedded
+
+
+def _cuts(scene: timeline.Scene, part: Window) -> list[Cut]:
+    """Return what may be embedded, from all slices to the coarsest levels."""
+    coarsest = max(0, math.ceil(math.log2((scene.span[1] - scene.span[0]) / _OVERVIEW_PIXELS)))
+    cuts = [Cut(part, 0, outside) for outside in range(coarsest + 1)]
+    return cuts + [Cut(part, inside, coarsest) for inside in range(1, coarsest + 1)]
+
+
+def _finest(scene: timeline.Scene, cuts: Sequence[Cut], limit: int) -> Cut:
+    """Return the first cut with at most `limit` items, else the last one."""
+    low, high = 0, len(cuts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _count(scene, cuts[middle]) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    return cuts[low]
+
+
+def _count(scene: timeline.Scene, cut: Cut) -> int:
+    return sum(int(counts.sum()) for part in scene.parts for _, counts, _ in _selected(part, cut, _Zone(part, cut)))
+
+
+def _items(scene: timeline.Scene, cut: Cut) -> _Columns:
+    """Return the slices and runs of all parts, one segment after another, each sorted by start."""
+    columns = [table for part in scene.parts for table in _columns(part, cut)]
+    columns = columns or [dict.fromkeys(_ITEM, np.empty(0, np.int64))]
+    return {name: np.concatenate([each[name] for each in columns]) for name in _ITEM}
+
+
+def _columns(part: Part, cut: Cut) -> Iterator[_Columns]:
+    """Yield the slices, then the runs of a part; a run whose slices are removed is made at level 0."""
+    zone = _Zone(part, cut)
+    for (records, segments), (low, counts, which) in zip(_tables(part), _selected(part, cut, zone), strict=True):
+        items, of = records[ranges.positions(low, counts)], np.repeat(which, counts)
+        start_ns, dur_ns = items["start_ns"], items["dur_ns"]
+        is_run = records is part.runs
+        made = items["made"].astype(np.int64) if is_run else np.zeros(len(items), np.int64)
+        begin_ns, past_ns = (edges[of] for edges in zone.edges(segments))
+        is_inside = (start_ns >= begin_ns) & (start_ns + dur_ns <= past_ns)
+        busy_ns = items["busy_ns"] if is_run else dur_ns
+        yield {
+            **{name: segments[name][of] for name in ("track", "row", "ends")},
+            "start_ns": start_ns,
+            "dur_ns": dur_ns,
+            "name": items["name"],
+            "made": np.where(made <= np.where(is_inside, cut.inside, cut.outside), 0, made),
+            "count": items["count"] if is_run else np.ones(len(items), np.int64),
+            "fill": np.rint(255 * np.clip(busy_ns / np.maximum(dur_ns, 1), 0, 1)),
+            "is_first": np.diff(of, prepend=-1) != 0,
+        }
+
+
+_ITEM = ("track", "row", "ends", "start_ns", "dur_ns", "name", "made", "count", "fill", "is_first")
+
+
+def _tables(part: Part) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    return (part.slices, part.slice_segments), (part.runs, part.run_segments)
+
+
+def _selected(part: Part, cut: Cut, zone: "_Zone") -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Yield what a cut leaves of the slices, then of the runs: first place, how many, and number of each segment."""
+    for records, segments in _tables(part):
+        which = np.flatnonzero(segments["ends"] > cut.inside)
+        low = segments["first"][which]
+        high = low + segments["count"][which]
+        is_fine = segments["ends"][which] <= cut.outside
+        for limits, edges, flags in zip((low, high), zone.edges(segments), (_begins_in, _begins_after), strict=True):
+            condition = functools.partial(flags, records, segments, edges)
+            limits[is_fine] = ranges.first_true(low[is_fine], high[is_fine], condition)
+        yield low, high - low, which
+
+
+def _begins_in(records: Array, segments: Array, begin_ns: Ints, at: Ints) -> Flags:
+    """Flag the items that begin at the edge of their segment or later."""
+    flags: Flags = records["start_ns"][at] >= begin_ns[_segment_at(segments, at)]
+    return flags
+
+
+def _begins_after(records: Array, segments: Array, past_ns: Ints, at: Ints) -> Flags:
+    """Flag the items that begin behind the edge of their segment: an empty one at the edge does not."""
+    edge_ns, start_ns = past_ns[_segment_at(segments, at)], records["start_ns"][at]
+    flags: Flags = (start_ns >= edge_ns) & (start_ns + records["dur_ns"][at] > edge_ns)
+    return flags
+
+
+def _segment_at(segments: Array, at: Ints) -> Ints:
+    number: Ints = np.searchsorted(segments["first"], at, side="right") - 1
+    return number
+
+
+class _Zone:
+    """The part of each row that is embedded in detail: from the first to the last item of the coarser level there.
+
+    It ends where these items end, so that each of them is there with all of its slices or with none.
+    """
+
+    def __init__(self, part: Part, cut: Cut) -> None:
+        tracks = np.ones(max(part.tracks, default=0) + 1, bool)
+        found = []
+        for records, segments in _tables(part):
+            at, of = viewport.standing_at(records, segments, tracks, cut.part, cut.outside)
+            if records is part.runs:
+                is_made = records["made"][at] <= cut.outside
+                at, of = at[is_made], of[is_made]
+            found.append(
+                (_row_key(segments)[of], records["start_ns"][at], records["start_ns"][at] + records["dur_ns"][at])
+            )
+        keys, start_ns, end_ns = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        self._keys, row = np.unique(keys, return_inverse=True)
+        self._begin_ns = np.full(len(self._keys) + 1, _NEVER_NS)  # the last: rows without a zone
+        self._past_ns = np.full(len(self._keys) + 1, _NEVER_NS)
+        self._past_ns[:-1] = -_NEVER_NS
+        np.minimum.at(self._begin_ns, row, start_ns)
+        np.maximum.at(self._past_ns, row, end_ns)
+
+    def edges(self, segments: Array) -> tuple[Ints, Ints]:
+        """Return where the zone of each segment's row begins and ends, in ns; a row without a zone has an empty one."""
+        key = _row_key(segments)
+        at = np.searchsorted(self._keys, key)
+        known = np.append(self._keys, -1)
+        at = np.where(known[at] == key, at, len(self._keys))
+        return self._begin_ns[at], self._past_ns[at]
+
+
+_NEVER_NS = np.iinfo(np.int64).max
+
+
+def _row_key(segments: Array) -> Ints:
+    key: Ints = segments["track"].astype(np.int64) << 32 | segments["row"]
+    return key
+
+
+def _packed(scene: timeline.Scene, shown: Shown, cut: Cut, items: _Columns) -> bytes:
+    """Return the message that embedded.js reads."""
+    used, name = np.unique(items["name"], return_inverse=True)
+    first = np.flatnonzero(items["is_first"])
+    start_ns = items["start_ns"] - scene.span[0]
+    distance_ns = np.diff(start_ns, prepend=0)
+    distance_ns[first] = 0
+    segments = {name: items[name][first] for name in ("track", "row", "ends")}
+    segments |= {"count": np.diff(np.append(first, len(start_ns))), "first_start": start_ns[first]}
+    columns = {"start": distance_ns, "dur": items["dur_ns"], "name": name}
+    columns |= {name: items[name] for name in ("made", "count", "fill")}
+    origin_ns = scene.span[0]
+    head = {
+        "scene": dict(shown.scene or message.scene(scene)),
+        "view": {"from": shown.part[0], "to": shown.part[1]},
+        "first_tracks": message.initial_tracks(scene),
+        "address": shown.address,
+        "findings": list(shown.marks),
+        "finding": shown.finding,
+        "range": shown.range_tables,
+        "detail": {
+            "from": cut.part[0] - origin_ns,
+            "to": cut.part[1] - origin_ns,
+            "inside": cut.inside,
+            "outside": cut.outside,
+        },
+        "names": [message.name_text(text) for text in timeline.names(scene, used)],
+        "kind_of_name": scene.kinds[used].tolist(),
+        "segments": _table(segments),
+        "items": _table(columns),
+        **_bands(scene),
+    }
+    return message.pack(head)
+
+
+def _bands(scene: timeline.Scene) -> dict[str, Any]:
+    """Return the longest MAX_BANDS steps and units."""
+    bands = scene.bands
+    if bands.height > MAX_BANDS:
+        bands = bands.top_k(MAX_BANDS, by=pl.col("end_ns") - pl.col("start_ns")).sort("rank", "start_ns")
+    names = bands["name"].unique(maintain_order=True)
+    numbers = bands["name"].replace_strict(names, pl.Series(range(len(names))), return_dtype=pl.Int64)
+    columns = {
+        "rank": bands["rank"].to_numpy(),
+        "is_step": (bands["kind"] == "step").to_numpy(),
+        "name": numbers.to_numpy(),
+        "start": bands["start_ns"].to_numpy() - scene.span[0],
+        "end": bands["end_ns"].to_numpy() - scene.span[0],
+    }
+    return {"band_names": [message.name_text(name) for name in names], "bands": _table(columns)}
+
+
+def _table(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    length = len(next(iter(columns.values())))
+    return {"length": length, "columns": {name: _planes(values) for name, values in columns.items()}}
+
+
+def _planes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return whole numbers, none negative, byte by byte: the lowest byte of all, then the next, as many as needed.
+
+    >>> _planes(np.array([1, 258])).tolist()
+    [1, 2, 0, 1]
+    """
+    width = (int(values.max(initial=0)).bit_length() + 7) // 8
+    planes = np.ascontiguousarray(values, "<u8").view(np.uint8).reshape(-1, 8)[:, :width]
+    return np.ascontiguousarray(planes.T).reshape(-1)

@@ -1,0 +1,118 @@
+"""RULES: every rule of tracekit, and those of plug-ins."""
+
+from tracekit.model import plugins
+from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
+from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
+from tracekit.rules.background_save import BlockingBackgroundSave, CrowdedOut, LockedOut
+from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.checkpoint_policy import (
+    AmplifiedRestore,
+    LostOnPowerFailure,
+    SeveralWriters,
+    UnverifiedShards,
+    UnwiseInterval,
+)
+from tracekit.rules.clock_drops import ClockDrop
+from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
+from tracekit.rules.communication import ExposedCommunication, PreparationGap
+from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
+from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.rules.copies import ExposedCopy
+from tracekit.rules.data_quality import DoubtfulTrace
+from tracekit.rules.device_stalls import DeviceStall
+from tracekit.rules.expert_parallel import OverloadedExperts
+from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
+from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
+from tracekit.rules.late_groups import LateGroup
+from tracekit.rules.link_bandwidth import SlowLink
+from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
+from tracekit.rules.outlier_steps import ColdStart, OutlierStep
+from tracekit.rules.pipeline import FewMicroBatches, PipelineBubble, UnbalancedStages
+from tracekit.rules.pipeline_communication import ShardedMicroBatches, SlowPipelineLink
+from tracekit.rules.recomputation import NeedlessRecomputation
+from tracekit.rules.rule import Rule
+from tracekit.rules.save_stalls import (
+    CrowdedSave,
+    GlobalSync,
+    PlannedSave,
+    SerializedSave,
+    SlowStorage,
+    SlowSync,
+    StagedSave,
+    StragglingWriter,
+)
+from tracekit.rules.stalled_collectives import StalledCollective
+from tracekit.rules.stragglers import Straggler, UnevenRanks
+from tracekit.rules.streams import GiveWay, NeedlessOrder
+from tracekit.rules.tensor_parallel import ExposedTensorParallel, TensorParallelAcrossNodes
+
+RULES: tuple[type[Rule], ...] = (
+    ExposedCommunication,
+    SmallCollectives,
+    ReducedEveryMicroBatch,
+    PreparationGap,
+    GiveWay,
+    NeedlessOrder,
+    ContendedCompute,
+    StarvedCollectives,
+    DeviceStall,
+    Straggler,
+    SlowLink,
+    UnevenRanks,
+    LateGroup,
+    PipelineBubble,
+    UnbalancedStages,
+    FewMicroBatches,
+    ShardedMicroBatches,
+    SlowPipelineLink,
+    TensorParallelAcrossNodes,
+    ExposedTensorParallel,
+    OverloadedExperts,
+    LateLaunch,
+    BlockingSync,
+    DataStall,
+    ExposedCopy,
+    MisalignedProducts,
+    IdleTensorCores,
+    UnfusedOptimizer,
+    UnfusedKernels,
+    PartialWaves,
+    OutlierStep,
+    ColdStart,
+    ClockDrop,
+    StalledCollective,
+    SteadyDeviceAllocation,
+    NeedlessRecomputation,
+    GrowingMemory,
+    LittleHeadroom,
+    IdleReserve,
+    PeakOwner,
+    AllocatorRetry,
+    FragmentedMemory,
+    CrossStreamSlack,
+    ChangingSizes,
+    AlternatingBuffers,
+    BlockingCheckpoint,
+    SerializedSave,
+    StagedSave,
+    SlowStorage,
+    SlowSync,
+    StragglingWriter,
+    PlannedSave,
+    GlobalSync,
+    LockedOut,
+    CrowdedOut,
+    BlockingBackgroundSave,
+    AmplifiedRestore,
+    UnwiseInterval,
+    LostOnPowerFailure,
+    UnverifiedShards,
+    CrowdedSave,
+    SeveralWriters,
+    DoubtfulTrace,
+)
+
+
+def all_rules() -> tuple[type[Rule], ...]:
+    """Return our rules and those that other distributions add by the entry point group ``tracekit.rules``."""
+    return RULES + tuple(point.load() for point in plugins.entry_points(group="tracekit.rules"))
