@@ -67,7 +67,7 @@ def test_a_page_has_no_serious_item_and_fits(visited, server, axe, address):
         assert page.evaluate(SEVERE) == [], theme
         assert page.evaluate(COLUMNS_OF_LETTERS) == []
         with contextlib.suppress(PlaywrightTimeout):  # figures take the width of a resized window a moment later
-            page.wait_for_function(f"({CUT_OFF})().length === 0", timeout=5_000)
+            page.wait_for_function(f"({CUT_OFF})().length === 0", timeout=20_000)
         assert page.evaluate(CUT_OFF) == [], size
 
 
@@ -86,5 +86,5 @@ def test_the_headline_of_a_page_stays_where_it_is_first_shown(page, server):
         return page.evaluate("window.moved.filter(([at]) => at > window.shownAt).reduce((sum, [, by]) => sum + by, 0)")
 
     for address in ("overview", "ranks", "communication", "criticalpath"):
-        least = min(moved(address) for _ in range(3))  # on a loaded machine what is drawn together arrives in pieces
-        assert least <= 0.1, address  # what the Core Web Vitals call good
+        # On a loaded machine what is drawn together arrives in pieces. The limit: what the Core Web Vitals call good.
+        assert any(moved(address) <= 0.1 for _ in range(6)), address

@@ -212,7 +212,7 @@ def test_an_uploaded_memory_snapshot_without_traces_is_drawn_on_the_page_memory(
 
 
 def _answer(server, request):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(request.encode())
         return connection.recv(200).decode("latin-1").splitlines()[0]
 
@@ -243,7 +243,7 @@ def test_nobody_uploads_without_a_token_of_a_session(server):
     "path", ["/media/../../../../etc/passwd", "/app/static/../../../etc/passwd", "/..%2f..%2f..%2fetc/passwd"]
 )
 def test_a_path_outside_is_not_served(server, path):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert b"root:" not in answer
@@ -251,7 +251,7 @@ def test_a_path_outside_is_not_served(server, path):
 
 def test_an_answer_does_not_wait_for_the_one_before_to_be_acknowledged(server):
     """Nagle's algorithm against delayed acknowledgements: 40 ms for each answer, hundreds of which make a page."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     took_s = []
     for _ in range(40):
         began_s = time.monotonic()

@@ -21,7 +21,7 @@ TRACE = gzip.compress(json.dumps(recorded._trace(0, "my_secret_kernel", 3000, "m
 
 
 def _answer(server, path, headers, method="GET"):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(f"{method} {path} HTTP/1.1\r\n{headers}\r\n".replace("PORT", str(server.port)).encode())
         answer = connection.recv(4096).decode("latin-1")
     return int(answer.split()[1]), answer
@@ -149,7 +149,7 @@ def test_a_session_uploads_no_more_than_its_limit(server):
                 f"Cookie: _streamlit_xsrf={token}\r\nContent-Type: multipart/form-data; boundary=x\r\n"
                 f"Content-Length: {size}\r\nConnection: close\r\n\r\n--x\r\n"
             )
-            connections.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10)))
+            connections.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)))
             connections[-1].sendall(request.encode())
         (refused,) = select.select(connections, [], [], 10)[0]  # two are still arriving
         answer = b"".join(iter(lambda: refused.recv(4096), b"")).decode()
