@@ -85,6 +85,17 @@ def fragment(name: str) -> Iterator[None]:
         recording.drawn_fragment = None
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Record nothing of what is drawn in a with block, such as what is replaced soon."""
+    recording = st.session_state.get(_RECORDING)
+    st.session_state[_RECORDING] = None
+    try:
+        yield
+    finally:
+        st.session_state[_RECORDING] = recording
+
+
 def title(run: str, subtitle: str) -> None:
     """Record the title of the page, and place the control here."""
     recording = _current()

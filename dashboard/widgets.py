@@ -16,7 +16,7 @@ from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import downloads, run_store, sharing, url_state
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import LoadedRun, OpenRun
+from dashboard.run_store import LoadedRun
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping
 from tracekit.report import charts, html_fragments, phrases
@@ -84,11 +84,6 @@ def go_to(address: str, **parameters: Any) -> None:
         for name, value in parameters.items()
     }
     url_state.open_address(st.session_state[PAGES][address], query)
-
-
-def open_run(entry: RunEntry) -> OpenRun | None:
-    """Return the run, or show why it cannot be opened and return None."""
-    return try_reading(entry, run_store.open_run)
 
 
 def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "Reading and checking") -> _T | None:
@@ -298,8 +293,8 @@ def segments(label: str, name: str, options: Sequence[str] | Mapping[str, str]) 
     return chosen
 
 
-def chart(figure: go.Figure, *, key: str, **options: Any) -> Any:
-    """Show a figure in the page's own colours, with a download; return the event of st.plotly_chart."""
+def chart(figure: go.Figure, *, key: str, download: bool = True, **options: Any) -> Any:
+    """Show a figure in the page's own colours, by default with a download; return the event of st.plotly_chart."""
     charts.titled(figure, sharing.figure_title())
     original = go.Figure(figure)
     sharing.figure(original, key=key)
@@ -312,7 +307,8 @@ def chart(figure: go.Figure, *, key: str, **options: Any) -> Any:
     # Known to the page before Plotly draws, so that what is below does not move then.
     height = figure.layout.height or "content"
     event = st.plotly_chart(figure, theme=None, key=key, config=config, height=height, **options)
-    downloads.figure(original, key=key)
+    if download:
+        downloads.figure(original, key=key)
     return event
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import streamlit as st
 
-from dashboard import crashes, run_store, sharing, widgets
+from dashboard import crashes, opening, run_store, sharing, widgets
 from dashboard.components.share import control
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
@@ -112,7 +112,7 @@ class Page:
             widgets.title(entry.name, "memory snapshots without traces")
             self.show_snapshots(entry)
             return
-        run = widgets.open_run(entry)
+        run = opening.open_run(entry)
         if run is None:
             return
         widgets.heading(entry, run)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import streamlit as st
 
-from dashboard import widgets
+from dashboard import opening, widgets
 from dashboard.pages.page import TOOLS, Needs, Page
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import tables
@@ -104,7 +104,7 @@ def _measured(entry: RunEntry) -> tuple[float, float | None] | None:
     """Return the write rate in bytes per second, and the bytes per parameter if known; None if not asked for."""
     if not st.toggle("As measured in the chosen run", key=bind_flag("plan-measured")):
         return None
-    run = widgets.open_run(entry)
+    run = opening.open_run(entry)
     if run is None:
         return None
     try:

@@ -19,7 +19,8 @@ import streamlit as st
 
 from dashboard import run_catalog, settings
 from dashboard.run_entry import RunEntry
-from dashboard.run_store import tables
+from dashboard.run_store import first_opening, tables
+from dashboard.run_store.first_opening import FirstOpening
 from dashboard.run_store.tables import Table
 from tracekit.analysis.time import breakdown, extents, summary
 from tracekit.cli.watch.run_watch import Watch
@@ -165,6 +166,11 @@ def open_run(entry: RunEntry) -> OpenRun:
     return replace(_open(entry), entry=entry)
 
 
+def start_opening(entry: RunEntry) -> FirstOpening[OpenRun] | None:
+    """Return the opening of a run that was not checked before, which runs in a thread; None for other runs."""
+    return None if entry.summary is not None else first_opening.start(_opening_key(entry), lambda: open_run(entry))
+
+
 def is_checked_soon(entry: RunEntry) -> bool:
     """Return whether the report of a run is cached, or made soon because the run is small."""
     return entry.summary is not None or entry.size_bytes <= AUTO_CHECK_BYTES
@@ -257,13 +263,19 @@ def _watch(path: str) -> tuple[Watch, Any]:
     return Watch(Path(path)), threading.Lock()
 
 
+def _opening_key(entry: RunEntry) -> Hashable:
+    return entry.path, stamp_seen(entry)
+
+
 @cached_per_run(max_entries=MAX_OPEN_RUNS)
 def _open(entry: RunEntry) -> OpenRun:
     crashed: dict[str, RuleError] = {}
-    devices, note = settings.devices(), crashed.__setitem__
+    devices = settings.devices()
+    opening = first_opening.under_way(_opening_key(entry))
+    callbacks: dict[str, Any] = {"on_crash": crashed.__setitem__, "on_progress": opening and opening.on_progress}
     if entry.is_private:
         run = loader.load(entry.path, cache=False, devices=devices)
-        return OpenRun(run, report=engine.check(run, facts=_FACTS, on_crash=note), entry=entry, crashed_rules=crashed)
+        return OpenRun(run, report=engine.check(run, facts=_FACTS, **callbacks), entry=entry, crashed_rules=crashed)
     refuse_links(entry)
-    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, devices=devices, on_crash=note)
+    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, devices=devices, **callbacks)
     return OpenRun(report.run, report=report, entry=entry, crashed_rules=crashed)

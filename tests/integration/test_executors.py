@@ -78,7 +78,7 @@ def test_a_server_measures_many_traces_in_processes_that_stop_after_the_pass(mon
     run = drawn_run(ProcessesPerPass())
     assert run.table(process)["pid"].unique().to_list() == [os.getpid()]
     monkeypatch.setattr(defaults, "PROCESSES_FROM", 4)
-    monkeypatch.setattr("tracekit.executors.processes.processors", lambda: 2)
+    monkeypatch.setattr(defaults, "processors", lambda: 2)
     pids = drawn_run(ProcessesPerPass()).table(process)["pid"].unique().to_list()
     assert os.getpid() not in pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -414,7 +414,7 @@ def test_traces_are_read_once_in_order_and_evicted(readers):
 
     def on_progress(done):
         nonlocal most
-        seen.append(done.rank)
+        seen.append(done.source.rank)
         most = max(most, len(alive))
 
     run = Run("many", [source(rank) for rank in range(64)], cache_bytes=1, executor=Threads(readers))

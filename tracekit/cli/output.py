@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -17,7 +17,7 @@ from tracekit.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from tracekit.model.source import Source
+    from tracekit.model.run import MeasuredTrace, OnTrace
 
 FALLBACK_WIDTH = 100
 BROKEN_PIPE = 141  # as a process that SIGPIPE ends
@@ -138,14 +138,14 @@ class ProgressBar:
         self._task: TaskID | None = None
         self._done = 0
 
-    def trace_callback(self, total: int) -> "Callable[[Source], None]":
+    def trace_callback(self, total: int) -> "OnTrace":
         """Return a function to call after each of `total` traces."""
 
-        def step(source: "Source") -> None:
+        def step(measured: "MeasuredTrace") -> None:
             self._done += 1
             from tracekit.model import escaping
 
-            name = escaping.inert(source.path.rsplit("/", 1)[-1], _MAX_NAME)
+            name = escaping.inert(measured.source.path.rsplit("/", 1)[-1], _MAX_NAME)
             self._show(f"reading {name}", self._done, total)
 
         return step

@@ -2,15 +2,21 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tracekit.executors import processors
 
 PROCESSES_FROM = 32
 """Files from which starting processes (0.5 CPU s each) costs less than threads lose by sharing one interpreter lock."""
+PROCESSES_FROM_BYTES = 64 << 20
+"""Of compressed traces: fewer files are measured by processes from here on. They take half a CPU-second per MiB."""
 MAX_PROCESSES = 8
-"""Each process needs 200 to 500 MiB."""
+"""Each process needs 200 to 500 MiB, and for a large trace about 30 times its compressed size."""
+MAX_BYTES_AT_A_TIME = 128 << 20
+"""Of compressed traces that processes read at the same time, so that they fit in the memory of most machines."""
+_JSON_RATIO = 10
+"""About how much smaller JSON is when it is compressed."""
 _LARGE_BYTES = 4 << 20
 """Operations on tables of smaller traces take 0.1 to 0.3 ms each, so that several Polars threads only add switches."""
 _MAX_FILES = 4096
@@ -20,10 +26,24 @@ POLARS_THREADS = "POLARS_MAX_THREADS"
 
 def process_count(paths: Iterable[str]) -> int | None:
     """Return how many processes measure the runs at these paths by default; None if threads do."""
-    available = processors()
-    if available == 1 or max((len(_trace_sizes(path)) for path in paths), default=0) < PROCESSES_FROM:
+    return max(filter(None, (process_count_of(_trace_sizes(path)) for path in paths)), default=None)
+
+
+def process_count_of(sizes: Sequence[int]) -> int | None:
+    """Return how many processes measure traces by default; None if threads do.
+
+    `sizes` are the `compressed_bytes` of their files.
+    """
+    if len(sizes) < PROCESSES_FROM and sum(sizes) < PROCESSES_FROM_BYTES:
         return None
-    return min(available, MAX_PROCESSES)
+    at_a_time = MAX_BYTES_AT_A_TIME // max(*sizes, 1)
+    count = min(processors(), MAX_PROCESSES, len(sizes), at_a_time)
+    return count if count > 1 else None
+
+
+def compressed_bytes(name: str, size_bytes: int) -> int:
+    """Return the size of a file, or about what it would be compressed, by its name."""
+    return size_bytes // _JSON_RATIO if name.endswith(".json") else size_bytes
 
 
 def limit_polars_threads(paths: Iterable[str]) -> None:
@@ -42,11 +62,11 @@ def _median(sizes: list[int]) -> int:
 
 
 def _trace_sizes(path: str) -> list[int]:
-    """Return the sizes of at most `_MAX_FILES` JSON files of a local run, in bytes; none if it cannot be listed."""
+    """Return `compressed_bytes` of at most `_MAX_FILES` files of a local run; none if it cannot be listed."""
     sizes: list[int] = []
     try:
         for file in _json_files(Path(path)):
-            sizes.append(file.stat().st_size)
+            sizes.append(compressed_bytes(file.name, file.stat().st_size))
             if len(sizes) == _MAX_FILES:
                 break
     except (OSError, ValueError):  # the reader says what is wrong with it

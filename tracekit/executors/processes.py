@@ -5,6 +5,7 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import starmap
 
 from tracekit.conventions import object_storage
 from tracekit.executors import defaults, processors, tasks, worker_start
@@ -47,7 +48,7 @@ class Processes(WorkerPool):
 
 
 class ProcessesPerPass:
-    """Worker processes for each pass over many local traces, else threads: for a server, where runs stay open for long.
+    """Worker processes for each pass over many or large local traces, else threads: for a server, where runs stay open.
 
     Unlike threads, processes leave the interpreter lock to the other requests of the server. None of them runs between
     two passes.
@@ -55,9 +56,9 @@ class ProcessesPerPass:
 
     def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
         """Yield the facts of each source, in the order of `sources`."""
-        workers = min(processors(), defaults.MAX_PROCESSES)
-        files = {source.path for source in sources}
-        if workers == 1 or len(files) < defaults.PROCESSES_FROM or any(map(object_storage.is_url, files)):
+        files = {source.path: source.size_bytes for source in sources}
+        workers = defaults.process_count_of(list(starmap(defaults.compressed_bytes, files.items())))
+        if workers is None or any(map(object_storage.is_url, files)):
             yield from Threads().measure(sources, facts, loaded)
             return
         with contextlib.closing(Processes(workers)) as pool:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -17,6 +18,20 @@ from tracekit.model.trace import Fact, Trace
 
 RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
 """A measurement of all ranks together: a function of a run's tables to a table. See `Run.run_table`."""
+
+
+@dataclass(frozen=True)
+class MeasuredTrace:
+    """A trace of a run that was just measured: its table for each fact. Without tables it could not be read."""
+
+    source: Source
+    tables: Mapping[Fact, pl.DataFrame] = field(default_factory=dict)
+    sources: Sequence[Source] = ()
+    """All traces that are being measured."""
+
+
+OnTrace: TypeAlias = Callable[[MeasuredTrace], None]
+"""Called after each trace of a run, to show progress."""
 
 
 class TableCache(Protocol):
@@ -145,10 +160,12 @@ class Run:
             self._store((name,), (known,), time.monotonic() - began_s)
         return known
 
-    def measure(self, facts: Iterable[Fact], on_progress: Callable[[Source], None] | None = None) -> None:
+    def measure(self, facts: Iterable[Fact], on_progress: OnTrace | None = None) -> None:
         """Measure several facts in one pass over the traces; `table` then returns them from the cache.
 
-        The run's executor decides how many traces are read at a time. Raises BadTraceError if no trace can be read.
+        `on_progress` is called after each
+        trace. The run's executor decides how many traces are read at a time. Raises BadTraceError if no trace can be
+        read.
         """
         wanted = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
         for fact in wanted:
@@ -161,14 +178,15 @@ class Run:
             return
         began_s = time.monotonic()
         collector = self._facts.collector(wanted)
-        for measured in self._executor.measure(self.sources, wanted, self._loaded):
+        sources = self.sources
+        for measured in self._executor.measure(sources, wanted, self._loaded):
             source = measured.source
             if measured.error is not None:
                 self._leave_out(source, measured.error)
             else:
                 collector.add((source.window, source.rank), measured.tables)
             if on_progress:
-                on_progress(source)
+                on_progress(MeasuredTrace(source, dict(zip(wanted, measured.tables, strict=False)), sources))
         collector.finish()
         in_memory = [fact for fact in wanted if fact in self._facts and not self._facts.parts(fact)]
         tables = [self._facts[fact] for fact in in_memory]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tracekit.conventions import VERSION
 from tracekit.errors import RuleError
-from tracekit.model.run import Run
+from tracekit.model.run import OnTrace, Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Fact
 from tracekit.replay.graph import dependency_graph, representative_ranks
@@ -24,7 +24,7 @@ def check(
     rules: Iterable[Rule] | None = None,
     *,
     facts: Iterable[Fact] = (),
-    on_progress: Callable[[Source], None] | None = None,
+    on_progress: OnTrace | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
     """Judge a run by `rules`; by default all rules with their default thresholds.

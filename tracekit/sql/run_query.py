@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -18,9 +18,8 @@ import polars as pl
 from tracekit import errors
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.run import Run
+from tracekit.model.run import OnTrace, Run
 from tracekit.model.schema import Table
-from tracekit.model.source import Source
 from tracekit.model.table_document import TableDocument
 from tracekit.model.trace import TraceTable
 from tracekit.sql import table_documents
@@ -101,11 +100,11 @@ class SandboxedQuery:
             self._send({"sql": self._sql, "tables": list(self._tables), **limits}, empty)
             self._table_names = self._read_line()["named"]
 
-    def run(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> pl.DataFrame:
+    def run(self, run: Run, on_progress: OnTrace | None = None) -> pl.DataFrame:
         """Return the result of the query on a run."""
         return self.execute(self.collect_tables(run, on_progress))
 
-    def collect_tables(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> dict[str, Rows]:
+    def collect_tables(self, run: Run, on_progress: OnTrace | None = None) -> dict[str, Rows]:
         """Return the tables of a run that the query names."""
         return dict(_rows(run, self._table_names, on_progress))
 
@@ -212,7 +211,7 @@ def _environment() -> dict[str, str]:
     return variables | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
 
 
-def _rows(run: Run, named: Sequence[str], on_progress: Callable[[Source], None] | None) -> Iterator[tuple[str, Rows]]:
+def _rows(run: Run, named: Sequence[str], on_progress: OnTrace | None) -> Iterator[tuple[str, Rows]]:
     """Yield the named tables; those that are read are built in one pass over the traces."""
     run.measure([TraceTable(name) for name in named if name in READ], on_progress)
     for name in named:

@@ -46,6 +46,35 @@ def test_many_traces_are_measured_by_processes(tmp_path: Path, files: int, expec
 
 
 @pytest.mark.usefixtures("four_processors")
+@pytest.mark.parametrize(
+    ("files", "size_bytes", "expected"),
+    [
+        (8, 7 << 20, None),
+        (8, 8 << 20, 4),
+        (2, 32 << 20, 2),
+        (8, 50 << 20, 2),
+        (8, 100 << 20, None),
+        (1, 64 << 20, None),
+    ],
+)
+def test_few_large_traces_are_measured_by_as_many_processes_as_have_room(
+    tmp_path: Path, files: int, size_bytes: int, expected: int | None
+) -> None:
+    assert defaults.process_count([_run_folder(tmp_path / "run", files, size_bytes)]) == expected
+
+
+@pytest.mark.usefixtures("four_processors")
+def test_a_trace_that_is_not_compressed_counts_a_tenth(tmp_path: Path) -> None:
+    for rank in range(8):
+        with (tmp_path / f"rank{rank}.json").open("wb") as file:
+            file.truncate(79 << 20)
+    assert defaults.process_count([str(tmp_path)]) is None
+    with (tmp_path / "rank8.json").open("wb") as file:
+        file.truncate(79 << 20)
+    assert defaults.process_count([str(tmp_path)]) == 4
+
+
+@pytest.mark.usefixtures("four_processors")
 def test_traces_in_a_folder_for_each_node_count(tmp_path: Path) -> None:
     for node in range(4):
         _run_folder(tmp_path / f"node{node}", 8)

@@ -11,8 +11,7 @@ from tracekit.analysis.compute import module_paths, totals
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import nesting
 from tracekit.model.memoize import memoize
-from tracekit.model.run import Run
-from tracekit.model.source import Source
+from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "op", "shapes", "module", "unit", "phase", "span", "step", "device", "stream", "rank")
@@ -31,7 +30,7 @@ def kernels(
     by: Sequence[str] = ("name",),
     *,
     ops: OpColumns = recorded_ops,
-    on_progress: Callable[[Source], None] | None = None,
+    on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
     """Return the activities of a run summed by kind and `by` (of KEYS), most total time first.
 
@@ -55,7 +54,7 @@ def with_launch_delays(
     by: Sequence[str] = ("name",),
     *,
     ops: OpColumns = recorded_ops,
-    on_progress: Callable[[Source], None] | None = None,
+    on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
     """Return `kernels` with the columns delay_p50_ns and delay_p95_ns of `launch_delays`, if any launch is known."""
     totals.require_known("--by", by, KEYS)

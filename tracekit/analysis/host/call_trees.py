@@ -1,7 +1,7 @@
 """Call trees: host time by the stack of slices, device time by the stack that launched it; what flame graphs draw."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,7 @@ from tracekit.analysis.host import ops
 from tracekit.errors import ConfigError, InputError
 from tracekit.model import columns, nesting, schema
 from tracekit.model.intervals import Window
-from tracekit.model.run import Run
-from tracekit.model.source import Source
+from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Fact, Trace
 
 HOST, DEVICE = KINDS = ("host", "device")
@@ -34,7 +33,7 @@ def call_tree(
     step: int | None = None,
     ranks: Sequence[int] | None = None,
     by_rank: bool = False,
-    on_progress: Callable[[Source], None] | None = None,
+    on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
     """Return the time of a run by call stack: columns TREE, one row per different stack.
 

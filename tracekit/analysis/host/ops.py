@@ -1,14 +1,13 @@
 """Host slices by name, shapes, unit and more: total time, self time, and device time."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import efficiency, kernels, module_paths, totals
-from tracekit.model.run import Run
-from tracekit.model.source import Source
+from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "shapes", "module", "unit", "phase", "span", "step", "thread", "rank")
@@ -21,7 +20,7 @@ def ops(
     by: Sequence[str] = ("name",),
     kinds: Sequence[str] = ("cpu_op",),
     *,
-    on_progress: Callable[[Source], None] | None = None,
+    on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
     """Return the host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 

@@ -30,11 +30,18 @@ def by_rank(run: Run) -> pl.DataFrame:
 def steps_by_rank(run: Run) -> pl.DataFrame:
     """Return the sums of the marked steps of each rank and device; where no trace marks steps, of the whole windows.
 
-    Columns window, rank and those of `breakdown`; step is null, start_ns is that of the first step.
+    Columns as those of `sums_of_steps`.
     """
     steps = run.table(breakdown.by_step).drop_nulls("step")
-    if steps.is_empty():
-        return run.table(breakdown.by_rank)
+    return run.table(breakdown.by_rank) if steps.is_empty() else sums_of_steps(steps)
+
+
+def sums_of_steps(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the sums of the steps of each rank and device, with the columns of `steps`.
+
+    `steps` has the columns window, rank and those of `breakdown`. In the result step is null, and start_ns is that of
+    the first step.
+    """
     summed = [name for name in steps.columns if name.endswith("_ns") and name != "start_ns"]
     sums = steps.group_by("window", "rank", "device", maintain_order=True).agg(
         pl.lit(None, pl.Int64).alias("step"), pl.col("start_ns").min(), pl.col(summed).sum()

@@ -1,6 +1,6 @@
 """A run as one file for Perfetto: a process per rank, a track per lane, all of them on one clock."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO, TypeAlias
 
@@ -10,7 +10,7 @@ import polars as pl
 from tracekit.analysis.time import extents
 from tracekit.conventions import perfetto as conventions
 from tracekit.errors import InputError
-from tracekit.model.run import Run
+from tracekit.model.run import MeasuredTrace, OnTrace, Run
 from tracekit.model.source import Source
 from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.report.export import perfetto_encoder, table_rows
@@ -47,7 +47,7 @@ def write(
     path: CriticalPath | None = None,
     step: int | None = None,
     ranks: Iterable[int] | None = None,
-    on_progress: Callable[[Source], None] | None = None,
+    on_progress: OnTrace | None = None,
 ) -> ExportCounts:
     """Write a run to `file`, one trace after the other, each moved to the clock of the run (by default with `clocks`).
 
@@ -81,7 +81,7 @@ def write(
             file, shown, number=number, name=name, to_run_clock=clock.to_run, rows=rows
         )
         if on_progress:
-            on_progress(source)
+            on_progress(MeasuredTrace(source))
     return done
 
 

@@ -18,8 +18,7 @@ from tracekit.errors import InputError, RuleError
 from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import loader
 from tracekit.ingest.disk_cache import DiskCache
-from tracekit.model.run import Run, RunFact
-from tracekit.model.source import Source
+from tracekit.model.run import OnTrace, Run, RunFact
 from tracekit.model.trace import Fact, Trace
 from tracekit.rules import engine
 from tracekit.rules.report_cache import entry, keys
@@ -38,7 +37,7 @@ def report(
     facts: Iterable[Fact] = (),
     surveys: Iterable[RunFact] = (),
     devices: Sequence[DeviceOverride] = (),
-    on_progress: Callable[[Source], None] | None = None,
+    on_progress: OnTrace | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
     """Return the report of a run by all rules with default thresholds, from the cache if it is there.

@@ -1,0 +1,81 @@
+"""Opens a run for a page; while it is read and checked for the first time, shows what is known so far."""
+
+import streamlit as st
+
+from dashboard import run_store, sharing, widgets
+from dashboard.run_entry import RunEntry
+from dashboard.run_store import OpenRun
+from dashboard.run_store.first_opening import FirstOpening
+from tracekit.model import escaping, units
+from tracekit.report import charts
+
+_SOON_S = 0.5
+"""A run that opens within this time shows no progress."""
+_POLL_S = 0.5
+_MAX_WORD = 40
+
+
+def open_run(entry: RunEntry) -> OpenRun | None:
+    """Return the run, or show why it cannot be opened and return None."""
+    return widgets.try_reading(entry, _open)
+
+
+def _open(entry: RunEntry) -> OpenRun:
+    opening = run_store.start_opening(entry)
+    if opening is None:
+        return run_store.open_run(entry)
+    if not opening.has_ended(_SOON_S):
+        place = st.empty()
+        with sharing.paused(), place.container():
+            _show_progress(entry, opening)
+        place.empty()
+    return opening.result()
+
+
+def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> None:
+    """Show the progress, and where the time of the ranks read so far goes, until the run is open."""
+    about = (entry.strategy, f"model {entry.model}" if entry.model else "", units.size(entry.size_bytes))
+    widgets.title(entry.name, " · ".join(escaping.inert(part, _MAX_WORD) for part in about if part))
+    bar, caption, figure = st.empty(), st.empty(), st.empty()
+    drawn = 0
+    while not opening.has_ended(_POLL_S):
+        read = opening.read_traces
+        bar.progress(read / max(opening.traces, 1), _progress(entry, opening))
+        steps = opening.steps_by_rank
+        if read > drawn and steps is not None:
+            caption.caption(
+                f"Where the time of the {_count(steps['rank'].n_unique(), 'rank')} read so far goes; findings follow"
+            )
+            with figure.container():
+                widgets.chart(charts.breakdown(steps), key=f"breakdown-{read}", download=False)
+            drawn = read
+
+
+def _progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> str:
+    """Return how far the opening is, in a sentence.
+
+    >>> _progress(RunEntry("a", "a", files=8, size_bytes=1 << 20), FirstOpening())
+    'Reading 8 files, 1 MiB'
+    """
+    remaining_s = opening.remaining_s
+    if remaining_s is None:
+        return f"Reading {_count(entry.files, 'file')}, {units.size(entry.size_bytes)}"
+    read = f"{opening.read_traces} of {_count(opening.traces, 'trace')} read"
+    if opening.read_traces < opening.traces:
+        return f"{read}, about {_rounded(remaining_s)} left"
+    return f"{read}; comparing the ranks and judging the run"
+
+
+def _rounded(seconds: float) -> str:
+    """Return a time as far as it can be known ahead.
+
+    >>> _rounded(0.2), _rounded(43.4), _rounded(200)
+    ('1 s', '40 s', '3 min')
+    """
+    if seconds >= 90:
+        return f"{seconds / 60:.0f} min"
+    return f"{max(round(seconds), 1) if seconds < 10 else round(seconds, -1):.0f} s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
