@@ -23,6 +23,7 @@ MAX_HEIGHT_PX = 740
 VERDICT_PX = 180
 MAX_NAME = 60
 MAX_SKIPPED = 200
+_POLL_S = 0.5
 TABLE, CHARTS = "table", "charts"
 VIEWS = {TABLE: "Table", CHARTS: "Charts"}
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", runs_table.GOOD: "#009E73"}
@@ -199,9 +200,15 @@ def _check(unchecked: Sequence[RunEntry]) -> None:
     failed: list[str] = []
     bar = st.progress(0.0)
     for number, entry in enumerate(unchecked):
-        bar.progress(number / len(unchecked), f"{number + 1} of {len(unchecked)}: {widgets.plain(entry.name)}")
+        name = f"{number + 1} of {len(unchecked)}: {widgets.plain(entry.name)}"
+        bar.progress(number / len(unchecked), name)
+        check = run_store.start_check(entry)
+        while not check.has_ended(_POLL_S):  # each update lets a person leave the page
+            done = number + check.read_traces / max(check.traces, 1)
+            traces = f", {check.read_traces} of {check.traces} traces read" if check.traces > 1 else ""
+            bar.progress(min(done / len(unchecked), 1.0), name + traces)
         try:
-            run_store.check(entry)
+            check.result()
         except (TracekitError, RuleError) as error:
             failed.append(f"{entry.name}: {error}")
     bar.empty()
