@@ -1,5 +1,6 @@
 """A real Chromium without a window, and the dashboard as a process of its own."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -169,16 +170,23 @@ class Server:
 def server(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     recorded.write_runs(runs)
+    with served(runs, tmp_path_factory.mktemp("elsewhere")) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def served(runs, elsewhere, *plugins):
+    """Yield the dashboard opened on `runs`, its files in the folder `elsewhere`; `plugins` are folders of packages."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # Another folder, so that no configuration but the dashboard's own is found: nor anything by the names of its code.
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
     for name in ("dashboard", "streamlit", "tracekit"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('not the one that was meant')")
     log, temporary = elsewhere / "log", elsewhere / "temporary"
     temporary.mkdir()
-    environment = {"PYTHONPATH": str(ROOT), "TRACEKIT_CACHE_DIR": str(elsewhere / "cache"), "TMPDIR": str(temporary)}
+    path = os.pathsep.join(map(str, (ROOT, *plugins)))
+    environment = {"PYTHONPATH": path, "TRACEKIT_CACHE_DIR": str(elsewhere / "cache"), "TMPDIR": str(temporary)}
     with log.open("wb") as out:
         process = subprocess.Popen(
             server_command([str(runs)], port=port, browser=False),
