@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from tracekit.model import escaping
+from tracekit.model import escaping, kernel_names
 
 if TYPE_CHECKING:
     import polars as pl
@@ -90,8 +90,8 @@ def table(
 ) -> Table:
     """Return a table without lines, of plain strings that are made inert; `right` says which columns are numbers.
 
-    Text is cut where the table is too wide, and beyond `longest`; numbers never are. `last_styles` are the styles of
-    each row's last cell.
+    Names of kernels longer than `longest` have their short form. Text is cut where the table is too wide, and beyond
+    `longest`; numbers never are. `last_styles` are the styles of each row's last cell.
     """
     sides = right or [False] * len(header)
     columns = [
@@ -104,12 +104,21 @@ def table(
         for name, side in zip(header, sides, strict=True)
     ]
     made = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    texts = [[escaping.inert(cell, longest) for cell in row] for row in rows]
+    columns_of_cells = [_shortened(column, longest) for column in zip(*rows, strict=True)]
+    texts = [[escaping.inert(cell, longest) for cell in row] for row in zip(*columns_of_cells, strict=True)]
     of_column = [_ColumnTexts(column) for column in zip(*texts, strict=True)]
     for row, last_style in zip(texts, last_styles or [""] * len(texts), strict=True):
         styles = [*[""] * (len(row) - 1), last_style]
         made.add_row(*(_Cell(*cell) for cell in zip(row, of_column, styles, strict=True)))
     return made
+
+
+def _shortened(cells: Sequence[str], longest: int) -> Sequence[str]:
+    """Return the cells of a column, names of kernels that are longer than `longest` in their short form."""
+    if all(len(cell) <= longest for cell in cells):
+        return cells
+    forms = kernel_names.short_names(set(cells))
+    return [forms[cell] if len(cell) > longest else cell for cell in cells]
 
 
 class _Cell:
@@ -137,7 +146,8 @@ class _ColumnTexts:
         """Return the cut form of each text that is longer than `width`."""
         if width not in self._cut:
             long = [text for text in self._texts if cell_len(text) > width]
-            ways = [{text: way(text, width) for text in self._texts} for way in (_beginning, escaping.inert)]
+            forms = kernel_names.short_names(self._texts) if long else {}
+            ways = [{text: way(form, width) for text, form in forms.items()} for way in (_beginning, escaping.inert)]
             counts = [Counter(way.values()) for way in ways]
             self._cut[width] = {
                 text: next((way[text] for way, n in zip(ways, counts, strict=True) if n[way[text]] == 1), ways[0][text])
