@@ -114,7 +114,8 @@ def test_the_page_selects_the_slices_that_the_server_does(offline, tmp_path):
         answer = offline.evaluate(
             """(view) => { const tile = window.scene.tile(view);
             const columns = Object.fromEntries(Object.entries(tile.columns).map(([n, c]) => [n, [...c]]));
-            return {...tile, columns, names: columns.name.map((n) => tile.names[n])}; }""",
+            const labels = columns.name.map((n) => tile.labels[n] ?? null);
+            return {...tile, columns, labels, names: columns.name.map((n) => tile.names[n])}; }""",
             asked,
         )
         of_server = {name: np.asarray(column) for name, column in wanted["columns"].items()}
@@ -123,6 +124,7 @@ def test_the_page_selects_the_slices_that_the_server_does(offline, tmp_path):
         for name in ("track", "row", "start", "dur", "kind", "count", "fill"):
             assert answer["columns"][name] == of_server[name].tolist(), name
         assert answer["names"] == [wanted["names"][number] for number in of_server["name"]]
+        assert answer["labels"] == [wanted["labels"].get(number) for number in of_server["name"]]
         merged = [number == message.MERGED for number in answer["columns"]["id"]]
         assert merged == (of_server["id"] == message.MERGED).tolist()
         assert sorted(map(str, answer["bands"])) == sorted(map(str, wanted["bands"]))

@@ -3,6 +3,7 @@
 Compilers name kernels by their whole C++ signature, hundreds of characters of namespaces, types and lambdas.
 """
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -64,7 +65,7 @@ def short_names(names: Collection[str]) -> Mapping[str, str]:
 
 def _distinguished(names: Sequence[str]) -> Mapping[str, str]:
     """Return a form of each of some names with the same short form: with the template arguments that differ."""
-    read = {name: _read(name) or (name, []) for name in names}
+    read = {name: _read(name) or (name, ()) for name in names}
     arguments = [words for _, words in read.values()]
     is_aligned = len(set(map(len, arguments))) == 1
     same = {at for at, words in enumerate(zip(*arguments, strict=False)) if len(set(words)) == 1} if is_aligned else ()
@@ -91,13 +92,14 @@ def _is_number(word: str) -> bool:
     return word.lstrip("-#").isdigit()
 
 
-def _read(name: str) -> tuple[str, list[str]] | None:
+@functools.lru_cache(2048)
+def _read(name: str) -> tuple[str, tuple[str, ...]] | None:
     """Return the function that a name states, and the words of its template arguments; None if it is no signature."""
     text = name[:_MAX_READ]
     if not _SIGNATURE.match(text) or "…" in text:
         return None
     function, arguments = _mangled(text) if text.startswith("_Z") else _signature(text)
-    return (function, arguments) if function else None
+    return (function, tuple(arguments)) if function else None
 
 
 def _signature(name: str) -> tuple[str, list[str]]:

@@ -220,6 +220,14 @@ def test_names_reach_the_timeline_inert_and_short(runs):
     assert not any("\u202e" in name or len(name) > 300 for name in names)
 
 
+def test_kernels_have_short_labels_on_the_timeline_and_their_names_in_details(runs):
+    tile = _message(page("timeline", runs / recorded.GOOD))["tile"]
+    labels = {tile["names"][int(number)]: label for number, label in tile["labels"].items()}
+    assert labels["gemm_kernel<float, 128>"] == "gemm_kernel"
+    assert "ncclDevKernel_AllReduce_Sum_bf16_RING_LL" in labels.values()
+    assert not {"aten::mm", "Memset (Device)"} & labels.keys()
+
+
 def test_a_timeline_that_cannot_be_read_says_why(runs):
     shown = page("timeline", runs / recorded.TRUNCATED)
     assert not shown.exception

@@ -254,7 +254,7 @@ def _packed(scene: timeline.Scene, shown: Shown, cut: Cut, items: _Columns) -> b
             "inside": cut.inside,
             "outside": cut.outside,
         },
-        "names": [message.name_text(text) for text in timeline.names(scene, used)],
+        **message.names_and_labels(timeline.names(scene, used)),
         "kind_of_name": scene.kinds[used].tolist(),
         "segments": _table(segments),
         "items": _table(columns),

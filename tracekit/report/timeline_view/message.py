@@ -6,7 +6,7 @@ parsed from text.
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.model import escaping, schema, units
+from tracekit.model import escaping, kernel_names, schema, units
 from tracekit.model.intervals import Window
 from tracekit.report import charts, timeline
 from tracekit.report.timeline import lookup
@@ -200,9 +200,18 @@ def tile(of: timeline.Scene, view: View) -> dict[str, Any]:
     }
     shown = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks}
     return shown | {
-        "names": [name_text(name) for name in timeline.names(of, distinct)],
+        **names_and_labels(timeline.names(of, distinct)),
         "columns": _columns(columns),
         "bands": _bands(of, part, pixels, view.tracks),
+    }
+
+
+def names_and_labels(names: Sequence[str]) -> dict[str, Any]:
+    """Return names of slices as text, and the labels that are drawn instead of names of kernels, by number."""
+    labels = {number: short for number, name in enumerate(names) if (short := kernel_names.short(name)) != name}
+    return {
+        "names": [name_text(name) for name in names],
+        "labels": {number: name_text(short) for number, short in labels.items()},
     }
 
 

@@ -60,7 +60,7 @@ class EmbeddedScene {
     const shown = new Set(tracks);
     const found = this.standingAt(levelOf(from, to, shownPx), from, to, shown);
     const bands = this.bandsIn(from, to, (to - from) / shownPx, shown);
-    return { seq, start: from, end: to, pixels: shownPx, tracks, names: this.head.names, columns: this.columnsOf(found), bands };
+    return { seq, start: from, end: to, pixels: shownPx, tracks, names: this.head.names, labels: this.head.labels, columns: this.columnsOf(found), bands };
   }
 
   /** What stands at a level of detail and touches a window, by track, row and start: as viewport.py chooses it. */

@@ -139,7 +139,8 @@ function paintSlices(timeline, tile) {
   ctx.globalAlpha = 1;
   for (const [i, left, right, y, kind] of labelled) {
     ctx.fillStyle = kind.pale ? DARK_INK : "#ffffff";
-    label(timeline, tile.names[tile.name[i]], left, right, y + ROW_PX / 2);
+    const name = tile.name[i];
+    label(timeline, tile.labels[name] ?? tile.names[name], left, right, y + ROW_PX / 2);
   }
   return drawn;
 }

@@ -36,6 +36,7 @@ class Tile {
     this.from = packed.start;
     this.to = packed.end;
     this.names = packed.names;
+    this.labels = packed.labels;
     this.bands = packed.bands;
     this.length = this.start.length;
     this.nsPerPx = (packed.end - packed.start) / packed.pixels;
