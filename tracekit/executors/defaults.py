@@ -10,11 +10,11 @@ from tracekit.executors import processors
 PROCESSES_FROM = 32
 """Files from which starting processes (0.5 CPU s each) costs less than threads lose by sharing one interpreter lock."""
 PROCESSES_FROM_BYTES = 64 << 20
-"""Of compressed traces: fewer files are measured by processes from here on. They take half a CPU-second per MiB."""
+"""Of compressed traces: fewer files are measured by processes from here on. They take 0.7 CPU-s per MiB."""
 MAX_PROCESSES = 8
-"""Each process needs 200 to 500 MiB, and for a large trace about 30 times its compressed size."""
-MAX_BYTES_AT_A_TIME = 128 << 20
-"""Of compressed traces that processes read at the same time, so that they fit in the memory of most machines."""
+"""Each process needs 200 to 500 MiB, and for a large trace up to 65 times its compressed size."""
+MAX_BYTES_AT_A_TIME = 64 << 20
+"""Of compressed traces that processes read at the same time, so that they need at most about 4 GiB."""
 _JSON_RATIO = 10
 """About how much smaller JSON is when it is compressed."""
 _LARGE_BYTES = 4 << 20
