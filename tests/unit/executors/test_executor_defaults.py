@@ -52,8 +52,8 @@ def test_many_traces_are_measured_by_processes(tmp_path: Path, files: int, expec
         (8, 7 << 20, None),
         (8, 8 << 20, 4),
         (2, 32 << 20, 2),
-        (8, 50 << 20, 2),
-        (8, 100 << 20, None),
+        (8, 30 << 20, 2),
+        (8, 33 << 20, None),
         (1, 64 << 20, None),
     ],
 )
