@@ -161,6 +161,52 @@ def test_any_field_of_a_snapshot_may_be_of_another_type(tmp_path, value):
         assert done.returncode in (0, 2), (field, done.stderr)
 
 
+DUMP = {
+    "version": "2.9", "rank": 0,
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "entries": [
+        {
+            "collective_seq_id": 1, "p2p_seq_id": 0, "op_id": 1, "profiling_name": "gloo:all_reduce",
+            "process_group": ["0", "default_pg"], "time_created_ns": 9, "input_sizes": [[2]], "output_sizes": [[2]],
+            "input_dtypes": ["Float"], "output_dtypes": ["Float"], "state": "scheduled", "timeout_ms": 5,
+            "is_p2p": False, "retired": False, "frames": [{"name": "step", "filename": "train.py", "line": 3}],
+        },
+    ],
+    "tracekit": {
+        "reason": "timeout", "error": "", "rank": 0, "world_size": 2, "pid": 7, "host": "node", "written_ns": 99,
+        "stalled_ns": 50, "dead_ranks": [1],
+        "threads": [
+            {
+                "name": "MainThread", "is_main": True, "cpu_ratio": 0.5, "system_call": {"name": "read", "path": "x"},
+                "frames": [{"name": "step", "filename": "train.py", "line": 3}],
+            }
+        ],
+    },
+}  # fmt: skip
+
+
+def fields_of(value, *place):
+    """Yield the place of each item in a value."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*place, key)
+        yield from fields_of(value[key], *place, key)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, -1, 1 << 200, 1 << 20_000, "x", "9" * 400, 1e400, [], {}, [{}]],
+    ids=lambda value: repr(value)[:8] if type(value) is not int else f"{value:#x}"[:8],
+)
+def test_any_field_of_a_hang_dump_may_be_of_another_type(tmp_path, value):
+    for field in fields_of(DUMP):
+        changed = copy.deepcopy(DUMP)
+        holder = functools.reduce(lambda at, key: at[key], field[:-1], changed)
+        holder[field[-1]] = value
+        (tmp_path / "rank0.pickle").write_bytes(pickle.dumps(changed, 4))
+        done = cli_runner.tracekit("hang", tmp_path, "--format", "json")
+        assert done.returncode in (0, 1, 2), (field, done.stderr)
+
+
 def test_inputs_with_fixed_seeds_are_handled():
     with runner.worker() as worker:
         failed = [worker.failure(kind, seed) for kind in inputs.KINDS for seed in range(SHARE)]
