@@ -152,7 +152,8 @@ class _Entries:
 
     def _frame(self, value: Mapping[str, Any]) -> Frame:
         line = value.get("line")
-        key = (_text(value.get("name")), _text(value.get("filename")), line if type(line) is int and 0 <= line < _MAX_LINE else 0)
+        line = line if type(line) is int and 0 <= line < _MAX_LINE else 0
+        key = (_text(value.get("name")), _text(value.get("filename")), line)
         known = self._frames.get(key)
         if known is None:
             known = self._frames[key] = Frame(*key, source=_text(value.get("source") or ""))
