@@ -59,6 +59,7 @@ class Worker:
     def _started(self) -> "subprocess.Popen[str]":
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "POLARS_MAX_THREADS": "1", "OMP_NUM_THREADS": "1"}
         variables |= {"XDG_CACHE_HOME": str(self._folder / "cache"), "TMPDIR": str(self._folder)}
+        variables |= {"TRACEKIT_CRASH_REPORT": "0"}  # a report takes longer than the limit
         command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.worker", str(CPU_S), str(MEMORY_BYTES)]
         with (self._folder / "stderr").open("w") as errors:
             self._process = subprocess.Popen(
