@@ -56,6 +56,8 @@ _MEMORY = {
 # What the reader also knows: shapes, the arguments of a collective, memory, waits, Python frames, names, flows, pairs.
 _EVENTS = [
     kineto_files.slice_("cpu_op", "aten::mm", 150, 20, tid=1, **_SHAPES),
+    kineto_files.slice_("cuda_runtime", "cudaLaunchKernel", 155, 3, tid=1, correlation=71),
+    kineto_files.slice_("kernel", "gemm_64x64", 205, 40, tid=7, device=0, stream=7, correlation=71, grid=[4, 4, 1]),
     kineto_files.slice_("cpu_op", "record_param_comms", 480, 10, tid=1, **_GROUP),
     kineto_files.slice_("kernel", "ncclDevKernel_AllReduce", 500, 100, tid=8, device=0, stream=8, **_GROUP),
     kineto_files.slice_("cuda_sync", "Event Sync", 700, 50, tid=9, stream=9, device=0, wait_on_stream=8),

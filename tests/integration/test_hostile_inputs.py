@@ -6,6 +6,7 @@
 import copy
 import functools
 import gzip
+import itertools
 import json
 import pickle
 
@@ -205,6 +206,67 @@ def test_any_field_of_a_hang_dump_may_be_of_another_type(tmp_path, value):
         (tmp_path / "rank0.pickle").write_bytes(pickle.dumps(changed, 4))
         done = cli_runner.tracekit("hang", tmp_path, "--format", "json")
         assert done.returncode in (0, 1, 2), (field, done.stderr)
+
+
+INPUTS = {
+    "Input Dims": [[8, 16], [16, 4], []], "Input type": ["float", "float", "Scalar"],
+    "Input Strides": [[16, 1], [4, 1], []], "Concrete Inputs": ["", "", "1"],
+}  # fmt: skip
+OPS = ("aten::mm", "aten::add", "aten::convolution", "aten::copy_", "aten::native_layer_norm", "aten::_foreach_add_")
+OTHER_VALUES = [None, -1, 0, 1 << 62, 1 << 63, 10**40, 10**400, 1e308, "x", [], [[]], {}, [[["a"]]], True]
+
+
+@pytest.mark.parametrize("value", OTHER_VALUES, ids=lambda value: repr(value)[:8])
+def test_the_inputs_of_an_operator_may_be_of_any_kind(tmp_path, value):
+    """GIVEN calls that launch kernels, WHEN a part of their inputs is something else, THEN they are counted without."""
+    changed = [{**INPUTS, key: value} for key in INPUTS]
+    changed += [{**INPUTS, key: [value, *INPUTS[key][1:]]} for key in INPUTS]
+    changed += [{**INPUTS, "Input Dims": [[value, 16], [16, 4], []]}, {**INPUTS, "Input Strides": [[value], [4], []]}]
+    trace = kineto_files.trace(0, 1, steps=1)
+    for number, (op, given) in enumerate(itertools.product(OPS, changed)):
+        launch = {"correlation": 9000 + number}
+        trace["traceEvents"] += [
+            kineto_files.slice_("cpu_op", op, 100 + number, 0.9, tid=1, **given),
+            kineto_files.slice_("cuda_runtime", "cudaLaunchKernel", 100.1 + number, 0.2, tid=1, **launch),
+            kineto_files.slice_("kernel", "gemm", 200 + number, 0.5, tid=7, device=0, stream=7, **launch),
+        ]
+    (tmp_path / "rank00000.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_trace_of_copies_and_kernels_only_is_read(tmp_path):
+    events = [
+        kineto_files.slice_("kernel", "gemm", 100, 20, tid=7, device=0, stream=7),
+        kineto_files.slice_("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 200, 30, tid=9, device=0, stream=9),
+    ]
+    trace = {**kineto_files.trace(0, 1, steps=1), "traceEvents": events}
+    (tmp_path / "rank00000.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_without_work_has_no_critical_path(tmp_path):
+    event = {"ph": "B", "cat": "user_annotation", "name": "step", "pid": 1, "tid": 1, "ts": 800}
+    trace = {**kineto_files.trace(0, 1, steps=1), "traceEvents": [event]}
+    (tmp_path / "rank00000.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    done = cli_runner.tracekit("critical-path", tmp_path, "--no-cache")
+    assert done.returncode == 2
+    assert "no step has work that can be replayed" in cli_runner.only_line(done)
+
+
+@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1, 1 << 200])
+def test_an_integer_beyond_64_bits_in_a_baseline_is_refused(tmp_path, number):
+    document = json.loads((cli_runner.ROOT / "sample_traces" / "ci" / "baseline.json").read_bytes())
+    places = [(document["fingerprint"], "world_size"), (document["recordings"][0], "created_ns")]
+    places.append((document["recordings"][0]["steps"][0], 0))
+    for holder, key in places:
+        before, holder[key] = holder[key], number
+        (tmp_path / "baseline.json").write_text(json.dumps(document), encoding="utf-8")
+        holder[key] = before
+        done = cli_runner.tracekit("check", "--sample", "--baseline", tmp_path / "baseline.json")
+        assert done.returncode in (2, 4), done.stderr
+        assert "internal error" not in done.stderr
 
 
 def test_inputs_with_fixed_seeds_are_handled():
