@@ -208,6 +208,20 @@ def test_any_field_of_a_hang_dump_may_be_of_another_type(tmp_path, value):
         assert done.returncode in (0, 1, 2), (field, done.stderr)
 
 
+SEGMENT_ACTIONS = ["segment_alloc", "segment_free", "segment_map", "segment_unmap"]
+
+
+@pytest.mark.parametrize("action", [*SEGMENT_ACTIONS, "alloc", "free_requested", "free_completed", "oom"])
+@pytest.mark.parametrize("name", ["addr", "size", "stream", "time_us", "frames"])
+def test_an_event_of_a_snapshot_may_lack_any_field(tmp_path, action, name):
+    changed = copy.deepcopy(SNAPSHOT)
+    whole = {"action": action, "addr": 1 << 30, "size": 512, "stream": 0, "time_us": 4, "frames": []}
+    changed["device_traces"][0] += [whole, {key: value for key, value in whole.items() if key != name}]
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps(changed, 4))
+    done = cli_runner.tracekit("memory", tmp_path / "a.pickle", "--format", "json")
+    assert done.returncode in (0, 2), done.stderr
+
+
 INPUTS = {
     "Input Dims": [[8, 16], [16, 4], []], "Input type": ["float", "float", "Scalar"],
     "Input Strides": [[16, 1], [4, 1], []], "Concrete Inputs": ["", "", "1"],
