@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import itertools
+import signal
 import sys
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ def main() -> int:
     options = parser.parse_args()
     kinds = options.kind or list(inputs.KINDS)
     deadline = time.monotonic() + options.seconds
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a shell's background job ignores SIGINT
     counts: Counter[str] = Counter()
     failed: list[runner.Failure] = []
     with runner.worker() as worker, contextlib.suppress(KeyboardInterrupt):  # then the table is of what was drawn

@@ -1,10 +1,12 @@
 """Kinds of inputs: what each draws, and the command that reads it."""
 
+import copy
 import functools
 import gzip
 import io
 import json
 import pickle
+import re
 import tarfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -54,6 +56,8 @@ _MEMORY = {
 # What the reader also knows: shapes, the arguments of a collective, memory, waits, Python frames, names, flows, pairs.
 _EVENTS = [
     kineto_files.slice_("cpu_op", "aten::mm", 150, 20, tid=1, **_SHAPES),
+    kineto_files.slice_("cuda_runtime", "cudaLaunchKernel", 155, 3, tid=1, correlation=71),
+    kineto_files.slice_("kernel", "gemm_64x64", 205, 40, tid=7, device=0, stream=7, correlation=71, grid=[4, 4, 1]),
     kineto_files.slice_("cpu_op", "record_param_comms", 480, 10, tid=1, **_GROUP),
     kineto_files.slice_("kernel", "ncclDevKernel_AllReduce", 500, 100, tid=8, device=0, stream=8, **_GROUP),
     kineto_files.slice_("cuda_sync", "Event Sync", 700, 50, tid=9, stream=9, device=0, wait_on_stream=8),
@@ -121,6 +125,8 @@ def _merged(random: Random) -> Files:
         for rank in (0, 1)
         for event in kineto_files.trace(rank, steps=1)["traceEvents"]
     ]
+    if random.random() < 0.3:
+        random.choice(events)["args"]["rank"] = random.choice((*mutations.VALUES, 1 << 40, 1 << 19))
     return {"merged.json": _json_of({"traceEvents": events}, random)}
 
 
@@ -200,19 +206,28 @@ def _snapshots(random: Random) -> Files:
 
 
 def _archives(random: Random) -> Files:
-    traces = _two_ranks(random)
+    traces: dict[str, bytes] = {**_two_ranks(random), "run.json": json.dumps(_MANIFEST).encode()}
+    if random.random() < 0.3:
+        traces |= _traces(random)
     file = io.BytesIO()
     if random.random() < 0.5:
         with tarfile.open(fileobj=file, mode=random.choice(("w", "w:gz"))) as archive:
             for name, content in traces.items():
-                member = tarfile.TarInfo(random.choice(("", "../", "/", "a/../", "a" * 300 + "/")) + name)
+                member = tarfile.TarInfo(_member_name(name, random))
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     else:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in traces.items():
-                archive.writestr(random.choice(("", "../", "/")) + name, content)
-    return {random.choice(("run.tar.gz", "run.zip", "run.json")): mutations.text(file.getvalue(), random)}
+                archive.writestr(_member_name(name, random), content)
+    data = file.getvalue()
+    data = mutations.text(data, random) if random.random() < 0.6 else data
+    return {random.choice(("run.tar.gz", "run.zip", "run.json")): data}
+
+
+def _member_name(name: str, random: Random) -> str:
+    prefixes = ("../", "/", "a/../", "a" * 300 + "/", "\n", "\u202e", "::error::", "./", "a/b/")
+    return (random.choice(prefixes) if random.random() < 0.25 else "") + name
 
 
 def _safetensors(random: Random) -> Files:
@@ -231,7 +246,15 @@ def _baseline() -> Any:
 
 
 def _baselines(random: Random) -> Files:
-    return {**_two_ranks(random), "baseline.json": _json_of(_baseline(), random)}
+    document = copy.deepcopy(_baseline())
+    if random.random() < 0.5:
+        return {**_two_ranks(random), "baseline.json": _json_of(document, random)}
+    # A number for a number is read and compared; most other changes are refused at once.
+    for _ in range(random.choice((1, 3, 30))):
+        holder, key = mutations.number_place(document, random)
+        integers, others = (0, 1, -1, 2**53, 2**63 - 1, 10**9), (0.0, -0.0, 1e308, 5e-324, 0.5, -1e9)
+        holder[key] = random.choice(integers if type(holder[key]) is int else others)
+    return {**_two_ranks(random), "baseline.json": json.dumps(document).encode()}
 
 
 def _scrubbed(random: Random) -> Files:
@@ -239,12 +262,35 @@ def _scrubbed(random: Random) -> Files:
     return {f"{IN}/{name}": content for name, content in files.items()}
 
 
+_SETTINGS = """fail_on = "error"
+ignore = [{code = "MEM003", reason = "known", until = 2027-01-31}]
+[rules.COMM001]
+max_exposed_ratio = 0.3
+[devices."NVIDIA H100 80GB HBM3"]
+peak_bf16_tflops = 800.0
+memory_gb_per_s = 3000
+[budget]
+step_time = "412ms"
+exposed_communication_ratio = 0.15
+peak_reserved = "70GiB"
+[[budget.where]]
+rank = "0-3"
+peak_allocated = "60GiB"
+"""
+_SETTING_VALUES = (
+    *mutations.NUMBERS, "[" * 3000 + "]" * 3000, "{}", '"x"', "[]", "true", "1979-05-27T07:32:00Z", "inf", "-nan",
+    '"*"', '"1e400ms"', '"nanms"', '"-5%"', '"1e-9s"', '"9e300GiB"', '"never"', '"5-1"', '"0-99999999999"',
+    '"\\u202e"', '"%"',
+)  # fmt: skip
+
+
 def _settings(random: Random) -> Files:
-    text = b'[rules.COMM001]\nwarn_ratio = 0.2\n[check]\nfail-on = "error"\nignore = ["MEM003"]\n'
-    text += b"[budgets]\nstep_time = 5.0\n"
-    if random.random() < 0.5:
-        number = random.choice((*mutations.NUMBERS, "[" * 3000 + "]" * 3000, "{}", '"x"', "[]", "1979-05-27T07:32:00Z"))
-        text = text.replace(random.choice((b"0.2", b'"error"', b'["MEM003"]', b"5.0")), number.encode())
+    text = _SETTINGS.encode()
+    if random.random() < 0.8:
+        value = random.choice(re.findall(r'= (".*?"|[\d.]+)', _SETTINGS))
+        alike = [each for each in _SETTING_VALUES if each.startswith('"') == value.startswith('"')]
+        changed = random.choice(alike if random.random() < 0.8 else _SETTING_VALUES)
+        text = text.replace(f"= {value}".encode(), f"= {changed}".encode(), 1)
     else:
         text = mutations.text(text, random)
     return {**_two_ranks(random), "tracekit.toml": text}

@@ -222,6 +222,7 @@ def main() -> int:
     """Run the command; return 1 if something was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.kills", description=__doc__)
     parser.add_argument("--rounds", type=int, default=70)
+    parser.add_argument("--seconds", type=float, default=1e9, help="or stop after so many")
     parser.add_argument("--jobs", type=int, default=2, help="rounds at a time (default: 2)")
     parser.add_argument(
         "--seed", type=int, default=time.time_ns() // 10**9, help="of the first round (default: the time)"
@@ -229,6 +230,7 @@ def main() -> int:
     parser.add_argument("--command", action="append", choices=COMMANDS, help="kill only this one; repeatable")
     options = parser.parse_args()
     names = options.command or list(COMMANDS)
+    deadline = time.monotonic() + options.seconds
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="tracekit-kills-") as folder,
@@ -241,6 +243,9 @@ def main() -> int:
             rounds.append(done)
             if done.problem:
                 print(f"{done.command}, {done.mode} {done.number}: {done.problem}", flush=True)
+            if time.monotonic() > deadline:
+                processes.shutdown(cancel_futures=True)
+                break
     print(_table(rounds))
     return any(each.problem for each in rounds)
 

@@ -38,6 +38,23 @@ def value(document: Any, random: Random) -> Any:
     return changed
 
 
+def number_place(document: Any, random: Random) -> tuple[Any, Any]:
+    """Return a container in the document and the key of a number in it. Raises ValueError if there is none."""
+    for _ in range(1000):
+        holder, key = _leaf(document, random)
+        if holder is not None and type(holder[key]) in (int, float):
+            return holder, key
+    raise ValueError("no number")
+
+
+def _leaf(document: Any, random: Random) -> tuple[Any, Any]:
+    holder, key = None, None
+    while isinstance(document, dict | list) and document:
+        holder, key = document, random.choice(list(document) if isinstance(document, dict) else range(len(document)))
+        document = holder[key]
+    return holder, key
+
+
 def _somewhere(document: Any, random: Random) -> tuple[Any, Any]:
     """Return a container in the document and the key of one of its items; None, None if there is none."""
     holder, key = None, None

@@ -21,7 +21,10 @@ _KNOWN_CODES = (0, 1, 2, 4)
 
 @dataclass(frozen=True)
 class Failure:
-    """One input that was not handled: an internal error, a signal, too much time or memory, output that is no JSON."""
+    """One input that was not handled: an internal error, a signal, too much time or memory, output that is no JSON.
+
+    The reason "library" is an exception of the library that is no TracekitError, or events lost without a finding.
+    """
 
     kind: str
     seed: int
@@ -56,6 +59,7 @@ class Worker:
     def _started(self) -> "subprocess.Popen[str]":
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "POLARS_MAX_THREADS": "1", "OMP_NUM_THREADS": "1"}
         variables |= {"XDG_CACHE_HOME": str(self._folder / "cache"), "TMPDIR": str(self._folder)}
+        variables |= {"TRACEKIT_CRASH_REPORT": "0"}  # a report takes longer than the limit
         command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.worker", str(CPU_S), str(MEMORY_BYTES)]
         with (self._folder / "stderr").open("w") as errors:
             self._process = subprocess.Popen(
@@ -95,11 +99,17 @@ def judged(result: dict[str, object], cpu_s: int = CPU_S) -> Failure | None:
         "output is no JSON": not result["is_json"],
         f"more than {cpu_s} s of CPU time": float(str(result["cpu_s"])) > cpu_s,
         f"more than {MAX_GROWTH_MIB} MiB": int(str(result["grown_mib"])) > MAX_GROWTH_MIB,
+        "library": bool(result["library"]),
     }
     reason = next((reason for reason, is_so in reasons.items() if is_so), None)
     if reason is None:
         return None
-    return Failure(str(result["kind"]), int(str(result["seed"])), reason, str(result["raised"] or result["stderr"]))
+    return Failure(
+        str(result["kind"]),
+        int(str(result["seed"])),
+        reason,
+        str(result["raised"] or result["library"] or result["stderr"]),
+    )
 
 
 def ended(code: int) -> str:

@@ -12,10 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz import inputs
+from tests.fuzz import inputs, library
 from tests.support import cli_runner
 
 _MAX_ERROR = 400
+_QUERIES = 8
+"""Of so many inputs one is also queried in SQL, which starts a process."""
 
 
 def main() -> None:
@@ -33,7 +35,10 @@ def main() -> None:
 
 
 def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
-    """Run the command of an input, and return how it ended."""
+    """Run the command of an input, then the library on its trace, and return how both ended.
+
+    What is lost without a finding and what the library raises are counted apart from the command's time and memory.
+    """
     with tempfile.TemporaryDirectory(prefix="tracekit-fuzz-") as folder:
         for name, content in made.files.items():
             path = Path(folder, name)
@@ -41,13 +46,13 @@ def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
             path.write_bytes(content)
         command = [part.replace(inputs.FOLDER, folder) for part in made.command]
         began_s, before_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        # The process is ended by a signal when the limit is reached: a loop in C handles no other.
-        resource.setrlimit(resource.RLIMIT_CPU, (int(began_s) + limit_s + 1, resource.RLIM_INFINITY))
+        limit_cpu(limit_s)
         raised = ""
         try:
             done = cli_runner.tracekit(*command)
         except BaseException as error:  # noqa: BLE001  whatever a command raises is a result
             raised, done = f"{type(error).__name__}: {error}"[:_MAX_ERROR], None
+        ended_s, after_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "kind": made.kind,
             "seed": made.seed,
@@ -55,9 +60,26 @@ def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
             "raised": raised,
             "stderr": "" if done is None else done.stderr.replace(folder, "DIR")[-_MAX_ERROR:],
             "is_json": done is None or done.returncode not in (0, 1) or _is_json(done.stdout, made.command),
-            "cpu_s": round(time.process_time() - began_s, 2),
-            "grown_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) // 1024,
+            "cpu_s": round(ended_s - began_s, 2),
+            "grown_mib": (after_kib - before_kib) // 1024,
+            "library": _library(made, folder, limit_s),
         }
+
+
+def limit_cpu(limit_s: int) -> None:
+    """End the process by a signal when it has used so much more CPU time: a loop in C handles no other limit."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + limit_s + 1, resource.RLIM_INFINITY))
+
+
+def _library(made: inputs.Input, folder: str, limit_s: int) -> str:
+    """Return what is wrong with what the library does with a trace: lost events, an exception; "" if nothing is."""
+    if made.kind not in library.TRACES:
+        return ""
+    limit_cpu(3 * limit_s)  # several calls
+    try:
+        return library.problem(made.kind, Path(folder), is_queried=made.seed % _QUERIES == 0).replace(folder, "DIR")
+    except BaseException as error:  # noqa: BLE001  as above
+        return f"{type(error).__name__}: {error}"[:_MAX_ERROR]
 
 
 def _is_json(text: str, command: tuple[str, ...]) -> bool:

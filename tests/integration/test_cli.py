@@ -217,15 +217,15 @@ def test_a_crashing_rule_exits_with_3_and_shows_a_traceback_only_on_request(runs
     (metadata / "entry_points.txt").write_text("[tracekit.rules]\ncrashing = crashing:AlwaysCrashes\n")
     path = f"{ROOT}{os.pathsep}{tmp_path}"
 
-    done = in_a_process("check", runs / "good", PYTHONPATH=path)
+    done = in_a_process("check", runs / "good", PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0")
     assert done.returncode == 3
     assert "CRASH001" in only_line(done)
     assert "of all things" in done.stderr
     assert "please report it" in done.stderr
 
     for done in (
-        in_a_process("--debug", "check", runs / "good", PYTHONPATH=path),
-        in_a_process("check", runs / "good", PYTHONPATH=path, TRACEKIT_DEBUG="1"),
+        in_a_process("--debug", "check", runs / "good", PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0"),
+        in_a_process("check", runs / "good", PYTHONPATH=path, TRACEKIT_CRASH_REPORT="0", TRACEKIT_DEBUG="1"),
     ):
         assert done.returncode == 3
         assert "ZeroDivisionError" in done.stderr

@@ -14,6 +14,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from tests.fuzz import losses
+from tests.fuzz.losses import LOSSY, lenient
 from tests.support.kineto_files import trace as device_trace
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
@@ -30,50 +32,6 @@ ODD = (
     *("\ud800", "\x00", [], [1], [[1, "a"], None], {}, {"ph": "X"}, {"name": {"name": 1}}),
 )
 pytestmark = pytest.mark.timeout(240)
-
-
-# The reference: another way to read what is left of a trace -----------------------------------------------------------
-
-
-def lenient(data: bytes) -> Counter:
-    """Count events per (ph, cat): each object of the array by itself; after damage, the next that has a ph."""
-    text = data.decode("utf-8", "replace")
-    key = text.find('"traceEvents"')
-    at = text.find("[", key) + 1 if key >= 0 else text.find('{"ph"')
-    found: Counter = Counter()
-    lost = False
-    decode = json.JSONDecoder(strict=False).raw_decode
-    while 0 <= at < len(text):
-        if text[at] in " \t\r\n,":
-            at += 1
-        elif text[at] == "]" and not lost:
-            break
-        else:
-            item, at, lost = one(decode, text, at, lost)
-            if item is not None:
-                found[text_of(item.get("ph")), text_of(item.get("cat"))] += 1
-    return found
-
-
-def one(decode, text, at, lost):
-    try:
-        item, end = decode(text, at)
-    except (ValueError, RecursionError):
-        return None, next_brace(text, at), True
-    if isinstance(item, dict) and ("ph" in item or not lost):
-        return item, end, False
-    return None, next_brace(text, at) if lost else end, lost
-
-
-def next_brace(text, at):
-    found = text.find("{", at + 1)
-    return len(text) if found < 0 else found
-
-
-def text_of(value):
-    if value is None or isinstance(value, str):
-        return None if value is None else value.encode("utf-8", "replace").decode()
-    return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 
 # What is damaged ------------------------------------------------------------------------------------------------------
@@ -139,7 +97,6 @@ class Damaged:
         return counts, reference, kinds
 
 
-LOSSY = {"truncated", "damaged_events", "repeated_events", "damaged_header"}
 PARTS = ("compute_ns", "exposed_communication_ns", "exposed_copy_ns", "idle_ns")
 
 
@@ -258,3 +215,44 @@ def test_truncated_or_damaged_compression_is_reported(damaged, real):
             counts, _, kinds = damaged.read(data, packed=True)
             assert kinds is None or counts == whole or kinds & LOSSY, (at, bit)
             assert not counts - whole or kinds & LOSSY, (at, bit)
+
+
+def test_what_is_read_of_damaged_gzip_is_what_zlib_reads_or_reported(tmp_path, real):
+    path, random_ = tmp_path / "trace.json.gz", random.Random(SEED + 5)
+    half = len(real) // 2
+    packed = gzip.compress(b"") + gzip.compress(real[:half], 6) + gzip.compress(real[half:], 6) + bytes(9)
+    path.write_bytes(packed)
+    assert losses.unpacked(packed) == real
+    assert losses.silent(path) == ""
+    for at, bit in [(random_.randrange(len(packed)), random_.randrange(8)) for _ in range(40)]:
+        path.write_bytes(packed[:at] + bytes([packed[at] ^ (1 << bit)]) + packed[at + 1 :])
+        assert losses.silent(path) == "", (at, bit)
+
+
+def test_an_event_that_the_reader_does_not_count_is_a_silent_loss(tmp_path, real, monkeypatch):
+    """GIVEN a reader that counts no metadata, WHEN it reads a whole trace, THEN the fuzzer names the events."""
+    read_counted = reader.read_counted
+
+    def forgetful(path, *, rank):
+        trace, counts = read_counted(path, rank=rank)
+        return trace, Counter({kind: count for kind, count in counts.items() if kind[0] != "M"})
+
+    (tmp_path / "trace.json").write_bytes(real)
+    monkeypatch.setattr(reader, "read_counted", forgetful)
+    assert losses.silent(tmp_path / "trace.json").startswith("lost {('M', ")
+
+
+@pytest.mark.parametrize("rank", [-1, 1 << 20, 1 << 40, 1 << 62, 1 << 70])
+def test_events_of_a_rank_that_no_job_has_are_left_out_and_reported(tmp_path, rank):
+    events = [
+        {**event, "args": {**event.get("args", {}), "rank": of}}
+        for of in (0, 1)
+        for event in device_trace(of, steps=2)["traceEvents"]
+    ]
+    events[5]["args"]["rank"] = rank
+    (tmp_path / "merged.json").write_text(json.dumps({"traceEvents": events}))
+    run = load(tmp_path, cache=False)
+    assert run.ranks == (0, 1)
+    (message,) = run.trace(0).data_quality.filter(kind="rankless_events")["message"]
+    assert message == "1 events of the merged file name no rank from 0 to 1,048,575 and were left out."
+    assert losses.silent_of_ranks(tmp_path / "merged.json") == ""

@@ -6,6 +6,7 @@
 import copy
 import functools
 import gzip
+import itertools
 import json
 import pickle
 
@@ -159,6 +160,127 @@ def test_any_field_of_a_snapshot_may_be_of_another_type(tmp_path, value):
         (tmp_path / "a.pickle").write_bytes(pickle.dumps(changed, 4))
         done = cli_runner.tracekit("memory", tmp_path / "a.pickle", "--format", "json")
         assert done.returncode in (0, 2), (field, done.stderr)
+
+
+DUMP = {
+    "version": "2.9", "rank": 0,
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "entries": [
+        {
+            "collective_seq_id": 1, "p2p_seq_id": 0, "op_id": 1, "profiling_name": "gloo:all_reduce",
+            "process_group": ["0", "default_pg"], "time_created_ns": 9, "input_sizes": [[2]], "output_sizes": [[2]],
+            "input_dtypes": ["Float"], "output_dtypes": ["Float"], "state": "scheduled", "timeout_ms": 5,
+            "is_p2p": False, "retired": False, "frames": [{"name": "step", "filename": "train.py", "line": 3}],
+        },
+    ],
+    "tracekit": {
+        "reason": "timeout", "error": "", "rank": 0, "world_size": 2, "pid": 7, "host": "node", "written_ns": 99,
+        "stalled_ns": 50, "dead_ranks": [1],
+        "threads": [
+            {
+                "name": "MainThread", "is_main": True, "cpu_ratio": 0.5, "system_call": {"name": "read", "path": "x"},
+                "frames": [{"name": "step", "filename": "train.py", "line": 3}],
+            }
+        ],
+    },
+}  # fmt: skip
+
+
+def fields_of(value, *place):
+    """Yield the place of each item in a value."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*place, key)
+        yield from fields_of(value[key], *place, key)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, -1, 1 << 200, 1 << 20_000, "x", "9" * 400, 1e400, [], {}, [{}]],
+    ids=lambda value: repr(value)[:8] if type(value) is not int else f"{value:#x}"[:8],
+)
+def test_any_field_of_a_hang_dump_may_be_of_another_type(tmp_path, value):
+    for field in fields_of(DUMP):
+        changed = copy.deepcopy(DUMP)
+        holder = functools.reduce(lambda at, key: at[key], field[:-1], changed)
+        holder[field[-1]] = value
+        (tmp_path / "rank0.pickle").write_bytes(pickle.dumps(changed, 4))
+        done = cli_runner.tracekit("hang", tmp_path, "--format", "json")
+        assert done.returncode in (0, 1, 2), (field, done.stderr)
+
+
+SEGMENT_ACTIONS = ["segment_alloc", "segment_free", "segment_map", "segment_unmap"]
+
+
+@pytest.mark.parametrize("action", [*SEGMENT_ACTIONS, "alloc", "free_requested", "free_completed", "oom"])
+@pytest.mark.parametrize("name", ["addr", "size", "stream", "time_us", "frames"])
+def test_an_event_of_a_snapshot_may_lack_any_field(tmp_path, action, name):
+    changed = copy.deepcopy(SNAPSHOT)
+    whole = {"action": action, "addr": 1 << 30, "size": 512, "stream": 0, "time_us": 4, "frames": []}
+    changed["device_traces"][0] += [whole, {key: value for key, value in whole.items() if key != name}]
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps(changed, 4))
+    done = cli_runner.tracekit("memory", tmp_path / "a.pickle", "--format", "json")
+    assert done.returncode in (0, 2), done.stderr
+
+
+INPUTS = {
+    "Input Dims": [[8, 16], [16, 4], []], "Input type": ["float", "float", "Scalar"],
+    "Input Strides": [[16, 1], [4, 1], []], "Concrete Inputs": ["", "", "1"],
+}  # fmt: skip
+OPS = ("aten::mm", "aten::add", "aten::convolution", "aten::copy_", "aten::native_layer_norm", "aten::_foreach_add_")
+OTHER_VALUES = [None, -1, 0, 1 << 62, 1 << 63, 10**40, 10**400, 1e308, "x", [], [[]], {}, [[["a"]]], True]
+
+
+@pytest.mark.parametrize("value", OTHER_VALUES, ids=lambda value: repr(value)[:8])
+def test_the_inputs_of_an_operator_may_be_of_any_kind(tmp_path, value):
+    """GIVEN calls that launch kernels, WHEN a part of their inputs is something else, THEN they are counted without."""
+    changed = [{**INPUTS, key: value} for key in INPUTS]
+    changed += [{**INPUTS, key: [value, *INPUTS[key][1:]]} for key in INPUTS]
+    changed += [{**INPUTS, "Input Dims": [[value, 16], [16, 4], []]}, {**INPUTS, "Input Strides": [[value], [4], []]}]
+    trace = kineto_files.trace(0, 1, steps=1)
+    for number, (op, given) in enumerate(itertools.product(OPS, changed)):
+        launch = {"correlation": 9000 + number}
+        trace["traceEvents"] += [
+            kineto_files.slice_("cpu_op", op, 100 + number, 0.9, tid=1, **given),
+            kineto_files.slice_("cuda_runtime", "cudaLaunchKernel", 100.1 + number, 0.2, tid=1, **launch),
+            kineto_files.slice_("kernel", "gemm", 200 + number, 0.5, tid=7, device=0, stream=7, **launch),
+        ]
+    (tmp_path / "rank00000.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_trace_of_copies_and_kernels_only_is_read(tmp_path):
+    events = [
+        kineto_files.slice_("kernel", "gemm", 100, 20, tid=7, device=0, stream=7),
+        kineto_files.slice_("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 200, 30, tid=9, device=0, stream=9),
+    ]
+    trace = {**kineto_files.trace(0, 1, steps=1), "traceEvents": events}
+    (tmp_path / "rank00000.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_without_work_has_no_critical_path(tmp_path):
+    event = {"ph": "B", "cat": "user_annotation", "name": "step", "pid": 1, "tid": 1, "ts": 800}
+    trace = {**kineto_files.trace(0, 1, steps=1), "traceEvents": [event]}
+    (tmp_path / "rank00000.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    done = cli_runner.tracekit("critical-path", tmp_path, "--no-cache")
+    assert done.returncode == 2
+    assert "no step has work that can be replayed" in cli_runner.only_line(done)
+
+
+@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1, 1 << 200])
+def test_an_integer_beyond_64_bits_in_a_baseline_is_refused(tmp_path, number):
+    document = json.loads((cli_runner.ROOT / "sample_traces" / "ci" / "baseline.json").read_bytes())
+    places = [(document["fingerprint"], "world_size"), (document["recordings"][0], "created_ns")]
+    places.append((document["recordings"][0]["steps"][0], 0))
+    for holder, key in places:
+        before, holder[key] = holder[key], number
+        (tmp_path / "baseline.json").write_text(json.dumps(document), encoding="utf-8")
+        holder[key] = before
+        done = cli_runner.tracekit("check", "--sample", "--baseline", tmp_path / "baseline.json")
+        assert done.returncode in (2, 4), done.stderr
+        assert "internal error" not in done.stderr
 
 
 def test_inputs_with_fixed_seeds_are_handled():

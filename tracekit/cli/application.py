@@ -93,8 +93,17 @@ def run() -> None:
             _exit(f"{location}{error.strerror}; check path, permissions and free space", TracekitError.exit_code)
         cause = f": {error.__cause__!r}" if error.__cause__ else ""
         details = " ".join(f"{type(error).__name__}: {error}{cause}".split())
-        report = f"please report it with the output of {DEBUG}=1"
-        _exit(f"internal error of tracekit: {details}; {report}", INTERNAL_ERROR)
+        _exit(f"internal error of tracekit: {details}; {_report(error)}", INTERNAL_ERROR)
+
+
+def _report(error: Exception) -> str:
+    """Write what a report of a bug needs, and return how to report it."""
+    from tracekit.cli import crash_report
+
+    written = crash_report.write(error, sys.argv[1:])
+    if written is None:
+        return f"please report it with the output of {DEBUG}=1"
+    return f"please report it with the file {written.path} ({written.content})"
 
 
 def _exit(message: str, code: int) -> None:

@@ -37,6 +37,7 @@ _SEVERITIES = {severity.label: severity for severity in Severity}
 
 _Text = Annotated[str, Meta(max_length=10_000)]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Amount = Annotated[float, Meta(ge=0)]
 
 
@@ -80,8 +81,8 @@ class _Share(Struct, omit_defaults=True):
 
 class _Recording(Struct):
     name: _Text
-    created_ns: int | None
-    steps: list[list[int | None]]
+    created_ns: _Integer | None
+    steps: list[list[_Integer | None]]
     findings: list[_Finding]
     work: list[_Work]
     series: list[_Series]
@@ -93,7 +94,7 @@ class _Document(Struct):
     schema: str
     tool_version: _Text
     name: _Text
-    fingerprint: dict[str, bool | int | float | str | list[bool | int | float | str | None]]
+    fingerprint: dict[str, bool | _Integer | float | str | list[bool | _Integer | float | str | None]]
     recordings: Annotated[list[_Recording], Meta(min_length=1, max_length=MAX_RECORDINGS)]
 
 

@@ -35,8 +35,8 @@ def of_call(
     """Return `moved_bytes` of a call by the columns of the ops table; `list_dtype`: see `op_inputs.parse`."""
     try:
         given = op_inputs.parse(shapes, dtypes, arguments, strides, list_dtype)
-    except (ValueError, TypeError):
-        return None  # not written by the profiler
+    except op_inputs.OTHER_INPUTS:
+        return None
     return None if given is None else moved_bytes(name, given)
 
 
@@ -51,9 +51,10 @@ def moved_bytes(name: str, given: Inputs) -> int | None:
     if formula is None:
         return None
     try:
-        return formula(given)
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError, ZeroDivisionError):
-        return None  # not the inputs of this operator
+        moved = formula(given)
+    except op_inputs.OTHER_INPUTS:
+        return None
+    return None if moved is None or moved > op_inputs.MAX_BYTES else moved
 
 
 class Flow(NamedTuple):
@@ -78,7 +79,7 @@ def flow_of_call(name: str, shapes: str, dtypes: str | None, arguments: str | No
     try:
         given = op_inputs.parse(shapes, dtypes, arguments, strides, None)
         return None if given is None or _has_given_output(name, given, operands) else _flow(name, given, operands)
-    except (ValueError, TypeError, IndexError, KeyError):
+    except op_inputs.OTHER_INPUTS:
         return None
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from tracekit.analysis.compute import attention_flops, library_bytes
+from tracekit.analysis.compute import attention_flops, library_bytes, op_inputs
 from tracekit.conventions import devices
 
 Shape: TypeAlias = Sequence[int]
@@ -37,6 +37,10 @@ OutputShapes: TypeAlias = Mapping[tuple[str, str], Shape]
 """The output of a convolution by the shapes of its input and weight, as JSON."""
 
 
+_MAX_WORK = 1e24
+"""Operations, or elements, of one call: a device would take 30 years."""
+
+
 def work(name: str, shapes: str | None, arguments: str | None, outputs: OutputShapes | None = None) -> Work | None:
     """Return the work of a call of an operator that has a formula; None where inputs don't determine it.
 
@@ -51,9 +55,10 @@ def work(name: str, shapes: str | None, arguments: str | None, outputs: OutputSh
         counted = formula(dims, values)
         if counted is None and outputs and name in _CONVOLUTIONS:
             counted = _convolution_to(outputs.get((json.dumps(dims[0]), json.dumps(dims[1]))), dims)
-        return counted
-    except (ValueError, TypeError, IndexError, AttributeError):
-        return None  # not the inputs of this operator
+    except op_inputs.OTHER_INPUTS:
+        return None
+    # NaN is in no range.
+    return counted if counted is not None and all(0 <= number <= _MAX_WORK for number in counted) else None
 
 
 @functools.lru_cache(maxsize=10_000)  # ranks of a run have mostly the same names
@@ -89,7 +94,7 @@ def convolution_outputs(backward_calls: Sequence[tuple[str, str]]) -> OutputShap
             dims = json.loads(shapes)
             gradient, given = dims[_GRADIENT_AT[name]], dims[1 - _GRADIENT_AT[name]]
             found.setdefault((json.dumps(given), json.dumps(dims[2])), set()).add(tuple(gradient))
-        except (ValueError, TypeError, IndexError, KeyError):
+        except op_inputs.OTHER_INPUTS:
             continue
     return {inputs: next(iter(each)) for inputs, each in found.items() if len(each) == 1}
 
@@ -108,12 +113,13 @@ def input_bytes(name: str, shapes: str, dtypes: str | None) -> InputBytes:
     """
     try:
         pairs = list(zip(json.loads(shapes), json.loads(dtypes or "[]"), strict=False))[: _PARAMETERS.get(name)]
-        tensors = [(devices.element_type(dtype), shape) for shape, dtype in pairs if shape]
+        tensors = [(devices.element_type(dtype), shape) for shape, dtype in pairs if shape and isinstance(dtype, str)]
         sizes = [devices.ELEMENT_BYTES[dtype] * math.prod(shape) for dtype, shape in tensors if dtype]
-    except (ValueError, TypeError):
+        total = float(sum(sizes))
+    except op_inputs.OTHER_INPUTS:
         return InputBytes(None, None)
     dtype = next((dtype for dtype, _ in tensors if dtype), None)
-    return InputBytes(None if dtype is None else float(sum(sizes)), dtype)
+    return InputBytes(None if dtype is None else total, dtype)
 
 
 def moved_bytes(done: Work, given: InputBytes) -> float | None:

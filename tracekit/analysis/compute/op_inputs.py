@@ -15,6 +15,9 @@ _ELEMENT_BYTES = {
 }
 """Bytes of an element by the name that the profiler gives its type."""
 _TENSOR_LIST = "TensorList"
+OTHER_INPUTS = (ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError)
+"""What a formula of an operator raises where a trace states other inputs: of another shape, damaged, or too large."""
+MAX_BYTES = 1 << 62
 SCALAR_TYPES: Mapping[str, str] = {
     "0": "unsigned char", "1": "signed char", "2": "short int", "3": "int", "4": "long int", "5": "c10::Half",
     "6": "float", "7": "double", "11": "bool", "15": "c10::BFloat16",
@@ -90,6 +93,8 @@ def parse(
     if dtypes is None:
         return None
     names: list[str] = json.loads(dtypes)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("an element type that is no text")
     dims, steps = json.loads(shapes), json.loads(strides) if strides else []
     steps = steps if len(steps) == len(dims) else [None] * len(dims)
     try:

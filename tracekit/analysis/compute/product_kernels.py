@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.compute import efficiency, flops
+from tracekit.analysis.compute import efficiency, flops, op_inputs
 from tracekit.analysis.time import trace_columns
 from tracekit.conventions import devices
 from tracekit.model import columns, schema
@@ -161,12 +161,19 @@ def _paddings(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the padding of each product by its inputs: columns _INPUTS, padding, growth, is_contiguous."""
     rows = []
     for inputs in calls.select(_INPUTS).unique(maintain_order=True).iter_rows():
-        found = _padding(*inputs) or _Padding({}, 1.0, is_contiguous=False)
+        found = _padding_of(*inputs) or _Padding({}, 1.0, is_contiguous=False)
         padding = json.dumps({str(size): to for size, to in found.dims.items()}) if found.dims else None
         rows.append((*inputs, padding, found.growth, found.is_contiguous))
     kinds = pl.Schema({"padding": pl.String, "growth": pl.Float64, "is_contiguous": pl.Boolean})
     inputs_of_calls = {name: calls.schema[name] for name in _INPUTS}
     return pl.DataFrame(rows, pl.Schema({**inputs_of_calls, **kinds}), orient="row")
+
+
+def _padding_of(op: str | None, shapes: str | None, strides: str | None, element_bytes: int) -> _Padding | None:
+    try:
+        return _padding(op, shapes, strides, element_bytes)
+    except op_inputs.OTHER_INPUTS:
+        return None
 
 
 def _padding(op: str | None, shapes: str | None, strides: str | None, element_bytes: int) -> _Padding | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.compute import flops, product_kernels
+from tracekit.analysis.compute import flops, op_inputs, product_kernels
 from tracekit.model import environment, schema
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -82,7 +82,10 @@ def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
     """Return the waves of each kind of kernel that has some: columns _KIND and those of _Waves."""
     rows = []
     for name, grid, op, shapes in kernels.select(_KIND).unique(maintain_order=True).iter_rows():
-        found = _waves_of(name, grid, op, shapes, count)
+        try:
+            found = _waves_of(name, grid, op, shapes, count)
+        except op_inputs.OTHER_INPUTS:
+            continue
         if found is not None:
             rows.append((name, grid, op, shapes, *found))
     types = {**dict.fromkeys(_KIND, pl.String()), **dict.fromkeys(_Waves._fields, pl.Int64())}

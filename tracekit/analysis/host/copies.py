@@ -78,6 +78,8 @@ def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:
 def _ops_around(trace: Trace, rows: Ints) -> Ints:
     """Return the row of the outermost aten op around each activity, else of the innermost op; -1 for none."""
     row = kernels.innermost_op(trace)[rows]
+    if trace.ops.is_empty():
+        return row
     above, is_aten = trace_columns.parent_ids(trace), trace_columns.is_named(trace, "^aten::")
     for _ in range(_MAX_CLIMBS):
         up = np.where(row >= 0, above[np.maximum(row, 0)], -1)

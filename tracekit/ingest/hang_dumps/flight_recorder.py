@@ -6,7 +6,7 @@ Source of the fields: torch/csrc/distributed/c10d/FlightRecorder.hpp and FlightR
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, BinaryIO
@@ -21,6 +21,8 @@ _MAX_FRAMES = 64
 _MAX_SIZES = 1 << 20  # of one dump
 _MAX_TEXT = 1000
 _INT64 = 1 << 63
+_MAX_LINE = 1 << 31
+_MAX_CPU_RATIO = 1000.0
 _PEERS = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7}|\?)\Z")
 _COALESCED = frozenset({"coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced"})
 _NUMBER = re.compile(r"\d{1,7}")
@@ -76,7 +78,7 @@ def parse(value: Mapping[str, Any], *, rank: int, path: str) -> RankDump:
 def stated_rank(value: Mapping[str, Any]) -> int | None:
     """Return the rank that a dump states itself."""
     own = value.get("tracekit")
-    rank = (own or {}).get("rank", value.get("rank")) if isinstance(own, dict) or "rank" in value else None
+    rank = own.get("rank", value.get("rank")) if isinstance(own, dict) else value.get("rank")
     return rank if type(rank) is int and 0 <= rank < MAX_RANKS else None
 
 
@@ -150,7 +152,8 @@ class _Entries:
 
     def _frame(self, value: Mapping[str, Any]) -> Frame:
         line = value.get("line")
-        key = (_text(value.get("name")), _text(value.get("filename")), line if type(line) is int else 0)
+        line = line if type(line) is int and 0 <= line < _MAX_LINE else 0
+        key = (_text(value.get("name")), _text(value.get("filename")), line)
         known = self._frames.get(key)
         if known is None:
             known = self._frames[key] = Frame(*key, source=_text(value.get("source") or ""))
@@ -221,15 +224,18 @@ def _groups(value: Any) -> dict[str, tuple[str, tuple[int, ...] | None]]:
 
 
 def _ranks(value: Any) -> tuple[int, ...] | None:
-    numbers = _NUMBER.findall(value) if isinstance(value, str) else value if isinstance(value, list) else []
-    ranks = tuple(dict.fromkeys(_integer(number) for number in numbers))
+    numbers = _NUMBER.findall(value) if isinstance(value, str) else _items(value)
+    try:
+        ranks = tuple(dict.fromkeys(_integer(number) for number in numbers))
+    except ValueError:
+        return None
     return ranks if ranks and max(ranks) < MAX_RANKS else None
 
 
 def _with_own(dump: RankDump, own: Mapping[str, Any]) -> RankDump:
     """Return the dump with what tracekit's recorder added."""
     frames = _Entries(dump.rank).frames
-    threads = [each for each in own.get("threads") or () if isinstance(each, dict)]
+    threads = [each for each in _items(own.get("threads")) if isinstance(each, dict)]
     return replace(
         dump,
         threads=tuple(_thread(each, frames(each.get("frames"))) for each in threads),
@@ -240,7 +246,7 @@ def _with_own(dump: RankDump, own: Mapping[str, Any]) -> RankDump:
         host=_text(own.get("host")),
         process_id=_optional(own.get("pid")),
         stalled_ns=_optional(own.get("stalled_ns")),
-        dead_ranks=tuple(rank for each in own.get("dead_ranks") or () if (rank := _optional(each)) is not None),
+        dead_ranks=tuple(rank for each in _items(own.get("dead_ranks")) if (rank := _optional(each)) is not None),
     )
 
 
@@ -250,7 +256,7 @@ def _thread(value: Mapping[str, Any], frames: tuple[Frame, ...]) -> ThreadStack:
         _text(value.get("name")),
         frames,
         is_main=value.get("is_main") is True,
-        cpu_ratio=float(ratio) if isinstance(ratio, int | float) else None,
+        cpu_ratio=float(ratio) if isinstance(ratio, int | float) and 0 <= ratio <= _MAX_CPU_RATIO else None,
         system_call=SystemCall(_text(call.get("name")), _text(call.get("path"))) if isinstance(call, dict) else None,
     )
 
@@ -259,7 +265,9 @@ def _thread(value: Mapping[str, Any], frames: tuple[Frame, ...]) -> ThreadStack:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else str(value)[:_MAX_TEXT] if isinstance(value, str | int) else ""
+    if type(value) is int and not -_INT64 <= value < _INT64:
+        return ""  # Python refuses to print an integer of 5,000 digits
+    return str(value)[:_MAX_TEXT] if isinstance(value, str | int) else ""
 
 
 def _integer(value: Any) -> int:
@@ -282,6 +290,11 @@ def _time(value: Any) -> int | None:
 
 def _dtypes(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) and value else tuple(map(_text, _listed(value))) if value else ()
+
+
+def _items(value: Any) -> Sequence[Any]:
+    """Return a list, empty if the value is none."""
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _listed(value: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from tracekit.model.hang_dump import Frame, ThreadStack
 _MAX_THREADS = 4096
 _MAX_FRAMES = 128
 _MAX_TEXT = 1000
+_MAX_LINE = 1 << 31
 _FAULT_THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ (?:\[(.*)\] )?\(most recent call first\):")
 _FAULT_FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)')
 _SPY_THREAD = re.compile(r'Thread (?:0x)?[0-9A-Fa-f]+ \((idle|active)[^)]*\)(?:: "(.*)")?')
@@ -91,5 +92,5 @@ def _spy_frame(value: Mapping[str, Any]) -> Frame:
     return Frame(
         str(name)[:_MAX_TEXT] if isinstance(name, str) else "",
         file[:_MAX_TEXT] if isinstance(file, str) else "",
-        line if type(line) is int else 0,
+        line if type(line) is int and 0 <= line < _MAX_LINE else 0,
     )

@@ -29,6 +29,7 @@ from tracekit.ingest.readers.kineto.scan import Scan
 from tracekit.ingest.readers.kineto.stream import Events
 from tracekit.ingest.readers.reader import Companion
 from tracekit.model import schema
+from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
 
@@ -81,10 +82,11 @@ def read_of_merged(path: str, *, rank: int, window: int = 0, companions: Sequenc
 
 def _rankless(events: Events) -> pl.DataFrame:
     """Return the issue of events of a merged file that state no rank, columns as DATA_QUALITY."""
-    count = sum(frame["rank"].null_count() for frame in (events.host, events.device) if "rank" in frame.columns)
+    frames = [frame for frame in (events.host, events.device) if "rank" in frame.columns]
+    count = sum(len(frame) - int(_is_rank(frame["rank"]).sum()) for frame in frames)
     if not count:
         return schema.DATA_QUALITY.empty()
-    message = f"{count:,} events of the merged file name no rank and were left out."
+    message = f"{count:,} events of the merged file name no rank from 0 to {MAX_RANKS - 1:,} and were left out."
     row = ("rankless_events", message, count / sum(events.counts.values()))
     return pl.DataFrame([row], schema.DATA_QUALITY.schema, orient="row")
 
@@ -198,8 +200,12 @@ def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
 def _ranks(events: Events) -> set[int]:
     if not events.has_several_ranks:
         return set()
-    ranks = pl.concat([events.host["rank"], events.device["rank"]]).drop_nulls().unique().to_list()
-    return {rank for rank in ranks if rank >= 0}
+    ranks = pl.concat([events.host["rank"], events.device["rank"]])
+    return set(ranks.filter(_is_rank(ranks)).unique().to_list())
+
+
+def _is_rank(ranks: pl.Series) -> pl.Series:
+    return ranks.is_between(0, MAX_RANKS - 1).fill_null(value=False)
 
 
 def _of_rank(events: Events, rank: int) -> Events:

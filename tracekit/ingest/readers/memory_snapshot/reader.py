@@ -18,6 +18,10 @@ from tracekit.model.memory_snapshot import MemorySnapshot
 
 OUT_OF_MEMORY = "oom"
 """The action of an event for a request that failed."""
+_MEMORY_ACTIONS = (
+    *("alloc", "free_requested", "free_completed"),
+    *("segment_alloc", "segment_map", "segment_free", "segment_unmap"),
+)
 _COMMON_POOL = (0, 0)
 _MAX_ERROR_LENGTH = 200
 
@@ -65,11 +69,13 @@ def _snapshot(path: str, root: Any, unpickler: Unpickler) -> MemorySnapshot:
     blocks = _frame(schema.BLOCKS, _blocks(listed, unpickler))
     _refuse_missing(segments, ("device", "address", "stream", "kind", "total_bytes", "allocated_bytes", "active_bytes"))
     _refuse_missing(blocks, ("device", "segment_address", "address", "bytes", "state"))
+    events = _events(whole.get("device_traces", []), unpickler.rows)
+    _refuse_missing(events.filter(pl.col("action").is_in(_MEMORY_ACTIONS)), ("address", "bytes", "stream"))
     return MemorySnapshot(
         path,
         segments=segments,
         blocks=blocks,
-        events=_events(whole.get("device_traces", []), unpickler.rows),
+        events=events,
         stacks=_stacks(unpickler.frames),
         frames=_frames(unpickler.frames),
         annotations=_frame(schema.ANNOTATIONS, _annotations(whole.get("external_annotations", []))),

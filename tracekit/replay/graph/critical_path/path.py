@@ -160,7 +160,8 @@ def critical_path(run: Run, step: int | None = None) -> CriticalPath:
 def chain(run: Run, step: int | None = None) -> Chain:
     """Return the chain of waits that ends with a step, as `critical_path` explains it."""
     run.measure(FACTS)
-    return _chain_of(run, pl.concat([graph.windows for graph in savings.graphs_of(run)]), step)
+    windows = [graph.windows for graph in savings.graphs_of(run)]
+    return _chain_of(run, pl.concat(windows) if windows else pl.DataFrame(), step)
 
 
 def _chain_of(run: Run, windows: pl.DataFrame, step: int | None) -> Chain:
