@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tracekit
-from tests.integration import recordings
+from tests.integration import framework_scripts, recordings
 from tracekit import conventions
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
@@ -73,7 +73,7 @@ def fit(folder: Path, *callbacks: TrainerCallback, resume: bool = False, **argum
 
 def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    recordings.run_example(
+    framework_scripts.run_example(
         "huggingface_trainer", "--out", str(out), "--steps", "16", "--checkpoints", str(tmp_path / "checkpoints")
     )
     run = tracekit.load(out)
