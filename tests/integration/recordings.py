@@ -9,6 +9,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.model.run import Run
 
+
 def metrics(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     """Return the lines of a rank's metrics log."""
     path = run / conventions.rank_file(rank, conventions.METRICS_SUFFIX)
