@@ -22,21 +22,29 @@ ONE_WORKER = {
 """Folders and files that one worker runs, by a name for them."""
 LONG_FILES = (
     "tests/integration/test_record.py",
+    "tests/integration/test_yafsdp_parity.py",
     "tests/integration/test_prices.py",
     "tests/integration/test_late_groups.py",
-    "tests/integration/test_executors.py",
-    "tests/integration/test_remote_runs.py",
-    "tests/integration/test_record_to_url.py",
+    "tests/integration/test_ci_guides.py",
     "tests/integration/test_pipelines.py",
+    "tests/integration/test_remote_runs.py",
+    "tests/integration/test_executors.py",
     "tests/integration/test_windows_without_steps.py",
     "tests/integration/test_pytest_plugin.py",
+    "tests/integration/test_record_to_url.py",
+    "tests/integration/test_hang_watch.py",
     "tests/integration/test_trainers_robust.py",
-    "tests/unit/regression/test_agreement.py",
-    "tests/unit/sql/test_run_query.py",
-    "tests/unit/sql/test_query_attacks.py",
-    "tests/unit/dashboard/test_dashboard.py",
+    "tests/integration/test_hybrid_parity.py",
+    "tests/integration/test_yafsdp_random.py",
+    "tests/integration/test_hostile_inputs.py",
+    "tests/integration/test_interruptions.py",
+    "tests/integration/test_lossless.py",
+    "tests/integration/test_loading.py",
+    "tests/integration/test_hta.py",
+    "tests/integration/test_fixes_agree_with_traces.py",
+    "tests/unit/replay/graph/test_critical_path.py",
 )
-"""Files that take a minute or more, the longest first: one that began last would leave the other workers idle."""
+"""Files with most CPU time, 20 s or more, in that order: one that began last would leave the other workers idle."""
 _Test = TypeVar("_Test")
 _MAX_WORKERS = 4
 
