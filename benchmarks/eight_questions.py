@@ -169,7 +169,8 @@ class _Person:
         return " | ".join(table.first.locator("tr").nth(row).inner_text() for row in (0, 1))
 
     def _option(self, label: str, name: str) -> None:
-        self.page.locator("[data-testid=stSidebar]").get_by_label(label).first.click()
+        box = self.page.locator("[data-testid=stSidebar] [data-testid=stSelectbox]").filter(has_text=label)
+        box.get_by_role("combobox").first.click()
         self.page.get_by_role("option", name=name, exact=True).click()
         self.page.keyboard.press("Escape")
         self.steps += 1
