@@ -162,11 +162,12 @@ class _Person:
         self.steps += 1
         return self
 
-    def read_first_row(self) -> str:
-        """Read the names and the first row of the table, which is drawn on a canvas, as screen readers do."""
-        table = self.page.locator("[data-testid=stDataFrame] canvas table").filter(has=self.page.locator("tbody tr"))
-        table.first.wait_for(state="attached")
-        return " | ".join(table.first.locator("tr").nth(row).inner_text() for row in (0, 1))
+    def read_first_row(self, column: str) -> str:
+        """Read the first row of the table with a column, which is drawn on a canvas, as screen readers do."""
+        table = self.page.locator("[data-testid=stDataFrame] canvas table").filter(has_text=column).first
+        rows = table.locator("tbody tr")
+        rows.first.wait_for(state="attached")
+        return " | ".join(filter(None, (text.strip() for text in rows.first.locator("td").all_text_contents())))
 
     def _option(self, label: str, name: str) -> None:
         box = self.page.locator("[data-testid=stSidebar] [data-testid=stSelectbox]").filter(has_text=label)
@@ -190,14 +191,15 @@ _IN_THE_DASHBOARD: dict[str, Callable[[_Person], str]] = {
     "What would prefetch give?": lambda person: (
         person.choose("prefetch").turn_to("What if").read("table.tracekit tr", "late-gathers")
     ),
-    "Where does memory peak?": lambda person: (
-        person.choose("memory").turn_to("Memory").read("[data-testid=stMain] h3", "Allocated over time")
-    ),
+    "Where does memory peak?": lambda person: person.choose("memory").turn_to("Memory").read(".tk-headline", "peak"),
     "What did this commit change?": lambda person: (
-        person.choose("commit").compare_with("healthy").turn_to("Compare").read("table.tracekit", "operations")
+        person.choose("commit").compare_with("healthy").turn_to("Compare").read(".tk-verdict", "needless-recomputation")
     ),
     "Which kernel is furthest from the roofline?": lambda person: (
-        person.choose("kernels").turn_to("Kernels").click("[data-testid=stMain] button", "roofline").read_first_row()
+        person.choose("kernels")
+        .turn_to("Kernels")
+        .click("[data-testid=stMain] button", "roofline")
+        .read_first_row("roofline")
     ),
     TWENTY_RUNS: lambda person: (
         person.turn_to("Runs")
@@ -207,7 +209,7 @@ _IN_THE_DASHBOARD: dict[str, Callable[[_Person], str]] = {
         .read("[data-testid=stMain] p", "has the shortest median step")
     ),
     "Why did it run out of memory?": lambda person: (
-        person.choose("failed").turn_to("Memory").read("[data-testid=stMain]", "Out of memory")
+        person.choose("failed").turn_to("Memory").read(".tk-headline", "Out of memory")
     ),
 }
 
