@@ -1,5 +1,6 @@
 """What `perturbation_graph` reads of a recording: work on devices, and calls that wait for it. All times are in µs."""
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Kernel:
     new_start: float | None = None
     new_end: float | None = None
 
-    @property
+    @functools.cached_property
     def is_collective(self) -> bool:
         """Whether it exchanges data with other ranks."""
         return self.event["cat"] == "kernel" and _COLLECTIVE.search(self.event["name"]) is not None

@@ -29,6 +29,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from isal import igzip
+
 from benchmarks import perturbation_output
 from benchmarks.perturbation_events import DEVICE, LATENCY_US, RUNTIME, Event, Kernel, Pause, kernel_of, recorded_waits
 
@@ -44,6 +47,7 @@ _HELD_UP_US = 1000.0
 """A kernel that holds another stream's up for so long fills the device."""
 _FULL_RATIO = 0.9
 """They run for this share of the time."""
+_INFINITY = float("inf")
 _QUEUED_US = 30.0
 """A kernel that was launched this long before it started did not wait for its launch."""
 
@@ -267,7 +271,7 @@ class Rank:
             self._shifts.append((pause.at, self._after(pause, shift)))
             self._resolving = outer
             self.placed.append((pause, pause.at + shift, pause.at + self._shifts[-1][1]))
-        at = bisect.bisect_right(self._shifts, (time, float("inf")))
+        at = bisect.bisect_right(self._shifts, (time, _INFINITY))
         return time + (self._shifts[at - 1][1] if at else 0.0)
 
     def _after(self, pause: Pause, shift: float) -> float:
@@ -424,8 +428,7 @@ def load(paths: Iterable[Path]) -> Job:
 
 def write(document: dict[str, Any], path: Path) -> None:
     """Write a recording, compressed."""
-    with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
-        file.write(json.dumps(document))  # several times as fast as json.dump
+    path.write_bytes(igzip.compress(msgspec.json.encode(document), compresslevel=1))  # ten times as fast as json, gzip
 
 
 @functools.lru_cache(maxsize=8)  # each case of a folder reads the same files, and changes none of the events

@@ -14,9 +14,10 @@ def document(rank: "Rank") -> dict[str, Any]:
     """Return a replayed recording, with the slices of the pauses that were put into it."""
     moved = {id(kernel.event): kernel for kernel in rank.kernels}
     starts = {(k.event["pid"], k.event["tid"], k.event["ts"]): k for k in rank.kernels}
+    host = rank.host
     events = []
     for event in rank.events:
-        copy = dict(event)
+        copy = event.copy()
         kernel = moved.get(id(event)) or (
             starts.get((event.get("pid"), event.get("tid"), event.get("ts"))) if event.get("ph") == "f" else None
         )
@@ -27,14 +28,14 @@ def document(rank: "Rank") -> dict[str, Any]:
         elif event.get("cat") == "gpu_user_annotation":
             _around_kernels(copy, event, rank)
         elif isinstance(event.get("ts"), int | float):
-            copy["ts"] = round(rank.host(event["ts"]), 3)
+            copy["ts"] = round(host(event["ts"]), 3)
             if isinstance(event.get("dur"), int | float):
                 # A call that waits can return earlier than recorded: what another thread began before is over then.
-                copy["dur"] = round(max(rank.host(event["ts"] + event["dur"]) - copy["ts"], 0.0), 3)
+                copy["dur"] = round(max(host(event["ts"] + event["dur"]) - copy["ts"], 0.0), 3)
         events.append(copy)
     events.extend(_slices_of_pauses(rank))
-    for event in events:
-        if rank.clock_us and isinstance(event.get("ts"), int | float):
+    for event in events if rank.clock_us else ():
+        if isinstance(event.get("ts"), int | float):
             event["ts"] = round(event["ts"] + rank.clock_us, 3)
     return {**rank.document, "traceEvents": events}
 

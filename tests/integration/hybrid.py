@@ -30,7 +30,7 @@ from instrumented_trainers.regions import Axis
 from tests.integration import references
 
 CONFIG = ModelConfig(width=16, layers=2, heads=4, key_value_heads=2, hidden_width=24, vocabulary=32)
-SEQUENCES, TOKENS, STEPS = 2, 8, 5
+SEQUENCES, TOKENS, STEPS = 2, 8, 3
 
 
 @dataclass(frozen=True)

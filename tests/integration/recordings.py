@@ -1,29 +1,13 @@
-"""Read facts of a recorded run, and start an example on two ranks. Not a test."""
+"""Read facts of a recorded run. Not a test."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from tests.integration import launched
-from tests.support.python_path import REPOSITORY
 from tracekit import conventions
 from tracekit.model.run import Run
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-def run_example(name: str, *arguments: str, ranks: int = 2) -> str:
-    """Start an example as its docstring says and return what it printed. Fails if it does."""
-    example = str(REPOSITORY / "examples" / f"{name}.py")
-    launcher = TORCHRUN if ranks > 1 else ()
-    command = [sys.executable, *launcher, example, *arguments]
-    done = subprocess.run(command, env=launched.environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 def metrics(run: Path, rank: int = 0) -> list[dict[str, Any]]:

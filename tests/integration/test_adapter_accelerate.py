@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from tests.integration import recordings
+from tests.integration import framework_scripts, recordings
 from tracekit import conventions
 
 pytestmark = pytest.mark.skipif(
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_example_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
-    recordings.run_example("accelerate_loop", "--out", str(tmp_path), "--steps", "16", ranks=1)
+    framework_scripts.run_example("accelerate_loop", "--out", str(tmp_path), "--steps", "16", ranks=1)
     run = tracekit.load(tmp_path)
     assert recordings.steps(run) == {0: [10, 11, 12, 13, 14]}
     assert all(spans["backward"] == spans["data"] == 2 for spans in recordings.spans(run).values())

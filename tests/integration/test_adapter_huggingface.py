@@ -1,5 +1,6 @@
 """The callback for the Hugging Face Trainer, in trainings by that Trainer."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -9,26 +10,30 @@ import pytest
 import torch
 
 import tracekit
-from tests.integration import recordings
+from tests.integration import framework_scripts, recordings
 from tracekit import conventions
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
-
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-from tracekit.capture.huggingface import TracekitCallback
-
-WORDS, TOKENS, BATCH, ACCUMULATED = 32, 8, 2, 2
-CONFIG = LlamaConfig(
-    vocab_size=WORDS,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    use_cache=False,
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
+    reason="transformers or accelerate is not installed: pip install transformers accelerate",
 )
+WORDS, TOKENS, BATCH, ACCUMULATED = 32, 8, 2, 2
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "use_cache": False,
+}
+
+
+def tracekit_callback(*arguments: Any, **options: Any) -> Any:
+    """Return the callback. Its import is that of transformers: 3 s, which only the worker with these tests needs."""
+    from tracekit.capture.huggingface import TracekitCallback
+
+    return TracekitCallback(*arguments, **options)
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -40,15 +45,20 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": piece, "labels": piece}
 
 
-class Stop(TrainerCallback):
-    def __init__(self, after: int) -> None:
-        self.after = after
+def stop(after: int) -> Any:
+    """Return a callback that ends the training."""
+    from transformers import TrainerCallback
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.after
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == after
+
+    return Stop()
 
 
-def fit(folder: Path, *callbacks: TrainerCallback, resume: bool = False, **arguments: Any) -> Trainer:
+def fit(folder: Path, *callbacks: Any, resume: bool = False, **arguments: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
     torch.manual_seed(0)
     settings = {
         "output_dir": str(folder / "checkpoints"),
@@ -61,7 +71,7 @@ def fit(folder: Path, *callbacks: TrainerCallback, resume: bool = False, **argum
         "save_strategy": "no",
     }
     trainer = Trainer(
-        LlamaForCausalLM(CONFIG),
+        LlamaForCausalLM(LlamaConfig(**SIZES)),
         TrainingArguments(**{**settings, **arguments}),
         train_dataset=Text(),
         eval_dataset=Text(),
@@ -73,7 +83,7 @@ def fit(folder: Path, *callbacks: TrainerCallback, resume: bool = False, **argum
 
 def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    recordings.run_example(
+    framework_scripts.run_example(
         "huggingface_trainer", "--out", str(out), "--steps", "16", "--checkpoints", str(tmp_path / "checkpoints")
     )
     run = tracekit.load(out)
@@ -96,8 +106,8 @@ def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Pat
 
 def test_steps_are_optimizer_steps_and_exclude_evaluation_time(tmp_path: Path) -> None:
     # 24 pieces, 2 a batch, 2 batches a step: 6 steps an epoch. It is evaluated after steps 3 and 6, and stops after 8.
-    recording = TracekitCallback(tmp_path / "run", steps=(2, 8), warmup=1, device="cpu")
-    trainer = fit(tmp_path, recording, Stop(after=8), num_train_epochs=3, eval_strategy="steps", eval_steps=3)
+    recording = tracekit_callback(tmp_path / "run", steps=(2, 8), warmup=1, device="cpu")
+    trainer = fit(tmp_path, recording, stop(after=8), num_train_epochs=3, eval_strategy="steps", eval_steps=3)
     assert trainer.state.global_step == 8
     run = tracekit.load(tmp_path / "run")
     assert recordings.steps(run) == {0: [2, 3, 4, 5, 6, 7]}
@@ -120,9 +130,9 @@ def test_steps_are_optimizer_steps_and_exclude_evaluation_time(tmp_path: Path) -
 
 
 def test_a_resumed_training_continues_the_step_count(tmp_path: Path) -> None:
-    first = TracekitCallback(tmp_path / "run", steps=None)
+    first = tracekit_callback(tmp_path / "run", steps=None)
     fit(tmp_path, first, max_steps=3, save_strategy="steps", save_steps=3)
-    second = TracekitCallback(tmp_path / "run", steps="1:2", warmup=1, device="cpu")
+    second = tracekit_callback(tmp_path / "run", steps="1:2", warmup=1, device="cpu")
     fit(tmp_path, second, max_steps=6, resume=True)
     assert [line["step"] for line in recordings.metrics(tmp_path / "run")] == list(range(6))
     assert recordings.steps(tracekit.load(tmp_path / "run")) == {0: [4]}
@@ -130,7 +140,7 @@ def test_a_resumed_training_continues_the_step_count(tmp_path: Path) -> None:
 
 def test_training_continues_when_recording_is_impossible(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").write_text("a file is in the way")
-    recorded = fit(tmp_path, TracekitCallback(tmp_path / "run"), max_steps=2)
+    recorded = fit(tmp_path, tracekit_callback(tmp_path / "run"), max_steps=2)
     alone = fit(tmp_path, max_steps=2)
     for with_callback, without_callback in zip(recorded.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(with_callback, without_callback)
@@ -138,11 +148,13 @@ def test_training_continues_when_recording_is_impossible(tmp_path: Path, capfd: 
 
 
 def test_a_failure_in_the_callback_stops_only_the_recording(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import TrainerCallback
+
     class Strange(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             state.num_input_tokens_seen = None  # no number to take another from
 
-    recording = TracekitCallback(tmp_path / "run", steps=None)
+    recording = tracekit_callback(tmp_path / "run", steps=None)
     assert fit(tmp_path, Strange(), recording, max_steps=2).state.global_step == 2
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit: ")]
     assert len(said) == 1
@@ -152,6 +164,6 @@ def test_a_failure_in_the_callback_stops_only_the_recording(tmp_path: Path, capf
 
 def test_invalid_options_are_rejected_before_training() -> None:
     with pytest.raises(TypeError, match="stepz"):
-        TracekitCallback("run", stepz="10:15")
+        tracekit_callback("run", stepz="10:15")
     with pytest.raises(ValueError, match="15:10"):
-        TracekitCallback("run", steps="15:10")
+        tracekit_callback("run", steps="15:10")

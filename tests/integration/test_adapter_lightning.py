@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tracekit
-from tests.integration import recordings
+from tests.integration import framework_scripts, recordings
 from tracekit import conventions
 
 try:
@@ -97,7 +97,7 @@ def fit(folder: Path, model: Any, *callbacks: Any, resume: Path | None = None, *
 
 def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    recordings.run_example(
+    framework_scripts.run_example(
         "lightning_trainer", "--out", str(out), "--steps", "16", "--checkpoint", str(tmp_path / "last.ckpt")
     )
     run = tracekit.load(out)

@@ -28,8 +28,8 @@ CASES = {
     "4 of 16": ("fsdp2", 16, range(8, 12), "RANK004", "Ranks 8–11 are stragglers"),
     "4 of 16, hybrid": ("hsdp", 16, range(8, 12), "RANK004", "Ranks 8–11 are stragglers"),
     "2 of 8": ("fsdp2", 8, range(2, 4), "RANK004", "Ranks 2–3 are stragglers"),
-    "1 of 32": ("fsdp2", 32, range(5, 6), "RANK001", "Rank 5 is a straggler"),
-    "1 of 32, hybrid": ("hsdp", 32, range(5, 6), "RANK001", "Rank 5 is a straggler"),
+    "1 of 16": ("fsdp2", 16, range(5, 6), "RANK001", "Rank 5 is a straggler"),
+    "1 of 16, hybrid": ("hsdp", 16, range(5, 6), "RANK001", "Rank 5 is a straggler"),
 }
 
 

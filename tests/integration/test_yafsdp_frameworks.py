@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from instrumented_trainers.parallelism.yafsdp import fully_shard, module
+from tests.integration import framework_scripts
+from tests.integration.framework_scripts import in_one_process, in_process_group, under_torchrun
 from tests.support import process_group
 from tests.support.python_path import PYTHON_PATH, REPOSITORY
 from tracekit import conventions
@@ -38,21 +39,6 @@ def start(script: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def on_ranks(script: Path, *arguments: str) -> functools.partial[None]:
-    """Return a case for `process_group` that runs the script on each rank, as under torchrun."""
-    return functools.partial(run_script, str(script), arguments)
-
-
-def run_script(script: str, arguments: tuple[str, ...]) -> None:
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # which otherwise lasts as long as the process
-    GradientState._reset_state()
-    os.environ.update(TORCHELASTIC_RUN_ID="cases", LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], GROUP_RANK="0")
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("frameworks")
@@ -60,16 +46,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[int, dict[str, process_group.Outcome]]:
-    """All that ranks do from the start: each process imports the frameworks once."""
-    lightning = {"lightning": on_ranks(LIGHTNING, str(folder / "folder"), "2", "folder")} if HAS_LIGHTNING else {}
+    """All that ranks do from the start, and what one process does to compare with."""
+    lightning, alone = {}, {"trainer": in_one_process(TRAINER, str(folder / "one"))}
+    alone["accelerate"] = in_one_process(ACCELERATED, str(folder / "one.json"))
+    if HAS_LIGHTNING:
+        lightning["lightning"] = in_process_group(LIGHTNING, str(folder / "folder"), "2", "folder")
+        alone["lightning"] = in_one_process(LIGHTNING, str(folder / "lightning one"), "1")
+    example = REPOSITORY / "examples" / "huggingface.py"
     on_two = {
-        "trainer": on_ranks(TRAINER, str(folder / "two")),
-        "accelerate": on_ranks(ACCELERATED, str(folder / "two.json")),
+        "trainer": in_process_group(TRAINER, str(folder / "two")),
+        "accelerate": in_process_group(ACCELERATED, str(folder / "two.json")),
+        "example": under_torchrun(example, "--out", str(folder / "example"), "--steps", "12"),
         "generate": functools.partial(generate, unequal=True),
         "save on one rank": functools.partial(save_on_one_rank, str(folder / "refused")),
     }
     on_three = {"save": functools.partial(save_pretrained, str(folder / "pretrained"))}
-    return process_group.run_worlds({2: on_two | lightning, 3: on_three})
+    return framework_scripts.run_worlds({2: on_two | lightning, 3: on_three, 1: alone})
 
 
 @pytest.fixture(scope="module")
@@ -85,26 +77,26 @@ def resumed(
 ) -> dict[str, process_group.Outcome]:
     """Trainings resumed in new processes, by framework and kind of checkpoint; their files are in `folder`."""
     outcomes[2]["trainer"].results()
-    cases = {"trainer": on_ranks(TRAINER, str(folder / "resumed"), str(folder / "two" / "checkpoint-10"))}
+    cases = {"trainer": in_process_group(TRAINER, str(folder / "resumed"), str(folder / "two" / "checkpoint-10"))}
     if HAS_LIGHTNING:
         outcomes[2]["lightning"].results()
         for kind, saved in (("file", request.getfixturevalue("lightning_alone")), ("folder", folder / "folder")):
             (first,) = saved.glob("*step=10.ckpt")
             assert first.is_dir() == (kind == "folder")
-            cases[kind] = on_ranks(LIGHTNING, str(folder / f"resumed from a {kind}"), "2", kind, str(first))
-    return process_group.run_cases(2, cases)
+            cases[kind] = in_process_group(LIGHTNING, str(folder / f"resumed from a {kind}"), "2", kind, str(first))
+    return framework_scripts.run_worlds({2: cases})[2]
 
 
-def test_the_example_learns_and_records_a_run(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    example = [str(REPOSITORY / "examples" / "huggingface.py"), "--out", str(tmp_path), "--steps", "12"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
-    subprocess.run([*launcher, *example], env=environment, check=True, timeout=240)
-    lines = (tmp_path / conventions.rank_file(0, conventions.METRICS_SUFFIX)).read_text(encoding="utf-8").splitlines()
+def test_the_example_learns_and_records_a_run(
+    folder: Path, outcomes: dict[int, dict[str, process_group.Outcome]]
+) -> None:
+    outcomes[2]["example"].results()
+    run = folder / "example"
+    lines = (run / conventions.rank_file(0, conventions.METRICS_SUFFIX)).read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)[conventions.LOSS_METRIC] for line in lines]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 1
-    assert (tmp_path / conventions.rank_file(1, conventions.TRACE_SUFFIX)).is_file()
+    assert (run / conventions.rank_file(1, conventions.TRACE_SUFFIX)).is_file()
 
 
 def save_pretrained(folder: str) -> list[float]:
@@ -174,8 +166,8 @@ def test_saving_on_one_rank_alone_is_refused(outcomes: dict[int, dict[str, proce
 def test_accelerate_trains_as_on_one_process(
     folder: Path, outcomes: dict[int, dict[str, process_group.Outcome]]
 ) -> None:
-    start(ACCELERATED, str(folder / "one.json"))
-    outcomes[2]["accelerate"].results()
+    for ranks in (1, 2):
+        outcomes[ranks]["accelerate"].results()
     found = [folder / "one.json", folder / "two.json"]
     one, two = (torch.tensor(json.loads(path.read_text(encoding="utf-8"))) for path in found)
     assert len(one) == 20
@@ -208,8 +200,8 @@ def test_the_trainer_trains_saves_and_resumes_as_one_process_does(
     from transformers import AutoModelForCausalLM
 
     one, two, third = (folder / name for name in ("one", "two", "resumed"))
-    start(TRAINER, str(one))
-    outcomes[2]["trainer"].results()
+    for ranks in (1, 2):
+        outcomes[ranks]["trainer"].results()
     assert losses(one).shape == (20, 2)  # loss and gradient norm
     assert torch.allclose(losses(one), losses(two), rtol=1e-5, atol=0)
     resumed["trainer"].results()
@@ -221,10 +213,13 @@ def test_the_trainer_trains_saves_and_resumes_as_one_process_does(
 
 @needs_lightning
 def test_lightning_trains_and_resumes_as_one_process_does(
-    folder: Path, lightning_alone: Path, resumed: dict[str, process_group.Outcome]
+    folder: Path,
+    outcomes: dict[int, dict[str, process_group.Outcome]],
+    lightning_alone: Path,
+    resumed: dict[str, process_group.Outcome],
 ) -> None:
     one, two = folder / "lightning one", lightning_alone
-    start(LIGHTNING, str(one), "1")
+    outcomes[1]["lightning"].results()
     assert losses(one).shape == (20,)
     assert torch.allclose(losses(one), losses(two), rtol=1e-4, atol=0)
     for kind in ("file", "folder"):

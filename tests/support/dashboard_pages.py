@@ -1,5 +1,6 @@
 """The dashboard's pages as Streamlit runs them, without a browser. Needs the extra [dashboard]."""
 
+import functools
 import sys
 
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from tests.browser import recorded
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
+scanner = pytest.importorskip("streamlit.components.v2.manifest_scanner")
+# Each run of a page reads the metadata of all installed packages, half of its time; the packages stay the same.
+scanner.scan_component_manifests = functools.cache(scanner.scan_component_manifests)
 TIMEOUT_S = 60
 
 

@@ -13,7 +13,9 @@ nothing with it and started no thread: each begins as a new one would. Rendezvou
         assert ranks.run(3, total) == [3.0, 3.0, 3.0]
 """
 
+import functools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import sys
@@ -95,11 +97,12 @@ def run_worlds(
     case_timeout_s: float = 60,
     environment: Mapping[str, str] | None = None,
     cuda: bool = False,
+    imported: str = "tests.support.imported_by_ranks",
 ) -> dict[int, dict[str, Outcome]]:
     """Call functions as `run_cases` does, on several numbers of ranks; return the outcomes by number and name.
 
     One set of processes serves all: as many as the most ranks. Small worlds run at the same time as larger ones where
-    they fit.
+    they fit. The processes are forked from one that has imported the module `imported`.
     """
     places = _places(cases)
     jobs = [
@@ -115,7 +118,7 @@ def run_worlds(
             _context(cuda).Process(target=_serve, args=(number, folder, case_timeout_s, cuda, own), daemon=True)
             for number in range(max(cases))
         ]
-        with _environment(_ONE_THREAD):
+        with _environment(_ONE_THREAD), _forked_from(imported):
             for process in processes:
                 process.start()
         late = _join(processes, time.monotonic() + timeout_s)
@@ -164,9 +167,25 @@ def _places(sizes: Iterable[int]) -> dict[int, int]:
 def _context(cuda: bool) -> Any:
     if cuda:  # whose libraries want a process from its beginning
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.imported_by_ranks"])
-    return context
+    return multiprocessing.get_context("forkserver")
+
+
+@contextmanager
+def _forked_from(imported: str) -> Iterator[None]:
+    """Have processes that are started inside forked from the server that has imported a module, one for each module."""
+    usual = multiprocessing.forkserver.connect_to_new_process
+    multiprocessing.forkserver.connect_to_new_process = _server(imported).connect_to_new_process
+    try:
+        yield
+    finally:
+        multiprocessing.forkserver.connect_to_new_process = usual
+
+
+@functools.cache
+def _server(imported: str) -> Any:
+    server = multiprocessing.forkserver.ForkServer()
+    server.set_forkserver_preload([imported])
+    return server
 
 
 @contextmanager

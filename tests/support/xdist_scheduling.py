@@ -1,33 +1,50 @@
-"""Distribution of tests over pytest-xdist's workers: file by file, with the browser tests together in one worker.
+"""Distribution of tests over pytest-xdist's workers: file by file, with some files together in one worker.
 
 Browser tests share one dashboard server, which each worker that runs any of them would have to start. They mostly wait,
-so other workers have the machine meanwhile.
+so other workers have the machine meanwhile. Tests of frameworks share a process that has imported them.
 """
 
+import itertools
 import os
 from typing import TypeVar
 
 from xdist.scheduler import LoadFileScheduling
 
-ONE_WORKER_FOLDERS = ("tests/browser/",)
+ONE_WORKER = {
+    "browser": ("tests/browser/",),
+    "frameworks": (
+        "tests/integration/test_yafsdp_frameworks.py",
+        "tests/integration/test_adapter_accelerate.py",
+        "tests/integration/test_adapter_huggingface.py",
+        "tests/integration/test_adapter_lightning.py",
+    ),
+}
+"""Folders and files that one worker runs, by a name for them."""
 LONG_FILES = (
     "tests/integration/test_record.py",
+    "tests/integration/test_yafsdp_parity.py",
     "tests/integration/test_prices.py",
     "tests/integration/test_late_groups.py",
-    "tests/integration/test_executors.py",
-    "tests/integration/test_remote_runs.py",
-    "tests/integration/test_record_to_url.py",
-    "tests/integration/test_yafsdp_frameworks.py",
+    "tests/integration/test_ci_guides.py",
     "tests/integration/test_pipelines.py",
+    "tests/integration/test_remote_runs.py",
+    "tests/integration/test_executors.py",
     "tests/integration/test_windows_without_steps.py",
     "tests/integration/test_pytest_plugin.py",
+    "tests/integration/test_record_to_url.py",
+    "tests/integration/test_hang_watch.py",
     "tests/integration/test_trainers_robust.py",
-    "tests/unit/regression/test_agreement.py",
-    "tests/unit/sql/test_run_query.py",
-    "tests/unit/sql/test_query_attacks.py",
-    "tests/unit/dashboard/test_dashboard.py",
+    "tests/integration/test_hybrid_parity.py",
+    "tests/integration/test_yafsdp_random.py",
+    "tests/integration/test_hostile_inputs.py",
+    "tests/integration/test_interruptions.py",
+    "tests/integration/test_lossless.py",
+    "tests/integration/test_loading.py",
+    "tests/integration/test_hta.py",
+    "tests/integration/test_fixes_agree_with_traces.py",
+    "tests/unit/replay/graph/test_critical_path.py",
 )
-"""Files that take a minute or more, the longest first: one that began last would leave the other workers idle."""
+"""Files with most CPU time, 20 s or more, in that order: one that began last would leave the other workers idle."""
 _Test = TypeVar("_Test")
 _MAX_WORKERS = 4
 
@@ -44,7 +61,7 @@ def long_files_first(tests: list[tuple[str, _Test]]) -> list[_Test]:
     >>> long_files_first([("tests/a.py::test_x", 1), (f"{LONG_FILES[1]}::test_y", 2), ("tests/b.py::test_z", 3)])
     [2, 1, 3]
     """
-    first = (*ONE_WORKER_FOLDERS, *LONG_FILES)
+    first = (*itertools.chain(*ONE_WORKER.values()), *LONG_FILES)
 
     def place(test: tuple[str, _Test]) -> int:
         return next((place for place, start in enumerate(first) if test[0].startswith(start)), len(first))
@@ -53,9 +70,8 @@ def long_files_first(tests: list[tuple[str, _Test]]) -> list[_Test]:
 
 
 class ScheduleByFile(LoadFileScheduling):
-    """Assigns test files to workers one at a time, and the files of some folders all to the same worker."""
+    """Assigns test files to workers one at a time, and those of `ONE_WORKER` together to the same worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next(
-            (folder for folder in ONE_WORKER_FOLDERS if nodeid.startswith(folder)), super()._split_scope(nodeid)
-        )
+        together = (name for name, starts in ONE_WORKER.items() if nodeid.startswith(starts))
+        return next(together, super()._split_scope(nodeid))

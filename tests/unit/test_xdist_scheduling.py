@@ -1,5 +1,6 @@
 """The distribution of tests over workers names files that are there."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from tests.support import xdist_scheduling
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", [*xdist_scheduling.LONG_FILES, *xdist_scheduling.ONE_WORKER_FOLDERS])
+TOGETHER = itertools.chain(*xdist_scheduling.ONE_WORKER.values())
+
+
+@pytest.mark.parametrize("name", [*xdist_scheduling.LONG_FILES, *TOGETHER])
 def test_what_is_scheduled_first_exists(name: str) -> None:
     assert (ROOT / name).exists()
 

@@ -1,5 +1,6 @@
 """The critical path of runs that are drawn, recorded and simulated."""
 
+import functools
 import random
 from pathlib import Path
 
@@ -25,6 +26,7 @@ RUNS = [
 ]
 
 
+@functools.cache  # what one test has measured of a run, the next does not measure again
 def one(path):
     if not path.exists():
         pytest.skip("the downloaded traces are not in ../shared")
@@ -195,14 +197,14 @@ def test_paths_of_simulated_runs_have_the_true_owners(kind):
 
 
 def test_a_send_ends_with_its_receive_not_when_the_program_waits_for_it():
-    found = chain(load(SAMPLES / "parallelism" / "pipeline-slow-stage"))
+    found = chain(one(SAMPLES / "parallelism" / "pipeline-slow-stage"))
     graph = found.times.graph
     recorded_ns = graph.column("end_ns") - graph.origin_ns
     latest_ns = np.zeros(len(graph.own_ns), np.int64)
     np.maximum.at(latest_ns, graph.done, recorded_ns)
     sends = latest_ns[graph.count :] - found.times.end_ns[graph.count :]
     assert sends.max() > 1_000_000_000
-    on_path = critical_path(load(SAMPLES / "parallelism" / "pipeline-slow-stage"))
+    on_path = critical_path(one(SAMPLES / "parallelism" / "pipeline-slow-stage"))
     assert on_path.shares_by("kind")["kind"][0] == "compute"
 
 
@@ -232,4 +234,4 @@ def test_idle_time_without_a_reason_has_no_other_owner():
 
 def test_a_step_that_the_run_does_not_have_is_an_error():
     with pytest.raises(InputError, match=r"--step 999: no such step; the traces have"):
-        critical_path(load(SAMPLES / "demo-fsdp2"), 999)
+        critical_path(one(SAMPLES / "demo-fsdp2"), 999)
