@@ -210,21 +210,21 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
             page.set_viewport_size({"width": WIDTH, "height": shot.height})
             page.goto(f"{url}/{shot.name}?run={quote(run or shot.run, safe='&=')}")
             page.locator(".tk-title").wait_for()
-            _settle(page)
+            settle(page)
             if shot.press:
                 page.get_by_role("button", name=shot.press, exact=True).click()
                 page.mouse.move(0, 0)
-                _settle(page)
+                settle(page)
             if whole:
                 height = page.locator("[data-testid=stMainBlockContainer]").evaluate("e => e.scrollHeight")
                 page.set_viewport_size({"width": WIDTH, "height": int(height) + 80})
-                _settle(page)
+                settle(page)
             elif shot.search:
                 page.locator(".timeline input").fill(shot.search)
                 page.locator(".timeline .count", has_text="·").wait_for()
                 page.keyboard.press("Enter")
                 page.locator(".timeline .details table").wait_for()
-                _settle(page)
+                settle(page)
             elif shot.scroll_to:
                 page.get_by_role("heading", name=shot.scroll_to).first.scroll_into_view_if_needed()
             yield shot, page.screenshot()
@@ -244,7 +244,7 @@ _SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testS
     && [...document.querySelectorAll("[data-testid=stPlotlyChart]")].every((each) => each.querySelector(".main-svg"))"""
 
 
-def _settle(page: "Page") -> None:
+def settle(page: "Page") -> None:
     """Wait until the page runs no script and its figures are drawn."""
     page.locator("[data-testid=stMain]").wait_for()
     page.wait_for_timeout(500)
