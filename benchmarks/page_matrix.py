@@ -6,6 +6,7 @@ errors that the browser reports are printed with the page that caused them, and 
 
 import argparse
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from urllib.parse import quote
 
 from benchmarks.screenshots import WAIT_MS, chromium, served, settle, write_history
 from dashboard.pages import all_pages
+from tracekit.report.charts import ranks
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
@@ -31,8 +33,11 @@ VIEWS: Mapping[str, Mapping[str, str]] = {
         "flame": "flame=10000000-50000000",
         "pair": "with={other}",
     },
-    "ranks": {"step_time": "colour=step+time"},
-    "kernels": {view.replace(" ", "_"): f"what={quote(view)}" for view in ("operators", "modules", "call stacks", "roofline")},
+    "ranks": {"step_time": f"colour={ranks.SLOWER}"},
+    "kernels": {
+        view.replace(" ", "_"): f"what={quote(view)}" for view in ("operators", "modules", "call stacks", "roofline")
+    },
+    "compare": {"two": "compare={other}"},
 }
 """Views of a page in addition to the one that it opens with: name and query."""
 # Streamlit looks for its server below the address of a page first; the server answers 404.
@@ -61,8 +66,10 @@ def main(words: Sequence[str] | None = None) -> None:
     names = [run.name for run in options.runs]
     reported = 0
     with tempfile.TemporaryDirectory() as folder:
+        for run in options.runs:
+            shutil.copytree(run, Path(folder) / run.name)
         write_history(Path(folder))
-        with served(*options.runs, Path(folder)) as (url, _):
+        with served(Path(folder)) as (url, _):
             for path, messages in _taken(url, names, options):
                 print(path, *messages, sep="\n    ", flush=True)
                 reported += len(messages)

@@ -8,6 +8,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import plotly.graph_objects as go
@@ -182,6 +183,7 @@ def frame(
     key: str | None = None,
     selection: str | None = None,
     whole: pl.DataFrame | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
     shared_rows: int = sharing.MAX_ROWS,
     **options: Any,
 ) -> Any:
@@ -189,7 +191,8 @@ def frame(
 
     With a `key`, the table, or `whole` of which it is a part, can be downloaded below it in its original units. With a
     `selection`, a row can be selected: the state of that name has its number. A shared page has the first
-    `shared_rows`. `options` are those of st.dataframe; its event is returned.
+    `shared_rows`. `labels` are the headings of columns whose names do not say enough. `options` are those of
+    st.dataframe; its event is returned.
     """
     sharing.table(table, shared_rows)
     if selection is not None:
@@ -197,7 +200,7 @@ def frame(
     shown: list[pl.Series] = []
     columns: dict[str, Any] = {}
     for series in table:
-        label = escaping.heading(series.name)
+        label = labels.get(series.name) or escaping.heading(series.name)
         scale = _scale(series) if series.dtype.is_numeric() else None
         if scale:
             divisor, pattern = scale

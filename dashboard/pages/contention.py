@@ -92,7 +92,8 @@ def _moments(run: OpenRun) -> None:
         widgets.caption("No call took longer concurrently with other work than alone.")
         return
     widgets.caption(
-        "Calls that exceeded the duration of the same work alone by most. Select a row to show it in the timeline."
+        "The calls that lost the most time to concurrent work, compared with the same work alone. Select a row to show "
+        "it in the timeline."
     )
     shown = phrases.from_run_start(rows, run.table(tables.RUN_CLOCK))
     shown = shown.drop("window") if shown["window"].n_unique() == 1 else shown
