@@ -1,7 +1,7 @@
 """Screenshots of every page in both themes, wide and narrow: python -m benchmarks.page_matrix RUN… --out DIR.
 
-Each page is shown from top to bottom, in full colour, with its views (charts, ranges, flame graphs, …). The warnings and
-errors that the browser reports are printed with the page that caused them, and make the command exit with 1.
+Each page is shown from top to bottom, in full colour, with its views (charts, ranges, flame graphs, …). The warnings
+and errors that the browser reports are printed with the page that caused them, and make the command exit with 1.
 """
 
 import argparse

@@ -115,7 +115,9 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     run_files = state.files if state else ()
     # A file that was named itself is what its content says; the page says so if it is no snapshot.
     named = [file for file in run_files if is_snapshot(_name_of(file)) or (not is_folder and _is_pickle(file))]
-    traces = [file for file in run_files if may_have_traces(_name_of(file)) and not (named and _is_other_json(file))]
+    traces = [
+        file for file in run_files if may_have_traces(_name_of(file)) and not (named and _is_other_json(path, file))
+    ]
     snapshots = [] if traces else named
     # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
     is_readable = is_folder and not link_outside(state, roots)
@@ -251,7 +253,9 @@ def _problem(
     if has_traces:
         return ""
     if snapshots:
-        return f"{path}: {snapshots} memory snapshot{'s' * (snapshots > 1)} and no trace; the page Memory shows this"
+        return (
+            f"{path}: {snapshots} memory snapshot{'s' * (snapshots > 1)} and no trace; the page Memory shows this run"
+        )
     if is_live:
         return f"{path}: no trace yet; the training is being recorded: wait for its first profiled window"
     return (
@@ -281,13 +285,13 @@ def _name_of(file: FileState) -> str:
     return file.path.rpartition("/")[2]
 
 
-def _is_other_json(file: FileState) -> bool:
+def _is_other_json(folder: Path, file: FileState) -> bool:
     """Return whether a JSON file that is not named as a trace does not begin as one, such as a configuration."""
     name = _name_of(file)
     if is_trace_by_name(name) or not name.lower().endswith(".json"):
         return False
     try:
-        with Path(file.path).open("rb") as stream:
+        with (folder / file.path).open("rb") as stream:
             return b'"traceEvents"' not in stream.read(_HEAD_BYTES)
     except OSError:
         return False

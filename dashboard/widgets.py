@@ -41,10 +41,10 @@ _COMMAND = re.compile(r": (tracekit [a-z](?:(?![;,.] ).)*)$")
 _T = TypeVar("_T")
 _ROW_PX, _MAX_ROWS_SHOWN = 35, 10
 """Of a table, as Streamlit draws it: with its height, the page reserves the place before the table is there."""
-_USUAL, _DIGITS, _MAX_DIGITS = 0.01, 2, 3
+_USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
 """The least median of a column in its unit, how many digits follow its first one, and the most decimals."""
-_LEAST_SIZE = 1e-4
-"""The smallest size shown in a unit."""
+_LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-4, 1 << 30
+"""The smallest size shown in a unit with four digits; below it, sizes are whole bytes, or have three decimals."""
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),
     "tflops_per_s": ((1e3, "PFLOP/s"), (1, "TFLOP/s"), (1e-3, "GFLOP/s"), (1e-6, "MFLOP/s")),
@@ -248,7 +248,8 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     """Return the divisor and the number format of a column, by the unit at the end of its name.
 
     One unit per column, so that values compare at a glance: that of the largest value, or the next smaller one where
-    the median would have no digits. The median has three digits or more, and no value more than three decimals.
+    the median would have no digits. The median has three digits or more, the smallest value one where that takes at
+    most three decimals.
     """
     if series.name.endswith("_ratio"):
         return 0.01, "%.1f%%"
@@ -257,21 +258,32 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     scales = next((scales for ending, scales in _SCALES.items() if series.name.endswith(ending)), None)
     if scales is None:
         return None
-    _, median, most = _extent(series)
+    least, median, most = _extent(series)
     divisor, unit = _unit(scales, most)
     if median < _USUAL * divisor:
         divisor, unit = _unit(scales, 0.999 * divisor)
     if divisor == 1 and series.name.endswith("_ns"):
         return divisor, f"%.0f {unit}"
-    digits = _DIGITS - math.floor(math.log10(median / divisor)) if median else 1
+    digits = max(_DIGITS - _magnitude(median / divisor), -_magnitude(least / divisor)) if median else 1
     return divisor, f"%.{min(max(digits, 1), _MAX_DIGITS)}f {unit}"
+
+
+def _magnitude(value: float) -> int:
+    """Return the power of ten of a number's first digit.
+
+    >>> _magnitude(379.6), _magnitude(0.04)
+    (2, -2)
+    """
+    return math.floor(math.log10(value))
 
 
 def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:
     least, _, most = _extent(series)
     for unit_bytes, pattern in ((2**40, "%.4g TiB"), (2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
         if most >= unit_bytes:
-            return (unit_bytes, pattern) if least >= unit_bytes * _LEAST_SIZE else (1, BYTES)
+            if least >= unit_bytes * _LEAST_SIZE:
+                return unit_bytes, pattern
+            return (1, BYTES) if most < _MOST_WHOLE_BYTES else (unit_bytes, pattern.replace("%.4g", "%.3f"))
     return 1, "%d B"
 
 

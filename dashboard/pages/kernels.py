@@ -130,8 +130,8 @@ def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001
     if most["above_ns"]:
         widgets.note(
             f"Furthest from the roofline: {most['name']} {most['shapes'] or ''} takes "
-            f"{units.duration(most['above_ns'])} longer than its roofline allows, of {units.duration(most['work_ns'])}: "
-            f"it reaches {units.share(most['roofline_ratio'])} of the roofline."
+            f"{units.duration(most['above_ns'])} of {units.duration(most['work_ns'])} longer than the device needs, "
+            f"{units.share(most['roofline_ratio'])} of the roofline."
         )
     widgets.chart(charts.roofline(rows, roofs), key="kernels-roofline")
     first = ["name", "shapes", "count", "work_ns", "above_ns", "roofline_ratio"]
@@ -170,8 +170,8 @@ def _about(rows: pl.DataFrame, level: str) -> str:
     count = f"{rows.height:,} row{'s' * (rows.height != 1)}. "
     if level == OPERATORS:
         return count + (
-            "*Self* is the time outside of all nested slices, so self times add up. *Device* is the time of the kernels "
-            "that the operator itself launched. *Self share* is of all recorded slices."
+            "*Self* is the time outside of all nested slices, so self times add up. *Device* is the time of the "
+            "kernels that the operator itself launched. *Self share* is of all recorded slices."
         )
     delay = "*Delay* is from the end of the launching call to the start; a few µs mean that the device was idle. "
     return (

@@ -130,7 +130,8 @@ def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
     for title, rows in memory_report.oom_tables(report.out_of_memory).items():
         if rows.height:
             widgets.subheader(title)
-            widgets.frame(widgets.drop_empty(rows), key=f"snapshot-{title}", labels={"peak_ratio": "share"})
+            shown = rows.drop("device", "at_ns", "peak_bytes", strict=False)
+            widgets.frame(widgets.drop_empty(shown), key=f"snapshot-{title}", labels={"peak_ratio": "share"})
     if tables["over_time"].height:
         widgets.subheader("Allocated over time")
         widgets.chart(charts.memory_over_time(tables["over_time"]), key="snapshot_held")

@@ -176,7 +176,7 @@ def _colour(chip: str) -> str:
 def _actions(shown: Sequence[RunEntry], chosen: Sequence[RunEntry], catalog: Catalog) -> None:
     columns = st.columns([1, 1, 1, 3])
     if columns[0].button("Open this run", type="primary", disabled=len(chosen) != 1, width="stretch"):
-        widgets.go_to("overview", run=chosen[0].name)
+        widgets.go_to(runs_table.page_of(chosen[0]) or "overview", run=chosen[0].name)
     if columns[1].button(
         f"Compare {len(chosen)}" if len(chosen) > 1 else "Compare",
         disabled=not 2 <= len(chosen) <= 1 + widgets.MAX_COMPARED,

@@ -121,10 +121,9 @@ def parallelism(report: Report, run: Run) -> Headline | None:
     if sums.is_empty():
         return None
     axis, all_ns, exposed_ns = sums.sort("exposed_communication_ns", "axis", descending=[True, False]).row(0)
-    which = f"Axis {axis} has the most exposed communication" if sums.height > 1 else f"The only axis is {axis}"
+    which = f"Axis {axis} has the most exposed communication" if sums.height > 1 else f"All communication is of {axis}"
     return _about(
-        f"{which}: {_duration(exposed_ns)} per step of {_duration(all_ns)} communication (mean of ranks)",
-        found,
+        f"{which}: per step {_duration(exposed_ns)} of its {_duration(all_ns)} are exposed (mean of ranks)", found
     )
 
 
@@ -139,8 +138,8 @@ def contended(report: Report, run: Run) -> Headline | None:
         return _about("No kind of work is measurably slower while other work runs concurrently", found)
     kind, other, lost_ns, slowdown = pooled.sort("lost_ns", descending=True).row(0)
     return _about(
-        f"Concurrent {other} slows {kind} down by a factor of {slowdown:.2f}: {_duration(lost_ns / len(run.ranks))} per rank "
-        "over all steps",
+        f"Concurrent {other} slows {kind} down by a factor of {slowdown:.2f}: "
+        f"{_duration(lost_ns / len(run.ranks))} per rank over all steps",
         found,
     )
 

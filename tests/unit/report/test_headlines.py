@@ -32,7 +32,7 @@ def test_a_straggler_is_named_with_the_numbers_of_its_finding():
 def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_longest():
     run = rule_examples.straggler_run(0, 3)
     shown = headlines.ranks(_report(run), run)
-    assert shown.text == "Others wait longest for rank 1: one rank waits up to 600 µs per step (6.0% of it)"
+    assert shown.text == "Others wait longest for rank 1: one rank waits up to 600 µs per step (37.5% of it)"
 
 
 def test_communication_names_the_rank_that_most_of_it_waits_for():

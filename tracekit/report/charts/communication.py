@@ -1,4 +1,4 @@
-"""Communication: overlapped and exposed, bandwidth, waits between ranks; causes of idle compute and paused collectives."""
+"""Communication: overlapped and exposed, bandwidth, waits between ranks; causes of gaps of compute and collectives."""
 
 from collections.abc import Mapping, Sequence
 
