@@ -40,7 +40,7 @@ def show(entries: Sequence[RunEntry]) -> None:
     checked = [entry for entry in entries if entry.summary is not None and not entry.problem]
     newest = sorted(checked, key=lambda entry: entry.created_ns or 0)[-MAX_DRAWN:]
     runs = _read(newest)
-    _left_out(len(entries), len(checked), len(newest), len(runs))
+    _left_out(sum(not entry.problem for entry in entries), len(checked), len(newest), len(runs))
     if not runs:
         widgets.info("None of these runs is checked yet. The charts show checked runs: press Check above.")
         return

@@ -20,8 +20,8 @@ from tracekit.report.headlines import Headline
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
-CHIP_PX, CHARACTER_PX = 22, 7
-"""The width of a chip around its text, and of a character of it."""
+CELL_PX, CHIP_PX, CHARACTER_PX = 20, 22, 7
+"""The width of a cell around its chips, of a chip around its text, and of a character of it."""
 MAX_NAME = 60
 MAX_SKIPPED = 200
 _POLL_S = 0.5
@@ -151,7 +151,7 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
             "run": config.TextColumn(width="medium"),  # pinned, Streamlit would write it in grey
             "open": config.LinkColumn(display_text="open", help="Opens the run in a new tab"),
             "verdict": config.MultiselectColumn(
-                width=max(widest, 120), options=chips, color=[_colour(c) for c in chips]
+                width=max(widest + CELL_PX, 120), options=chips, color=[_colour(c) for c in chips]
             ),
             "step_ns": config.NumberColumn("step time", format=f"%.2f {unit}"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
