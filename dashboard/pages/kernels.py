@@ -25,7 +25,7 @@ _MEASURES = {
     "allocated_bytes": "memory allocated",
 }
 _UNITS = {"flops": units.operations, "sent_bytes": units.size, "allocated_bytes": units.size}
-WIDE, NAME_PX = ("name", "op", "shapes"), 330
+WIDE, NAME_PX = ("name", "op", "shapes"), 290
 
 
 def show(run: OpenRun) -> None:
@@ -158,7 +158,7 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     measure = "total_ns" if level == KERNELS else "self_ns"
     widgets.caption(_about(rows, level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
-    first = [*by, "kind", "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
+    first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "kind", "delay_p50_ns", "delay_p95_ns"]
     known = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
     ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))
     widths = {name: st.column_config.Column(LABELS.get(name, name), width=NAME_PX) for name in by if name in WIDE}

@@ -121,10 +121,9 @@ def parallelism(report: Report, run: Run) -> Headline | None:
     if sums.is_empty():
         return None
     axis, all_ns, exposed_ns = sums.sort("exposed_communication_ns", "axis", descending=[True, False]).row(0)
-    which = f"Axis {axis} has the most exposed communication" if sums.height > 1 else f"All communication is of {axis}"
-    return _about(
-        f"{which}: per step {_duration(exposed_ns)} of its {_duration(all_ns)} are exposed (mean of ranks)", found
-    )
+    which = f"Most exposed communication is on axis {axis}" if sums.height > 1 else f"The only axis is {axis}"
+    exposed = f"{_duration(exposed_ns)} of its {_duration(all_ns)} of communication per step"
+    return _about(f"{which}: {exposed} are exposed (mean of ranks)", found)
 
 
 def contended(report: Report, run: Run) -> Headline | None:
@@ -132,8 +131,14 @@ def contended(report: Report, run: Run) -> Headline | None:
     found = _of(report, "STREAM")
     if not run.table(contention.device_count)["devices"].sum():
         return None
-    pairs = run.run_table(collective_contention.all_pairs).filter(pl.col("low") > 1)
-    pooled = pairs.group_by("kind", "concurrent_kind").agg(pl.col("lost_ns").sum(), pl.col("slowdown").median())
+    pairs = run.run_table(collective_contention.all_pairs)
+    if pairs.is_empty():
+        return None  # no work ran concurrently: the page says so
+    pooled = (
+        pairs.filter(pl.col("low") > 1)
+        .group_by("kind", "concurrent_kind")
+        .agg(pl.col("lost_ns").sum(), pl.col("slowdown").median())
+    )
     if pooled.is_empty():
         return _about("No kind of work is measurably slower while other work runs concurrently", found)
     kind, other, lost_ns, slowdown = pooled.sort("lost_ns", descending=True).row(0)

@@ -47,7 +47,7 @@ def test_the_table_of_axes_is_per_step_as_the_bars_are(runs):
     shown = page("parallelism", runs / recorded.GOOD)
     headings = [each.value for each in shown.subheader]
     assert "Communication by axis, per step" in headings
-    assert "All communication is of" in html_of(shown)
+    assert "of communication per step are exposed (mean of ranks)" in html_of(shown)
 
 
 def test_a_cpu_run_opens_its_call_stacks_with_the_time_of_the_host():
