@@ -140,7 +140,8 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     downloads.table(changed.rows, key="step_change")
     widgets.caption(
         "Time of the representative step, each moment charged once: to the operator whose kernel runs, or to the cause "
-        f"of idle time. The changes of all {changed.rows.height:,} rows add up to that of the step; the download has them all."
+        f"of idle time. The changes of all {changed.rows.height:,} rows add up to that of the step; the download has "
+        "them all."
     )
 
 
