@@ -113,7 +113,10 @@ def parallelism(report: Report, run: Run) -> Headline | None:
     )
     if bubbles.height:
         own, ideal = (units.share(_mean(bubbles[name])) for name in ("bubble_ratio", "ideal_bubble_ratio"))
-        return _about(f"The pipeline's bubble is {own} of a step; its schedule alone would have {ideal}", found)
+        return _about(
+            f"The pipeline's bubble is {own} of a step (mean of steps and ranks); its schedule alone would have {ideal}",
+            found,
+        )
     by_axis = run.run_table(axis_communication.by_axis, axis_communication.FACTS).drop_nulls("axis")
     sums = by_axis.group_by("axis").agg(
         (pl.col(name) / pl.col("steps")).mean() for name in ("communication_ns", "exposed_communication_ns")
@@ -221,7 +224,8 @@ def savings(report: Report, answers: WhatIf) -> Headline | None:
     most = answers.answers[0]
     saved = f"{_duration(most.saved_ns)} shorter: {units.share(most.saved_ratio)} of {_duration(most.step_ns)}"
     reported = [found for found in report.findings if found.what_if and found.what_if.cause == most.cause.name]
-    return _about(f"Without {most.cause.name}, the mean step would be {saved}", reported)
+    text = f"Without {most.cause.name}, the mean step would be {saved}"
+    return Headline(text, f"Less certain: {most.caveat}") if most.caveat else _about(text, reported)
 
 
 def data_quality(report: Report, run: Run) -> Headline:
