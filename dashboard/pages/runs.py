@@ -83,7 +83,7 @@ def _headline(entries: Sequence[RunEntry]) -> Headline:
     if costliest is None or costliest.summary is None:
         return Headline(more or "No run can be opened")
     if not costliest.summary.impact:
-        return Headline(f"No check of {len(checked):,} runs found lost time", more)
+        return Headline(f"No check of {len(checked):,} run{'s' * (len(checked) != 1)} found lost time", more)
     name, share = escaping.inert(costliest.name, MAX_NAME), units.share(costliest.summary.impact)
     about, _, _ = costliest.summary.costliest.partition(". ")
     text = f"{name} has the largest potential saving, {share} of its step time"

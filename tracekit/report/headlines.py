@@ -114,7 +114,8 @@ def parallelism(report: Report, run: Run) -> Headline | None:
     if bubbles.height:
         own, ideal = (units.share(_mean(bubbles[name])) for name in ("bubble_ratio", "ideal_bubble_ratio"))
         return _about(
-            f"The pipeline's bubble is {own} of a step (mean of steps and ranks); its schedule alone would have {ideal}",
+            f"The pipeline's bubble is {own} of a step (mean of steps and ranks); its schedule alone would have "
+            f"{ideal}",
             found,
         )
     by_axis = run.run_table(axis_communication.by_axis, axis_communication.FACTS).drop_nulls("axis")
