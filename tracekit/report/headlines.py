@@ -11,10 +11,10 @@ from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, rank_timelines
 from tracekit.analysis.time import summary
-from tracekit.model import escaping, units
+from tracekit.model import escaping, kernel_names, units
 from tracekit.model.run import Run
 from tracekit.replay.graph.what_if import WhatIf
-from tracekit.report import html_fragments, kernel_names, phrases
+from tracekit.report import html_fragments, phrases
 from tracekit.report import memory as memory_report
 from tracekit.report.memory import MemoryReport
 from tracekit.rules.rule import Finding, Report, Severity, cost_order, family, is_data_quality, median_row
@@ -162,7 +162,7 @@ def kernels(report: Report, table: pl.DataFrame) -> Headline | None:
     time, ratio = ("total_ns", "time_ratio") if is_work else ("self_ns", "self_ratio")
     what = "traced" if is_work else "recorded host"
     row = table.sort(time, descending=True).row(0, named=True)
-    name = escaping.inert(kernel_names.folded(row["name"] or "?"), _MAX_NAME)
+    name = escaping.inert(kernel_names.short(row["name"] or "?"), _MAX_NAME)
     return _about(
         f"{name} takes {units.share(row[ratio])} of the {what} time: "
         f"{_calls(row)}, {_duration(row[time])} on all ranks",

@@ -6,8 +6,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.colors import sample_colorscale
 
-from tracekit.model import escaping, units
-from tracekit.report import kernel_names
+from tracekit.model import escaping, kernel_names, units
 from tracekit.report.charts import style
 
 MAX_ROWS = 15
@@ -75,7 +74,7 @@ def top_bars(
         " · ".join("unknown" if value is None else str(value) or "root" for value in row)
         for row in most_of.select(by).iter_rows()
     ]
-    short = kernel_names.short_names(most_of["name"].drop_nulls(), _LABEL_CHARACTERS) if "name" in by else {}
+    short = kernel_names.short_names(most_of["name"].drop_nulls().to_list()) if "name" in by else {}
     labels = [
         " · ".join(short.get(value, str(value) or "root") if value is not None else "unknown" for value in row)
         for row in most_of.select(by).iter_rows()
