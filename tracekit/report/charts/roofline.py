@@ -80,10 +80,10 @@ def _add_roof(figure: go.Figure, label: str, peak: float, bandwidth: float, ends
 
 
 def _name_memory(figure: go.Figure, bandwidth: float, ends: tuple[float, float]) -> None:
-    place = ends[0] * 2
+    place = 1.0 if ends[0] < 1 < ends[1] else ends[0] * 2
     figure.add_annotation(
         x=math.log10(place), y=math.log10(place * bandwidth), text=f"memory {units.rate(bandwidth)}",
-        showarrow=False, xanchor="left", yanchor="bottom", yshift=26, font={"size": 11},
+        showarrow=False, xanchor="left", yanchor="top", xshift=8, yshift=-2, font={"size": 11},
     )  # fmt: skip
 
 
