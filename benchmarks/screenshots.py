@@ -48,6 +48,13 @@ class Shot:
     press: str = ""
     search: str = ""
     """What to search on the timeline: the first match is selected."""
+    view: str = ""
+    """Another view of the page, by its name in the address; the picture's name ends with it."""
+
+    @property
+    def picture(self) -> str:
+        """Return the name of the picture."""
+        return f"{self.name}_{self.view}" if self.view else self.name
 
 
 SETTINGS = {
@@ -70,19 +77,24 @@ SETTINGS = {
     )
 }
 """Settings of pages whose top would not show enough."""
+VIEWS = (Shot("runs", height=1250, view="charts"),)
+"""Pictures of views in addition to those that pages open with."""
 
 
 def shots() -> list[Shot]:
-    """Return one picture per page; that of all runs comes last, so that the runs shown before have a verdict."""
+    """Return one picture per page and those of VIEWS.
+
+    That of all runs comes last, so that the runs shown before have a verdict.
+    """
     pages = sorted(all_pages(), key=lambda page: page.needs is Needs.CATALOG)
-    return [SETTINGS.get(page.address, Shot(page.address)) for page in pages]
+    return [*(SETTINGS.get(page.address, Shot(page.address)) for page in pages), *VIEWS]
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Take all pictures, or those named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     listed = shots()
-    names = [REPORT, *(shot.name for shot in listed)]
+    names = [REPORT, *(shot.picture for shot in listed)]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"pictures to take, all if none: {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--runs", type=Path, default=ROOT / "sample_traces")
@@ -99,7 +111,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 options.out / f"{REPORT}.png",
                 small(report_picture(options.runs / (options.run or REPORT_RUN), Path(folder))),
             )
-    chosen = [shot for shot in listed if not options.names or shot.name in options.names]
+    chosen = [shot for shot in listed if not options.names or shot.picture in options.names]
     if not chosen:
         return
     with (
@@ -107,7 +119,7 @@ def main(words: Sequence[str] | None = None) -> None:
         served(options.runs, extra_inputs(Path(folder))) as (url, _),
     ):
         for shot, picture in taken(url, chosen, run=options.run, dark=options.dark, whole=options.whole):
-            _write(options.out / f"dashboard_{shot.name}.png", picture if options.whole else small(picture))
+            _write(options.out / f"dashboard_{shot.picture}.png", picture if options.whole else small(picture))
 
 
 def _write(path: Path, picture: bytes) -> None:
@@ -208,23 +220,24 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
         page.set_default_timeout(WAIT_MS)
         for shot in shots:
             page.set_viewport_size({"width": WIDTH, "height": shot.height})
-            page.goto(f"{url}/{shot.name}?run={quote(run or shot.run, safe='&=')}")
+            view = f"&view={shot.view}" if shot.view else ""
+            page.goto(f"{url}/{shot.name}?run={quote(run or shot.run, safe='&=')}{view}")
             page.locator(".tk-title").wait_for()
-            _settle(page)
+            settle(page)
             if shot.press:
                 page.get_by_role("button", name=shot.press, exact=True).click()
                 page.mouse.move(0, 0)
-                _settle(page)
+                settle(page)
             if whole:
                 height = page.locator("[data-testid=stMainBlockContainer]").evaluate("e => e.scrollHeight")
                 page.set_viewport_size({"width": WIDTH, "height": int(height) + 80})
-                _settle(page)
+                settle(page)
             elif shot.search:
                 page.locator(".timeline input").fill(shot.search)
                 page.locator(".timeline .count", has_text="·").wait_for()
                 page.keyboard.press("Enter")
                 page.locator(".timeline .details table").wait_for()
-                _settle(page)
+                settle(page)
             elif shot.scroll_to:
                 page.get_by_role("heading", name=shot.scroll_to).first.scroll_into_view_if_needed()
             yield shot, page.screenshot()
@@ -244,7 +257,7 @@ _SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testS
     && [...document.querySelectorAll("[data-testid=stPlotlyChart]")].every((each) => each.querySelector(".main-svg"))"""
 
 
-def _settle(page: "Page") -> None:
+def settle(page: "Page") -> None:
     """Wait until the page runs no script and its figures are drawn."""
     page.locator("[data-testid=stMain]").wait_for()
     page.wait_for_timeout(500)

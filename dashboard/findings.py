@@ -22,7 +22,8 @@ Findings: TypeAlias = dict[str, Finding]
 
 SHOWN_FINDING = "shown_finding"
 MAX_EVIDENCE_ROWS, SHARED_ROWS = 1000, 8
-FAMILIES_WITH_A_PAGE = ("COMM", "RANK", "STREAM", "HOST", "COMP", "MEM", "CKPT", "DATA")
+FAMILIES_WITH_A_PAGE = ("STEP", "COMM", "RANK", "PIPE", "TP", "EP", "STREAM", "HOST", "COMP", "MEM", "CKPT", "DATA")
+"""The families of our own rules: those of STEP are on the overview, which lists all findings."""
 COLUMNS = {
     "family": pl.String, "code": pl.String, "rule": pl.String, "findings": pl.Int64, "impact_ratio": pl.Float64,
     "cost_ns": pl.Int64, "upper_bound_ratio": pl.Float64, "upper_bound_ns": pl.Int64, "could not judge": pl.String,

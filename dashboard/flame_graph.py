@@ -118,8 +118,8 @@ def _show(opened: OpenTimeline, part: Window, key: str) -> None:
 def _about(opened: OpenTimeline, rank: int, part: Window, tree: pl.DataFrame, text: str) -> str:
     whole_ns = int(tree.filter(parent=-1)["total_ns"].sum())
     caption = (
-        f"Host time of {opened.rank_name(rank)} in {units.duration(part[1] - part[0])} from "
-        f"{units.duration(part[0] - opened.zero_ns)}, merged by call path: operators and, where stacks were recorded, "
+        f"Host time of {opened.rank_name(rank)} between {units.duration(part[0] - opened.zero_ns)} and "
+        f"{units.duration(part[1] - opened.zero_ns)}, merged by call path: operators and, where stacks were recorded, "
         "Python frames. Hover shows the time of a frame itself; a click goes to its longest instance in the timeline."
     )
     if text:

@@ -22,6 +22,7 @@ DEFAULT_METRICS = (STEP_TIME, MFU, "exposed_communication_ratio", "peak_allocate
 DEFAULT_AXES = 5
 NOT_KNOWN = "not known"
 FOLDER, RANKS = "folder", "ranks"
+TOP_FOLDER = "top folder"
 """Settings of every run, also without a manifest: where it is listed, and how many ranks it has."""
 _NO_SETTINGS = ("created_ns", "command", "lineage", "windows", "schema", "arguments.out")
 """Fields that differ from run to run and are no settings."""
@@ -39,7 +40,7 @@ def show(entries: Sequence[RunEntry]) -> None:
     checked = [entry for entry in entries if entry.summary is not None and not entry.problem]
     newest = sorted(checked, key=lambda entry: entry.created_ns or 0)[-MAX_DRAWN:]
     runs = _read(newest)
-    _left_out(len(entries), len(checked), len(newest), len(runs))
+    _left_out(sum(not entry.problem for entry in entries), len(checked), len(newest), len(runs))
     if not runs:
         widgets.info("None of these runs is checked yet. The charts show checked runs: press Check above.")
         return
@@ -78,7 +79,7 @@ def _read(entries: Sequence[RunEntry]) -> list[_Run]:
 def _own_settings(entry: RunEntry, found: RunMetrics) -> dict[str, str]:
     folder, _, _ = entry.name.rpartition("/")
     ranks = entry.world_size or (entry.summary.ranks if entry.summary else 0)
-    return {FOLDER: escaping.inert(folder or ".", run_metrics.MAX_VALUE), RANKS: str(ranks), **found.settings}
+    return {FOLDER: escaping.inert(folder or TOP_FOLDER, run_metrics.MAX_VALUE), RANKS: str(ranks), **found.settings}
 
 
 def _left_out(listed: int, checked: int, newest: int, drawn: int) -> None:
@@ -154,7 +155,8 @@ def _settings(runs: Sequence[_Run], groups: Sequence[str], keys: Mapping[str, in
         max_selections=MAX_AXES, placeholder="Choose settings",
     )  # fmt: skip
     if not chosen or not timed:
-        widgets.info("Choose at least one setting. Runs without marked steps have no step time and are left out.")
+        what = "Choose at least one setting." if options else "The run.json files of these runs have no settings."
+        widgets.info(f"{what} Runs without marked steps have no step time and are left out.")
         return
     axes = [
         Axis(name.removeprefix("arguments."), tuple(runs[number].settings.get(name) for number in timed))

@@ -34,6 +34,7 @@ from tracekit.rules.report_cache.keys import FileState, FileStates
 HISTORY = "--history="
 MAX_DEPTH = 3
 MAX_ENTRIES = 2000
+_HEAD_BYTES = 1 << 16
 LISTING_TTL_S = 2.0
 """How long a listing is valid: at least this, and at least 20 times as long as it took."""
 REMOTE_LISTING_TTL_S = 15.0
@@ -112,9 +113,11 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         return RunEntry(name, str(path), problem=f"{path}: there is no such file, or no such folder that can be read")
     state = keys.file_states(str(path))
     run_files = state.files if state else ()
-    traces = [file for file in run_files if may_have_traces(_name_of(file))]
     # A file that was named itself is what its content says; the page says so if it is no snapshot.
     named = [file for file in run_files if is_snapshot(_name_of(file)) or (not is_folder and _is_pickle(file))]
+    traces = [
+        file for file in run_files if may_have_traces(_name_of(file)) and not (named and _is_other_json(path, file))
+    ]
     snapshots = [] if traces else named
     # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
     is_readable = is_folder and not link_outside(state, roots)
@@ -250,7 +253,9 @@ def _problem(
     if has_traces:
         return ""
     if snapshots:
-        return f"{path}: {snapshots} memory snapshot{'s' * (snapshots > 1)} and no trace; the page Memory shows this"
+        return (
+            f"{path}: {snapshots} memory snapshot{'s' * (snapshots > 1)} and no trace; the page Memory shows this run"
+        )
     if is_live:
         return f"{path}: no trace yet; the training is being recorded: wait for its first profiled window"
     return (
@@ -278,6 +283,18 @@ def _changed_within(run_files: Iterable[FileState], seconds: float) -> bool:
 
 def _name_of(file: FileState) -> str:
     return file.path.rpartition("/")[2]
+
+
+def _is_other_json(folder: Path, file: FileState) -> bool:
+    """Return whether a JSON file that is not named as a trace does not begin as one, such as a configuration."""
+    name = _name_of(file)
+    if is_trace_by_name(name) or not name.lower().endswith(".json"):
+        return False
+    try:
+        with (folder / file.path).open("rb") as stream:
+            return b'"traceEvents"' not in stream.read(_HEAD_BYTES)
+    except OSError:
+        return False
 
 
 def _is_pickle(file: FileState) -> bool:

@@ -15,9 +15,10 @@ from tracekit.rules.rule import Severity
 
 UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data-quality issues"
 CANNOT_JUDGE = "cannot judge"
+SNAPSHOT = "memory snapshot"
 NO_TRACE_YET = "no trace yet"
 SEVERITIES = tuple(severity.label for severity in sorted(Severity)[::-1])
-VERDICTS = (*SEVERITIES, GOOD, CANNOT_JUDGE, QUALITY_ISSUES, UNCHECKED, NO_TRACE_YET, BROKEN)
+VERDICTS = (*SEVERITIES, GOOD, CANNOT_JUDGE, QUALITY_ISSUES, UNCHECKED, SNAPSHOT, NO_TRACE_YET, BROKEN)
 """The verdict of a run: the severity of its worst finding, data quality aside, or why there is none."""
 UNKNOWN = "unknown"
 DAY_S = 86_400
@@ -57,6 +58,8 @@ class RunFilter:
 
 def verdict(entry: RunEntry) -> str:
     """Return one of VERDICTS."""
+    if entry.snapshots:
+        return SNAPSHOT
     if entry.problem:
         return NO_TRACE_YET if entry.is_live and not entry.files else BROKEN
     if entry.summary is None:
@@ -98,11 +101,18 @@ def table(entries: Sequence[RunEntry]) -> pl.DataFrame:
     return frame.select(name for name in COLUMNS if name not in ("now", "problem") or frame[name].count())
 
 
+def page_of(entry: RunEntry) -> str | None:
+    """Return the address of the page that opens a run, '' for the first one; None where nothing can open it."""
+    if entry.snapshots:
+        return "memory"
+    return None if entry.problem else ""
+
+
 def _row(entry: RunEntry) -> tuple[Any, ...]:
-    summary = entry.summary
+    summary, page = entry.summary, page_of(entry)
     return (
         escaping.inert(entry.name),
-        None if entry.problem else f"./?run={quote(entry.name, safe='')}",
+        f"./{page}?run={quote(entry.name, safe='')}" if page is not None else None,
         chips(entry),
         "live" if entry.is_live else None,
         summary.step_time_ns if summary and summary.step_time_ns else None,
@@ -115,7 +125,7 @@ def _row(entry: RunEntry) -> tuple[Any, ...]:
         _text(entry.model),
         _ranks(entry),
         entry.size_bytes / 2**20,
-        _text(entry.problem, 300),
+        None if entry.snapshots else _text(entry.problem, 300),
     )
 
 

@@ -31,7 +31,6 @@ MAX_BYTES = 400 << 20
 MAX_UNPACKED_BYTES = 4 << 30
 """Limit of one decompressed file: a trace compresses to a tenth, a decompression bomb to a thousandth."""
 _SUFFIXES = (".json", ".sqlite", ".pfw", *PICKLES, *perfetto.SUFFIXES)
-ENDINGS = ("gz", "zst", *(suffix.removeprefix(".") for suffix in _SUFFIXES))
 _PREFIX = "tracekit-upload-"
 NAME_BEGINS = "uploaded: "
 """How the name of an uploaded run begins."""
@@ -131,7 +130,6 @@ def choose() -> RunEntry | None:
     with st.expander("Upload a trace"):
         uploads = st.file_uploader(
             "Traces of one run, one file per rank; also their I/O logs and memory snapshots",
-            type=list(ENDINGS),
             accept_multiple_files=True,
             max_upload_size=MAX_MB,
             key="uploaded",

@@ -3,10 +3,12 @@
 A widget whose choice belongs in the address takes its key from `dashboard.url_state`.
 """
 
+import math
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import plotly.graph_objects as go
@@ -39,8 +41,10 @@ _COMMAND = re.compile(r": (tracekit [a-z](?:(?![;,.] ).)*)$")
 _T = TypeVar("_T")
 _ROW_PX, _MAX_ROWS_SHOWN = 35, 10
 """Of a table, as Streamlit draws it: with its height, the page reserves the place before the table is there."""
-_LEAST = 0.001
-"""The smallest value shown in a unit."""
+_USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
+"""The least median of a column in its unit, how many digits follow its first one, and the most decimals."""
+_LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-4, 1 << 30
+"""The smallest size shown in a unit with four digits; below it, sizes are whole bytes, or have three decimals."""
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),
     "tflops_per_s": ((1e3, "PFLOP/s"), (1, "TFLOP/s"), (1e-3, "GFLOP/s"), (1e-6, "MFLOP/s")),
@@ -179,6 +183,7 @@ def frame(
     key: str | None = None,
     selection: str | None = None,
     whole: pl.DataFrame | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
     shared_rows: int = sharing.MAX_ROWS,
     **options: Any,
 ) -> Any:
@@ -186,7 +191,8 @@ def frame(
 
     With a `key`, the table, or `whole` of which it is a part, can be downloaded below it in its original units. With a
     `selection`, a row can be selected: the state of that name has its number. A shared page has the first
-    `shared_rows`. `options` are those of st.dataframe; its event is returned.
+    `shared_rows`. `labels` are the headings of columns whose names do not say enough. `options` are those of
+    st.dataframe; its event is returned.
     """
     sharing.table(table, shared_rows)
     if selection is not None:
@@ -194,7 +200,7 @@ def frame(
     shown: list[pl.Series] = []
     columns: dict[str, Any] = {}
     for series in table:
-        label = escaping.heading(series.name)
+        label = labels.get(series.name) or escaping.heading(series.name)
         scale = _scale(series) if series.dtype.is_numeric() else None
         if scale:
             divisor, pattern = scale
@@ -241,8 +247,9 @@ def _unit(scales: Sequence[tuple[float, str]], most: float) -> tuple[float, str]
 def _scale(series: pl.Series) -> tuple[float, str] | None:
     """Return the divisor and the number format of a column, by the unit at the end of its name.
 
-    One unit per column, so that values compare at a glance: that of the largest value, or a smaller one in which the
-    smallest still has digits.
+    One unit per column, so that values compare at a glance: that of the largest value, or the next smaller one where
+    the median would have no digits. The median has three digits or more, the smallest value one where that takes at
+    most three decimals.
     """
     if series.name.endswith("_ratio"):
         return 0.01, "%.1f%%"
@@ -251,25 +258,41 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     scales = next((scales for ending, scales in _SCALES.items() if series.name.endswith(ending)), None)
     if scales is None:
         return None
-    least, most = _extent(series)
+    least, median, most = _extent(series)
     divisor, unit = _unit(scales, most)
-    digits = 0 if divisor == 1 else 3 if least >= _LEAST * divisor else 6
-    return divisor, f"%.{digits}f {unit}"
+    if median < _USUAL * divisor:
+        divisor, unit = _unit(scales, 0.999 * divisor)
+    if divisor == 1 and series.name.endswith("_ns"):
+        return divisor, f"%.0f {unit}"
+    digits = max(_DIGITS - _magnitude(median / divisor), -_magnitude(least / divisor)) if median else 1
+    return divisor, f"%.{min(max(digits, 1), _MAX_DIGITS)}f {unit}"
+
+
+def _magnitude(value: float) -> int:
+    """Return the power of ten of a number's first digit.
+
+    >>> _magnitude(379.6), _magnitude(0.04)
+    (2, -2)
+    """
+    return math.floor(math.log10(value))
 
 
 def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:
-    least, most = _extent(series)
+    least, _, most = _extent(series)
     for unit_bytes, pattern in ((2**40, "%.4g TiB"), (2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
         if most >= unit_bytes:
-            return (unit_bytes, pattern) if least >= unit_bytes * _LEAST else (1, BYTES)
+            if least >= unit_bytes * _LEAST_SIZE:
+                return unit_bytes, pattern
+            return (1, BYTES) if most < _MOST_WHOLE_BYTES else (unit_bytes, pattern.replace("%.4g", "%.3f"))
     return 1, "%d B"
 
 
-def _extent(series: pl.Series) -> tuple[float, float]:
-    """Return the smallest and the largest size of a number in a column, zeros left out; 0 without any."""
+def _extent(series: pl.Series) -> tuple[float, float, float]:
+    """Return the smallest, the median and the largest size of a number in a column, zeros left out; 0 without any."""
     sizes = series.drop_nulls().abs()
-    least, most = (float(str(size or 0)) for size in (sizes.filter(sizes > 0).min(), sizes.max()))
-    return least, most
+    sizes = sizes.filter(sizes > 0)
+    least, median, most = (float(str(size or 0)) for size in (sizes.min(), sizes.median(), sizes.max()))
+    return least, median, most
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:

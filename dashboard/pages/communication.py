@@ -39,10 +39,10 @@ def show(run: OpenRun) -> None:
     figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.measured(rank_rows.drawn))
     widgets.chart(figure, key="communication-hidden")
     widgets.note(rank_rows.selection_note(run.run))
-    _gaps(run, tables.COMMUNICATION_GAPS)
-    _gaps(run, tables.COMPUTE_GAPS)
-    _bandwidth(run)
     _stragglers(run)
+    _gaps(run, tables.COMPUTE_GAPS)
+    _gaps(run, tables.COMMUNICATION_GAPS)
+    _bandwidth(run)
     _collectives(run, kinds)
 
 
@@ -64,7 +64,7 @@ def _gaps(run: OpenRun, of: str) -> None:
 
 def _bandwidth(run: OpenRun) -> None:
     widgets.subheader("Bandwidth by message size")
-    speeds = run.table(tables.COLLECTIVE_SPEEDS)
+    speeds = _with_axes(run, run.table(tables.COLLECTIVE_SPEEDS))
     if speeds.is_empty():
         widgets.caption(
             "No message of known size took longer than the clock error, or the trace contains no sizes. The page Data "
@@ -94,16 +94,26 @@ def _stragglers(run: OpenRun) -> None:
         return
     widgets.caption(
         "Time in which a rank (row) computes nothing and all its collectives wait for a late rank (column). Every "
-        "moment counts once. A column in strong orange is a straggler."
+        "moment counts once. A straggler is a column with long times in most rows."
         + (" The ranks with the longest waits are drawn." if len(run.run.ranks) > charts.MAX_MATRIX_RANKS else "")
     )
     widgets.chart(charts.wait_matrix(waits, run.run.ranks), key="communication-waits")
 
 
+def _with_axes(run: OpenRun, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows of collectives with the mesh axis of each group, as on the page Parallelism, where it is known."""
+    axes = run.table(tables.GROUP_AXES).drop_nulls(["group", "axis"]).unique("group", keep="none")
+    named = rows.join(axes.select("group", mesh_axis="axis"), on="group", how="left", maintain_order="left")
+    return named.with_columns(pl.coalesce("mesh_axis", "axis").alias("axis")).drop("mesh_axis")
+
+
 def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
     widgets.subheader("Collectives")
     widgets.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
-    widgets.frame(widgets.drop_empty(kinds.drop("is_whole")), key="collectives")
+    rows = _with_axes(run, kinds.drop("is_whole"))
+    last = ("algorithm_bytes_per_s", "bus_bytes_per_s")
+    shown = widgets.drop_empty(rows.select(pl.exclude(*last, "dtype"), "dtype", *last))
+    widgets.frame(shown, key="collectives", labels={"p50_ns": "median", "bytes": "size", "waited_ns": "waiting"})
     by_rank = run.table(tables.COLLECTIVES_BY_RANK)
     if by_rank.height:
         with st.expander("By rank: waiting time and last arrivals"):

@@ -134,12 +134,14 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     verdicts = changed.rows["verdict"].head(len(rows)).to_list()
     classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
     right = [column not in step_change.TEXTS for column in range(len(header))]
-    st.markdown(widgets.plain(step_change.headline(changed)))
+    text = step_change.headline(changed)
+    st.markdown(widgets.plain(text[:1].upper() + text[1:]))
     widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
     downloads.table(changed.rows, key="step_change")
     widgets.caption(
-        "Time of a typical step, each moment charged once: to the operator whose kernel runs, or to the cause of idle "
-        f"time. The changes of all {changed.rows.height:,} rows add up to that of the step; the download has them all."
+        "Time of the representative step, each moment charged once: to the operator whose kernel runs, or to the cause "
+        f"of idle time. The changes of all {changed.rows.height:,} rows add up to that of the step; the download has "
+        "them all."
     )
 
 

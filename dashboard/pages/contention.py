@@ -23,8 +23,7 @@ def show(run: OpenRun) -> None:
     with st.spinner("Measuring"):
         pairs = run.table(tables.CONTENTION_PAIRS)
     if pairs.is_empty():
-        widgets.info("No two kinds of work ran at the same time on any device, so nothing was slowed down.")
-        return
+        return  # the headline says so
     findings.show_families(run, "STREAM")
     _slowdowns(run, pairs)
     _phases(run)
@@ -92,7 +91,8 @@ def _moments(run: OpenRun) -> None:
         widgets.caption("No call took longer concurrently with other work than alone.")
         return
     widgets.caption(
-        "Calls that exceeded the duration of the same work alone by most. Select a row to show it in the timeline."
+        "The calls that lost the most time to concurrent work, compared with the same work alone. Select a row to show "
+        "it in the timeline."
     )
     shown = phrases.from_run_start(rows, run.table(tables.RUN_CLOCK))
     shown = shown.drop("window") if shown["window"].n_unique() == 1 else shown

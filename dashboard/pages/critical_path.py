@@ -13,6 +13,7 @@ from tracekit.report import charts
 from tracekit.report.headlines import Headline
 
 _MOST_ROWS = 400
+_LABELS = {"host": "host time", "memcpy": "copy", "memset": "memory set"}
 
 
 def show(run: OpenRun) -> None:
@@ -56,7 +57,7 @@ def _numbers(found: CriticalPath) -> None:
     widgets.numbers(
         {
             f"Step, on rank {found.rank}": units.duration(found.step_ns),
-            **{kind.capitalize(): units.share(ratio) for kind, ratio in list(kinds.items())[:4]},
+            **{_LABELS.get(kind, kind).capitalize(): units.share(ratio) for kind, ratio in list(kinds.items())[:4]},
             f"On rank {most['rank']}": units.share(most["step_ratio"]),
         }
     )
@@ -84,10 +85,11 @@ def _headline(run: OpenRun) -> Headline | None:
         return None  # the page shows why
     kind, ratio = found.shares_by("kind").select("kind", "step_ratio").row(0)
     rank, of_rank = found.shares_by("rank").select("rank", "step_ratio").row(0)
-    step = "the window" if found.step is None else f"step {found.step}, the representative one,"
+    duration = units.duration(found.step_ns)
+    step = f"the window ({duration})" if found.step is None else f"step {found.step} (representative, {duration})"
     return Headline(
-        f"{units.share(ratio)} of the critical path of {step} is {kind}, and {units.share(of_rank)} of it is on rank "
-        f"{rank}; it takes {units.duration(found.step_ns)}"
+        f"{units.share(ratio)} of the critical path of {step} is {_LABELS.get(kind, kind)}, and {units.share(of_rank)} "
+        f"of it is on rank {rank}"
     )
 
 

@@ -41,7 +41,7 @@ def show(path: Path) -> None:
     by_label = {label(series.metric): series for series in _changed_first(group.series)}
     chosen = st.multiselect("Metrics", list(by_label), list(by_label)[:MAX_DRAWN], key=f"history_{group.fingerprint}")
     for name in chosen:
-        widgets.subheader(widgets.plain(name))
+        widgets.subheader(widgets.plain(name[:1].upper() + name[1:]))
         widgets.caption(widgets.plain(history_text.verdict(by_label[name])))
         _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])
     _run(group)

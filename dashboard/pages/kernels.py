@@ -25,15 +25,15 @@ _MEASURES = {
     "allocated_bytes": "memory allocated",
 }
 _UNITS = {"flops": units.operations, "sent_bytes": units.size, "allocated_bytes": units.size}
-WIDE, NAME_PX = ("name", "op", "shapes"), 330
+WIDE, NAME_PX = ("name", "op", "shapes"), 290
 
 
 def show(run: OpenRun) -> None:
     """List what ran on devices or on host threads, grouped by the chosen columns."""
     findings.show_families(run, "HOST", "COMP")
-    left, middle, right = st.columns([11, 7, 6])
     levels = (KERNELS, OPERATORS, MODULES, STACKS, ROOFLINE)
-    level = left.segmented_control("Show", levels, key=bind("what", levels), required=True)
+    level = st.segmented_control("Show", levels, key=bind("what", levels), required=True)
+    middle, right = st.columns(2)
     if level in _VIEWS:
         _VIEWS[level](run, middle)
         return
@@ -89,12 +89,13 @@ def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
 def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
     """Draw the time of the device or the host by call stack."""
     kinds = tables.CALL_TREE_KINDS
-    of = place.segmented_control("Time of", kinds, key=bind("time_of", kinds, kinds[-1]), required=True)
+    default = kinds[-1] if run.table(tables.DEVICES)["devices"].sum() else kinds[0]
+    of = place.segmented_control("Time of", kinds, key=bind("time_of", kinds, default), required=True)
     try:
         with st.spinner("Adding up"):
             tree = run.cached_table(tables.call_tree, of)
     except InputError as error:
-        widgets.info(str(error))
+        widgets.info(widgets.plain(str(error)[:1].upper() + str(error)[1:]))
         return
     widgets.caption(
         "Each frame is as wide as its time and that of the frames below it; click one to see it alone. "
@@ -123,11 +124,22 @@ def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001
         "Each marker is an operator with inputs of the same shapes, its area the time of its kernels. The lines are "
         f"the peaks of {roofs['device'][0]} by element type. Operators without products have no operations: they are "
         f"drawn at {charts.WITHOUT_PRODUCTS} operations per byte, by their bandwidth. Calls of the last 1% of "
-        "the time are in the table only. above is the time beyond the roofline: faster kernels save at most that."
+        "the time are in the table only."
     )
+    most = rows.sort("above_ns", descending=True, nulls_last=True).row(0, named=True)
+    if most["above_ns"]:
+        widgets.note(
+            f"Furthest from the roofline: {most['name']} {most['shapes'] or ''} takes "
+            f"{units.duration(most['above_ns'])} of {units.duration(most['work_ns'])} longer than the device needs, "
+            f"{units.share(most['roofline_ratio'])} of the roofline."
+        )
     widgets.chart(charts.roofline(rows, roofs), key="kernels-roofline")
     first = ["name", "shapes", "count", "work_ns", "above_ns", "roofline_ratio"]
-    widgets.frame(rows.select(*first, pl.exclude(first)), key="roofline")
+    widgets.frame(
+        rows.select(*first, pl.exclude(first)),
+        key="roofline",
+        labels={"work_ns": "kernel time", "above_ns": "above the roofline", "roofline_ratio": "of the roofline"},
+    )
 
 
 _VIEWS = {MODULES: _show_modules, STACKS: _show_stacks, ROOFLINE: _show_roofline}
@@ -146,25 +158,26 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     measure = "total_ns" if level == KERNELS else "self_ns"
     widgets.caption(_about(rows, level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
-    first = [*by, "kind", "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
+    first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "kind", "delay_p50_ns", "delay_p95_ns"]
     known = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
     ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))
     widths = {name: st.column_config.Column(LABELS.get(name, name), width=NAME_PX) for name in by if name in WIDE}
-    widgets.frame(rows.select(ordered), key=level, column_config=widths)
+    labels = {"p50_ns": "median", "delay_p50_ns": "median delay", "delay_p95_ns": "p95 delay", "spread_ratio": "spread"}
+    widgets.frame(rows.select(ordered), key=level, column_config=widths, labels=labels)
 
 
 def _about(rows: pl.DataFrame, level: str) -> str:
     count = f"{rows.height:,} row{'s' * (rows.height != 1)}. "
     if level == OPERATORS:
         return count + (
-            "self is the time outside of all nested slices, so self times add up. device is the time of the kernels "
-            "that the operator itself launched. self share is of all recorded slices."
+            "*Self* is the time outside of all nested slices, so self times add up. *Device* is the time of the "
+            "kernels that the operator itself launched. *Self share* is of all recorded slices."
         )
-    delay = "delay is from the end of the launching call to the start; a few µs mean that the device was idle. "
+    delay = "*Delay* is from the end of the launching call to the start; a few µs mean that the device was idle. "
     return (
         count
         + (delay if "delay_p50_ns" in rows.columns else "")
-        + "time share is of the device time of all ranks, idle time included. spread share is the difference between "
+        + "*Time share* is of the device time of all ranks, idle time included. *Spread* is the difference between "
         "the ranks with most and least time, over the mean."
     )
 

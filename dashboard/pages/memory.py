@@ -79,6 +79,9 @@ def _name(file: SnapshotFile) -> str:
 
 
 def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
+    if not has_snapshots and run.headline(headlines.memory) is None:
+        widgets.info(HOW_TO_RECORD)
+        return
     choices = st.container(horizontal=True)
     ranks = sorted({source.rank for source in run.run.sources})
     rank = choices.selectbox("Rank", ranks, key=bind("rank", ranks), width=160)
@@ -106,7 +109,8 @@ def _show_trace(run: OpenRun, *, has_snapshots: bool) -> None:
     at_peak = tables["at_peak"].drop("device", "at_ns", "peak_bytes")
     widgets.frame(widgets.drop_empty(at_peak), key="memory-at-peak")
     widgets.subheader("Allocations of each step")
-    widgets.frame(tables["churn"].drop("device"), key="memory-churn")
+    widgets.caption("Churn is what a step allocates in all, as a share of its peak: freed memory is allocated again.")
+    widgets.frame(tables["churn"].drop("device"), key="memory-churn", labels={"churn_ratio": "churn"})
     if device is not None:
         _replay_form(
             f"{run.entry.name}-{rank}-{window}",
@@ -118,9 +122,16 @@ def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
     key = f"memory-snapshot-device-{entry.name}-{file.path}"
     with st.spinner("Reading the snapshot"):
         tables = memory.snapshot_tables(entry, file, st.session_state.get(key))
+        report = memory.snapshot_report(entry, file, st.session_state.get(key))
     devices = tables["devices"]["device"].to_list()
     if devices[1:]:
         st.selectbox("Device", devices, key=key)
+    widgets.headline(headlines.snapshot(report, file.rank))
+    for title, rows in memory_report.oom_tables(report.out_of_memory).items():
+        if rows.height:
+            widgets.subheader(title)
+            shown = rows.drop("device", "at_ns", "peak_bytes", strict=False)
+            widgets.frame(widgets.drop_empty(shown), key=f"snapshot-{title}", labels={"peak_ratio": "share"})
     if tables["over_time"].height:
         widgets.subheader("Allocated over time")
         widgets.chart(charts.memory_over_time(tables["over_time"]), key="snapshot_held")

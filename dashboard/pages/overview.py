@@ -69,8 +69,9 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     drawn = run.measured(rank_rows.drawn)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn), key="breakdown_by_rank")
-        window = "whole profiled window" if by_step.is_empty() else f"steps {units.ranges(by_step['step'])}"
-        widgets.caption(f"Sums over the {window} of each rank. The shares above are of the same time, over all ranks.")
+        plural = "s" * (by_step["step"].n_unique() > 1)
+        window = "the whole profiled window" if by_step.is_empty() else f"step{plural} {units.ranges(by_step['step'])}"
+        widgets.caption(f"Sums over {window} of each rank. The shares above are of the same time, over all ranks.")
         widgets.note(rank_rows.selection_note(run.run))
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()

@@ -112,6 +112,14 @@ class Page:
             widgets.title(entry.name, "memory snapshots without traces")
             self.show_snapshots(entry)
             return
+        if entry.snapshots:
+            widgets.title(entry.name, "memory snapshots without traces")
+            widgets.info(widgets.plain(entry.problem))
+            if st.button("Open the page Memory", type="primary"):
+                widgets.go_to("memory")
+            return
+        if entry.problem:
+            widgets.title(entry.name)
         run = opening.open_run(entry)
         if run is None:
             return

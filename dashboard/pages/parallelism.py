@@ -3,13 +3,19 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import moments, widgets
+from dashboard import findings, moments, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
 from tracekit.model import units
 from tracekit.report import charts, headlines
 
+SOURCES = {
+    "description": "named by the descriptions of the groups",
+    "manifest": "those of run.json",
+    "inferred": "inferred from the collectives of the groups",
+}
+"""How the axis of a group is known, in words."""
 NO_GROUPS = "The traces contain no collectives or sends of process groups, so there is no parallelism to show."
 
 
@@ -21,6 +27,7 @@ def show(run: OpenRun) -> None:
     if groups.is_empty() and bubbles.is_empty():
         widgets.info(NO_GROUPS)
         return
+    findings.show_families(run, "PIPE", "TP", "EP")
     _mesh(pl.concat([groups, run.table(tables.MESH_GROUPS)], how="diagonal"))
     if bubbles.is_empty():
         widgets.caption("The run has no pipeline: no spans of a schedule, and no sends and receives between stages.")
@@ -62,11 +69,11 @@ def _mesh(groups: pl.DataFrame) -> None:
     widgets.subheader("Mesh")
     widgets.chart(charts.mesh_map(groups), key="parallelism-mesh")
     named = groups.drop_nulls("axis")
-    sources = ", ".join(sorted(named["source"].unique().drop_nulls().to_list()))
+    sources = [text for source, text in SOURCES.items() if source in named["source"]]
     unknown = groups.height - named.height
     widgets.caption(
         "Each row is an axis, each column a rank; ranks with the same number form one process group. "
-        + (f"Axes are known from: {sources}. " if sources else "")
+        + (f"Axes are {', or '.join(sources)}. " if sources else "")
         + (f"Groups without a known axis: {unknown}." if unknown else "")
     )
 
@@ -127,10 +134,18 @@ def _numbers(shown: pl.DataFrame) -> None:
 
 
 def _axes(by_axis: pl.DataFrame) -> None:
-    widgets.subheader("Communication by axis, a step")
+    widgets.subheader("Communication by axis, per step")
     widgets.chart(charts.axis_communication(by_axis), key="parallelism-axes")
-    widgets.caption("Means over ranks. Exposed: the rank computes nothing while it communicates.")
-    widgets.frame(widgets.drop_empty(by_axis), key="parallelism-axis-table")
+    widgets.caption(
+        "Bars are means over ranks; the table has each rank. Exposed: the rank computes nothing while it communicates."
+    )
+    summed = ("communication_ns", "exposed_communication_ns", "bytes", "calls")
+    steps = pl.when(pl.col("steps") > 0).then("steps").otherwise(1)
+    per_step = by_axis.with_columns(pl.col(summed) / steps).rename({"confidence": "confidence_ratio"})
+    shown = widgets.drop_empty(per_step.with_columns(pl.col("calls").round(1)))
+    widgets.frame(
+        shown, key="parallelism-axis-table", labels={"confidence_ratio": "confidence", "calls": "calls per step"}
+    )
 
 
 PAGE = Page.described_by(

@@ -63,8 +63,11 @@ def _choose() -> tuple[Model, Layout]:
 def _headline(plan: CheckpointPlan, model: Model, interval_s: float) -> Headline:
     best = plan.daly_interval_seconds
     text = f"A checkpoint of {model.name} every {_duration(interval_s)} costs {plan.overhead_ratio:.2%} of the "
-    text += "time and blocks training for " + _duration(plan.blocked_seconds)
-    return Headline(text + (f"; least time is lost with one every {_duration(best)}" if best else ""))
+    text += f"time: each blocks training for {_duration(plan.blocked_seconds)}"
+    lost = "" if plan.goodput_ratio is None else f"Failures and saves cost {units.share(1 - plan.goodput_ratio)} in all"
+    least = f"an interval of {_duration(best)} loses the least time" if best else ""
+    about = "; ".join(filter(None, (lost, least)))
+    return Headline(text, about[:1].upper() + about[1:])
 
 
 def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[CheckpointPlan, float]:

@@ -9,6 +9,16 @@ from dashboard.run_store import OpenRun, tables
 from tracekit.model import units
 from tracekit.report import headlines
 
+_CONTENTS = {
+    "linked": "with launch",
+    "phased": "with phase",
+    "shaped": "with shapes",
+    "stacked": "with stacks",
+    "sized": "with size",
+    "grouped": "with group",
+    "sequenced": "with sequence number",
+}
+"""The headings of what a rank recorded."""
 NO_ISSUE = "The files have no data-quality issue."
 
 
@@ -43,13 +53,13 @@ def _contents(run: OpenRun) -> None:
     if files["window"].n_unique() == 1:
         table = table.drop("window")
     widgets.caption(
-        "Rows of each table by rank. linked: device work with a known launch; phased: launched in a known phase; "
-        "shaped, stacked: ops with input shapes, Python frames; sized, grouped, sequenced: collectives with known "
-        "size, group and sequence number. Large differences between ranks mean that they recorded different things."
+        "Rows of each table by rank: device activities, and how many have a known launch and phase; ops, and how many "
+        "have input shapes and Python stacks; collectives, and how many have a known size, group and sequence number. "
+        "Large differences between ranks mean that they recorded different things."
     )
     first = ("rank", "issues", "work_on")
     shown = table.with_columns(work_on).drop("on_device")
-    widgets.frame(shown.select(*first, pl.all().exclude(first)), key="contents")
+    widgets.frame(shown.select(*first, pl.all().exclude(first)), key="contents", labels=_CONTENTS)
 
 
 def _clocks(run: OpenRun) -> None:
@@ -75,7 +85,7 @@ def _missing(missing: pl.DataFrame) -> None:
         widgets.caption("Every rank recorded everything that tracekit reads.")
         return
     rows = [(name, units.ranges(ranks), effect, fix) for name, ranks, effect, fix in missing.iter_rows()]
-    widgets.text_table(("missing", "on ranks", "without it", "next time"), rows, key="missing")
+    widgets.text_table(("missing", "on ranks", "effect", "how to record it"), rows, key="missing")
 
 
 def _rules(run: OpenRun) -> None:

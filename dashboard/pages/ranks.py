@@ -25,6 +25,7 @@ ABOUT = {
     ),
 }
 MAX_AWAITED = 8
+WAITING_FOR = "waiting_for_"
 
 
 def show(run: OpenRun) -> None:
@@ -52,14 +53,19 @@ def show(run: OpenRun) -> None:
         "Drag to zoom, double-click to reset. A collective transfers data once its last rank has entered it; until "
         "then the other ranks wait. Overlapped communication is drawn as compute."
     )
-    widgets.subheader("Time of this part by rank, and the ranks waited for")
-    widgets.frame(most_awaited(widgets.drop_empty(tables.rank_totals(rows, part))), key="ranks-totals")
-    widgets.caption(f"Of the ranks waited for, the {MAX_AWAITED} with the longest waits have a column.")
+    widgets.subheader("Time of this part by rank, and the ranks it waits for")
+    totals = widgets.drop_empty(tables.rank_totals(rows, part))
+    shown = most_awaited(totals)
+    waits = [name for name in shown.columns if name.startswith(WAITING_FOR)]
+    labels = {name: f"waiting for rank {name.removeprefix(WAITING_FOR).removesuffix('_ns')}" for name in waits}
+    widgets.frame(shown, key="ranks-totals", labels=labels)
+    if len(totals.columns) > len(shown.columns):
+        widgets.caption(f"Only the {MAX_AWAITED} ranks with the longest waits for them have a column.")
 
 
 def most_awaited(totals: pl.DataFrame) -> pl.DataFrame:
     """Return `rank_totals` with the columns of the `MAX_AWAITED` ranks that all ranks together wait longest for."""
-    waits = {name: totals[name].sum() for name in totals.columns if name.startswith("waiting_for_")}
+    waits = {name: totals[name].sum() for name in totals.columns if name.startswith(WAITING_FOR)}
     most = sorted(waits, key=lambda name: waits[name], reverse=True)[:MAX_AWAITED]
     return totals.drop(name for name in waits if name not in most)
 
@@ -97,7 +103,7 @@ def culprits(table: pl.DataFrame) -> Mapping[int, str]:
         return {}
     rank = sums["rank"][0]
     longest = table.filter(rank=rank).sort("awaited_ns", descending=True)["waiting_rank"][0]
-    return {rank: "waited for longest", longest: f"waits longest for rank {rank}"}
+    return {rank: "others wait longest for it", longest: f"waits longest for rank {rank}"}
 
 
 def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) -> None:

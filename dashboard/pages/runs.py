@@ -20,13 +20,16 @@ from tracekit.report.headlines import Headline
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
-VERDICT_PX = 180
+CELL_PX, CHIP_PX, CHARACTER_PX = 20, 22, 7
+"""The width of a cell around its chips, of a chip around its text, and of a character of it."""
 MAX_NAME = 60
 MAX_SKIPPED = 200
 _POLL_S = 0.5
 TABLE, CHARTS = "table", "charts"
 VIEWS = {TABLE: "Table", CHARTS: "Charts"}
-_COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", runs_table.GOOD: "#009E73"}
+# Chips have white text, which needs darker colours than those of figures.
+_COLOURS = {"error": "#B34A00", "warning": "#8A6100", "info": "#00699E", runs_table.GOOD: "#00795A"}
+_OTHER_COLOUR = "#5F6875"
 
 
 def show(catalog: Catalog) -> None:
@@ -73,12 +76,14 @@ def _headline(entries: Sequence[RunEntry]) -> Headline:
     """Return which run loses most, and how many are not checked."""
     checked = [entry for entry in entries if entry.summary is not None]
     unchecked = sum(entry.summary is None and not entry.problem for entry in entries)
-    more = f"{unchecked} of {len(entries):,} runs are not checked yet" if unchecked else ""
+    more = (
+        f"{unchecked} of {len(entries):,} runs {'is' if unchecked == 1 else 'are'} not checked yet" if unchecked else ""
+    )
     costliest = max(checked, key=lambda entry: entry.summary.impact if entry.summary else 0.0, default=None)
     if costliest is None or costliest.summary is None:
         return Headline(more or "No run can be opened")
     if not costliest.summary.impact:
-        return Headline(f"No check of {len(checked):,} runs found lost time", more)
+        return Headline(f"No check of {len(checked):,} run{'s' * (len(checked) != 1)} found lost time", more)
     name, share = escaping.inert(costliest.name, MAX_NAME), units.share(costliest.summary.impact)
     about, _, _ = costliest.summary.costliest.partition(". ")
     text = f"{name} has the largest potential saving, {share} of its step time"
@@ -134,6 +139,7 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
     table = runs_table.table(shown)
     divisor, unit = widgets.time_unit(table.select(pl.col("step_ns").fill_null(0).max()).item())
     chips = sorted({chip for cell in table["verdict"].to_list() for chip in cell})
+    widest = max(sum(CHIP_PX + CHARACTER_PX * len(chip) for chip in cell) for cell in table["verdict"].to_list())
     config = st.column_config
     event = st.dataframe(
         table.with_columns(pl.col("step_ns") / divisor),
@@ -144,7 +150,9 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
         column_config={
             "run": config.TextColumn(width="medium"),  # pinned, Streamlit would write it in grey
             "open": config.LinkColumn(display_text="open", help="Opens the run in a new tab"),
-            "verdict": config.MultiselectColumn(width=VERDICT_PX, options=chips, color=[_colour(c) for c in chips]),
+            "verdict": config.MultiselectColumn(
+                width=max(widest + CELL_PX, 120), options=chips, color=[_colour(c) for c in chips]
+            ),
             "step_ns": config.NumberColumn("step time", format=f"%.2f {unit}"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
             "exposed": config.NumberColumn(format="%.1f%%", help="Share of the time in exposed communication"),
@@ -162,13 +170,13 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
 
 
 def _colour(chip: str) -> str:
-    return next((colour for word, colour in _COLOURS.items() if word in chip), charts.COLOURS["phase"])
+    return next((colour for word, colour in _COLOURS.items() if word in chip), _OTHER_COLOUR)
 
 
 def _actions(shown: Sequence[RunEntry], chosen: Sequence[RunEntry], catalog: Catalog) -> None:
     columns = st.columns([1, 1, 1, 3])
     if columns[0].button("Open this run", type="primary", disabled=len(chosen) != 1, width="stretch"):
-        widgets.go_to("overview", run=chosen[0].name)
+        widgets.go_to(runs_table.page_of(chosen[0]) or "overview", run=chosen[0].name)
     if columns[1].button(
         f"Compare {len(chosen)}" if len(chosen) > 1 else "Compare",
         disabled=not 2 <= len(chosen) <= 1 + widgets.MAX_COMPARED,

@@ -35,10 +35,14 @@ INFERRED = (
 
 def show(run: OpenRun) -> None:
     """Show how well the replay reproduces the run, what each change would save, and where; predict other setups."""
+    headline = st.empty()
     try:
         _replay(run)
-        _accuracy(run, what_if.without(run))
-        price = _price(what_if.without(run).gpus)
+        plain = what_if.without(run)
+        with headline:
+            widgets.headline(headlines.savings(run.report, plain))
+        _accuracy(run, plain)
+        price = _price(plain.gpus)
         answers = what_if.without(run, gpu_hour_price=price)
         _single_causes(run, answers)
         _chosen_causes(run, answers, price)
@@ -136,7 +140,7 @@ def _table(answers: WhatIf) -> str:
 
 
 def _worth(answer: Answer) -> dict[str, str]:
-    values = {"GPU-hours a day": answer.gpu_hours_per_day, "worth a day": answer.per_day}
+    values = {"GPU-hours per day": answer.gpu_hours_per_day, "worth per day": answer.per_day}
     return {label: f"{value:,.{at + 1}f}" for at, (label, value) in enumerate(values.items()) if value is not None}
 
 
@@ -264,4 +268,4 @@ def _show_prediction(prediction: Prediction, gpus: int | None, price: float | No
     st.markdown("This prediction assumes:\n" + "\n".join("- " + widgets.plain(text) for text in prediction.assumptions))
 
 
-PAGE = Page.described_by(__doc__, "whatif", show, Needs.WORK, headline=lambda run: run.headline(headlines.savings))
+PAGE = Page.described_by(__doc__, "whatif", show, Needs.WORK)

@@ -24,6 +24,7 @@ __all__ = [
     "SnapshotFile",
     "replay_snapshot",
     "replay_trace",
+    "snapshot_report",
     "snapshot_tables",
     "snapshots",
     "snapshots_of_entry",
@@ -60,6 +61,11 @@ def snapshot_tables(entry: RunEntry, file: SnapshotFile, device: int | None) -> 
     The table `devices` lists its devices. Raises TracekitError.
     """
     return _snapshot_tables(entry, file, device)
+
+
+def snapshot_report(entry: RunEntry, file: SnapshotFile, device: int | None) -> MemoryReport:
+    """Return the report of one device of a snapshot (None: that of `snapshot_tables`). Raises TracekitError."""
+    return _snapshot_report(entry, file, device)
 
 
 def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib: float | None) -> MemoryReport:
@@ -109,8 +115,7 @@ def _cached(*, max_entries: int) -> Callable[[Callable[..., _T]], Callable[..., 
 @_cached(max_entries=40)
 def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
     snapshot = reader.read(file.path)
-    if device is None:
-        device = max(snapshot.devices, default=0, key=lambda of: snapshot.events.filter(device=of).height)
+    device = snapshot.main_device if device is None else device
     history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
     at_peak = categories.at_peak(snapshot, history, outcome)
     return {
@@ -122,6 +127,12 @@ def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.Dat
         "categories": at_peak if categories.are_known(at_peak) else at_peak.clear(),
         "fragmentation": snapshot_facts.fragmentation(snapshot).filter(device=history.device),
     }
+
+
+@_cached(max_entries=40)
+def _snapshot_report(file: SnapshotFile, device: int | None) -> MemoryReport:
+    snapshot = reader.read(file.path)
+    return memory_report.of_snapshot(snapshot, snapshot.main_device if device is None else device)
 
 
 @_cached(max_entries=8)

@@ -24,6 +24,9 @@ COLUMNS_OF_LETTERS = """() => [...document.querySelectorAll("[data-testid=stMain
         const {width, height} = range.getBoundingClientRect();
         return e.textContent.trim().length > 5 && width && width < 30 && height > 60;
     }).map((e) => e.textContent)"""
+# Buttons side by side of which some are outside of their control.
+CUT_BUTTONS = """() => [...document.querySelectorAll("[data-testid=stMain] [data-testid=stButtonGroup] > div")]
+    .filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"""
 # Where the page scrolls sideways: what reaches beyond its edge, except what scrolls by itself.
 CUT_OFF = """() => {
     const main = document.querySelector("[data-testid=stMain]");
@@ -66,6 +69,7 @@ def test_a_page_has_no_serious_item_and_fits(visited, server, axe, address):
         page.evaluate(axe)
         assert page.evaluate(SEVERE) == [], theme
         assert page.evaluate(COLUMNS_OF_LETTERS) == []
+        assert page.evaluate(CUT_BUTTONS) == [], size
         with contextlib.suppress(PlaywrightTimeout):  # figures take the width of a resized window a moment later
             page.wait_for_function(f"({CUT_OFF})().length === 0", timeout=20_000)
         assert page.evaluate(CUT_OFF) == [], size

@@ -116,7 +116,7 @@ def test_a_query_runs_on_request_and_a_refused_one_shows_an_error(at, server, sh
 
 def test_data_quality_says_what_is_missing_and_what_was_judged(at):
     page = at("Data quality")
-    table = page.locator("table.tracekit").filter(has_text="without it")
+    table = page.locator("table.tracekit").filter(has_text="how to record it")
     expect(table).to_contain_text("memory events")
     expect(table).to_contain_text("profile_memory=True")
     _says(page, "rules, those of plug-ins included")

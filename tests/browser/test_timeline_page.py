@@ -136,7 +136,7 @@ def test_keys_wheel_and_drag_move_the_view_and_a_sharper_tile_follows(page, serv
     page.mouse.up()
     page.keyboard.up("Shift")
     shown.wait("+e.range > 0")
-    expect(shown.root.locator("[role=status]").last).to_contain_text("Range of")
+    expect(shown.root.locator("[role=status]").last).to_contain_text("Range from")
     shown.press("Home")
     shown.wait(f"e.to - e.from >= {whole}")
     shown.press("?")

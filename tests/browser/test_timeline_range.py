@@ -113,7 +113,7 @@ def test_keys_select_the_range_of_the_view_and_of_a_slice(page, server, run, sce
     shown.wait("e.selected !== ''")
     shown.press("m")
     shown.wait("e.totals === 'shown'")
-    expect(shown.root.locator(".details h4")).to_contain_text("Range of")
+    expect(shown.root.locator(".details h4")).to_contain_text("Range from")
     shown.root.get_by_role("button", name="Zoom to the range").click()
     shown.wait("Math.abs(e.to - e.from - e.range) <= 40 + 2")
     assert_clean(page)

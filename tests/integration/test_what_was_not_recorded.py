@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tracekit.analysis.parallelism import group_axes
 from tracekit.ingest.loader import load
 from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes import CAUSES
@@ -79,3 +80,11 @@ def test_a_trace_without_cpu_activity_says_so_and_keeps_its_device_times(without
     assert report.cannot_judge is None
     assert {"HOST001", "HOST002", "HOST003"} <= set(report.blind_spots)
     assert "Start the profiler" not in shown
+
+
+@pytest.mark.skipif(not TRACE.is_file(), reason="the shared traces are not installed")
+def test_collectives_whose_launch_is_not_recorded_are_no_evidence_of_tensor_parallelism():
+    # Its collectives are of parameters, sharded over all ranks; those launched before the recording began run while
+    # the host is in the first forward of the recording.
+    (axis,) = load(TRACE, cache=False).run_table(group_axes.group_axes)["axis"].to_list()
+    assert axis == "dp_shard"

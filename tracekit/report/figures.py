@@ -55,7 +55,7 @@ def communication(run: Run) -> Iterator[ReportFigure]:
         yield ReportFigure(
             "communication",
             "Hidden and exposed communication",
-            "Communication time of each rank in all steps: hidden by compute, exposed while data moves, exposed "
+            "Communication time of each rank in all steps: overlapped with compute, exposed transfer, exposed "
             "while the rank waits for a late rank." + more,
             charts.communication_parts(by_rank, drawn),
         )

@@ -11,10 +11,13 @@ from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, rank_timelines
 from tracekit.analysis.time import summary
-from tracekit.model import escaping, units
+from tracekit.model import escaping, kernel_names, units
 from tracekit.model.run import Run
+from tracekit.replay.graph.what_if import WhatIf
 from tracekit.report import html_fragments, phrases
-from tracekit.rules.rule import Finding, Report, Severity, cost_order, costliest, family, is_data_quality
+from tracekit.report import memory as memory_report
+from tracekit.report.memory import MemoryReport
+from tracekit.rules.rule import Finding, Report, Severity, cost_order, family, is_data_quality, median_row
 
 GOOD, INFO = "good", "info"
 _MAX_NAME = 80
@@ -78,12 +81,10 @@ def ranks(report: Report, run: Run) -> Headline:
     late = by_rank.sort("all_waits_ns", "rank", descending=[True, False]).row(0, named=True)
     steps = max(summary.step_times(run).height, 1)
     each_ns, step_ns = late["awaited_ns"] / steps, summary.step_time_ns(run)
-    share = f", {units.share(each_ns / step_ns)} of it" if step_ns else ""
-    part = late["all_waits_ns"] / max(int(by_rank["all_waits_ns"].sum()), 1)
-    per = "a step" if step_ns else "in the window"
+    share = f" ({units.share(each_ns / step_ns)} of it)" if step_ns else ""
+    per = "per step" if step_ns else "in the window"
     return _about(
-        f"Rank {late['rank']} is waited for longest: another rank waits up to {_duration(each_ns)} {per} for it{share}"
-        f". {units.share(part)} of all waiting is for this rank",
+        f"Others wait longest for rank {late['rank']}: one rank waits up to {_duration(each_ns)} {per}{share}",
         found,
     )
 
@@ -97,7 +98,7 @@ def communication(report: Report, run: Run) -> Headline | None:
         return None
     share, waiting = (units.share(ns / duration_ns) for ns in (exposed_ns + waited_ns, waited_ns))
     if not exposed_ns + waited_ns:
-        return _about(f"No communication is exposed in the {_noun(run)}: compute hides all of it", found)
+        return _about(f"No communication is exposed in the {_noun(run)}: all of it is overlapped with compute", found)
     states = run.run_table(rank_timelines.states)
     mostly = _waiting(states) if waited_ns > exposed_ns else _transfer(states)
     more = f" ({waiting} waiting for late ranks)" if waited_ns else ""
@@ -112,7 +113,11 @@ def parallelism(report: Report, run: Run) -> Headline | None:
     )
     if bubbles.height:
         own, ideal = (units.share(_mean(bubbles[name])) for name in ("bubble_ratio", "ideal_bubble_ratio"))
-        return _about(f"The pipeline's bubble is {own} of a step; its schedule alone would have {ideal}", found)
+        return _about(
+            f"The pipeline's bubble is {own} of a step (mean of steps and ranks); its schedule alone would have "
+            f"{ideal}",
+            found,
+        )
     by_axis = run.run_table(axis_communication.by_axis, axis_communication.FACTS).drop_nulls("axis")
     sums = by_axis.group_by("axis").agg(
         (pl.col(name) / pl.col("steps")).mean() for name in ("communication_ns", "exposed_communication_ns")
@@ -120,11 +125,9 @@ def parallelism(report: Report, run: Run) -> Headline | None:
     if sums.is_empty():
         return None
     axis, all_ns, exposed_ns = sums.sort("exposed_communication_ns", "axis", descending=[True, False]).row(0)
-    return _about(
-        f"{axis} has most exposed communication of the axes: {_duration(exposed_ns)} of {_duration(all_ns)} a step, "
-        "mean of ranks",
-        found,
-    )
+    which = f"Most exposed communication is on axis {axis}" if sums.height > 1 else f"The only axis is {axis}"
+    exposed = f"{_duration(exposed_ns)} of its {_duration(all_ns)} of communication per step"
+    return _about(f"{which}: {exposed} are exposed (mean of ranks)", found)
 
 
 def contended(report: Report, run: Run) -> Headline | None:
@@ -132,14 +135,20 @@ def contended(report: Report, run: Run) -> Headline | None:
     found = _of(report, "STREAM")
     if not run.table(contention.device_count)["devices"].sum():
         return None
-    pairs = run.run_table(collective_contention.all_pairs).filter(pl.col("low") > 1)
-    pooled = pairs.group_by("kind", "concurrent_kind").agg(pl.col("lost_ns").sum(), pl.col("slowdown").median())
+    pairs = run.run_table(collective_contention.all_pairs)
+    if pairs.is_empty():
+        return Headline("No two kinds of work ran at the same time on any device, so nothing was slowed down")
+    pooled = (
+        pairs.filter(pl.col("low") > 1)
+        .group_by("kind", "concurrent_kind")
+        .agg(pl.col("lost_ns").sum(), pl.col("slowdown").median())
+    )
     if pooled.is_empty():
         return _about("No kind of work is measurably slower while other work runs concurrently", found)
     kind, other, lost_ns, slowdown = pooled.sort("lost_ns", descending=True).row(0)
     return _about(
-        f"Concurrent {other} makes {kind} {slowdown:.2f} times as long, {_duration(lost_ns / len(run.ranks))} a rank "
-        "in all steps",
+        f"Concurrent {other} slows {kind} down by a factor of {slowdown:.2f}: "
+        f"{_duration(lost_ns / len(run.ranks))} per rank over all steps",
         found,
     )
 
@@ -153,8 +162,9 @@ def kernels(report: Report, table: pl.DataFrame) -> Headline | None:
     time, ratio = ("total_ns", "time_ratio") if is_work else ("self_ns", "self_ratio")
     what = "traced" if is_work else "recorded host"
     row = table.sort(time, descending=True).row(0, named=True)
+    name = escaping.inert(kernel_names.short(row["name"] or "?"), _MAX_NAME)
     return _about(
-        f"{escaping.inert(row['name'] or '?', _MAX_NAME)} takes {units.share(row[ratio])} of the {what} time: "
+        f"{name} takes {units.share(row[ratio])} of the {what} time: "
         f"{_calls(row)}, {_duration(row[time])} on all ranks",
         found,
     )
@@ -179,26 +189,44 @@ def memory(report: Report, run: Run) -> Headline | None:
     return _about(f"{rank}: {units.size(row['peak_allocated_bytes'])} at its peak{where}{more}", _of(report, "MEM"))
 
 
+def snapshot(report: MemoryReport, rank: int) -> Headline | None:
+    """Return why a rank ran out of memory, and what would help, or else the peak of its memory snapshot."""
+    if report.out_of_memory is not None:
+        first, *rest = memory_report.oom_sentences(report.out_of_memory, rank)
+        return Headline(first, " ".join(rest), Severity.ERROR.label)
+    if report.peak_allocated_bytes is None:
+        return None
+    reserved = report.peak_reserved_bytes
+    more = f", {units.size(reserved)} reserved" if reserved else ""
+    text = f"Rank {rank} allocates {units.size(report.peak_allocated_bytes)} at its peak{more}; it did not run out"
+    return Headline(f"{text} of memory", " ".join(report.notes))
+
+
 def checkpoints(report: Report, run: Run) -> Headline | None:
     """Return for how long saves block training."""
     by_save = run.run_table(saves.by_save)
     if by_save.is_empty():
         return None
-    blocked_ns, overhead = by_save["blocked_ns"].median(), by_save["overhead_ratio"].median()
-    text = f"{_plural(by_save.height, 'save')}: each blocks training for {_duration(blocked_ns)} (median)"
-    if overhead is not None:
-        text += f", {units.share(float(str(overhead)))} of the time between saves"
+    # The save whose numbers the rule blocking-checkpoint states.
+    median = median_row(by_save, "blocked_ns", "start_ns")
+    text = f"{_plural(by_save.height, 'save')}: each blocks training for {_duration(median['blocked_ns'])} (median)"
+    if median["overhead_ratio"] is not None:
+        text += f", {units.share(median['overhead_ratio'])} of the time between saves"
     return _about(text, _of(report, "CKPT"))
 
 
-def savings(report: Report, run: Run) -> Headline | None:
-    """Return what fixing the costliest cause would save, as replays priced the findings."""
-    priced = [found for found in report.findings if found.what_if is not None and found.cost_ns]
-    most, step_ns = costliest(priced), summary.step_time_ns(run)
-    if most is None or not step_ns:
+def savings(report: Report, answers: WhatIf) -> Headline | None:
+    """Return which cause, removed alone, would make the mean step shortest, with the finding that reports it.
+
+    `answers` are those without each cause, the largest saving first.
+    """
+    if not answers.answers:
         return None
-    text = f"Without {phrases.rule_name(most.code)}, a step would be {_duration(most.cost_ns)} shorter"
-    return _about(f"{text}: {units.share(most.impact)} of {_duration(step_ns)}", [most])
+    most = answers.answers[0]
+    saved = f"{_duration(most.saved_ns)} shorter: {units.share(most.saved_ratio)} of {_duration(most.step_ns)}"
+    reported = [found for found in report.findings if found.what_if and found.what_if.cause == most.cause.name]
+    text = f"Without {most.cause.name}, the mean step would be {saved}"
+    return Headline(text, f"Less certain: {most.caveat}") if most.caveat else _about(text, reported)
 
 
 def data_quality(report: Report, run: Run) -> Headline:
@@ -219,7 +247,7 @@ def tables(_report: Report, run: Run) -> Headline:
     """Return what can be queried."""
     size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())
     ranks_text = _plural(len(run.ranks), "rank")
-    return Headline(f"One SELECT over all tables of {ranks_text}: {units.size(size_bytes)} of traces", status=INFO)
+    return Headline(f"Query all tables of {ranks_text} with one SELECT: {units.size(size_bytes)} of traces")
 
 
 def _about(text: str, findings: Sequence[Finding]) -> Headline:

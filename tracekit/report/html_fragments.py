@@ -70,8 +70,8 @@ def headline_numbers(run: Run) -> dict[str, tuple[str, str]]:
     for column, (label, kind) in charts.PARTS.items():
         shown[label] = (units.share(total[column] / total["duration_ns"]), charts.COLOURS[kind])
     if total["communication_ns"]:
-        hidden = total["overlapped_ns"] / total["communication_ns"]
-        shown["of communication hidden"] = (units.share(hidden), "")
+        overlapped = total["overlapped_ns"] / total["communication_ns"]
+        shown["of communication overlapped"] = (units.share(overlapped), "")
     return shown
 
 
@@ -88,8 +88,8 @@ def data_quality(findings: Sequence[Finding]) -> str:
 def potential_savings(findings: Sequence[Finding], step_ns: float | None) -> str:
     """Return what fixing each finding may save per step as bars, the largest first; '' where none costs time.
 
-    Upper bounds come last. Two findings may cost the same time, so the bars are not added up. `step_ns` is the step
-    that they refer to.
+    Upper bounds come last. Two findings may cost the same time, so the bars are not added up. A bar of `step_ns`, the
+    step time, would be full.
     """
     by_cost = sorted(findings, key=lambda found: (found.is_upper_bound, -found.cost_ns))
     costly = [found for found in by_cost if found.cost_ns][:MAX_SAVINGS]
@@ -106,8 +106,7 @@ def potential_savings(findings: Sequence[Finding], step_ns: float | None) -> str
         }
         for found in costly
     ]
-    step = f"{units.duration(step_ns)} step" if step_ns else "step"
-    note = f"Estimated saving per {step} from fixing each finding. Savings may overlap, so do not add them up."
+    note = "Estimated saving per step from fixing each finding. Savings may overlap, so do not add them up."
     return escaping.fragment("potential_savings", rows, note)
 
 

@@ -236,7 +236,7 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
                 memory_difference.headline(report.peak_allocated_bytes, report.against.peak_allocated_bytes)
             )
         )
-    tables = dict(_oom_tables(report.out_of_memory))
+    tables = dict(oom_tables(report.out_of_memory))
     tables |= {} if report.against is None else _change(report, report.against)
     tables |= {_CATEGORIES: report.categories.drop("device"), "Allocated at the peak": report.live_at_peak}
     tables |= {"Allocations": report.churn, **report.tables}
@@ -316,7 +316,8 @@ def _oom_advice(oom: OutOfMemoryEvent) -> list[str]:
     ]
 
 
-def _oom_tables(oom: OutOfMemoryEvent | None) -> dict[str, pl.DataFrame]:
+def oom_tables(oom: OutOfMemoryEvent | None) -> dict[str, pl.DataFrame]:
+    """Return the tables that explain an out-of-memory by their titles: owners, growth, free blocks, other settings."""
     if oom is None:
         return {}
     return {

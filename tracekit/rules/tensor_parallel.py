@@ -178,7 +178,7 @@ def _source(run: Run) -> tuple[str, float]:
     known = axis_communication.sources(run).filter(pl.col("axis") == TP) if named.is_empty() else named
     row = known.sort("confidence").row(0, named=True)
     if row["source"] == group_axes.INFERRED:
-        return f"inferred, confidence {row['confidence']:.1f}", row["confidence"]
+        return f"inferred, confidence {row['confidence']:.0%}", row["confidence"]
     by = "group description" if row["source"] == group_axes.DESCRIPTION else "manifest"
     return f"by the {by}", row["confidence"]
 

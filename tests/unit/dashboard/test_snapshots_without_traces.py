@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dashboard import uploads
+from dashboard import run_catalog, runs_table, uploads
 from tests.support import dashboard_pages
 from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
 from tracekit.ingest import loader
@@ -33,6 +33,12 @@ def test_the_page_memory_draws_them_with_the_categories_at_the_peak(folder, name
     assert not shown.error
     assert "memory snapshots without traces" in html_of(shown)
     assert shown.selectbox[0].options[0].startswith("memory snapshot of rank 0")
+    said = html_of(shown)
+    assert "Out of memory: aten::sum_dim_IntList in the backward pass requested 128 MiB on device 0 of rank 0." in said
+    assert "Memory grows by 16 MiB a step: aten::clone in &lt;module&gt; (oom.py:36)" in said
+    headings = [each.value for each in shown.subheader]
+    assert headings[:2] == ["Allocated at the out-of-memory", "Memory that grows from step to step"]
+    assert "Other settings, replayed" in headings
     charts = [each.proto.spec for each in shown.get("plotly_chart")]
     assert len(charts) == 4  # over time, map, lifetimes, categories
     assert any("parameters" in chart and "activations" in chart for chart in charts)
@@ -44,7 +50,20 @@ def test_the_page_memory_draws_them_with_the_categories_at_the_peak(folder, name
 def test_other_pages_say_which_page_shows_them(folder):
     shown = page("overview", folder)
     assert not shown.exception
-    assert "1 memory snapshot and no trace" in shown.error[0].value
+    assert not shown.error
+    assert "1 memory snapshot and no trace" in shown.info[0].value
+    assert shown.button[0].label == "Open the page Memory"
+
+
+def test_a_configuration_next_to_them_is_not_taken_for_a_trace(folder, tmp_path):
+    (tmp_path / "rank00000.memory.pickle").write_bytes((folder / "rank00000.memory.pickle").read_bytes())
+    (tmp_path / "torch.json").write_text('{"torch": "2.13.0"}')
+    entry = run_catalog.Catalog((str(tmp_path),)).listing().entries[0]
+    assert (entry.files, entry.snapshots) == (0, 1)
+    assert runs_table.verdict(entry) == "memory snapshot"
+    assert runs_table.table([entry])["open"].to_list() == [f"./memory?run={entry.name}"]
+    (tmp_path / "torch.json").write_text('{"schemaVersion": 1, "traceEvents": []}')
+    assert run_catalog.Catalog((str(tmp_path),)).listing().entries[0].files == 1
 
 
 def test_a_file_that_is_no_snapshot_is_one_message(tmp_path):

@@ -69,6 +69,10 @@ def test_the_page_shows_the_same_numbers_as_the_command():
     assert numbers["mean recorded step"] == units.duration(report["step_ns"])
     assert numbers["replayed without changes"] == units.duration(report["replayed_ns"])
     assert numbers["replay error, all steps"] == f"{report['replay_error_ratio']:+.1%}".replace("-", "−")
+    first = report["without"][0]
+    saved = f"{units.duration(first['saved_ns'])} shorter: {units.share(first['saved_ratio'])}"
+    headline = f"Without {first['cause']}, the mean step would be {saved} of {units.duration(report['step_ns'])}"
+    assert headline in _html(shown)
     keys = ("without_ns", "saved_ns")
     assert [(row[0], *row[2:6]) for row in _table(shown)] == [
         (

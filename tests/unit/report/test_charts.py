@@ -51,6 +51,26 @@ def test_marks_lie_where_the_curves_have_them() -> None:
     assert (figure.layout.annotations[0].x, figure.layout.xaxis.range) == (1, (0, 2))
 
 
+def test_the_loss_at_the_chosen_interval_is_drawn() -> None:
+    lost = {charts.SAVING: [0.02, 0.02, 0.02], charts.LOST: [0.03, 0.02, 0.5]}
+    figure = charts.lost_time([60, 600, 6000], lost, marks={"best": 600, "chosen": 6000})
+    assert figure.layout.yaxis.range[1] > 50
+
+
+def test_wide_frames_of_a_flame_graph_have_a_label_that_fits() -> None:
+    names = ["aten::convolution_backward_overrideable", "aten::add", "aten::a_name_that_no_narrow_frame_can_hold"]
+    ns = [500, 490, 10]
+    tree = pl.DataFrame(
+        {"node": [0, 1, 2], "parent": [-1, -1, -1], "name": names, "count": [1, 1, 1], "self_ns": ns, "total_ns": ns}
+    )
+    (drawn,) = charts.icicle(tree, "time").data
+    assert drawn.text == ("time", "aten::convolution_backward_overrideable", "aten::add", names[2])
+    narrow = tree.with_columns(total_ns=pl.Series([150, 840, 10]))
+    (drawn,) = charts.icicle(narrow, "time").data
+    assert drawn.text[1] == "aten::convolutio…"
+    assert drawn.labels[1] == names[0]
+
+
 def test_memory_is_stacked_by_what_it_goes_to() -> None:
     plans = {"DDP": memory.plan(2**30, Layout(dp=4)), "FSDP": memory.plan(2**30, Layout(dp=4, zero=3))}
     figure = charts.memory_by_strategy(plans, device_bytes=2**34)

@@ -84,7 +84,7 @@ def test_communication_of_an_axis_is_divided_into_exposed_and_hidden_time_of_a_s
         }
     )
     figure = charts.axis_communication(rows)
-    assert {trace.name: trace.x for trace in figure.data} == {"exposed": (1.0,), "hidden behind compute": (2.0,)}
+    assert {trace.name: trace.x for trace in figure.data} == {"exposed": (1.0,), "overlapped with compute": (2.0,)}
 
 
 def test_experts_that_get_more_tokens_than_the_mean_stand_out():

@@ -25,7 +25,7 @@ def purposes(trace: Trace) -> pl.DataFrame:
     parameters: in a span of FSDP, or called while autograd accumulates a gradient, where the hooks of DDP, Megatron-LM
     and DeepSpeed run. activations: between two ops of one forward, or in another node of autograd. other: outside of
     both, such as gradients reduced after the backward. null: the trace links no backward op to its forward op, so where
-    forward ends is unknown.
+    forward ends is unknown, or it lacks the launch of a collective on a device, which may run long after its call.
     """
     host = _called(trace)
     if host.is_empty():
@@ -49,15 +49,19 @@ def _called(trace: Trace) -> pl.DataFrame:
     """Return the collectives with phase, span, and where each was called.
 
     Columns accumulates (while a gradient is accumulated) and between_forward_ops (null where no op is known to be of a
-    forward).
+    forward, or the launch is not recorded).
     """
     row = columns.rows_of(trace.activities["id"].to_numpy(), trace.collectives["activity_id"].to_numpy())
     row = row[row >= 0]
-    calls = trace.activities[["id", "phase", "span"]][row]
+    calls = trace.activities[["id", "lane", "phase", "span"]][row]
     call, start_ns = trace_columns.launch_rows(trace)[row], trace.activities["start_ns"].to_numpy()[row]
     called_ns = np.where(call >= 0, at(trace.ops["start_ns"].to_numpy(), call, 0), start_ns)
     accumulates = pl.Series("accumulates", _accumulates(trace, trace_columns.launch_ids(trace)[row]))
-    return calls.hstack([accumulates, _between_forward_ops(trace, called_ns)]).rename({"id": "activity_id"})
+    device_lanes = trace.lanes["lane"].filter(trace.lanes["device"].is_not_null())
+    is_call_known = pl.Series(call >= 0) | ~calls["lane"].is_in(device_lanes.implode())
+    between = _between_forward_ops(trace, called_ns)
+    known = pl.select(pl.when(is_call_known).then(between).alias(between.name)).to_series()
+    return calls.hstack([accumulates, known]).rename({"id": "activity_id"})
 
 
 def _accumulates(trace: Trace, launch_ids: Ints) -> Flags:

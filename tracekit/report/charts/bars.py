@@ -6,10 +6,11 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.colors import sample_colorscale
 
-from tracekit.model import escaping, units
+from tracekit.model import escaping, kernel_names, units
 from tracekit.report.charts import style
 
 MAX_ROWS = 15
+_LABEL_CHARACTERS = 40
 
 
 def breakdown(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) -> go.Figure:
@@ -65,16 +66,20 @@ def top_bars(
 ) -> go.Figure:
     """Return the `max_rows` rows of a table of kernels or ops with the largest `measure`, as bars.
 
-    A row is named by its columns `by` and has the colour of its kind. Long names are shortened in the
-    middle; the hover shows more of them.
+    A row is named by its columns `by` and has the colour of its kind. Long names are shortened so that they stay
+    distinct; the hover shows more of them.
     """
     most_of = table.filter(pl.col(measure) > 0).sort(measure, descending=True).head(max_rows)
     names = [
         " · ".join("unknown" if value is None else str(value) or "root" for value in row)
         for row in most_of.select(by).iter_rows()
     ]
-    labels = pl.Series("_label", names, pl.String)
-    shown = most_of.with_columns(labels).with_row_index("y")
+    short = kernel_names.short_names(most_of["name"].drop_nulls().to_list()) if "name" in by else {}
+    labels = [
+        " · ".join(short.get(value, str(value) or "root") if value is not None else "unknown" for value in row)
+        for row in most_of.select(by).iter_rows()
+    ]
+    shown = most_of.with_columns(pl.Series("_label", names, pl.String)).with_row_index("y")
     figure = go.Figure()
     for (kind,), rows in shown.group_by("kind", maintain_order=True):
         style.add_bars(
@@ -93,7 +98,7 @@ def top_bars(
     figure.update_layout(barmode="overlay", showlegend=True)
     figure.update_xaxes(rangemode="tozero")
     style.scale_times(figure)
-    style.label_all_rows(figure, shown["_label"].to_list(), max_characters=56)
+    style.label_all_rows(figure, labels, max_characters=_LABEL_CHARACTERS)
     return style.with_style(figure, height_px=130 + 24 * shown.height)
 
 

@@ -16,6 +16,9 @@ _AROUND_PX, _LEVEL_PX, _SHOWN_LEVELS = 110, 24, 24
 _COLOURS = ("#9CC3DF", "#F2B98E", "#A8D8C5", "#F3D48A", "#C9BEDF", "#E3B7CE")
 """Light ones, for dark labels: frames are told apart by them, and have the same one everywhere."""
 _LABEL_LENGTH = 120
+_INK = "#1B2330"
+_WIDTH_PX, _CHARACTER_PX, _LEAST_CHARACTERS = 760, 6.2, 4
+"""The width of a figure in a narrow window, that of a character, and the fewest characters of a shortened label."""
 _SAME, _MORE, _LESS = "#F1F1F1", "#E58A7B", "#7FB0DA"
 """The colours of frames that take as long, longer and less long than before: light ones likewise."""
 _NOT_FOUND = "#A9B0BA"
@@ -82,12 +85,16 @@ def _figure(
     around = depth[shown["node"].to_list().index(int(level))] if level != "all" else -1
     levels = min(max(depth, default=0) - around + 1, _SHOWN_LEVELS)
     labels = [escaping.escape(name, _LABEL_LENGTH) for name in shown["name"]]
+    texts = _fitting(shown, whole[0] if level == "all" else shown.filter(node=int(level))["total_ns"].item())
     figure = go.Figure(
         go.Icicle(
             ids=["all", *map(str, shown["node"])],
             labels=[escaping.escape(title, _LABEL_LENGTH), *labels],
             parents=["", *("all" if parent < 0 else str(parent) for parent in shown["parent"])],
             values=[whole[0], *shown["total_ns"]],
+            text=[escaping.escape(title, _LABEL_LENGTH), *texts],
+            textinfo="text",
+            textfont={"color": _INK},
             customdata=[whole[1], *shown["about"]],
             branchvalues="total",
             hovertemplate="%{label}<br>%{customdata}<extra></extra>",
@@ -101,6 +108,18 @@ def _figure(
     )
     figure.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
     return style.with_style(figure, height_px=_AROUND_PX + _LEVEL_PX * levels)
+
+
+def _fitting(shown: pl.DataFrame, drawn_ns: int) -> list[str]:
+    """Return the name of each node, shortened to what its width holds where it holds a part of it.
+
+    Plotly hides a text that does not fit. Narrow nodes have their whole name, which shows once they are opened.
+    """
+    room = [int(ns / max(drawn_ns, 1) * _WIDTH_PX / _CHARACTER_PX) - 1 for ns in shown["total_ns"]]
+    return [
+        escaping.escape(name[: length - 1] + "…" if _LEAST_CHARACTERS <= length < len(name) else name, _LABEL_LENGTH)
+        for name, length in zip(shown["name"], room, strict=True)
+    ]
 
 
 def _branching(tree: pl.DataFrame, whole_ns: int) -> str:

@@ -1,4 +1,4 @@
-"""Communication: hidden and exposed, bandwidth, waits between ranks; causes of idle compute and paused collectives."""
+"""Communication: overlapped and exposed, bandwidth, waits between ranks; causes of gaps of compute and collectives."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +10,8 @@ from tracekit.report.charts import style
 from tracekit.report.charts.style import CAUSES, COLOURS
 
 COMMUNICATION_PARTS = {
-    "hidden_ns": ("hidden by compute", "rgba(213, 94, 0, 0.32)"),
-    "exposed_ns": ("exposed, data moves", COLOURS["communication"]),
+    "hidden_ns": ("overlapped with compute", "rgba(213, 94, 0, 0.32)"),
+    "exposed_ns": ("exposed transfer", COLOURS["communication"]),
     "waited_ns": ("exposed, waiting for a late rank", COLOURS["waiting"]),
 }
 """The parts of a rank's communication, each with its label and colour."""
@@ -53,7 +53,7 @@ def stall_causes(by_rank: pl.DataFrame, drawn: Mapping[int, str] | None = None) 
 
 
 def communication_parts(by_rank: pl.DataFrame, drawn: Mapping[int, str] | None = None) -> go.Figure:
-    """Return stacked bars of each rank's communication: hidden, exposed while data moves, exposed while waiting.
+    """Return stacked bars of each rank's communication: overlapped, exposed transfer, exposed while waiting.
 
     `by_rank` is `analysis.communication.exposed_communication.by_rank`; `drawn` as in `stall_causes`.
     """

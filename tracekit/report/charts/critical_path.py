@@ -76,7 +76,7 @@ def _add(figure: go.Figure, own: pl.DataFrame, kind: str, colour: str) -> None:
         (own["dur_ns"] / 1e6).to_list(),
         colour=colour,
         hover=f"rank %{{customdata[0]}} · {kind}<br>%{{customdata[3]}}<br>%{{customdata[4]}}",
-        name=kind,
+        name=style.KIND_LABELS.get(kind, kind),
         base=(own["from_ns"] / 1e6).to_list(),
         width=0.72,
         customdata=[[*time, label, units.duration(time[2])] for time, label in zip(times, labels, strict=True)],

@@ -75,7 +75,7 @@ def stage_balance(bubbles: pl.DataFrame) -> go.Figure:
 
 
 def axis_communication(rows: pl.DataFrame) -> go.Figure:
-    """Return the communication of each mesh axis, exposed and hidden, as stacked bars: means over ranks, a step.
+    """Return the communication of each mesh axis, exposed and overlapped, as stacked bars: means over ranks, per step.
 
     `rows` is `axis_communication.by_axis`.
     """
@@ -93,7 +93,7 @@ def axis_communication(rows: pl.DataFrame) -> go.Figure:
     )
     parts = {
         "exposed_ns": ("exposed", style.COLOURS["communication"]),
-        "hidden_ns": ("hidden behind compute", style.COLOURS["compute"]),
+        "hidden_ns": ("overlapped with compute", style.COLOURS["compute"]),
     }
     return _stacked(means, parts, [axis or "unknown" for axis in means["axis"]])
 

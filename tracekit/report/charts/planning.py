@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import plotly.graph_objects as go
 
 from tracekit.model import units
@@ -27,7 +28,8 @@ def lost_time(
 ) -> go.Figure:
     """Return shares of time lost over the interval between checkpoints, each named share a curve.
 
-    `marks` are intervals to mark, in s, by their names. The time axis ends at four times the least loss.
+    `marks` are intervals to mark, in s, by their names. The share axis ends at four times the least loss, or above the
+    loss at a mark.
     """
     figure = go.Figure()
     for name, ratios in lost.items():
@@ -56,9 +58,10 @@ def lost_time(
         )
     ends = [math.log10(interval / 60) for interval in (intervals_s[0], intervals_s[-1])]
     figure.update_xaxes(title="minutes between checkpoints", type="log", range=ends, dtick=1)
-    # Up to four times the least loss, so that the minimum is visible.
-    least = min(lost.get(LOST) or next(iter(lost.values())), default=0.25)
-    top = 100 * min(1.0, max(4 * least, 0.01))
+    # Up to four times the least loss, so that the minimum is visible, and so that the loss at each mark is.
+    total = lost.get(LOST) or next(iter(lost.values()))
+    marked = [np.interp(math.log(mark), np.log(intervals_s), total) for mark in marks.values() if mark > 0]
+    top = 100 * min(1.0, max(4 * min(total, default=0.25), 1.15 * max(marked, default=0.0), 0.01))
     figure.update_yaxes(title="share of time lost", ticksuffix="%", range=[0, top])
     return style.with_style(figure, height_px=380)
 

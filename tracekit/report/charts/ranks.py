@@ -24,7 +24,7 @@ MAX_SPANS = 6000
 AWAITED, SLOWER, EXPOSED, WAITED = "awaited_ratio", "longer_ratio", "exposed_ratio", "waited_ratio"
 MEASURES = {
     AWAITED: "time others wait for this rank",
-    SLOWER: "step time relative to the median of all ranks",
+    SLOWER: "step time against the median rank",
     EXPOSED: "exposed communication",
     WAITED: "waiting for a late rank",
 }

@@ -39,7 +39,7 @@ def roofline(rows: pl.DataFrame, roofs: pl.DataFrame) -> go.Figure:
         _add_calls(figure, calls, longest_ns, has_products=bool(has_products[0]))
     figure.update_xaxes(title="operations per byte", type="log", range=[math.log10(each) for each in ends], dtick=1)
     rates = [*shown["y"].to_list(), float(roofs["flops_per_s"].max())]  # type: ignore[arg-type]
-    figure.update_yaxes(title="rate", **style.log_axis(rates, _rate))
+    figure.update_yaxes(title="FLOP/s", **style.log_axis(rates, _rate))
     return style.with_style(figure, height_px=_HEIGHT_PX)
 
 
@@ -80,10 +80,10 @@ def _add_roof(figure: go.Figure, label: str, peak: float, bandwidth: float, ends
 
 
 def _name_memory(figure: go.Figure, bandwidth: float, ends: tuple[float, float]) -> None:
-    place = ends[0] * 2
+    place = 1.0 if ends[0] < 1 < ends[1] else ends[0] * 2
     figure.add_annotation(
         x=math.log10(place), y=math.log10(place * bandwidth), text=f"memory {units.rate(bandwidth)}",
-        showarrow=False, xanchor="left", yanchor="bottom", yshift=14, font={"size": 11},
+        showarrow=False, xanchor="left", yanchor="top", xshift=8, yshift=-2, font={"size": 11},
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import polars as pl
 
 from tracekit.model import escaping, kernel_names, schema, units
 from tracekit.model.intervals import Window
-from tracekit.report import charts, timeline
+from tracekit.report import charts, phrases, timeline
 from tracekit.report.timeline import lookup
 from tracekit.rules.rule import Finding
 from tracekit.sync import alignment
@@ -349,7 +349,12 @@ def _band_arrays(of: timeline.Scene) -> tuple[npt.NDArray[Any], ...]:
 def _marks(of: timeline.Scene, window: int, key: str, finding: Finding) -> Iterable[dict[str, Any]]:
     rows = evidence_spans(of, window, finding)
     title = escaping.inert(finding.message, MAX_NAME)
-    about = {"key": key, "finding": finding.id, "severity": finding.severity.label, "title": title}
+    about = {
+        "key": key,
+        "finding": f"{finding.code} {phrases.rule_name(finding.code)}",
+        "severity": finding.severity.label,
+        "title": title,
+    }
     for rank, start_ns, end_ns in rows.select("rank", "start_ns", "end_ns").iter_rows():
         yield about | {"rank": rank, "start": start_ns - of.span[0], "end": end_ns - of.span[0]}
 

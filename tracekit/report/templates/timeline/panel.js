@@ -138,7 +138,7 @@ class Panel {
     this.isOfRange = true;
     this.details.hidden = false;
     const close = make("button", { class: "close", "aria-label": "Close the range", onclick: () => this.timeline.clearSelection() }, "×");
-    const title = `Range of ${durationText(range.to - range.from)} from ${this.timeline.moment(range.from)}`;
+    const title = `Range from ${this.timeline.moment(range.from)} to ${this.timeline.moment(range.to)} (${durationText(range.to - range.from)})`;
     const focused = this.details.getRootNode().activeElement;
     const isTyping = focused?.classList.contains("note");
     this.details.replaceChildren(make("header", {}, make("h4", {}, title), close), ...rangeParts(this.timeline, range, totals));

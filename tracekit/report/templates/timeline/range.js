@@ -8,7 +8,7 @@ function selectRange(timeline, fromNs, toNs, { complete = true, note = "" } = {}
   const [from, to] = [Math.min(fromNs, toNs), Math.max(fromNs, toNs)].map((ns) => Math.round(clamp(ns, 0, timeline.spanNs)));
   if (to <= from) return;
   timeline.range = { from, to, note };
-  timeline.panel.announce(`Range of ${durationText(to - from)} from ${timeline.moment(from)}`);
+  timeline.panel.announce(`Range from ${timeline.moment(from)} to ${timeline.moment(to)} (${durationText(to - from)})`);
   if (complete) requestTotals(timeline);
   timeline.redraw();
 }
