@@ -20,7 +20,7 @@ from dashboard import downloads, run_store, sharing, url_state
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import LoadedRun
 from tracekit.errors import RuleError, TracekitError
-from tracekit.model import escaping
+from tracekit.model import escaping, kernel_names
 from tracekit.report import charts, html_fragments, phrases
 from tracekit.report.headlines import Headline
 
@@ -30,6 +30,9 @@ OTHERS = "compare"
 UNKNOWN_RUN = "unknown_run"
 """The state with the run that the address named and that is not listed."""
 MISSING = "—"
+FULL_NAME = "full name"
+_MAX_WHOLE_NAME = 60
+"""Tables without a longer name of a kernel show all names as they are."""
 SHOWN_PATH = "shown_path"
 """The step whose critical path the timeline shows: a mapping with the names run and step."""
 MAX_PRESELECTED = 4
@@ -191,10 +194,11 @@ def frame(
 
     With a `key`, the table, or `whole` of which it is a part, can be downloaded below it in its original units. With a
     `selection`, a row can be selected: the state of that name has its number. A shared page has the first
-    `shared_rows`. `labels` are the headings of columns whose names do not say enough. `options` are those of
-    st.dataframe; its event is returned.
+    `shared_rows`. `labels` are the headings of columns whose names do not say enough. Long names of kernels have their
+    short form, with the full name in the last column. `options` are those of st.dataframe; its event is returned.
     """
-    sharing.table(table, shared_rows)
+    original, table = table, _with_short_names(table)
+    sharing.table(original, shared_rows)
     if selection is not None:
         options |= {"on_select": "rerun", "selection_mode": "single-row"}
     shown: list[pl.Series] = []
@@ -222,8 +226,18 @@ def frame(
         **options,
     )
     if key is not None:
-        downloads.table(table if whole is None else whole, key=key)
+        downloads.table(original if whole is None else whole, key=key)
     return event
+
+
+def _with_short_names(table: pl.DataFrame) -> pl.DataFrame:
+    if table.schema.get("name") != pl.String:
+        return table
+    forms = kernel_names.short_names(table["name"].drop_nulls().unique().to_list())
+    if not any(len(name) > _MAX_WHOLE_NAME and form != name for name, form in forms.items()):
+        return table
+    short = pl.Series("name", [None if name is None else forms[name] for name in table["name"]], pl.String)
+    return table.with_columns(short, table["name"].alias(FULL_NAME))
 
 
 def drop_empty(table: pl.DataFrame) -> pl.DataFrame:

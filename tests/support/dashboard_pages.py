@@ -11,7 +11,7 @@ testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [d
 scanner = pytest.importorskip("streamlit.components.v2.manifest_scanner")
 # Each run of a page reads the metadata of all installed packages, half of its time; the packages stay the same.
 scanner.scan_component_manifests = functools.cache(scanner.scan_component_manifests)
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from dashboard import pages
 from tests.browser import recorded
 from tests.support import dashboard_pages
 from tests.support.dashboard_pages import TIMEOUT_S, testing
+from tracekit.model import kernel_names
 
 _keep_main = dashboard_pages.keep_main
 ROOT = Path(__file__).parents[3]
@@ -58,3 +59,15 @@ def test_the_guide_lists_every_page_of_the_registry():
     rows = [f"| {page.title} | `/{page.address}` | {page.summary} | {page.needs.value} |" for page in pages.PAGES]
     table = "\n".join(["| page | address | shows | needs |", "|---|---|---|---|", *rows])
     assert table in guide, f"docs/dashboard.md lacks this table:\n{table}"
+
+
+def test_kernels_have_short_names_in_tables_and_their_full_names_in_the_last_column():
+    app = dashboard_pages.page("kernels", ROOT / "sample_traces" / "gpu" / "slow-rank")
+    (table,) = [each.value for each in app.dataframe if "full name" in each.value.columns]
+    assert table.columns[-1] == "full name"
+    full, short = table["full name"].to_list(), table["name"].to_list()
+    assert len(set(short)) == len(short) == len(set(full))
+    assert max(map(len, short)) < 110 < max(map(len, full))
+    assert short == [kernel_names.short_names(full)[name] for name in full]
+    whole = dashboard_pages.page("kernels", ROOT / "sample_traces" / "demo-fsdp2")
+    assert not [each for each in whole.dataframe if "full name" in each.value.columns]
