@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tracekit import conventions
-from tracekit.analysis.memory.snapshot_files import PICKLES
+from tracekit.analysis.memory.snapshot_files import SUFFIXES
 from tracekit.ingest import archives, readers
 from tracekit.rules.report_cache import Summary
 
@@ -51,7 +51,7 @@ def is_trace_by_name(name: str) -> bool:
 def is_snapshot(name: str) -> bool:
     """Return whether a file with this name is a memory snapshot, such as rank00000.memory.pickle or snapshot.pickle."""
     lower = name.lower()
-    return lower.endswith(PICKLES) and ("memory" in lower or "snapshot" in lower) and not name.startswith(".")
+    return lower.endswith(SUFFIXES) and ("memory" in lower or "snapshot" in lower) and not name.startswith(".")
 
 
 def may_have_traces(name: str) -> bool:

@@ -84,6 +84,35 @@ class Blocks:
             self.broken = f"the zstd file is damaged or ends early ({error})"
 
 
+class Unpacked:
+    """The decompressed content of a file, to be read from its beginning. Raises BadTraceError as `Blocks` does."""
+
+    def __init__(self, path: str | Path, *, max_bytes: int) -> None:
+        """Open the file; its content may have at most `max_bytes`, else it is no file of its kind."""
+        self._path, self._remaining_bytes = str(path), max_bytes
+        self._blocks = iter(Blocks(self._path))
+        self._rest = b""
+
+    def read(self, size: int, /) -> bytes:
+        """Return the next `size` bytes, less at the end. Raises BadTraceError beyond `max_bytes`."""
+        parts, length = [self._rest], len(self._rest)
+        while length < size and (block := next(self._blocks, b"")):
+            parts.append(block)
+            length += len(block)
+        content = b"".join(parts)
+        self._rest = content[size:]
+        self._remaining_bytes -= min(len(content), size)
+        if self._remaining_bytes < 0:
+            raise BadTraceError(f"{self._path}: decompresses to far more than its size; it is not what it seems to be")
+        return content[:size]
+
+
+def is_compressed(path: str | Path) -> bool:
+    """Return whether a file is gzip or zstd by its first bytes. Raises OSError."""
+    with Path(path).open("rb") as file:
+        return file.read(4).startswith((_GZIP, _ZSTD))
+
+
 def _rest(file: BinaryIO, block: bytes) -> Iterator[bytes]:
     while block:
         yield block

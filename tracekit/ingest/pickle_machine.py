@@ -7,7 +7,7 @@ is what would make a small file fill the memory. A subclass may give more opcode
 import struct
 from collections.abc import Callable
 from pickletools import opcodes
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 _CHUNK_BYTES = 4 << 20
 MARGIN_BYTES = 1 << 16  # an opcode with its argument is read whole from the buffer; longer ones are refused
@@ -23,6 +23,13 @@ class PickleError(ValueError):
     """A pickle that is truncated, damaged or not plain data. The message is a predicate, such as "is truncated"."""
 
 
+class Readable(Protocol):
+    """What a pickle is read from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return the next `size` bytes, less at the end."""
+
+
 class Machine:
     """One pickle, read once by `read`. Raises `fail` if it is truncated, damaged or more than plain data."""
 
@@ -31,7 +38,7 @@ class Machine:
     expected = "plain data"
     """What the pickle should contain, for messages."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Readable) -> None:
         """Read `file` from its beginning."""
         self._file = file
         self._data = b""

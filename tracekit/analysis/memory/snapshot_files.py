@@ -12,6 +12,8 @@ from tracekit.model.run import Run
 from tracekit.model.source import Source
 
 PICKLES = (".pickle", ".pkl")
+SUFFIXES = tuple(f"{pickle}{ending}" for pickle in PICKLES for ending in ("", ".gz", ".zst"))
+"""Names of snapshots end with one of these."""
 MAX_TOTAL_BYTES = 128 << 20
 """Total size of the snapshots that are read without an explicit request, for example by a rule."""
 
@@ -52,7 +54,7 @@ def in_folder(folder: Path) -> list[tuple[int, Path]]:
 
     Only the last snapshot of a rank counts, by the order of names: torchtitan and others write one each iteration.
     """
-    names = sorted((p for s in PICKLES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))), key=_natural)
+    names = sorted((p for s in SUFFIXES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))), key=_natural)
     ranks: dict[int, Path] = {}
     for place, path in enumerate(p for p in names if p.is_file()):
         stated = re.search(r"rank[-_]?(\d{1,6})", path.name)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tracekit.replay.allocator.playback import History
     from tracekit.report.memory import MemoryReport
 
-_PICKLES = (".pickle", ".pkl")
 _PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 _GIB = 1 << 30
 
@@ -107,7 +106,9 @@ def _of_snapshots_among_others(path: str, options: ReplayOptions, error: BadTrac
 
 def _is_snapshot(path: str) -> bool:
     """Return whether a path is a pickle, by its name or its first bytes (the opcode PROTO and 2 to 5)."""
-    if path.endswith(_PICKLES):
+    from tracekit.analysis.memory import snapshot_files
+
+    if path.endswith(snapshot_files.SUFFIXES):
         return not Path(path).is_dir()
     if not Path(path).is_file():
         return False

@@ -10,7 +10,7 @@ import polars as pl
 from tracekit.conventions import object_storage
 from tracekit.conventions.gc_pause import gc_paused
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import remote
+from tracekit.ingest import decompression, remote
 from tracekit.ingest.readers.memory_snapshot.interning import EventColumns, FrameTable
 from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
 from tracekit.model import schema
@@ -24,10 +24,12 @@ _MEMORY_ACTIONS = (
 )
 _COMMON_POOL = (0, 0)
 _MAX_ERROR_LENGTH = 200
+_MAX_RATIO, _MIN_LIMIT_BYTES = 100, 64 << 20
+"""A compressed snapshot may be so many times as large as its file, but need not be smaller than 64 MiB."""
 
 
 def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
-    """Return the snapshot in a file or at a URL; with `cache`, a remote file is downloaded once.
+    """Return the snapshot in a file, maybe compressed, or at a URL; with `cache`, a remote file is downloaded once.
 
     Only plain containers are built: a pickle that would import or call anything is refused. Raises BadTraceError, which
     names the opcode, the byte and the file, or InputError if the file cannot be opened.
@@ -45,11 +47,14 @@ def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
 def _read(copy: Path, path: str) -> MemorySnapshot:
     """Return the snapshot in the local file `copy` of the file at `path`."""
     try:
+        packed_bytes = copy.stat().st_size if decompression.is_compressed(copy) else 0
         file = copy.open("rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
     with file, gc_paused():
-        unpickler = Unpickler(file, path)
+        most_bytes = max(_MAX_RATIO * packed_bytes, _MIN_LIMIT_BYTES)
+        unpacked = decompression.Unpacked(copy, max_bytes=most_bytes) if packed_bytes else None
+        unpickler = Unpickler(unpacked or file, path)
         root = unpickler.read()
     try:
         return _snapshot(path, root, unpickler)

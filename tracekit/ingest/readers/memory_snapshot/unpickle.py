@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import repeat
 from operator import itemgetter
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest.pickle_machine import MARGIN_BYTES, MAX_INTERNED, SPENT, Machine
+from tracekit.ingest.pickle_machine import MARGIN_BYTES, MAX_INTERNED, SPENT, Machine, Readable
 from tracekit.ingest.readers.memory_snapshot.interning import (
     EVENT_KEY,
     FRAME_KEY,
@@ -56,7 +56,7 @@ class Unpickler(Machine):
 
     expected = "the data of a memory snapshot"
 
-    def __init__(self, file: BinaryIO, path: str) -> None:
+    def __init__(self, file: Readable, path: str) -> None:
         """Read `file` from its beginning; messages name it `path`."""
         super().__init__(file)
         self.path = path
