@@ -46,7 +46,7 @@ _ROW_PX, _MAX_ROWS_SHOWN = 35, 10
 """Of a table, as Streamlit draws it: with its height, the page reserves the place before the table is there."""
 _USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
 """The least median of a column in its unit, how many digits follow its first one, and the most decimals."""
-_LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-4, 1 << 30
+_LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-3, 1 << 30
 """The smallest size shown in a unit with four digits; below it, sizes are whole bytes, or have three decimals."""
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),

@@ -412,7 +412,7 @@ def test_the_dashboards_own_settings_keep_its_protections():
     ("sizes", "expected"),
     [
         ([8, 58_632, 2_818_048, None], (1, widgets.BYTES)),
-        ([192, 2_304, 150_994_944], (2**20, "%.4g MiB")),
+        ([192, 2_304, 150_994_944], (1, widgets.BYTES)),
         ([640, 91_905_589_248], (2**30, "%.3f GiB")),
         ([0, 2 << 20, 3 << 30], (2**30, "%.4g GiB")),
         ([4 << 10, 3 << 20], (2**20, "%.4g MiB")),
