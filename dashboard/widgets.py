@@ -195,7 +195,7 @@ def frame(
     With a `key`, the table, or `whole` of which it is a part, can be downloaded below it in its original units. With a
     `selection`, a row can be selected: the state of that name has its number. A shared page has the first
     `shared_rows`. `labels` are the headings of columns whose names do not say enough. Long names of kernels have their
-    short form, with the full name in the last column. `options` are those of st.dataframe; its event is returned.
+    short form, and their full name in the last column. `options` are those of st.dataframe; its event is returned.
     """
     original, table = table, _with_short_names(table)
     sharing.table(original, shared_rows)
@@ -236,8 +236,10 @@ def _with_short_names(table: pl.DataFrame) -> pl.DataFrame:
     forms = kernel_names.short_names(table["name"].drop_nulls().unique().to_list())
     if not any(len(name) > _MAX_WHOLE_NAME and form != name for name, form in forms.items()):
         return table
-    short = pl.Series("name", [None if name is None else forms[name] for name in table["name"]], pl.String)
-    return table.with_columns(short, table["name"].alias(FULL_NAME))
+    names = table["name"].to_list()
+    short = pl.Series("name", [None if name is None else forms[name] for name in names], pl.String)
+    full = pl.Series(FULL_NAME, [None if forms.get(name) == name else name for name in names], pl.String)
+    return table.with_columns(short, full)
 
 
 def drop_empty(table: pl.DataFrame) -> pl.DataFrame:

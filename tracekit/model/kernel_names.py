@@ -26,7 +26,7 @@ _NOISE = re.compile(
     r"FusedOptimizerTensorListMetadata|RestrictPtrTraits|DefaultPtrTraits|operator|const|unsigned|signed|long|int|char|"
     r"short|bool|float|double|void|true|false|BFloat16|Half|half|__half|__half2|__nv_bfloat16|__hip_bfloat16|Float8\w*|"
     r"complex|tuple|Tuple|pair|std|lambda|c10|at|native|int64_t|int32_t|uint\d+_t|size_t|u?l+|enum|struct|class|"
-    r"policy_hub|Policy\d+|OpaqueType|CopyFunctor|detail|internal|cuda|hip|memory|policies|type|value"
+    r"enable_sm\d+\w*|policy_hub|Policy\d+|OpaqueType|CopyFunctor|detail|internal|cuda|hip|memory|policies|type|value"
 )
 
 
