@@ -112,7 +112,9 @@ def tracks(trace: Trace, table: pl.DataFrame) -> pl.DataFrame:
     # Slices without a lane are on lane -1 of their section.
     lane = (pl.col("track") + 1) % (1 << 32) - 1
     device = pl.format("GPU {}", "device")
-    process = pl.concat_str(pl.lit("host"), pl.format("pid {}", "pid"), separator=" ", ignore_nulls=True)
+    of_host = pl.concat_str(pl.lit("host"), pl.format("pid {}", "pid"), separator=" ", ignore_nulls=True)
+    # Kineto writes its own overhead as slices of process -1.
+    process = pl.when(pl.col("pid").cast(pl.String) == "-1").then(pl.lit("profiler")).otherwise(of_host)
     group = _by_source("checkpoints", pl.coalesce(device, pl.lit("CPU work")), pl.coalesce(device, process))
     role = pl.col("role").replace_strict(_ROLES, default="compute", return_dtype=pl.String)
     section = pl.col("role").replace({"memcpy": "copies", "memset": "copies"})

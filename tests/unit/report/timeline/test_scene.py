@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 import tracekit
-from tests.support import drawn_traces
+from tests.support import drawn_traces, kineto_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache
 from tracekit.model import schema
@@ -262,6 +262,16 @@ def test_tracks_stand_by_role_and_then_the_host_threads():
     assert tracks["source"].to_list() == ["activities"] * 3 + ["ops"] * 2
     assert tracks["rows"].to_list() == [1] * 5
     assert tracks["lane"].to_list() == [2, 1, 0, 8, 9]
+
+
+def test_the_overhead_of_the_profiler_has_a_group_of_its_own(tmp_path):
+    document = kineto_files.trace()
+    overhead = {"ph": "X", "cat": "overhead", "name": "Buffer Flush", "pid": -1, "tid": 0, "ts": 200, "dur": 20}
+    document["traceEvents"].append(overhead)
+    kineto_files.write(tmp_path / "rank0.json", document)
+    tracks = timeline.open_scene(tracekit.load(tmp_path, cache=False), folder=tmp_path).tracks
+    assert tracks["group"].to_list()[-1] == "profiler"
+    assert "host pid 1" in tracks["group"].to_list()
 
 
 def test_runs_of_slices_are_no_more_than_the_slices():
