@@ -71,16 +71,16 @@ def _of_ranks(rows: pl.DataFrame, drawn: Mapping[int, str] | None) -> pl.DataFra
 
 
 def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
-    """Return which rank waits for which: a row per waiting rank, a column per late rank.
+    """Return which rank waits for which: a row per rank, a column per rank that others wait for.
 
     `waited` is `rank_timelines.wait_times`; a last column holds waits for an unknown rank. Of more than
     `MAX_MATRIX_RANKS` ranks, those that wait longest and those that are waited for longest are drawn.
     """
-    peers = ranks
+    peers = waited.filter(pl.col("waited_ns") > 0)["peer_rank"].drop_nulls().unique().sort().to_list()
     if len(ranks) > MAX_MATRIX_RANKS:
         ranks, peers = (_longest(waited, name) for name in ("rank", "peer_rank"))
     known = {(rank, peer): ns for rank, peer, ns in waited.select("rank", "peer_rank", "waited_ns").iter_rows()}
-    columns: list[int | None] = [*peers, *([None] if any(peer is None for _, peer in known) else [])]
+    columns: list[int | None] = [*peers, *([None] if any(peer is None for _, peer in known) else [])] or list(ranks)
     grid = [[known.get((rank, peer), 0) for peer in columns] for rank in ranks]
     longest_ms = max(known.values(), default=1) / 1e6
     factor, unit = style.time_unit(longest_ms)
