@@ -71,7 +71,8 @@ CONFIG = {
 _TIME_UNITS = ((1000.0, 1e-3, "s"), (1.0, 1.0, "ms"), (-1.0, 1e3, "µs"))
 """Units of time axes: the least time in ms that each is for, how many are 1 ms, and its name; the largest first."""
 _LEGEND_PX, _BUTTONS_PX = 62, 34  # above the plot
-_MAX_ROWS_PX = 1400
+_LEAST_PX, _MAX_ROWS_PX = 220, 1400
+"""Of a figure with a row a name: in a narrow window, its legend takes several lines."""
 _GRID = "rgba(128, 138, 150, 0.22)"
 
 
@@ -133,7 +134,7 @@ def with_labelled_rows(
     figure.update_xaxes(rangemode="tozero")
     scale_times(figure)
     label_rows(figure, names)
-    return with_style(figure, height_px=min(edge_px + row_px * len(names), _MAX_ROWS_PX))
+    return with_style(figure, height_px=min(max(edge_px + row_px * len(names), _LEAST_PX), _MAX_ROWS_PX))
 
 
 def scale_times(figure: go.Figure, axis: str = "x") -> None:
