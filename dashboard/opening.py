@@ -24,7 +24,8 @@ def _open(entry: RunEntry) -> OpenRun:
     opening = run_store.start_opening(entry)
     if opening is None:
         return run_store.open_run(entry)
-    if not opening.has_ended(_SOON_S):
+    # A page that follows a recording shows what it showed before until the new trace is read.
+    if not opening.has_ended(_SOON_S) and not entry.is_live:
         place = st.empty()
         with sharing.paused(), place.container():
             _show_progress(entry, opening)

@@ -205,7 +205,7 @@ def test_an_uploaded_memory_snapshot_without_traces_is_drawn_on_the_page_memory(
     settle(page)
     _upload(page, snapshot)
     expect(page.locator(".tk-title b").filter(has_text="uploaded: oom.memory.pickle")).to_be_visible()
-    expect(page.get_by_text("Allocated at the peak")).to_be_visible()
+    expect(page.get_by_text("Allocated at the peak", exact=True)).to_be_visible()
     expect(page.locator(".js-plotly-plot .yaxislayer-above").get_by_text("parameters")).to_be_visible()
     settle(page)
     assert_clean(page)

@@ -124,6 +124,7 @@ def test_two_runs_are_aligned_by_their_typical_steps_and_a_key_moves_both(page, 
         page.locator("button:enabled")
     ).first.click()
     shown.wait(f"e.steps !== '{' / '.join(f'step {step}' for step in moved)}'")
+    settle(page)
     _choose(page, "Compare steps with", "no other run")
     expect(headline).to_contain_text("A step takes")
     settle(page)

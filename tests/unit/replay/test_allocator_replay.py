@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.support.sample_snapshots import MIB, Simulation, document, event, recorded, write
-from tracekit.errors import InputError
+from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.replay.allocator import Allocator, Overlap, Settings, playback
 
@@ -334,12 +334,18 @@ def corrupted(document: dict, rng: random.Random) -> dict:
 def test_corrupted_recordings_are_replayed_or_rejected(expandable, tmp_path):
     rng = random.Random(5)
     whole = work(Settings(expandable=expandable), 3, steps=60)
+    refused = 0
     for number in range(20):
-        recording = history(corrupted(whole.document(0 if number % 2 else 25), rng), tmp_path)
+        try:
+            recording = history(corrupted(whole.document(0 if number % 2 else 25), rng), tmp_path)
+        except BadTraceError:
+            refused += 1
+            continue
         if recording.not_replayable is None:
             with contextlib.suppress(InputError):
                 assert playback.replay_as_recorded(recording).peak_reserved_bytes >= 0
             assert playback.predict(recording, Settings(expandable=not expandable)).peak_reserved_bytes > 0
+    assert refused < 10
 
 
 def test_two_blocks_at_one_address_are_rejected():
