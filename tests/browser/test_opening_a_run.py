@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from benchmarks import cases
 from tests.browser.conftest import WAIT_MS, assert_clean, served, settle
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
+RANKS = 6
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RECORD_PROGRESS = """window.progress = [];
 new MutationObserver(() => {
@@ -33,8 +35,10 @@ PAGE = Page("Failing", "failing", "fails", show, Needs.ENTRY)
 def recordings(tmp_path_factory):
     """Return a folder with recorded runs that nobody has checked."""
     folder = tmp_path_factory.mktemp("recordings")
-    for name in ("gpu/slow-rank", "demo-fsdp2"):
-        shutil.copytree(SAMPLES / name, folder / Path(name).name)
+    shutil.copytree(SAMPLES / "gpu" / "slow-rank", folder / "slow-rank")
+    # Large enough to be read for longer than the time after which a page shows progress, also on a fast machine.
+    copies = cases.copies_of_rank(SAMPLES / "demo-fsdp2" / "rank00000.pt.trace.json.gz", folder, RANKS)
+    copies.rename(folder / "large")
     for file in folder.rglob("*.*"):
         os.utime(file, (time.time() - 3600,) * 2)
     return folder
@@ -55,7 +59,7 @@ def own_server(recordings, tmp_path_factory):
 
 def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(page, own_server):
     page.add_init_script(RECORD_PROGRESS)
-    page.goto(f"{own_server.url}/overview?run=demo-fsdp2")
+    page.goto(f"{own_server.url}/overview?run=large")
     page.locator("[data-testid=stProgress]").wait_for()
     page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile("^Plan$")).click()
     expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Plan")
@@ -66,7 +70,7 @@ def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(
     expect(page.locator("[data-testid=stProgress]")).to_have_count(0)
     shown = page.evaluate("window.progress")
     assert shown
-    assert all(re.match(r"Reading 2 files, 2\.\d+ MiB|\d of 2 traces read", text) for text in shown), shown
+    assert all(re.match(rf"Reading {RANKS} files, [\d.]+ MiB|\d of {RANKS} traces read", text) for text in shown), shown
     assert_clean(page)
 
 
@@ -93,7 +97,7 @@ def test_the_late_rank_and_those_that_wait_for_it_stand_first_in_the_timeline(pa
 
 
 def test_a_page_that_fails_says_why_and_the_others_work(page, own_server):
-    page.goto(f"{own_server.url}/failing?run=demo-fsdp2")
+    page.goto(f"{own_server.url}/failing?run=large")
     main = page.locator("[data-testid=stMain]")
     expect(main).to_contain_text(
         "The page Failing failed: ZeroDivisionError: of <b>no</b> steps. The other pages work."
