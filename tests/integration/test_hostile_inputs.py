@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import pickle
+import zipfile
 
 import pytest
 
@@ -281,6 +282,22 @@ def test_an_integer_beyond_64_bits_in_a_baseline_is_refused(tmp_path, number):
         done = cli_runner.tracekit("check", "--sample", "--baseline", tmp_path / "baseline.json")
         assert done.returncode in (2, 4), done.stderr
         assert "internal error" not in done.stderr
+
+
+def test_a_file_without_a_name_in_a_zip_archive_is_left_out_with_a_finding(tmp_path):
+    trace = json.dumps(kineto_files.trace(0, steps=1))
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
+        archive.writestr("rank00000.pt.trace.json", trace)
+        archive.writestr(zipfile.ZipInfo(""), trace)
+    done = cli_runner.tracekit("check", tmp_path / "run.zip", "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+    assert "a file without a name was left out" in done.stdout
+
+
+def test_slices_of_a_perfetto_trace_may_lack_their_names():
+    made = inputs.drawn("Perfetto trace", 2028114548)  # its interned names are damaged
+    with runner.worker() as worker:
+        assert worker.failure(made.kind, made.seed) is None
 
 
 def test_inputs_with_fixed_seeds_are_handled():

@@ -179,7 +179,9 @@ def _unpack_zip(path: Path, target: _Target) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
-                if not entry.is_dir() and not _is_link(entry) and target.wants(entry.filename):
+                if not entry.filename:  # on which ZipInfo.is_dir of Python 3.11 fails
+                    target.problems.append(f"{target.archive}: a file without a name was left out.")
+                elif not entry.is_dir() and not _is_link(entry) and target.wants(entry.filename):
                     _unpack_entry(archive, entry, target)
     except _DAMAGED as error:
         raise BadTraceError(

@@ -202,7 +202,8 @@ def _slices(
     begun, dur_ns = slices.event[of_kinds], slices.dur_ns[of_kinds]
     extra = {"begin_ns": pl.Int64(), "length_ns": pl.Int64(), F.UNNAMED: pl.Boolean()}
     table = _table(rows.arguments, begun, {**types, **extra}, len(events.kind))
-    names = pl.Series(events.names, dtype=pl.String).gather(events.name[begun])
+    place = pl.Series(events.name[begun], dtype=pl.Int64)
+    names = pl.Series(events.names, dtype=pl.String).gather(place.set(place < 0, None)).fill_null("")
     start_ns = events.at_ns[begun] - stated.offset_ns
     named = (
         table.with_columns(
