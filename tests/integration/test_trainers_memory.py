@@ -124,7 +124,7 @@ def test_what_is_measured_is_what_was_predicted(
             assert measured[f"{kind}_bytes"] == formula[f"{kind}_bytes"]
         if "experts" not in RUNS[name][1]:
             assert measured["activations_bytes"] == pytest.approx(formula["activations_bytes"], rel=0.001)
-        # When FSDP frees its buffers depends on threads of gloo: on a busy machine, one more of them was there at the peak.
+        # When FSDP frees its buffers depends on threads of gloo: on a busy machine, one more is there at the peak.
         loose = RUNS[name][0] in ("fsdp1", "fsdp2")
         assert measured["buffers_bytes"] == pytest.approx(formula["buffers_bytes"], rel=0.5 if loose else 0.01)
 
