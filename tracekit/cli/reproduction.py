@@ -18,7 +18,7 @@ from tracekit.cli.crash_report import FOUND, REPEATED, place_of
 from tracekit.errors import TracekitError
 
 MAX_BYTES = 256 << 20
-_KEPT_OPTIONS = frozenset({"--by", "--select", "--set", "--kind", "--format", "--step"})
+_REPEATED_OPTIONS = frozenset({"--by", "--select", "--set", "--kind", "--format", "--step"})
 _EVENTS = "traceEvents"
 
 Files: TypeAlias = dict[str, "Content"]
@@ -73,7 +73,7 @@ def repeated(words: Sequence[str]) -> RepeatedCommand | None:
         return None
     before = [words[at]]
     for part in command.params:
-        if values.get(part.name) != part.default and _KEPT_OPTIONS & set(part.opts):
+        if values.get(part.name) != part.default and _REPEATED_OPTIONS & set(part.opts):
             before += [word for value in _texts(values, part) for word in (part.opts[0], value)]
     return RepeatedCommand(tuple(before), Path(positional[0]), tuple(positional[1:]))
 

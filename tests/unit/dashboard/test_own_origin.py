@@ -55,13 +55,13 @@ def test_the_middleware_calls_nothing_behind_it_for_a_refused_request():
     async def _fails(*_):
         raise AssertionError
 
-    def asked(kind, host):
+    def request_from(kind, host):
         return {"type": kind, "headers": [(b"host", host.encode())], "method": "GET", "path": "/"}
 
     import asyncio
 
-    assert asyncio.run(run(asked("http", "evil.example")))[0]["status"] == 403
-    assert asyncio.run(run(asked("websocket", "evil.example")))[0]["code"] == own_origin.POLICY_VIOLATION
+    assert asyncio.run(run(request_from("http", "evil.example")))[0]["status"] == 403
+    assert asyncio.run(run(request_from("websocket", "evil.example")))[0]["code"] == own_origin.POLICY_VIOLATION
     for name in ("alias", socket.gethostname()):
         with pytest.raises(AssertionError):
-            asyncio.run(run(asked("http", name)))
+            asyncio.run(run(request_from("http", name)))

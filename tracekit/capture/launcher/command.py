@@ -92,9 +92,9 @@ def attach(run: Path, *, steps: "int | None", quiet: bool) -> int:
     except OSError as error:
         sys.stderr.write(f"tracekit: {now} cannot be written: {error.strerror}\n")
         return 2
-    asked_s = time.monotonic()  # not the time of the file: the clocks of file servers differ, and may be set back
+    requested_s = time.monotonic()  # not the time of the file: the clocks of file servers differ, and may be set back
     while _is_live(run):
-        if now.exists() and time.monotonic() - asked_s > _ANSWER_S:
+        if now.exists() and time.monotonic() - requested_s > _ANSWER_S:
             sys.stderr.write(
                 f"tracekit: no rank has answered for {_ANSWER_S:.0f} s; the window follows with its next steps\n"
             )
