@@ -125,8 +125,8 @@ def test_what_is_measured_is_what_was_predicted(
         if "experts" not in RUNS[name][1]:
             assert measured["activations_bytes"] == pytest.approx(formula["activations_bytes"], rel=0.001)
         # When FSDP frees its buffers depends on threads of gloo: on a busy machine, one more is there at the peak.
-        loose = RUNS[name][0] in ("fsdp1", "fsdp2")
-        assert measured["buffers_bytes"] == pytest.approx(formula["buffers_bytes"], rel=0.5 if loose else 0.01)
+        least, most = (0.75, 1.5) if RUNS[name][0] in ("fsdp1", "fsdp2") else (0.99, 1.01)
+        assert least <= measured["buffers_bytes"] / formula["buffers_bytes"] <= most
 
 
 @pytest.mark.parametrize("name", RUNS)
