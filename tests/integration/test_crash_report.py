@@ -100,6 +100,20 @@ def test_without_time_for_a_run_the_traceback_is_left(run: Path, tmp_path: Path,
         assert json.loads(archive.read("report.json"))["message"] == "in PATH/rank0.json"
 
 
+def test_a_folder_with_the_name_of_the_command_is_no_path(run: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TRACEKIT_CRASH_REPORT", "0.01")
+    monkeypatch.setattr(crash_report.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for folder in ("check", SECRET_USER):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    report = crash_report.write(ZeroDivisionError("cannot check"), ["--debug", "check", SECRET_USER])
+    assert report is not None
+    with zipfile.ZipFile(report.path) as archive:
+        content = json.loads(archive.read("report.json"))
+    assert content["command"] == ["--debug", "check", "PATH"]
+    assert content["message"] == "cannot check"
+
+
 def test_a_message_with_other_paths_and_addresses_is_scrubbed(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(crash_report.tempfile, "tempdir", str(tmp_path))
     error = ValueError(f"cannot open '/home/{SECRET_USER}/data/a.json' for {SECRET_USER}@example.org at 10.1.2.3")

@@ -108,21 +108,27 @@ def _report(error: Exception, words: Sequence[str]) -> dict[str, object]:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     message = str(cause)
-    for word in sorted(words, key=len, reverse=True):
-        if _is_path(word):
-            message = message.replace(word, "PATH")
+    paths = _paths(words)
+    for path in sorted(paths, key=len, reverse=True):
+        message = message.replace(path, "PATH")
     return {
         "schema": "tracekit.crash/1",
         "tracekit": VERSION,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "command": ["PATH" if _is_path(word) else word for word in words],
+        "command": ["PATH" if word in paths else word for word in words],
         "error": type(cause).__name__,
         "message": message[:_MAX_MESSAGE],
         "traceback": [
             f"{_module(frame.filename)}:{frame.lineno} in {frame.name}" for frame in _frames(error)[-_MAX_FRAMES:]
         ],
     }
+
+
+def _paths(words: Sequence[str]) -> set[str]:
+    """Return the words that may be paths: not the command's own name, even where a folder has that name too."""
+    command = next((word for word in words if not word.startswith("-")), "")
+    return {word for word in words if word and _is_path(word) and (word != command or "/" in word)}
 
 
 def _is_path(word: str) -> bool:
