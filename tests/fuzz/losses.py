@@ -23,11 +23,11 @@ def silent(path: Path) -> str:
 
     "" if none are, or if the file is refused.
     """
-    reference = lenient(unpacked(path.read_bytes()))
     try:
         trace, counts = reader.read_counted(str(path), rank=0)
     except TracekitError:
         return ""
+    reference = lenient(unpacked(path.read_bytes()))
     if _plain(counts) == _plain(reference) or set(trace.data_quality["kind"]) & LOSSY:
         return ""
     return f"lost {dict(reference - counts)}, invented {dict(counts - reference)}"
@@ -97,7 +97,8 @@ def lenient(data: bytes) -> Counts:
     """Count events per (ph, cat): each object of the array by itself; after damage, the next that has a ph."""
     text = data.decode("utf-8", "replace")
     key = text.find('"traceEvents"')
-    at = text.find("[", key) + 1 if key >= 0 else text.find('{"ph"')
+    bracket = text.find("[", key) if key >= 0 else -1
+    at = bracket + 1 if bracket >= 0 else text.find('{"ph"')
     found: Counts = Counter()
     lost = False
     decoder = json.JSONDecoder(strict=False)

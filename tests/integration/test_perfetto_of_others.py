@@ -155,3 +155,18 @@ def test_bundles_of_chromes_events_are_slices(tmp_path):
     assert found.activities.height
     for name in ("ops", "activities", "steps"):
         assert_frame_equal(getattr(found, name), getattr(expected, name))
+
+
+def test_times_on_a_clock_without_a_snapshot_are_those_of_the_main_clock(tmp_path):
+    trace = schema.Trace()
+    snapshot = trace.packet.add(trusted_packet_sequence_id=1).clock_snapshot
+    snapshot.clocks.add(clock_id=perfetto_files.BOOTTIME, timestamp=0)
+    for at_ns, kind in ((1000, perfetto_files.BEGIN), (5000, perfetto_files.END)):
+        packet = trace.packet.add(trusted_packet_sequence_id=perfetto_files.SEQUENCE, timestamp=at_ns)
+        packet.timestamp_clock_id = perfetto_files.OWN_CLOCK
+        packet.track_event.type, packet.track_event.track_uuid = kind, 1
+        if kind == perfetto_files.BEGIN:
+            packet.track_event.name = "aten::mm"
+            packet.track_event.categories.append("cpu_op")
+    ops = load(file_of(trace, tmp_path, "clock.pftrace")).ops
+    assert ops.select("name", "dur_ns").rows() == [("aten::mm", 4000)]

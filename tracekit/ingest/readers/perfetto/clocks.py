@@ -4,6 +4,8 @@ A packet states the clock of its timestamp, or its sequence does. Clocks of a se
 packet before; clock snapshots relate clocks to each other. See Perfetto's docs/concepts/clock-sync.md.
 """
 
+from itertools import pairwise
+
 import numpy as np
 
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
@@ -94,15 +96,17 @@ class _Snapshots:
         return self._offsets[clock]
 
     def own_times(self, stated: Ints, packets: Ints, clock: int, sequence: int) -> Ints:
-        """Return the times of a sequence's packets on the main clock, from times on a clock of its own."""
+        """Return the times of a sequence's packets on the main clock, from times on a clock of its own.
+
+        Without a snapshot of that clock, they are taken as times on the main clock.
+        """
         times = stated.copy()
         key = _key(np.array([clock]), np.array([sequence]))[0]
         first, past = np.searchsorted(self._keys, [key, key + 1])
         readings = self._by_key[first:past]
         readings = readings[np.diff(self.snapshot[readings], append=-1) != 0]  # one of each snapshot
-        begins = np.searchsorted(packets, self.packet[readings])
-        ends = [*begins[1:].tolist(), len(packets)]
-        for reading, begin, end in zip(readings.tolist(), begins.tolist(), ends, strict=True):
+        edges = [*np.searchsorted(packets, self.packet[readings]).tolist(), len(packets)]
+        for reading, (begin, end) in zip(readings.tolist(), pairwise(edges), strict=True):
             part = stated[begin:end] * self.unit_ns[reading]
             if self.is_incremental[reading]:
                 part = np.cumsum(part) + self.at_ns[reading]
