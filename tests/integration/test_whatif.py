@@ -34,7 +34,17 @@ def off(of):
 
 
 @pytest.mark.parametrize(
-    "name", ["demo-fsdp2", "demo-yafsdp", "faults/healthy-fsdp2", "faults/no-prefetch", "faults/dataloader"]
+    "name",
+    [
+        "demo-fsdp2",
+        "demo-yafsdp",
+        "faults/healthy-fsdp2",
+        "faults/no-prefetch",
+        "faults/dataloader",
+        "parallelism/pipeline-1f1b",  # a send lasts until its host waits for it
+        "parallelism/pipeline-interleaved",
+        "parallelism/pipeline-slow-stage",
+    ],
 )
 def test_recorded_runs_are_reproduced_with_nothing_changed(name):
     assert off(tracekit.load(SAMPLES / name)) < REPRODUCED
@@ -44,6 +54,13 @@ def test_recorded_runs_are_reproduced_with_nothing_changed(name):
 @pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
 def test_public_runs_without_recorded_waits_are_reproduced(name):
     assert off(tracekit.load(SHARED / name)) < REPRODUCED
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
+def test_a_step_without_data_loading_still_computes():
+    # Of one recorded step of 1.08 s, 128 ms of loading before its first kernel and 512 ms of idle time are loading.
+    found = savings.saving(tracekit.load(SHARED / "tracelens_h100_memory_stacks"), "data-loading")
+    assert found.step_ns - found.saved_ns > 551_000_000  # its compute
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")

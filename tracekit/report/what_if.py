@@ -37,11 +37,11 @@ def as_text(
     if not found.answers and not predictions:
         lines.append("removing a cause does not make the step shorter")
     for each in found.answers:
-        lines += _of_answer(each, price)
+        lines += _of_answer(each, found, price)
     if len(found.answers) > 1:
         lines.append("Savings overlap: their total is less than their sum.")
     if together is not None:
-        lines += _of_answer(together, price)
+        lines += _of_answer(together, found, price)
     lines += [f"{each.cause.name}: no estimate: {each.unavailable_reason}" for each in found.unavailable]
     for prediction in predictions:
         lines += _of_prediction(prediction, found.gpus, price)
@@ -94,14 +94,18 @@ def caveat(found: WhatIf) -> str:
     return " ".join(sentences)
 
 
-def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
+def _of_answer(each: Answer, found: WhatIf, price: float | None) -> Iterator[str]:
     if each.unavailable_reason:
         yield f"{each.cause.name}: no estimate: {each.unavailable_reason}"
         return
+    before_ns = each.step_ns - found.step_ns
+    of = f" of {units.duration(each.step_ns)}" if before_ns >= savings.MIN_BEFORE_RATIO * found.step_ns else ""
     yield (
         f"without {each.cause.name:<22} mean step {units.duration(each.without_ns)} "
-        f"(−{max(0.0, each.saved_ratio):.1%}){_per_day(each.gpu_hours_per_day, price)}"
+        f"(−{max(0.0, each.saved_ratio):.1%}{of}){_per_day(each.gpu_hours_per_day, price)}"
     )
+    if of:
+        yield f"  {units.duration(before_ns)} of it are before the first device work of the recording"
     if each.caveat:
         yield f"  less sure: {each.caveat}"
 

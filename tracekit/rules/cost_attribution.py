@@ -291,7 +291,7 @@ _SAVING = "Potential saving by replay"
 class _MeanStep:
     """What the mean step is shorter without a cause, the mean step, and the confidence of the replay.
 
-    `before_steps_ns` is the part of `saved_ns` that step times do not contain.
+    `before_steps_ns` is the part of `saved_ns` before the first device work of the window.
     """
 
     saved_ns: int
@@ -305,12 +305,15 @@ def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean
     share = min(1.0, saved_ns / mean.step_ns)
     after = f" after {' and '.join(dict.fromkeys(_code(each) for each in first))}" if first else ""
     per = "in the window" if finding.is_of_window else "per step"
-    saving = f"{_SAVING}{after}: {units.duration(saved_ns)} {per} ({units.share(share)})."
+    before_ns = min(saved_ns, mean.before_steps_ns)
+    before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
+    has_before = before_ns >= savings.MIN_BEFORE_RATIO * mean.step_ns
+    saving = f"{_SAVING}{after}: {units.duration(saved_ns)} {per} ({units.share(share)}){before * has_before}."
     return replace(
         finding,
         cost_ns=saved_ns,
         impact=share,
-        before_steps_ratio=min(share, mean.before_steps_ns / mean.step_ns),
+        before_steps_ratio=min(share, before_ns / mean.step_ns),
         is_upper_bound=False,
         confidence=min(finding.confidence, mean.confidence),
         message=f"{finding.message} {saving}",
@@ -320,6 +323,10 @@ def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean
 def _savings(run: Run, own: Removal, first: tuple[Removal, ...]) -> tuple[_MeanStep | None, _MeanStep | None]:
     """Return the saving of a removal alone, and after those in `first`; None for each without a replay."""
     return _saving_per_step(run, own), _saving_per_step(run, own, first=first) if first else None
+
+
+def _total_saved_ns(table: pl.DataFrame) -> int:
+    return steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")
 
 
 def _saving_per_step(run: Run, own: Removal, *, first: tuple[Removal, ...] = ()) -> _MeanStep | None:
@@ -332,9 +339,10 @@ def _saving_per_step(run: Run, own: Removal, *, first: tuple[Removal, ...] = ())
     if without.steps.is_empty():
         return None
     count = without.steps.select("window", "step").n_unique()
-    before_ns = steps.total_ns(without.steps, "replayed_ns")
+    saved_ns, before_steps_ns = _total_saved_ns(without.steps), without.before_steps_ns
     if first:
-        before_ns = steps.total_ns(savings.saving_of(run, first).steps, "without_ns")
-    saved_ns = before_ns - steps.total_ns(without.steps, "without_ns")
+        by_first = savings.saving_of(run, first)
+        saved_ns -= _total_saved_ns(by_first.steps)
+        before_steps_ns -= by_first.before_steps_ns
     step_ns = max(1, steps.total_ns(without.steps, "duration_ns") // count)
-    return _MeanStep(saved_ns // count, step_ns, without.confidence, without.before_steps_ns)
+    return _MeanStep(saved_ns // count, step_ns, without.confidence, max(before_steps_ns, 0))

@@ -75,7 +75,10 @@ def _host(trace: Trace) -> pl.DataFrame:
 
 
 def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
-    """Return the collectives by lane and start, each with its issue call (launch, -1: unknown) and predecessor."""
+    """Return the collectives by lane and start, each with its issue call (launch, -1: unknown) and predecessor.
+
+    A thread that runs them one after the other is a lane. Sends and receives that overlap wait for their peers only.
+    """
     issues = host.select(pl.int_range(pl.len()).cast(pl.Int64).alias("launch"), "call").filter(pl.col("call") >= 0)
     calls = (
         trace.activities.filter(pl.col("kind") == "communication")
@@ -83,9 +86,10 @@ def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
         .sort("lane", "start_ns", "id")
         .with_columns((pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), pl.col("id").alias("ref"))
     )
+    overlaps = (pl.col("start_ns") < pl.col("end_ns").shift(1).over("lane")).any().over("lane")
     return calls.with_columns(
         pl.col("launch").fill_null(-1),
-        pl.when(pl.col("lane") == pl.col("lane").shift(1))
+        pl.when((pl.col("lane") == pl.col("lane").shift(1)) & ~overlaps)
         .then(pl.int_range(pl.len()).cast(pl.Int64) - 1)
         .otherwise(-1)
         .fill_null(-1)

@@ -390,17 +390,25 @@ def _graph(run: Run, window: int, nodes: NodeTable, edges: pl.DataFrame, windows
 def _join_nodes(run: Run, window: int, placed: NodeTable) -> tuple[Ints, pl.DataFrame]:
     """Return each node's join node, and the transfer time of each join node: the shortest duration of its ranks.
 
-    The last-arriving rank only transfers; the others wait before.
+    The last-arriving rank only transfers; the others wait before. On the CPU, a send ends where its host waits for it,
+    so a send and its receive transfer at most from the last start to the first end.
     """
     aligned = run.offsets.filter(pl.col("window") == window, pl.col("residual_ns").is_not_null())
     calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == window).drop_nulls("instance")
     calls = calls.join(aligned.select("rank"), on="rank", how="semi")
-    several = calls.filter(pl.len().over("instance") > 1).select("rank", pl.col("activity_id").alias("ref"), "instance")
-    work = placed.select("at", "rank", "ref", "own_ns", "what").filter(pl.col("what") == WORK)
+    is_message = (pl.col("op") == collective_matching.PAIRED).alias("is_message")
+    several = calls.filter(pl.len().over("instance") > 1).select(
+        "rank", pl.col("activity_id").alias("ref"), "instance", is_message
+    )
+    work = placed.select("at", "rank", "ref", "own_ns", "what", "device", "start_ns", "end_ns")
+    work = work.filter(pl.col("what") == WORK)
     parts = several.unique(["rank", "ref"], keep="first", maintain_order=True).join(work, on=["rank", "ref"])
+    shortest_ns, together_ns = pl.col("own_ns").min(), (pl.col("end_ns").min() - pl.col("start_ns").max()).clip(0)
+    ends_when_awaited = (pl.col("is_message") & pl.col("device").is_null()).all()
+    transfer_ns = pl.when(ends_when_awaited).then(pl.min_horizontal(shortest_ns, together_ns)).otherwise(shortest_ns)
     joints = (
         parts.group_by("instance", maintain_order=True)
-        .agg(pl.col("own_ns").min().alias("transfer_ns"), pl.col("at"))
+        .agg(transfer_ns.alias("transfer_ns"), "at")
         .with_columns((pl.int_range(pl.len()) + placed.height).cast(pl.Int64).alias("joint"))
     )
     joint_of = np.full(placed.height, -1, np.int64)

@@ -39,6 +39,8 @@ AND = " and "
 """Joins the names of causes that are removed together."""
 MAX_ERROR_RATIO = 0.05
 """The largest relative error of the unchanged replay at which it may price findings."""
+MIN_BEFORE_RATIO = 0.01
+"""The least part of a step, saved before the first device work of its window, that texts state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +51,8 @@ class Saving:
     `step_ns` that step. `confidence` is from 0 to 1. `steps` has columns window, rank, step, device, duration_ns
     (recorded), replayed_ns (replay without changes), without_ns (replay without the cause) and saved_ns (their
     difference); one row per window, rank, step and device. `before_steps_ns` is the part of `saved_ns` before the first
-    device work of the window, which step times do not contain. Without an answer all are 0, `steps` is empty, and
-    `unavailable_reason` says why. `caveat` says what limits the answer.
+    device work of the window: the first step begins so much earlier here than elsewhere. Without an answer all are 0,
+    `steps` is empty, and `unavailable_reason` says why. `caveat` says what limits the answer.
     """
 
     cause: str
@@ -202,21 +204,20 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         played = [(each, *_without(each, removals)) for each in graphs_of(run)]
     except InsufficientDataError as error:
         return _unknown(cause, str(error))
-    own = pl.concat([steps.durations(changed, then) for _, changed, then in played])
-    with_before = pl.concat(
-        [steps.durations(changed, then, unchanged=whole.replayed) for whole, changed, then in played]
+    without = pl.concat(
+        [_durations(each, changed, then, from_before=BEFORE_WINDOW in names) for each, changed, then in played]
     )
-    total = with_before if BEFORE_WINDOW in names else own
-    without = total.select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
-    table = before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left").with_columns(
-        (pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns")
+    table = (
+        before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(pl.col("duration_ns", "replayed_ns") + pl.col("before_ns"))
+        .with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
     )
     for late in (each for each in removals if each.cause == _STRAGGLER):
         for graph in graphs_of(run):
             table = slow_ranks.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
-    before_steps_ns = (steps.total_ns(own, "replayed_ns") - steps.total_ns(total, "replayed_ns")) // per
+    before_steps_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(before, "replayed_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
     unseen = any(contention_update.extrapolates(each, then) for each, _, then in played)
     least = min(causes.find(name).confidence for name in names)
@@ -227,6 +228,20 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     by_step = table.select(*STEP_COLUMNS)
     return Saving(
         cause, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
+    )
+
+
+def _durations(whole: Graph, changed: Graph, then: Replay, *, from_before: bool) -> pl.DataFrame:
+    """Return the steps of a changed replay: columns window, rank, step, device, without_ns, before_ns.
+
+    `before_ns` is how much sooner the first step begins than in the unchanged replay; 0 unless `from_before`.
+    """
+    own = steps.durations(changed, then)
+    from_unchanged = steps.durations(changed, then, unchanged=whole.replayed) if from_before else own
+    return own.select(
+        *_KEY,
+        pl.col("replayed_ns").alias("without_ns"),
+        (pl.col("replayed_ns") - from_unchanged["replayed_ns"]).alias("before_ns"),
     )
 
 

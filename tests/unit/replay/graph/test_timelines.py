@@ -345,15 +345,16 @@ def test_a_copy_that_ends_within_its_call_is_waited_for_only_if_copies_of_its_si
 
 
 @pytest.mark.parametrize(
-    ("compute", "saved_ms"),
+    ("compute", "saved_ms", "without_ms"),
     [
-        # The second load delays b by 3 of its 4 ms, so the first one counts by 3 ms: 6 ms in two steps.
-        ("aa...bb....", 3.0),
+        # The second load delays b by 3 of its 4 ms, so the first one counts by 3 ms: 6 ms in two steps. What is left
+        # of a step is its work.
+        ("aa...bb....", 3.0, 2.0),
         # The device has work of the first step during the second load: in steady state, loads cost nothing.
-        ("aaaaaabb...", 0.0),
+        ("aaaaaabb...", 0.0, 4.0),
     ],
 )
-def test_a_load_before_the_first_step_counts_as_much_as_loads_of_other_steps_cost(compute, saved_ms):
+def test_a_load_before_the_first_step_counts_as_much_as_loads_of_other_steps_cost(compute, saved_ms, without_ms):
     # host     LLLLlLLLLl
     launches = calls(("cudaLaunchKernel", 4, 0), ("cudaLaunchKernel", 9, 0))
     loads = calls(*(("enumerate(DataLoader)#Iter.__next__", start, 4) for start in (0, 5)))
@@ -370,6 +371,9 @@ def test_a_load_before_the_first_step_counts_as_much_as_loads_of_other_steps_cos
     )
     found = savings.saving(drawn_traces.run(drawn), "data-loading")
     assert found.saved_ns / MS == pytest.approx(saved_ms, abs=0.01)
+    assert found.step_ns / MS == pytest.approx(saved_ms + without_ms, abs=0.01)
+    assert found.saved_ratio == pytest.approx(saved_ms / (saved_ms + without_ms), abs=0.001)
+    assert found.steps["without_ns"].sum() / 2 / MS == pytest.approx(without_ms, abs=0.01)
 
 
 def test_all_causes_with_a_cost_are_listed_largest_first_with_hours_and_money():
