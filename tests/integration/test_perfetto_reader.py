@@ -138,6 +138,15 @@ def test_windows_and_clocks_that_drift_come_back_to_the_nanosecond(tmp_path):
     assert_comes_back(drawn_traces.run(*traces), tmp_path / "run.pftrace", clocks_by_trace=clocks)
 
 
+def test_lanes_whose_role_is_damaged_get_that_of_their_work(tmp_path):
+    run = tracekit.load(kineto_files.write(tmp_path / "rank0.json", kineto_files.trace(0)), cache=False)
+    content = exported(run, tmp_path / "run.pftrace").read_bytes()
+    (tmp_path / "run.pftrace").write_bytes(content.replace(b"\x04role", b"\x04rule"))
+    back = tracekit.load(tmp_path / "run.pftrace", cache=False)
+    assert_frame_equal(back.trace(0).lanes, run.trace(0).lanes)
+    assert cli_runner.tracekit("check", tmp_path / "run.pftrace").returncode == 0
+
+
 def test_an_export_of_one_step_refers_to_nothing_that_it_lacks(tmp_path):
     back = tracekit.load(exported(drawn_traces.run(drawn()), tmp_path / "run.pftrace", step=0), cache=False)
     trace = back.trace(0)

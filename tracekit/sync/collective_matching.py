@@ -1,6 +1,7 @@
 """Collectives matched across ranks: by sequence number, otherwise by kind and end time."""
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +10,7 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
-from tracekit.sync import message_clocks
+from tracekit.sync import message_clocks, subgroups
 from tracekit.sync.clock_offsets import UNKNOWN, Instances, RankCalls, match_by_sequence_number, match_rank
 
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -101,6 +102,9 @@ def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
     found = [_match_group(group, clocks) for group in groups]
     if clocks.link_by_messages(rows.filter(_is_paired())):
         found = [_match_group(group, clocks) for group in groups]
+    found = [
+        part for group, match in zip(groups, found, strict=True) for part in _match_subgroups(group, match, clocks)
+    ]
     instance = np.full(rows.height, UNKNOWN, np.int64)
     by_seq = np.zeros(rows.height, bool)
     first = 0
@@ -189,14 +193,31 @@ class _ClockGroups:
         return [(rank, self.offset_ns[rank], self.error_ns[rank], self.part[rank]) for rank in self.part]
 
 
-def _match_group(group: pl.DataFrame, clocks: _ClockGroups) -> tuple[_Ints, _Ints, bool]:
-    """Return row numbers, the instance of each (from 0; -1: unknown), and whether sequence numbers were used."""
-    described = group.with_columns(
-        pl.when(~pl.col("op").is_in(_UNEQUAL_SIZES)).then(pl.col("bytes")).alias("bytes"),
-        pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
-        _kind(),
-        pl.col("op").is_in(SYNCHRONIZING).alias("together"),
+_Match: TypeAlias = tuple[_Ints, _Ints, bool]
+"""Row numbers, the instance of each (from 0; -1: unknown), and whether sequence numbers were used."""
+
+
+def _match_subgroups(group: pl.DataFrame, match: _Match, clocks: _ClockGroups) -> list[_Match]:
+    """Return the match of a group, with kinds of calls that belong to smaller groups of unknown ranks matched anew."""
+    at, instance, sequenced = match
+    if sequenced or group["members"].null_count() < group.height:
+        return [match]
+    described = _described(group)
+    offset_ns = pl.col("rank").replace_strict(clocks.offset_ns, return_dtype=pl.Int64)
+    matched = described.with_columns(pl.Series("instance", instance)).filter(
+        pl.col("together"), pl.col("instance") != UNKNOWN
     )
+    smaller = subgroups.subgroups(matched.with_columns(pl.col("start_ns", "end_ns") + offset_ns))
+    of_smaller = described["token"].is_in(list(smaller)).to_numpy()
+    found: list[_Match] = [(at[~of_smaller], instance[~of_smaller], sequenced)]
+    for token, groups in smaller.items():
+        calls = group.filter(described["token"] == token)
+        found += [_match_group(calls.filter(pl.col("rank").is_in(ranks)), clocks) for ranks in groups]
+    return found
+
+
+def _match_group(group: pl.DataFrame, clocks: _ClockGroups) -> _Match:
+    described = _described(group)
     sequenced = _has_seq(group)
     instance = np.full(group.height, UNKNOWN, np.int64)
     numbered = described.drop("at").with_row_index("row")
@@ -220,6 +241,16 @@ def _match_group(group: pl.DataFrame, clocks: _ClockGroups) -> tuple[_Ints, _Int
         instances = instances.with_rank(calls, match)
         instance[calls.row] = match.instance
     return group["at"].to_numpy().astype(np.int64), instance, sequenced
+
+
+def _described(group: pl.DataFrame) -> pl.DataFrame:
+    """Return the calls of a group with their kind (token), the op's number, and whether ranks leave it together."""
+    return group.with_columns(
+        pl.when(~pl.col("op").is_in(_UNEQUAL_SIZES)).then(pl.col("bytes")).alias("bytes"),
+        pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
+        _kind(),
+        pl.col("op").is_in(SYNCHRONIZING).alias("together"),
+    )
 
 
 def _kind() -> pl.Expr:

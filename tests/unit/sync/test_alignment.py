@@ -1,6 +1,7 @@
 """Clock offsets and matched collectives of simulated runs, against the known truth."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -8,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tracekit
 from tests.support import drawn_traces
 from tests.support.simulated_runs import MS, US, Job
-from tracekit.sync import alignment, collective_matching
+from tracekit.sync import alignment, collective_matching, subgroups
 
+SAMPLES = Path(__file__).parents[3] / "sample_traces"
 HOUR_NS = 3_600_000 * MS
 STEP = (
     ("world", "all_gather", 4096),
@@ -171,6 +174,88 @@ def test_traces_without_groups_match_by_order_and_op():
     )
     assert is_right(run, of="all")
     assert error_ns(run, CLOCKS) <= max(5 * US, run.offsets["residual_ns"].max())
+
+
+MESH = {"world": range(4), "tp0": [0, 1], "tp1": [2, 3], "dp0": [0, 2], "dp1": [1, 3]}
+LAYER = (("tp{}", "all_gather", 4096), ("tp{}", "all_to_all", None), ("dp{}", "reduce_scatter", 8192))
+ONE_HOST = {0: 0, 1: 30 * US, 2: -20 * US, 3: 10 * US}
+
+
+def mesh(steps, seed):
+    """Return a job on a mesh of 2 x 2: the groups of one axis call the same collective at about the same time."""
+    job = Job(MESH, seed=seed)
+    for step in range(steps):
+        for group, op, size in LAYER:
+            began_ns = job.now_ns
+            job.run(group.format(0), op, size, step=step)
+            ended_ns = job.now_ns
+            job.now_ns = began_ns + int(job.random.integers(0, 4 * MS))
+            job.run(group.format(1), op, size, step=step)
+            job.now_ns = max(ended_ns, job.now_ns)
+        job.run("world", "all_reduce", 64, step=step)
+    return job
+
+
+@pytest.mark.parametrize("jitter_ns", [0, 50 * US])
+@pytest.mark.parametrize("seed", [0, 2, 4, 5])
+def test_groups_that_no_trace_names_are_found_by_calls_that_cannot_be_one_collective(seed, jitter_ns):
+    job = mesh(12, seed)
+    traces = [job.trace(r, behind_ns=ONE_HOST[r], jitter_ns=jitter_ns, knows_groups=False) for r in job.ranks]
+    run = drawn_traces.run(*traces)
+    assert is_right(run, of="all")
+    assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 0
+    assert error_ns(run, ONE_HOST) <= 2 * jitter_ns + 10 * US
+
+
+def test_groups_of_experts_of_a_recorded_run_are_found_without_names():
+    run = tracekit.load(SAMPLES / "parallelism" / "moe-ep2")  # gloo on 4 ranks, 2 groups of experts
+    calls = alignment.on_run_clock(
+        run.run_table(collective_matching.matched_calls), run.offsets, ("start_ns", "end_ns")
+    )
+    together = (
+        calls.filter(pl.col("op").is_in(["all_to_all", "all_reduce"]))
+        .group_by("instance")
+        .agg(
+            pl.col("op").first(),
+            pl.col("rank").sort(),
+            (pl.col("start_ns").max() - pl.col("end_ns").min()).alias("gap"),
+        )
+    )
+    assert together["gap"].max() < 0
+    assert calls["instance"].null_count() == 0
+    exchanged = together.filter(pl.col("op") == "all_to_all")["rank"].to_list()
+    assert sorted(map(tuple, exchanged)) == [(0, 1)] * 30 + [(2, 3)] * 30
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1 << 20))
+def test_no_two_groups_are_merged_that_contradict_each_other(seed):
+    random = np.random.default_rng(seed)
+    count, size = 2 + seed % 3, 2 + seed % 2
+    members = random.permutation(count * size).reshape(count, size)
+    rows = []
+    for instance in range(8):  # matched by order as if all were one group
+        for at, ranks in enumerate(members):
+            end_ns = (instance * count + at) * 10 * MS
+            rows += [(0, int(r), instance, end_ns - int(random.integers(1, 2 * MS)), end_ns) for r in ranks]
+    table = pl.DataFrame(rows, schema=["token", "rank", "instance", "start_ns", "end_ns"], orient="row")
+    expected = sorted(sorted(group) for group in members.tolist())
+    assert sorted(subgroups.subgroups(table)[0]) == expected
+    together = table.with_columns(pl.col("end_ns").max().over("instance"))
+    assert subgroups.subgroups(together) == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_group_that_no_trace_names_stays_one_where_ranks_record_other_steps_and_drop_calls(seed):
+    job = world(4, steps=12, seed=seed)
+    keys = sorted({call.key for call in job.done})
+    traces = [
+        job.trace(rank, knows_groups=False, drop=keys[7 * rank :: 9], first=keys[0 if rank < 2 else 20])
+        for rank in range(4)
+    ]
+    run = drawn_traces.run(*traces)
+    assert is_right(run, of="matched")
+    assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 0
 
 
 def test_a_rank_that_sometimes_leaves_late_does_not_shift_the_clock():

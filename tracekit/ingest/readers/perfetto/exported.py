@@ -10,6 +10,7 @@ import polars as pl
 
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.ingest import untrusted_json
+from tracekit.ingest.readers.kineto import activities
 from tracekit.ingest.readers.perfetto import data_quality
 from tracekit.ingest.readers.perfetto import events as event_columns
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
@@ -175,14 +176,22 @@ def trace(events: Events, stated: TraceFacts, path: str, *, rank: int, window: i
     tables = {name: rows.table(name, _types(name)) for name in schema.TABLES}
     tables["ops"] = _slices(rows, slices, _OPS, _types("ops"), stated)
     works = _types("activities") | {f: d for f, d in _types("collectives").items() if f != "activity_id"}
-    activities = _slices(rows, slices, _ACTIVITIES, works, stated)
-    tables["activities"] = activities
-    tables["collectives"] = activities.filter(pl.col("kind") == "communication").with_columns(activity_id="id")
+    tables["activities"] = work = _slices(rows, slices, _ACTIVITIES, works, stated)
+    tables["collectives"] = work.filter(pl.col("kind") == "communication").with_columns(activity_id="id")
     saved = _slices(rows, slices, (_CHECKPOINT,), {**_types("checkpoints"), _ID: pl.Int64()}, stated)
     tables["checkpoints"] = pl.concat([saved, tables["checkpoints"]], how="diagonal_relaxed")
     conformed = {name: schema.TABLES[name].conform(table) for name, table in tables.items()}
+    conformed["lanes"] = _with_roles(conformed["lanes"], conformed["activities"])
     conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated)])
     return Trace(rank, window, path, header=stated.header, **_linked(conformed))
+
+
+def _with_roles(lanes: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
+    """Return lanes with a role where the export lacks it, as damaged ones may: by the work on the lane."""
+    if not lanes["role"].null_count():
+        return lanes
+    found = lanes.join(activities.roles(work), on="lane", how="left", maintain_order="left")
+    return found.with_columns(pl.coalesce("role", "role_right", pl.lit("host")).alias("role")).drop("role_right")
 
 
 def _types(name: str) -> dict[str, pl.DataType]:

@@ -1,0 +1,109 @@
+"""Subgroups of ranks, where traces do not name the process groups of their collectives.
+
+No rank leaves a synchronizing collective before all ranks have arrived. If a rank ends a call before another rank
+begins its own, these are not one collective: calls of that kind belong to smaller groups. So they do where two ranks
+share less than half of the instances.
+"""
+
+import warnings
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+_MIN_GAP_NS = 200_000
+"""Clocks are aligned less exactly than that before all collectives are matched."""
+_MIN_COUNT, _MIN_SHARE = 2, 0.5
+"""Two ranks are apart if so many of their common instances contradict each other, or such a share of few."""
+_MIN_CALLS = 4
+_MAX_INSTANCES = 1.25
+"""With so many instances per call of a rank, or fewer, ranks miss some calls, but are in one group."""
+_MAX_RANKS = 512
+_MAX_CELLS = 1 << 22
+
+_Floats = npt.NDArray[np.float64]
+_Flags = npt.NDArray[np.bool_]
+
+
+def subgroups(matched: pl.DataFrame) -> dict[int, list[list[int]]]:
+    """Return the kinds of calls that belong to smaller groups than `matched` assumes, each with its groups of ranks.
+
+    `matched` has a row for each synchronizing call of one group: token (its kind), rank, instance, and start_ns and
+    end_ns on a common clock. Kinds are left out whose calls agree, that would leave a rank alone, or that have more
+    than 512 ranks.
+    """
+    found = {}
+    for token in _doubtful(matched):
+        calls = matched.filter(pl.col("token") == token)
+        ranks, start_ns, end_ns = _by_instance(calls)
+        is_apart = _contradict(start_ns, end_ns) | _rarely_meet(start_ns, end_ns)
+        if is_apart.any():
+            groups = _nearest_groups(is_apart, _distance_ns(end_ns))
+            if all(len(group) > 1 for group in groups):  # otherwise the calls do not show whom a rank is with
+                found[token] = [[ranks[at] for at in group] for group in groups]
+    return found
+
+
+def _doubtful(matched: pl.DataFrame) -> list[int]:
+    """Return the kinds with calls that are not one collective, or with many instances that some ranks are not in."""
+    gap_ns = (pl.col("start_ns").max() - pl.col("end_ns").min()).alias("gap_ns")
+    by_instance = matched.group_by("token", "instance").agg(gap_ns, pl.len().alias("calls"))
+    ranks = matched.group_by("token").agg(pl.col("rank").n_unique().alias("ranks"))
+    of_token = by_instance.group_by("token").agg(pl.col("gap_ns").max(), pl.col("calls").sum(), pl.len().alias("of"))
+    is_doubtful = (pl.col("gap_ns") > _MIN_GAP_NS) | (pl.col("of") * pl.col("ranks") > _MAX_INSTANCES * pl.col("calls"))
+    found = of_token.join(ranks, on="token").filter(is_doubtful, pl.col("ranks") <= _MAX_RANKS)
+    return sorted(found["token"].to_list())
+
+
+def _by_instance(calls: pl.DataFrame) -> tuple[list[int], _Floats, _Floats]:
+    """Return the ranks, and the starts and ends of their calls, shape (instances, ranks); NaN for no call."""
+    ranks, rank = np.unique(calls["rank"].to_numpy(), return_inverse=True)
+    _, instance = np.unique(calls["instance"].to_numpy(), return_inverse=True)
+    origin_ns = calls["start_ns"].min()
+    times = []
+    for column in ("start_ns", "end_ns"):
+        table = np.full((int(instance.max()) + 1, len(ranks)), np.nan)
+        table[instance, rank] = (calls[column] - origin_ns).to_numpy()
+        times.append(table)
+    step = -(-times[0].size * len(ranks) // _MAX_CELLS)
+    return ranks.tolist(), times[0][::step], times[1][::step]
+
+
+def _contradict(start_ns: _Floats, end_ns: _Floats) -> _Flags:
+    """Return which two ranks have calls in one instance of which one ended before the other began."""
+    last_ns = np.maximum(start_ns[:, :, None], start_ns[:, None, :])
+    first_ns = np.minimum(end_ns[:, :, None], end_ns[:, None, :])
+    gaps = (last_ns - first_ns > _MIN_GAP_NS).sum(axis=0)  # NaN compares as false
+    return np.asarray((gaps > 0) & ((gaps >= _MIN_COUNT) | (gaps >= _MIN_SHARE * np.isfinite(last_ns).sum(axis=0))))
+
+
+def _rarely_meet(start_ns: _Floats, end_ns: _Floats) -> _Flags:
+    """Return which two ranks share less than half of the instances of the time that both recorded."""
+    is_there = np.isfinite(end_ns)
+    common = is_there.T.astype(np.int64) @ is_there.astype(np.int64)
+    first_ns, last_ns = np.nanmin(start_ns, axis=0), np.nanmax(end_ns, axis=0)
+    within = (start_ns[:, :, None] >= first_ns[None, None, :]) & (end_ns[:, :, None] <= last_ns[None, None, :])
+    calls = within.sum(axis=0)  # of the first rank, while the second recorded
+    least = np.minimum(calls, calls.T)
+    return np.asarray((least >= _MIN_CALLS) & (common < _MIN_SHARE * least))
+
+
+def _distance_ns(end_ns: _Floats) -> _Floats:
+    """Return the median distance of the ends of two ranks' calls, shape (ranks, ranks); infinity if none is common."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a median of nothing
+        median_ns = np.nanmedian(np.abs(end_ns[:, :, None] - end_ns[:, None, :]), axis=0)
+    return np.asarray(np.nan_to_num(median_ns, nan=np.inf))
+
+
+def _nearest_groups(is_apart: _Flags, distance_ns: _Floats) -> list[list[int]]:
+    """Return groups in which no two are apart: those whose calls end nearest to each other are joined first."""
+    group_of = [[at] for at in range(len(is_apart))]
+    for first, second in sorted(combinations(range(len(is_apart)), 2), key=lambda pair: distance_ns[pair]):
+        one, other = group_of[first], group_of[second]
+        if one is not other and np.isfinite(distance_ns[first, second]) and not is_apart[np.ix_(one, other)].any():
+            one.extend(other)
+            for at in other:
+                group_of[at] = one
+    return [sorted(group) for at, group in enumerate(group_of) if at == min(group)]
