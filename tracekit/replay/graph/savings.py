@@ -216,9 +216,10 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         for graph in graphs_of(run):
             table = slow_ranks.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
-    saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
-    before_steps_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(before, "replayed_ns")) // per
-    step_ns = steps.total_ns(table, "duration_ns") // per
+    recorded_ns, replayed_ns = (steps.total_ns(table, name) for name in ("duration_ns", "replayed_ns"))
+    saved_ns = _of_recorded(replayed_ns - steps.total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per
+    before_steps_ns = (replayed_ns - steps.total_ns(before, "replayed_ns")) // per
+    step_ns = recorded_ns // per
     unseen = any(contention_update.extrapolates(each, then) for each, _, then in played)
     least = min(causes.find(name).confidence for name in names)
     sure = least * _confidence(run, table) * (_GUESSED if unseen else 1.0)
@@ -229,6 +230,16 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     return Saving(
         cause, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
     )
+
+
+def _of_recorded(saved_ns: int, recorded_ns: int, replayed_ns: int) -> int:
+    """Return what a cause costs of the recorded time: what a replay adds to the recording cannot be saved.
+
+    >>> _of_recorded(90, recorded_ns=50, replayed_ns=100), _of_recorded(20, recorded_ns=100, replayed_ns=101)
+    (45, 20)
+    """
+    adds = replayed_ns > (1 + MAX_ERROR_RATIO) * recorded_ns
+    return round(saved_ns * recorded_ns / replayed_ns) if adds else saved_ns
 
 
 def _durations(whole: Graph, changed: Graph, then: Replay, *, from_before: bool) -> pl.DataFrame:
