@@ -7,17 +7,21 @@ unless the host loads data or saves meanwhile; the time after the collective's e
 import numpy as np
 import polars as pl
 
+from tracekit.analysis.parallelism import pipeline_actions
 from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import host_time
 from tracekit.replay.graph.nodes import HOST, WORK, TraceGraph, edge_table, gap_series, number_nodes
 
+_LEAST_WAIT_NS = 200_000
+"""A wait for a complete message takes less, on a busy host too; not from the trace."""
 _BUSY = [host_state.HOST_STATES.index(each) for each in (host_state.DATA, host_state.CHECKPOINT)]
 
 
 _WORK_COLUMNS = (
     "ref", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns", "launch", "previous",
+    "is_message",
 )  # fmt: skip
 
 
@@ -44,7 +48,7 @@ def build(trace: Trace) -> TraceGraph:
         *gap_series(gap_ns),
         what=pl.lit(HOST, pl.Int8),
     )
-    work = calls.with_columns(
+    work = calls.drop("is_message").with_columns(
         pl.when(pl.col("previous") >= 0).then(pl.col("previous") + first_call).otherwise(-1).alias("chain"),
         pl.Series("chain_ns", woken),
         pl.Series("launch_ns", woken),
@@ -80,10 +84,14 @@ def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
     A thread that runs them one after the other is a lane. Sends and receives that overlap wait for their peers only.
     """
     issues = host.select(pl.int_range(pl.len()).cast(pl.Int64).alias("launch"), "call").filter(pl.col("call") >= 0)
+    is_message = pl.col("op").is_in(pipeline_actions.POINT_TO_POINT)
+    messages = trace.collectives.select("activity_id", is_message.alias("is_message"))
     calls = (
         trace.activities.filter(pl.col("kind") == "communication")
         .join(issues, left_on="id", right_on="call", how="left", maintain_order="left")
+        .join(messages, left_on="id", right_on="activity_id", how="left", maintain_order="left")
         .sort("lane", "start_ns", "id")
+        .with_columns(pl.col("is_message").fill_null(value=False))
         .with_columns((pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), pl.col("id").alias("ref"))
     )
     overlaps = (pl.col("start_ns") < pl.col("end_ns").shift(1).over("lane")).any().over("lane")
@@ -98,14 +106,18 @@ def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
 
 
 def _awaited(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tuple[Ints, Ints]:
-    """Return the collective whose end is the last within each pause of the host (-1: none), and that end."""
+    """Return the collective whose end is the last within each pause of the host (-1: none), and that end.
+
+    A send or receive of gloo ends where the host waits for it, so a short wait shows that it was complete before.
+    """
     ends = calls["end_ns"].to_numpy()
     order = np.argsort(ends, kind="stable")
     last = np.searchsorted(ends[order], to_ns, side="right") - 1
     if not len(order):
         return np.full(len(to_ns), -1, np.int64), to_ns
     row = order[np.maximum(last, 0)]
-    found = (last >= 0) & (to_ns > from_ns) & (ends[row] > from_ns)
+    least_ns = np.where(calls["is_message"].to_numpy()[row], _LEAST_WAIT_NS, 0)
+    found = (last >= 0) & (to_ns > from_ns) & (ends[row] > from_ns + least_ns)
     return np.where(found, row, -1), np.where(found, ends[row], to_ns)
 
 

@@ -30,15 +30,20 @@ def walk(times: RecordedTimes, node: int, *, start_ns: int, end_ns: int) -> list
     """Return the path that ends at `node` as spans that cover `start_ns` to `end_ns` exactly, first to last.
 
     A node that overlaps the next one on the path counts up to the start of that one. Of ranks that arrive last at a
-    collective at the same time, the path prefers the one that it comes from.
+    collective at the same time, the path prefers the one that it comes from. A collective whose waits contradict others
+    (and are not in the graph) waits for the rank that arrived last.
     """
     spans: list[Span] = []
+    without_waits: set[int] = set()
     graph, last_arrivals = times.graph, _last_arrivals(times)
     rank, row, now, of_rank = graph.column("rank"), node, end_ns, -1
     while now > start_ns:
         wait = last_arrivals.get((node, of_rank), int(times.binding[node]))
         since, awaited = _before(times, node, wait)
-        row = node if node < graph.count else int(times.waits.awaited[wait])
+        if awaited < 0 and node >= graph.count and node not in without_waits:
+            without_waits.add(node)
+            awaited = _last_part(times, node)
+        row = node if node < graph.count else awaited
         of_rank = int(rank[row])
         for from_ns, lag_of in ((int(times.begin_ns[node]), -1), (since, wait)):
             if max(from_ns, start_ns) < now:
@@ -50,6 +55,12 @@ def walk(times: RecordedTimes, node: int, *, start_ns: int, end_ns: int) -> list
     if now > start_ns:
         spans.append(Span(-1, row, -1, start_ns, now))
     return spans[::-1]
+
+
+def _last_part(times: RecordedTimes, joint: int) -> int:
+    """Return the part of a collective that arrived last."""
+    parts = np.flatnonzero(times.graph.join_of == joint)
+    return int(parts[np.argmax(times.begin_ns[parts])])
 
 
 def _last_arrivals(times: RecordedTimes) -> dict[tuple[int, int], int]:
