@@ -1,5 +1,6 @@
 """Fixes for exposed communication, by strategy, collective and backend."""
 
+from tracekit.analysis.parallelism import pipeline_actions
 from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
 
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
@@ -87,6 +88,10 @@ _UNKNOWN_ALL_REDUCE = (
     "in two to overlap them, or use a smaller tensor-parallel group inside one node."
 )
 _ALL_TO_ALL = "Split the batch in two, so that the all-to-all of one half overlaps with the compute of the other."
+_MESSAGES = (
+    "Post the sends and receives in the evidence before the compute that does not need their data (isend, irecv or "
+    "batch_isend_irecv), and wait() where the data is used."
+)
 _START_EARLIER = (
     "Start the {op} collectives in the evidence earlier (async_op=True, with wait() where the result is used), or give "
     "each rank more compute per byte."
@@ -125,4 +130,6 @@ def fix_for(
         return _FIXES[strategy or "", op or ""]
     if op == "all_to_all":
         return _ALL_TO_ALL
+    if op in pipeline_actions.POINT_TO_POINT:
+        return _MESSAGES
     return _START_EARLIER.format(op=op.replace("_", "-")) if op else _START_ANY_EARLIER

@@ -135,6 +135,7 @@ def exposed(op, *, span="", manifest=None):
         ("DistributedDataParallel.forward", "all_reduce", "no_sync()"),
         ("DistributedDataParallel.forward", "all_to_all", "Split the batch in two"),
         ("", "all_gather", "Start the all-gather collectives"),
+        ("", "send", "Post the sends and receives"),
         ("", None, "Start the collectives"),
     ],
 )
