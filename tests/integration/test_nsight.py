@@ -214,6 +214,7 @@ OPS = {
     "ncclAllReduce": ("all_reduce", 3 * MIB, 3 * MIB),
     "ncclAllGather": ("all_gather", 3 * MIB, 24 * MIB),
     "ncclReduceScatter": ("reduce_scatter", 24 * MIB, 3 * MIB),
+    "ncclAlltoAll": ("all_to_all", 24 * MIB, 24 * MIB),
 }
 
 
