@@ -53,7 +53,11 @@ def by_operator(run: Run) -> pl.DataFrame:
     each = run.table(unknown_work)
     whole_ns = int(run.table(_whole)["compute_ns"].sum())
     sums = each.group_by(_KEYS).agg(pl.col("count", "total_ns", "flops_unknown_ns").sum())
-    return sums.with_columns(compute_ratio=_compute_ratio(whole_ns)).select(UNKNOWN_WORK.schema.names()).pipe(_longest_first)
+    return (
+        sums.with_columns(compute_ratio=_compute_ratio(whole_ns))
+        .select(UNKNOWN_WORK.schema.names())
+        .pipe(_longest_first)
+    )
 
 
 def note(run: Run) -> str | None:
