@@ -31,8 +31,9 @@ than the limit below. The same seed draws the same runs.
   A rank whose kernels are slower from some step on has a lower clock: STEP003 reports it instead of RANK001.
 - *Missed*: the truth contains the code, and the rule does not warn. The cost of a strategy itself (give-way effect
   under fsdp1, exposed communication) must be found in runs without a fault; with another fault it may be part of that
-  fault. A suspicion for want of samples is information, so the fault counts as missed.
-  So does a link of a group that becomes slow while ranks of the group have no trace, as here: they may arrive late.
+  fault. Also missed are faults that four steps of three or four ranks do not prove: a suspicion that rests on few
+  samples (STREAM004) is information; a slow link (RANK002) may be a late rank where ranks of its group have no trace;
+  a stalled collective (STEP004) needs five others of its kind to compare with.
 - *Wrong*: the rule warns, and the truth does not contain its code. Costs in between are not counted.
 - *Cost off by*: error of the finding's cost per step against the truth, a simulation without the fault: median, and the
   share of findings within 10%. A finding costs what the mean step is shorter in a replay without its cause. CKPT001
