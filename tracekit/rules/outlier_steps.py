@@ -122,7 +122,7 @@ class OutlierStep(Rule):
         of = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
         for _, own in largest_first(events, "lost_ns", "start_ns").group_by("cause", of, maintain_order=True):
             on_device = self._on_device(run)
-            # A replay shows what a stall costs beside others in the same step; the step's length shows only the sum.
+            # A replay shows what a stall costs with others in the same step; the step's length shows only the sum.
             cost = "stall_ns" if on_device else "lost_ns"
             cost_ns, window_ns = int(own[cost].sum()), int(own.unique("window")["window_ns"].sum())
             longest = own.row(0, named=True)
