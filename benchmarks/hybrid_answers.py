@@ -112,7 +112,7 @@ def _pipelines(job: Job, hybrid: Hybrid) -> Iterator[_Question]:
 def _placements(job: Job, hybrid: Hybrid) -> Iterator[_Question]:
     """Ask for the two inner axes in the other order, where that moves ranks between nodes.
 
-    Links that are slow by a fault are not asked about: whether the fault moves with the ranks is not known.
+    Links that are slow by a fault are left out: whether the fault moves with the ranks is not known.
     """
     slow = job.impairments
     inner = [axis for axis in reversed(AXES) if hybrid.layout.sizes[axis] > 1]
@@ -129,8 +129,10 @@ def _placements(job: Job, hybrid: Hybrid) -> Iterator[_Question]:
 def _with_schedule(hybrid: Hybrid, layers: int, schedule: str) -> Hybrid:
     """Return the layout under a schedule, with as many stages per rank as whatif takes by default."""
     stages = pipeline_schedules.usual_stages_per_rank(schedule)
-    kept = hybrid.stage_layers if stages == hybrid.virtual_stages else equal_stages(layers, stages * hybrid.layout.pp)
-    return replace(hybrid, schedule=schedule, virtual_stages=stages, stage_layers=kept)
+    stage_layers = (
+        hybrid.stage_layers if stages == hybrid.virtual_stages else equal_stages(layers, stages * hybrid.layout.pp)
+    )
+    return replace(hybrid, schedule=schedule, virtual_stages=stages, stage_layers=stage_layers)
 
 
 def _faster_axes(job: Job, hybrid: Hybrid) -> Iterator[tuple[str, Impairments]]:

@@ -74,7 +74,7 @@ class Judged:
 
     `inherent` are the codes of what its communication costs by itself: see `_INHERENT`. `errors` are the differences of
     measured bubbles from the true ones, in points; `answers` what whatif
-    predicts of changes, beside the truth.
+    predicts of changes, compared with the truth.
     """
 
     name: str
@@ -205,7 +205,7 @@ def _share(job: Job, faulty: Job) -> float:
 
 
 def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
-    """Return a healthy job: enough micro-batches, a head that is small beside a stage, tensor parallelism in a node."""
+    """Return a healthy job: enough micro-batches, a head smaller than a stage, tensor parallelism in a node."""
     has_experts = kind == "hot-expert" or draw.random() < 0.15
     most = 2 if has_experts else 8
     pp, tp, data = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4))
@@ -320,7 +320,8 @@ def _bubbles(runs: Sequence[Judged]) -> str:
 
 def _answers(runs: Iterable[Judged]) -> str:
     table = hybrid_answers.table([answer for each in runs for answer in each.answers])
-    return f"Steps that `tracekit whatif` predicts, beside those of the changed job when it is simulated:\n\n{table}"
+    introduction = "Steps that `tracekit whatif` predicts, compared with those of the changed job when it is simulated:"
+    return f"{introduction}\n\n{table}"
 
 
 def _mistakes(runs: Iterable[Judged]) -> str:

@@ -31,8 +31,9 @@ than the limit below. The same seed draws the same runs.
   A rank whose kernels are slower from some step on has a lower clock: STEP003 reports it instead of RANK001.
 - *Missed*: the truth contains the code, and the rule does not warn. The cost of a strategy itself (give-way effect
   under fsdp1, exposed communication) must be found in runs without a fault; with another fault it may be part of that
-  fault. A suspicion for want of samples is information, so the fault counts as missed.
-  So does a link of a group that becomes slow while ranks of the group have no trace, as here: they may arrive late.
+  fault. Also missed are faults that four steps of three or four ranks do not prove: a suspicion that rests on few
+  samples (STREAM004) is information; a slow link (RANK002) may be a late rank where ranks of its group have no trace;
+  a stalled collective (STEP004) needs five others of its kind to compare with.
 - *Wrong*: the rule warns, and the truth does not contain its code. Costs in between are not counted.
 - *Cost off by*: error of the finding's cost per step against the truth, a simulation without the fault: median, and the
   share of findings within 10%. A finding costs what the mean step is shorter in a replay without its cause. CKPT001
@@ -103,8 +104,8 @@ def table(runs: Sequence["Judged"]) -> str:
         if not (found.right or found.wrong or found.missed):
             continue
         shares = (found.precision, found.recall, found.cost_error, found.close)
-        told = " | ".join("" if share is None else f"{share:.0%}" for share in shares)
-        lines.append(f"| {found.code} | {found.right} | {found.wrong} | {found.missed} | {told} |")
+        cells = " | ".join("" if share is None else f"{share:.0%}" for share in shares)
+        lines.append(f"| {found.code} | {found.right} | {found.wrong} | {found.missed} | {cells} |")
     silent = [found.code for found in scores if not (found.right or found.wrong or found.missed)]
     return "\n".join(lines) + f"\n\nRules without a fault of their own in these runs: {', '.join(silent)}.\n"
 
@@ -113,15 +114,15 @@ def by_fault(runs: Sequence["Judged"]) -> str:
     """Return, for each requested fault, how often it was costly enough and how often it was found, as Markdown."""
     lines = ["| fault | rule | runs | costly enough | found | other wrong warnings |", f"|{'---|' * 6}"]
     for name in ("healthy", *_PLAIN):
-        mine = [each for each in runs if each.fault == name]
-        if not mine:
+        own = [each for each in runs if each.fault == name]
+        if not own:
             continue
         code = faults.FAULTS[name].code if name in faults.FAULTS else ""
-        matter = [each for each in mine if code and each.must_be_found(code)]
+        matter = [each for each in own if code and each.must_be_found(code)]
         found = sum(bool(each.reported(code)) for each in matter)
-        wrong = sum(each.is_wrong(other) for each in mine for other in codes())
-        told = (str(len(matter)), str(found)) if code else ("", "")
-        lines.append(f"| {name} | {code} | {len(mine)} | {told[0]} | {told[1]} | {wrong} |")
+        wrong = sum(each.is_wrong(other) for each in own for other in codes())
+        counts = (str(len(matter)), str(found)) if code else ("", "")
+        lines.append(f"| {name} | {code} | {len(own)} | {counts[0]} | {counts[1]} | {wrong} |")
     return "\n".join(lines) + "\n"
 
 
@@ -165,8 +166,8 @@ def recorded(pairs: Sequence["Pair"]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _list(told: Sequence[str]) -> str:
-    return ", ".join(told) or "nothing"
+def _list(findings: Sequence[str]) -> str:
+    return ", ".join(findings) or "nothing"
 
 
 def _counts(code: str) -> bool:
@@ -176,6 +177,6 @@ def _counts(code: str) -> bool:
 def _cost_error(each: "Judged", code: str) -> float | None:
     if code == _SPREAD:
         return None
-    told_ns = max(finding.cost_ns for finding in each.reported(code))
+    reported_ns = max(finding.cost_ns for finding in each.reported(code))
     true_ns = sum(known.cost_ns * len(known.steps) for known in each.known if known.code == code) / each.job.steps
-    return abs(told_ns / true_ns - 1) if told_ns else None
+    return abs(reported_ns / true_ns - 1) if reported_ns else None

@@ -23,7 +23,7 @@ _PART = re.compile(r"(\d{1,16})-(\d{1,16})")
 
 
 def show(opened: OpenTimeline, part: Window, selected: Any, *, is_range: bool, key: str) -> None:
-    """Offer the flame graph of a part, in ns from the scene's start, and show the one that was asked for.
+    """Offer the flame graph of a part, in ns from the scene's start, and show the one that a person opened.
 
     It stays the same while the timeline moves. `selected` is the slice that the browser selected: its thread is shown.
     """
@@ -50,7 +50,7 @@ def state_of(key: str) -> str:
     return f"flame-{key}"
 
 
-def wanted(key: str, after: str) -> dict[str, Any] | None:
+def jump_message(key: str, after: str) -> dict[str, Any] | None:
     """Return the message that leads to the longest instance of the frame clicked last, since the jump `after`."""
     go: dict[str, Any] | None = st.session_state.get(f"flame-go-{key}")
     return go["message"] if go and go["after"] == after else None

@@ -70,8 +70,8 @@ class MixtureOfExperts(nn.Module):
             dropped = (~fits).sum()
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
             self.choices += fits.numel()
-        kept = order[fits[order]]
-        return kept, torch.bincount(chosen.flatten()[kept], minlength=self.experts)
+        fitting = order[fits[order]]
+        return fitting, torch.bincount(chosen.flatten()[fitting], minlength=self.experts)
 
     def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs of rows that are sorted by expert, (S * K, D)."""

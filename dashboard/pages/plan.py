@@ -104,7 +104,7 @@ def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[Checkpo
 
 
 def _measured(entry: RunEntry) -> tuple[float, float | None] | None:
-    """Return the write rate in bytes per second, and the bytes per parameter if known; None if not asked for."""
+    """Return the write rate in bytes per second, and the bytes per parameter if known; None if nobody chose it."""
     if not st.toggle("As measured in the chosen run", key=bind_flag("plan-measured")):
         return None
     run = opening.open_run(entry)

@@ -346,7 +346,7 @@ def _canvas(opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]],
     view = _view(opened, state.get("view"), jump, key)
     finding = _marked(state.get("finding"), marks, key)
     obeyed = (state.get("view") or {}).get("lastJump")
-    go = flame_graph.wanted(key, nonce) or (jump.message(nonce) if jump else None)
+    go = flame_graph.jump_message(key, nonce) or (jump.message(nonce) if jump else None)
     has_scene = bool(view.seq)  # a browser that reports a view has received the scene
     header = _header(opened, order)
     data = {name: value for name, value in header.items() if name not in SENT_ONCE or not has_scene} | {

@@ -27,7 +27,7 @@ class OwnOrigin:
     """ASGI middleware that answers only under the dashboard's own names, and only pages of its own."""
 
     def __init__(self, app: ASGIApp, names: Collection[str] = ()) -> None:
-        """Wrap `app`; `names` are the host names that it answers under, besides addresses and this machine's name."""
+        """Wrap `app`; `names` are the host names that it answers under; addresses and this machine's name are too."""
         self._app = app
         own = socket.gethostname().lower()
         self._names = {"localhost", own, own.partition(".")[0], *(name.lower().rstrip(".") for name in names)}

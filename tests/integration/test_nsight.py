@@ -116,6 +116,12 @@ def test_two_files_give_the_straggler_that_the_kineto_traces_give(tmp_path):
         assert (found[code].ranks, found[code].cost_ns) == (expected[code].ranks, expected[code].cost_ns)
 
 
+ENVIRONMENT = (
+    "INSERT INTO TARGET_INFO_SYSTEM_ENV (globalVid, devStateName, name, nameEnum, value) "
+    "VALUES (1, 'Local', 'DeviceEnvironment', 610, ?)"
+)
+
+
 @pytest.fixture(scope="module")
 def report_of_two(tmp_path_factory):
     """Return a report of two processes on one device, as of torchrun under one nsys."""
@@ -156,6 +162,26 @@ def test_mpi_states_ranks(report_of_two, tmp_path):
     assert work(run.sources[0].read()).equals(work(trace(kineto("slow-rank", 1))))
 
 
+def test_the_rank_of_mpi_is_that_of_the_whole_job_although_nccl_has_groups_of_a_part(report_of_two, tmp_path):
+    path = shutil.copy(report_of_two, tmp_path)
+    execute(path, "INSERT INTO MPI_RANKS VALUES (?, ?)", [(HOST | PID << 24 | 7, 6), (HOST | OTHER_PID << 24 | 9, 7)])
+    for pid, rank in ((PID, 0), (OTHER_PID, 1)):
+        add_range(path, pid, "ncclCommInitRankConfig", rank=rank, ranks=2)
+    run = tracekit.load(path, cache=False)
+    assert [source.rank for source in run.sources] == [6, 7]
+    # The report has two of an unknown number of ranks.
+    assert "distributedInfo" not in run.sources[0].read().header
+
+
+def test_a_communicator_of_a_part_of_the_ranks_does_not_state_the_rank(exports, tmp_path):
+    path = Path(shutil.copy(exports["compiled", "2023.4"], tmp_path / "profile.sqlite"))
+    execute(path, ENVIRONMENT, [("RANK=5;WORLD_SIZE=8",)])
+    add_range(path, PID, "ncclCommInitRankConfig", rank=1, ranks=4)
+    (source,) = tracekit.load(path, cache=False).sources
+    assert source.rank == 5
+    assert source.read().header["distributedInfo"] == {"rank": 5, "world_size": 8}
+
+
 @pytest.mark.parametrize(
     ("environment", "rank", "world_size"),
     [
@@ -167,8 +193,7 @@ def test_mpi_states_ranks(report_of_two, tmp_path):
 )
 def test_the_environment_of_one_process_states_its_rank(exports, tmp_path, environment, rank, world_size):
     path = Path(shutil.copy(exports["compiled", "2023.4"], tmp_path / "profile.sqlite"))
-    execute(path, "INSERT INTO TARGET_INFO_SYSTEM_ENV (globalVid, devStateName, name, nameEnum, value) "
-        "VALUES (1, 'Local', 'DeviceEnvironment', 610, ?)", [(environment,)])  # fmt: skip
+    execute(path, ENVIRONMENT, [(environment,)])
     run = tracekit.load(path, cache=False)
     assert run.sources[0].rank == (rank or 0)
     assert run.sources[0].read().header.get("distributedInfo", {}).get("world_size") == world_size
@@ -214,6 +239,7 @@ OPS = {
     "ncclAllReduce": ("all_reduce", 3 * MIB, 3 * MIB),
     "ncclAllGather": ("all_gather", 3 * MIB, 24 * MIB),
     "ncclReduceScatter": ("reduce_scatter", 24 * MIB, 3 * MIB),
+    "ncclAlltoAll": ("all_to_all", 24 * MIB, 24 * MIB),
 }
 
 

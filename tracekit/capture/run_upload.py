@@ -96,8 +96,8 @@ def _write(process: "subprocess.Popen[bytes]", text: str) -> None:
 def _environment() -> "dict[str, str]":
     """Return the environment of the uploading process: this one's, without recording it."""
     places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    kept = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
-    return {**kept, "PYTHONPATH": os.pathsep.join(places)}
+    inherited = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
+    return {**inherited, "PYTHONPATH": os.pathsep.join(places)}
 
 
 def _sizes(folder: Path) -> "Iterable[tuple[Path, int]]":

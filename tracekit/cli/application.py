@@ -44,7 +44,7 @@ class Commands(LazyGroup):
         LazyCommand("memory", "Show who uses memory; replay the allocator."),
         LazyCommand("whatif", "Predict the step time without one cause of lost time."),
         LazyCommand("critical-path", "Show what one step waited for, over all ranks."),
-        LazyCommand("export", "Write a run as one file for Perfetto."),
+        LazyCommand("export", "Write a run for Perfetto, browsers and monitoring."),
         LazyCommand("flamegraph", "Write time by call stack for flame graph viewers."),
         LazyCommand("query", "Query a run in SQL."),
         LazyCommand("schema", "List the tables and columns for query."),

@@ -144,8 +144,8 @@ class DeviceOverride:
 def find_overridden(name: str, overrides: Sequence[DeviceOverride]) -> Device | None:
     """Return the device of a driver's name with what the first override that its name contains states.
 
-    >>> mine = DeviceOverride("H100", {BF16: 8e14})
-    >>> find_overridden("NVIDIA H100 80GB HBM3", [mine]).peaks["bf16"]
+    >>> own = DeviceOverride("H100", {BF16: 8e14})
+    >>> find_overridden("NVIDIA H100 80GB HBM3", [own]).peaks["bf16"]
     800000000000000.0
     """
     listed = find(name)

@@ -219,7 +219,7 @@ def _lock(file: int, *, wait_s: float = 0.0) -> bool:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether a living process writes a temporary file, as far as locks can tell."""
+    """Return whether a living process writes a temporary file, as far as locks show."""
     if path.suffix != conventions.PARTIAL_SUFFIX:
         return False
     try:

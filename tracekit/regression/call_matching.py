@@ -105,7 +105,7 @@ class _Matching:
     count: int = 0
 
     def pair(self, a: pl.DataFrame, b: pl.DataFrame, key: Sequence[str], *, with_rest: bool = False) -> None:
-        """Match sites that agree in the key, in order; those beyond the shorter side are calls of one run, if asked."""
+        """Match sites that agree in the key, in order. `with_rest`: those beyond the shorter side are of one run."""
         numbered = [_numbered(side, key) for side in (a, b)]
         how: Literal["inner", "full"] = "full" if with_rest else "inner"
         pairs = numbered[0].join(numbered[1], on=[*key, "_nth"], how=how, nulls_equal=True, suffix="_b")

@@ -74,11 +74,11 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
 
 def job_series(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, tuple[pl.Series, Values]]:
     """Return the steps, as structs of window and step, and the samples of `job_samples`, by metric."""
-    kept = table.lazy().filter(_IS_METRIC)
+    chosen = table.lazy().filter(_IS_METRIC)
     if ranks is not None:
-        kept = kept.filter(pl.col("rank").is_in(ranks))
+        chosen = chosen.filter(pl.col("rank").is_in(ranks))
     value = pl.col("value")
-    per_step = kept.group_by("metric", "window", "step").agg(
+    per_step = chosen.group_by("metric", "window", "step").agg(
         pl.when(pl.col("metric").first().is_in(_worst(lower_is_better=True)))
         .then(value.max())
         .when(pl.col("metric").first().is_in(_worst(lower_is_better=False)))

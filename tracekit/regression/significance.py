@@ -43,7 +43,7 @@ from tracekit.regression.thresholds import Thresholds
 MIN_SAMPLES = 5
 """With fewer samples a bootstrap says nothing of their median: a normal distribution is assumed."""
 MIN_PAIRED_STEPS = 3
-"""Of two steps, what recordings have in common cannot be told from what they differ by."""
+"""Of two steps, what recordings have in common cannot be distinguished from what they differ by."""
 SAME_WITHIN = 0.05
 """Two medians are called the same where the whole interval lies within this, relative or in points of a share."""
 MIN_CONTAINER_SHARE = 0.01

@@ -284,5 +284,5 @@ def _judged(grouped: pl.DataFrame, margins: Values | None, step: Change, limits:
         .otherwise(pl.lit(SAME))
     )  # fmt: skip
     judged = with_interval.with_columns(verdict.alias("verdict"), status.alias("status"))
-    kept = judged.filter(~(is_absent["before"] & is_absent["after"]))
-    return kept.sort(change.abs(), "part", descending=[True, False], maintain_order=True)
+    present = judged.filter(~(is_absent["before"] & is_absent["after"]))
+    return present.sort(change.abs(), "part", descending=[True, False], maintain_order=True)

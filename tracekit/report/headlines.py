@@ -71,7 +71,9 @@ def ranks(report: Report, run: Run) -> Headline:
         return _of_finding(max(stragglers, key=lambda each: (each.severity, cost_order(each))))
     if len(run.ranks) < 2:
         return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
-    waits = run.run_table(rank_timelines.awaited)
+    waits, step_ns = run.run_table(rank_timelines.awaited), summary.step_time_ns(run)
+    if step_ns is not None:  # as on the page, which draws steps
+        waits = waits.drop_nulls("step")
     if waits.is_empty():
         residual_ns = run.offsets["residual_ns"].max()
         if residual_ns is None:
@@ -80,7 +82,7 @@ def ranks(report: Report, run: Run) -> Headline:
     by_rank = waits.group_by("rank").agg(pl.col("awaited_ns", "all_waits_ns").sum())
     late = by_rank.sort("all_waits_ns", "rank", descending=[True, False]).row(0, named=True)
     steps = max(summary.step_times(run).height, 1)
-    each_ns, step_ns = late["awaited_ns"] / steps, summary.step_time_ns(run)
+    each_ns = late["awaited_ns"] / steps
     share = f" ({units.share(each_ns / step_ns)} of it)" if step_ns else ""
     per = "per step" if step_ns else "in the window"
     return _about(

@@ -50,8 +50,8 @@ class ChangingSizes(Rule):
         if steps.is_empty() or steps.is_not_null().any() or run.table(allocations.peaks).is_empty():
             return None
         return (
-            "the traces mark no steps, so new sizes cannot be told from first allocations; call profiler.step() in "
-            "every step."
+            "the traces mark no steps, so new sizes cannot be distinguished from first allocations; call "
+            "profiler.step() in every step."
         )
 
     def check(self, run: Run) -> Iterator[Finding]:

@@ -184,7 +184,7 @@ class ReducedEveryMicroBatch(Rule):
     min_lost_ratio: float = 0.01
 
     def blind_spot(self, run: Run) -> str | None:
-        """Return why micro-batches cannot be told from steps where no steps are marked."""
+        """Return why micro-batches cannot be distinguished from steps where no steps are marked."""
         repeated = _repeated(run.table(backward_passes.gradient_reductions))
         losses = steps_without_saves.losses(run, repeated, "exposed_ns").filter(pl.col("step").is_null())
         if step_losses.worst(losses, self.min_lost_ratio) is None:

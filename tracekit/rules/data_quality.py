@@ -54,8 +54,8 @@ _KINDS = {
     ),
     "undecided_communication": _Kind(
         _INFO,
-        "If these kernels exchange data between devices, more communication is exposed than reported: tell tracekit's "
-        "authors their names.",
+        "If these kernels exchange data between devices, more communication is exposed than reported: "
+        "report their names to tracekit's authors.",
     ),
     "damaged_header": _Kind(_WARNING, _RECORD_AGAIN + "The rank was taken from the file name."),
     "stray_bytes": _Kind(_INFO, "No action needed: only the marked characters of names are lost."),

@@ -33,7 +33,7 @@ class OverloadedExperts(Rule):
     tokens.
 
     How to fix: raise the coefficient of the load-balancing loss, use a bias per expert (loss-free balancing), a
-    capacity factor that drops tokens, or place a busy expert beside idle ones or on several ranks.
+    capacity factor that drops tokens, or place a busy expert with idle ones or on several ranks.
 
     Blind spots: needs message sizes, and pairs of all-to-alls without others between them (batches that overlap are not
     judged). Kernels with padding to a fixed capacity have equal messages: their waste is not seen.
@@ -67,7 +67,7 @@ class OverloadedExperts(Rule):
             f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['lost_ratio'])}) for it {_when(worst['step'])}.",
             "Balance the experts: a larger coefficient of the load-balancing loss, a bias per expert (loss-free "
-            "balancing), a capacity factor; or place busy experts beside idle ones, or on several ranks.",
+            "balancing), a capacity factor; or place busy experts with idle ones, or on several ranks.",
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.8,

@@ -21,8 +21,8 @@ def sentence(run: Run, rank: int, spans: intervals.Spans, of: str, kinds: Collec
     if found.is_empty():
         return ""
     overlapping = io_calls.during(found, spans)
-    wanted = overlapping.filter(pl.col("kind").is_in(list(kinds)))
-    overlapping = overlapping if wanted.is_empty() else wanted
+    of_kinds = overlapping.filter(pl.col("kind").is_in(list(kinds)))
+    overlapping = overlapping if of_kinds.is_empty() else of_kinds
     if overlapping.is_empty():
         return ""
     most = (
@@ -32,7 +32,7 @@ def sentence(run: Run, rank: int, spans: intervals.Spans, of: str, kinds: Collec
         .row(0, named=True)
     )
     took = units.duration(io_calls.covered_ns(overlapping, spans))
-    what = f"{' and '.join(sorted(kinds))} calls" if not wanted.is_empty() else "calls"
+    what = f"{' and '.join(sorted(kinds))} calls" if not of_kinds.is_empty() else "calls"
     return f" File system {what} take {took} of {of}, most of that {_of_file(most)}."
 
 

@@ -122,7 +122,7 @@ class OutlierStep(Rule):
         of = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
         for _, own in largest_first(events, "lost_ns", "start_ns").group_by("cause", of, maintain_order=True):
             on_device = self._on_device(run)
-            # A replay shows what a stall costs beside others in the same step; the step's length shows only the sum.
+            # A replay shows what a stall costs with others in the same step; the step's length shows only the sum.
             cost = "stall_ns" if on_device else "lost_ns"
             cost_ns, window_ns = int(own[cost].sum()), int(own.unique("window")["window_ns"].sum())
             longest = own.row(0, named=True)
@@ -163,7 +163,8 @@ class OutlierStep(Rule):
         return Finding(
             self.code,
             severity,
-            f"{_where(event)}{_who(event)} for {units.duration(event['stall_ns'])}, while it {_what(event)}"
+            f"{where(event, event['stall_ns'])}{_who(event)} for {units.duration(event['stall_ns'])}, "
+            f"while it {_what(event)}"
             f"{_waits(event, run)}. {_how_often(own, window_ns, steps)}",
             _fix(event, run),
             impact=min(1.0, lost_ns / max(window_ns, 1)),
@@ -247,7 +248,11 @@ def _fix(event: dict[str, Any], run: Run) -> str:
     return _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
 
 
-def _where(event: dict[str, Any]) -> str:
+def where(event: dict[str, Any], lost_ns: int) -> str:
+    """Return how a sentence about an event begins: by how much its step is longer, if that shows half of `lost_ns`.
+
+    `event` has step, step_ns and reference_ns (of the step, and usually). '' where no step is marked.
+    """
     if event["step"] is None or event["step_ns"] is None:
         return ""
     if event["reference_ns"] is None:
@@ -256,7 +261,7 @@ def _where(event: dict[str, Any]) -> str:
     return (
         f"Step {event['step']} takes {units.duration(longer_ns)} longer than the others "
         f"({units.duration(event['reference_ns'])}): "
-        if longer_ns >= event["stall_ns"] / 2
+        if longer_ns >= lost_ns / 2
         else f"In step {event['step']}, "
     )
 

@@ -154,20 +154,9 @@ def _what(event: dict[str, Any]) -> str:
     more = event["collectives"] - 1
     others = f", and {more} other{'s' * (more > 1)} at the same time" if more else ""
     return (
-        f"{_where(event)}one {event['op'].replace('_', '-')}{size}{group} takes {units.duration(event['transfer_ns'])} "
-        f"instead of {units.duration(event['usual_ns'])}{others}"
+        f"{outlier_steps.where(event, event['lost_ns'])}one {event['op'].replace('_', '-')}{size}{group} takes "
+        f"{units.duration(event['transfer_ns'])} instead of {units.duration(event['usual_ns'])}{others}"
     )
-
-
-def _where(event: dict[str, Any]) -> str:
-    if event["step"] is None or event["step_ns"] is None:
-        return ""
-    if event["reference_ns"] is None:
-        return f"In step {event['step']}, "
-    longer_ns = max(0, event["step_ns"] - event["reference_ns"])
-    usual = f"Step {event['step']} takes {units.duration(longer_ns)} longer than the others"
-    is_shown = longer_ns >= event["lost_ns"] / 2
-    return f"{usual} ({units.duration(event['reference_ns'])}): " if is_shown else f"In step {event['step']}, "
 
 
 def _cause(event: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ class Straggler(Rule):
     waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is the saving
     of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts run ahead, so
     that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves for longer than
-    the others, or its device is idle for longer meanwhile, and that has a warning, it is what the rank costs besides.
+    the others, or its device is idle for longer meanwhile, and that has a warning, it is the cost without that.
     Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the finding is
     information. Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are late because
     their experts are overloaded belong to EP001. Where the metrics log has counters of the GPUs (`record

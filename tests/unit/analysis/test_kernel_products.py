@@ -133,3 +133,10 @@ def test_an_extension_without_a_formula_is_listed_with_what_its_kernel_lacks():
     (row,) = unknown_work.by_operator(drawn_traces.run(trace)).to_dicts()
     assert (row["name"], row["reason"]) == ("sgl_kernel::fp8_gemm", "the kernel's name lacks M")
     assert set(flops.flops(trace)["name"]) == {WHOLE}
+
+
+def test_without_time_no_operator_has_a_share_of_the_compute():
+    trace = drawn_kernels.trace(Kernel("sgl_kernel::fp8_gemm", 100, [[8, 7168]], name=BY_1D2D))
+    still = trace.replaced(activities=trace.activities.with_columns(dur_ns=pl.lit(0, pl.Int64)))
+    for rows in (unknown_work.unknown_work(still), unknown_work.by_operator(drawn_traces.run(still))):
+        assert rows["compute_ratio"].to_list() == [None]

@@ -1,5 +1,7 @@
 """The headline of a page: a sentence with the numbers of the tables; doubtful data is never called good."""
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
@@ -32,6 +34,20 @@ def test_a_straggler_is_named_with_the_numbers_of_its_finding():
 def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_longest():
     run = rule_examples.straggler_run(0, 3)
     shown = headlines.ranks(_report(run), run)
+    assert shown.text == "Others wait longest for rank 1: one rank waits up to 600 µs per step (37.5% of it)"
+
+
+def test_waits_outside_of_the_marked_steps_are_not_part_of_a_step():
+    run = rule_examples.straggler_run(0, 3)
+    traces = {trace.rank: trace for trace in run.traces()}
+    marked = [
+        replace(
+            source, read=lambda trace=traces[source.rank]: trace.replaced(steps=trace.steps.filter(pl.col("step") < 2))
+        )
+        for source in run.sources
+    ]
+    shortened = Run(run.path, marked, align=lambda _: run.offsets)
+    shown = headlines.ranks(_report(shortened), shortened)
     assert shown.text == "Others wait longest for rank 1: one rank waits up to 600 µs per step (37.5% of it)"
 
 

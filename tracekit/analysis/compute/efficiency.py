@@ -29,7 +29,7 @@ OP_COLUMNS = {
     "ideal_ns": pl.Float64, "rated_ns": pl.Int64,
 }  # fmt: skip
 MIN_COVERAGE_RATIO = 0.9
-"""Operations of steps are compared and held to budgets only where they are known for this share of the compute time."""
+"""Operations of steps are compared and have budgets only where they are known for this share of the compute time."""
 _NS = 1e9
 _STEP = ("window", "rank", "step")
 

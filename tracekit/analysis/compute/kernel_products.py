@@ -1,7 +1,7 @@
 """Matrix products that the name of a kernel states: the problem, or the part of it that is a template argument.
 
 DeepGEMM compiles a kernel for a problem and puts what it compiled in among the template arguments: N and K as a rule, M
-where asked to, 0 for what the kernel gets as an argument when it runs (deep_gemm/include/deep_gemm of
+in some calls, 0 for what the kernel gets as an argument when it runs (deep_gemm/include/deep_gemm of
 deepseek-ai/DeepGEMM: fp8_gemm.cuh, fp8_wgrad_gemm.cuh, impls/). The launch does not help: its grid is the number of
 multiprocessors. Names of CUTLASS, cuBLAS, and hipBLASLt state the tile of a block only.
 """

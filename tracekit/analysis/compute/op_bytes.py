@@ -214,18 +214,18 @@ def _reduction(dims_at: int, dtype_at: int | None = None, *, result: str = "", r
 
     def formula(given: Inputs) -> int | None:
         whole = given.tensor(0)
-        kept = 1
+        outputs = 1
         if len(given.given) > 2:
             dims = given.value(dims_at)
             if dims is None:
                 return None
             reduced = {int(dim) % len(whole.shape) for dim in _numbers(dims)} or set(range(len(whole.shape)))
-            kept = math.prod(size for dim, size in enumerate(whole.shape) if dim not in reduced)
+            outputs = math.prod(size for dim, size in enumerate(whole.shape) if dim not in reduced)
         number = given.value(dtype_at) if dtype_at is not None else None
         is_counted = dtype_at is not None and _category(whole.dtype) < 2  # sums of integers have 64 bits
         own = _INDEX if is_counted else whole.dtype
         dtype = result or (op_inputs.SCALAR_TYPES[number] if number else own)
-        return whole.bytes + results * kept * element_bytes(dtype)
+        return whole.bytes + results * outputs * element_bytes(dtype)
 
     return formula
 

@@ -161,7 +161,7 @@ def _linear(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
 def _grouped_product(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
     """Count products whose rows, columns (left of 3 dimensions) or inner dimension (both of 2) are in groups.
 
-    A row, column or inner element is in one group. How many groups divide the inner dimension, shapes don't tell.
+    A row, column or inner element is in one group. Shapes do not show how many groups divide the inner dimension.
     """
     left, right = dims[:2]
     groups_columns = len(left) == 3 and len(right) == 2

@@ -41,8 +41,8 @@ def unknown_work(trace: Trace) -> pl.DataFrame:
         pl.col("dur_ns").sum().alias("total_ns"),
         pl.col("dur_ns").filter(~pl.col("is_known")).sum().alias("flops_unknown_ns"),
     )
-    whole_ns = int(work["dur_ns"].sum())
-    return UNKNOWN_WORK.conform(sums.with_columns(compute_ratio=pl.col("total_ns") / whole_ns)).pipe(_longest_first)
+    whole = sums.with_columns(compute_ratio=_compute_ratio(int(work["dur_ns"].sum())))
+    return UNKNOWN_WORK.conform(whole).pipe(_longest_first)
 
 
 def by_operator(run: Run) -> pl.DataFrame:
@@ -53,8 +53,11 @@ def by_operator(run: Run) -> pl.DataFrame:
     each = run.table(unknown_work)
     whole_ns = int(run.table(_whole)["compute_ns"].sum())
     sums = each.group_by(_KEYS).agg(pl.col("count", "total_ns", "flops_unknown_ns").sum())
-    ratio = pl.col("total_ns") / pl.when(whole_ns > 0).then(whole_ns)
-    return sums.with_columns(compute_ratio=ratio).select(UNKNOWN_WORK.schema.names()).pipe(_longest_first)
+    return (
+        sums.with_columns(compute_ratio=_compute_ratio(whole_ns))
+        .select(UNKNOWN_WORK.schema.names())
+        .pipe(_longest_first)
+    )
 
 
 def note(run: Run) -> str | None:
@@ -75,6 +78,11 @@ def note(run: Run) -> str | None:
 
 
 _NAMED = 3
+
+
+def _compute_ratio(whole_ns: int) -> pl.Expr:
+    """Return the share of total_ns in the whole compute; null where no compute takes time."""
+    return pl.col("total_ns") / pl.when(whole_ns > 0).then(whole_ns)
 
 
 def _judged(trace: Trace) -> pl.DataFrame:

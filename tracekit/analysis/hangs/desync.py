@@ -27,6 +27,8 @@ class Mismatch:
     """Whether there is no majority."""
     explanations: dict[int, str]
     """What each deviating rank did otherwise."""
+    is_reordered: bool = False
+    """Whether a deviating rank makes the same two calls in the opposite order."""
 
 
 def first_mismatch(table: CallTable, collective: Collective) -> Mismatch | None:
@@ -49,7 +51,10 @@ def _mismatch(table: CallTable, group: Group, seq: int) -> Mismatch:
     expected = calls[ranks[0]]
     explanations = {rank: _explanation(table, group, seq, rank, ranks[0]) for rank in deviating}
     kind = _kind(expected, deviating[others[0]])
-    return Mismatch(group, seq, kind, expected, ranks, deviating, len(ranks) == len(others), explanations)
+    theirs = _calls_from(table, group, seq, ranks[0])
+    is_reordered = any(_swaps(_calls_from(table, group, seq, rank), theirs) for rank in deviating)
+    is_tied = len(ranks) == len(others)
+    return Mismatch(group, seq, kind, expected, ranks, deviating, is_tied, explanations, is_reordered)
 
 
 def _unequal(collective: Collective) -> Mismatch:
@@ -76,13 +81,20 @@ def _explanation(table: CallTable, group: Group, seq: int, rank: int, reference:
     own_calls, others = [signature(call) for call in own], [signature(call) for call in theirs]
     if own[0].op == theirs[0].op:
         return f"passes {sizes(own[0]) or 'nothing'}, others pass {sizes(theirs[0]) or 'nothing'}"
-    if own_calls[:2] == others[1::-1] and len(own_calls) > 1 and not _part(own_calls[2:], others[2:]):
+    if _swaps(own, theirs):
         return f"calls {own[0].op} before {theirs[0].op}, others call them in the opposite order"
     if _continues(own_calls, others[1:]) or (theirs[0].op not in {call.op for call in own} and len(others) < 2):
         return f"calls {own[0].op} where others call {theirs[0].op}: it may have skipped this {theirs[0].op}"
     if _continues(others, own_calls[1:]):
         return f"calls an additional {own[0].op}, which others do not"
     return f"calls {own[0].op} where others call {theirs[0].op}"
+
+
+def _swaps(own: list[Call], theirs: list[Call]) -> bool:
+    """Return whether a rank makes the first two calls of another one in the opposite order, and the rest alike."""
+    one, other = [signature(call) for call in own], [signature(call) for call in theirs]
+    is_opposite = len(one) > 1 and own[0].op != theirs[0].op and one[:2] == other[1::-1]
+    return is_opposite and not _part(one[2:], other[2:])
 
 
 def _part(one: list[tuple[object, ...]], other: list[tuple[object, ...]]) -> bool:

@@ -149,7 +149,7 @@ class _Case:
 
     def _mismatch(self, found: Sequence[tuple[Wait, Mismatch]]) -> Diagnosis:
         wait, mismatch = found[0]
-        kind = Kind.ORDER if "opposite order" in " ".join(mismatch.explanations.values()) else Kind.MISMATCH
+        kind = Kind.ORDER if mismatch.is_reordered else Kind.MISMATCH
         deviating = dict(mismatch.deviating)
         if mismatch.is_tied:
             deviating = dict(self.table.calls(mismatch.group, mismatch.seq))

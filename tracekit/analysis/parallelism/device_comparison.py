@@ -1,4 +1,4 @@
-"""The GPUs of late ranks beside those of the others: are they slower, and why?"""
+"""The GPUs of late ranks compared with those of the others: are they slower, and why?"""
 
 from collections.abc import Collection
 from dataclasses import dataclass

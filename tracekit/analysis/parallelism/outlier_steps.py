@@ -63,7 +63,7 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
         pl.len().cast(pl.Int64).alias("steps"), pl.col("step").min().alias("first"), pl.col("duration_ns").median()
     )
     joined = stalls.join(counted, on=_DEVICE, nulls_equal=True, maintain_order="left")
-    # A step that saves is not judged, but shows which stalls recur at their place besides the save.
+    # A step that saves is not judged, but shows which stalls recur at their place without the save.
     at_place = every.select("id").with_columns(_usual(every, steps, _PLACE))
     with_usual = (
         joined.with_columns(_usual(joined, steps, [*_DEVICE, "cause"]))
@@ -269,7 +269,7 @@ def _priced(events: pl.DataFrame, lengths: pl.DataFrame, of_ranks: pl.DataFrame)
     """Return the events of one window with what the job loses to each.
 
     What a step takes longer than the reference is shared out among its events, the longest stall first. A stall costs
-    at most that, and the spread of the other steps besides if the step shows it.
+    at most that, and the spread of the other steps in addition if the step shows it.
     """
     length_of: dict[int | None, int] = dict(lengths.select("step", "duration_ns").iter_rows())
     _with_last_step(length_of, events, of_ranks)

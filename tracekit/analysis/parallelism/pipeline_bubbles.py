@@ -1,4 +1,4 @@
-"""Pipeline bubbles: the time in which a rank runs no action, beside that of the schedule itself, and its causes."""
+"""Pipeline bubbles: the time in which a rank runs no action, that of the schedule itself, and its causes."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -85,7 +85,7 @@ def steps(run: Run) -> pl.DataFrame:
     Where no steps are marked, each window is one step, null.
     """
     rows = steps_without_saves.steps(run)
-    # A trace without marked steps beside others that have some shares no step with them.
+    # A trace without marked steps shares no step with others that have some.
     rows = rows.filter(pl.col("step").is_not_null() | pl.col("step").is_null().all())
     judged = rows.group_by(_KEY).agg(
         pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks")

@@ -101,8 +101,8 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
         "ref": ref[order],
         "is_wait": np.zeros(len(order), np.bool_),
     }
-    kept = activities[[name for name in activities.columns if name in ITEM_COLUMNS]][order]
-    return pl.DataFrame([*kept.get_columns(), *(pl.Series(name, values) for name, values in own.items())])
+    items = activities[[name for name in activities.columns if name in ITEM_COLUMNS]][order]
+    return pl.DataFrame([*items.get_columns(), *(pl.Series(name, values) for name, values in own.items())])
 
 
 def _reach(times: Ints, lane: Ints) -> Ints:

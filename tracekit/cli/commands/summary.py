@@ -54,7 +54,7 @@ def summary(
     last, and the transfer rate after that. By clock: the offset of each rank's clock and its residual error;
     smaller differences between ranks are not significant. By contention: the slowdown of each kind of work while
     another kind runs, relative to running alone, with a 95% confidence interval. By stage: the bubble of each rank,
-    stage and step of a pipeline, beside that of the schedule without communication, and its causes. By axis: the
+    stage and step of a pipeline, that of the schedule without communication, and its causes. By axis: the
     communication of each rank along each axis of the mesh (pp, dp, tp, …), and its exposed part. By expert: the tokens
     that each rank's experts get in an expert-parallel run, relative to the mean of the group. By expert-pair: the
     tokens that each rank sends to the experts of each, and how long they travel, the slowest pair first. By ring: how

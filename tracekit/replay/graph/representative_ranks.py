@@ -35,7 +35,7 @@ def activity_counts(trace: Trace) -> pl.DataFrame:
 
 
 FACTS: tuple[Fact, ...] = (activity_counts,)
-"""What `run_of` reads of each trace, besides facts of rules."""
+"""What `run_of` reads of each trace, in addition to facts of rules."""
 
 
 def are_needed(run: Run) -> bool:

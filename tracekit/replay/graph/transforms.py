@@ -502,8 +502,8 @@ def _saved_share(graph: Graph, changed: Graph, removed_ns: Ints) -> float:
 def _with_shorter_gaps(graph: Graph, by_ns: Ints, *, before_window: bool = False) -> Graph:
     """Return the graph with the time before its nodes reduced by `by_ns`.
 
-    The first call of a rank is released at its recorded time: earlier by as much, and before the window begins only if
-    asked for.
+    The first call of a rank is released at its recorded time: earlier by as much; before the window begins only
+    with `before_window`.
     """
     chain_ns = graph.chain_ns.copy()
     chain_ns[: graph.count] -= by_ns

@@ -14,7 +14,7 @@ _MIN_RATIO = 0.001
 _WHOLE_RATIO = 0.99
 _AROUND_PX, _LEVEL_PX, _SHOWN_LEVELS = 110, 24, 24
 _COLOURS = ("#9CC3DF", "#F2B98E", "#A8D8C5", "#F3D48A", "#C9BEDF", "#E3B7CE")
-"""Light ones, for dark labels: frames are told apart by them, and have the same one everywhere."""
+"""Light ones, for dark labels: they distinguish frames, and a frame has the same one everywhere."""
 _LABEL_LENGTH = 120
 _INK = "#1B2330"
 _WIDTH_PX, _CHARACTER_PX, _LEAST_CHARACTERS = 760, 6.2, 4

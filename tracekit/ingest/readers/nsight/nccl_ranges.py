@@ -147,4 +147,6 @@ def _message_bytes(op: str, own: int, ranks: int | None) -> MessageBytes:
         return MessageBytes(own, every)
     if op == "reduce_scatter":
         return MessageBytes(every, own)
+    if op == "all_to_all":  # NCCL states the part for one peer
+        return MessageBytes(every, every)
     return MessageBytes(own, own)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,8 @@ DEVICE_TABLES = (
 )
 MPI_TABLES = ("MPI_P2P_EVENTS", "MPI_COLLECTIVES_EVENTS", "MPI_START_WAIT_EVENTS", "MPI_OTHER_EVENTS")
 _NVTX = "NVTX_EVENTS"
+Stated: TypeAlias = tuple[int | None, int | None]
+"""A rank and the number of ranks; None where it is not known."""
 _THREAD_NAME = 39  # event type of NVTX
 _MPI_RANK = re.compile(r"MPI Rank (\d{1,6})$")
 _ENVIRONMENT = "TARGET_INFO_SYSTEM_ENV"
@@ -54,18 +57,16 @@ class RankProcess:
 def ranks(database: Database, communicators: Communicators) -> list[RankProcess]:
     """Return the processes of a report that are ranks, in the order of their ranks.
 
-    The rank is that of the MPI library, of the first NCCL communicator, else of the environment that Nsight Systems
-    was started in, if it recorded one process. Of several, each is assumed to be the place of its device.
+    The rank is that of the MPI library, else that of the larger group: the largest NCCL communicator, which may be of a
+    part of the ranks, or the environment that Nsight Systems was started in, if it recorded one process. Where several
+    processes have no such ranks, or equal ones, each is assumed to be the place of its device.
     """
     found = _processes(database)
     by_mpi, by_nccl = _mpi_ranks(database), communicators.world_ranks
-    environment = _environment(database)
+    environment = _environment(database) if len(found) == 1 else (None, None)
+    known = {of: by_mpi.get(of or 0) or _of_larger(by_nccl.get(of or 0, (None, None)), environment) for of in found}
     if len(found) == 1:
-        (of,) = found
-        rank, size = by_nccl.get(of or 0, (by_mpi.get(of or 0), len(by_mpi) or None))
-        stated = (rank, size) if rank is not None else environment
-        return [RankProcess(of, *stated)]
-    known = {of: by_nccl.get(of or 0, (by_mpi.get(of or 0), len(by_mpi) or None)) for of in found}
+        return [RankProcess(of, *stated) for of, stated in known.items()]
     values = [rank for rank, _ in known.values()]
     if None not in values and len(set(values)) == len(values):
         return sorted((RankProcess(of, *known[of]) for of in found), key=lambda process: process.rank or 0)
@@ -97,10 +98,23 @@ def _processes(database: Database) -> list[int | None]:
     return [*known.tolist()[:MAX_RANKS]] or [None]
 
 
-def _mpi_ranks(database: Database) -> dict[int, int]:
+def _of_larger(nccl: Stated, environment: Stated) -> Stated:
+    """Return rank and size of the group with more ranks; of NCCL's if both are equal."""
+    if environment[0] is not None and (nccl[0] is None or (environment[1] or 0) > (nccl[1] or 0)):
+        return environment
+    return nccl
+
+
+def _mpi_ranks(database: Database) -> dict[int, Stated]:
+    """Return rank and world size of each process by its serialized id; a report may have a part of the ranks only."""
     found = database.integers("MPI_RANKS", ("globalTid", "rank"))
     pairs = zip((found["globalTid"] >> THREAD_BITS << THREAD_BITS).tolist(), found["rank"].tolist(), strict=True)
-    return {process: rank for process, rank in pairs if 0 <= rank < MAX_RANKS} or _named_ranks(database)
+    ranks = {process: rank for process, rank in pairs if 0 <= rank < MAX_RANKS} or _named_ranks(database)
+    sizes = database.integers("MPI_COMMUNICATORS", ("size",))["size"]
+    stated = int(sizes.max(initial=0))  # MPI_COMM_WORLD has most ranks
+    is_whole = len(ranks) > 1 and sorted(ranks.values()) == list(range(len(ranks)))
+    size = stated if max(ranks.values(), default=0) < stated <= MAX_RANKS else len(ranks) if is_whole else None
+    return {process: (rank, size) for process, rank in ranks.items()}
 
 
 def _named_ranks(database: Database) -> dict[int, int]:

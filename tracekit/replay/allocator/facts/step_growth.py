@@ -30,7 +30,9 @@ def of_snapshot(snapshot: MemorySnapshot, history: History, played: ReplayResult
     alive = alive.with_columns(step=pl.Series(np.searchsorted(begins, at_ns, side="right"), dtype=pl.Int64))
     described = alive.join(_callers(snapshot), on="stack", how="left").drop_nulls("op")
     last = len(begins) - _OPEN_STEPS
-    of_step = described.filter(pl.col("step") <= last).group_by("op", "step").agg(pl.len(), pl.col("bytes").sum())
+    # What was requested before the first mark is of no step: that time may be a part of one, or many.
+    in_steps = described.filter(pl.col("step").is_between(1, last))
+    of_step = in_steps.group_by("op", "step").agg(pl.len(), pl.col("bytes").sum())
     # Steps in a row that end with the last closed one have one value of step + rank from the end.
     ordered = of_step.sort("op", "step").with_columns(
         run=pl.col("step") + pl.col("step").rank("ordinal", descending=True).over("op")
