@@ -165,7 +165,7 @@ def _marked(entry: RunEntry, loaded: LoadedRun, window: int | None = None) -> Ma
 
 
 def _choose_steps(marked: tuple[MarkedSteps, MarkedSteps]) -> list[tuple[int, int]]:
-    """Let a person choose rank and step of both runs; return them. The typical step of each is the default."""
+    """Let a person choose rank and step of both runs; return them. The representative step of each is the default."""
     chosen = []
     with st.container(horizontal=True, vertical_alignment="bottom"):
         for side, (own, letter) in enumerate(zip(marked, open_pair.LETTERS, strict=True)):
@@ -177,7 +177,7 @@ def _choose_steps(marked: tuple[MarkedSteps, MarkedSteps]) -> list[tuple[int, in
                 steps,
                 key=bind(STEPS[side], steps, own.step),
                 format_func=lambda step, own=own, rank=rank: _step_label(own, rank, step),
-                width=150,
+                width=200,
             )
             chosen.append((rank, step))
         for by, label in ((-1, "Previous steps"), (1, "Next steps")):
@@ -227,4 +227,4 @@ def _choose(steps: list[int] | None) -> None:
 
 
 def _step_label(own: MarkedSteps, rank: int, step: int) -> str:
-    return f"{step} · typical" if (rank, step) == (own.rank, own.step) else str(step)
+    return f"{step} · representative" if (rank, step) == (own.rank, own.step) else str(step)

@@ -47,7 +47,8 @@ _ROW_PX, _MAX_ROWS_SHOWN = 35, 10
 _USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
 """The least median of a column in its unit, how many digits follow its first one, and the most decimals."""
 _LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-3, 1 << 30
-"""The smallest size shown in a unit with four digits; below it, sizes are whole bytes, or have three decimals."""
+"""The smallest size shown in a larger unit; a column with a smaller one has whole bytes, up to this many."""
+_CHARACTER_PX, _CELL_PADDING_PX = 8, 18
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),
     "tflops_per_s": ((1e3, "PFLOP/s"), (1, "TFLOP/s"), (1e-3, "GFLOP/s"), (1e-6, "MFLOP/s")),
@@ -211,7 +212,9 @@ def frame(
             series = series / divisor if divisor != 1 else series
             if pattern == BYTES and label != "bytes":
                 label = f"{label}, B"
-            columns[series.name] = st.column_config.NumberColumn(label, format=pattern)
+            columns[series.name] = st.column_config.NumberColumn(
+                label, format=pattern, width=_width_px(series, pattern)
+            )
         else:
             columns[series.name] = st.column_config.Column(label)
         shown.append(series)
@@ -280,8 +283,28 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
         divisor, unit = _unit(scales, 0.999 * divisor)
     if divisor == 1 and series.name.endswith("_ns"):
         return divisor, f"%.0f {unit}"
-    digits = max(_DIGITS - _magnitude(median / divisor), -_magnitude(least / divisor)) if median else 1
-    return divisor, f"%.{min(max(digits, 1), _MAX_DIGITS)}f {unit}"
+    return divisor, f"%.{_decimals(least / divisor, median / divisor)}f {unit}"
+
+
+def _decimals(least: float, median: float) -> int:
+    """Return how many decimals give the median three digits and the least value one, at most `_MAX_DIGITS`.
+
+    >>> _decimals(0.26, 75.3), _decimals(0.075, 0.3125), _decimals(581, 595)
+    (1, 3, 1)
+    """
+    digits = max(_DIGITS - _magnitude(median), -_magnitude(least)) if median else 1
+    return min(max(digits, 1), _MAX_DIGITS)
+
+
+def _width_px(series: pl.Series, pattern: str) -> int | None:
+    """Return the width of a column of numbers that is empty in part; None where the browser chooses it.
+
+    The browser takes values for outliers that are twice as wide as the mean, as they are where most cells are empty.
+    """
+    if pattern == BYTES or not series.null_count() or series.null_count() == series.len():
+        return None
+    widest = max(len(pattern % value) for value in (series.min(), series.max()))
+    return _CHARACTER_PX * widest + _CELL_PADDING_PX
 
 
 def _magnitude(value: float) -> int:
@@ -294,12 +317,12 @@ def _magnitude(value: float) -> int:
 
 
 def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:
-    least, _, most = _extent(series)
-    for unit_bytes, pattern in ((2**40, "%.4g TiB"), (2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
+    least, median, most = _extent(series)
+    for unit_bytes, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if most >= unit_bytes:
-            if least >= unit_bytes * _LEAST_SIZE:
-                return unit_bytes, pattern
-            return (1, BYTES) if most < _MOST_WHOLE_BYTES else (unit_bytes, pattern.replace("%.4g", "%.3f"))
+            if least < unit_bytes * _LEAST_SIZE and most < _MOST_WHOLE_BYTES:
+                return 1, BYTES
+            return unit_bytes, f"%.{_decimals(least / unit_bytes, median / unit_bytes)}f {unit}"
     return 1, "%d B"
 
 

@@ -12,6 +12,7 @@ from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, tables
 from dashboard.run_store import what_if as dashboard_what_if
 from tests.unit.simulate.jobs import job, written
+from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.time import summary
 from tracekit.errors import TracekitError
 from tracekit.ingest.loader import load
@@ -142,6 +143,19 @@ def test_shares_of_the_report_are_those_of_all_ranks_and_steps(name):
     assert headline["compute"][0] == units.share(rows["compute_ns"].sum() / total_ns)
     listed = summary.exposed_communication_ratio(opened.run)  # in the dashboard's list of runs
     assert headline["exposed communication"][0] == units.share(listed)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_headline_of_communication_names_the_collective_with_most_transfer(name):
+    opened = open_run(name)
+    found = headlines.communication(opened.report, opened.run)
+    named = re.search(r"mostly transfer in the ([\w-]+)", found.text if found else "")
+    if named is None:
+        pytest.skip("most of it is not transfer")
+    calls = opened.run.run_table(exposed_communication.exposed_transfers).filter(pl.col("step").is_not_null())
+    by_op = dict(calls.group_by("op").agg(pl.col("exposed_ns").sum()).iter_rows())
+    # A send and a receive that run concurrently each count the time that the headline counts once.
+    assert by_op[named[1].replace("-", "_")] > 0.5 * max(by_op.values())
 
 
 @pytest.mark.parametrize("name", RUNS)

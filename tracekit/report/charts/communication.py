@@ -10,7 +10,7 @@ from tracekit.report.charts import style
 from tracekit.report.charts.style import CAUSES, COLOURS
 
 COMMUNICATION_PARTS = {
-    "hidden_ns": ("overlapped with compute", "rgba(213, 94, 0, 0.32)"),
+    "hidden_ns": ("overlapped with compute", style.COLOURS["compute"]),
     "exposed_ns": ("exposed transfer", COLOURS["communication"]),
     "waited_ns": ("exposed, waiting for a late rank", COLOURS["waiting"]),
 }
