@@ -48,7 +48,8 @@ _USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
 """The least median of a column in its unit, how many digits follow its first one, and the most decimals."""
 _LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-3, 1 << 30
 """The smallest size shown in a larger unit; a column with a smaller one has whole bytes, up to this many."""
-_CHARACTER_PX, _CELL_PADDING_PX = 8, 18
+_CHARACTER_PX, _CELL_PADDING_PX, _ROWS_MEASURED = 8, 18, 10
+MAX_NAME_PX = 290
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),
     "tflops_per_s": ((1e3, "PFLOP/s"), (1, "TFLOP/s"), (1e-3, "GFLOP/s"), (1e-6, "MFLOP/s")),
@@ -97,7 +98,9 @@ def go_to(address: str, **parameters: Any) -> None:
 def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "Reading and checking") -> _T | None:
     """Return what `read` makes of a run, or show why that is impossible and return None."""
     if entry.problem:
-        if entry.is_live and not entry.files and not entry.snapshots:
+        if entry.snapshots:
+            snapshots_only(entry)
+        elif entry.is_live and not entry.files:
             st.info(plain(entry.problem), icon=":material/hourglass_empty:")
         else:
             problem(entry.problem)
@@ -108,6 +111,13 @@ def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "R
     except (TracekitError, RuleError) as error:
         problem(f"{entry.name}: {error}")
         return None
+
+
+def snapshots_only(entry: RunEntry) -> None:
+    """Show that a run has memory snapshots and no traces, and offer the page that shows it."""
+    info(plain(entry.problem))
+    if st.button("Open the page Memory", type="primary", key=f"memory-of-{entry.name}"):
+        go_to("memory", **{RUN: entry.name})
 
 
 def choose_window(windows: Sequence[int], place: DeltaGenerator | None = None) -> int:
@@ -212,11 +222,11 @@ def frame(
             series = series / divisor if divisor != 1 else series
             if pattern == BYTES and label != "bytes":
                 label = f"{label}, B"
-            columns[series.name] = st.column_config.NumberColumn(
-                label, format=pattern, width=_width_px(series, pattern)
-            )
+            texts = [MISSING if value is None else _written(pattern, value) for value in series.head(_ROWS_MEASURED)]
+            columns[series.name] = st.column_config.NumberColumn(label, format=pattern, width=_width_px(texts))
         else:
-            columns[series.name] = st.column_config.Column(label)
+            texts = [MISSING if value is None else str(value) for value in series.head(_ROWS_MEASURED)]
+            columns[series.name] = st.column_config.Column(label, width=_width_px(texts))
         shown.append(series)
     columns |= options.pop("column_config", {})
     event = st.dataframe(
@@ -296,15 +306,20 @@ def _decimals(least: float, median: float) -> int:
     return min(max(digits, 1), _MAX_DIGITS)
 
 
-def _width_px(series: pl.Series, pattern: str) -> int | None:
-    """Return the width of a column of numbers that is empty in part; None where the browser chooses it.
+def _written(pattern: str, value: float) -> str:
+    return f"{value:,.0f}" if pattern == BYTES else pattern % value
 
-    The browser takes values for outliers that are twice as wide as the mean, as they are where most cells are empty.
+
+def _width_px(texts: Sequence[str]) -> int | None:
+    """Return the width of a column whose first rows are `texts`; None where the browser finds it.
+
+    The browser leaves out what is twice as wide as the mean of the first rows: a number among empty cells, or a long
+    name among short ones.
     """
-    if pattern == BYTES or not series.null_count() or series.null_count() == series.len():
+    lengths = [len(text) for text in texts]
+    if not lengths or max(lengths) < 2 * sum(lengths) / len(lengths):
         return None
-    widest = max(len(pattern % value) for value in (series.min(), series.max()))
-    return _CHARACTER_PX * widest + _CELL_PADDING_PX
+    return min(_CHARACTER_PX * max(lengths) + _CELL_PADDING_PX, MAX_NAME_PX)
 
 
 def _magnitude(value: float) -> int:

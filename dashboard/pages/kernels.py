@@ -28,7 +28,7 @@ _MEASURES = {
 }
 _UNITS = {"flops": units.operations, "sent_bytes": units.size, "allocated_bytes": units.size}
 _DEFAULT_KINDS = ("cpu_op",)
-WIDE, NAME_PX = ("name", "op", "shapes"), 290
+WIDE = ("name", "op", "shapes")
 
 
 def show(run: OpenRun) -> None:
@@ -155,7 +155,9 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "kind", "delay_p50_ns", "delay_p95_ns"]
     known = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
     ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))
-    widths = {name: st.column_config.Column(LABELS.get(name, name), width=NAME_PX) for name in by if name in WIDE}
+    widths = {
+        name: st.column_config.Column(LABELS.get(name, name), width=widgets.MAX_NAME_PX) for name in by if name in WIDE
+    }
     labels = {"p50_ns": "median", "delay_p50_ns": "median delay", "delay_p95_ns": "p95 delay", "spread_ratio": "spread"}
     widgets.frame(rows.select(ordered), key=level, column_config=widths, labels=labels)
 

@@ -126,7 +126,7 @@ def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
             assert {name: drawn[name] for name in row if name != "window"} == {
                 k: v for k, v in row.items() if k != "window"
             }
-    for row in by_rank:
+    for row in summary.by_rank_in_steps(opened.run).to_dicts():
         table = printed(name).split("Where the time goes")[1].splitlines()[2:]
         line = next(line for line in table if line.split()[:1] == [str(row["rank"])])
         assert units.duration(row["duration_ns"]) in line
