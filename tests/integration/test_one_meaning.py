@@ -158,6 +158,16 @@ def test_the_headline_of_communication_names_the_collective_with_most_transfer(n
     assert by_op[named[1].replace("-", "_")] > 0.5 * max(by_op.values())
 
 
+def test_checkpoints_state_the_median_of_the_saves_that_comparisons_state():
+    opened = open_run("demo-fsdp2")
+    assert opened.table(tables.SAVES).height == 2
+    blocked_ns = compared("demo-fsdp2")["checkpoint_blocked_ns"]["compare"]
+    shown = headlines.checkpoints(opened.report, opened.run)
+    assert f"each blocks training for {units.duration(blocked_ns)} (median)" in shown.text
+    (found,) = (found for found in opened.report.findings if found.code == "CKPT001")
+    assert "the lower median of 2 saves" in found.message
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_metrics_of_the_breakdown_are_those_of_its_slowest_ranks(name):
     rows = pl.DataFrame([row for row in document(name)["summary"] if row["step"] is not None])

@@ -192,7 +192,7 @@ def modules(
 
 
 def call_stacks(report: Report, tree: pl.DataFrame, of: str) -> Headline | None:
-    """Return the frame with most time of its own, in all call stacks together, and the caller of most of that.
+    """Return the frame with most time of its own, in all call stacks together, and the frame above most of that.
 
     `tree` is that of `call_trees.call_tree` of the device or the host (`of`).
     """
@@ -205,7 +205,7 @@ def call_stacks(report: Report, tree: pl.DataFrame, of: str) -> Headline | None:
     name, own_ns = _largest(frames, "name")
     caller, called_ns = _largest(frames.filter(name=name), "caller")
     shown, called_by = (escaping.inert(kernel_names.short(each or ""), _MAX_NAME) for each in (name, caller))
-    below = f", mostly called by {called_by}" if caller and called_ns > _MOSTLY * own_ns else ""
+    below = f", mostly below {called_by}" if caller and called_ns > _MOSTLY * own_ns else ""
     return _about(
         f"{shown} takes {units.share(own_ns / total_ns)} of the {of} time: {_duration(own_ns)} on all ranks{below}",
         _of(report, "HOST", "COMP"),

@@ -460,3 +460,16 @@ def test_runs_have_the_devices_of_the_settings_where_the_dashboard_was_started(t
         assert (stated.name, stated.peaks["bf16"]) == ("a device", 8e14)
     finally:
         settings.devices.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["—", "—", "126.84 GFLOP"], 12 * 8 + 18),
+        (["aten::add"] * 9 + ["n" * 80], widgets.MAX_NAME_PX),
+        (["1.24 ms", "12.40 ms"], None),
+        ([], None),
+    ],
+)
+def test_a_column_that_the_browser_would_clip_has_a_width(texts, expected):
+    assert widgets._width_px(texts) == expected

@@ -47,8 +47,9 @@ def test_the_page_memory_draws_them_with_the_categories_at_the_peak(folder, name
     assert not shown.error
 
 
-def test_other_pages_say_which_page_shows_them(folder):
-    shown = page("overview", folder)
+@pytest.mark.parametrize("address", ["overview", "timeline"])
+def test_other_pages_say_which_page_shows_them(folder, address):
+    shown = page(address, folder)
     assert not shown.exception
     assert not shown.error
     assert "1 memory snapshot and no trace" in shown.info[0].value
