@@ -152,7 +152,7 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
                 "color": colour,
                 "symbol": symbol + ("" if is_whole else "-open"),
                 "size": 8,
-                "opacity": 0.65 if is_whole else 0.9,
+                "opacity": 0.8 if is_whole else 0.9,
             },
             customdata=[
                 [units.size(size), units.rate(algorithm), units.rate(bus), units.duration(ns)]
