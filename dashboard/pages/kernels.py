@@ -128,7 +128,7 @@ def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001
         "the time are in the table only."
     )
     widgets.chart(charts.roofline(rows, roofs), key="kernels-roofline")
-    first = ["name", "shapes", "count", "work_ns", "above_ns", "roofline_ratio"]
+    first = ["name", "work_ns", "above_ns", "roofline_ratio", "count", "shapes"]
     widgets.frame(
         rows.select(*first, pl.exclude(first)),
         key="roofline",
