@@ -116,10 +116,10 @@ def _metrics(runs: Sequence[_Run]) -> list[str]:
 
 
 def _answer(runs: Sequence[_Run], groups: Sequence[str], key: str) -> str:
-    """Return which group has the shortest and the longest median step."""
+    """Return which group has the shortest and the longest median step; runs of no known group are left out."""
     times: dict[str, list[float]] = {}
     for run, group in zip(runs, groups, strict=True):
-        if STEP_TIME in run.values:
+        if STEP_TIME in run.values and group != NOT_KNOWN:
             times.setdefault(group, []).append(median(run.values[STEP_TIME]))
     if len(times) < 2:
         return ""

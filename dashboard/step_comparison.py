@@ -165,24 +165,27 @@ def _marked(entry: RunEntry, loaded: LoadedRun, window: int | None = None) -> Ma
 
 
 def _choose_steps(marked: tuple[MarkedSteps, MarkedSteps]) -> list[tuple[int, int]]:
-    """Let a person choose rank and step of both runs; return them. The typical step of each is the default."""
+    """Let a person choose rank and step of both runs; return them. The representative step of each is the default."""
     chosen = []
     with st.container(horizontal=True, vertical_alignment="bottom"):
         for side, (own, letter) in enumerate(zip(marked, open_pair.LETTERS, strict=True)):
+            # In a narrow window, rank and step of a run stay next to each other.
+            of_run = st.container(horizontal=True, width="content")
             ranks = own.table["rank"].unique().sort().to_list()
-            rank = st.selectbox(f"{letter}: rank", ranks, key=bind(RANKS[side], ranks, own.rank), width=110)
+            rank = of_run.selectbox(f"{letter}: rank", ranks, key=bind(RANKS[side], ranks, own.rank), width=110)
             steps = own.steps(rank)
-            step = st.selectbox(
+            step = of_run.selectbox(
                 f"{letter}: step",
                 steps,
                 key=bind(STEPS[side], steps, own.step),
                 format_func=lambda step, own=own, rank=rank: _step_label(own, rank, step),
-                width=150,
+                width=210,
             )
             chosen.append((rank, step))
+        buttons = st.container(horizontal=True, width="content")
         for by, label in ((-1, "Previous steps"), (1, "Next steps")):
             moved = _moved(marked, chosen, by)
-            st.button(label, key=f"steps{by}", disabled=moved is None, on_click=_choose, args=(moved,))
+            buttons.button(label, key=f"steps{by}", disabled=moved is None, on_click=_choose, args=(moved,))
     return chosen
 
 
@@ -227,4 +230,4 @@ def _choose(steps: list[int] | None) -> None:
 
 
 def _step_label(own: MarkedSteps, rank: int, step: int) -> str:
-    return f"{step} · typical" if (rank, step) == (own.rank, own.step) else str(step)
+    return f"{step} · representative" if (rank, step) == (own.rank, own.step) else str(step)

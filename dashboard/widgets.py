@@ -47,7 +47,9 @@ _ROW_PX, _MAX_ROWS_SHOWN = 35, 10
 _USUAL, _DIGITS, _MAX_DIGITS = 0.001, 2, 3
 """The least median of a column in its unit, how many digits follow its first one, and the most decimals."""
 _LEAST_SIZE, _MOST_WHOLE_BYTES = 1e-3, 1 << 30
-"""The smallest size shown in a unit with four digits; below it, sizes are whole bytes, or have three decimals."""
+"""The smallest size shown in a larger unit; a column with a smaller one has whole bytes, up to this many."""
+_CHARACTER_PX, _CELL_PADDING_PX, _ROWS_MEASURED = 8, 18, 10
+MAX_NAME_PX = 290
 _SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "_ns": ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns")),
     "tflops_per_s": ((1e3, "PFLOP/s"), (1, "TFLOP/s"), (1e-3, "GFLOP/s"), (1e-6, "MFLOP/s")),
@@ -96,7 +98,9 @@ def go_to(address: str, **parameters: Any) -> None:
 def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "Reading and checking") -> _T | None:
     """Return what `read` makes of a run, or show why that is impossible and return None."""
     if entry.problem:
-        if entry.is_live and not entry.files and not entry.snapshots:
+        if entry.snapshots:
+            snapshots_only(entry)
+        elif entry.is_live and not entry.files:
             st.info(plain(entry.problem), icon=":material/hourglass_empty:")
         else:
             problem(entry.problem)
@@ -107,6 +111,13 @@ def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "R
     except (TracekitError, RuleError) as error:
         problem(f"{entry.name}: {error}")
         return None
+
+
+def snapshots_only(entry: RunEntry) -> None:
+    """Show that a run has memory snapshots and no traces, and offer the page that shows it."""
+    info(plain(entry.problem))
+    if st.button("Open the page Memory", type="primary", key=f"memory-of-{entry.name}"):
+        go_to("memory", **{RUN: entry.name})
 
 
 def choose_window(windows: Sequence[int], place: DeltaGenerator | None = None) -> int:
@@ -211,9 +222,11 @@ def frame(
             series = series / divisor if divisor != 1 else series
             if pattern == BYTES and label != "bytes":
                 label = f"{label}, B"
-            columns[series.name] = st.column_config.NumberColumn(label, format=pattern)
+            texts = [MISSING if value is None else _written(pattern, value) for value in series.head(_ROWS_MEASURED)]
+            columns[series.name] = st.column_config.NumberColumn(label, format=pattern, width=_width_px(texts))
         else:
-            columns[series.name] = st.column_config.Column(label)
+            texts = [MISSING if value is None else str(value) for value in series.head(_ROWS_MEASURED)]
+            columns[series.name] = st.column_config.Column(label, width=_width_px(texts))
         shown.append(series)
     columns |= options.pop("column_config", {})
     event = st.dataframe(
@@ -280,8 +293,33 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
         divisor, unit = _unit(scales, 0.999 * divisor)
     if divisor == 1 and series.name.endswith("_ns"):
         return divisor, f"%.0f {unit}"
-    digits = max(_DIGITS - _magnitude(median / divisor), -_magnitude(least / divisor)) if median else 1
-    return divisor, f"%.{min(max(digits, 1), _MAX_DIGITS)}f {unit}"
+    return divisor, f"%.{_decimals(least / divisor, median / divisor)}f {unit}"
+
+
+def _decimals(least: float, median: float) -> int:
+    """Return how many decimals give the median three digits and the least value one, at most `_MAX_DIGITS`.
+
+    >>> _decimals(0.26, 75.3), _decimals(0.075, 0.3125), _decimals(581, 595)
+    (1, 3, 1)
+    """
+    digits = max(_DIGITS - _magnitude(median), -_magnitude(least)) if median else 1
+    return min(max(digits, 1), _MAX_DIGITS)
+
+
+def _written(pattern: str, value: float) -> str:
+    return f"{value:,.0f}" if pattern == BYTES else pattern % value
+
+
+def _width_px(texts: Sequence[str]) -> int | None:
+    """Return the width of a column whose first rows are `texts`; None where the browser finds it.
+
+    The browser leaves out what is twice as wide as the mean of the first rows: a number among empty cells, or a long
+    name among short ones.
+    """
+    lengths = [len(text) for text in texts]
+    if not lengths or max(lengths) < 2 * sum(lengths) / len(lengths):
+        return None
+    return min(_CHARACTER_PX * max(lengths) + _CELL_PADDING_PX, MAX_NAME_PX)
 
 
 def _magnitude(value: float) -> int:
@@ -294,12 +332,12 @@ def _magnitude(value: float) -> int:
 
 
 def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:
-    least, _, most = _extent(series)
-    for unit_bytes, pattern in ((2**40, "%.4g TiB"), (2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
+    least, median, most = _extent(series)
+    for unit_bytes, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if most >= unit_bytes:
-            if least >= unit_bytes * _LEAST_SIZE:
-                return unit_bytes, pattern
-            return (1, BYTES) if most < _MOST_WHOLE_BYTES else (unit_bytes, pattern.replace("%.4g", "%.3f"))
+            if least < unit_bytes * _LEAST_SIZE and most < _MOST_WHOLE_BYTES:
+                return 1, BYTES
+            return unit_bytes, f"%.{_decimals(least / unit_bytes, median / unit_bytes)}f {unit}"
     return 1, "%d B"
 
 

@@ -60,9 +60,8 @@ def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline |
     entry, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
     status = html_fragments.change_status(change)
     name, of = (escaping.inert(each.name, MAX_NAME) for each in (entry, reference))
-    return Headline(
-        f"{name}: step time {comparison.change_text(change)} against {of}: {change.verdict.value}", status=status
-    )
+    text = comparison.with_minus_signs(comparison.change_text(change))
+    return Headline(f"{name}: step time {text} against {of}: {change.verdict.value}", status=status)
 
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
@@ -88,7 +87,10 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         "Medians over steps with the 95% confidence interval of the change between these two recordings. Other "
         "recordings of the same program may differ by more."
     )
-    notes = list(dict.fromkeys(note for found in comparisons for note in found.notes))
+    of_ranks = list(dict.fromkeys(note for found in comparisons for note in found.rank_notes))
+    for note in of_ranks:
+        widgets.note(f"{note}.")
+    notes = [*dict.fromkeys(note for found in comparisons for note in found.notes if note not in of_ranks)]
     if notes:
         with st.expander(f"Other differences between these runs ({len(notes)})"):
             for note in notes:
@@ -130,16 +132,17 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     except NotComparableError as error:
         widgets.info(widgets.plain(str(error)))
         return
-    header, rows = step_change.table_cells(changed, step_change.DEFAULT_TOP)
+    header, cells = step_change.table_cells(changed, step_change.DEFAULT_TOP)
+    rows = [[name, *map(comparison.with_minus_signs, numbers)] for name, *numbers in cells]
     verdicts = changed.rows["verdict"].head(len(rows)).to_list()
     classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
     right = [column not in step_change.TEXTS for column in range(len(header))]
-    text = step_change.headline(changed)
+    text = comparison.with_minus_signs(step_change.headline(changed))
     st.markdown(widgets.plain(text[:1].upper() + text[1:]))
     widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
     downloads.table(changed.rows, key="step_change")
     widgets.caption(
-        "Time of the representative step, each moment charged once: to the operator whose kernel runs, or to the cause "
+        "Time of the median step, each moment charged once: to the operator whose kernel runs, or to the cause "
         f"of idle time. The changes of all {changed.rows.height:,} rows add up to that of the step; the download has "
         "them all."
     )
@@ -158,16 +161,22 @@ def _table(
         if only_significant and not any(change and html_fragments.is_conclusive(change) for change in changes):
             continue
         reference = regression.metric_text(metric, next(change.reference for change in changes if change))
-        rows.append([comparison.label(metric), reference, *(_cell(change) for change in changes)])
+        rows.append([comparison.label(metric), reference, *(_cell(change, reference) for change in changes)])
         classes.append(["", "", *(change.verdict.value.replace(" ", "-") if change else "" for change in changes)])
     return [escaping.inert(name, MAX_NAME) for name in names], rows, classes
 
 
-def _cell(change: Change | None) -> str:
+def _cell(change: Change | None, reference: str) -> str:
+    """Return a value and its change; also what it is compared with, where that is not the `reference` of the row.
+
+    Two candidates with different ranks are each compared on the ranks that they share with the reference.
+    """
     if change is None:
         return widgets.MISSING
-    value = f"{regression.metric_text(change.metric, change.candidate)} · {comparison.change_text(change)}"
-    return f"{value}: {change.verdict.value}".replace("-", "−")
+    own = regression.metric_text(change.metric, change.reference)
+    against = "" if own == reference else f" against {own}"
+    value = f"{regression.metric_text(change.metric, change.candidate)}{against} · {comparison.change_text(change)}"
+    return comparison.with_minus_signs(f"{value}: {change.verdict.value}")
 
 
 PAGE = Page.described_by(__doc__, "compare", show, Needs.SEVERAL, TOOLS)

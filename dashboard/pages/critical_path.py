@@ -1,5 +1,6 @@
 """Critical path: what one step waited for over all ranks, who owns its time, and the slack of everything else."""
 
+import polars as pl
 import streamlit as st
 
 from dashboard import moments, widgets
@@ -14,6 +15,8 @@ from tracekit.report.headlines import Headline
 
 _MOST_ROWS = 400
 _LABELS = {"host": "host time", "memcpy": "copy", "memset": "memory set"}
+_FIRST = ("rank", "kind", "name", "dur_ns", "step_ratio", "slack_ns", "count")
+"""The columns of an owner in front of the rest."""
 
 
 def show(run: OpenRun) -> None:
@@ -30,13 +33,21 @@ def show(run: OpenRun) -> None:
         widgets.caption(widgets.plain(doubt))
     _chart(run, found)
     widgets.subheader("Owners of the path")
-    widgets.frame(widgets.drop_empty(found.shares.head(_MOST_ROWS)), key="critical-path-owners")
+    _owners(found.shares, key="critical-path-owners")
     if found.has_modules:
         widgets.subheader("Modules of the path")
-        widgets.frame(found.shares_by("module", "kind").head(_MOST_ROWS), key="critical-path-modules")
+        by_module = found.shares_by("module", "kind").with_columns(pl.col("module").fill_null(tables.OUTSIDE_MODULES))
+        widgets.frame(by_module.head(_MOST_ROWS), key="critical-path-modules")
     widgets.subheader("Not on the path")
     widgets.caption("Slack: how much later the work can end without delaying the step; the least of its pieces.")
-    widgets.frame(widgets.drop_empty(found.slack.head(_MOST_ROWS)), key="critical-path-slack")
+    _owners(found.slack, key="critical-path-slack")
+
+
+def _owners(rows: pl.DataFrame, *, key: str) -> None:
+    """List owners with their numbers next to their names, also in a narrow window."""
+    shown = widgets.drop_empty(rows.head(_MOST_ROWS))
+    first = [name for name in _FIRST if name in shown.columns]
+    widgets.frame(shown.select(*first, pl.exclude(first)), key=key)
 
 
 def _choose(run: OpenRun) -> int | None:

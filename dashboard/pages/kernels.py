@@ -1,5 +1,7 @@
 """Kernels: kernels and operators by name, phase, operator or shapes; modules; time by call stack; the roofline."""
 
+import contextlib
+
 import polars as pl
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
@@ -9,11 +11,11 @@ from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind, bind_several, bind_text
 from tracekit.errors import InputError
-from tracekit.model import units
+from tracekit.model import escaping, units
 from tracekit.report import charts, headlines
 from tracekit.report.headlines import Headline
 
-KERNELS, OPERATORS, MODULES, STACKS, ROOFLINE = "kernels", "operators", "modules", "call stacks", "roofline"
+KERNELS, OPERATORS, MODULES, STACKS, ROOFLINE = LEVELS = "kernels", "operators", "modules", "call stacks", "roofline"
 LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "launching operator", "shapes": "input shapes"}
 _MEASURES = {
     "compute_ns": "compute time",
@@ -25,14 +27,14 @@ _MEASURES = {
     "allocated_bytes": "memory allocated",
 }
 _UNITS = {"flops": units.operations, "sent_bytes": units.size, "allocated_bytes": units.size}
-WIDE, NAME_PX = ("name", "op", "shapes"), 290
+_DEFAULT_KINDS = ("cpu_op",)
+WIDE = ("name", "op", "shapes")
 
 
 def show(run: OpenRun) -> None:
     """List what ran on devices or on host threads, grouped by the chosen columns."""
     findings.show_families(run, "HOST", "COMP")
-    levels = (KERNELS, OPERATORS, MODULES, STACKS, ROOFLINE)
-    level = st.segmented_control("Show", levels, key=bind("what", levels), required=True)
+    level = st.segmented_control("Show", LEVELS, key=bind("what", LEVELS), required=True)
     middle, right = st.columns(2)
     if level in _VIEWS:
         _VIEWS[level](run, middle)
@@ -43,11 +45,11 @@ def show(run: OpenRun) -> None:
     )
     by = tuple(shown) or ("name",)
     text = right.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
-    kinds = ()
+    kinds: tuple[str, ...] = ()
     if level == OPERATORS:
-        key = bind_several("kinds", tables.HOST_KINDS, ["cpu_op"])
+        key = bind_several("kinds", tables.HOST_KINDS, _DEFAULT_KINDS)
         chosen = st.pills("Kinds of host slices", tables.HOST_KINDS, selection_mode="multi", key=key)
-        kinds = tuple(chosen) or ("cpu_op",)
+        kinds = tuple(chosen) or _DEFAULT_KINDS
     with st.spinner("Adding up"):
         if level == KERNELS:
             table = run.cached_table(tables.kernels, by)
@@ -62,9 +64,7 @@ def show(run: OpenRun) -> None:
 
 def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
     """Draw what the modules of the model take, and list them."""
-    measure = place.selectbox(
-        "Measure", tables.MODULE_MEASURES, key=bind("measure", tables.MODULE_MEASURES), format_func=_MEASURES.get
-    )
+    measure = place.selectbox("Measure", tables.MODULE_MEASURES, key=_bind_measure(), format_func=_MEASURES.get)
     with st.spinner("Adding up"):
         table = run.cached_table(tables.by_module)
     if not table["module"].count():
@@ -82,15 +82,16 @@ def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
     figure = charts.icicle(shares, title, _UNITS.get(measure, units.duration))
     widgets.chart(figure, key="kernels-modules")
     totals = [f"total_{name}" for name in tables.MODULE_MEASURES]
+    table = table.with_columns(pl.col("module").fill_null(tables.OUTSIDE_MODULES))
     ordered = table.sort(f"total_{measure}", "module", descending=[True, False], nulls_last=True)
-    widgets.frame(ordered.select("module", "calls", *totals, measure), key="modules")
+    shown = ordered.select("module", "calls", *totals, measure)
+    widgets.frame(widgets.drop_empty(shown), key="modules", labels={measure: f"own {escaping.heading(measure)}"})
 
 
 def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
     """Draw the time of the device or the host by call stack."""
     kinds = tables.CALL_TREE_KINDS
-    default = kinds[-1] if run.table(tables.DEVICES)["devices"].sum() else kinds[0]
-    of = place.segmented_control("Time of", kinds, key=bind("time_of", kinds, default), required=True)
+    of = place.segmented_control("Time of", kinds, key=_bind_time_of(run), required=True)
     try:
         with st.spinner("Adding up"):
             tree = run.cached_table(tables.call_tree, of)
@@ -111,7 +112,7 @@ def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
 
 def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001 the signature of a view
     """Draw how far calls are from what the device allows, and list them, the most time above that first."""
-    roofs = run.table(tables.ROOFS).select("device", "dtype", "flops_per_s", "memory_bytes_per_s").unique()
+    roofs = _roofs(run)
     with st.spinner("Adding up"):
         rows = run.cached_table(tables.rooflines_by_call)
     if rows.is_empty() or roofs["device"].n_unique() != 1:
@@ -126,15 +127,8 @@ def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001
         f"drawn at {charts.WITHOUT_PRODUCTS} operations per byte, by their bandwidth. Calls of the last 1% of "
         "the time are in the table only."
     )
-    most = rows.sort("above_ns", descending=True, nulls_last=True).row(0, named=True)
-    if most["above_ns"]:
-        widgets.note(
-            f"Furthest from the roofline: {most['name']} {most['shapes'] or ''} takes "
-            f"{units.duration(most['above_ns'])} of {units.duration(most['work_ns'])} longer than the device needs, "
-            f"{units.share(most['roofline_ratio'])} of the roofline."
-        )
     widgets.chart(charts.roofline(rows, roofs), key="kernels-roofline")
-    first = ["name", "shapes", "count", "work_ns", "above_ns", "roofline_ratio"]
+    first = ["name", "work_ns", "above_ns", "roofline_ratio", "count", "shapes"]
     widgets.frame(
         rows.select(*first, pl.exclude(first)),
         key="roofline",
@@ -161,7 +155,9 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "kind", "delay_p50_ns", "delay_p95_ns"]
     known = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
     ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))
-    widths = {name: st.column_config.Column(LABELS.get(name, name), width=NAME_PX) for name in by if name in WIDE}
+    widths = {
+        name: st.column_config.Column(LABELS.get(name, name), width=widgets.MAX_NAME_PX) for name in by if name in WIDE
+    }
     labels = {"p50_ns": "median", "delay_p50_ns": "median delay", "delay_p95_ns": "p95 delay", "spread_ratio": "spread"}
     widgets.frame(rows.select(ordered), key=level, column_config=widths, labels=labels)
 
@@ -182,11 +178,58 @@ def _about(rows: pl.DataFrame, level: str) -> str:
     )
 
 
-def _headline(run: OpenRun) -> Headline | None:
-    table = run.cached_table(tables.kernels, ("name",))
-    if table.is_empty():
-        table = run.cached_table(tables.operators, ("name",), ("cpu_op",))
-    return headlines.kernels(run.report, table)
+def _roofs(run: OpenRun) -> pl.DataFrame:
+    return run.table(tables.ROOFS).select("device", "dtype", "flops_per_s", "memory_bytes_per_s").unique()
 
+
+def _bind_measure() -> str:
+    return bind("measure", tables.MODULE_MEASURES)
+
+
+def _bind_time_of(run: OpenRun) -> str:
+    kinds = tables.CALL_TREE_KINDS
+    return bind("time_of", kinds, kinds[-1] if run.table(tables.DEVICES)["devices"].sum() else kinds[0])
+
+
+def _headline(run: OpenRun) -> Headline | None:
+    """Return the answer of the view that is shown; where it has no data, that of the kernels."""
+    level = st.session_state[bind("what", LEVELS)]
+    of_view = _HEADLINES[level](run) if level in _HEADLINES else None
+    if of_view is not None:
+        return of_view
+    table = run.cached_table(tables.kernels, ("name",))
+    return headlines.kernels(run.report, table) if table.height else _operators_headline(run)
+
+
+def _operators_headline(run: OpenRun) -> Headline | None:
+    kinds = tuple(st.session_state[bind_several("kinds", tables.HOST_KINDS, _DEFAULT_KINDS)]) or _DEFAULT_KINDS
+    return headlines.kernels(run.report, run.cached_table(tables.operators, ("name",), kinds))
+
+
+def _modules_headline(run: OpenRun) -> Headline | None:
+    measure = st.session_state[_bind_measure()]
+    text = _UNITS.get(measure, units.duration)
+    return headlines.modules(run.report, run.cached_table(tables.by_module), measure, _MEASURES[measure], text)
+
+
+def _stacks_headline(run: OpenRun) -> Headline | None:
+    of = st.session_state[_bind_time_of(run)]
+    with contextlib.suppress(InputError):  # shown below
+        return headlines.call_stacks(run.report, run.cached_table(tables.call_tree, of), of)
+    return None
+
+
+def _roofline_headline(run: OpenRun) -> Headline | None:
+    if _roofs(run)["device"].n_unique() != 1:
+        return None
+    return headlines.roofline(run.report, run.cached_table(tables.rooflines_by_call))
+
+
+_HEADLINES = {
+    OPERATORS: _operators_headline,
+    MODULES: _modules_headline,
+    STACKS: _stacks_headline,
+    ROOFLINE: _roofline_headline,
+}
 
 PAGE = Page.described_by(__doc__, "kernels", show, Needs.WORK, headline=_headline)

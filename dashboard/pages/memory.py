@@ -40,6 +40,9 @@ COUNTS = {
 }
 
 
+_OOM_LABELS = {"peak_ratio": "share", "step_bytes": "per step"}
+
+
 def show(run: OpenRun) -> None:
     """Let a person pick a rank or a memory snapshot, and draw its memory."""
     findings.show_families(run, "MEM")
@@ -131,7 +134,7 @@ def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
         if rows.height:
             widgets.subheader(title)
             shown = rows.drop("device", "at_ns", "peak_bytes", strict=False)
-            widgets.frame(widgets.drop_empty(shown), key=f"snapshot-{title}", labels={"peak_ratio": "share"})
+            widgets.frame(widgets.drop_empty(shown), key=f"snapshot-{title}", labels=_OOM_LABELS)
     if tables["over_time"].height:
         widgets.subheader("Allocated over time")
         widgets.chart(charts.memory_over_time(tables["over_time"]), key="snapshot_held")

@@ -18,6 +18,7 @@ from tracekit.report.headlines import Headline
 ALL_RUNS, ONE_RUN, TOOLS = "", "Run", "Tools"
 """Sections of the sidebar, in their order."""
 _REST = "The rest of the page is shown."
+SNAPSHOTS_ONLY = "memory snapshots without traces"
 NO_WORK = "The traces contain no kernels, and no operators on a CPU run. The page Data quality shows what is missing."
 
 
@@ -109,14 +110,12 @@ class Page:
         if self.follows_recording:
             run_store.follow(entry)
         if entry.snapshots and self.show_snapshots is not None:
-            widgets.title(entry.name, "memory snapshots without traces")
+            widgets.title(entry.name, SNAPSHOTS_ONLY)
             self.show_snapshots(entry)
             return
         if entry.snapshots:
-            widgets.title(entry.name, "memory snapshots without traces")
-            widgets.info(widgets.plain(entry.problem))
-            if st.button("Open the page Memory", type="primary"):
-                widgets.go_to("memory")
+            widgets.title(entry.name, SNAPSHOTS_ONLY)
+            widgets.snapshots_only(entry)
             return
         if entry.problem:
             widgets.title(entry.name)

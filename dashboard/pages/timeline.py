@@ -16,7 +16,7 @@ from dashboard.components.timeline import address, timeline_store
 from dashboard.components.timeline.timeline import timeline
 from dashboard.components.timeline.timeline_store import OpenTimeline
 from dashboard.findings import Findings
-from dashboard.pages.page import Needs, Page, Selection
+from dashboard.pages.page import SNAPSHOTS_ONLY, Needs, Page, Selection
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import LoadedRun, OpenRun, critical_path, tables
 from tracekit.errors import RuleError, TracekitError
@@ -90,6 +90,10 @@ def show(selection: Selection) -> None:
     entry = selection.runs[0]
     if moments.SHOWN in st.session_state or findings.SHOWN_FINDING in st.session_state:
         step_comparison.leave()
+    if entry.snapshots:
+        widgets.title(entry.name, SNAPSHOTS_ONLY)
+        widgets.snapshots_only(entry)
+        return
     head, right = st.columns([2, 1])  # above the choice of ranks, which opening a large run shows
     with right:
         other = step_comparison.choose_run(entry, (*selection.runs[1:], *selection.catalog.listing().entries))

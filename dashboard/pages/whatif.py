@@ -257,7 +257,7 @@ def _show_prediction(prediction: Prediction, gpus: int | None, price: float | No
     numbers = {
         "mean step": units.duration(prediction.step_ns),
         f"predicted, {prediction.name}": units.duration(prediction.predicted_ns),
-        "of the step": f"{-prediction.saved_ratio:+.1%}".replace("-", "−"),
+        "of the step": _signed(-prediction.saved_ratio),
     }
     hours = what_if.hours_per_day(prediction.saved_ratio, gpus)
     if hours is not None:

@@ -12,6 +12,7 @@ from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, tables
 from dashboard.run_store import what_if as dashboard_what_if
 from tests.unit.simulate.jobs import job, written
+from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.time import summary
 from tracekit.errors import TracekitError
 from tracekit.ingest.loader import load
@@ -125,7 +126,7 @@ def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
             assert {name: drawn[name] for name in row if name != "window"} == {
                 k: v for k, v in row.items() if k != "window"
             }
-    for row in by_rank:
+    for row in summary.by_rank_in_steps(opened.run).to_dicts():
         table = printed(name).split("Where the time goes")[1].splitlines()[2:]
         line = next(line for line in table if line.split()[:1] == [str(row["rank"])])
         assert units.duration(row["duration_ns"]) in line
@@ -142,6 +143,30 @@ def test_shares_of_the_report_are_those_of_all_ranks_and_steps(name):
     assert headline["compute"][0] == units.share(rows["compute_ns"].sum() / total_ns)
     listed = summary.exposed_communication_ratio(opened.run)  # in the dashboard's list of runs
     assert headline["exposed communication"][0] == units.share(listed)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_headline_of_communication_names_the_collective_with_most_transfer(name):
+    opened = open_run(name)
+    found = headlines.communication(opened.report, opened.run)
+    named = re.search(r"mostly transfer in the ([\w-]+)", found.text if found else "")
+    if named is None:
+        pytest.skip("most of it is not transfer")
+    if named[1] in ("send", "recv"):
+        pytest.skip("a send and the receive that runs concurrently share their time")
+    calls = opened.run.run_table(exposed_communication.exposed_transfers).filter(pl.col("step").is_not_null())
+    by_op = dict(calls.group_by("op").agg(pl.col("exposed_ns").sum()).iter_rows())
+    assert by_op[named[1].replace("-", "_")] == max(by_op.values())
+
+
+def test_checkpoints_state_the_median_of_the_saves_that_comparisons_state():
+    opened = open_run("demo-fsdp2")
+    assert opened.table(tables.SAVES).height == 2
+    blocked_ns = compared("demo-fsdp2")["checkpoint_blocked_ns"]["compare"]
+    shown = headlines.checkpoints(opened.report, opened.run)
+    assert f"each blocks training for {units.duration(blocked_ns)} (median)" in shown.text
+    (found,) = (found for found in opened.report.findings if found.code == "CKPT001")
+    assert "the lower median of 2 saves" in found.message
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -91,7 +91,7 @@ def test_every_format_has_the_same_rows() -> None:
         (row["name"], pytest.approx(row["change_ns"])) for row in rows
     ]
     text = compared("--by", "operator", "--top", "3")
-    assert text.startswith("a typical step of demo-yafsdp takes 253 ms, 80.4 ms less than one of demo-fsdp2")
+    assert text.startswith("the median step of demo-yafsdp takes 253 ms, 80.4 ms less than that of demo-fsdp2")
     assert text.count("inconclusive") >= 1
     assert "and 65 more" in text
     markdown = compared("--by", "operator", "--top", "3", "--format", "markdown").splitlines()

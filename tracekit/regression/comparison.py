@@ -78,6 +78,8 @@ class Comparison:
     """Of the intervals."""
     differences: tuple[str, ...] = ()
     """Those of the notes that say how device, software, model or work differ: to be read before the numbers."""
+    rank_notes: tuple[str, ...] = ()
+    """Those of the notes that say which ranks are compared, where the sides do not have the same."""
 
 
 def compare(
@@ -139,7 +141,7 @@ def compare_groups(
     if on_host:
         changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables, thresholds)
     remarks = (*notes, *rank_notes, *_clock_notes(changes, (a_name, b_name)), *separated, *starved)
-    return Comparison(a_name, b_name, changes, remarks, thresholds.confidence)
+    return Comparison(a_name, b_name, changes, remarks, thresholds.confidence, rank_notes=tuple(rank_notes))
 
 
 def _clock_notes(changes: Iterable[Change], names: tuple[str, str]) -> Iterator[str]:

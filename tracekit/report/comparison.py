@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 
 import polars as pl
@@ -20,6 +21,7 @@ from tracekit.report.json_values import to_json_value
 SCHEMA = "tracekit.comparison/1"
 STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.INCONCLUSIVE: "yellow"}
 _MAX_NAME = 14
+_MINUS = re.compile(r"(?<![\w-])-(?=\d)")
 
 
 def as_json(compared: Comparison) -> str:
@@ -90,6 +92,15 @@ def limit_verdict(limit: Limit, change: Change) -> str:
 def change_text(change: Change) -> str:
     """Return a change with its interval: "+8.1% (+4.0 to +11.9%)"."""
     return f"{_change(change)} ({_interval(change)})" if change.low is not None else _change(change)
+
+
+def with_minus_signs(text: str) -> str:
+    """Return a text with minus signs instead of the hyphens of a terminal, for pages.
+
+    >>> with_minus_signs("gpt-2: -24% (-67 to +74%)")
+    'gpt-2: −24% (−67 to +74%)'
+    """
+    return _MINUS.sub("−", text)
 
 
 def label(metric: str) -> str:

@@ -1,7 +1,7 @@
 """The headline of a page: one sentence that answers its question with a number, from what the page shows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -17,7 +17,7 @@ from tracekit.replay.graph.what_if import WhatIf
 from tracekit.report import html_fragments, phrases
 from tracekit.report import memory as memory_report
 from tracekit.report.memory import MemoryReport
-from tracekit.rules.rule import Finding, Report, Severity, cost_order, family, is_data_quality, median_row
+from tracekit.rules.rule import Finding, Report, Severity, cost_order, family, is_data_quality
 
 GOOD, INFO = "good", "info"
 _MAX_NAME = 80
@@ -172,6 +172,68 @@ def kernels(report: Report, table: pl.DataFrame) -> Headline | None:
     )
 
 
+def modules(
+    report: Report, table: pl.DataFrame, measure: str, name: str, text: Callable[[float], str]
+) -> Headline | None:
+    """Return the module that takes most of a measure itself, without the modules inside it.
+
+    `table` is that of `module_tree.by_module`, `measure` one of its columns, `name` what it is called, and `text`
+    writes its values.
+    """
+    of_modules, total = table.drop_nulls("module"), float(table[measure].sum())
+    if not total or not of_modules[measure].sum():
+        return None
+    row = of_modules.sort(measure, "module", descending=[True, False]).row(0, named=True)
+    share = units.share(1 - float(of_modules[measure].sum()) / total)
+    outside = f"; {share} is outside modules" if share != units.share(0) else ""
+    return _about(
+        f"{name[:1].upper()}{name[1:]}: module {escaping.inert(row['module'], _MAX_NAME)} takes most itself, "
+        f"{text(row[measure])} ({units.share(row[measure] / total)}) on all ranks{outside}",
+        _of(report, "HOST", "COMP"),
+    )
+
+
+def call_stacks(report: Report, tree: pl.DataFrame, of: str) -> Headline | None:
+    """Return the frame with most time of its own, in all call stacks together, and the frame above most of that.
+
+    `tree` is that of `call_trees.call_tree` of the device or the host (`of`).
+    """
+    total_ns = int(tree["self_ns"].sum())
+    if not total_ns:
+        return None
+    frames = tree.join(
+        tree.select("node", caller="name"), left_on="parent", right_on="node", how="left", maintain_order="left"
+    ).rename({"self_ns": "dur_ns"})
+    name, own_ns = _largest(frames, "name")
+    caller, called_ns = _largest(frames.filter(name=name), "caller")
+    shown, called_by = (escaping.inert(kernel_names.short(each or ""), _MAX_NAME) for each in (name, caller))
+    below = f", mostly below {called_by}" if caller and called_ns > _MOSTLY * own_ns else ""
+    return _about(
+        f"{shown} takes {units.share(own_ns / total_ns)} of the {of} time: {_duration(own_ns)} on all ranks{below}",
+        _of(report, "HOST", "COMP"),
+    )
+
+
+def roofline(report: Report, rows: pl.DataFrame) -> Headline | None:
+    """Return the call that takes most time above the roofline; None where every call reaches it.
+
+    `rows` is the table of `rooflines.by_call`.
+    """
+    above = rows.filter(pl.col("above_ns") > 0).sort("above_ns", descending=True)
+    if above.is_empty():
+        return None
+    row = above.row(0, named=True)
+    name = escaping.inert(kernel_names.short(row["name"] or "?"), _MAX_NAME)
+    longer = f"{_duration(row['above_ns'])} of {_duration(row['work_ns'])}"
+    shapes = f"Input shapes: {escaping.inert(row['shapes'], 2 * _MAX_NAME)}" if row["shapes"] else ""
+    found = _about(
+        f"Furthest from the roofline: {name} takes {longer} longer than the device needs, "
+        f"{units.share(row['roofline_ratio'])} of the roofline",
+        _of(report, "HOST", "COMP"),
+    )
+    return replace(found, about=". ".join(filter(None, (shapes, found.about))))
+
+
 def memory(report: Report, run: Run) -> Headline | None:
     """Return the rank with the highest peak of allocated memory, and how much more is reserved."""
     peaks = run.table(allocations.peaks).drop_nulls("peak_allocated_bytes")
@@ -209,11 +271,11 @@ def checkpoints(report: Report, run: Run) -> Headline | None:
     by_save = run.run_table(saves.by_save)
     if by_save.is_empty():
         return None
-    # The save whose numbers the rule blocking-checkpoint states.
-    median = median_row(by_save, "blocked_ns", "start_ns")
-    text = f"{_plural(by_save.height, 'save')}: each blocks training for {_duration(median['blocked_ns'])} (median)"
-    if median["overhead_ratio"] is not None:
-        text += f", {units.share(median['overhead_ratio'])} of the time between saves"
+    # As comparisons and budgets do: of two saves their mean. The rule blocking-checkpoint quotes one save.
+    blocked_ns, ratio = by_save.select(pl.col("blocked_ns", "overhead_ratio").median()).row(0)
+    text = f"{_plural(by_save.height, 'save')}: each blocks training for {_duration(blocked_ns)} (median)"
+    if ratio is not None:
+        text += f", {units.share(ratio)} of the time between saves"
     return _about(text, _of(report, "CKPT"))
 
 
@@ -295,13 +357,21 @@ def _transfer(states: pl.DataFrame) -> str:
 
 
 def _where(rows: pl.DataFrame) -> str:
-    """Return in which collective of which unit most of the time of some states is."""
-    sums = rows.drop_nulls("op").group_by("op", "unit").agg(pl.col("dur_ns").sum()).sort("dur_ns", "op", "unit")
-    if sums.is_empty():
+    """Return in which collective most of the time of some states is, and in which unit, if one has most of that."""
+    rows = rows.drop_nulls("op")
+    if rows.is_empty():
         return ""
-    op, unit, _ = sums.row(-1)
-    of_unit = f" of {escaping.inert(unit, _MAX_NAME)}" if unit else ""
-    return f" in the {op.replace('_', '-')}{of_unit}"
+    op, op_ns = _largest(rows, "op")
+    unit, unit_ns = _largest(rows.filter(op=op), "unit")
+    of_unit = f" of {escaping.inert(unit, _MAX_NAME)}" if unit and unit_ns > _MOSTLY * op_ns else ""
+    return f" in the {str(op).replace('_', '-')}{of_unit}"
+
+
+def _largest(rows: pl.DataFrame, name: str) -> tuple[str | None, int]:
+    """Return the value of a column with most time in dur_ns, and that time in ns."""
+    sums = rows.group_by(name).agg(pl.col("dur_ns").sum()).sort("dur_ns", name)
+    value, ns = sums.select(name, "dur_ns").row(-1)
+    return value, ns
 
 
 def _noun(run: Run) -> str:

@@ -114,9 +114,8 @@ def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:
     """Return how a run compares with another in a coloured box: step time, other changes, the likely cause."""
     by_metric = {change.metric: change for change in compared.changes}
     first = by_metric.get("step_time_ns") or next(iter(by_metric.values()))
-    headline = (
-        f"{compared.candidate}: {comparison.label(first.metric)} {comparison.change_text(first)}: {first.verdict.value}"
-    )
+    change = comparison.with_minus_signs(comparison.change_text(first))
+    headline = f"{compared.candidate}: {comparison.label(first.metric)} {change}: {first.verdict.value}"
     others = [change for change in compared.changes if change is not first]
     metrics = []
     for verdict in (Verdict.WORSE, Verdict.BETTER):

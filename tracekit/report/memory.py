@@ -321,9 +321,9 @@ def oom_tables(oom: OutOfMemoryEvent | None) -> dict[str, pl.DataFrame]:
     if oom is None:
         return {}
     return {
-        "Allocated at the out-of-memory": oom.allocated_by,
+        "Allocated when memory ran out": oom.allocated_by,
         "Memory that grows from step to step": oom.growth,
-        "Free blocks at the out-of-memory": oom.free_blocks,
+        "Free blocks when memory ran out": oom.free_blocks,
         "Other settings, replayed": oom.tried,
     }
 

@@ -15,15 +15,15 @@ _QUANTILES = {"5th percentile": 0.05, "median": 0.5, "95th percentile": 0.95}
 
 
 def shares(run: Run) -> pl.DataFrame:
-    """Return how each rank spends its time; one row per rank, in order.
+    """Return how each rank spends its steps, or its windows where no trace marks steps; one row per rank, in order.
 
-    Columns rank, traced_ns, then ratios of it: compute_ratio, exposed comm_ratio, exposed copy_ratio, idle_ratio; and
+    Columns rank, time_ns, then ratios of it: compute_ratio, exposed comm_ratio, exposed copy_ratio, idle_ratio; and
     comm hidden_ratio, the share of communication that compute hides (null without communication).
     """
     duration_ns, communication_ns = pl.col("duration_ns"), pl.col("communication_ns")
-    return summary.by_rank(run).select(
+    return summary.by_rank_in_steps(run).select(
         "rank",
-        pl.col("duration_ns").alias("traced_ns"),
+        pl.col("duration_ns").alias("time_ns"),
         (pl.col("compute_ns") / duration_ns).alias("compute_ratio"),
         (pl.col("exposed_communication_ns") / duration_ns).alias("exposed comm_ratio"),
         (pl.col("exposed_copy_ns") / duration_ns).alias("exposed copy_ratio"),

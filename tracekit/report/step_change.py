@@ -75,15 +75,15 @@ def as_markdown(changed: StepChange, *, top: int = DEFAULT_TOP) -> str:
 
 
 def headline(changed: StepChange) -> str:
-    """Return one sentence: how long the typical step takes, and by how much that differs."""
+    """Return one sentence: how long the median step takes, and by how much that differs."""
     step, compared = changed.step, changed.compared
     a, b = (escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate))
-    takes = f"a typical step of {b} takes {units.duration(step.candidate)}"
+    takes = f"the median step of {b} takes {units.duration(step.candidate)}"
     if round(step.difference) == 0:
-        return f"{takes}, as long as one of {a}"
+        return f"{takes}, as long as that of {a}"
     more = "more" if step.difference > 0 else "less"
     return (
-        f"{takes}, {units.duration(abs(step.difference))} {more} than one of {a} "
+        f"{takes}, {units.duration(abs(step.difference))} {more} than that of {a} "
         f"({comparison.change_text(step)}: {step.verdict.value})"
     )
 
@@ -101,7 +101,7 @@ def table_cells(changed: StepChange, top: int) -> tuple[list[str], list[list[str
     for row in changed.rows.head(top).iter_rows(named=True):
         name = " · ".join(str(row[each]) for each in ("name", *more) if row[each] is not None)
         before, after = (units.duration(row[f"{side}_ns"]) for side in ("before", "after"))
-        share = "—" if row["contribution_ratio"] is None else f"{100 * row['contribution_ratio']:+.1f}%"
+        share = "—" if row["contribution_ratio"] is None else f"{100 * row['contribution_ratio']:.1f}%"
         part, status = _PARTS.get(row["part"], row["part"]), row["status"]
         rows.append([name, part, _signed(row["change_ns"]), share, before, after, _calls(row), status, row["verdict"]])
     return [" · ".join(changed.by), *_HEADER], rows
@@ -145,7 +145,7 @@ def _signed(change_ns: float) -> str:
 
 
 def _calls(row: dict[str, float]) -> str:
-    before, after = row["before_count"], row["after_count"]
+    before, after = round(row["before_count"], 1), round(row["after_count"], 1)
     if not before and not after:
         return "—"
     return f"{before:,g}" if before == after else f"{before:,g} → {after:,g}"

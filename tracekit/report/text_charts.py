@@ -34,8 +34,11 @@ def before_and_now(found: Comparison) -> str:
 
 
 def by_rank(run: Run) -> str:
-    """Return a bar per rank, divided into compute, exposed communication, copy and idle; '' where there is no work."""
-    ranks = summary.by_rank(run)
+    """Return a bar per rank: its steps, divided into compute, exposed communication, copy and idle; '' without work.
+
+    Where no trace marks steps, a bar is the profiled window.
+    """
+    ranks = summary.by_rank_in_steps(run)
     ranks = ranks.filter(ranks["duration_ns"] > 0)
     if ranks.is_empty():
         return ""

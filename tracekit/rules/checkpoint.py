@@ -14,7 +14,7 @@ from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import io_evidence
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_name, median_row
 
 _EVIDENCE_ROWS = 60
 _FIXES = {
@@ -166,7 +166,7 @@ def _longest(stages: pl.DataFrame) -> pl.DataFrame:
 def _quoted_save(median_save: dict[str, Any], count: int) -> str:
     others = median_save["saves"] - 1
     more = f" and {others} more after that step" if others else ""
-    return f"{median_save['save']}{more}" + (f", the median of {count} saves" if count > 1 else "")
+    return f"{median_save['save']}{more}" + (f", the {median_name(count)} of {count} saves" if count > 1 else "")
 
 
 def _inside_spans(spans: pl.DataFrame) -> str:

@@ -178,11 +178,12 @@ class DoubtfulTrace(Rule):
         known = _KINDS.get(kind, _OTHER)
         ratio = float(rows["affected_ratio"][0] or 0)
         more = f" And {rows.height - 1:,} more like it." if rows.height > 1 else ""
-        affected = f" Affected: {units.share(ratio)}." if ratio else ""
+        message = str(rows["message"][0])
+        affected = f" Affected: {units.share(ratio)}." if ratio and units.share(ratio) not in message else ""
         return Finding(
             self.code,
             _ERROR if known.can_be_error and ratio > self.error_affected_ratio else known.severity,
-            str(rows["message"][0]) + affected + more,
+            message + affected + more,
             known.fix,
             ranks=distinct(rows, "rank"),
             evidence=rows,

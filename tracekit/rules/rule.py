@@ -172,6 +172,15 @@ def median_row(table: pl.DataFrame, *by: str) -> dict[str, Any]:
     return table.sort(by).row((table.height - 1) // 2, named=True)
 
 
+def median_name(count: int) -> str:
+    """Return what the row of `median_row` is: of an even number of rows it is not their median.
+
+    >>> median_name(2), median_name(3)
+    ('lower median', 'median')
+    """
+    return "median" if count % 2 else "lower median"
+
+
 _MAX_EVIDENCE_ROWS = 10
 
 

@@ -13,7 +13,7 @@ from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import io_evidence
-from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_row
+from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_name, median_row
 
 _EVIDENCE_ROWS = 60
 _IO_KINDS = {
@@ -73,7 +73,7 @@ class StalledSave(Rule):
 
 
 def _of_save(row: dict[str, Any], count: int) -> str:
-    which = f"({row['save']}, the median of {count} saves)" if count > 1 else f"({row['save']})"
+    which = f"({row['save']}, the {median_name(count)} of {count} saves)" if count > 1 else f"({row['save']})"
     return f"of the {units.duration(row['blocked_ns'])} for which a checkpoint blocks training {which}"
 
 

@@ -196,7 +196,7 @@ def _when(worst: dict[str, Any]) -> str:
 
 _CAUSES = {
     late_ranks.COMPUTE: "Kernels take {} longer per step than on the other ranks.",
-    late_ranks.LAUNCH: "Kernels are launched late: the device is idle for that {} longer per step than on other ranks.",
+    late_ranks.LAUNCH: "Kernels are launched late, so the device is idle {} longer per step than on other ranks.",
     late_ranks.SYNCHRONIZE: "The host waits for the device {} longer per step than on the other ranks.",
     late_ranks.DATA: "The host waits for data {} longer per step than on the other ranks.",
     late_ranks.ALLOCATOR: "Device malloc and free calls take {} longer per step than on the other ranks.",

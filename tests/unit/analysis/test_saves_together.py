@@ -81,7 +81,7 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
     assert found.severity is Severity.WARNING
     assert found.impact == pytest.approx(0.5, abs=0.01)
     assert "step-40" in found.message
-    assert "the median of 8 saves" in found.message
+    assert "the lower median of 8 saves" in found.message
     assert ("and 1 more after that step" in found.message) == (len(each) > 1)
     assert found.evidence["checkpoint"][0] == "step-40"
     (budget,) = budgets.check(run, parse({"checkpoint_overhead_ratio": "30%"}).budgets)

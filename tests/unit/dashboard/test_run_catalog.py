@@ -414,8 +414,9 @@ def test_the_dashboards_own_settings_keep_its_protections():
         ([8, 58_632, 2_818_048, None], (1, widgets.BYTES)),
         ([192, 2_304, 150_994_944], (1, widgets.BYTES)),
         ([640, 91_905_589_248], (2**30, "%.3f GiB")),
-        ([0, 2 << 20, 3 << 30], (2**30, "%.4g GiB")),
-        ([4 << 10, 3 << 20], (2**20, "%.4g MiB")),
+        ([0, 2 << 20, 3 << 30], (2**30, "%.3f GiB")),
+        ([4 << 10, 3 << 20], (2**20, "%.3f MiB")),
+        ([273_900, 78_957_773, 315_831_091], (2**20, "%.1f MiB")),
         ([1, 900], (1, "%d B")),
         ([0, None], (1, "%d B")),
     ],
@@ -459,3 +460,16 @@ def test_runs_have_the_devices_of_the_settings_where_the_dashboard_was_started(t
         assert (stated.name, stated.peaks["bf16"]) == ("a device", 8e14)
     finally:
         settings.devices.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["—", "—", "126.84 GFLOP"], 12 * 8 + 18),
+        (["aten::add"] * 9 + ["n" * 80], widgets.MAX_NAME_PX),
+        (["1.24 ms", "12.40 ms"], None),
+        ([], None),
+    ],
+)
+def test_a_column_that_the_browser_would_clip_has_a_width(texts, expected):
+    assert widgets._width_px(texts) == expected

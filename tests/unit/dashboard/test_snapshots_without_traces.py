@@ -37,7 +37,7 @@ def test_the_page_memory_draws_them_with_the_categories_at_the_peak(folder, name
     assert "Out of memory: aten::sum_dim_IntList in the backward pass requested 128 MiB on device 0 of rank 0." in said
     assert "Memory grows by 16 MiB a step: aten::clone in &lt;module&gt; (oom.py:36)" in said
     headings = [each.value for each in shown.subheader]
-    assert headings[:2] == ["Allocated at the out-of-memory", "Memory that grows from step to step"]
+    assert headings[:2] == ["Allocated when memory ran out", "Memory that grows from step to step"]
     assert "Other settings, replayed" in headings
     charts = [each.proto.spec for each in shown.get("plotly_chart")]
     assert len(charts) == 4  # over time, map, lifetimes, categories
@@ -47,8 +47,9 @@ def test_the_page_memory_draws_them_with_the_categories_at_the_peak(folder, name
     assert not shown.error
 
 
-def test_other_pages_say_which_page_shows_them(folder):
-    shown = page("overview", folder)
+@pytest.mark.parametrize("address", ["overview", "timeline"])
+def test_other_pages_say_which_page_shows_them(folder, address):
+    shown = page(address, folder)
     assert not shown.exception
     assert not shown.error
     assert "1 memory snapshot and no trace" in shown.info[0].value

@@ -120,7 +120,7 @@ def test_a_run_without_a_manifest_is_compared_with_a_note() -> None:
 def test_only_common_ranks_are_compared() -> None:
     comparison = compare(side("a", ranks=(0, 1, 2, 5)), side("b", ranks=(1, 2)))
     assert comparison.changes[0].reference == pytest.approx(102.0)
-    assert comparison.notes == ("a has ranks 0–2, 5, b 1–2: only ranks 1–2 are compared",)
+    assert comparison.notes == comparison.rank_notes == ("a has ranks 0–2, 5, b 1–2: only ranks 1–2 are compared",)
 
 
 def test_without_a_common_rank_there_is_no_comparison() -> None:

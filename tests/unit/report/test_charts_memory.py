@@ -53,6 +53,16 @@ def snapshot(tmp_path):
     return reader.read(write(tmp_path / "rank00003.memory.pickle", simulated().document()))
 
 
+def test_a_figure_has_room_for_a_legend_of_long_names():
+    table = usage.over_time(trace()).filter(pl.col("owner_kind") == "phase")
+    usual = charts.memory_over_time(table).layout.height
+    many = pl.concat(
+        table.with_columns(owner=pl.lit(f"aten::empty_strided in <module> (train.py:{line})")) for line in range(10)
+    )
+    # A narrow window has a line of the legend for each; Plotly gives the legend at most half of the figure.
+    assert charts.memory_over_time(many).layout.height >= usual + 6 * 19
+
+
 def test_owners_add_up_to_allocated_memory_at_all_times():
     table = usage.over_time(trace()).filter(pl.col("owner_kind") == "phase")
     by_owner = {owner: rows["bytes"].to_list() for (owner,), rows in table.group_by("owner", maintain_order=True)}

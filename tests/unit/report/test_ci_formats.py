@@ -453,5 +453,5 @@ def test_bars_are_as_long_as_the_times_they_show() -> None:
 
 def test_the_parts_of_a_bar_are_the_shares_of_the_step() -> None:
     first, *_, legend = text_charts.by_rank(sample_gates.findings_only().report.run).splitlines()
-    assert [first.count(letter) for letter in "█▓░"] == [22, 7, 3]  # of 49 ms, less the last step's end: 30, 10 and 4
-    assert legend == "█ compute 61.2%  ▓ exposed communication 20.4%  ▒ copy 10.2%  ░ idle 8.2%"
+    assert [first.count(letter) for letter in "█▓░"] == [22, 7, 4]  # of 50 ms: 30, 10 and 5
+    assert legend == "█ compute 60.0%  ▓ exposed communication 20.0%  ▒ copy 10.0%  ░ idle 10.0%"

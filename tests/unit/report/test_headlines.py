@@ -6,6 +6,8 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_traces, rule_examples
+from tracekit.analysis.host import call_trees
+from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.report import headlines, phrases
 from tracekit.rules import engine
@@ -85,3 +87,42 @@ def test_a_problem_that_was_found_is_the_verdict_although_data_is_doubtful():
 def test_without_its_data_a_page_has_no_headline(make):
     run = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED))
     assert make(_report(run), run) is None
+
+
+def test_each_view_of_the_kernels_has_its_own_answer():
+    report = _report(Run("/runs/demo", []))
+    modules = pl.DataFrame({"module": ["a", "a.b", None], "compute_ns": [1_000_000, 3_000_000, 4_000_000]})
+    shown = headlines.modules(report, modules, "compute_ns", "compute time", units.duration)
+    assert shown.text == (
+        "Compute time: module a.b takes most itself, 3 ms (37.5%) on all ranks; 50.0% is outside modules"
+    )
+    tree = pl.DataFrame(
+        {
+            "node": [0, 1, 2, 3],
+            "parent": [-1, 0, 0, 2],
+            "name": ["python", "aten::mm", "aten::linear", "aten::mm"],
+            "self_ns": [1_000_000, 1_000_000, 0, 2_000_000],
+        }
+    )
+    shown = headlines.call_stacks(report, tree, "host")
+    assert shown.text == "aten::mm takes 75.0% of the host time: 3 ms on all ranks, mostly below aten::linear"
+    calls = pl.DataFrame(
+        {
+            "name": ["aten::add", "aten::mm"],
+            "shapes": [None, "[[8, 8]]"],
+            "above_ns": [1_000_000, 2_000_000],
+            "work_ns": [4_000_000, 3_000_000],
+            "roofline_ratio": [0.75, 1 / 3],
+        }
+    )
+    shown = headlines.roofline(report, calls)
+    assert shown.text.startswith("Furthest from the roofline: aten::mm takes 2 ms of 3 ms longer than the device needs")
+    assert shown.about == "Input shapes: [[8, 8]]"
+
+
+def test_views_of_the_kernels_without_data_have_no_answer():
+    report = _report(Run("/runs/demo", []))
+    none = pl.DataFrame({"module": [None], "compute_ns": [4]}, schema={"module": pl.String, "compute_ns": pl.Int64})
+    assert headlines.modules(report, none, "compute_ns", "compute time", units.duration) is None
+    assert headlines.call_stacks(report, pl.DataFrame(schema=call_trees.TREE), "host") is None
+    assert headlines.roofline(report, pl.DataFrame(schema={"above_ns": pl.Int64})) is None

@@ -12,6 +12,7 @@ from tests.support.kineto_files import slice_
 from tests.support.rule_examples import HIDDEN, data_quality_issues, ops
 from tracekit.analysis.quality import trace_quality
 from tracekit.model import schema
+from tracekit.model.run import Run
 from tracekit.rules import data_quality
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
@@ -64,6 +65,13 @@ def test_an_unknown_kind_is_a_warning():
 @pytest.mark.parametrize(("ratio", "severity"), [(0.5, Severity.WARNING), (0.51, Severity.ERROR)])
 def test_an_issue_that_affects_more_than_half_is_an_error(ratio, severity):
     assert judge(data_quality_issues(("truncated", ratio)))["truncated"].severity is severity
+
+
+def test_a_message_with_the_affected_share_does_not_repeat_it():
+    run = data_quality_issues(("truncated", 0.3))
+    issues = run.data_quality.with_columns(message=pl.lit("30.0% of the steps are cut off."))
+    found = judge(Run(run.path, run.sources, data_quality=issues))["truncated"]
+    assert found.message == "30.0% of the steps are cut off."
 
 
 def test_missing_ranks_are_a_warning():

@@ -67,8 +67,9 @@ def modules(trace: Trace) -> pl.DataFrame:
 
 def by_module(run: Run) -> pl.DataFrame:
     """Return the modules of all ranks and windows: columns of MODULES without those of ranks, summed; by path."""
-    sums = pl.col("calls", *MEASURES, *(f"total_{name}" for name in MEASURES)).sum()
-    summed = run.table(modules).group_by("module").agg(pl.col("parent", "depth").first(), sums)
+    sums = pl.col(*MEASURES, *(f"total_{name}" for name in MEASURES)).sum()
+    calls = pl.col("calls").sum() + pl.when(pl.col("calls").count() > 0).then(0)  # the sum of no values is 0, not null
+    summed = run.table(modules).group_by("module").agg(pl.col("parent", "depth").first(), calls, sums)
     return MODULES.conform(summed.sort("module", nulls_last=True))
 
 

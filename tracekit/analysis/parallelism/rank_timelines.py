@@ -19,7 +19,8 @@ def states(run: Run) -> pl.DataFrame:
 
     Columns COLUMNS; one row per span, disjoint on a device, by start. state: compute; transfer (exposed communication
     with all known ranks present); waiting (all running collectives wait for a rank); copy. The rest is idle. op and
-    unit are those of the collective that started last; peer_rank is its last arrival, null where unknown.
+    unit are those of the collective that started last, null in a checkpoint save; peer_rank is its last arrival, null
+    where unknown.
     """
     spans = run.table(breakdown.spans).partition_by(_OF, as_dict=True)
     calls = _calls(run).partition_by(_OF, as_dict=True)
@@ -110,8 +111,12 @@ def _calls(run: Run) -> pl.DataFrame:
     last = run.run_table(collective_instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
     waits = run.run_table(collective_instances.waits).join(last, on=key, how="left")
     peers = waits.select(*_KEY, "peer_rank").unique(_KEY)
-    calls = run.run_table(exposed_communication.exposed_transfers)
-    return calls.join(peers, on=_KEY, how="left", maintain_order="left")
+    calls = run.run_table(exposed_communication.exposed_transfers).join(
+        peers, on=_KEY, how="left", maintain_order="left"
+    )
+    # Without a name: a save is no collective of the step, and not part of the one before it either.
+    saves = run.table(exposed_communication.save_collectives)
+    return pl.concat([calls, saves.with_columns(waited_ns=pl.lit(0, pl.Int64))], how="diagonal")
 
 
 def _device_states(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:

@@ -27,6 +27,12 @@ def by_rank(run: Run) -> pl.DataFrame:
     return sums.with_columns(pl.lit(None, pl.Int64).alias("window")).select(COLUMNS).sort("rank")
 
 
+def by_rank_in_steps(run: Run) -> pl.DataFrame:
+    """Return one row per rank, as `by_rank`, over its marked steps; where no trace marks steps, over its windows."""
+    sums = slowest_device(steps_by_rank(run)).group_by("rank").agg(pl.col("step").first(), pl.col(_TIMES).sum())
+    return sums.with_columns(pl.lit(None, pl.Int64).alias("window")).select(COLUMNS).sort("rank")
+
+
 def steps_by_rank(run: Run) -> pl.DataFrame:
     """Return the sums of the marked steps of each rank and device; where no trace marks steps, of the whole windows.
 

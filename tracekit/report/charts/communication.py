@@ -10,7 +10,7 @@ from tracekit.report.charts import style
 from tracekit.report.charts.style import CAUSES, COLOURS
 
 COMMUNICATION_PARTS = {
-    "hidden_ns": ("overlapped with compute", "rgba(213, 94, 0, 0.32)"),
+    "hidden_ns": ("overlapped with compute", style.COLOURS["compute"]),
     "exposed_ns": ("exposed transfer", COLOURS["communication"]),
     "waited_ns": ("exposed, waiting for a late rank", COLOURS["waiting"]),
 }
@@ -152,7 +152,7 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
                 "color": colour,
                 "symbol": symbol + ("" if is_whole else "-open"),
                 "size": 8,
-                "opacity": 0.65 if is_whole else 0.9,
+                "opacity": 0.8 if is_whole else 0.9,
             },
             customdata=[
                 [units.size(size), units.rate(algorithm), units.rate(bus), units.duration(ns)]

@@ -193,9 +193,9 @@ def _add_lines(
         data.append((run.name, ""))
     figure.add_scatter(
         x=xs, y=ys, mode="lines+markers" if max(len(run.values) for run in runs) <= MAX_VALUES else "lines",
-        line={"color": colour, "width": 1.2}, marker={"size": 4}, opacity=0.85, name=name, legendgroup=name,
+        line={"color": colour, "width": 1.5}, marker={"size": 5}, name=name, legendgroup=name,
         customdata=data, hovertemplate="%{customdata[1]}<extra></extra>", showlegend=True, row=1, col=1,
-        unselected={"marker": {"opacity": 0.85}},
+        unselected={"marker": {"opacity": 1}},
     )  # fmt: skip
 
 

@@ -37,6 +37,9 @@ _ROW_UNIT = 20 * _MIB
 _MOST_ROWS, _CELLS, _MOST_EDGES = 40, 220, 1500
 
 
+_HEIGHT_PX, _LEGEND_LINE_PX, _USUAL_LINES, _LONG_NAME = 420, 19, 4, 24
+
+
 def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
     """Return allocated memory over time, stacked by owner, with the peak marked and reserved memory as a line.
 
@@ -76,7 +79,13 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
     _mark_peak(figure, moments, begin_ns, divisor)
     style.scale_times(figure)
     figure.update_yaxes(title="allocated", ticksuffix=f" {unit}", rangemode="tozero")
-    return style.with_style(figure, height_px=420)
+    return style.with_style(figure, height_px=_HEIGHT_PX + _legend_px([trace.name for trace in figure.data]))
+
+
+def _legend_px(names: Sequence[str]) -> int:
+    """Return how much higher than usual a figure is, as in a narrow window each long name has a line of the legend."""
+    lines = len(names) if max(map(len, names)) > _LONG_NAME else 0
+    return _LEGEND_LINE_PX * max(0, lines - _USUAL_LINES)
 
 
 def _hovers(rows: pl.DataFrame, column: str, begin_ns: int) -> list[list[str]]:

@@ -99,7 +99,7 @@ def _add_calls(figure: go.Figure, calls: pl.DataFrame, longest_ns: float, *, has
             "color": colour,
             "symbol": symbol,
             "size": [max(least, most * math.sqrt(ns / longest_ns)) for ns in calls["work_ns"]],
-            "opacity": 0.7,
+            "opacity": 0.85,
             "line": {"width": 0.5, "color": "rgba(128, 138, 150, 0.9)"},
         },
         customdata=[

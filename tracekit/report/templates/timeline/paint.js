@@ -264,7 +264,8 @@ function paintHead(timeline) {
   for (const { atNs, label } of marks) {
     const x = Math.round(timeline.xOf(atNs));
     ctx.fillRect(x, RULER_PX - 6, 1, 6);
-    ctx.fillText(label, x + 4, RULER_PX / 2 - 1);
+    // The last label ends at the edge instead of behind it.
+    ctx.fillText(label, Math.min(x + 4, widthPx - ctx.measureText(label).width - 2), RULER_PX / 2 - 1);
   }
   ctx.fillStyle = inks.match;
   for (const start of timeline.matches?.start ?? []) {
