@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 
 from dashboard.server.own_origin import OwnOrigin
 from dashboard.server.page_style import PageStyle
+from dashboard.server.session_messages import SessionMessages
 from dashboard.server.upload_limit import UploadLimit
 
 ALLOW_HOST, OPEN_BROWSER = "--allow-host=", "--open-browser"
@@ -31,5 +32,10 @@ async def _lifespan(_: st.App) -> AsyncIterator[None]:
 
 
 _hosts = tuple(word.removeprefix(ALLOW_HOST) for word in sys.argv if word.startswith(ALLOW_HOST))
-_middleware = [Middleware(OwnOrigin, names=_hosts), Middleware(UploadLimit), Middleware(PageStyle)]
+_middleware = [
+    Middleware(OwnOrigin, names=_hosts),
+    Middleware(SessionMessages),
+    Middleware(UploadLimit),
+    Middleware(PageStyle),
+]
 app = st.App(_FRAME, middleware=_middleware, lifespan=_lifespan)

@@ -173,6 +173,16 @@ def test_a_session_reads_no_upload_of_another(server):
         assert owner.open(run=answer.title, widgets=[state]).title == answer.title
 
 
+def test_no_session_clears_the_caches_and_uploads_of_others(server):
+    with Visitor(server.port) as owner, Visitor(server.port) as other:
+        owner.upload([("rank0.json.gz", TRACE)], run="good")
+        uploaded = set(server.temporary.glob("*/rank0.json.gz"))
+        other.send(clear_cache=True)
+        assert other.open(run="good").title == "good"
+        assert uploaded
+        assert uploaded <= set(server.temporary.glob("*/rank0.json.gz"))
+
+
 def test_a_choice_of_one_session_is_not_that_of_another(server):
     with Visitor(server.port) as one, Visitor(server.port) as other:
         assert one.open(run="good").title == "good"

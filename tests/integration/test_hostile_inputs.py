@@ -16,6 +16,7 @@ import pytest
 from tests.fuzz import inputs, runner
 from tests.support import cli_runner, kineto_files
 from tracekit.ingest import untrusted_json
+from tracekit.ingest.readers.kineto import header
 
 TRACE = json.dumps(kineto_files.trace(0, 1, steps=2))
 SHARE = 4
@@ -292,6 +293,82 @@ def test_a_file_without_a_name_in_a_zip_archive_is_left_out_with_a_finding(tmp_p
     done = cli_runner.tracekit("check", tmp_path / "run.zip", "--format", "json", "--no-cache", "--fail-on", "never")
     assert done.returncode == 0, done.stderr
     assert "a file without a name was left out" in done.stdout
+
+
+def _tiled_kernel(folder, grid):
+    """Write a trace of a device with 108 SMs and a kernel whose name has a tile, launched with a grid."""
+    trace = kineto_files.trace(0, 1, steps=1, deviceProperties=[{"id": 0, "name": "NVIDIA A100", "numSms": 108}])
+    work = {"device": 0, "stream": 7, "correlation": 90, "grid": "GRID", "block": [256, 1, 1]}
+    trace["traceEvents"] += [
+        kineto_files.slice_("cpu_op", "aten::mm", 700, 30, tid=1, **INPUTS),
+        kineto_files.slice_("cuda_runtime", "cudaLaunchKernel", 710, 5, tid=1, correlation=90),
+        kineto_files.slice_("kernel", "ampere_sgemm_128x64_nn", 720, 50, tid=7, **work),
+    ]
+    text = json.dumps(trace).replace('"GRID"', grid)
+    (folder / "rank00000.pt.trace.json").write_text(text, encoding="utf-8")
+
+
+OTHER_GRIDS = [f"[{'9' * 40}, 1, 1]", "[]", "null", '"x"', "[-3, 2]", "[1.5, 1, 1]", "[300, 1, 1, 1]", '{"x": 300}']
+
+
+@pytest.mark.parametrize("grid", OTHER_GRIDS, ids=lambda grid: grid[:9])
+def test_a_grid_that_is_none_is_left_out(tmp_path, grid):
+    _tiled_kernel(tmp_path, grid)
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+    asked = "SELECT grid FROM activities WHERE name LIKE 'ampere%'"
+    shown = cli_runner.tracekit("query", tmp_path, asked, "--format", "json", "--no-cache")
+    assert json.loads(shown.stdout) == [{"grid": None}]
+
+
+@pytest.mark.parametrize(
+    ("text", "damaged"), [(b"300x1x1", b"x300x1x"), (b"[[8, 16], [16, 4], []]", b"[[8, 16}, [16, 4], []]")]
+)
+@pytest.mark.parametrize("command", ["check", "kernels", "ops", "whatif"])
+def test_a_text_of_an_export_that_is_no_grid_and_no_array_is_left_out(tmp_path, command, text, damaged):
+    _tiled_kernel(tmp_path, "[300, 1, 1]")
+    file = tmp_path / "run.pftrace"
+    assert cli_runner.tracekit("export", tmp_path, "-o", file, "--no-cache").returncode == 0
+    assert text in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(text, damaged))
+    done = cli_runner.tracekit(command, file, "--format", "json", "--no-cache")
+    assert done.returncode in (0, 1), done.stderr
+
+
+def test_ranks_of_a_pipeline_may_mark_different_steps(tmp_path):
+    for rank, name in ((0, b"another#"), (1, b"ProfilerStep#")):
+        sample = cli_runner.ROOT / f"sample_traces/parallelism/pipeline-1f1b/rank{rank:05}.pt.trace.json.gz"
+        content = gzip.decompress(sample.read_bytes())
+        assert b"ProfilerStep#" in content
+        (tmp_path / sample.stem).write_bytes(content.replace(b"ProfilerStep#", name))
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+
+
+def test_steps_that_take_no_time_have_no_critical_path(tmp_path):
+    trace = kineto_files.trace(0, 1, steps=1)
+    kept = [{**event, "dur": 0} for event in trace["traceEvents"]]
+    (tmp_path / "rank00000.pt.trace.json").write_text(json.dumps({**trace, "traceEvents": kept[:3]}), encoding="utf-8")
+    for command in ("critical-path", "whatif"):
+        done = cli_runner.tracekit(command, tmp_path, "--no-cache")
+        assert done.returncode == 2, done.stderr
+        assert "can be replayed" in cli_runner.only_line(done)
+
+
+LISTS = ',"a":[1]' * 130_000
+
+
+@pytest.mark.parametrize("end", [",x}", "}}", ',"a":{"a":[1]' * 500 + "}"])
+def test_the_end_of_events_is_searched_once_in_a_file_cut_behind_a_list(end):
+    assert header.end_of_events("[1]" + LISTS + end) is None
+
+
+def test_the_end_of_events_is_before_the_last_keys():
+    text = '{"args": {"Input Dims": [[1]], "Input type": [""]}}], "traceName": "x", "INFO": [1, 2]}'
+    assert header.end_of_events(text) == text.index('], "traceName"')
+    assert header.end_of_events(text + " \n") == text.index('], "traceName"')
+    assert header.end_of_events(text[:-1]) is None
+    assert header.end_of_events(text[: text.index("}], ") + 1]) is None
 
 
 def test_slices_of_a_perfetto_trace_may_lack_their_names():

@@ -75,6 +75,10 @@ class Visitor:
         messages = list(self._until("script_finished"))
         return Answer(messages, time.monotonic() - began_s)
 
+    def send(self, **fields: object) -> None:
+        """Send a message with these fields of Streamlit's BackMsg; nothing answers it."""
+        self._socket.send(BackMsg(**fields).SerializeToString())
+
     def upload(self, files: Sequence[tuple[str, bytes]], /, **choices: str) -> tuple[list[int], Answer, WidgetState]:
         """Upload files as the browser does; return the statuses, the page, and the widget's state with their ids."""
         (uploader,) = self.open(**choices).of_kind("file_uploader")

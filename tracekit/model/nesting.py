@@ -43,23 +43,26 @@ def nearest(parent: Ints, marked: Flags) -> Ints:
     return jump
 
 
-def order(lane: Ints, start: Ints, end: Ints) -> Ints:
-    """Return the order that `parents` needs: by lane, start and descending end, ties in input order.
+def order(lane: Ints, start: Ints, end: Ints, number: Ints | None = None) -> Ints:
+    """Return the order that `parents` needs: by lane, start and descending end, ties by `number`, then in input order.
 
     >>> order(np.array([0, 0, 0]), np.array([5, 1, 1]), np.array([6, 2, 9])).tolist()
     [2, 1, 0]
+    >>> order(np.array([0, 0]), np.array([1, 1]), np.array([2, 2]), np.array([8, 7])).tolist()
+    [1, 0]
     """
     if not len(start):
         return np.empty(0, np.int64)
+    ties = () if number is None else (number,)
     # Files are nearly sorted, so a stable sort by one key is fast; the few ties are sorted afterwards.
     since = start - start.min()
     if int(lane.max() + 1) * int(since.max() + 1) >= 1 << 62:
-        return np.lexsort((-end, start, lane))
+        return np.lexsort((*ties, -end, start, lane))
     key = lane * (since.max() + 1) + since
     found = np.argsort(key, kind="stable")
     key = key[found]
     same = key[1:] == key[:-1]
     if same.any():
         tied = np.flatnonzero(np.concatenate((same, [False])) | np.concatenate(([False], same)))
-        found[tied] = found[tied][np.lexsort((-end[found[tied]], key[tied]))]
+        found[tied] = found[tied][np.lexsort((*(values[found[tied]] for values in ties), -end[found[tied]], key[tied]))]
     return found

@@ -127,6 +127,22 @@ def test_slices_that_end_together_or_touch_nest_as_drawn(tmp_path):
     assert parents == {"a": [], "b": ["a"], "c": ["b", "a"], "d": [], "e": [], "f": ["e"]}
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["as called", "reversed"])
+def test_slices_with_equal_times_nest_as_they_were_numbered_in_any_order_of_the_file(tmp_path, order):
+    # Of a clock of whole µs: hta_pair_of_128 has 37 such groups of operators, torchrec_v100_4ranks 513.
+    calls = [
+        slice_("python_function", "train.py(3): step", 5, 2, tid=1),
+        span("forward", 5, 2),
+        op("aten::clone", 5, 2, **{"External id": 8}),
+        op("aten::contiguous", 5, 2, **{"External id": 9}),
+        slice_("cuda_runtime", "cudaLaunchKernel", 5, 2, tid=1, correlation=3, **{"External id": 3}),
+    ]
+    calls[1]["args"]["External id"] = 7
+    trace = read(tmp_path, *calls[::order])
+    inner = of(trace, "cudaLaunchKernel")["id"]
+    assert around(trace, inner) == [call["name"] for call in reversed(calls)]
+
+
 def test_a_step_marked_on_several_threads_counts_once(tmp_path):
     marks = [span(f"ProfilerStep#{n}", 100 * n, 100, tid=tid) for n in (1, 2) for tid in (1, 2)]
     trace = read(tmp_path, *marks, *launched("k", 110, 1, on_us=120), *launched("k", 210, 2, on_us=220))

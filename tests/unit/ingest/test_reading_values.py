@@ -98,6 +98,16 @@ def test_a_clock_of_whole_microseconds_is_reported(tmp_path):
     assert "whole µs" in message
 
 
+def test_whole_microseconds_written_with_a_decimal_are_whole(tmp_path):
+    times = [
+        ("68.0", 1_716_900_000_000_000),
+        (2, "1716900000000002.0"),
+        *((2, 1_716_900_000_000_010 + i) for i in range(98)),
+    ]
+    (message,) = resolution(read(tmp_path, *(event(f"ts: {ts}, dur: {dur}") for dur, ts in times)))
+    assert "whole µs" in message
+
+
 def test_an_epoch_clock_stored_as_a_double_is_reported(tmp_path):
     written = [1_716_900_000_123_456 + i / 4 for i in range(100)]
     trace = read(tmp_path, *(event(f"ts: {ts:.2f}, dur: 0.25") for ts in written))

@@ -111,7 +111,7 @@ def own_times(run: Run) -> pl.DataFrame:
 
 
 def balance(run: Run) -> Balance | None:
-    """Return the balance of the stages over all steps; None without a pipeline of two stages or more."""
+    """Return the balance of the stages over all steps; None without a pass through two stages or more."""
     times = run.run_table(stage_times).group_by("stage").agg(pl.col("stage_ns").median()).sort("stage")
     cases = run.run_table(pipeline_bubbles.schedule_cases)
     stages = times.height
@@ -122,7 +122,9 @@ def balance(run: Run) -> Balance | None:
     counts = counts if len(counts) == stages and all(counts) else []
     extra = head_layers(run.manifest)
     layer_ns = _layer_times(stage_ns, counts or [1] * stages, extra)
-    example = _representative_actions(run)
+    example = _representative_actions(run, stages)
+    if example is None:
+        return None
     rank_of = dict(example.select("stage", "rank").unique().iter_rows())
     places = tuple(rank_of[stage] for stage in range(stages))
     better = _divided(counts, layer_ns, extra, places)
@@ -251,10 +253,17 @@ _LAYER_STEP = 0.05
 _EQUAL_LAYERS = 0.075
 
 
-def _representative_actions(run: Run) -> pl.DataFrame:
-    """Return the actions of the pass whose schedule takes the median time, of replicas without late ranks."""
+def _representative_actions(run: Run, stages: int) -> pl.DataFrame | None:
+    """Return the actions of the pass whose schedule takes the median time, of replicas without late ranks.
+
+    None if no pass has all stages: ranks may mark different steps.
+    """
+    complete = run.run_table(own_times).group_by(PIPELINE).agg(pl.col("stage").n_unique()).filter(stage=stages)
     cases = _without_late_replicas(run, run.run_table(pipeline_bubbles.schedule_cases))
-    cases = cases.unique(PIPELINE).sort("stages_duration_ns", *PIPELINE)
+    cases = cases.unique(PIPELINE).join(complete, on=PIPELINE, how="semi", nulls_equal=True)
+    if cases.is_empty():
+        return None
+    cases = cases.sort("stages_duration_ns", *PIPELINE)
     row = cases.row((cases.height - 1) // 2, named=True)
     is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in PIPELINE)
     return run.run_table(own_times).filter(is_own).sort("rank", "start_ns")

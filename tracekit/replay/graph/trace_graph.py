@@ -72,9 +72,10 @@ def build(trace: Trace) -> TraceGraph:
 def windows(trace: Trace) -> pl.DataFrame:
     """Return the device window of each step, with its first node.
 
-    Columns step, device, start_ns, end_ns, first (node); one row per step and device with a first node.
+    Columns step, device, start_ns, end_ns, first (node); one row per step and device with a first node. A step that
+    takes no time, as a damaged file may state, has none.
     """
-    made, steps = build(trace).nodes, trace_columns.windows(trace)
+    made, steps = build(trace).nodes, trace_columns.windows(trace).filter(pl.col("end_ns") > pl.col("start_ns"))
     starts = made["start_ns"].to_numpy()
     placed = made[["device", "start_ns", "step", "node", "kind"]]
     near = placed[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())

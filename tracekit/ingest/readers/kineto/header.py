@@ -19,6 +19,8 @@ _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BARE_ARRAY = re.compile(rb"\s*\[\s*(?:\{|\]\s*$)")
 _FIRST_EVENT = re.compile(rb'\{\s*"ph"\s*:\s*"')
 _ARRAY_END = re.compile(r'\]\s*(?:,\s*"|\}\s*\Z)')
+_COMMA, _COLON, _CLOSED = re.compile(r'\s*,\s*(?=")'), re.compile(r"\s*:\s*"), re.compile(r"\s*\}\s*\Z")
+_MOST_PARSED = 8  # times the text: no profiler nests lists of objects so deeply
 _WORTH_SAVING = ("distributedInfo", "baseTimeNanoseconds", "deviceProperties", "traceName")
 _HEADER_KEYS = frozenset({*_WORTH_SAVING, "schemaVersion", "displayTimeUnit", "traceEvents"})
 
@@ -72,12 +74,40 @@ def parse_tail(text: str) -> tuple[Header, bool]:
 
 def end_of_events(text: str) -> int | None:
     """Return where the event array ends in the last part of a file; None where it doesn't."""
+    if not text.rstrip().endswith("}"):
+        return None
+    parsed, failed = 0, set[int]()
     for found in _ARRAY_END.finditer(text):
-        keys, whole = parse_tail(text[found.start() + 1 :])
+        if found.start() in failed:
+            continue
+        keys, ends = _last_keys(text, found.start() + 1)
         # A file cut behind an event's arguments ends like one whose array ends with the last list in them.
-        if whole and (text[: found.start()].rstrip().endswith("}") or not _HEADER_KEYS.isdisjoint(keys)):
+        if keys is not None and (text[: found.start()].rstrip()[-1:] == "}" or not _HEADER_KEYS.isdisjoint(keys)):
             return found.start()
+        if keys is None:
+            failed.update(end - 1 for end in ends)  # the lists among these values are followed by the same keys
+        parsed += ends[-1] - found.start()
+        if parsed > _MOST_PARSED * len(text):
+            return None
     return None
+
+
+def _last_keys(text: str, at: int) -> tuple[set[str] | None, list[int]]:
+    """Return the keys from `at` to the brace that ends the text, and the ends of their values; None for other text."""
+    decoder, keys, ends = json.JSONDecoder(strict=False), set(), [at]
+    try:
+        while (comma := _COMMA.match(text, ends[-1])) is not None:
+            key, at = decoder.raw_decode(text, comma.end())
+            colon = _COLON.match(text, at)
+            if colon is None:
+                return None, ends
+            ends.append(decoder.raw_decode(text, colon.end())[1])
+            keys.add(key)
+    except json.JSONDecodeError as error:
+        return None, [*ends, error.pos]
+    except RecursionError:
+        return None, [*ends, len(text)]
+    return (keys if _CLOSED.match(text, ends[-1]) else None), ends
 
 
 def read_header(path: str, first: bytes | None = None) -> Header:

@@ -117,7 +117,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
     names_info = name_patterns.host_names(distinct)
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
     lane = lanes[frame["lane"].to_numpy()] if len(frame) else np.empty(0, np.int64)
-    order = nesting.order(lane, start, start + dur)
+    order = nesting.order(lane, start, start + dur, _call_number(frame))
     lane, start, dur = lane[order], start[order], dur[order]
     named = frame["name"].to_numpy()[order].astype(np.int64)
     kind = np.where(
@@ -148,6 +148,17 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
         phase=_phase(names_info, named, parent, start, start + dur),
         span=nesting.nearest(parent, is_span),
     )
+
+
+def _call_number(frame: pl.DataFrame) -> Ints:
+    """Return numbers that order slices with equal times from the outermost to the innermost.
+
+    The profiler numbers operators and annotations as they start; Python calls them, and they call the runtime.
+    """
+    kind = frame["kind"].to_numpy()
+    is_numbered = (kind == _KIND["cpu_op"]) | (kind == _KIND["annotation"])
+    others = np.where(kind == _KIND["python"], np.int64(-1), np.iinfo(np.int64).max)
+    return np.where(is_numbered, frame["external_id"].to_numpy(), others)
 
 
 def nulled(ids: Ints, name: str = "") -> pl.Series:

@@ -80,12 +80,12 @@ class Clock:
         if not all(isinstance(value, msgspec.Raw) for value in values):
             return self._one_by_one(values, missing)
         texts = pl.Series([bytes(value).decode("utf-8", "replace") for value in values], dtype=pl.String)
-        self.fractions |= bool(texts.str.contains(".", literal=True).any())
         self.thousandths = self.thousandths or bool(texts.str.contains(_THREE_DECIMALS).any())
         parsed = texts.cast(pl.Decimal(38, 3), strict=False).to_physical().cast(pl.Int64, strict=False)
         if parsed.null_count():
             return self._one_by_one(values, missing)
         ns = parsed.to_numpy()
+        self.fractions |= bool((ns % 1000).any())
         size = np.abs(ns)
         self.epoch |= bool((size >= _EXACT_US * 1000).any())
         return ns if (size < MOST_NS).all() else self._one_by_one(values, missing)
