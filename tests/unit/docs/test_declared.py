@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {
     "dask_jobqueue": "dask-jobqueue",
+    "google": "protobuf",
     "hta": "traceinsight",
     "prometheus_client": "prometheus-client",
     "pytorch_lightning": "pytorch-lightning",
