@@ -126,7 +126,7 @@ def test_what_is_measured_is_what_was_predicted(
             assert measured[f"{kind}_bytes"] == formula[f"{kind}_bytes"]
         if "experts" not in RUNS[name][1]:
             assert measured["activations_bytes"] == pytest.approx(formula["activations_bytes"], rel=0.001)
-        # When FSDP frees a buffer depends on threads of gloo: on a busy machine, one more is there at the peak.
+        # When FSDP frees a buffer depends on threads of gloo: at the peak there may be one more of them, or one less.
         margin_bytes = buffer_bytes(name) if RUNS[name][0] in ("fsdp1", "fsdp2") else 0.01 * formula["buffers_bytes"]
         assert abs(measured["buffers_bytes"] - formula["buffers_bytes"]) <= margin_bytes
 
