@@ -4,7 +4,6 @@ Streamlit lets any browser clear the caches of all sessions, which deletes the u
 read of every run, and makes it run git. The pages send none of these messages.
 """
 
-from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from streamlit.proto.BackMsg_pb2 import BackMsg
 
@@ -40,5 +39,5 @@ def _is_own(message: Message) -> bool:
         return True
     try:
         return BackMsg.FromString(content).WhichOneof("type") in {None, *OWN}
-    except DecodeError:
+    except Exception:  # noqa: BLE001 protobuf's DecodeError, which no dependency of the dashboard exports
         return True

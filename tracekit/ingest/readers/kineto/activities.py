@@ -216,13 +216,9 @@ def roles(activities: pl.DataFrame) -> pl.DataFrame:
     return time.group_by("lane", maintain_order=True).first().select("lane", pl.col("kind").alias("role"))
 
 
-_GRID = re.compile(rb"\[\s*(\d{1,10})\s*(?:,\s*(\d{1,10})\s*)?(?:,\s*(\d{1,10})\s*)?\]")
-
-
 def _sizes(raw: bytes) -> str | None:
-    """Return the numbers of a JSON array as text such as 4096x1x1; None where it is no array of up to three."""
-    found = _GRID.fullmatch(raw.strip().strip(b'"'))
-    return None if found is None else "x".join(number.decode() for number in found.groups() if number)
+    """Return the numbers of a JSON array as text such as 4096x1x1; None where it holds none."""
+    return "x".join(re.findall(r"\d+", raw.decode("utf-8", "replace"))) or None
 
 
 def _kinds(work: pl.DataFrame, distinct: pl.Series) -> Ints:

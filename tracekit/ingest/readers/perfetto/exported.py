@@ -180,7 +180,7 @@ def trace(events: Events, stated: TraceFacts, path: str, *, rank: int, window: i
     tables["collectives"] = work.filter(pl.col("kind") == "communication").with_columns(activity_id="id")
     saved = _slices(rows, slices, (_CHECKPOINT,), {**_types("checkpoints"), _ID: pl.Int64()}, stated)
     tables["checkpoints"] = pl.concat([saved, tables["checkpoints"]], how="diagonal_relaxed")
-    conformed = {name: _with_valid_texts(schema.TABLES[name].conform(table)) for name, table in tables.items()}
+    conformed = {name: _with_valid_grids(schema.TABLES[name].conform(table)) for name, table in tables.items()}
     conformed["lanes"] = _with_roles(conformed["lanes"], conformed["activities"])
     conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated)])
     return Trace(rank, window, path, header=stated.header, **_linked(conformed))
@@ -197,19 +197,10 @@ def _with_roles(lanes: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
 _GRID = r"^\d{1,10}(x\d{1,10}){0,2}$"
 
 
-def _with_valid_texts(table: pl.DataFrame) -> pl.DataFrame:
-    """Return a table without texts that a damaged file has in place of a grid, or of the JSON arrays of inputs."""
-    grids = [
-        pl.when(pl.col(name).str.contains(_GRID)).then(name) for name in ("grid", "block") if name in table.columns
-    ]
-    inputs = [name for name in ("shapes", "dtypes", "arguments", "strides") if name in table.columns]
-    return table.with_columns(grids).with_columns(_arrays(table[name]) for name in inputs)
-
-
-def _arrays(texts: pl.Series) -> pl.Series:
-    distinct = texts.drop_nulls().unique()
-    others = [text for text in distinct if not isinstance(_json(text), list)]
-    return texts.set(texts.is_in(others), None) if others else texts
+def _with_valid_grids(table: pl.DataFrame) -> pl.DataFrame:
+    """Return a table without texts that a damaged file has in place of a grid or block."""
+    names = [name for name in ("grid", "block") if name in table.columns]
+    return table.with_columns(pl.when(pl.col(name).str.contains(_GRID)).then(name).alias(name) for name in names)
 
 
 def _types(name: str) -> dict[str, pl.DataType]:
