@@ -21,7 +21,10 @@ MAX_WIDTH = 120  # longer lines are hard to read
 _GAP = 4
 _EVIDENCE_INDENT = 4
 # The columns of evidence that are dropped on a narrow terminal, in this order.
-_DROP_ORDER = ("lane", "device", "blocking", "name", "phase")
+_DROP_ORDER = ("activity_id", "blocker_id", "lane", "device", "blocking", "name", "phase")
+_LEAST_TEXT = 8
+"""Texts are cut to so many characters before columns are dropped that are not of _DROP_ORDER, the last one first."""
+_ESSENTIAL = ("rank", "step", "name", "op", "kind", "message", "start_ns", "dur_ns", "lost_ns")
 
 
 def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
@@ -136,14 +139,17 @@ def _evidence(found: Finding, clock: pl.DataFrame, width: int) -> list[Renderabl
     if rows.is_empty():
         return []
     shown = _fitted(phrases.from_run_start(rows.head(MAX_EVIDENCE_ROWS), clock), width)
-    parts: list[RenderableType] = [text_layout.frame(shown)]
+    table = text_layout.frame(shown)
+    if text_layout.natural_width(table) > width:
+        table = text_layout.frame(shown, gap=text_layout.gap(width))
+    parts: list[RenderableType] = [table]
     more = rows.height - shown.height
     parts += [text_layout.dim(f"and {more:,} more rows")] if more else []
     return [text_layout.indented(part, _EVIDENCE_INDENT) for part in parts]
 
 
 def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
-    """Return rows without empty columns, and without columns of _DROP_ORDER as far as the width requires."""
+    """Return rows without empty columns, and without others as far as the width requires: of _DROP_ORDER, then any."""
     shown = text_layout.without_empty_columns(rows)
     if "window" in shown.columns and shown["window"].n_unique() == 1:
         shown = shown.drop("window")
@@ -152,7 +158,8 @@ def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
             break
         if name in shown.columns and (name != "name" or "op" in shown.columns):
             shown = shown.drop(name)
-    return shown
+    others = [name for name in reversed(shown.columns) if name not in _ESSENTIAL]
+    return text_layout.fitted(shown, {}, others, width=width, least_text=_LEAST_TEXT)
 
 
 def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:

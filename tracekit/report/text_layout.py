@@ -181,26 +181,31 @@ def natural_width(part: RenderableType) -> int:
 
 
 def fitted(
-    rows: "pl.DataFrame", headings: Mapping[str, str], drop_order: Sequence[str], *, width: int
+    rows: "pl.DataFrame",
+    headings: Mapping[str, str],
+    drop_order: Sequence[str],
+    *,
+    width: int,
+    least_text: int = _MIN_TEXT,
 ) -> "pl.DataFrame":
     """Return the columns that fit: without empty ones, and, on a narrow terminal, some of `drop_order`, first to last.
 
-    Numbers need their full width, text _MIN_TEXT characters.
+    Numbers need their full width, text `least_text` characters.
     """
     shown = without_empty_columns(rows)
     for name in drop_order:
-        if _least_width(shown, headings, gap(width)) <= max(width, MIN_WIDTH):
+        if _least_width(shown, headings, gap(width), least_text) <= max(width, MIN_WIDTH):
             break
         shown = shown.drop(name, strict=False)
     return shown
 
 
-def _least_width(rows: "pl.DataFrame", headings: Mapping[str, str], between: int) -> int:
+def _least_width(rows: "pl.DataFrame", headings: Mapping[str, str], between: int, least_text: int) -> int:
     widths = []
     for name, dtype in rows.schema.items():
         longest = max((len(escaping.cell(name, value)) for value in rows[name]), default=0)
         heading = max(map(len, headings.get(name, escaping.heading(name)).split("\n")))
-        widths.append(max(heading, longest if dtype.is_numeric() else min(longest, _MIN_TEXT)))
+        widths.append(max(heading, longest if dtype.is_numeric() else min(longest, least_text)))
     return sum(widths) + between * (len(widths) - 1)
 
 

@@ -49,6 +49,17 @@ def test_numbers_of_evidence_are_whole_at_every_width(width: int) -> None:
     assert re.search(r"6 ms +2 ms +50\.0%", shown)
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_no_number_of_evidence_is_cut_however_many_columns_there_are(width: int) -> None:
+    row = {"rank": [0], "step": [3], "name": ["ncclDevKernel_AllGather_RING_LL"], "start_ns": [27_800_000]}
+    row |= {f"measure{number}_ns": [1_234_567 + number] for number in range(12)}
+    found = Finding("COMM001", Severity.WARNING, "slow", "hurry", evidence=pl.DataFrame(row))
+    run = sample_report.run()
+    shown = text.render(sample_report.report(run, found=(found,)), run, width=width)
+    cells = next(line for line in shown.splitlines() if "27.8 ms" in line).split()
+    assert [cell for cell in cells if "…" in cell and not cell.startswith("ncclDev")] == []
+
+
 def test_evidence_drops_empty_columns_and_then_the_least_important() -> None:
     row = {"rank": [0], "device": [None], "lane": [7], "name": ["gloo:all_gather"], "op": ["all_gather"]}
     row |= {"unit": ["model.decoder.layers.11.feed_forward"], "dur_ns": [31_400_000]}
