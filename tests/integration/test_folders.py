@@ -345,6 +345,18 @@ def test_ranks_recorded_hours_apart_are_not_one_window(tmp_path):
     assert "5.0 h apart" in " ".join(run.data_quality["message"])
 
 
+def test_a_file_that_states_its_base_first_is_of_the_window_of_the_others(tmp_path):
+    rank0 = trace(0)  # its rank is known from the beginning, its base only from the end
+    write(
+        tmp_path / "rank0.json", {key: rank0[key] for key in ("distributedInfo", "traceEvents", "baseTimeNanoseconds")}
+    )
+    rank1 = trace(1)
+    write(tmp_path / "rank1.json", {key: rank1[key] for key in ("baseTimeNanoseconds", *rank1)})  # as jq -S writes it
+    run = load(tmp_path)
+    assert places(run) == [(0, 0), (0, 1)]
+    assert kinds(run) == []
+
+
 def test_a_single_process_trace_next_to_a_job_is_not_taken_for_rank_0(tmp_path):
     for rank in (0, 1):
         write(tmp_path / f"rank{rank}.json", trace(rank, start_us=100 + rank))

@@ -21,6 +21,7 @@ _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
 _WINDOW_FOLDER = re.compile(r"/window(\d+)/")
 _TRACE_NAME = (".trace.json", ".trace.json.gz", ".trace.json.zst")
 _SAME_START_NS = 1_000_000
+_OTHER_BASE_NS = 10 * 365 * 24 * HOUR_NS
 
 
 def identify(
@@ -272,9 +273,13 @@ def _report_assumed_windows(placed: list[TraceFile], issues: list[QualityIssue])
 
 
 def _times(listed: list[TraceFile]) -> list[int] | None:
-    """Return the start times of all recordings, else the end times in their file names; None if not all are known."""
+    """Return the start times of all recordings, else the end times in their file names; None if not all are known.
+
+    A file may state the base of its times after its events, where its header is not read: times relative to it differ
+    by decades from others.
+    """
     begins = [t.info.start_ns for t in listed if t.info.start_ns is not None]
-    if len(begins) == len(listed):
+    if len(begins) == len(listed) and max(begins) - min(begins) < _OTHER_BASE_NS:
         return begins
     stamps = [int(found[1].ljust(19, "0")) for t in listed if (found := _STAMP.search(t.file.name))]
     return stamps if len(stamps) == len(listed) else None
