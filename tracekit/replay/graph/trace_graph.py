@@ -28,7 +28,7 @@ from tracekit.replay.graph.nodes import (
 )
 
 KERNEL_GAP_NS = 1_000
-"""Time between two kernels of a stream: about a microsecond on NVIDIA devices; not from the trace."""
+"""The least time between two kernels of a stream, unless a shorter one is recorded, such as in CUDA graphs."""
 QUEUE_DEPTH = 1024
 """The most launches that may be queued before the host must wait (CUDA's limit)."""
 
@@ -115,6 +115,12 @@ _PREPARATION = schema.columns("node collective overlapped_ns alone_ns message_by
 # A device ------------------------------------------------------------------------------------------------------------
 
 
+def _least_gaps(items: pl.DataFrame, chain: Ints) -> Ints:
+    """Return the least time between each activity and the one before it on its stream."""
+    recorded_ns = items["start_ns"].to_numpy() - items["end_ns"].to_numpy()[chain]
+    return np.where((recorded_ns > 0) & (recorded_ns < KERNEL_GAP_NS), recorded_ns, KERNEL_GAP_NS)
+
+
 def _on_device(trace: Trace) -> TraceGraph:
     calls = host_time.calls(trace)
     items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.completion_ns(trace)))
@@ -124,7 +130,8 @@ def _on_device(trace: Trace) -> TraceGraph:
     is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     launch = np.where(is_wait, last_call, launch)
     stall_ns = recorded_stalls.delays(trace, items)
-    gap = np.where(is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)], 0, KERNEL_GAP_NS) + stall_ns
+    is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
+    gap = np.where(is_free, 0, _least_gaps(items, chain)) + stall_ns
     waits = _host_waits(trace, calls, items, first_item)
     own = _own(calls, waits, items, first_item)
     host = pl.DataFrame(
