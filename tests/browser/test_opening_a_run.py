@@ -79,6 +79,7 @@ def test_the_late_rank_and_those_that_wait_for_it_stand_first_in_the_timeline(pa
     expect(page.locator(".tk-headline").first).to_contain_text("Rank 1 is a straggler")
     ticks = page.locator("[class*=st-key-ranks-map] .ytick text")
     expect(ticks).to_have_text(["1", "0"])
+    settle(page)  # the map is drawn again when its width is known
     at_top = min(range(2), key=lambda number: ticks.nth(number).bounding_box()["y"])
     assert ticks.nth(at_top).text_content() == "1"
     page.goto(f"{own_server.url}/overview?run=slow-rank")

@@ -93,8 +93,8 @@ class SlowPipelineLink(Rule):
     """A slow link between two stages of a pipeline.
 
     What it does: reports two neighboring stages between which results take `min_slowdown` times as long as over other
-    links of the same kind, if that costs `min_lost_ratio` of the pipeline's time; it is a warning from
-    `warning_lost_ratio`.
+    links of the same kind, by more than the error of both ranks' clocks, if that costs `min_lost_ratio` of the
+    pipeline's time; it is a warning from `warning_lost_ratio`.
 
     Why it costs: each micro-batch passes the link twice; the stage behind it waits, and all stages after that one.
 
@@ -121,9 +121,10 @@ class SlowPipelineLink(Rule):
         """Yield one finding per pair of stages with a slow link."""
         if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
             return
-        links = run.run_table(pipeline_links.links).drop_nulls("usual_ns")
+        links = _with_clock_errors(run, run.run_table(pipeline_links.links).drop_nulls("usual_ns"))
         slow = links.filter(
             pl.col("low_ns") >= self.min_slowdown * pl.col("usual_ns"),
+            pl.col("low_ns") - pl.col("usual_ns") > pl.col("clock_error_ns"),
             pl.col("saved_ns") >= self.min_lost_ratio * pl.col("duration_ns"),
         )
         pair = pl.concat_list(
@@ -155,3 +156,13 @@ class SlowPipelineLink(Rule):
             evidence=rows.drop("pair").head(_EVIDENCE_ROWS),
             subject=f"stages {first} and {second}",
         )
+
+
+def _with_clock_errors(run: Run, links: pl.DataFrame) -> pl.DataFrame:
+    """Return links with clock_error_ns: by how much the clocks of both ranks may be off, 0 where that is not known."""
+    residual_ns = run.offsets.group_by("rank").agg(pl.col("residual_ns").max().fill_null(0))
+    for name in ("rank", "source_rank"):
+        errors = residual_ns.rename({"rank": name, "residual_ns": f"{name}_error_ns"})
+        links = links.join(errors, on=name, how="left", maintain_order="left")
+    errors_ns = [pl.col(f"{name}_error_ns").fill_null(0) for name in ("rank", "source_rank")]
+    return links.with_columns(pl.sum_horizontal(errors_ns).alias("clock_error_ns")).drop("^.*rank_error_ns$")
