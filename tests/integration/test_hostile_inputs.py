@@ -377,3 +377,13 @@ def test_the_fuzzer_finds_what_is_not_handled(monkeypatch):
         failure = worker.failure("manifest", 1)
     assert failure is not None
     assert failure.reason == "more than -1 MiB"
+
+
+def test_a_number_of_5000_digits_after_the_events_hides_none_of_them(tmp_path):
+    document = json.loads(TRACE)
+    text = json.dumps({"traceEvents": document["traceEvents"], "distributedInfo": 0})
+    (tmp_path / "rank0.pt.trace.json").write_text(
+        text.replace('"distributedInfo": 0', '"distributedInfo": ' + "9" * 5000)
+    )
+    done = cli_runner.tracekit("summary", tmp_path, "--format", "json", "--no-cache")
+    assert done.returncode == 0, done.stderr

@@ -94,7 +94,8 @@ def end_of_events(text: str) -> int | None:
 
 def _last_keys(text: str, at: int) -> tuple[set[str] | None, list[int]]:
     """Return the keys from `at` to the brace that ends the text, and the ends of their values; None for other text."""
-    decoder, keys, ends = json.JSONDecoder(strict=False), set(), [at]
+    # Values are not used; Python refuses to convert numbers of thousands of digits.
+    decoder, keys, ends = json.JSONDecoder(strict=False, parse_int=str), set(), [at]
     try:
         while (comma := _COMMA.match(text, ends[-1])) is not None:
             key, at = decoder.raw_decode(text, comma.end())
