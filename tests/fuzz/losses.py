@@ -99,7 +99,8 @@ def lenient(data: bytes) -> Counts:
     """Count events per (ph, cat): each object of the array by itself; after damage, the next that has a ph."""
     text = data.decode("utf-8", "replace")
     key = text.find('"traceEvents"')
-    bracket = text.find("[", key) if key >= 0 else -1
+    is_list = key < 0 and text.lstrip().startswith("[")
+    bracket = text.find("[", max(key, 0)) if key >= 0 or is_list else -1
     at = bracket + 1 if bracket >= 0 else text.find('{"ph"')
     found: Counts = Counter()
     lost = False
