@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tracekit.conventions.gc_pause import gc_paused
 
@@ -27,6 +28,8 @@ with pytest.MonkeyPatch.context() as only_here:  # commands that tests start hav
 # No deadline: the duration of an example depends on the load of the machine, not on the code.
 hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("deterministic")
+# Hypothesis also draws constants of the modules that a process has imported, which depend on the tests before.
+providers._get_local_constants = lambda: providers._local_constants  # none
 
 # jsonschema imports this package for the format "iri", which no schema here uses; the import takes seconds.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
