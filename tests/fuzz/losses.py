@@ -70,6 +70,7 @@ def unpacked(data: bytes) -> bytes:
         return data
     content = b""
     while data.startswith(_GZIP):
+        data = data[:3] + bytes([byte & 0x1F for byte in data[3:4]]) + data[4:]  # without flags that have no meaning
         member = zlib.decompressobj(wbits=31)
         try:
             for at in range(0, len(data), _PIECE):
