@@ -147,6 +147,18 @@ def test_lanes_whose_role_is_damaged_get_that_of_their_work(tmp_path):
     assert cli_runner.tracekit("check", tmp_path / "run.pftrace").returncode == 0
 
 
+def test_slices_that_lack_their_lane_are_left_out_and_counted(tmp_path):
+    run = tracekit.load(kineto_files.write(tmp_path / "rank0.json", kineto_files.trace(0)), cache=False)
+    content = exported(run, tmp_path / "run.pftrace").read_bytes()
+    (tmp_path / "run.pftrace").write_bytes(content.replace(b"\x04lane", b"\x04lone"))
+    back = tracekit.load(tmp_path / "run.pftrace", cache=False).trace(0)
+    left_out = run.trace(0).ops.height + run.trace(0).activities.height - back.ops.height - back.activities.height
+    assert left_out
+    messages = back.data_quality.filter(pl.col("kind") == "damaged_events")["message"].to_list()
+    assert messages == [f"{left_out} slices of the Perfetto file lack their lane and were left out."]
+    assert cli_runner.tracekit("check", tmp_path / "run.pftrace", "--fail-on", "never").returncode == 0
+
+
 def test_an_export_of_one_step_refers_to_nothing_that_it_lacks(tmp_path):
     back = tracekit.load(exported(drawn_traces.run(drawn()), tmp_path / "run.pftrace", step=0), cache=False)
     trace = back.trace(0)

@@ -174,15 +174,18 @@ def trace(events: Events, stated: TraceFacts, path: str, *, rank: int, window: i
     rows = Rows(events, (*_OPS, *_ACTIVITIES, _CHECKPOINT, *tables_of_rows))
     slices = event_columns.slices(events)
     tables = {name: rows.table(name, _types(name)) for name in schema.TABLES}
-    tables["ops"] = _slices(rows, slices, _OPS, _types("ops"), stated)
+    ops = _slices(rows, slices, _OPS, _types("ops"), stated)
     works = _types("activities") | {f: d for f, d in _types("collectives").items() if f != "activity_id"}
-    tables["activities"] = work = _slices(rows, slices, _ACTIVITIES, works, stated)
-    tables["collectives"] = work.filter(pl.col("kind") == "communication").with_columns(activity_id="id")
+    work = _slices(rows, slices, _ACTIVITIES, works, stated)
+    laneless = ops["lane"].null_count() + work["lane"].null_count()
+    tables["ops"], tables["activities"] = ops.drop_nulls("lane"), work.drop_nulls("lane")
+    of_kind = tables["activities"].filter(pl.col("kind") == "communication")
+    tables["collectives"] = of_kind.with_columns(activity_id="id")
     saved = _slices(rows, slices, (_CHECKPOINT,), {**_types("checkpoints"), _ID: pl.Int64()}, stated)
     tables["checkpoints"] = pl.concat([saved, tables["checkpoints"]], how="diagonal_relaxed")
     conformed = {name: _with_valid_grids(schema.TABLES[name].conform(table)) for name, table in tables.items()}
     conformed["lanes"] = _with_roles(conformed["lanes"], conformed["activities"])
-    conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated)])
+    conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated, laneless)])
     return Trace(rank, window, path, header=stated.header, **_linked(conformed))
 
 
@@ -263,8 +266,11 @@ def _renumbered(table: pl.DataFrame, column: str, numbers: pl.DataFrame) -> pl.D
     return table.with_columns(joined["new"].alias(column))
 
 
-def _issues(events: Events, slices: event_columns.Slices, stated: TraceFacts) -> pl.DataFrame:
+def _issues(events: Events, slices: event_columns.Slices, stated: TraceFacts, laneless: int) -> pl.DataFrame:
     rows = list(data_quality.of_file(events, slices))
+    if laneless:
+        message = f"{laneless:,} slices of the Perfetto file lack their lane and were left out."
+        rows.append(("damaged_events", message, laneless / max(len(events.kind), 1)))
     if stated.step is not None:
         message = f"The Perfetto file was exported with step {stated.step} only; the rest of the trace is not in it."
         rows.append(("part_of_run", message, 0.0))
