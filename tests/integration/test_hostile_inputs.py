@@ -387,3 +387,18 @@ def test_a_number_of_5000_digits_after_the_events_hides_none_of_them(tmp_path):
     )
     done = cli_runner.tracekit("summary", tmp_path, "--format", "json", "--no-cache")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("digits", [20, 400, 4000, 5000])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_base_of_times_beyond_all_types_is_none(tmp_path, digits, is_first):
+    events = {"traceEvents": json.loads(TRACE)["traceEvents"]}
+    base = {"baseTimeNanoseconds": 0}
+    for rank in (0, 1):
+        document = {"distributedInfo": {"rank": rank, "world_size": 2}} | (base | events if is_first else events | base)
+        text = json.dumps(document).replace(
+            '"baseTimeNanoseconds": 0', f'"baseTimeNanoseconds": {"9" * digits if rank else 0}'
+        )
+        (tmp_path / f"rank{rank}.pt.trace.json").write_text(text)
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr

@@ -83,6 +83,8 @@ def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:
     first = _FIRST_TIME.search(head)
     base_ns = header.get("baseTimeNanoseconds")
     base_ns = base_ns if isinstance(base_ns, int) and not isinstance(base_ns, bool) else 0
+    if abs(base_ns) >= numbers.MOST_NS:
+        base_ns = 0
     if first is None:
         return None
     start_us = float(first[1])

@@ -165,7 +165,7 @@ def _base_ns(header: Mapping[str, Any]) -> int:
     base = header.get("baseTimeNanoseconds")
     try:
         number = float(base or 0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0
     exact = (
         int(base) if isinstance(base, int | str) and math.isfinite(number) and str(base).lstrip("-").isdigit() else None
