@@ -319,3 +319,9 @@ def test_hostile_bytes_are_refused_at_once(tmp_path, data):
         headers.read(File(str(path), len(data)), cache=False)
     assert time.process_time() - began_s < 20
     assert discovery
+
+
+def test_an_export_whose_rank_is_beyond_all_ranks_is_that_of_rank_0(tmp_path):
+    trace = drawn_traces.trace("compute  .aa..").replaced(rank=1 << 31)
+    run = tracekit.load(exported(drawn_traces.run(trace), tmp_path / "run.pftrace"), cache=False)
+    assert tuple(run.ranks) == (0,)

@@ -11,6 +11,7 @@ import polars as pl
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.kineto import activities
+from tracekit.ingest.readers.kineto import header as kineto_header
 from tracekit.ingest.readers.perfetto import data_quality
 from tracekit.ingest.readers.perfetto import events as event_columns
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
@@ -117,7 +118,7 @@ def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
     parts = _parts(events)
     traces = [
         TraceFacts(
-            rank=row["rank"] or 0,
+            rank=kineto_header.stated_rank(row["rank"], lowest=0) or 0,
             window=row["window"] or 0,
             sequence=row["sequence"],
             offset_ns=row["offset_ns"] or 0,
