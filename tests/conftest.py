@@ -29,7 +29,7 @@ with pytest.MonkeyPatch.context() as only_here:  # commands that tests start hav
 hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("deterministic")
 # Hypothesis also draws constants of the modules that a process has imported, which depend on the tests before.
-providers._get_local_constants = lambda: providers._local_constants  # none
+providers._get_local_constants = lambda: providers._local_constants  # of no module
 
 # jsonschema imports this package for the format "iri", which no schema here uses; the import takes seconds.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]

@@ -334,8 +334,10 @@ def test_ranks_of_a_pipeline_may_mark_different_steps(tmp_path):
 
 def test_steps_that_take_no_time_have_no_critical_path(tmp_path):
     trace = kineto_files.trace(0, 1, steps=1)
-    kept = [{**event, "dur": 0} for event in trace["traceEvents"]]
-    (tmp_path / "rank00000.pt.trace.json").write_text(json.dumps({**trace, "traceEvents": kept[:3]}), encoding="utf-8")
+    instants = [{**event, "dur": 0} for event in trace["traceEvents"]]
+    (tmp_path / "rank00000.pt.trace.json").write_text(
+        json.dumps({**trace, "traceEvents": instants[:3]}), encoding="utf-8"
+    )
     for command in ("critical-path", "whatif"):
         done = cli_runner.tracekit(command, tmp_path, "--no-cache")
         assert done.returncode == 2, done.stderr

@@ -105,7 +105,7 @@ def _of_answer(each: Answer, found: WhatIf, price: float | None) -> Iterator[str
         f"(−{max(0.0, each.saved_ratio):.1%}{of}){_per_day(each.gpu_hours_per_day, price)}"
     )
     if of:
-        yield f"  {units.duration(before_ns)} of it are before the first device work of the recording"
+        yield f"  {units.duration(before_ns)}{of} are before the first device work of the recording"
     if each.caveat:
         yield f"  less sure: {each.caveat}"
 

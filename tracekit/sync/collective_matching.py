@@ -198,7 +198,7 @@ _Match: TypeAlias = tuple[_Ints, _Ints, bool]
 
 
 def _match_subgroups(group: pl.DataFrame, match: _Match, clocks: _ClockGroups) -> list[_Match]:
-    """Return the match of a group, with kinds of calls that belong to smaller groups of unknown ranks matched anew."""
+    """Return the match of a group; kinds of calls that belong to smaller groups are matched within each of these."""
     at, instance, sequenced = match
     if sequenced or group["members"].null_count() < group.height:
         return [match]

@@ -17,10 +17,12 @@ _MIN_GAP_NS = 200_000
 _MIN_COUNT, _MIN_SHARE = 2, 0.5
 """Two ranks are apart if so many of their common instances contradict each other, or such a share of few."""
 _MIN_CALLS = 4
+"""Of fewer calls of two ranks, how many they share says nothing."""
 _MAX_INSTANCES = 1.25
 """With so many instances per call of a rank, or fewer, ranks miss some calls, but are in one group."""
 _MAX_RANKS = 512
 _MAX_CELLS = 1 << 22
+"""Instances x ranks x ranks that are compared: of more, only some instances, evenly spaced."""
 
 _Floats = npt.NDArray[np.float64]
 _Flags = npt.NDArray[np.bool_]
