@@ -7,6 +7,7 @@ import functools
 import os
 import runpy
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from tests.support.process_group import Outcome
 from tests.support.python_path import REPOSITORY
 
 IMPORTED = "tests.support.frameworks_by_ranks"
+_CASE_TIMEOUT_S = 120
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def run_worlds(cases: Mapping[int, Mapping[str, Callable[[], object]]]) -> dict[int, dict[str, Outcome]]:
     """Run cases as `process_group` does, by number of ranks and name."""
-    return process_group.run_worlds(cases, timeout_s=400, case_timeout_s=120, imported=IMPORTED)
+    return process_group.run_worlds(cases, timeout_s=400, case_timeout_s=_CASE_TIMEOUT_S, imported=IMPORTED)
 
 
 def run_example(name: str, *arguments: str, ranks: int = 2) -> None:
@@ -56,7 +58,8 @@ def _run_in_process_group(script: str, arguments: tuple[str, ...]) -> None:
 
 def _run_under_torchrun(script: str, arguments: tuple[str, ...]) -> None:
     ranks = dist.get_world_size()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    first = dist.get_rank() == 0
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if first else None
     port = [store.port if store else 0]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
@@ -64,10 +67,16 @@ def _run_under_torchrun(script: str, arguments: tuple[str, ...]) -> None:
     found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         _run(script, arguments, TORCHELASTIC_RUN_ID="cases", LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0", **found)
-    finally:  # the process with the store must not go before the others
-        if store.add("ended", 1) == ranks:
-            store.set("all ended", "")
-        store.wait(["all ended"])
+    finally:  # the server lives in the first rank's process, which therefore leaves last; only that rank waits
+        store.add("ended", 1)
+        if first:
+            _wait_for_all(store, ranks)
+
+
+def _wait_for_all(store: dist.TCPStore, ranks: int) -> None:
+    until = time.monotonic() + _CASE_TIMEOUT_S
+    while store.add("ended", 0) < ranks and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def _run_in_one_process(script: str, arguments: tuple[str, ...]) -> None:
