@@ -3,6 +3,7 @@
 import copy
 import functools
 import gzip
+import hashlib
 import io
 import json
 import pickle
@@ -16,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tests.fuzz import mutations
+from tests.fuzz import mutations, structures
 from tests.support import kineto_files
 from tests.support.cli_runner import ROOT
 from tests.support.sample_snapshots import MIB, Simulation, frame
@@ -24,6 +25,8 @@ from tests.support.sample_snapshots import MIB, Simulation, frame
 FOLDER = "{folder}"
 """Stands in a command for the folder of the input's files."""
 IN = "in"
+QUERY = "query.sql"
+"""What a command reads from stdin."""
 RANK = "rank00000.pt.trace.json"
 
 Files = Mapping[str, bytes]
@@ -202,7 +205,12 @@ def _snapshots(random: Random) -> Files:
     for _ in range(random.choice((0, 1, 1, 3))):
         document = mutations.value(document, random)
     data = pickle.dumps(document, random.choice((2, 4, 5)))
-    return {"a.pickle": mutations.text(data, random) if random.random() < 0.4 else data}
+    draw = random.random()
+    if draw < 0.4:
+        data = mutations.text(data, random)
+    elif draw < 0.6:
+        data = structures.pickled(data, random)
+    return {"a.pickle": data}
 
 
 def _archives(random: Random) -> Files:
@@ -368,8 +376,9 @@ def _perfetto_files() -> tuple[bytes, ...]:
 
 def _perfetto(random: Random) -> Files:
     data = random.choice(_perfetto_files())
+    change = structures.protobuf if random.random() < 0.7 else mutations.text
     for _ in range(random.choice((1, 1, 3, 20))):
-        data = mutations.text(data, random)
+        data = change(data, random)
     return {"run.pftrace": data}
 
 
@@ -401,9 +410,98 @@ def _nsight_file() -> bytes:
 
 def _nsight(random: Random) -> Files:
     data = _nsight_file()
+    change = structures.sqlite if random.random() < 0.7 else mutations.text
     for _ in range(random.choice((1, 1, 3, 20))):
-        data = mutations.text(data, random)
+        data = change(data, random)
     return {"rank0.sqlite": data}
+
+
+def _checkpoints(random: Random) -> Files:
+    files = _recorded("distributed_checkpoint", "*")
+    draw = random.random()
+    if draw < 0.4:
+        files[".metadata"] = structures.pickled(files[".metadata"], random)
+    elif draw < 0.6:
+        files["__0_0.distcp"] = mutations.text(files["__0_0.distcp"], random)
+    else:
+        files["seal.json"] = _seal(json.loads(files["seal.json"]), random)
+    if draw < 0.3:
+        del files["seal.json"]
+    return files
+
+
+def _seal(document: Any, random: Random) -> bytes:
+    """Return a seal that is changed; mostly with the digest of its changed content, which is then read."""
+    if random.random() < 0.2:
+        return _json_of(document, random)
+    changed = mutations.value({key: value for key, value in document.items() if key != "sha256"}, random)
+    if isinstance(changed, dict):
+        changed["sha256"] = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+    return json.dumps(changed).encode()
+
+
+@functools.cache
+def _report() -> Any:
+    from tests.support import cli_runner
+
+    return json.loads(cli_runner.tracekit("check", "--sample", "--format", "json").stdout)
+
+
+def _reports(random: Random) -> Files:
+    return {"report.json": _json_of(_report(), random)}
+
+
+@functools.cache
+def _history() -> bytes:
+    import tempfile
+    from pathlib import Path
+
+    from tests.support import cli_runner
+
+    with tempfile.TemporaryDirectory() as folder:
+        report, file = Path(folder, "report.json"), Path(folder, "runs.duckdb")
+        report.write_text(json.dumps(_report()))
+        for commit in ("a1", "b2"):
+            cli_runner.tracekit("history", "add", str(report), "--db", str(file), "--commit", commit)
+        return file.read_bytes()
+
+
+def _histories(random: Random) -> Files:
+    return {"runs.duckdb": mutations.text(_history(), random)}
+
+
+_EXPRESSIONS = (
+    "dur_ns", "name", "rank", "start_ns", "kind", "*", "count(*)", "sum(dur_ns)", "max(name)", "list(name)", "NULL",
+    "{'a': dur_ns}", "map([name], [1])", "[1, NULL]", "DATE '9999-12-31' + INTERVAL 1 DAY", "TIMESTAMP 'infinity'",
+    "DATE '-infinity'", "1e400", "'NaN'::DOUBLE", "170141183460469231731687303715884105727", "1::DECIMAL(38,37)",
+    "TIME '24:00:00'", "INTERVAL '1 year -3 days'", "'\\x00'::BLOB", "chr(0)", "repeat('x', 100000000)",
+    "repeat(name, 1000000)", "generate_series(1, 100000000)", "uuid()", "'a'::BIT", "(SELECT x FROM (SELECT 1) t(x))",
+    "dur_ns / 0", "dur_ns % 0", "-9223372036854775808::BIGINT * -1", "hugeint_max", "regexp_matches(name, '(a+)+$')",
+    "levenshtein(repeat('a', 100000), repeat('b', 100000))", "array_agg(dur_ns)[:5]", "struct_pack(a := [name])",
+    "TIMESTAMPTZ '294247-01-01'", "x'ff'", "getenv('HOME')", "read_text('/etc/passwd')", "union_value(a := 1)",
+)  # fmt: skip
+_SOURCES = (
+    "ops",
+    "activities",
+    "steps",
+    "range(1000000000)",
+    "ops a, ops b, ops c",
+    "'/etc/passwd'",
+    "lanes",
+    "nothing",
+)
+
+
+def _queries(random: Random) -> Files:
+    expressions = ", ".join(random.choices(_EXPRESSIONS, k=random.choice((1, 2, 5))))
+    sql = f"SELECT {expressions} FROM {random.choice(_SOURCES)}"
+    sql += random.choice(("", " GROUP BY ALL", " ORDER BY ALL", " LIMIT 5", " WHERE rank > 0", " UNION ALL SELECT 1"))
+    if random.random() < 0.1:
+        sql = random.choice(
+            ("(" * 5000 + sql, sql + ";" + sql, "WITH RECURSIVE t AS (SELECT 1 UNION ALL SELECT * FROM t) " + sql)
+        )
+    data = sql.encode()
+    return {**_two_ranks(random), QUERY: mutations.text(data, random) if random.random() < 0.3 else data}
 
 
 CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
@@ -426,4 +524,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "hang dump": (("hang", FOLDER, "--format", "json"), _dumps),
     "memory snapshot": (("memory", f"{FOLDER}/a.pickle", "--format", "json"), _snapshots),
     "safetensors": (("checkpoint", "verify", FOLDER), _safetensors),
+    "distributed checkpoint": (("checkpoint", "verify", FOLDER), _checkpoints),
+    "saved report": (("history", "add", f"{FOLDER}/report.json", "--db", f"{FOLDER}/runs.duckdb"), _reports),
+    "history": (("history", "show", "--db", f"{FOLDER}/runs.duckdb", "--format", "json"), _histories),
+    "SQL query": (("query", FOLDER, "-", "--format", "json", "--no-cache", "--timeout", "2"), _queries),
 }

@@ -49,7 +49,8 @@ def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
         limit_cpu(limit_s)
         raised = ""
         try:
-            done = cli_runner.tracekit(*command)
+            stdin = made.files[inputs.QUERY].decode(errors="surrogateescape") if "-" in command else ""
+            done = cli_runner.tracekit(*command, stdin=stdin)
         except BaseException as error:  # noqa: BLE001  whatever a command raises is a result
             raised, done = f"{type(error).__name__}: {error}"[:_MAX_ERROR], None
         ended_s, after_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

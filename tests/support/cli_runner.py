@@ -54,7 +54,7 @@ def tracekit(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command in this process, by default in another folder: settings are searched upwards from it."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(stdin.encode())
+        given.write(stdin.encode(errors="surrogateescape"))
         given.seek(0)
         with _as_descriptors(given.fileno(), out.fileno(), err.fileno()):
             code = _run([str(each) for each in arguments], cwd or Path("/"), environment(**extra))

@@ -328,6 +328,19 @@ def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
     assert not any("\n" in data for data in refused)
 
 
+_OF_SEGMENTS = ("device", "address", "stream", "segment_type", "total_size", "requested_size")
+
+
+@pytest.mark.parametrize("field", _OF_SEGMENTS)
+def test_a_segment_with_a_container_that_contains_itself_is_refused_and_crashes_nothing(field, tmp_path):
+    endless: dict = {}
+    endless["endless"] = endless
+    whole = simulated()
+    whole["segments"][0][field] = endless
+    with pytest.raises(BadTraceError, match=r"a\.pickle"):
+        reader.read(_file(tmp_path, pickle.dumps(whole)))
+
+
 def test_a_pickle_that_is_not_a_snapshot_is_refused(tmp_path):
     for data in (3, "text", {"a": 1}, {"segments": 4}, [1, 2], {"segments": [], "device_traces": [[1]]}, None):
         with pytest.raises(BadTraceError, match=r"a\.pickle: not a CUDA memory snapshot"):

@@ -134,8 +134,17 @@ def _annotations(listed: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
         yield each.get("device"), each["time_us"] * 1000, each["stage"], each["name"]
 
 
+_SCALARS = (int, str, type(None))
+
+
 def _frame(table: schema.Table, rows: Iterable[tuple[Any, ...]]) -> pl.DataFrame:
-    return pl.DataFrame(list(rows), schema=table.schema, orient="row")
+    """Return rows as a table. Raises TypeError if a value is a container: Polars crashes on one that contains itself."""
+    listed = list(rows)
+    for row in listed:
+        for value in row:
+            if not isinstance(value, _SCALARS):
+                raise TypeError(f"a value of type {type(value).__name__} in {table.name}")
+    return pl.DataFrame(listed, schema=table.schema, orient="row")
 
 
 def _events(traces: Any, rows: EventColumns) -> pl.DataFrame:
