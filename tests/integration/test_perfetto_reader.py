@@ -152,10 +152,21 @@ def test_slices_that_lack_their_lane_are_left_out_and_counted(tmp_path):
     content = exported(run, tmp_path / "run.pftrace").read_bytes()
     (tmp_path / "run.pftrace").write_bytes(content.replace(b"\x04lane", b"\x04lone"))
     back = tracekit.load(tmp_path / "run.pftrace", cache=False).trace(0)
-    left_out = run.trace(0).ops.height + run.trace(0).activities.height - back.ops.height - back.activities.height
-    assert left_out
+    tables = ("ops", "activities", "lanes")
+    left_out = sum(getattr(run.trace(0), name).height - getattr(back, name).height for name in tables)
+    assert left_out > run.trace(0).lanes.height
     messages = back.data_quality.filter(pl.col("kind") == "damaged_events")["message"].to_list()
-    assert messages == [f"{left_out} slices of the Perfetto file lack their lane and were left out."]
+    assert messages == [f"{left_out} rows of the Perfetto file lack their lane, time or value and were left out."]
+    assert cli_runner.tracekit("check", tmp_path / "run.pftrace", "--fail-on", "never").returncode == 0
+
+
+@pytest.mark.parametrize("step", [-(1 << 63), (1 << 63) - 1, 1 << 60])
+def test_a_step_beyond_all_bounds_counts_as_none(step, tmp_path):
+    run = tracekit.load(kineto_files.write(tmp_path / "rank0.json", kineto_files.trace(0)), cache=False)
+    trace = run.trace(0)
+    changed = drawn_traces.run(trace.replaced(activities=trace.activities.with_columns(step=pl.lit(step))))
+    back = tracekit.load(exported(changed, tmp_path / "run.pftrace"), cache=False).trace(0)
+    assert back.activities["step"].null_count() == trace.activities.height > 0
     assert cli_runner.tracekit("check", tmp_path / "run.pftrace", "--fail-on", "never").returncode == 0
 
 

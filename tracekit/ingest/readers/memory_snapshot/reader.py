@@ -138,7 +138,7 @@ _SCALARS = (int, str, type(None))
 
 
 def _frame(table: schema.Table, rows: Iterable[tuple[Any, ...]]) -> pl.DataFrame:
-    """Return rows as a table. Raises TypeError if a value is a container: Polars crashes on one that contains itself."""
+    """Return rows as a table. Raises TypeError if a value is a container: one that contains itself crashes Polars."""
     listed = list(rows)
     for row in listed:
         for value in row:

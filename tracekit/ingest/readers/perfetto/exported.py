@@ -12,7 +12,7 @@ from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, co
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.kineto import activities
 from tracekit.ingest.readers.kineto import header as kineto_header
-from tracekit.ingest.readers.perfetto import data_quality
+from tracekit.ingest.readers.perfetto import data_quality, row_bounds
 from tracekit.ingest.readers.perfetto import events as event_columns
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
 from tracekit.ingest.readers.perfetto.wire import Ints
@@ -178,15 +178,16 @@ def trace(events: Events, stated: TraceFacts, path: str, *, rank: int, window: i
     ops = _slices(rows, slices, _OPS, _types("ops"), stated)
     works = _types("activities") | {f: d for f, d in _types("collectives").items() if f != "activity_id"}
     work = _slices(rows, slices, _ACTIVITIES, works, stated)
-    laneless = ops["lane"].null_count() + work["lane"].null_count()
-    tables["ops"], tables["activities"] = ops.drop_nulls("lane"), work.drop_nulls("lane")
-    of_kind = tables["activities"].filter(pl.col("kind") == "communication")
-    tables["collectives"] = of_kind.with_columns(activity_id="id")
+    tables["ops"], tables["activities"] = ops, work
+    tables["collectives"] = work.filter(pl.col("kind") == "communication").with_columns(activity_id="id")
     saved = _slices(rows, slices, (_CHECKPOINT,), {**_types("checkpoints"), _ID: pl.Int64()}, stated)
     tables["checkpoints"] = pl.concat([saved, tables["checkpoints"]], how="diagonal_relaxed")
-    conformed = {name: _with_valid_grids(schema.TABLES[name].conform(table)) for name, table in tables.items()}
+    conformed, incomplete = {}, 0
+    for name, table in tables.items():
+        conformed[name], left_out = row_bounds.within(name, schema.TABLES[name].conform(table))
+        incomplete += left_out
     conformed["lanes"] = _with_roles(conformed["lanes"], conformed["activities"])
-    conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated, laneless)])
+    conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated, incomplete)])
     return Trace(rank, window, path, header=stated.header, **_linked(conformed))
 
 
@@ -196,15 +197,6 @@ def _with_roles(lanes: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
         return lanes
     found = lanes.join(activities.roles(work), on="lane", how="left", maintain_order="left")
     return found.with_columns(pl.coalesce("role", "role_right", pl.lit("host")).alias("role")).drop("role_right")
-
-
-_GRID = r"^\d{1,10}(x\d{1,10}){0,2}$"
-
-
-def _with_valid_grids(table: pl.DataFrame) -> pl.DataFrame:
-    """Return a table without texts that a damaged file has in place of a grid or block."""
-    names = [name for name in ("grid", "block") if name in table.columns]
-    return table.with_columns(pl.when(pl.col(name).str.contains(_GRID)).then(name).alias(name) for name in names)
 
 
 def _types(name: str) -> dict[str, pl.DataType]:
@@ -267,11 +259,11 @@ def _renumbered(table: pl.DataFrame, column: str, numbers: pl.DataFrame) -> pl.D
     return table.with_columns(joined["new"].alias(column))
 
 
-def _issues(events: Events, slices: event_columns.Slices, stated: TraceFacts, laneless: int) -> pl.DataFrame:
+def _issues(events: Events, slices: event_columns.Slices, stated: TraceFacts, incomplete: int) -> pl.DataFrame:
     rows = list(data_quality.of_file(events, slices))
-    if laneless:
-        message = f"{laneless:,} slices of the Perfetto file lack their lane and were left out."
-        rows.append(("damaged_events", message, laneless / max(len(events.kind), 1)))
+    if incomplete:
+        message = f"{incomplete:,} rows of the Perfetto file lack their lane, time or value and were left out."
+        rows.append(("damaged_events", message, incomplete / max(len(events.kind), 1)))
     if stated.step is not None:
         message = f"The Perfetto file was exported with step {stated.step} only; the rest of the trace is not in it."
         rows.append(("part_of_run", message, 0.0))
