@@ -76,6 +76,21 @@ _EVENTS = [
         "ts": 160,
         "args": _MEMORY,
     },
+    *(
+        kineto_files.slice_("user_annotation", name, 760 + 4 * place, 3, tid=1)
+        for place, name in enumerate(("PP:0F1", "PP:1SEND_F0", "PP:(0F1;1B0)OVERLAP_F_B", "Forward 3", "micro-batch 2"))
+    ),
+    *(
+        kineto_files.slice_("kernel", name, 600 + 12 * place, 10, tid=7, device=0, stream=7, grid=[132, 2, 1])
+        for place, name in enumerate(
+            (
+                "cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nn_align8",
+                "void deep_gemm::fp8_gemm_kernel<4096u, 7168u, 128u, (deep_gemm::GemmType)0>(float*)",
+                "void CatArrayBatchedCopy<OpaqueType<4u>, unsigned int, 2, 64, 64>(float*)",
+                "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+            )
+        )
+    ),
     {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "ts": 0, "args": {"name": "thread 1 (python)"}},
     {"ph": "s", "id": 7, "pid": 1, "tid": 1, "ts": 150, "cat": "ac2g", "name": "ac2g"},
     {"ph": "B", "cat": "user_annotation", "name": "Optimizer.step#Adam.step", "pid": 1, "tid": 1, "ts": 800},

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -11,6 +12,10 @@ NUMBERS = (
     "1e400", "-1e400", "1e999999999", "1e999990", "NaN", "Infinity", "-Infinity", "9223372036854775808",
     "-9223372036854775809", "170141183460469231731687303715884105728", "9" * 5000, "0.1e-999999999", "-0.0", "-1",
     "4611686018427387904", "18446744073709551615", "1e308", "5e-324", "0.1",
+)  # fmt: skip
+NUMBERS_IN_NAMES = (
+    "0", "00", "-1", "1.5", "2147483648", "4611686018427387904", "9223372036854775807", "9223372036854775808",
+    "99999999999999999999", "9" * 400, "9" * 5000, "\u0663", "\u00b2", "x", "",
 )  # fmt: skip
 VALUES = (
     None, True, False, -1, 0, 1 << 31, 1 << 62, 1 << 63, -(1 << 63) - 1, 1 << 200, 1.5, 1e308, math.inf, -math.inf,
@@ -33,9 +38,17 @@ def value(document: Any, random: Random) -> Any:
         del holder[key]
     elif draw < 0.25 and isinstance(holder, list):
         holder[key:key] = [copy.deepcopy(holder[key])] * random.choice((1, 2, 50))
+    elif draw < 0.5 and isinstance(holder[key], str) and any(map(str.isdecimal, holder[key])):
+        holder[key] = digits(holder[key], random)
     else:
         holder[key] = copy.deepcopy(random.choice(VALUES))
     return changed
+
+
+def digits(text: str, random: Random) -> str:
+    """Return a text in which the number, or one of several, is another: a step, a rank, a size in a name."""
+    begin, end = random.choice([found.span() for found in re.finditer(r"\d+", text)])
+    return text[:begin] + random.choice(NUMBERS_IN_NAMES) + text[end:]
 
 
 def number_place(document: Any, random: Random) -> tuple[Any, Any]:

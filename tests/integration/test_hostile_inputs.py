@@ -15,7 +15,7 @@ import pytest
 
 from tests.fuzz import inputs, runner
 from tests.support import cli_runner, kineto_files
-from tracekit.ingest import untrusted_json
+from tracekit.ingest import files, untrusted_json
 from tracekit.ingest.readers.kineto import header
 
 TRACE = json.dumps(kineto_files.trace(0, 1, steps=2))
@@ -38,6 +38,48 @@ def test_a_number_beyond_all_types_is_a_bad_time_at_once(tmp_path, number, place
     (tmp_path / "rank0.pt.trace.json").write_text(text, encoding="utf-8")
     done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
     assert done.returncode == 0, done.stderr
+
+
+NAMES_WITH_NUMBERS = [
+    ("user_annotation", "ProfilerStep#@", {}),
+    ("user_annotation", "PP:@F1", {}),
+    ("user_annotation", "PP:0SEND_F@", {}),
+    ("user_annotation", "PP:(0F@;1B0)OVERLAP_F_B", {}),
+    ("user_annotation", "Forward @", {}),
+    ("python_function", "train.py(@): step", {"Python id": 1}),
+    ("kernel", "cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nn_align@", {"grid": [132, 2, 1]}),
+    ("kernel", "void deep_gemm::fp8_gemm_kernel<@u, 7168u, 128u>(float*)", {"grid": [132, 2, 1]}),
+    ("kernel", "gemm_128x256", {"grid": ["@", 1, 1]}),
+]
+
+
+@pytest.mark.parametrize("number", [str((1 << 63) - 1), str(1 << 64), "9" * 5000])
+def test_a_number_in_a_name_may_be_beyond_all_types(tmp_path, number):
+    trace = kineto_files.trace(0, 1, steps=3)
+    for place, (category, pattern, args) in enumerate(NAMES_WITH_NUMBERS):
+        of_stream = {"device": 0, "stream": 7} if category == "kernel" else {}
+        given = json.loads(json.dumps(args).replace("@", number))
+        event = kineto_files.slice_(
+            category, name.replace("@", number), 150 + 3 * place, 2, tid=7, **given, **of_stream
+        )
+        trace["traceEvents"].append(event)
+    (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    for command in (("check", "--format", "json", "--fail-on", "never"), ("summary",), ("critical-path",)):
+        done = cli_runner.tracekit(command[0], tmp_path, *command[1:], "--no-cache")
+        assert done.returncode == 0, done.stderr
+
+
+def test_names_are_ordered_by_numbers_of_any_length():
+    names = ["rank" + "9" * 5000, "rank10", "rank0009", "rank1", "a", "rank", "10"]
+    assert sorted(names, key=files.natural_key) == [
+        "10",
+        "a",
+        "rank",
+        "rank1",
+        "rank0009",
+        "rank10",
+        "rank" + "9" * 5000,
+    ]
 
 
 def test_a_settings_file_with_a_number_of_5000_digits_is_refused(tmp_path):

@@ -16,9 +16,9 @@ from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
 from tracekit.ingest.run_separation import HOUR_NS
 from tracekit.ingest.trace_files import QualityIssue, TraceFile, word_rank
 
-_NUMBER = re.compile(r"(?:^|[_-])(\d+)(?=[._-]|$)")
+_NUMBER = re.compile(r"(?:^|[_-])(\d{1,18})(?=[._-]|$)")
 _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
-_WINDOW_FOLDER = re.compile(r"/window(\d+)/")
+_WINDOW_FOLDER = re.compile(r"/window(\d{1,9})/")
 _TRACE_NAME = (".trace.json", ".trace.json.gz", ".trace.json.zst")
 _SAME_START_NS = 1_000_000
 _OTHER_BASE_NS = 10 * 365 * 24 * HOUR_NS

@@ -121,13 +121,19 @@ def is_glob(path: str) -> bool:
     return "*" in path or "[" in path or ("?" in path and object_storage.protocol(path) not in ("http", "https"))
 
 
-def natural_key(text: str) -> tuple[str | int, ...]:
+def natural_key(text: str) -> tuple[str | tuple[int, str], ...]:
     """Return a sort key that orders numbers in names by value.
 
     >>> sorted(["rank10", "rank9"], key=natural_key)
     ['rank9', 'rank10']
     """
-    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text))
+    return tuple(_by_value(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", text)))
+
+
+def _by_value(digits: str) -> tuple[int, str]:
+    """Return a key of a number, which may be too long for an integer."""
+    significant = digits.lstrip("0")
+    return len(significant), significant
 
 
 def _has_logs(root: str, folders: Folders) -> bool:

@@ -90,5 +90,5 @@ def _linked(work: pl.DataFrame) -> pl.DataFrame:
         & pl.col("step").eq_missing(before["step"])
         & pl.col("operands").str.contains(before["result"], literal=True)
     )
-    size = before["result"].str.extract(r"(\d+)\]$").cast(pl.Int64)
+    size = before["result"].str.extract(r"\b(\d{1,18})\]$").cast(pl.Int64)
     return work.with_columns(pl.when(follows).then(size).otherwise(0).fill_null(0).alias("reread_bytes"))

@@ -84,7 +84,7 @@ _FIRST: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"sm(90|100)_tf32_hc_prenorm_gemm_impl", ("N", "K")),
 )
 """Kernels by what their first integers among the template arguments are; S stands for a batch that is not stated."""
-_NUMBER = re.compile(r"(?:\(unsigned int\)\s*)?(\d+)u?")
+_NUMBER = re.compile(r"(?:\(unsigned int\)\s*)?(\d{1,15})u?")
 _GEMM_TYPE = re.compile(r"\(deep_gemm::GemmType\)\s*(\d+)")
 _NORMAL = "0"
 _DTYPES = {"fp8": devices.FP8, "bf16": devices.BF16, "tf32": devices.TF32, "bmn_bnk": devices.BF16}

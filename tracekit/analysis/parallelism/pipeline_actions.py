@@ -60,9 +60,9 @@ ACTIONS = schema.table(
     schema.column("source", "span (a schedule's span) or inferred (from sends, receives and phases).", pl.String()),
 )
 
-_TORCH = r"^PP:(?P<stage>\d+)(?P<code>SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(?P<micro_batch>\d+)$"
-_OVERLAPPED = r"^PP:\((\d+)F(\d+);(\d+)(B|I)(\d+)\)OVERLAP_F_B$"
-_BY_LOOP = r"^(?P<code>Forward|Backward) (?P<micro_batch>\d+)$"
+_TORCH = r"^PP:(?P<stage>\d{1,9})(?P<code>SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(?P<micro_batch>\d{1,9})$"
+_OVERLAPPED = r"^PP:\((\d{1,9})F(\d{1,9});(\d{1,9})(B|I)(\d{1,9})\)OVERLAP_F_B$"
+_BY_LOOP = r"^(?P<code>Forward|Backward) (?P<micro_batch>\d{1,9})$"
 _FRAMEWORK = (
     r"(?:^|[:. ])(?P<code>forward_step|backward_step|_exec_forward_pass|_exec_backward_pass|"
     r"forward-compute|backward-compute)$"

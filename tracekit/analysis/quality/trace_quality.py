@@ -19,7 +19,7 @@ _Row: TypeAlias = tuple[str, str, float]
 
 VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
 _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
-_DROPPED = re.compile(r"(?i)dropped (\d+) (activity )?records|exceeded max gpu buffer count")
+_DROPPED = re.compile(r"(?i)dropped (\d{1,15}) (activity )?records|exceeded max gpu buffer count")
 _CUT_OFF = 0.9  # of the launches without device activity: then they are not lost one by one
 _CUT_OFF_LEAST = 0.2  # of all launches: fewer may be queued when the recording stops
 WARM_UP_RATIO = 2.0  # times the median of the other steps: only a first step takes that long

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 WHOLE, DAMAGED, UNREADABLE = "whole", "damaged", "unreadable"
 _OF_RANK_0 = (".metadata", "seal.json")  # written by the coordinator
-_RANK_OF_FILE = re.compile(r"^__(\d+)_\d+\.distcp$|(?:^|[_-])rank[-_]?(\d+)(?!\d)")
+_RANK_OF_FILE = re.compile(r"^__(\d{1,9})_\d+\.distcp$|(?:^|[_-])rank[-_]?(\d{1,9})(?!\d)")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ _COMPUTE, _COMMUNICATION, _MEMCPY, _UNDECIDED = 0, 1, 2, -1
 _KIND_OF = np.array([_COMPUTE, 2, 3, _COMMUNICATION], np.int64)  # in the order of event_categories.DEVICE_KINDS
 _KIND_BY_NAME = {"compute": _COMPUTE, "communication": _COMMUNICATION, "copy": _MEMCPY, "undecided": _UNDECIDED}
 _MAX_DEPTH = 64
+_MOST_SIZES, _MOST_DIGITS = 3, 10  # of a grid or block
 _KERNEL = event_categories.DEVICE_KINDS.index("kernel")
 
 
@@ -217,8 +218,9 @@ def roles(activities: pl.DataFrame) -> pl.DataFrame:
 
 
 def _sizes(raw: bytes) -> str | None:
-    """Return the numbers of a JSON array as text such as 4096x1x1; None where it holds none."""
-    return "x".join(re.findall(r"\d+", raw.decode("utf-8", "replace"))) or None
+    """Return the sizes in a JSON array as text such as 4096x1x1; None where it holds none, or what no launch has."""
+    sizes = re.findall(r"[0-9]+", raw.decode("utf-8", "replace"))
+    return "x".join(sizes) if 0 < len(sizes) <= _MOST_SIZES and max(map(len, sizes)) <= _MOST_DIGITS else None
 
 
 def _kinds(work: pl.DataFrame, distinct: pl.Series) -> Ints:

@@ -11,7 +11,7 @@ from tracekit.ingest.readers.kineto import fsdp_unit_spans
 
 Flags = npt.NDArray[np.bool_]
 
-_STEP = r"^ProfilerStep#(\d+)$"
+_STEP = r"^ProfilerStep#(\d{1,15})$"
 _COLLECTIVE_WORDS = (
     "all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|reduce|gather|scatter|barrier"
 )
