@@ -59,10 +59,8 @@ def test_a_number_in_a_name_may_be_beyond_all_types(tmp_path, number):
     for place, (category, pattern, args) in enumerate(NAMES_WITH_NUMBERS):
         of_stream = {"device": 0, "stream": 7} if category == "kernel" else {}
         given = json.loads(json.dumps(args).replace("@", number))
-        event = kineto_files.slice_(
-            category, name.replace("@", number), 150 + 3 * place, 2, tid=7, **given, **of_stream
-        )
-        trace["traceEvents"].append(event)
+        name, at_us = pattern.replace("@", number), 150 + 3 * place
+        trace["traceEvents"].append(kineto_files.slice_(category, name, at_us, 2, tid=7, **given, **of_stream))
     (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
     for command in (("check", "--format", "json", "--fail-on", "never"), ("summary",), ("critical-path",)):
         done = cli_runner.tracekit(command[0], tmp_path, *command[1:], "--no-cache")
