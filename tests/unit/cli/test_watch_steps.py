@@ -264,6 +264,60 @@ def test_a_log_that_is_replaced_makes_the_watch_begin_again(tmp_path: Path) -> N
     assert (state.steps_done, state.outlier_count, watch.starts) == (30, 0, 2)
 
 
+def _damage(path: Path, rng: random.Random) -> None:
+    """Cut, extend, replace, rename or remove a file, as programs, file servers and users may do at any time."""
+    other = path.with_name(path.name + ".partial") if path.suffix != ".partial" else path.with_suffix("")
+    data = path.read_bytes() if path.is_file() else b""
+    draw = rng.randrange(8)
+    if path.is_dir():
+        path.rmdir()
+    elif path.is_symlink():
+        path.unlink()
+    elif draw == 0:
+        path.write_bytes(data[: rng.randrange(len(data) + 1)])
+    elif draw == 1:
+        path.write_bytes(data + rng.choice(_STRAY))
+    elif draw == 2:
+        path.with_name("new").write_bytes(data[rng.randrange(len(data) + 1) :])
+        path.with_name("new").replace(path)
+    elif draw == 3 and path.is_file() and not other.is_dir():
+        path.rename(other)
+    elif draw == 4:
+        path.unlink(missing_ok=True)
+    elif draw == 5 and not path.exists():
+        path.mkdir()
+    elif draw == 6 and not path.exists():
+        path.symlink_to(path.name)
+    else:
+        path.write_bytes(data)
+
+
+_STRAY = (b"\0" * 900, b'{"step": 1', b"[" * 4000 + b"\n", b"\xff\n\n", b'{"step": 9}\n')
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_files_that_are_damaged_at_any_time_never_end_the_watch_and_leave_nothing_behind(tmp_path, seed) -> None:
+    rng = random.Random(seed)
+    manifest = tmp_path / "run.json"
+    sample_logs.write(tmp_path, steady(60), steady(60, seed=1), live=True)
+    manifest.write_text(json.dumps({"schema": "tracekit.run/1", "world_size": 2}), encoding="utf-8")
+    watch = Watch(tmp_path)
+    for turn in range(40):
+        paths = [sample_logs.path(tmp_path, rank, live=live) for rank in (0, 1) for live in (True, False)]
+        _damage(rng.choice([*paths, manifest]), rng)
+        watch.poll(NOW_S + turn)
+        watch.take_new_outliers()
+        watch.state(NOW_S + turn)
+    for path in tmp_path.iterdir():
+        path.rmdir() if path.is_dir() else path.unlink()
+    sample_logs.write(tmp_path, slow(steady(80, seed=2), 70), steady(80, seed=3))
+    manifest.write_text(json.dumps({"schema": "tracekit.run/1", "world_size": 2}), encoding="utf-8")
+    watch.poll(NOW_S + 100)
+    found, fresh = watch.state(NOW_S + 100), seen(tmp_path, NOW_S + 100)
+    assert (found.steps_done, found.is_over, found.outliers) == (fresh.steps_done, fresh.is_over, fresh.outliers)
+    assert (found.bad_lines, found.missing_ranks) == (0, ())
+
+
 def test_a_training_resumed_in_the_same_log_goes_on_from_where_it_resumed(tmp_path: Path) -> None:
     lines = steady(60) + slow([line(n, ms=400) for n in range(5)] + steady(60, seed=1), 50)
     for number, each in enumerate(lines[60:]):
