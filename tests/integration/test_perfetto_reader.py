@@ -17,6 +17,7 @@ from polars.testing import assert_frame_equal
 import tracekit
 from tests.fuzz import mutations
 from tests.support import cli_runner, drawn_traces, kineto_files, perfetto_files
+from tests.support.perfetto_reader import schema as perfetto_schema
 from tests.unit.report.test_export import ops
 from tracekit.errors import BadTraceError
 from tracekit.ingest import discovery, headers
@@ -157,6 +158,27 @@ def test_slices_that_lack_their_lane_are_left_out_and_counted(tmp_path):
     assert left_out > run.trace(0).lanes.height
     messages = back.data_quality.filter(pl.col("kind") == "damaged_events")["message"].to_list()
     assert messages == [f"{left_out} rows of the Perfetto file lack their lane, time or value and were left out."]
+    assert cli_runner.tracekit("check", tmp_path / "run.pftrace", "--fail-on", "never").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"[1, null]", b"[0, -1.5]", b"", b"nonsense", b'{"a": 1}', b"[9" + b"9" * 19 + b"]"]
+)
+def test_ranks_of_a_group_that_are_no_integers_leave_it_out(damaged, tmp_path):
+    run = tracekit.load(kineto_files.write(tmp_path / "rank0.json", kineto_files.trace(0)), cache=False)
+    trace = run.trace(0)
+    groups = schema.GROUPS.conform(
+        pl.DataFrame({"group": ["7"], "description": ["dp"], "ranks": [[0, 1234567, 7654321]]})
+    )
+    exported(drawn_traces.run(trace.replaced(groups=groups)), tmp_path / "run.pftrace")
+    content = perfetto_schema.Trace.FromString((tmp_path / "run.pftrace").read_bytes())
+    texts = [text for packet in content.packet for text in packet.interned_data.debug_annotation_string_values]
+    (ranks,) = (text for text in texts if b"1234567" in text.str)
+    ranks.str = damaged
+    (tmp_path / "run.pftrace").write_bytes(content.SerializeToString())
+    back = tracekit.load(tmp_path / "run.pftrace", cache=False).trace(0)
+    assert back.groups.is_empty()
+    assert "damaged_events" in back.data_quality["kind"]
     assert cli_runner.tracekit("check", tmp_path / "run.pftrace", "--fail-on", "never").returncode == 0
 
 

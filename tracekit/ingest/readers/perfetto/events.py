@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
+from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.perfetto import packets as packet_columns
 from tracekit.ingest.readers.perfetto import wire
 from tracekit.ingest.readers.perfetto.packets import Interned, Packets
@@ -14,6 +15,7 @@ from tracekit.ingest.readers.perfetto.wire import FIXED64, LENGTH, VARINT, Flags
 
 _OPEN = -1
 _MOST_TIME = 1 << 62
+_MOST_INTEGER = 1 << 53  # in a list
 SCALARS = (F.BOOL, F.UINT, F.INT, F.DOUBLE, F.POINTER, F.TEXT, F.TEXT_IID, F.JSON)
 
 
@@ -232,10 +234,17 @@ _FIELDS = {pl.Int64: _WHOLE, pl.Boolean: [F.BOOL], pl.Float64: [F.DOUBLE, *_WHOL
 
 
 def _lists(texts: pl.Series, dtype: pl.DataType) -> pl.Series:
+    """Return lists of integers that texts state as JSON; null for other texts."""
+    return pl.Series([_integers(text) for text in texts], dtype=dtype, strict=True)
+
+
+def _integers(text: str) -> list[int] | None:
     try:
-        return texts.str.json_decode(dtype)
-    except pl.exceptions.PolarsError:
-        return pl.Series([None] * len(texts), dtype=dtype)
+        found = untrusted_json.parse(text)
+    except ValueError:
+        return None
+    is_valid = isinstance(found, list) and all(type(each) is int and abs(each) < _MOST_INTEGER for each in found)
+    return found if is_valid else None
 
 
 def arguments(events: Events, chosen: Flags) -> Arguments:
