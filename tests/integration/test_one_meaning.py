@@ -30,7 +30,7 @@ from tracekit.rules.rule import Severity, is_data_quality
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RUNS = sorted(str(path.parent.relative_to(SAMPLES)) for path in SAMPLES.rglob("run.json"))
 _REPLAYED = re.compile(r"Potential saving by replay: (\S+ \S+) (?:per step|in the window)")
-_QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(its median\)")
+_QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(the rank's median by this measure\)")
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def raw_trace(path):
 
 def quoted(found):
     """The step and rank that a message names."""
-    match = re.search(r"in step (\d+) of rank (\d+) \(its median\)", found.message)
+    match = re.search(r"in step (\d+) of rank (\d+) \(the rank's median by this measure\)", found.message)
     return int(match[1]), int(match[2])
 
 

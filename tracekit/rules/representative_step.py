@@ -39,9 +39,10 @@ def in_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return "step 7 of rank 0 (its median)", or "the trace of rank 0" where no steps are marked."""
-    rank = f"rank {row['rank']}"
-    return f"the trace of {rank}" if row["step"] is None else f"step {row['step']} of {rank} (its median)"
+    """Return "step 7 of rank 0 (the rank's median by this measure)", or "the trace of rank 0" where no steps are marked."""
+    if row["step"] is None:
+        return f"the trace of rank {row['rank']}"
+    return f"step {row['step']} of rank {row['rank']} (the rank's median by this measure)"
 
 
 def noun(row: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ def test_the_step_counts_each_moment_once():
 def test_the_representative_step_after_warm_up_is_quoted():
     (found,) = judge(device_malloc_run(CHURNING, (0, 10, 16), (1, 30, 33), (2, 50, 54)))
     assert (found.cost_ns, found.impact) == (3, 3 / 20)
-    assert "1 device malloc and free calls in step 1 of rank 0 (its median)" in found.message
+    assert "1 device malloc and free calls in step 1 of rank 0 (the rank's median by this measure)" in found.message
     assert "idle for 3 ns of 20 ns (15.0%) and take 3 ns on the host" in found.message
     assert found.steps == (1, 2)
     call, whole = found.evidence.rows(named=True)
@@ -157,7 +157,7 @@ def test_unit_buffers_are_those_of_the_representative_step():
     assert (found.severity, found.cost_bytes, found.impact) == (Severity.INFO, 2 * MIB, 0.0)
     assert (
         "1 buffers of 1 MiB or more, 2 MiB in total, for all-gathers and "
-        "reduce-scatters in step 2 of rank 0 (its median)" in found.message
+        "reduce-scatters in step 2 of rank 0 (the rank's median by this measure)" in found.message
     )
     assert found.evidence["bytes"].to_list() == [2 * MIB]
 
