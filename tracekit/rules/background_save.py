@@ -60,7 +60,7 @@ def _finding(rule: Rule, found: pl.DataFrame, reason: str, fix: str, *, confiden
 
 
 @dataclass(frozen=True)
-class LockedOut(Rule):
+class GilContention(Rule):
     """Background saves that hold the GIL while training needs it.
 
     What it does: reports saves by a thread of the training process that mostly run Python code, and during which steps
@@ -113,7 +113,7 @@ class LockedOut(Rule):
 
 
 @dataclass(frozen=True)
-class CrowdedOut(Rule):
+class CpuStarvation(Rule):
     """Background saves during which training gets too few CPU cores.
 
     What it does: reports saves during which steps take longer by `max_slowdown_ratio` while the training thread was

@@ -64,7 +64,7 @@ class AmplifiedRestore(Rule):
 
 
 @dataclass(frozen=True)
-class UnwiseInterval(Rule):
+class SuboptimalInterval(Rule):
     """A checkpoint interval far from the optimum for the failure rate.
 
     What it does: compares the time between saves with the optimal interval, if `mtbf_s` is set: the mean time between

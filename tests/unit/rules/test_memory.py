@@ -5,7 +5,7 @@ from tests.support import drawn_traces
 from tests.support.rule_examples import CHURNING, device_malloc_run, metrics, ops
 from tracekit.analysis.memory import steady_state
 from tracekit.model import schema
-from tracekit.rules.allocation_churn import AlternatingBuffers
+from tracekit.rules.allocation_churn import ReallocatedBuffers
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
@@ -152,7 +152,7 @@ def with_buffers(table: pl.DataFrame):
 def test_unit_buffers_are_those_of_the_representative_step():
     (found,) = judge(
         with_buffers(buffers((0, "all_gather", 9 * MIB), (1, "all_gather", MIB), (2, "all_gather", 2 * MIB))),
-        AlternatingBuffers,
+        ReallocatedBuffers,
     )
     assert (found.severity, found.cost_bytes, found.impact) == (Severity.INFO, 2 * MIB, 0.0)
     assert (
@@ -173,4 +173,4 @@ def test_unit_buffers_are_those_of_the_representative_step():
     ids=["one step only", "small", "activations", "in a save"],
 )
 def test_only_large_buffers_of_units_in_every_step_are_reported(table):
-    assert judge(with_buffers(table), AlternatingBuffers) == ()
+    assert judge(with_buffers(table), ReallocatedBuffers) == ()
