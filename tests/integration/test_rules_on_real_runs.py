@@ -12,7 +12,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from benchmarks import perturbation_graph, troubles
+from benchmarks import injected_faults, perturbation_graph
 from tests.integration import raw
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import collective_contention, contention
@@ -293,7 +293,7 @@ def test_a_first_step_with_an_allocation_retry_is_not_called_warm_up():
 def test_a_first_step_that_is_long_for_a_pause_before_the_second_steps_work_is_not_called_warm_up(tmp_path: Path):
     original = others("nanogpt_h100_8ranks")
     job_of = perturbation_graph.load(Path(source.path) for source in original.sources)
-    troubles.nameless_save(job_of, 0.3, random.Random("nanogpt_h100_8ranks save without a name 0.3 700"))
+    injected_faults.nameless_save(job_of, 0.3, random.Random("nanogpt_h100_8ranks save without a name 0.3 700"))
     job_of.replay()
     for rank, document in zip(job_of.ranks, job_of.documents(), strict=True):
         perturbation_graph.write(document, tmp_path / f"rank{rank.number}.pt.trace.json.gz")
